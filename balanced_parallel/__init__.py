@@ -1,0 +1,43 @@
+"""Train with the batch you want on the GPUs you have.
+
+However a batch is split (over devices, over processes, over time), the loss and the gradients are those of the one big
+batch. A map of the house, in the order in which its rooms build on each other:
+
+    devices       what devices there are
+    ambient       thread-local state that a replica's worker carries
+    nesting       tuples, mappings, dataclasses: taken apart and rebuilt
+    ranks         the running process group: sums over ranks, rows of all of them
+    scattering    rows cut over devices                     scatter
+    gathering     pieces put back together                  gather
+    replication   copies of a module, connected to its parameters
+    execution     one worker per replica
+    weighting     sums and counts, divided once             loss_weight, weighted_mean
+    precision     autocast and gradient scaling             Precision
+    model         a batch over the devices                  DataParallelModel
+    criterion     the loss where the outputs are            DataParallelCriterion
+    step          one effective batch, one exact update     TrainStep
+    launch        one process per device, under torchrun    parallelize
+"""
+
+from .criterion import DataParallelCriterion
+from .gathering import gather
+from .launch.distributed import parallelize
+from .model import DataParallelModel
+from .precision import Precision
+from .scattering import scatter
+from .step import TrainStep
+from .weighting import loss_weight, weighted_mean
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DataParallelCriterion",
+    "DataParallelModel",
+    "Precision",
+    "TrainStep",
+    "gather",
+    "loss_weight",
+    "parallelize",
+    "scatter",
+    "weighted_mean",
+]

@@ -1,0 +1,99 @@
+"""What devices there are. The one file that asks which accelerator this machine has.
+
+A device may be named several times and may be the CPU: ``["cpu"] * 3`` runs three replicas on a laptop, through the same
+code as three GPUs.
+"""
+
+import contextlib
+import resource
+import sys
+from collections.abc import Iterator, Sequence
+
+import torch
+
+__all__: list[str] = []
+
+DeviceLike = int | str | torch.device
+
+
+def visible_devices() -> list[torch.device]:
+    """Every accelerator that this process can see, else the CPU."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return [torch.device("cpu")]
+    return [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
+
+
+def resolve_devices(device_ids: Sequence[DeviceLike] | None) -> list[torch.device]:
+    """The devices that ``device_ids`` names: integers, strings and ``torch.device``s of any type, repeats allowed.
+
+    Args:
+        device_ids: ``None`` for :func:`visible_devices`.
+
+    Raises:
+        TypeError: one device was given instead of a list, or an entry is no device.
+        ValueError: the list is empty, or names a device that this machine does not have.
+    """
+    if device_ids is None:
+        return visible_devices()
+    if isinstance(device_ids, (int, str, torch.device)):
+        raise TypeError(f"device_ids={device_ids!r} is one device, expected a list of devices: write device_ids=[{device_ids!r}]")
+    devices = [resolve_device(device) for device in device_ids]
+    if not devices:
+        raise ValueError("device_ids is empty, expected at least one device; leave it out to use every visible accelerator")
+    return devices
+
+
+def resolve_device(device: DeviceLike) -> torch.device:
+    """One device with its index (the CPU has none). Raises as :func:`resolve_devices` does."""
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    count = 0 if accelerator is None else torch.accelerator.device_count()
+    has = (
+        f"this machine has {count} {accelerator.type} devices" if accelerator else "this machine has no accelerator, only the CPU"
+    )
+    if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
+        raise TypeError(f"{device!r} is no device, expected an integer, a string such as 'cuda:1' or 'cpu', or a torch.device")
+    if isinstance(device, int):
+        if accelerator is None or not 0 <= device < count:
+            raise ValueError(
+                f"there is no device {device}: {has}; device_ids may name the CPU several times, as in ['cpu', 'cpu']"
+            )
+        return torch.device(accelerator.type, device)
+    try:
+        named = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"{device!r} is no device, expected a name such as 'cuda:1' or 'cpu'") from error
+    if named.type == "cpu":
+        return torch.device("cpu")
+    if accelerator is None or named.type != accelerator.type or (named.index or 0) >= count:
+        raise ValueError(f"there is no device {str(device)!r}: {has}")
+    index = torch.accelerator.current_device_index() if named.index is None else named.index
+    return torch.device(named.type, index)
+
+
+def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """``tensor`` on ``device``. Only copies to an accelerator may overlap: the host could read one to the CPU too early."""
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=device.type != "cpu")
+
+
+def current_stream(device: torch.device) -> torch.Stream | None:
+    """The stream of the calling thread on ``device``, for a worker thread to go on with; the CPU has none."""
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device)
+
+
+@contextlib.contextmanager
+def on_device(device: torch.device, stream: torch.Stream | None) -> Iterator[None]:
+    """Makes ``device`` (and ``stream`` on it) current in this thread: kernels and ``torch.empty(device='cuda')`` land there."""
+    if device.type == "cpu":
+        yield
+        return
+    with torch.accelerator.device_index(device.index), stream or contextlib.nullcontext():
+        yield
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Bytes in use at most so far: of the allocator on an accelerator, of the whole process on the CPU."""
+    if device.type != "cpu":
+        return int(torch.accelerator.max_memory_allocated(device))
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): kilobytes on Linux, bytes on macOS
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,145 @@
+"""The same script in one process or, under torchrun, in one process per device: torch's DistributedDataParallel, with the
+list of outputs and the exact loss that the replicas of one process give."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ..criterion import Criterion, DataParallelCriterion
+from ..devices import DeviceLike
+from ..model import DataParallelModel
+from ..precision import Precision
+from ..scattering import Arguments, Pieces, count_rows, move_leaves
+from ..weighting import Weight
+from .process_group import join_process_group, rank_device
+from .torchrun import TorchrunEnvironment
+
+__all__: list[str] = []
+
+
+class DistributedModel(DistributedDataParallel):
+    """``DistributedDataParallel`` that returns a list with this rank's output, as :class:`DataParallelModel` does, and that
+    can reduce gradients for a rank which has no rows to run, or no longer.
+
+    Args:
+        module: on this rank's device already.
+        device: that device.
+        dim: the dimension of the rows in the inputs.
+        precision: autocast around the forward; ``None`` is the caller's.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device, dim: int = 0, precision: str | Precision | None = None) -> None:
+        super().__init__(module)
+        self.devices = [device]
+        self.split = None
+        self.dim = dim
+        self.precision = Precision("fp32" if precision is None else precision)
+        self._with_gradient: set[nn.Parameter] = set()
+        self.register_comm_hook(self._with_gradient, _reduce_bucket)
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> list[Any]:
+        rows = count_rows(Arguments(inputs, kwargs), self.dim)
+        inputs, kwargs = move_leaves((inputs, kwargs), self.devices[0])
+        with self.precision.autocast(self.devices):
+            return Pieces([super().forward(*inputs, **kwargs)], [rows])
+
+    def forward_nothing(self) -> torch.Tensor:
+        """A forward without the module: a zero whose backward hands no gradient to any parameter. After it, or after it is
+        added to a loss, backward completes every bucket of the reducer, with what was accumulated and whatever was used."""
+        module = self.module
+        self.module = _Skipped(module)
+        try:
+            super().forward()
+        finally:
+            self.module = module
+        return self.touch()
+
+    def touch(self) -> torch.Tensor:
+        """The zero of :meth:`forward_nothing`, alone."""
+        zero: torch.Tensor = _Touch.apply(*(parameter for parameter in self.module.parameters() if parameter.requires_grad))
+        return zero
+
+    def take_used(self) -> torch.Tensor:
+        """For each parameter whether this rank had a gradient for it when its bucket was last reduced (as 0 or 1): the reducer
+        leaves zeros where no rank had one, and the plain program leaves ``None``, which optimizers pass over."""
+        used = [parameter in self._with_gradient for parameter in self.module.parameters()]
+        self._with_gradient.clear()
+        return torch.tensor(used, dtype=torch.float64, device=self.devices[0])
+
+
+def _reduce_bucket(with_gradient: set[nn.Parameter], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+    with_gradient.update(parameter for parameter in bucket.parameters() if parameter.grad is not None)
+    assert dist.group.WORLD is not None
+    return allreduce_hook(dist.group.WORLD, bucket)
+
+
+class _Skipped(nn.Module):
+    """Stands in for the module in a forward without rows; its buffers are still synchronised."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.skipped = module
+
+    def forward(self) -> None:
+        return None
+
+
+class _Touch(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.count = len(parameters)
+        return torch.zeros((), device=parameters[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
+        count: int = ctx.count
+        return (None,) * count
+
+
+def parallelize(
+    module: nn.Module,
+    criterion: Criterion,
+    device_ids: Sequence[DeviceLike] | None = None,
+    *,
+    dim: int = 0,
+    weight: Callable[..., Weight] | None = None,
+    precision: str | Precision | None = None,
+    split: Sequence[float] | None = None,
+) -> tuple[DataParallelModel | DistributedModel, DataParallelCriterion]:
+    """A model and a criterion for all the devices there are: the same script, the same numbers, in one process or many.
+
+    In one process: :class:`DataParallelModel` and :class:`DataParallelCriterion`. Under torchrun: torch's ``DistributedDataParallel`` on
+    this rank's device, whose forward returns a list too, and a criterion whose value is the loss over all ranks. The process
+    group is started where torchrun's environment is there and none runs (NCCL for CUDA, gloo for CPUs), and ended at exit.
+
+    Args:
+        module: moved to the first device, or to this rank's.
+        criterion: a module or a function.
+        device_ids: as in :class:`DataParallelModel`; under torchrun, one device for each process of this machine.
+        dim, weight, precision, split: as in :class:`DataParallelModel` and :class:`DataParallelCriterion`.
+
+    Raises:
+        ValueError: torchrun's environment is incomplete, disagrees with the running process group, or has more processes
+            than devices; ``split`` under torchrun, where each rank brings its own rows.
+    """
+    environment = TorchrunEnvironment.detect()
+    parallel_criterion = DataParallelCriterion(criterion, dim=dim, weight=weight, precision=precision)
+    if environment is None:
+        return DataParallelModel(module, device_ids, dim=dim, precision=precision, split=split), parallel_criterion
+    if split is not None:
+        raise ValueError(
+            f"split={split!r} was given under torchrun, expected None: each rank brings as many rows as it is to have"
+        )
+    if any(parameter.requires_grad for parameter in parallel_criterion.parameters()):
+        raise ValueError(
+            "the criterion has parameters, which DistributedDataParallel would not reduce: make it a part of the module, and "
+            "let the module return the loss"
+        )
+    device = rank_device(environment, device_ids)
+    join_process_group(environment, device)
+    return DistributedModel(module.to(device), device, dim, precision), parallel_criterion

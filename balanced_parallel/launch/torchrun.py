@@ -1,0 +1,44 @@
+"""What torchrun tells a process about itself. The one reader of its environment."""
+
+import os
+from dataclasses import dataclass
+
+__all__: list[str] = []
+
+_COUNTS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+@dataclass(frozen=True)
+class TorchrunEnvironment:
+    """This process among all of them (``rank``), and among those of its machine (``local_rank``)."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+    @classmethod
+    def detect(cls) -> "TorchrunEnvironment | None":
+        """The environment, or ``None`` outside of torchrun: where ``RANK`` and ``WORLD_SIZE`` are not set.
+
+        Raises:
+            ValueError: it is there in part, or makes no sense; names the variable.
+        """
+        if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+            return None
+        missing = [name for name in (*_COUNTS, "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+        if missing:
+            raise ValueError(
+                f"torchrun's environment lacks {', '.join(missing)}: start the script with torchrun, or unset RANK and WORLD_SIZE"
+            )
+        try:
+            rank, world_size, local_rank, local_world_size = (int(os.environ[name]) for name in _COUNTS)
+        except ValueError as error:
+            values = ", ".join(f"{name}={os.environ[name]!r}" for name in _COUNTS)
+            raise ValueError(f"torchrun's environment has {values}, expected integers") from error
+        if not (0 <= rank < world_size and 0 <= local_rank < local_world_size <= world_size):
+            raise ValueError(
+                f"torchrun's environment has RANK={rank} of WORLD_SIZE={world_size} and LOCAL_RANK={local_rank} of "
+                f"LOCAL_WORLD_SIZE={local_world_size}, expected each rank below its world's size"
+            )
+        return cls(rank, world_size, local_rank, local_world_size)

@@ -1,0 +1,146 @@
+"""Nested structures, seen as rows: what is a leaf, what is a container, and how to take a container apart and rebuild it.
+
+torch's ``scatter`` and ``gather`` know tuples, lists and dicts, hand a dataclass whole to every replica, fail on gathering
+one, and turn a string into the text of an iterator (pytorch#41327, #62466, #13447). Here every container keeps its own
+type: tuples, named tuples, lists, mappings (Hugging Face's ``ModelOutput`` and ``BatchEncoding`` included) and dataclasses.
+"""
+
+import copy
+import dataclasses
+import numbers
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+
+__all__: list[str] = []
+
+
+class Container(NamedTuple):
+    """A container taken apart: where each child sits (as one would write it), the children, and the way back."""
+
+    places: list[str]
+    children: list[Any]
+    rebuild: Callable[[Sequence[Any]], Any]
+
+
+def is_plain(value: object) -> bool:
+    """Whether ``value`` is a string, bytes, a number, or a bool."""
+    return isinstance(value, (str, bytes, numbers.Number)) and not isinstance(value, torch.Tensor)
+
+
+def is_row_list(value: object) -> TypeGuard[list[Any]]:
+    """Whether ``value`` is a list with one plain value per row, such as a list of strings; an empty list is one too."""
+    return isinstance(value, list) and all(map(is_plain, value))
+
+
+def open_container(node: Any) -> Container | None:
+    """Takes ``node`` apart, or returns ``None`` where it is a leaf: a tensor, a list of plain values, any other object."""
+    if isinstance(node, torch.Tensor) or is_row_list(node):
+        return None
+    if isinstance(node, Mapping):  # before dataclasses: a ModelOutput is both, and its mapping leaves out what is None
+        return Container([f"[{key!r}]" for key in node], list(node.values()), lambda new: _with_items(node, new))
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
+        children = [getattr(node, name) for name in names]
+        return Container([f".{name}" for name in names], children, lambda new: _with_fields(node, names, new))
+    if is_named_tuple(node):
+        return Container([f".{name}" for name in node._fields], list(node), lambda new: type(node)._make(new))
+    if isinstance(node, (tuple, list)):
+        return Container([f"[{index}]" for index in range(len(node))], list(node), lambda new: type(node)(new))
+    return None
+
+
+def is_named_tuple(node: object) -> bool:
+    return isinstance(node, tuple) and hasattr(node, "_fields") and hasattr(node, "_make")
+
+
+def spread(value: Any) -> tuple[Any, ...]:
+    """``value`` as leading arguments: a tuple fills several; a named tuple is a record, and stays whole."""
+    return value if isinstance(value, tuple) and not is_named_tuple(value) else (value,)
+
+
+def _with_items(node: Any, values: Sequence[Any]) -> Any:
+    if not hasattr(node, "__setitem__"):
+        return type(node)(dict(zip(node, values, strict=True)))
+    new = copy.copy(node)  # keeps what a constructor would ask for: the factory of a defaultdict, the fields of a ModelOutput
+    for key, value in zip(list(node), values, strict=True):
+        new[key] = value
+    return new
+
+
+def _with_fields(node: Any, names: Sequence[str], values: Sequence[Any]) -> Any:
+    new = copy.copy(node)  # not dataclasses.replace, which refuses init=False fields and runs __post_init__ on pieces
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(new, name, value)
+    return new
+
+
+def leaves(node: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Every leaf of ``node`` with the place where it sits, such as ``inputs[0]['mask']``."""
+    container = open_container(node)
+    if container is None:
+        yield place, node
+        return
+    for where, child in zip(container.places, container.children, strict=True):
+        yield from leaves(child, place + where)
+
+
+def map_leaves(function: Callable[[Any], Any], node: Any) -> Any:
+    """``node`` with ``function`` applied to each leaf."""
+    container = open_container(node)
+    if container is None:
+        return function(node)
+    return container.rebuild([map_leaves(function, child) for child in container.children])
+
+
+def unzip_leaves(function: Callable[[Any], Sequence[Any]], node: Any, count: int) -> list[Any]:
+    """``count`` structures like ``node``, whose leaves are the ``count`` values that ``function`` makes of each leaf."""
+    container = open_container(node)
+    if container is None:
+        pieces = list(function(node))
+        assert len(pieces) == count
+        return pieces
+    columns = [unzip_leaves(function, child, count) for child in container.children]
+    return [container.rebuild([column[index] for column in columns]) for index in range(count)]
+
+
+def zip_leaves(function: Callable[[str, list[Any]], Any], nodes: Sequence[Any], place: str = "") -> Any:
+    """One structure like each of ``nodes``, whose leaves are ``function(place, values)`` of theirs.
+
+    Raises:
+        ValueError: the nodes are not built alike; names the place and both forms.
+    """
+    first = nodes[0]
+    containers = [open_container(node) for node in nodes]
+    opened = [container for container in containers if container is not None]
+    if not opened:
+        return function(place, list(nodes))
+    for index, node in enumerate(nodes[1:], 1):
+        container = containers[index]
+        alike = container is not None and containers[0] is not None and type(node) is type(first)
+        if not alike or container is None or container.places != opened[0].places:
+            raise ValueError(
+                f"the structures differ at {place or 'the top'}: {describe(first)} in the first, {describe(node)} in number "
+                f"{index}; expected the same type with the same entries in each"
+            )
+    columns = zip(*(container.children for container in opened), strict=True)
+    merged = [zip_leaves(function, list(column), place + where) for where, column in zip(opened[0].places, columns, strict=True)]
+    return opened[0].rebuild(merged)
+
+
+def first_tensor(node: Any) -> torch.Tensor | None:
+    """The first tensor among the leaves of ``node``."""
+    return next((leaf for _, leaf in leaves(node) if isinstance(leaf, torch.Tensor)), None)
+
+
+def describe(node: Any) -> str:
+    """A value as error messages name it: the shape of a tensor, the type and the entries of a container."""
+    if isinstance(node, torch.Tensor):
+        return f"a tensor of shape {tuple(node.shape)}"
+    if is_row_list(node):
+        return f"a list of {len(node)} plain values"
+    container = open_container(node)
+    if container is None:
+        return f"{type(node).__name__} {node!r}" if is_plain(node) or node is None else f"an object of type {type(node).__name__}"
+    return f"{type(node).__name__} with entries {', '.join(container.places) or '(none)'}"

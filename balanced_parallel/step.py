@@ -1,0 +1,286 @@
+"""``TrainStep``: an effective batch in micro-batches that fit, and one exact update.
+
+Dividing each micro-batch's loss by the number of micro-batches is exact only when all count the same number of terms. Here
+gradients of sums are accumulated, with their weights, and divided once, so nothing has to be fetched ahead to be counted.
+"""
+
+import contextlib
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from .criterion import DataParallelCriterion, Terms
+from .model import DataParallelModel
+from .nesting import spread
+from .precision import Precision
+from .ranks import sum_over_ranks, world_size
+from .scattering import Arguments, count_rows, cut, proportional_sizes, split_sizes
+from .weighting import add_up
+
+__all__: list[str] = []
+
+
+@runtime_checkable
+class RankModel(Protocol):
+    """One rank's model under torchrun, as :func:`parallelize` makes it."""
+
+    devices: list[torch.device]
+    split: None
+    dim: int
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> list[Any]: ...
+    def no_sync(self) -> contextlib.AbstractContextManager[None]: ...
+    def forward_nothing(self) -> Tensor: ...
+    def touch(self) -> Tensor: ...
+    def take_used(self) -> Tensor: ...
+    def parameters(self) -> Iterator[torch.nn.Parameter]: ...
+
+
+class TrainStep:
+    """Trains on one effective batch per call, in micro-batches, with the loss and the gradients of the whole batch.
+
+    ``loss = step(inputs, targets)`` cuts the batch, runs forward and backward of each micro-batch, and updates once.
+    ``step.add(inputs, targets)``, any number of times, and ``step.apply()`` are its two halves, for a loader that yields
+    micro-batches; they may be ragged, and some may count nothing. Gradients stay in ``.grad`` until the next window begins.
+
+    Under torchrun each rank passes its own rows, which may be fewer than another rank's, or none; every rank makes the same
+    sequence of ``step(...)`` or ``apply()`` calls, and gradients are reduced once per update.
+
+    A window without a single counted target (on any rank) changes nothing: no update, no step of the scheduler or the
+    scaler; its loss is nan, and a warning says so.
+
+    Args:
+        model: a :class:`DataParallelModel`, or the model of :func:`parallelize`.
+        criterion: a :class:`DataParallelCriterion`.
+        optimizer: over the model's parameters.
+        micro_batch_size: rows per device at most in one forward; ``None`` runs the whole batch at once.
+        precision: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a :class:`Precision`: autocast in every replica, and with ``"fp16"`` one
+            gradient scaler.
+        max_grad_norm: clips the global norm of the true gradient, as ``torch.nn.utils.clip_grad_norm_`` does.
+        scheduler: stepped once after each update that was made.
+
+    Raises:
+        TypeError: a model or a criterion of another kind.
+        ValueError: a setting out of its range; at the call, inputs and targets whose rows do not fit.
+    """
+
+    def __init__(
+        self,
+        model: DataParallelModel | RankModel,
+        criterion: DataParallelCriterion,
+        optimizer: torch.optim.Optimizer,
+        *,
+        micro_batch_size: int | None = None,
+        precision: str | Precision = "fp32",
+        max_grad_norm: float | None = None,
+        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+    ) -> None:
+        if not isinstance(model, DataParallelModel) and not isinstance(model, RankModel):
+            raise TypeError(
+                f"the model is a {type(model).__name__}, expected a DataParallelModel or the model that parallelize returns"
+            )
+        if not isinstance(criterion, DataParallelCriterion):
+            raise TypeError(f"the criterion is a {type(criterion).__name__}, expected a DataParallelCriterion: wrap it in one")
+        if world_size() > 1 and isinstance(model, DataParallelModel):
+            raise TypeError(
+                f"{world_size()} ranks are running, but a DataParallelModel does not reduce over ranks: "
+                "use parallelize(module, criterion)"
+            )
+        if micro_batch_size is not None and (isinstance(micro_batch_size, (bool, str)) or micro_batch_size < 1):
+            raise ValueError(f"micro_batch_size={micro_batch_size!r}, expected a positive number of rows per device, or None")
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"max_grad_norm={max_grad_norm!r}, expected a positive number, or None for no clipping")
+        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise ValueError(
+                "ReduceLROnPlateau needs a metric: call its step(metric) after validation, expected scheduler=None here"
+            )
+        self.model = model
+        self.criterion = criterion
+        self.optimizer = optimizer
+        self.micro_batch_size = micro_batch_size
+        self.precision = Precision(precision)
+        self.max_grad_norm = max_grad_norm
+        self.scheduler = scheduler
+        self._ranks = None if isinstance(model, DataParallelModel) else model
+        self._window: _Window | None = None
+
+    def __call__(self, inputs: Any, targets: Any) -> Tensor:
+        """Trains on one effective batch (this rank's rows of it): ``add`` and ``apply`` in one.
+
+        Args:
+            inputs: a tensor or another structure for the model's one argument; a tuple is spread over its positional
+                arguments, a mapping over its keyword arguments.
+            targets: what follows the output in the criterion's arguments; a tuple is spread over them.
+
+        Returns:
+            The loss of the effective batch over all replicas, micro-batches and ranks: a detached scalar.
+        """
+        self._accumulate(inputs, targets, reduce_last=True)
+        return self.apply()
+
+    def add(self, inputs: Any, targets: Any) -> None:
+        """Accumulates the gradients of some more rows; nothing is updated before :meth:`apply`."""
+        self._accumulate(inputs, targets, reduce_last=False)
+
+    def apply(self) -> Tensor:
+        """Divides what was accumulated by its weight, clips, updates, and returns the loss of all that was added."""
+        window = self._window or self._open_window()
+        with self._dropping_on_failure():
+            if self._ranks is not None and not window.reduced:
+                self._reduce_alone(window, self._ranks)
+            total, weight = self._totals(window)
+            self._window = None
+            if weight == 0:
+                self.optimizer.zero_grad()
+                warnings.warn("no target of this batch was counted: nothing is updated, and its loss is nan", stacklevel=2)
+                return torch.full_like(total, torch.nan)
+            divisor = 1.0 if self.criterion.reduction == "sum" else weight
+            self._update(window.reference * world_size() / divisor)
+            return total / divisor
+
+    def _accumulate(self, inputs: Any, targets: Any, *, reduce_last: bool) -> None:
+        window = self._window or self._open_window()
+        micro_batches = self._cut(inputs, targets)
+        with self._dropping_on_failure():
+            for index, micro_batch in enumerate(micro_batches):
+                left = len(micro_batches) - index
+                self._run(window, *micro_batch, left=left, reduce=reduce_last and left == 1)
+
+    def _open_window(self) -> "_Window":
+        self.optimizer.zero_grad()
+        for parameter in (*self.model.parameters(), *self.criterion.parameters()):
+            parameter.grad = None  # also where the optimizer does not know it: a window starts from nothing
+        self._window = _Window(torch.zeros((), device=self.model.devices[0]))
+        return self._window
+
+    @contextlib.contextmanager
+    def _dropping_on_failure(self) -> Iterator[None]:
+        """A window that failed halfway holds gradients of nobody knows which rows: the next call starts a new one."""
+        try:
+            yield
+        except BaseException:
+            self._window = None
+            raise
+
+    def _cut(self, inputs: Any, targets: Any) -> list[tuple[Any, Any]]:
+        """The micro-batches: as few as fit, their sizes differing by at most one row. None for a batch with no rows."""
+        arguments, following = _as_arguments(inputs), spread(targets)
+        rows, target_rows = count_rows(arguments, self.model.dim), count_rows(following, self.criterion.dim)
+        if rows is None:
+            return [(arguments, following)]
+        if rows == 0:
+            return []
+        sizes = split_sizes(rows, self._micro_batches(rows))
+        target_sizes = sizes if target_rows is None else proportional_sizes(target_rows, sizes)
+        return list(zip(cut(arguments, sizes, self.model.dim), cut(following, target_sizes, self.criterion.dim), strict=True))
+
+    def _micro_batches(self, rows: int) -> int:
+        if self.micro_batch_size is None:
+            return 1
+        shares = self.model.split or len(self.model.devices)
+        count = -(-rows // (self.micro_batch_size * len(self.model.devices)))
+        while max(split_sizes(-(-rows // count), shares)) > self.micro_batch_size:  # unequal devices: the largest share decides
+            count += 1
+        return count
+
+    def _run(self, window: "_Window", arguments: Arguments, targets: tuple[Any, ...], *, left: int, reduce: bool) -> None:
+        """Forward and backward of one micro-batch, the ``left``-th from the end as far as is known."""
+        with self._synchronised(reduce), self.precision.autocast(self.model.devices):
+            terms = self.criterion.terms(self.model(*arguments.inputs, **arguments.kwargs), *targets)
+            window.count(terms)
+            self._choose_reference(window, left)
+            roots = terms.sums if window.reference == 1 else [term / window.reference for term in terms.sums]
+            scaler = self.precision.scaler_on(self.model.devices[0])
+            roots = roots if scaler is None else [scaler.scale(root) for root in roots]
+            if self._ranks is not None and reduce:
+                roots = [*roots, self._ranks.touch()]
+                window.reduced = True
+        with self._synchronised(reduce):
+            torch.autograd.backward(roots)
+
+    def _reduce_alone(self, window: "_Window", ranks: RankModel) -> None:
+        """Reduces what this rank has accumulated, if anything, with no rows left to run."""
+        zero = ranks.forward_nothing()
+        self._choose_reference(window, left=0)
+        torch.autograd.backward([zero])
+        window.reduced = True
+
+    def _synchronised(self, reduce: bool) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._ranks is None or reduce else self._ranks.no_sync()
+
+    def _choose_reference(self, window: "_Window", left: int) -> None:
+        """Gradients of sums are divided by a constant while they accumulate, where float16 could not hold them: about what
+        the whole window will weigh, and the same on every rank. A power of two, so that nothing is rounded."""
+        if window.has_reference or self.criterion.reduction == "sum" or not self._uses_float16():
+            return
+        weight = torch.as_tensor(float(window.weight) * left, dtype=torch.float64)
+        expected = float(sum_over_ranks(weight) if world_size() > 1 else weight)
+        window.reference = 2.0 ** round(math.log2(expected)) if expected > 0 else 1.0
+        window.has_reference = expected > 0 or world_size() > 1  # alone, wait for the first rows that count
+
+    def _uses_float16(self) -> bool:
+        kind = self.model.devices[0].type
+        ambient = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
+        return ambient or self.precision.name == "fp16" or any(p.dtype == torch.float16 for p in self.model.parameters())
+
+    def _totals(self, window: "_Window") -> tuple[Tensor, float]:
+        """The sum of all losses and of all weights, over all ranks."""
+        if self._ranks is None:
+            return window.total, float(window.weight)
+        head = torch.stack([window.total.double(), torch.as_tensor(window.weight, device=window.total.device).double()])
+        total, weight, *used = sum_over_ranks(torch.cat([head, self._ranks.take_used()])).tolist()
+        for parameter, ranks in zip(self._ranks.parameters(), used, strict=True):
+            if ranks == 0:
+                parameter.grad = None
+        return torch.as_tensor(total, dtype=window.total.dtype, device=window.total.device), weight
+
+    def _update(self, factor: float) -> None:
+        """One step of the optimizer on the gradients times ``factor``, and of the scheduler if it was not skipped."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        scaler = self.precision.scaler
+        if scaler is not None:
+            scaler.unscale_(self.optimizer)
+        for parameter in parameters:
+            parameter.grad.mul_(factor)
+        if self.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
+        if scaler is None:
+            self.optimizer.step()
+            updated = True
+        else:
+            before = scaler.get_scale()
+            scaler.step(self.optimizer)
+            scaler.update()
+            updated = scaler.get_scale() >= before  # it backs off exactly where it skipped the step
+        if self.scheduler is not None and updated:
+            self.scheduler.step()
+
+
+@dataclass
+class _Window:
+    """What has been accumulated since the last update, on this rank."""
+
+    total: Tensor
+    weight: Tensor | float = 0.0
+    reference: float = 1.0
+    has_reference: bool = False
+    reduced: bool = False
+
+    def count(self, terms: Terms) -> None:
+        device = self.total.device
+        self.total = self.total + add_up([term.detach() for term in terms.sums], device)
+        weights = [1] * len(terms.sums) if terms.weights is None else terms.weights  # a sum counts, but is not divided
+        on_host = all(not isinstance(weight, Tensor) or weight.device.type == "cpu" for weight in weights)
+        # what is known without a device stays on the host, where reading it waits for nobody
+        self.weight = self.weight + add_up(weights, torch.device("cpu") if on_host else device)
+
+
+def _as_arguments(inputs: Any) -> Arguments:
+    if isinstance(inputs, Mapping):
+        return Arguments((), dict(inputs))
+    return Arguments(spread(inputs), {})

@@ -1,0 +1,41 @@
+"""Package metadata. The version is read from the package's text, so that installing needs no torch."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+here = Path(__file__).parent
+version = re.search(r'^__version__ = "(.+)"$', (here / "balanced_parallel" / "__init__.py").read_text(), re.MULTILINE)
+assert version is not None
+
+extras = {
+    "train": ["scikit-learn", "tqdm"],
+    "plot": ["matplotlib"],
+    "test": ["hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "scikit-learn", "tqdm", "transformers"],
+    "dev": ["mypy", "ruff"],
+}
+
+setup(
+    name="balanced-parallel",
+    version=version.group(1),
+    description="Train with the batch you want on the GPUs you have: exact data parallelism for PyTorch, balanced over devices.",
+    long_description=(here / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    packages=find_packages(include=["balanced_parallel", "balanced_parallel.*"]),
+    package_data={"balanced_parallel": ["py.typed"]},
+    python_requires=">=3.11",
+    install_requires=["torch>=2.11", "numpy"],
+    extras_require=extras,
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Science/Research",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+)

@@ -1,0 +1,47 @@
+"""Rules for the whole suite: one thread per process, fixed seeds, and no test leaves anything behind."""
+
+import os
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+
+torch.set_num_threads(1)  # the suite already runs one process per core
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    environment = dict(os.environ)
+    threads = set(threading.enumerate())
+    yield
+    changed = {name for name in environment.keys() | os.environ.keys() if environment.get(name) != os.environ.get(name)}
+    changed -= {"PYTEST_CURRENT_TEST", "TORCHINDUCTOR_CACHE_DIR"}  # the second is torch's, on the first use of an optimizer
+    assert not changed, f"the test changed the environment: {changed}"
+    left = {thread.name for thread in set(threading.enumerate()) - threads if thread.name.startswith("replica")}
+    assert not left, f"the test left threads running: {left}"
+    assert not dist.is_initialized(), "the test left a process group running"
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.is_grad_enabled()
+
+
+@pytest.fixture
+def double():
+    """Float64 as the default, in which equality to 1e-10 means equality."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def pytest_sessionfinish(session, exitstatus):
+    """A run in which nothing passed is a failure, whatever pytest says of skips."""
+    if hasattr(session.config, "workerinput") or session.config.option.collectonly:
+        return
+    reporter = session.config.pluginmanager.get_plugin("terminalreporter")
+    if exitstatus == 0 and reporter is not None and not reporter.stats.get("passed"):
+        session.exitstatus = 1
