@@ -1,0 +1,164 @@
+"""The two tasks of train.py: data that is on every machine, a small network, a loss, and a baseline to beat.
+
+Rows are tensors: ``inputs[i]`` and ``targets[i]`` belong together. No layer mixes rows, so the split cannot change the result.
+"""
+
+import collections
+import math
+import re
+import sysconfig
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+CONTEXT = 64  # words that the language model sees at most
+VOCABULARY = 8192  # words, by default: the output layer is then the largest thing in memory
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A data set that hands out whole batches, an empty one included, which torch's default collation cannot make."""
+
+    inputs: Tensor
+    targets: Tensor
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, row: int) -> tuple[Tensor, Tensor]:
+        return self.inputs[row], self.targets[row]
+
+    def __getitems__(self, rows: list[int]) -> tuple[Tensor, Tensor]:
+        index = torch.tensor(rows, dtype=torch.long)
+        return self.inputs[index], self.targets[index]
+
+
+@dataclass(frozen=True)
+class Task:
+    """What train.py needs to know of a task."""
+
+    description: str
+    module: nn.Module
+    train: Rows
+    validation: Rows
+    learning_rate: float
+    steps: int
+    baseline: float | None = None  # a loss that training must beat
+    classifies: bool = False  # whether accuracy says something
+
+
+class LanguageModel(nn.Module):
+    """A causal transformer over words. Returns logits as ``nn.CrossEntropyLoss`` wants them: [rows, words, positions]."""
+
+    def __init__(self, words: int, width: int = 128, layers: int = 2, heads: int = 4) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(words, width)
+        self.position = nn.Embedding(CONTEXT, width)
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        self.layers = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
+        self.output = nn.Linear(width, words)
+        for embedding in (self.embedding, self.position):
+            nn.init.normal_(embedding.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        length = tokens.size(1)
+        mask = nn.Transformer.generate_square_subsequent_mask(length, tokens.device)
+        hidden = self.embedding(tokens) + self.position.weight[:length]
+        logits: Tensor = self.output(self.layers(hidden, mask, is_causal=True))
+        return logits.transpose(1, 2)
+
+
+class DigitClassifier(nn.Sequential):
+    """A small convolutional network. Group norm, because batch norm would mix the rows of a shard."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(1, 32, 3, padding=1),
+            nn.GroupNorm(4, 32),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Conv2d(32, 64, 3, padding=1),
+            nn.GroupNorm(4, 64),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.Flatten(),
+            nn.Linear(64 * 2 * 2, 10),
+        )
+
+
+def text_task(data: Path | None, vocabulary: int | None) -> Task:
+    """Predicts the next word of the sources of Python's standard library, or of ``data`` (a file or a folder).
+
+    Raises:
+        OSError: ``data`` cannot be read.
+        ValueError: the text is too short, or has fewer different words than ``vocabulary``.
+    """
+    words = re.findall(r"\w+|[^\w\s]", read_text(data))
+    counts = collections.Counter(words)
+    if vocabulary is not None and vocabulary > len(counts) + 1:
+        raise ValueError(f"a vocabulary of {vocabulary} is larger than the text, which has {len(counts)} different words")
+    kept = counts.most_common((vocabulary or min(VOCABULARY, len(counts) + 1)) - 1)
+    index = {word: number for number, (word, _) in enumerate(kept, 1)}  # 0 is every other word
+    tokens = torch.tensor([index.get(word, 0) for word in words])
+    blocks = tokens[: len(tokens) // (CONTEXT + 1) * (CONTEXT + 1)].view(-1, CONTEXT + 1)
+    if len(blocks) < 20:
+        raise ValueError(f"the text has {len(words)} words, expected at least {20 * (CONTEXT + 1)}")
+    held_out = torch.arange(len(blocks)) % 20 == 19
+    train, validation = blocks[~held_out], blocks[held_out][:256]
+    size = len(index) + 1
+    description = f"text: {len(words):,} words, {size:,} of them different, rows of {CONTEXT}"
+    return Task(
+        description,
+        LanguageModel(size),
+        Rows(train[:, :-1], train[:, 1:]),
+        Rows(validation[:, :-1], validation[:, 1:]),
+        learning_rate=3e-3,
+        steps=200,
+        baseline=unigram_loss(train[:, 1:], validation[:, 1:], size),
+    )
+
+
+def read_text(data: Path | None) -> str:
+    """The text of a file, of all files in a folder that are UTF-8, or of the standard library, in the order of their paths."""
+    if data is not None and not data.is_dir():
+        try:
+            return data.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{data} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+    paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py") if data is None else data.rglob("*"))
+    texts = []
+    for path in paths:
+        if path.is_file():
+            try:
+                texts.append(path.read_text(encoding="utf-8"))
+            except UnicodeDecodeError:
+                print(f"skipped {path}: not UTF-8 text")
+    return "\n".join(texts)
+
+
+def unigram_loss(train: Tensor, validation: Tensor, size: int) -> float:
+    """The validation loss (nats per word) of guessing each word by how often it occurs in training, one added to each count."""
+    counts = torch.bincount(train.flatten(), minlength=size).double() + 1
+    return float(-(counts / counts.sum()).log()[validation.flatten()].mean())
+
+
+def digits_task() -> Task:
+    """Classifies scikit-learn's 1,797 handwritten digits of 8 x 8 pixels."""
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    inputs = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16
+    targets = torch.tensor(labels)
+    held_out = torch.arange(len(inputs)) % 5 == 4
+    return Task(
+        f"digits: {len(inputs):,} images of 8 x 8 pixels in 10 classes",
+        DigitClassifier(),
+        Rows(inputs[~held_out], targets[~held_out]),
+        Rows(inputs[held_out], targets[held_out]),
+        learning_rate=3e-3,
+        steps=300,
+        baseline=math.log(10),
+        classifies=True,
+    )
