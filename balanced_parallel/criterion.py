@@ -116,7 +116,7 @@ class DataParallelCriterion(nn.Module):
                 f"it is not known what {nesting.describe(self.module)} divides its mean by: it is weighted by rows, which is "
                 "exact only where each row counts the same; give DataParallelCriterion weight=, a function "
                 "(output, *targets) -> scalar, or register one with @loss_weight.register",
-                stacklevel=5,
+                stacklevel=6,
             )
         return lambda criterion, rows, output, targets, kwargs: rows
 

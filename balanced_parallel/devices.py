@@ -78,13 +78,13 @@ def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def current_stream(device: torch.device) -> torch.Stream | None:
     """The stream of the calling thread on ``device``, for a worker thread to go on with; the CPU has none."""
-    return None if device.type == "cpu" else torch.accelerator.current_stream(device)
+    return None if device.index is None else torch.accelerator.current_stream(device)
 
 
 @contextlib.contextmanager
 def on_device(device: torch.device, stream: torch.Stream | None) -> Iterator[None]:
     """Makes ``device`` (and ``stream`` on it) current in this thread: kernels and ``torch.empty(device='cuda')`` land there."""
-    if device.type == "cpu":
+    if device.index is None:  # the CPU, or meta
         yield
         return
     with torch.accelerator.device_index(device.index), stream or contextlib.nullcontext():

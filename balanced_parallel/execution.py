@@ -1,6 +1,9 @@
 """Runs one worker per replica. The first failure wins and says which replica; the others are joined; nobody hangs."""
 
+import contextlib
+import itertools
 import threading
+import types
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -65,12 +68,11 @@ def locate_failure(error: BaseException, index: int, device: torch.device) -> Ba
         return error
     kind = type(error)
     message = f"{error} ({place})"
-    try:
-        located_kind = type(kind.__name__, (kind,), {"__str__": lambda self: message, "__module__": kind.__module__})
-        located: BaseException = located_kind.__new__(located_kind, *error.args)
-        located.__dict__.update(error.__dict__)
-        located.__cause__ = error
-    except TypeError:  # a type that cannot be subclassed or remade: the note is still printed with the traceback
-        error.add_note(place)
-        return error
-    return located
+    located_kind = type(kind.__name__, (kind,), {"__str__": lambda self: message, "__module__": kind.__module__})
+    located: BaseException = located_kind.__new__(located_kind, *error.args)
+    located.__dict__.update(error.__dict__)
+    for name, descriptor in itertools.chain.from_iterable(vars(base).items() for base in kind.__mro__):
+        if isinstance(descriptor, (types.MemberDescriptorType, types.GetSetDescriptorType)) and name[0] != "_":
+            with contextlib.suppress(AttributeError, TypeError):  # what a built-in type keeps outside of __dict__: errno, reason
+                setattr(located, name, getattr(error, name))
+    return located.with_traceback(error.__traceback__)

@@ -20,8 +20,8 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
     """Runs a module on rows of the batch on every device, and returns the list of their outputs, each on its own device.
 
     A drop-in for ``torch.nn.DataParallel`` (it is one to ``isinstance``, with its ``.module`` and its ``state_dict()``), except
-    that outputs are not gathered on the first device. :class:`DataParallelCriterion` takes them as they are; :func:`gather` puts them
-    together where the results themselves are wanted.
+    that outputs are not gathered on the first device. :class:`DataParallelCriterion` takes them as they are; :func:`gather` puts
+    them together where the results themselves are wanted.
 
     Rows are cut as :func:`scatter` does. Fewer rows than devices use fewer replicas; a batch with no rows, or inputs that
     have no rows, use one. Each replica runs with the caller's gradient mode, inference mode, autocast (flag and dtype) and

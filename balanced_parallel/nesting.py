@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 __all__: list[str] = []
 
@@ -36,7 +37,7 @@ def is_row_list(value: object) -> TypeGuard[list[Any]]:
 
 def open_container(node: Any) -> Container | None:
     """Takes ``node`` apart, or returns ``None`` where it is a leaf: a tensor, a list of plain values, any other object."""
-    if isinstance(node, torch.Tensor) or is_row_list(node):
+    if isinstance(node, (torch.Tensor, PackedSequence)) or is_row_list(node):  # a PackedSequence's fields have no rows
         return None
     if isinstance(node, Mapping):  # before dataclasses: a ModelOutput is both, and its mapping leaves out what is None
         return Container([f"[{key!r}]" for key in node], list(node.values()), lambda new: _with_items(node, new))

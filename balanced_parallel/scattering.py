@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from . import nesting
 from .devices import DeviceLike, move, resolve_devices
@@ -96,6 +97,8 @@ def _cuttable_leaves(node: Any, name: str) -> Iterable[tuple[str, Any]]:
         place = place.removeprefix(".")
         if isinstance(leaf, torch.Tensor) or nesting.is_row_list(leaf):
             yield place, leaf
+        elif isinstance(leaf, PackedSequence):
+            raise TypeError(f"{place} is a PackedSequence, which cannot be cut by rows: pass the padded tensor and the lengths")
         elif getattr(leaf, "ndim", 0) and hasattr(leaf, "__array__"):
             raise TypeError(f"{place} is an array of shape {tuple(leaf.shape)}, expected a tensor: use torch.as_tensor")
 

@@ -121,7 +121,7 @@ class TrainStep:
             The loss of the effective batch over all replicas, micro-batches and ranks: a detached scalar.
         """
         self._accumulate(inputs, targets, reduce_last=True)
-        return self.apply()
+        return self._finish()
 
     def add(self, inputs: Any, targets: Any) -> None:
         """Accumulates the gradients of some more rows; nothing is updated before :meth:`apply`."""
@@ -129,6 +129,9 @@ class TrainStep:
 
     def apply(self) -> Tensor:
         """Divides what was accumulated by its weight, clips, updates, and returns the loss of all that was added."""
+        return self._finish()
+
+    def _finish(self) -> Tensor:
         window = self._window or self._open_window()
         with self._dropping_on_failure():
             if self._ranks is not None and not window.reduced:
@@ -137,7 +140,7 @@ class TrainStep:
             self._window = None
             if weight == 0:
                 self.optimizer.zero_grad()
-                warnings.warn("no target of this batch was counted: nothing is updated, and its loss is nan", stacklevel=2)
+                warnings.warn("no target of this batch was counted: nothing is updated, and its loss is nan", stacklevel=3)
                 return torch.full_like(total, torch.nan)
             divisor = 1.0 if self.criterion.reduction == "sum" else weight
             self._update(window.reference * world_size() / divisor)

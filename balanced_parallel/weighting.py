@@ -27,7 +27,8 @@ def loss_weight(criterion: Any, output: Any, *targets: Any, **kwargs: Any) -> Te
 
     Elements for the elementwise losses, kept targets for the class losses (their ``ignore_index`` left out), the sum of the
     kept targets' class weights where those are given. The same for every ``reduction``. Criteria are modules of
-    ``torch.nn``, functions of ``torch.nn.functional``, or a ``functools.partial`` of one. For a criterion of your own, register its weight::
+    ``torch.nn``, functions of ``torch.nn.functional``, or a ``functools.partial`` of one. For a criterion of your own,
+    register its weight::
 
         @loss_weight.register(MyLoss)
         def _(criterion, output, target):

@@ -12,13 +12,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Dataset
 
 CONTEXT = 64  # words that the language model sees at most
 VOCABULARY = 8192  # words, by default: the output layer is then the largest thing in memory
 
 
 @dataclass(frozen=True)
-class Rows:
+class Rows(Dataset[tuple[Tensor, Tensor]]):
     """A data set that hands out whole batches, an empty one included, which torch's default collation cannot make."""
 
     inputs: Tensor

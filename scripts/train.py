@@ -15,12 +15,13 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from tasks import Rows, Task, digits_task, text_task
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 from tqdm import tqdm
@@ -29,7 +30,6 @@ import balanced_parallel
 from balanced_parallel import DataParallelCriterion, TrainStep, gather, parallelize
 from balanced_parallel.devices import peak_bytes
 from balanced_parallel.scattering import split_sizes
-from tasks import Rows, Task, digits_task, text_task
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -39,25 +39,21 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
-def at_least_one(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is too small, expected at least 1")
-    return number
+def number(kind: type[int] | type[float], minimum: float) -> Callable[[str], Any]:
+    """A number of at least ``minimum``; a real one greater than it."""
 
+    def parse(text: str) -> int | float:
+        try:
+            value = kind(text)
+            fits = minimum <= value if kind is int else minimum < value < float("inf")
+        except ValueError:
+            fits = False
+        if not fits:
+            wanted = f"a whole number of at least {minimum}" if kind is int else f"a number greater than {minimum}"
+            raise argparse.ArgumentTypeError(f"{text!r} was given, expected {wanted}")
+        return value
 
-def not_negative(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{text} is negative, expected at least 0")
-    return number
-
-
-def positive(text: str) -> float:
-    number = float(text)
-    if not 0 < number < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text} is out of range, expected a positive number")
-    return number
+    return parse
 
 
 def device_list(text: str) -> list[int | str]:
@@ -69,17 +65,23 @@ def make_parser() -> OneLineParser:
     add = parser.add_argument
     add("--task", choices=["text", "digits"], default="text", help="what to learn (default: text)")
     add("--data", type=Path, metavar="FILE_OR_FOLDER", help="text to learn (default: Python's standard library)")
-    add("--vocabulary", type=at_least_one, metavar="N", help="words of the text task (default: 8192, or all of a small text)")
-    add("--steps", type=at_least_one, metavar="N", help="updates (default: 200 for text, 300 for digits)")
-    add("--epochs", type=at_least_one, metavar="N", help="passes over the data (default: until --steps)")
-    add("--batch-size", type=at_least_one, default=24, metavar="N", help="rows per update, over all devices and ranks (default: 24)")
-    add("--micro-batch-size", type=at_least_one, metavar="N", help="rows per device in one forward (default: its whole share)")
+    add("--vocabulary", type=number(int, 1), metavar="N", help="words of the text task (default: 8192, or all of a small text)")
+    add("--steps", type=number(int, 1), metavar="N", help="updates (default: 200 for text, 300 for digits)")
+    add("--epochs", type=number(int, 1), metavar="N", help="passes over the data (default: until --steps)")
+    add(
+        "--batch-size",
+        type=number(int, 1),
+        default=24,
+        metavar="N",
+        help="rows per update, over all devices and ranks (default: 24)",
+    )
+    add("--micro-batch-size", type=number(int, 1), metavar="N", help="rows per device in one forward (default: its whole share)")
     add("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="arithmetic of forward and loss (default: fp32)")
     add("--devices", type=device_list, metavar="LIST", help="such as cpu,cpu,cpu or 0,1 (default: every accelerator, else cpu)")
-    add("--max-grad-norm", type=positive, default=1.0, metavar="X", help="clip the gradient's global norm (default: 1.0)")
-    add("--learning-rate", type=positive, metavar="X", help="of AdamW (default: 0.003)")
-    add("--seed", type=not_negative, default=0, metavar="N", help="of the weights and of the order of rows (default: 0)")
-    add("--workers", type=not_negative, default=0, metavar="N", help="processes that load data, per rank (default: 0)")
+    add("--max-grad-norm", type=number(float, 0), default=1.0, metavar="X", help="clip the gradient's global norm (default: 1.0)")
+    add("--learning-rate", type=number(float, 0), metavar="X", help="of AdamW (default: 0.003)")
+    add("--seed", type=number(int, 0), default=0, metavar="N", help="of the weights and of the order of rows (default: 0)")
+    add("--workers", type=number(int, 0), default=0, metavar="N", help="processes that load data, per rank (default: 0)")
     add("--out", type=Path, default=Path("runs/latest"), metavar="DIR", help="where results go (default: runs/latest)")
     return parser
 
@@ -130,12 +132,6 @@ def describe_cut(flags: argparse.Namespace, devices: list[torch.device], ranks: 
     )
 
 
-def peaks(devices: list[torch.device]) -> list[int]:
-    """Peak bytes of each device, of all ranks; replicas on the same device share one number."""
-    counts: list[int] = gather([peak_bytes(device) for device in dict.fromkeys(devices)])
-    return counts
-
-
 def mebibytes(counts: list[int]) -> str:
     return " ".join(f"{count / 2**20:.0f}" for count in counts) + " MiB"
 
@@ -178,7 +174,8 @@ def train(flags: argparse.Namespace, task: Task, model: Any, criterion: DataPara
     terminal = sys.stderr.isatty()
     parameters = sum(parameter.numel() for parameter in task.module.parameters())
     if main_rank:
-        print(f"{task.description}; {len(task.train):,} rows to train on, {len(task.validation):,} to validate; {parameters:,} parameters")
+        print(f"{task.description}; {parameters:,} parameters")
+        print(f"{len(task.train):,} rows to train on, {len(task.validation):,} to validate")
         print(describe_cut(flags, model.devices, ranks), flush=True)
     metrics = (flags.out / "metrics.jsonl").open("w") if main_rank else None
 
@@ -187,44 +184,46 @@ def train(flags: argparse.Namespace, task: Task, model: Any, criterion: DataPara
             metrics.write(json.dumps(line) + "\n")
             metrics.flush()
 
-    number, waited, started = 0, 0.0, time.perf_counter()
+    done, waited, started = 0, 0.0, time.perf_counter()
     validation: dict[str, float] = {}
     losses: list[float] = []
     rows = 0
     with tqdm(total=total, disable=not main_rank or not terminal, unit="step") as bar:
-        while number < total:
+        while done < total:
             asked = time.perf_counter()
             for inputs, targets in loader:
                 waited += time.perf_counter() - asked
                 loss = step(inputs, targets).item()
-                number += 1
-                rows += min(flags.batch_size, len(task.train) - (number - 1) % len(loader) * flags.batch_size)
+                done += 1
+                rows += min(flags.batch_size, len(task.train) - (done - 1) % len(loader) * flags.batch_size)
                 losses.append(loss)
                 elapsed = time.perf_counter() - started
+                peak = [peak_bytes(device) for device in dict.fromkeys(model.devices)]
                 state = {
                     "loss": round(loss, 4),
                     "rows_per_second": round(rows / elapsed, 1),
                     "waiting_for_data": round(waited / elapsed, 4),
-                    "peak_bytes": [peak_bytes(device) for device in dict.fromkeys(model.devices)],
+                    "peak_bytes": peak,
                 }
-                record(step=number, **(state | {"loss": loss}))
+                record(step=done, **(state | {"loss": loss}))
                 shown = f"loss {loss:.4f}, {rows / elapsed:.0f} rows/s, {waited / elapsed:.1%} waiting for data"
-                shown += f", peak {mebibytes(state['peak_bytes'])}"  # type: ignore[arg-type]
+                shown += f", peak {mebibytes(peak)}"
                 bar.update()
                 bar.set_postfix_str(shown)
-                if main_rank and not terminal and (number in (1, total) or number % max(1, total // 10) == 0):
-                    print(f"step {number}/{total}: {shown}", flush=True)
+                if main_rank and not terminal and (done in (1, total) or done % max(1, total // 10) == 0):
+                    print(f"step {done}/{total}: {shown}", flush=True)
                 asked = time.perf_counter()
-                if number == total:
+                if done == total:
                     break
             validation = validate(model, each_row, held_out)
             if not task.classifies:
                 del validation["accuracy"]
-            record(step=number, **validation)
+            record(step=done, **validation)
     elapsed = time.perf_counter() - started
+    peak = gather([peak])  # of all ranks
     summary = {
         "task": flags.task,
-        "steps": number,
+        "steps": done,
         "first_loss": losses[0],
         "last_loss": losses[-1],
         **validation,
@@ -232,7 +231,7 @@ def train(flags: argparse.Namespace, task: Task, model: Any, criterion: DataPara
         "seconds": round(elapsed, 2),
         "rows_per_second": round(rows / elapsed, 1),
         "waiting_for_data": round(waited / elapsed, 4),
-        "peak_bytes": peaks(model.devices),
+        "peak_bytes": peak,
         "devices": [str(device) for device in model.devices],
         "ranks": ranks,
         "precision": flags.precision,
@@ -251,7 +250,7 @@ def train(flags: argparse.Namespace, task: Task, model: Any, criterion: DataPara
         torch.save(task.module.state_dict(), flags.out / "model.pt")
         results = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in validation.items())
         guess = "guessing by class" if task.classifies else "a unigram model"
-        print(f"after {number} steps in {elapsed:.0f} s: {results} ({guess}: {task.baseline:.4f}); peak {mebibytes(summary['peak_bytes'])}")  # type: ignore[arg-type]
+        print(f"after {done} steps in {elapsed:.0f} s: {results} ({guess}: {task.baseline:.4f}); peak {mebibytes(peak)}")
         print(f"wrote {flags.out}/metrics.jsonl, summary.json, model.pt")
 
 

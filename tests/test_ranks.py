@@ -42,9 +42,7 @@ def check_losses(rank, sizes):
 
         for micro_batch_size in (None, 2):
             model, parallel = parallelize(OnTop(name), criterion)
-            step = TrainStep(
-                model, parallel, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=micro_batch_size
-            )
+            step = TrainStep(model, parallel, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=micro_batch_size)
             torch.testing.assert_close(step(my_inputs, my_targets), loss, rtol=1e-10, atol=1e-10)
             assert_same_gradients(gradients(model.module), expected)
         checked += 1

@@ -113,9 +113,10 @@ def parallelize(
 ) -> tuple[DataParallelModel | DistributedModel, DataParallelCriterion]:
     """A model and a criterion for all the devices there are: the same script, the same numbers, in one process or many.
 
-    In one process: :class:`DataParallelModel` and :class:`DataParallelCriterion`. Under torchrun: torch's ``DistributedDataParallel`` on
-    this rank's device, whose forward returns a list too, and a criterion whose value is the loss over all ranks. The process
-    group is started where torchrun's environment is there and none runs (NCCL for CUDA, gloo for CPUs), and ended at exit.
+    In one process: :class:`DataParallelModel` and :class:`DataParallelCriterion`. Under torchrun: torch's
+    ``DistributedDataParallel`` on this rank's device, whose forward returns a list too, and a criterion whose value is the
+    loss over all ranks. The process group is started where torchrun's environment is there and none runs (NCCL for CUDA,
+    gloo for CPUs), and ended at exit.
 
     Args:
         module: moved to the first device, or to this rank's.

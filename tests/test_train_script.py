@@ -1,0 +1,92 @@
+"""The main job, run as a user runs it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "train.py"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def run(*flags, launcher=(sys.executable,), timeout=200):
+    return subprocess.run([*launcher, str(SCRIPT), *map(str, flags)], capture_output=True, text=True, timeout=timeout)
+
+
+def train(out, *flags, **settings):
+    done = run("--out", out, *flags, **settings)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return done.stdout, lines, json.loads((out / "summary.json").read_text())
+
+
+@pytest.mark.parametrize("task", ["text", "digits"])
+def test_one_device_three_replicas_and_two_processes_give_the_same_losses(task, tmp_path):
+    common = ["--task", task, "--steps", 12, "--batch-size", 24]
+    layouts = {
+        "one": (["--devices", "cpu"], {}),
+        "replicas": (["--devices", "cpu,cpu,cpu", "--micro-batch-size", 3], {}),
+        "torchrun": (["--micro-batch-size", 5], {"launcher": TORCHRUN}),
+    }
+    losses, validation = {}, {}
+    for name, (flags, settings) in layouts.items():
+        _, lines, summary = train(tmp_path / name, *common, *flags, **settings)
+        losses[name] = [line["loss"] for line in lines if "loss" in line]
+        validation[name] = summary["validation_loss"]
+        assert [line["step"] for line in lines if "loss" in line] == list(range(1, 13))
+        assert summary["ranks"] == (2 if name == "torchrun" else 1)
+        assert (tmp_path / name / "model.pt").exists()
+    assert losses["one"][-1] < losses["one"][0]
+    for name in ("replicas", "torchrun"):
+        assert losses[name] == pytest.approx(losses["one"], rel=1e-4)
+        assert validation[name] == pytest.approx(validation["one"], rel=1e-4)
+
+
+def test_digits_reach_95_percent(tmp_path):
+    output, lines, summary = train(tmp_path / "run", "--task", "digits")
+    assert summary["accuracy"] >= 0.95
+    assert lines[-1] == {"step": 300, "validation_loss": summary["validation_loss"], "accuracy": summary["accuracy"]}
+    assert "1 process, 1 device" in output
+    assert "waiting for data" in output
+
+
+def test_a_text_of_ones_own_and_the_last_short_batch(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat . the dog ate the cat ; " * 200)
+    flags = ["--data", text, "--epochs", 2, "--batch-size", 13, "--precision", "bf16", "--workers", 1]
+    _, lines, summary = train(tmp_path / "run", *flags, "--devices", "cpu,cpu")
+    assert len([line for line in lines if "validation_loss" in line]) == 2
+    assert summary["validation_loss"] < summary["baseline_loss"]
+    assert summary["steps"] == 2 * -(-35 // 13)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--batch-size", "0"], "argument --batch-size: '0' was given, expected a whole number of at least 1"),
+        (["--steps", "many"], "argument --steps: 'many' was given"),
+        (["--micro-batch-size", "-1"], "argument --micro-batch-size"),
+        (["--learning-rate", "nan"], "expected a number greater than 0"),
+        (["--devices", "cpu,cuda:99"], "there is no device 'cuda:99'"),
+        (["--data", "/no/such/file"], "No such file or directory: '/no/such/file'"),
+        (["--data", str(SCRIPT), "--vocabulary", "100000"], "a vocabulary of 100000 is larger than the text"),
+        (["--data", str(SCRIPT.parent.parent / "setup.py")], "expected at least 1300"),
+        (["--task", "digits", "--data", "x"], "--data and --vocabulary are for --task text"),
+        (["--precision", "int8"], "invalid choice: 'int8'"),
+    ],
+)
+def test_bad_input_is_one_clear_line(flags, message, tmp_path):
+    done = run("--out", tmp_path, *flags)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("train.py: error: ")
+    assert message in done.stderr
+    assert not done.stdout
+
+
+def test_help_shows_the_defaults():
+    done = run("--help")
+    assert done.returncode == 0
+    assert "(default: 24)" in " ".join(done.stdout.split())
