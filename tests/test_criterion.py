@@ -209,6 +209,13 @@ def test_half_precision_overflows_only_where_the_plain_program_does():
         assert DataParallelCriterion(nn.MSELoss())([output[:40], output[40:]], target).item() == expected.item()
 
 
+def test_a_criterion_in_half_precision_stays_in_it():
+    output, target = torch.randn(7, 5).half(), class_targets(7, 2)
+    criterion = nn.CrossEntropyLoss(weight=torch.rand(5).half())
+    found = DataParallelCriterion(criterion)([output[:4], output[4:]], target)
+    torch.testing.assert_close(found, criterion(output, target).float(), rtol=2e-3, atol=0)
+
+
 def test_its_precision_reaches_the_replicas():
     seen = []
 

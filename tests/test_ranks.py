@@ -181,10 +181,10 @@ def test_ranks_agree_on_the_gradient_scaler():
 def check_gather(rank):
     torch.set_default_dtype(torch.float64)
     parallelize(build_net(), torch.nn.MSELoss())
-    sizes = [3, 0, 2]
+    sizes = [1, 0, 4]
     whole = torch.arange(10.0).view(5, 2)
     mine = cut_over_ranks(whole, sizes, rank).clone().requires_grad_()
-    names = [["a", "b", "c"], [], ["d", "e"]][rank]
+    names = [["a"], [], ["b", "c", "d", "e"]][rank]
     result = gather([{"x": mine, "names": names, "none": None, "rank": rank, "loss": torch.tensor(float(rank))}])
     assert torch.equal(result["x"], whole), result["x"]
     assert result["names"] == ["a", "b", "c", "d", "e"]
@@ -219,6 +219,10 @@ def check_disagreement(rank):
         parallelize(build_net(), torch.nn.MSELoss())
     with pytest.raises(ValueError, match="criterion has parameters"):
         parallelize(build_net(), torch.nn.Linear(2, 2))
+    for name in ("RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    with pytest.raises(ValueError, match="2 ranks is running, but torchrun's environment is not there"):
+        parallelize(build_net(), torch.nn.MSELoss())
     dist.destroy_process_group()
     return True
 

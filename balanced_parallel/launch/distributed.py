@@ -14,6 +14,7 @@ from ..criterion import Criterion, DataParallelCriterion
 from ..devices import DeviceLike
 from ..model import DataParallelModel
 from ..precision import Precision
+from ..ranks import world_size
 from ..scattering import Arguments, Pieces, count_rows, move_leaves
 from ..weighting import Weight
 from .process_group import join_process_group, rank_device
@@ -131,6 +132,11 @@ def parallelize(
     environment = TorchrunEnvironment.detect()
     parallel_criterion = DataParallelCriterion(criterion, dim=dim, weight=weight, precision=precision)
     if environment is None:
+        if world_size() > 1:
+            raise ValueError(
+                f"a process group with {world_size()} ranks is running, but torchrun's environment is not there: start the script "
+                "with torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+            )
         return DataParallelModel(module, device_ids, dim=dim, precision=precision, split=split), parallel_criterion
     if split is not None:
         raise ValueError(
