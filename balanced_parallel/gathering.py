@@ -58,7 +58,8 @@ def _join(place: str, values: list[Any], device: torch.device, dim: int) -> Any:
         return values
     raise TypeError(
         f"{place} is {', '.join(dict.fromkeys(map(nesting.describe, values)))}: expected tensors, plain values, lists of plain "
-        "values, or containers of them, alike in every replica; return those from forward, or pick them before gathering"
+        "values, or containers of them, alike in every replica; pick those before gathering, as in "
+        "gather([output.logits for output in outputs])"
     )
 
 
