@@ -11,7 +11,8 @@ batch. A map of the house, in the order in which its rooms build on each other:
     gathering     pieces put back together                  gather
     replication   copies of a module, connected to its parameters
     execution     one worker per replica
-    weighting     sums and counts, divided once             loss_weight, weighted_mean
+    losses        what each loss of torch divides by        loss_weight
+    weighting     sums and counts, divided once             weighted_mean
     precision     autocast and gradient scaling             Precision
     model         a batch over the devices                  DataParallelModel
     criterion     the loss where the outputs are            DataParallelCriterion
@@ -22,11 +23,12 @@ batch. A map of the house, in the order in which its rooms build on each other:
 from .criterion import DataParallelCriterion
 from .gathering import gather
 from .launch.distributed import parallelize
+from .losses import loss_weight
 from .model import DataParallelModel
 from .precision import Precision
 from .scattering import scatter
 from .step import TrainStep
-from .weighting import loss_weight, weighted_mean
+from .weighting import weighted_mean
 
 __version__ = "0.1.0"
 

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from . import nesting
 from .devices import DeviceLike, resolve_device, resolve_devices
 from .execution import run_replicas
+from .losses import has_sum, is_known, loss_weight, reduction_of, refuse_coupled
 from .precision import Precision
 from .replication import replicate
 from .scattering import Arguments, Pieces, count_rows, cut, move_leaves, proportional_sizes, split_sizes
-from .weighting import Weight, divide_once, has_sum, is_known, loss_weight, reduction_of, weighted_sum, widen
+from .weighting import Weight, divide_once, weighted_sum, widen, zero_of
 
 __all__: list[str] = []
 
@@ -110,6 +111,7 @@ class DataParallelCriterion(nn.Module):
             return lambda criterion, rows, output, targets, kwargs: loss_weight(
                 criterion, *nesting.spread(output), *targets, **kwargs
             )
+        refuse_coupled(self.module)
         if not self._warned:
             self._warned = True
             warnings.warn(
@@ -192,10 +194,13 @@ def _on_shard(
 
 
 def _call(criterion: Criterion, rows: int, output: Any, targets: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return criterion(*nesting.spread(output), *targets, **kwargs)
+    result = criterion(*nesting.spread(output), *targets, **kwargs)
+    return result if isinstance(result, Tensor) else getattr(result, "loss", result)  # AdaptiveLogSoftmaxWithLoss
 
 
 def _total(criterion: Criterion, rows: int, output: Any, targets: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    if rows == 0:  # the sum of nothing, for which some losses have only an error
+        return _nothing(criterion, output)
     return weighted_sum(_call(criterion, rows, output, targets, kwargs), 1)
 
 
@@ -209,7 +214,16 @@ def _mean_and_weight(
 ) -> tuple[Tensor, Weight]:
     with torch.no_grad():
         weight = weigh(criterion, rows, output, targets, kwargs)
+    if not weight:  # whatever the criterion makes of nothing (nan, an error), it counts for nothing
+        return _nothing(criterion, output), weight
     return weighted_sum(_call(criterion, rows, output, targets, kwargs), weight), weight
+
+
+def _nothing(criterion: Criterion, output: Any) -> Tensor:
+    """Zero, connected to the output and to the criterion's parameters."""
+    parameters = criterion.parameters() if isinstance(criterion, nn.Module) else ()
+    tensors = [leaf for _, leaf in nesting.leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return zero_of(*tensors, *parameters)
 
 
 def _sum_and_weight(

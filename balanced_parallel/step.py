@@ -39,6 +39,7 @@ class RankModel(Protocol):
     def touch(self) -> Tensor: ...
     def take_used(self) -> Tensor: ...
     def parameters(self) -> Iterator[torch.nn.Parameter]: ...
+    def reduced_parameters(self) -> list[torch.nn.Parameter]: ...
 
 
 class TrainStep:
@@ -237,7 +238,7 @@ class TrainStep:
             return window.total, float(window.weight)
         head = torch.stack([window.total.double(), torch.as_tensor(window.weight, device=window.total.device).double()])
         total, weight, *used = sum_over_ranks(torch.cat([head, self._ranks.take_used()])).tolist()
-        for parameter, ranks in zip(self._ranks.parameters(), used, strict=True):
+        for parameter, ranks in zip(self._ranks.reduced_parameters(), used, strict=True):
             if ranks == 0:
                 parameter.grad = None
         return torch.as_tensor(total, dtype=window.total.dtype, device=window.total.device), weight

@@ -25,10 +25,6 @@ def _weights():
     return torch.linspace(0.5, 2.0, CLASSES)
 
 
-def _log_softmax_nll(**settings):
-    return lambda output, target: F.nll_loss(output.log_softmax(1), target, **settings)
-
-
 # Each: a name, a function that makes the criterion (the default dtype is set by then), and the kind of targets it takes.
 LOSSES = {
     "CrossEntropyLoss": (lambda: nn.CrossEntropyLoss(), "classes"),
@@ -56,9 +52,61 @@ LOSSES = {
     "l1_loss": (lambda: F.l1_loss, "probabilities"),
     "SmoothL1Loss": (lambda: nn.SmoothL1Loss(beta=0.3), "probabilities"),
     "smooth_l1_loss": (lambda: F.smooth_l1_loss, "probabilities"),
+    "PoissonNLLLoss": (lambda: nn.PoissonNLLLoss(full=True), "probabilities"),
+    "PoissonNLLLoss, no log": (lambda: nn.PoissonNLLLoss(log_input=False), "unit"),
+    "poisson_nll_loss": (lambda: F.poisson_nll_loss, "probabilities"),
+    "GaussianNLLLoss": (lambda: nn.GaussianNLLLoss(full=True), "variance"),
+    "gaussian_nll_loss": (lambda: F.gaussian_nll_loss, "one variance"),
+    "KLDivLoss, batchmean": (lambda: nn.KLDivLoss(reduction="batchmean"), "probabilities"),
+    "KLDivLoss, sum": (lambda: nn.KLDivLoss(reduction="sum", log_target=True), "probabilities"),
+    "kl_div, batchmean": (lambda: functools.partial(F.kl_div, reduction="batchmean"), "probabilities"),
+    "SoftMarginLoss": (lambda: nn.SoftMarginLoss(), "signs"),
+    "soft_margin_loss": (lambda: F.soft_margin_loss, "signs"),
+    "HingeEmbeddingLoss": (lambda: nn.HingeEmbeddingLoss(margin=0.5), "signs"),
+    "hinge_embedding_loss": (lambda: F.hinge_embedding_loss, "signs"),
+    "MultiLabelMarginLoss": (lambda: nn.MultiLabelMarginLoss(), "label lists"),
+    "multilabel_margin_loss": (lambda: F.multilabel_margin_loss, "label lists"),
+    "MultiLabelSoftMarginLoss": (lambda: nn.MultiLabelSoftMarginLoss(weight=_weights()), "binary"),
+    "multilabel_soft_margin_loss": (lambda: F.multilabel_soft_margin_loss, "binary"),
+    "MultiMarginLoss": (lambda: nn.MultiMarginLoss(p=2, weight=_weights()), "all classes"),
+    "multi_margin_loss": (lambda: F.multi_margin_loss, "all classes"),
+    "CosineEmbeddingLoss": (lambda: nn.CosineEmbeddingLoss(margin=0.2), "pair"),
+    "cosine_embedding_loss": (lambda: F.cosine_embedding_loss, "pair"),
+    "MarginRankingLoss": (lambda: nn.MarginRankingLoss(margin=0.2), "ranking"),
+    "margin_ranking_loss": (lambda: F.margin_ranking_loss, "ranking"),
+    "TripletMarginLoss": (lambda: nn.TripletMarginLoss(swap=True), "triplet"),
+    "triplet_margin_loss": (lambda: F.triplet_margin_loss, "triplet"),
+    "TripletMarginWithDistanceLoss": (lambda: nn.TripletMarginWithDistanceLoss(), "triplet"),
+    "TripletMarginWithDistanceLoss, own": (lambda: nn.TripletMarginWithDistanceLoss(distance_function=_distance), "triplet"),
+    "triplet_margin_with_distance_loss": (lambda: F.triplet_margin_with_distance_loss, "triplet"),
+    "CTCLoss": (lambda: nn.CTCLoss(), "sequences"),
+    "CTCLoss, sum": (lambda: nn.CTCLoss(reduction="sum"), "sequences"),
+    "ctc_loss": (lambda: F.ctc_loss, "sequences"),
+    "AdaptiveLogSoftmaxWithLoss": (lambda: _adaptive(), "all classes"),
     "HuberLoss": (lambda: nn.HuberLoss(delta=0.3), "probabilities"),
     "huber_loss": (lambda: F.huber_loss, "probabilities"),
 }
+
+
+if hasattr(nn, "LinearCrossEntropyLoss"):  # new in torch 2.13
+    LOSSES |= {
+        "LinearCrossEntropyLoss": (lambda: _linear(), "classes"),
+        "LinearCrossEntropyLoss, weight": (lambda: _linear(weight=_weights(), ignore_index=-100, label_smoothing=0.1), "classes"),
+    }
+
+
+def _distance(one, other):
+    return (one - other).abs()  # one distance per element, not per row
+
+
+def _adaptive():
+    torch.manual_seed(4)
+    return nn.AdaptiveLogSoftmaxWithLoss(CLASSES, CLASSES, cutoffs=[2, 3], div_value=1.0)
+
+
+def _linear(**settings):
+    torch.manual_seed(4)
+    return nn.LinearCrossEntropyLoss(CLASSES, CLASSES, bias=True, **{"ignore_index": -100} | settings)
 
 
 class OnTop(nn.Module):
@@ -71,31 +119,65 @@ class OnTop(nn.Module):
 
     def forward(self, inputs):
         outputs = self.net(inputs)
-        if "nll" in self.name.lower():
+        if self.name.lower().startswith(("nll", "kl")):
             return outputs.log_softmax(1)
-        if self.name in ("BCELoss", "BCELoss, weight", "binary_cross_entropy"):
+        if self.name.startswith(("BCELoss", "PoissonNLLLoss, no log")) or self.name == "binary_cross_entropy":
             return outputs.sigmoid()
+        if "ctc" in self.name.lower():  # [time, rows, classes]
+            return torch.stack([outputs, outputs * 2, outputs + 1, outputs * 3]).log_softmax(2)
         return outputs
 
 
 def make_targets(kind, rows, ignored=0):
-    if kind == "classes":
-        return class_targets(rows, ignored)
-    return torch.rand(rows, CLASSES, generator=torch.Generator().manual_seed(3))
+    """What follows the output in the criterion's arguments: a tuple."""
+    numbers = torch.Generator().manual_seed(3)
+    rand = torch.rand(rows, CLASSES, generator=numbers)
+    signs = torch.rand(rows, CLASSES, generator=numbers).sub(0.5).sign()
+    return {
+        "classes": (class_targets(rows, ignored),),
+        "all classes": (class_targets(rows),),
+        "probabilities": (rand,),
+        "unit": (rand,),
+        "binary": (rand.round(),),
+        "signs": (signs,),
+        "variance": (rand, rand.flip(1) + 0.5),
+        "one variance": (rand, rand[:, :1] + 0.5),
+        "label lists": (torch.tensor([[3, 1, -1, 0, 2]]).expand(rows, CLASSES),),
+        "pair": (rand, signs[:, 0]),
+        "ranking": (rand, signs),
+        "triplet": (rand, rand.flip(1)),
+        "sequences": (
+            torch.tensor([[1, 2, 3]]).expand(rows, 3),
+            torch.full((rows,), 4),
+            torch.arange(rows) % 3 + 1,
+        ),
+    }[kind]
 
 
-def gradients(module):
-    return [None if parameter.grad is None else parameter.grad.clone() for parameter in module.parameters()]
+def whole_loss(criterion, output, targets):
+    result = criterion(output, *targets)
+    return getattr(result, "loss", result)
+
+
+def gradients(*modules):
+    parameters = [parameter for module in modules if isinstance(module, nn.Module) for parameter in module.parameters()]
+    return [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
 
 
 def plain_program(module, criterion, inputs, targets):
-    """Loss and gradients of the whole batch on one device."""
+    """Loss and gradients (the module's, then the criterion's) of the whole batch on one device."""
     module.zero_grad()
-    loss = criterion(module(inputs), targets)
+    loss = whole_loss(criterion, module(inputs), targets if isinstance(targets, tuple) else (targets,))
     loss.backward()
-    found = gradients(module)
-    module.zero_grad()
+    found = gradients(module, criterion)
+    zero_gradients(module, criterion)
     return loss.detach(), found
+
+
+def zero_gradients(*modules):
+    for module in modules:
+        if isinstance(module, nn.Module):
+            module.zero_grad()
 
 
 def assert_same_gradients(found, expected, tolerance=1e-10):

@@ -19,6 +19,7 @@ CORRIDOR = [
     "gathering",
     "replication",
     "execution",
+    "losses",
     "weighting",
     "precision",
     "model",

@@ -16,7 +16,7 @@ from ..model import DataParallelModel
 from ..precision import Precision
 from ..ranks import world_size
 from ..scattering import Arguments, Pieces, count_rows, move_leaves
-from ..weighting import Weight
+from ..weighting import Weight, zero_of
 from .process_group import join_process_group, rank_device
 from .torchrun import TorchrunEnvironment
 
@@ -32,10 +32,22 @@ class DistributedModel(DistributedDataParallel):
         device: that device.
         dim: the dimension of the rows in the inputs.
         precision: autocast around the forward; ``None`` is the caller's.
+        criterion: a module whose parameters are reduced with the model's.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, dim: int = 0, precision: str | Precision | None = None) -> None:
-        super().__init__(module)
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        dim: int = 0,
+        precision: str | Precision | None = None,
+        criterion: Criterion | None = None,
+    ) -> None:
+        learned = criterion.parameters() if isinstance(criterion, nn.Module) else ()
+        beside = nn.ParameterList(parameter for parameter in learned if parameter.requires_grad)
+        super().__init__(nn.ModuleList([module, beside]) if len(beside) else module)
+        self._reduced = [*self.module.parameters()]  # what the reducer was built for; it does not ask self.module again
+        self.module = module
         self.devices = [device]
         self.split = None
         self.dim = dim
@@ -62,15 +74,35 @@ class DistributedModel(DistributedDataParallel):
 
     def touch(self) -> torch.Tensor:
         """The zero of :meth:`forward_nothing`, alone."""
-        zero: torch.Tensor = _Touch.apply(*(parameter for parameter in self.module.parameters() if parameter.requires_grad))
-        return zero
+        return zero_of(*(parameter for parameter in self._reduced if parameter.requires_grad))
+
+    def reduced_parameters(self) -> list[nn.Parameter]:
+        """The parameters whose gradients are reduced: the module's, and those of a criterion that has any."""
+        return self._reduced
 
     def take_used(self) -> torch.Tensor:
-        """For each parameter whether this rank had a gradient for it when its bucket was last reduced (as 0 or 1): the reducer
+        """For each of them whether this rank had a gradient for it when its bucket was last reduced (as 0 or 1): the reducer
         leaves zeros where no rank had one, and the plain program leaves ``None``, which optimizers pass over."""
-        used = [parameter in self._with_gradient for parameter in self.module.parameters()]
+        used = [parameter in self._with_gradient for parameter in self._reduced]
         self._with_gradient.clear()
         return torch.tensor(used, dtype=torch.float64, device=self.devices[0])
+
+
+class DistributedCriterion(DataParallelCriterion):
+    """The loss over all ranks. Its backward completes every bucket of the model's reducer, also where this rank did not use
+    a parameter, for which ``DistributedDataParallel`` would wait or complain."""
+
+    model: DistributedModel
+
+    def forward(self, outputs: Sequence[Any], *targets: Any, **kwargs: Any) -> Any:
+        loss = super().forward(outputs, *targets, **kwargs)
+        if not isinstance(loss, torch.Tensor) or not loss.requires_grad or not self.model.require_backward_grad_sync:
+            return loss
+        return loss + self.model.touch().to(loss)
+
+    def attach(self, model: DistributedModel) -> "DistributedCriterion":
+        self.__dict__["model"] = model  # not a submodule: its parameters are not the criterion's
+        return self
 
 
 def _reduce_bucket(with_gradient: set[nn.Parameter], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
@@ -88,18 +120,6 @@ class _Skipped(nn.Module):
 
     def forward(self) -> None:
         return None
-
-
-class _Touch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
-        ctx.count = len(parameters)
-        return torch.zeros((), device=parameters[0].device)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
-        count: int = ctx.count
-        return (None,) * count
 
 
 def parallelize(
@@ -130,23 +150,20 @@ def parallelize(
             than devices; ``split`` under torchrun, where each rank brings its own rows.
     """
     environment = TorchrunEnvironment.detect()
-    parallel_criterion = DataParallelCriterion(criterion, dim=dim, weight=weight, precision=precision)
     if environment is None:
         if world_size() > 1:
             raise ValueError(
-                f"a process group with {world_size()} ranks is running, but torchrun's environment is not there: start the script "
-                "with torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+                f"a process group with {world_size()} ranks is running, but torchrun's environment is not there: start the "
+                "script with torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
             )
-        return DataParallelModel(module, device_ids, dim=dim, precision=precision, split=split), parallel_criterion
+        model = DataParallelModel(module, device_ids, dim=dim, precision=precision, split=split)
+        return model, DataParallelCriterion(criterion, dim=dim, weight=weight, precision=precision)
     if split is not None:
         raise ValueError(
             f"split={split!r} was given under torchrun, expected None: each rank brings as many rows as it is to have"
         )
-    if any(parameter.requires_grad for parameter in parallel_criterion.parameters()):
-        raise ValueError(
-            "the criterion has parameters, which DistributedDataParallel would not reduce: make it a part of the module, and "
-            "let the module return the loss"
-        )
     device = rank_device(environment, device_ids)
     join_process_group(environment, device)
-    return DistributedModel(module.to(device), device, dim, precision), parallel_criterion
+    rank_criterion = DistributedCriterion(criterion, dim=dim, weight=weight, precision=precision).to(device)
+    rank_model = DistributedModel(module.to(device), device, dim, precision, criterion)
+    return rank_model, rank_criterion.attach(rank_model)

@@ -1,0 +1,263 @@
+"""What the mean of each loss of torch divides by: elements, rows, kept targets, or the sum of their class weights."""
+
+import functools
+import inspect
+import re
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+__all__: list[str] = []
+
+Rule = Callable[..., Tensor]
+
+# Parts of the names of losses whose rows depend on each other. Their sum over shards is not their value on the batch.
+_COUPLED = re.compile(
+    "barlowtwins|batchall|batchhard|cliploss|concordance|contrastive|dice|hardtriplet|infonce|jaccard|lovasz|mining|miner|"
+    "multiplenegatives|npair|ntxent|pearson|siglip|simclr|supcon|tversky|vicreg"
+)
+
+
+@functools.singledispatch
+def loss_weight(criterion: Any, output: Any, *targets: Any, **kwargs: Any) -> Tensor:
+    """What the mean that ``criterion(output, *targets)`` computes divides by, as a 0-dim tensor.
+
+    Elements for the elementwise losses, rows for the margin and embedding losses and CTC, kept targets for the class losses
+    (their ``ignore_index`` left out), the sum of the kept targets' class weights where those are given. The same for every
+    ``reduction`` but ``"batchmean"``, which divides by rows. Criteria are modules of ``torch.nn``, functions of
+    ``torch.nn.functional``, or a ``functools.partial`` of one. For a criterion of your own, register its weight::
+
+        @loss_weight.register(MyLoss)
+        def _(criterion, output, target):
+            return (target != criterion.padding).sum()
+
+    Raises:
+        TypeError: the weight of this criterion is not known; or its rows depend on each other, so that it has none.
+    """
+    refuse_coupled(criterion)
+    raise TypeError(
+        f"loss_weight does not know what {_name(criterion)} divides its mean by; give DataParallelCriterion weight=, a function "
+        "(output, *targets) -> scalar, or register one with @loss_weight.register"
+    )
+
+
+def refuse_coupled(criterion: Any) -> None:
+    """Raises ``TypeError`` for a loss whose name says that its rows depend on each other."""
+    function, _, _ = _unwrap(criterion)
+    plain_name = re.sub(r"[^a-z]", "", _name(function).lower())
+    if _COUPLED.search(plain_name) or type(function).__module__.startswith("pytorch_metric_learning."):
+        raise TypeError(
+            f"{_name(function)} looks like a loss whose rows depend on each other: its parts do not add up to its value on the "
+            "batch. Compute it whole, as criterion(gather(outputs), targets), which is differentiable across devices; where "
+            "its rows are independent, give DataParallelCriterion weight=, a function (output, *targets) -> scalar"
+        )
+
+
+def _count(number: int) -> Tensor:
+    return torch.tensor(number)  # on the host: reading it waits for no device
+
+
+def _broadcast(*tensors: Tensor) -> torch.Size:
+    return torch.Size(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)))
+
+
+def _classes(*, target: Tensor, weight: Tensor | None = None, ignore_index: int | None = -100, **_: Any) -> Tensor:
+    """Source: the formulas of ``nn.CrossEntropyLoss`` (probability targets divide by how many there are) and ``nn.NLLLoss``."""
+    if target.is_floating_point():
+        return _count(target.numel() // max(target.size(1 if target.dim() > 1 else 0), 1))
+    kept = torch.ones_like(target, dtype=torch.bool) if ignore_index is None else target != ignore_index
+    if weight is None:
+        return kept.sum()
+    return (weight[target.masked_fill(~kept, 0)] * kept).sum()
+
+
+def _elements(*, input: Tensor, target: Tensor, weight: Tensor | None = None, **_: Any) -> Tensor:
+    """Elements after broadcasting. A ``weight`` rescales the terms but not the divisor."""
+    if weight is not None and weight.dim() == input.dim() and weight.size(0) not in (1, input.size(0)):
+        raise ValueError(
+            f"the loss has a weight of shape {tuple(weight.shape)} for an output of shape {tuple(input.shape)}: a weight per row "
+            "has to be cut like the rows; pass it with the targets, as in criterion(outputs, target, weight)"
+        )
+    return _count(_broadcast(input, target).numel())
+
+
+def _weighted_elements(*, input: Tensor, target: Tensor, weight: Tensor | None = None, **_: Any) -> Tensor:
+    """``F.mse_loss`` and ``F.l1_loss`` divide by the sum of their ``weight``."""
+    return _elements(input=input, target=target) if weight is None else weight.sum()
+
+
+def _divergence(*, input: Tensor, target: Tensor, reduction: str = "mean", **_: Any) -> Tensor:
+    if reduction == "batchmean":
+        return _count(input.size(0) if input.dim() else 1)
+    return _count(_broadcast(input, target).numel())
+
+
+def _gaussian(*, input: Tensor, target: Tensor, var: Tensor | float, **_: Any) -> Tensor:
+    if isinstance(var, Tensor) and var.shape == input.shape[:-1] and var.shape != input.shape:
+        var = var.unsqueeze(-1)  # as gaussian_nll_loss does
+    return _count(_broadcast(input, target, *([var] if isinstance(var, Tensor) else [])).numel())
+
+
+def _rows(*, input: Tensor, **_: Any) -> Tensor:
+    """All but the last dimension, which holds the classes."""
+    return _count(input.shape[:-1].numel())
+
+
+def _pairs(*, target: Tensor, **_: Any) -> Tensor:
+    return _count(target.numel())
+
+
+def _ranking(*, input1: Tensor, input2: Tensor, target: Tensor, **_: Any) -> Tensor:
+    return _count(_broadcast(input1, input2, target).numel())
+
+
+def _triplets(
+    *,
+    anchor: Tensor,
+    positive: Tensor,
+    negative: Tensor,
+    distance_function: Callable[[Tensor, Tensor], Tensor] | None = None,
+    **_: Any,
+) -> Tensor:
+    if distance_function is None or isinstance(distance_function, nn.PairwiseDistance):
+        return _count(_broadcast(anchor, positive, negative)[:-1].numel())
+    return _count(_broadcast(distance_function(anchor, positive), distance_function(anchor, negative)).numel())
+
+
+def _sequences(*, log_probs: Tensor, target_lengths: Tensor | tuple[int, ...] | list[int], **_: Any) -> Tensor:
+    """``F.ctc_loss`` divides each sequence's loss by its length, and the sum of those by the number of sequences."""
+    lengths = target_lengths.numel() if isinstance(target_lengths, Tensor) else len(target_lengths)
+    return _count(1 if log_probs.dim() == 2 else lengths)
+
+
+# Each loss as a module and as a function, with what its mean divides by. Where a module has more losses than here, it is
+# one that torch made an alias (NLLLoss2d), and its forward is the same.
+_LOSSES: list[tuple[type[nn.Module], Callable[..., Tensor], Rule]] = [
+    (nn.CrossEntropyLoss, F.cross_entropy, _classes),
+    (nn.NLLLoss, F.nll_loss, _classes),
+    (nn.BCELoss, F.binary_cross_entropy, _elements),
+    (nn.BCEWithLogitsLoss, F.binary_cross_entropy_with_logits, _elements),
+    (nn.MSELoss, F.mse_loss, _weighted_elements),
+    (nn.L1Loss, F.l1_loss, _weighted_elements),
+    (nn.SmoothL1Loss, F.smooth_l1_loss, _elements),
+    (nn.HuberLoss, F.huber_loss, _elements),
+    (nn.PoissonNLLLoss, F.poisson_nll_loss, _elements),
+    (nn.GaussianNLLLoss, F.gaussian_nll_loss, _gaussian),
+    (nn.KLDivLoss, F.kl_div, _divergence),
+    (nn.SoftMarginLoss, F.soft_margin_loss, _elements),
+    (nn.HingeEmbeddingLoss, F.hinge_embedding_loss, _elements),
+    (nn.MultiLabelMarginLoss, F.multilabel_margin_loss, _rows),
+    (nn.MultiLabelSoftMarginLoss, F.multilabel_soft_margin_loss, _rows),
+    (nn.MultiMarginLoss, F.multi_margin_loss, _rows),
+    (nn.CosineEmbeddingLoss, F.cosine_embedding_loss, _pairs),
+    (nn.MarginRankingLoss, F.margin_ranking_loss, _ranking),
+    (nn.TripletMarginLoss, F.triplet_margin_loss, _triplets),
+    (nn.TripletMarginWithDistanceLoss, F.triplet_margin_with_distance_loss, _triplets),
+    (nn.CTCLoss, F.ctc_loss, _sequences),
+]
+if hasattr(nn, "LinearCrossEntropyLoss"):  # new in torch 2.13
+    _LOSSES.append((nn.LinearCrossEntropyLoss, F.linear_cross_entropy, _classes))
+_RULES = {function: rule for _, function, rule in _LOSSES}
+
+
+@functools.cache
+def _signature(function: Callable[..., Tensor]) -> inspect.Signature:
+    return inspect.signature(function)
+
+
+def _register(module: type[nn.Module], function: Callable[..., Tensor], rule: Rule) -> None:
+    names = list(_signature(function).parameters)
+    given = _signature(module.forward).parameters
+
+    @loss_weight.register(module)
+    def weigh(criterion: Any, output: Any, *targets: Any, **kwargs: Any) -> Tensor:
+        if type(criterion).forward is not module.forward:
+            return loss_weight.dispatch(object)(criterion, output)  # a subclass with a forward of its own is another loss
+        settings = {name: getattr(criterion, name) for name in names if name not in given and hasattr(criterion, name)}
+        bound = _signature(module.forward).bind(criterion, output, *targets, **kwargs).arguments
+        del bound["self"]
+        if "log_input" in bound:  # what PoissonNLLLoss.forward calls the function's input
+            bound["input"] = bound.pop("log_input")
+        with torch.no_grad():
+            return rule(**settings, **bound)
+
+
+for _entry in _LOSSES:
+    _register(*_entry)
+
+
+@loss_weight.register(nn.AdaptiveLogSoftmaxWithLoss)
+def _weigh_adaptive(criterion: Any, output: Any, *targets: Any) -> Tensor:
+    return _pairs(target=targets[0])
+
+
+@loss_weight.register(types.FunctionType)
+@loss_weight.register(types.BuiltinFunctionType)
+@loss_weight.register(functools.partial)
+def _weigh_function(criterion: Any, output: Any, *targets: Any, **kwargs: Any) -> Tensor:
+    function, arguments, settings = _unwrap(criterion)
+    if function not in _RULES:
+        weigh = loss_weight.dispatch(object) if function is criterion else loss_weight
+        return weigh(function, output, *targets, **settings | kwargs)
+    bound = _signature(function).bind(*arguments, output, *targets, **settings | kwargs).arguments
+    if bound.get("size_average") is not None or bound.get("reduce") is not None:
+        raise ValueError(f"{_name(function)} was given size_average= or reduce=, which torch deprecated; use reduction=")
+    with torch.no_grad():
+        return _RULES[function](**bound)
+
+
+# Handlers that decide only after a look at the criterion, and may not know it
+_GENERAL = [loss_weight.dispatch(kind) for kind in (object, types.FunctionType, *(module for module, _, _ in _LOSSES))]
+
+
+def _unwrap(criterion: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The function in nested partials, with their positional and keyword arguments."""
+    if not isinstance(criterion, functools.partial):
+        return criterion, (), {}
+    function, arguments, settings = _unwrap(criterion.func)
+    return function, (*arguments, *criterion.args), settings | criterion.keywords
+
+
+def find_torch_loss(criterion: Any) -> Rule | None:
+    """The function of ``torch.nn.functional`` that ``criterion`` computes, as a module, as a partial or itself."""
+    function, _, _ = _unwrap(criterion)
+    for module, form, _ in _LOSSES:
+        if function == form:
+            return form
+        same = isinstance(function, module) and type(function).forward is module.forward
+        if same and loss_weight.dispatch(type(function)) is loss_weight.dispatch(module):
+            return form
+    return None
+
+
+def is_known(criterion: Any) -> bool:
+    """Whether :func:`loss_weight` has a rule for ``criterion``."""
+    function, _, _ = _unwrap(criterion)
+    return find_torch_loss(criterion) is not None or loss_weight.dispatch(type(function)) not in _GENERAL
+
+
+def has_sum(criterion: Any) -> bool:
+    """Whether ``reduction="sum"`` makes ``criterion`` the plain sum of the terms whose mean it is."""
+    function = find_torch_loss(criterion)
+    return function is not None and function is not F.ctc_loss  # whose sum leaves out the division by each length
+
+
+def reduction_of(criterion: Any) -> str:
+    """``"mean"``, ``"batchmean"``, ``"sum"`` or ``"none"``: the setting of a module, a partial, or a function's default."""
+    function, _, settings = _unwrap(criterion)
+    if isinstance(function, (types.FunctionType, types.BuiltinFunctionType)) and "reduction" not in settings:
+        try:
+            parameter = inspect.signature(function).parameters.get("reduction")
+        except ValueError:  # a builtin without a signature
+            parameter = None
+        default = "mean" if parameter is None or parameter.default is inspect.Parameter.empty else parameter.default
+        return str(default)
+    return str(settings.get("reduction", getattr(function, "reduction", "mean")))
+
+
+def _name(criterion: Any) -> str:
+    return str(getattr(criterion, "__name__", type(criterion).__name__))
