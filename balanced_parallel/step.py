@@ -109,6 +109,7 @@ class TrainStep:
         self.scheduler = scheduler
         self._ranks = None if isinstance(model, DataParallelModel) else model
         self._window: _Window | None = None
+        self._last_weight = 0.0  # of the last window: the best guess for a window that is added bit by bit
 
     def __call__(self, inputs: Any, targets: Any) -> Tensor:
         """Trains on one effective batch (this rank's rows of it): ``add`` and ``apply`` in one.
@@ -139,6 +140,7 @@ class TrainStep:
                 self._reduce_alone(window, self._ranks)
             total, weight = self._totals(window)
             self._window = None
+            self._last_weight = weight
             if weight == 0:
                 self.optimizer.zero_grad()
                 warnings.warn("no target of this batch was counted: nothing is updated, and its loss is nan", stacklevel=3)
@@ -196,8 +198,8 @@ class TrainStep:
         """Forward and backward of one micro-batch, the ``left``-th from the end as far as is known."""
         with self._synchronised(reduce), self.precision.autocast(self.model.devices):
             terms = self.criterion.terms(self.model(*arguments.inputs, **arguments.kwargs), *targets)
-            window.count(terms)
-            self._choose_reference(window, left)
+            weight = window.count(terms)
+            self._settle_reference(window, to_come=weight * (left - 1), reduce=reduce)
             roots = terms.sums if window.reference == 1 else [term / window.reference for term in terms.sums]
             scaler = self.precision.scaler_on(self.model.devices[0])
             roots = roots if scaler is None else [scaler.scale(root) for root in roots]
@@ -210,22 +212,32 @@ class TrainStep:
     def _reduce_alone(self, window: "_Window", ranks: RankModel) -> None:
         """Reduces what this rank has accumulated, if anything, with no rows left to run."""
         zero = ranks.forward_nothing()
-        self._choose_reference(window, left=0)
+        self._settle_reference(window, to_come=0.0, reduce=True)
         torch.autograd.backward([zero])
         window.reduced = True
 
     def _synchronised(self, reduce: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._ranks is None or reduce else self._ranks.no_sync()
 
-    def _choose_reference(self, window: "_Window", left: int) -> None:
-        """Gradients of sums are divided by a constant while they accumulate, where float16 could not hold them: about what
-        the whole window will weigh, and the same on every rank. A power of two, so that nothing is rounded."""
-        if window.has_reference or self.criterion.reduction == "sum" or not self._uses_float16():
+    def _settle_reference(self, window: "_Window", to_come: Tensor | float, reduce: bool) -> None:
+        """Gradients of sums are divided by a constant while they accumulate, where float16 could not hold them: by about what
+        the whole window will weigh, as the plain program's are. It grows with the window, and is the same on every rank
+        when they reduce. A power of two, so that nothing is rounded when it changes."""
+        if self.criterion.reduction == "sum" or not self._uses_float16():
             return
-        weight = torch.as_tensor(float(window.weight) * left, dtype=torch.float64)
-        expected = float(sum_over_ranks(weight) if world_size() > 1 else weight)
-        window.reference = 2.0 ** round(math.log2(expected)) if expected > 0 else 1.0
-        window.has_reference = expected > 0 or world_size() > 1  # alone, wait for the first rows that count
+        expected = max(float(window.weight + to_come), self._last_weight / world_size())
+        if world_size() > 1:
+            mine = torch.tensor(expected, dtype=torch.float64)
+            expected = float(sum_over_ranks(mine)) if reduce else expected * world_size()
+        if expected <= 0 or not math.isfinite(expected):
+            return
+        reference = 2.0 ** round(math.log2(expected))
+        if not reduce:
+            reference = max(reference, window.reference)
+        for parameter in (*self.model.parameters(), *self.criterion.parameters()):
+            if parameter.grad is not None and reference != window.reference:
+                parameter.grad.mul_(window.reference / reference)
+        window.reference = reference
 
     def _uses_float16(self) -> bool:
         kind = self.model.devices[0].type
@@ -272,16 +284,18 @@ class _Window:
     total: Tensor
     weight: Tensor | float = 0.0
     reference: float = 1.0
-    has_reference: bool = False
     reduced: bool = False
 
-    def count(self, terms: Terms) -> None:
+    def count(self, terms: Terms) -> Tensor:
+        """Adds the losses and weights of a micro-batch, and returns what it weighs."""
         device = self.total.device
         self.total = self.total + add_up([term.detach() for term in terms.sums], device)
         weights = [1] * len(terms.sums) if terms.weights is None else terms.weights  # a sum counts, but is not divided
         on_host = all(not isinstance(weight, Tensor) or weight.device.type == "cpu" for weight in weights)
         # what is known without a device stays on the host, where reading it waits for nobody
-        self.weight = self.weight + add_up(weights, torch.device("cpu") if on_host else device)
+        weight = add_up(weights, torch.device("cpu") if on_host else device)
+        self.weight = self.weight + weight
+        return weight
 
 
 def _as_arguments(inputs: Any) -> Arguments:

@@ -138,6 +138,19 @@ def test_float16_overflows_only_where_the_plain_program_does():
     assert step.precision.scaler.get_scale() == 2.0**16
 
 
+def test_float16_window_that_starts_small():
+    """Nobody knows after the first row that 500 will follow: what has been accumulated is divided further."""
+    net = build_net()
+    x, target = torch.randn(512, 4), class_targets(512)
+    loss, expected = plain_program(net, nn.CrossEntropyLoss(), x, target)
+    step = make_step(net, precision="fp16")
+    for rows in (slice(0, 1), slice(1, 12), slice(12, 500), slice(500, 512)):
+        step.add(x[rows], target[rows])
+    torch.testing.assert_close(step.apply(), loss, rtol=1e-2, atol=0)
+    assert step.precision.scaler.get_scale() == 2.0**16  # no overflow
+    assert_same_gradients(gradients(net), expected, 5e-3)
+
+
 def test_an_overflow_skips_the_step_and_the_scheduler():
     net = build_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
