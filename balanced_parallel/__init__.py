@@ -11,15 +11,18 @@ batch. A map of the house, in the order in which its rooms build on each other:
     gathering     pieces put back together                  gather
     replication   copies of a module, connected to its parameters
     execution     one worker per replica
+    batchnorm     statistics over all rows in flight        convert_sync_batchnorm
     losses        what each loss of torch divides by        loss_weight
     weighting     sums and counts, divided once             weighted_mean
     precision     autocast and gradient scaling             Precision
     model         a batch over the devices                  DataParallelModel
     criterion     the loss where the outputs are            DataParallelCriterion
+    microbatching a batch over time
     step          one effective batch, one exact update     TrainStep
     launch        one process per device, under torchrun    parallelize
 """
 
+from .batchnorm import convert_sync_batchnorm
 from .criterion import DataParallelCriterion
 from .gathering import gather
 from .launch.distributed import parallelize
@@ -37,6 +40,7 @@ __all__ = [
     "DataParallelModel",
     "Precision",
     "TrainStep",
+    "convert_sync_batchnorm",
     "gather",
     "loss_weight",
     "parallelize",

@@ -5,7 +5,8 @@ import itertools
 import threading
 import types
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,6 +16,63 @@ from .devices import current_stream, on_device
 __all__: list[str] = []
 
 T = TypeVar("T")
+
+
+class Meeting:
+    """Where the replicas of one forward exchange values. Who waits for a replica that has ended is told, and does not hang."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._changed = threading.Condition()
+        self._rounds: dict[int, dict[int, Any]] = {}
+        self._collected: dict[int, int] = {}
+        self._ended: set[int] = set()
+
+    def exchange(self, index: int, number: int, value: Any) -> list[Any]:
+        """Brings ``value`` to round ``number``, waits for all others, and returns everyone's, in the order of the replicas."""
+        with self._changed:
+            brought = self._rounds.setdefault(number, {})
+            brought[index] = value
+            self._changed.notify_all()
+            while len(brought) < self.size:
+                if missing := self._ended - brought.keys():
+                    raise RuntimeError(
+                        f"replica {min(missing)} ended without the exchange that replica {index} waits in: every replica has "
+                        "to run the same synchronised layers"
+                    )
+                self._changed.wait()
+            everyone = [brought[other] for other in range(self.size)]
+            self._collected[number] = self._collected.get(number, 0) + 1
+            if self._collected[number] == self.size:
+                del self._rounds[number]
+            return everyone
+
+    def leave(self, index: int) -> None:
+        with self._changed:
+            self._ended.add(index)
+            self._changed.notify_all()
+
+
+@dataclass
+class Replica:
+    """One replica among several of the running forward, as code inside of it sees itself."""
+
+    index: int
+    meeting: Meeting
+    exchanges: int = 0
+
+    def exchange(self, value: Any) -> list[Any]:
+        """``value`` of every replica, in their order. Each has to call it the same number of times."""
+        self.exchanges += 1
+        return self.meeting.exchange(self.index, self.exchanges, value)
+
+
+_thread = threading.local()
+
+
+def current_replica() -> Replica | None:
+    """The replica that this thread runs, where it is one of several."""
+    return getattr(_thread, "replica", None)
 
 
 def run_replicas(work: Sequence[Callable[[], T]], devices: Sequence[torch.device]) -> list[T]:
@@ -28,6 +86,7 @@ def run_replicas(work: Sequence[Callable[[], T]], devices: Sequence[torch.device
     """
     streams = [current_stream(device) for device in devices]
     ambient = AmbientState.capture(devices)
+    meeting = Meeting(len(work))
     results: dict[int, T] = {}
     failures: list[BaseException] = []  # in the order in which they happened: list.append is atomic
 
@@ -39,8 +98,12 @@ def run_replicas(work: Sequence[Callable[[], T]], devices: Sequence[torch.device
             failures.append(locate_failure(error, index, devices[index]))
 
     def call_in_thread(index: int) -> None:
-        with ambient.enter():
-            call(index)
+        _thread.replica = Replica(index, meeting)
+        try:
+            with ambient.enter():
+                call(index)
+        finally:
+            meeting.leave(index)  # after the failure was noted: those who wait for this replica fail second
 
     if len(work) == 1:
         call(0)

@@ -24,6 +24,12 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     return total.to(tensor.device)
 
 
+def max_over_ranks(number: int) -> int:
+    """The largest ``number`` of any rank."""
+    numbers: list[int] = gather_objects(number)
+    return max(numbers)
+
+
 def gather_objects(value: Any) -> list[Any]:
     """What each rank passed, in the order of the ranks; anything that can be pickled."""
     everyone: list[Any] = [None] * world_size()

@@ -40,6 +40,8 @@ def split_sizes(rows: int, shares: int | Sequence[float]) -> list[int]:
         shares: how many equal parts, or the weight of each part. With weights each part gets its proportion rounded down,
             and the rows that are left go to the largest remainders, the first part first among equals.
     """
+    if shares == 0:
+        return []
     weights = [1.0] * shares if isinstance(shares, int) else [float(share) for share in shares]
     total = sum(weights)
     exact = [rows * weight / total for weight in weights]

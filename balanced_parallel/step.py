@@ -7,19 +7,21 @@ gradients of sums are accumulated, with their weights, and divided once, so noth
 import contextlib
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from .batchnorm import meets_other_ranks
 from .criterion import DataParallelCriterion, Terms
+from .microbatching import as_arguments, count_micro_batches, cut_batch
 from .model import DataParallelModel
 from .nesting import spread
 from .precision import Precision
-from .ranks import sum_over_ranks, world_size
-from .scattering import Arguments, count_rows, cut, proportional_sizes, split_sizes
+from .ranks import max_over_ranks, sum_over_ranks, world_size
+from .scattering import Arguments, count_rows, split_sizes
 from .weighting import add_up
 
 __all__: list[str] = []
@@ -39,6 +41,7 @@ class RankModel(Protocol):
     def touch(self) -> Tensor: ...
     def take_used(self) -> Tensor: ...
     def parameters(self) -> Iterator[torch.nn.Parameter]: ...
+    def modules(self) -> Iterator[torch.nn.Module]: ...
     def reduced_parameters(self) -> list[torch.nn.Parameter]: ...
 
 
@@ -108,6 +111,7 @@ class TrainStep:
         self.max_grad_norm = max_grad_norm
         self.scheduler = scheduler
         self._ranks = None if isinstance(model, DataParallelModel) else model
+        self._meets_ranks = world_size() > 1 and meets_other_ranks(model.modules())
         self._window: _Window | None = None
         self._last_weight = 0.0  # of the last window: the best guess for a window that is added bit by bit
 
@@ -173,26 +177,16 @@ class TrainStep:
             self._window = None
             raise
 
-    def _cut(self, inputs: Any, targets: Any) -> list[tuple[Any, Any]]:
-        """The micro-batches: as few as fit, their sizes differing by at most one row. None for a batch with no rows."""
-        arguments, following = _as_arguments(inputs), spread(targets)
-        rows, target_rows = count_rows(arguments, self.model.dim), count_rows(following, self.criterion.dim)
+    def _cut(self, inputs: Any, targets: Any) -> list[tuple[Arguments, tuple[Any, ...]]]:
+        """This rank's micro-batches. None for a batch with no rows, unless other ranks wait in a layer for every rank."""
+        arguments, following = as_arguments(inputs), spread(targets)
+        rows = count_rows(arguments, self.model.dim)
         if rows is None:
             return [(arguments, following)]
-        if rows == 0:
-            return []
-        sizes = split_sizes(rows, self._micro_batches(rows))
-        target_sizes = sizes if target_rows is None else proportional_sizes(target_rows, sizes)
-        return list(zip(cut(arguments, sizes, self.model.dim), cut(following, target_sizes, self.criterion.dim), strict=True))
-
-    def _micro_batches(self, rows: int) -> int:
-        if self.micro_batch_size is None:
-            return 1
-        shares = self.model.split or len(self.model.devices)
-        count = -(-rows // (self.micro_batch_size * len(self.model.devices)))
-        while max(split_sizes(-(-rows // count), shares)) > self.micro_batch_size:  # unequal devices: the largest share decides
-            count += 1
-        return count
+        count = count_micro_batches(rows, self.micro_batch_size, self.model.split or len(self.model.devices))
+        if self._meets_ranks:
+            count = max_over_ranks(count)
+        return cut_batch(arguments, following, split_sizes(rows, count), (self.model.dim, self.criterion.dim))
 
     def _run(self, window: "_Window", arguments: Arguments, targets: tuple[Any, ...], *, left: int, reduce: bool) -> None:
         """Forward and backward of one micro-batch, the ``left``-th from the end as far as is known."""
@@ -296,9 +290,3 @@ class _Window:
         weight = add_up(weights, torch.device("cpu") if on_host else device)
         self.weight = self.weight + weight
         return weight
-
-
-def _as_arguments(inputs: Any) -> Arguments:
-    if isinstance(inputs, Mapping):
-        return Arguments((), dict(inputs))
-    return Arguments(spread(inputs), {})

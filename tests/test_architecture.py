@@ -19,11 +19,13 @@ CORRIDOR = [
     "gathering",
     "replication",
     "execution",
+    "batchnorm",
     "losses",
     "weighting",
     "precision",
     "model",
     "criterion",
+    "microbatching",
     "step",
 ]
 WINGS = ["launch"]
@@ -37,6 +39,7 @@ PUBLIC = {
     "Precision",
     "loss_weight",
     "weighted_mean",
+    "convert_sync_batchnorm",
 }
 
 

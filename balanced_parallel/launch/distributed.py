@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from ..batchnorm import use_torch_sync_batchnorm
 from ..criterion import Criterion, DataParallelCriterion
 from ..devices import DeviceLike
 from ..model import DataParallelModel
@@ -164,6 +165,8 @@ def parallelize(
         )
     device = rank_device(environment, device_ids)
     join_process_group(environment, device)
+    if device.type == "cuda":
+        use_torch_sync_batchnorm(module)
     rank_criterion = DistributedCriterion(criterion, dim=dim, weight=weight, precision=precision).to(device)
     rank_model = DistributedModel(module.to(device), device, dim, precision, criterion)
     return rank_model, rank_criterion.attach(rank_model)
