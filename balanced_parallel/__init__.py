@@ -19,6 +19,8 @@ batch. A map of the house, in the order in which its rooms build on each other:
     criterion     the loss where the outputs are            DataParallelCriterion
     microbatching a batch over time
     step          one effective batch, one exact update     TrainStep
+    diagnosis     known reasons for a difference
+    verification  the plain program beside the split one    verify
     launch        one process per device, under torchrun    parallelize
 """
 
@@ -31,6 +33,7 @@ from .model import DataParallelModel
 from .precision import Precision
 from .scattering import scatter
 from .step import TrainStep
+from .verification import verify
 from .weighting import weighted_mean
 
 __version__ = "0.1.0"
@@ -45,5 +48,6 @@ __all__ = [
     "loss_weight",
     "parallelize",
     "scatter",
+    "verify",
     "weighted_mean",
 ]

@@ -27,6 +27,8 @@ CORRIDOR = [
     "criterion",
     "microbatching",
     "step",
+    "diagnosis",
+    "verification",
 ]
 WINGS = ["launch"]
 PUBLIC = {
@@ -40,6 +42,7 @@ PUBLIC = {
     "loss_weight",
     "weighted_mean",
     "convert_sync_batchnorm",
+    "verify",
 }
 
 

@@ -1,0 +1,161 @@
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from problems import build_net, class_targets
+from torch import nn
+
+from balanced_parallel import DataParallelCriterion, DataParallelModel, convert_sync_batchnorm, verify
+from balanced_parallel.diagnosis import _random_layers
+
+CPUS = ["cpu"] * 3
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+def check(model, criterion=None, rows=7, **settings):
+    return verify(
+        model, criterion or nn.CrossEntropyLoss(), torch.randn(rows, 4), class_targets(rows, 2), device_ids=CPUS, **settings
+    )
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 1])
+def test_an_exact_program_is_equal(micro_batch_size):
+    net = build_net()
+    state = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    report = check(net, micro_batch_size=micro_batch_size)
+    assert report.equal
+    assert report.loss_error <= 1e-10
+    assert set(report.gradient_errors) == {name for name, _ in net.named_parameters()}
+    assert max(report.gradient_errors.values()) <= 1e-10
+    assert report.first_difference is None
+    assert report.reasons == ()
+    assert report.micro_batches == (1 if micro_batch_size is None else 3)
+    assert "equal within 1e-10: 3 replicas (cpu, cpu, cpu)" in str(report)
+    assert all(torch.equal(state[name], tensor) for name, tensor in net.state_dict().items())
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
+def test_the_random_state_of_the_caller_is_kept():
+    net, x, target = nn.Sequential(nn.Dropout(), nn.Linear(4, 5)), torch.randn(7, 4), class_targets(7)
+    before = torch.get_rng_state()
+    verify(net, nn.CrossEntropyLoss(), x, target, device_ids=CPUS)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_wrapped_parts_are_taken_as_they_are():
+    def loss(output, target):
+        return F.cross_entropy(output, target)
+
+    criterion = DataParallelCriterion(loss, weight=lambda output, target: (target != -100).sum())
+    report = verify(DataParallelModel(build_net(), CPUS), criterion, torch.randn(7, 4), class_targets(7, 4))
+    assert report.equal
+    assert len(report.devices) == 3
+
+
+def test_batch_norm_is_found():
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 5))
+    report = check(net)
+    assert not report.equal
+    assert report.first_difference.startswith("1 (BatchNorm1d): relative error")
+    assert report.reasons == (
+        "batch norm: 1 uses the statistics of its replica's rows: use convert_sync_batchnorm(module), or a norm that mixes "
+        "no rows",
+    )
+    text = str(report)
+    assert "DIFFERENT" in text
+    assert "0.weight" in text
+    assert "<-" in text
+    assert check(convert_sync_batchnorm(net)).equal
+    accumulated = check(net, micro_batch_size=1)
+    assert accumulated.reasons == ("batch norm: 1 uses the statistics of each micro-batch, not of the whole batch",)
+
+
+def test_dropout_is_found():
+    """Asked for directly: where the replicas happen to run one after the other, they draw what the plain program draws."""
+    net = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.LSTM(6, 5, 2, dropout=0.1), nn.Dropout(0.0))
+    assert list(_random_layers(net)) == [
+        "dropout: 1 draws other random numbers for each shard: compare in eval mode",
+        "dropout: 2 draws other random numbers for each shard: compare in eval mode",
+    ]
+    assert not list(_random_layers(net.eval()))
+
+
+def contrastive_loss(output, target):
+    return F.cross_entropy(output @ output.t(), torch.arange(len(output)))
+
+
+@pytest.mark.parametrize("criterion", [contrastive_loss, lambda output, target: contrastive_loss(output, target)])
+def test_a_loss_that_couples_rows_is_found(criterion):
+    report = check(build_net(), criterion)
+    assert not report.equal
+    assert report.first_difference is None
+    assert [reason.split(":")[0] for reason in report.reasons] == ["the loss"]
+    assert "criterion(gather(outputs), targets)" in report.reasons[0]
+
+
+def test_a_wrong_weight_is_found():
+    criterion = functools.partial(F.cross_entropy)
+    assert "say weight=" in " ".join(check(build_net(), criterion, weight=lambda output, target: len(target)).reasons)
+
+
+class Counting(nn.Module):
+    """It scales its output by how often it was called: replicas but the first always begin anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.calls = build_net(), 0
+        self.register_buffer("total", torch.zeros(()))
+
+    def forward(self, x):
+        self.calls += 1
+        self.total += x.sum()
+        return self.net(x) * self.total
+
+
+def test_state_written_in_forward_is_found():
+    report = check(Counting())
+    assert not report.equal
+    assert report.first_difference.startswith("the model (Counting)")
+    assert report.reasons == (
+        "state written in forward: calls; replicas but the first lose it",
+        "state written in forward: buffer total; replicas but the first lose it",
+    )
+
+
+class Fixed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.norm = build_net(), nn.BatchNorm1d(5)
+
+    def forward(self, x):
+        shift = torch.zeros(5) + torch.ones(5, device=x.device) + torch.arange(5, device="cpu").to("cpu")
+        if x.is_cuda:
+            shift = shift.cuda()
+        return self.norm(self.net(x.to(torch.float64)) + shift)
+
+
+def test_fixed_devices_in_forward_are_found():
+    reasons = [reason for reason in check(Fixed()).reasons if reason.startswith("a fixed device")]
+    assert {reason.split(": ")[1].split(" in Fixed")[0] for reason in reasons} == {
+        "torch.arange(5, device='cpu').to('cpu')",
+        "shift.cuda()",
+        "torch.zeros(5) without device=",
+        "torch.arange(5, device='cpu')",
+    }
+
+
+def test_a_criterion_with_parameters():
+    criterion = nn.AdaptiveLogSoftmaxWithLoss(5, 5, [2], div_value=1.0)
+    report = verify(build_net(), criterion, torch.randn(7, 4), class_targets(7), device_ids=CPUS)
+    assert report.equal
+    assert any(name.startswith("criterion.") for name in report.gradient_errors)
+
+
+def test_the_tolerance_follows_the_precision():
+    torch.set_default_dtype(torch.float32)
+    report = check(build_net())
+    assert report.tolerance == 1e-4
+    assert report.equal
+    assert check(build_net(), tolerance=0.0).tolerance == 0.0
