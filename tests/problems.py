@@ -109,12 +109,60 @@ def _linear(**settings):
     return nn.LinearCrossEntropyLoss(CLASSES, CLASSES, bias=True, **{"ignore_index": -100} | settings)
 
 
-class OnTop(nn.Module):
-    """The net with what a loss wants its outputs to be: log-probabilities, or numbers between 0 and 1."""
+class Conv(nn.Sequential):
+    def __init__(self):
+        super().__init__(
+            nn.Unflatten(1, (1, 2, 2)),
+            nn.Conv2d(1, 4, 2, padding=1),
+            nn.GroupNorm(2, 4),
+            nn.GELU(),
+            nn.Flatten(),
+            nn.Linear(36, CLASSES),
+        )
 
-    def __init__(self, name):
+
+class Recurrent(nn.Module):
+    def __init__(self):
         super().__init__()
-        self.net = build_net()
+        self.lstm, self.output = nn.LSTM(2, 3, batch_first=True), nn.Linear(3, CLASSES)
+
+    def forward(self, inputs):
+        return self.output(self.lstm(inputs.unflatten(1, (2, 2)))[0][:, -1])
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(2, 1, 4, 0.0, batch_first=True)
+        self.output = nn.Linear(4, CLASSES)
+
+    def forward(self, inputs):
+        return self.output(self.layer(inputs.unflatten(1, (2, 2))).flatten(1))
+
+
+class Sometimes(nn.Module):
+    """One layer is never used, and one only for some rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.never, self.sometimes = build_net(), nn.Linear(2, 2), nn.Linear(4, CLASSES)
+
+    def forward(self, inputs):
+        outputs = self.net(inputs)
+        few = inputs[:, 0] > 1
+        return outputs + few.unsqueeze(1) * self.sometimes(inputs) if few.any() else outputs
+
+
+BODIES = {"mlp": build_net, "conv": Conv, "recurrent": Recurrent, "attention": Attention, "sometimes": Sometimes}
+
+
+class OnTop(nn.Module):
+    """A network with what a loss wants its outputs to be: log-probabilities, or numbers between 0 and 1."""
+
+    def __init__(self, name, body="mlp"):
+        super().__init__()
+        torch.manual_seed(1)
+        self.net = BODIES[body]()
         self.name = name
 
     def forward(self, inputs):

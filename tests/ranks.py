@@ -1,16 +1,11 @@
-"""Runs a function on several ranks, as torchrun would start them, and brings back what each returned."""
+"""Runs functions on several ranks, as torchrun would start them, and brings back what each returned."""
 
 import multiprocessing
+import multiprocessing.connection
 import os
 import socket
 import time
 import traceback
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def run_ranks(world_size, function, *arguments, timeout=120):
@@ -18,44 +13,57 @@ def run_ranks(world_size, function, *arguments, timeout=120):
 
     Raises ``AssertionError`` with the traceback of the first rank that failed, or after ``timeout`` seconds.
     """
-    context = multiprocessing.get_context("spawn")
-    port = free_port()
-    pipes, processes = [], []
-    for rank in range(world_size):
-        receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_rank_main, args=(sender, rank, world_size, port, function, arguments), daemon=True)
-        process.start()
-        sender.close()
-        pipes.append(receiver)
-        processes.append(process)
-    try:
-        return _collect(pipes, processes, time.monotonic() + timeout)
-    finally:
-        for process in processes:
+    with Ranks(world_size) as ranks:
+        return ranks.run(function, *arguments, timeout=timeout)
+
+
+class Ranks:
+    """Processes that are started once and run many functions. After a failure they are of no more use: they may wait for it."""
+
+    def __init__(self, world_size):
+        context = multiprocessing.get_context("spawn")
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+        self.pipes, self.processes = [], []
+        for rank in range(world_size):
+            pipe, remote = context.Pipe()
+            process = context.Process(target=_rank_main, args=(remote, rank, world_size, port), daemon=True)
+            process.start()
+            remote.close()
+            self.pipes.append(pipe)
+            self.processes.append(process)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception):
+        for process in self.processes:
             process.kill()
             process.join()
 
+    def run(self, function, *arguments, timeout=120):
+        for pipe in self.pipes:
+            pipe.send((function, arguments))
+        deadline = time.monotonic() + timeout
+        results = {}
+        while len(results) < len(self.pipes):
+            waiting = [pipe for rank, pipe in enumerate(self.pipes) if rank not in results]
+            ready = multiprocessing.connection.wait(waiting, max(0, deadline - time.monotonic()))
+            assert ready, f"ranks {sorted(set(range(len(self.pipes))) - set(results))} did not answer in time"
+            for pipe in ready:
+                rank = self.pipes.index(pipe)
+                try:
+                    failure, value = pipe.recv()
+                except EOFError:
+                    self.processes[rank].join()
+                    raise AssertionError(f"rank {rank} died with exit code {self.processes[rank].exitcode}") from None
+                assert failure is None, f"rank {rank} failed:\n{failure}"
+                results[rank] = value
+        return [results[rank] for rank in range(len(self.pipes))]
 
-def _collect(pipes, processes, deadline):
-    results = {}
-    while len(results) < len(pipes):
-        ready = multiprocessing.connection.wait(
-            [pipe for rank, pipe in enumerate(pipes) if rank not in results], max(0, deadline - time.monotonic())
-        )
-        assert ready, f"ranks {sorted(set(range(len(pipes))) - set(results))} did not answer in time"
-        for pipe in ready:
-            rank = pipes.index(pipe)
-            try:
-                failure, value = pipe.recv()
-            except EOFError:
-                processes[rank].join()
-                raise AssertionError(f"rank {rank} died with exit code {processes[rank].exitcode}") from None
-            assert failure is None, f"rank {rank} failed:\n{failure}"
-            results[rank] = value
-    return [results[rank] for rank in range(len(pipes))]
 
-
-def _rank_main(sender, rank, world_size, port, function, arguments):
+def _rank_main(pipe, rank, world_size, port):
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -67,10 +75,13 @@ def _rank_main(sender, rank, world_size, port, function, arguments):
     import torch
 
     torch.set_num_threads(1)
-    try:
-        answer = None, function(rank, *arguments)
-    except BaseException:  # noqa: BLE001 - whatever it was, the test is to hear of it
-        answer = traceback.format_exc(), None
-    sender.send(answer)
-    sender.close()
-    time.sleep(0.2)  # let the others finish their last collective before this end of it is gone
+    while True:
+        try:
+            function, arguments = pipe.recv()
+        except EOFError:
+            return
+        try:
+            answer = None, function(rank, *arguments)
+        except BaseException:  # noqa: BLE001 - whatever it was, the test is to hear of it
+            answer = traceback.format_exc(), None
+        pipe.send(answer)

@@ -1,10 +1,16 @@
 """The oracle: whatever the split, loss and gradients are those of the plain program. In float64, to 1e-10."""
 
+import dataclasses
+
 import pytest
 import torch
-from problems import LOSSES, OnTop, assert_same_gradients, gradients, make_targets, plain_program, zero_gradients
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from problems import BODIES, LOSSES, OnTop, assert_same_gradients, gradients, make_targets, plain_program, zero_gradients
+from ranks import Ranks
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize
+from balanced_parallel.criterion import Terms
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -54,6 +60,98 @@ def test_micro_batches_equal_the_plain_program(name, rows, micro_batch_size):
         torch.testing.assert_close(parameter, old if gradient is None else old - 0.1 * gradient, rtol=1e-10, atol=1e-10)
 
 
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A problem, and one way to cut it: rows of each ``add`` on each rank, devices, micro-batches."""
+
+    body: str
+    loss: str
+    ignored: float
+    devices: int
+    micro_batch_size: int | None
+    windows: list[list[int]]  # for each rank, the rows of what it adds, one after the other
+    whole: bool  # whether each rank passes all of its rows to step(...) instead
+
+
+@st.composite
+def cases(draw, ranks):
+    windows = [draw(st.lists(st.integers(0, 5), max_size=3)) for _ in range(ranks)]
+    if sum(map(sum, windows)) == 0:
+        windows[draw(st.integers(0, ranks - 1))] = [draw(st.integers(1, 7))]
+    return Case(
+        body=draw(st.sampled_from(sorted(BODIES))),
+        loss=draw(st.sampled_from(sorted(LOSSES))),
+        ignored=draw(st.sampled_from([0.0, 0.3, 0.7])),
+        devices=draw(st.integers(1, 4)) if ranks == 1 else 1,
+        micro_batch_size=draw(st.sampled_from([None, 1, 2, 3])),
+        windows=windows,
+        whole=draw(st.booleans()),
+    )
+
+
+def check_case(rank, case):
+    """Compares this rank's loss and gradients with those of the plain program; returns how many gradients there were."""
+    torch.set_default_dtype(torch.float64)
+    make_criterion, kind = LOSSES[case.loss]
+    rows = sum(map(sum, case.windows))
+    inputs = torch.randn(rows, 4, generator=torch.Generator().manual_seed(rows))
+    targets = make_targets(kind, rows, int(case.ignored * rows))
+    loss, expected = plain_program(OnTop(case.loss, case.body), make_criterion(), inputs, targets)
+
+    module, criterion = OnTop(case.loss, case.body), make_criterion()
+    model, parallel = parallelize(module, criterion, ["cpu"] * case.devices)
+    optimizer = torch.optim.SGD([*module.parameters(), *parallel.parameters()], lr=0.0)
+    step = TrainStep(model, parallel, optimizer, micro_batch_size=case.micro_batch_size)
+    mine = case.windows[rank]
+    start = sum(map(sum, case.windows[:rank]))
+    if case.whole:
+        end = start + sum(mine)
+        found = step(inputs[start:end], tuple(target[start:end] for target in targets))
+    else:
+        for size in mine:
+            step.add(inputs[start : start + size], tuple(target[start : start + size] for target in targets))
+            start += size
+        found = step.apply()
+    torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10)
+    assert_same_gradients(without_zeros(gradients(module, criterion)), without_zeros(expected))
+    return len(expected)
+
+
+def without_zeros(found):
+    """A gradient of zeros and none at all are the same update for whoever has nothing to learn: an empty or uncounted shard."""
+    return [torch.zeros(()) if gradient is None or not gradient.any() else gradient for gradient in found]
+
+
+@pytest.fixture(scope="module")
+def all_ranks():
+    """Processes for two and for three ranks, started once and fed many cases."""
+    started = {}
+
+    def get(world_size):
+        if world_size not in started:
+            started[world_size] = Ranks(world_size)
+        return started[world_size]
+
+    yield get
+    for ranks in started.values():
+        ranks.__exit__()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_any_cut_of_any_problem_equals_the_plain_program(ranks, all_ranks):
+    checked = []
+
+    @settings(max_examples=300, deadline=None, derandomize=True, database=None)
+    @given(cases(ranks))
+    def check(case):
+        counts = [check_case(0, case)] if ranks == 1 else all_ranks(ranks).run(check_case, case)
+        checked.append(min(counts))
+
+    check()
+    assert len(checked) >= 300
+    assert min(checked) > 0
+
+
 def test_the_oracle_sees_a_mean_of_means(monkeypatch):
     def mean_of_means(sums, weights, device):
         return sum(total / weight for total, weight in zip(sums, weights, strict=True)) / len(sums)
@@ -61,3 +159,17 @@ def test_the_oracle_sees_a_mean_of_means(monkeypatch):
     monkeypatch.setattr("balanced_parallel.criterion.divide_once", mean_of_means)
     with pytest.raises(AssertionError, match="not close"):
         test_three_replicas_equal_the_plain_program("MSELoss", 7)
+
+
+def test_the_oracle_sees_a_window_divided_by_its_micro_batches(monkeypatch):
+    """What everybody writes by hand: the mean of each micro-batch over the number of micro-batches."""
+    run = DataParallelCriterion.terms
+
+    def means(self, *arguments):
+        sums, weights = run(self, *arguments)
+        return Terms([total / weight for total, weight in zip(sums, weights, strict=True)], [1] * len(sums))
+
+    monkeypatch.setattr(DataParallelCriterion, "terms", means)
+    case = Case("mlp", "CrossEntropyLoss", 0.0, 1, None, [[3, 1]], False)
+    with pytest.raises(AssertionError, match="not close"):
+        check_case(0, case)
