@@ -28,11 +28,18 @@ def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
 
     The rows in flight are those of one forward: with micro-batches, the statistics are those of each micro-batch over all
     devices and ranks, as they would be in the plain program that runs the same micro-batches. Under torchrun every rank
-    takes part in every forward, with no rows where it has none left.
+    takes part in every forward, with no rows where it has none left: ``TrainStep`` sees to it within ``step(...)``, and
+    ``step.add(...)`` is to be called as often on each.
+
+    Raises:
+        ValueError: a lazy layer that is not initialised yet.
     """
-    for layer in module.modules():
-        if isinstance(layer, _BatchNorm) and not isinstance(layer, nn.modules.lazy.LazyModuleMixin):
-            layer.__class__ = AllRowsBatchNorm
+    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)}
+    lazy = [name or "the module" for name, layer in layers.items() if isinstance(layer, nn.modules.lazy.LazyModuleMixin)]
+    if lazy:
+        raise ValueError(f"{lazy[0]} is not initialised yet: run the module once on a few rows before it is converted")
+    for layer in layers.values():
+        layer.__class__ = AllRowsBatchNorm
     return module
 
 

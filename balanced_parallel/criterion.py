@@ -221,9 +221,9 @@ def _mean_and_weight(
 
 def _nothing(criterion: Criterion, output: Any) -> Tensor:
     """Zero, connected to the output and to the criterion's parameters."""
-    parameters = criterion.parameters() if isinstance(criterion, nn.Module) else ()
+    parameters = list(criterion.parameters()) if isinstance(criterion, nn.Module) else []
     tensors = [leaf for _, leaf in nesting.leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    return zero_of(*tensors, *parameters)
+    return zero_of(*tensors, *parameters) if tensors or parameters else torch.zeros(())
 
 
 def _sum_and_weight(

@@ -93,22 +93,24 @@ def verify(
         The errors of loss and gradients and, where they are too large, the first module whose output differs and the known
         reasons that apply.
     """
-    dim = 0
+    dim, split_weights = 0, None
     if isinstance(model, DataParallelModel):
+        split_weights = model.split if device_ids is None else None
         device_ids, dim, model = device_ids or model.devices, model.dim, model.module
     if isinstance(criterion, DataParallelCriterion):
         weight = weight or criterion.weight
         criterion = criterion.module
     devices = resolve_devices(device_ids)
     rows = count_rows(as_arguments(inputs), dim)
-    pieces = 1 if rows is None else max(count_micro_batches(rows, micro_batch_size, len(devices)), 1)
+    pieces = 1 if rows is None else max(count_micro_batches(rows, micro_batch_size, split_weights or len(devices)), 1)
 
     with torch.random.fork_rng(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="it is not known what .* divides its mean by")
         plain = _Program(model, criterion)
         loss = _run_plain(plain, inputs, targets, devices[0])
         split = _Program(model, criterion)
-        split_loss = _run_split(split, inputs, targets, devices, dim, rows, pieces, _weigh(criterion, weight))
+        wrapped = DataParallelModel(split.module, devices, dim=dim, split=split_weights)
+        split_loss = _run_split(split, wrapped, inputs, targets, pieces, _weigh(criterion, weight))
 
     expected, found = plain.gradients(), split.gradients()
     largest = max((float(gradient.abs().max()) for gradient in expected.values() if gradient.numel()), default=0.0)
@@ -183,25 +185,24 @@ def _run_plain(program: _Program, inputs: Any, targets: Any, device: torch.devic
 
 def _run_split(
     program: _Program,
+    model: DataParallelModel,
     inputs: Any,
     targets: Any,
-    devices: list[torch.device],
-    dim: int,
-    rows: int | None,
     pieces: int,
     weight: Callable[..., Weight] | None,
 ) -> Tensor:
     torch.manual_seed(0)
     step = TrainStep(
-        DataParallelModel(program.module, devices, dim=dim),
+        model,
         DataParallelCriterion(program.criterion, weight=weight),
         torch.optim.SGD([*program.module.parameters(), *program._own_parameters().values()], lr=0.0),
     )
+    rows = count_rows(as_arguments(inputs), model.dim)
     if rows is None:
         return step(inputs, targets)
     sizes, target_rows = split_sizes(rows, pieces), count_rows(targets)
     target_sizes = sizes if target_rows is None else proportional_sizes(target_rows, sizes)
-    for program.piece, (some, labels) in enumerate(zip(cut(inputs, sizes, dim), cut(targets, target_sizes), strict=True)):
+    for program.piece, (some, labels) in enumerate(zip(cut(inputs, sizes, model.dim), cut(targets, target_sizes), strict=True)):
         step.add(some, labels)
     return step.apply()
 

@@ -81,6 +81,11 @@ def test_conversion_keeps_names_parameters_and_hooks():
     assert isinstance(convert_sync_batchnorm(nn.BatchNorm1d(3)), nn.modules.batchnorm._BatchNorm)
 
 
+def test_a_lazy_layer_is_refused():
+    with pytest.raises(ValueError, match="1 is not initialised yet: run the module once"):
+        convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.LazyBatchNorm1d()))
+
+
 def test_one_device_and_no_torchrun_is_the_plain_layer(double):
     plain, x = build(), torch.randn(5, 2, 3, 3)
     net = convert_sync_batchnorm(copy.deepcopy(plain))

@@ -54,6 +54,13 @@ def test_wrapped_parts_are_taken_as_they_are():
     assert len(report.devices) == 3
 
 
+def test_unequal_shares_are_kept():
+    model = DataParallelModel(build_net(), CPUS, split=[3, 0, 1])
+    report = verify(model, nn.CrossEntropyLoss(), torch.randn(9, 4), class_targets(9), micro_batch_size=2)
+    assert report.equal
+    assert report.micro_batches > 3
+
+
 def test_batch_norm_is_found():
     net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 5))
     report = check(net)
