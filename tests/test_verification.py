@@ -58,7 +58,7 @@ def test_unequal_shares_are_kept():
     model = DataParallelModel(build_net(), CPUS, split=[3, 0, 1])
     report = verify(model, nn.CrossEntropyLoss(), torch.randn(9, 4), class_targets(9), micro_batch_size=2)
     assert report.equal
-    assert report.micro_batches > 3
+    assert report.micro_batches == 3  # the first device has three quarters of the rows
 
 
 def test_batch_norm_is_found():
