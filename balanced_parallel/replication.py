@@ -23,7 +23,7 @@ def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Mod
 
     Raises:
         ValueError: a parameter or buffer of ``module`` is not on the first device, or is not initialised (lazy modules).
-        TypeError: the module is a ``ScriptModule``, which cannot be copied part by part.
+        TypeError: the module is a ``ScriptModule``, which cannot be copied part by part; or it was compiled.
     """
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if nn.parameter.is_lazy(tensor):
@@ -43,13 +43,26 @@ def _copy_to(module: nn.Module, device: torch.device) -> nn.Module:
     for buffer in module.buffers():
         tensors[id(buffer)] = buffer.detach().to(device, copy=True)
     shells: dict[nn.Module, nn.Module] = {}
-    for original in module.modules():
-        if isinstance(original, torch.jit.ScriptModule):
-            raise TypeError(f"{type(original).__name__} cannot be replicated: pass the module that it was compiled from")
-        shells[original] = _shell(original, tensors)
-    for original, shell in shells.items():
-        shell._modules = {name: None if child is None else shells[child] for name, child in original._modules.items()}
-    return shells[module]
+
+    def copy_tree(original: nn.Module) -> nn.Module:
+        if original not in shells:
+            _refuse_compiled(original)
+            shells[original] = shell = _shell(original, tensors)
+            shell._modules = {name: child and copy_tree(child) for name, child in original._modules.items()}
+        return shells[original]
+
+    return copy_tree(module)
+
+
+def _refuse_compiled(module: nn.Module) -> None:
+    """Compiled code belongs to one module on one device, and torch's compiler does not run in several threads at once."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(f"{type(module).__name__} cannot be replicated: pass the module that it was made from")
+    if "_orig_mod" in module._modules or module._compiled_call_impl is not None:  # torch.compile(module), module.compile()
+        raise TypeError(
+            f"{type(module).__name__} is compiled, which binds it to one replica: pass the module without torch.compile, or "
+            "use one process per device (torchrun)"
+        )
 
 
 def _shell(original: nn.Module, tensors: dict[int, torch.Tensor]) -> nn.Module:

@@ -45,6 +45,8 @@ def weighted_mean(losses: Sequence[Tensor], weights: Sequence[Weight], device: t
 
 def weighted_sum(mean: Tensor, weight: Weight) -> Tensor:
     """``mean x weight`` in at least float32; zero where the weight is zero, whatever the mean is."""
+    if not isinstance(mean, Tensor):
+        raise TypeError(f"the criterion returned an object of type {type(mean).__name__}, expected a tensor with one element")
     if mean.numel() != 1:
         raise ValueError(f"the loss has shape {tuple(mean.shape)}, expected a scalar: use reduction='mean' or 'sum'")
     mean = widen(mean.reshape(()))

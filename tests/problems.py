@@ -214,7 +214,7 @@ def gradients(*modules):
 
 def plain_program(module, criterion, inputs, targets):
     """Loss and gradients (the module's, then the criterion's) of the whole batch on one device."""
-    module.zero_grad()
+    zero_gradients(module, criterion)
     loss = whole_loss(criterion, module(inputs), targets if isinstance(targets, tuple) else (targets,))
     loss.backward()
     found = gradients(module, criterion)

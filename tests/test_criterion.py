@@ -250,6 +250,8 @@ def test_errors():
         DataParallelCriterion(F.mse_loss)(net(x), x)
     with pytest.raises(ValueError, match=r"the loss has shape \(3, 5\), expected a scalar.*replica 0"):
         DataParallelCriterion(lambda out, y: out, weight=lambda *_: 1)(model(x), x)
+    with pytest.raises(TypeError, match=r"returned an object of type dict, expected a tensor with one element .in replica"):
+        DataParallelCriterion(lambda out, y: {"loss": out}, weight=lambda *_: 1)(model(x), x)
     with pytest.raises(IndexError, match=r"in replica \d on device cpu"):
         DataParallelCriterion(F.cross_entropy)(model(x), torch.full((7,), 99))
     with pytest.raises(ValueError, match=r"an output is on meta, expected one of device_ids=\['cpu'\]"):

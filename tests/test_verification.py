@@ -102,6 +102,23 @@ def test_a_loss_that_couples_rows_is_found(criterion):
     assert "criterion(gather(outputs), targets)" in report.reasons[0]
 
 
+class Rounds(nn.Module):
+    """Its output differs by what float32 rounds, and by how many rows there are."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = build_net()
+
+    def forward(self, x):
+        return self.net(x) * (1 + 1e-8 * len(x))
+
+
+def test_rounding_is_told_from_mistakes():
+    assert check(Rounds()).reasons == (
+        "rounding: the errors are those of float32, to which a part of the model or of the loss seems to cast",
+    )
+
+
 def test_a_wrong_weight_is_found():
     criterion = functools.partial(F.cross_entropy)
     assert "say weight=" in " ".join(check(build_net(), criterion, weight=lambda output, target: len(target)).reasons)
