@@ -14,6 +14,7 @@ batch. A map of the house, in the order in which its rooms build on each other:
     batchnorm     statistics over all rows in flight        convert_sync_batchnorm
     losses        what each loss of torch divides by        loss_weight
     weighting     sums and counts, divided once             weighted_mean
+    terms         one replica's part of a loss
     precision     autocast and gradient scaling             Precision
     model         a batch over the devices                  DataParallelModel
     criterion     the loss where the outputs are            DataParallelCriterion

@@ -1,6 +1,5 @@
 """``DataParallelCriterion``: the loss where the outputs are, and the mean of the whole batch, not a mean of means."""
 
-import copy
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -12,15 +11,14 @@ from torch import Tensor, nn
 from . import nesting
 from .devices import DeviceLike, resolve_device, resolve_devices
 from .execution import run_replicas
-from .losses import has_sum, is_known, loss_weight, reduction_of, refuse_coupled
+from .losses import has_sum, is_known, reduction_of, refuse_coupled
 from .precision import Precision
 from .replication import replicate
 from .scattering import Arguments, Pieces, count_rows, cut, move_leaves, proportional_sizes, split_sizes
-from .weighting import Weight, divide_once, weighted_sum, widen, zero_of
+from .terms import Criterion, Shard, mean_and_weight, sum_and_weight, total_of
+from .weighting import Weight, divide_once
 
 __all__: list[str] = []
-
-Criterion = nn.Module | Callable[..., Tensor]
 
 
 class Terms(NamedTuple):
@@ -85,7 +83,7 @@ class DataParallelCriterion(nn.Module):
 
     def forward(self, outputs: Sequence[Any], *targets: Any, **kwargs: Any) -> Any:
         if kwargs.get("reduction", self.reduction) == "none":
-            return self._run(_call, self.module, outputs, targets, kwargs)
+            return self._run(Shard.call, outputs, targets, kwargs)
         sums, weights = self.terms(outputs, *targets, **kwargs)
         return divide_once(sums, weights, self.output_device or sums[0].device)
 
@@ -95,22 +93,18 @@ class DataParallelCriterion(nn.Module):
         if reduction == "none":
             raise ValueError("the criterion has reduction='none', expected a scalar loss: use reduction='mean' or 'sum'")
         if reduction == "sum":
-            return Terms(self._run(_total, self.module, outputs, targets, kwargs), None)
-        if self.weight is None and has_sum(self.module):
-            pairs = self._run(_sum_and_weight, self.module, outputs, targets, kwargs)
-        else:
-            pairs = self._run(functools.partial(_mean_and_weight, self._weigh()), self.module, outputs, targets, kwargs)
-        return Terms([term for term, _ in pairs], [weight for _, weight in pairs])
+            return Terms(self._run(total_of, outputs, targets, kwargs), None)
+        term = sum_and_weight if self.weight is None and has_sum(self.module) else mean_and_weight(self._weigh())
+        pairs = self._run(term, outputs, targets, kwargs)
+        return Terms([total for total, _ in pairs], [weight for _, weight in pairs])
 
-    def _weigh(self) -> Callable[..., Weight]:
+    def _weigh(self) -> Callable[[Shard], Weight]:
         """How one replica's mean is weighted where torch's own sum cannot be asked for."""
         if self.weight is not None:
             given = self.weight
-            return lambda criterion, rows, output, targets, kwargs: given(output, *targets)
+            return lambda shard: given(shard.output, *shard.targets)
         if is_known(self.module):
-            return lambda criterion, rows, output, targets, kwargs: loss_weight(
-                criterion, *nesting.spread(output), *targets, **kwargs
-            )
+            return Shard.weigh
         refuse_coupled(self.module)
         if not self._warned:
             self._warned = True
@@ -120,30 +114,24 @@ class DataParallelCriterion(nn.Module):
                 "(output, *targets) -> scalar, or register one with @loss_weight.register",
                 stacklevel=6,
             )
-        return lambda criterion, rows, output, targets, kwargs: rows
+        return lambda shard: shard.rows
 
     def _run(
-        self,
-        term: Callable[..., Any],
-        criterion: Criterion,
-        outputs: Sequence[Any],
-        targets: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, term: Callable[[Shard], Any], outputs: Sequence[Any], targets: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Any]:
-        """``term(criterion, rows, output, targets, kwargs)`` for each replica, on the device of its output."""
+        """``term(shard)`` for each replica, on the device of its output."""
         devices = self._devices_of(outputs)
         batch = Arguments(targets, kwargs)
         rows = count_rows(batch, self.dim)
         sizes = _sizes_like(outputs, rows, self.dim)
-        shards = [batch] * len(outputs) if rows is None else cut(batch, sizes, self.dim)
+        batches = [batch] * len(outputs) if rows is None else cut(batch, sizes, self.dim)
+
+        def run(criterion: Criterion, size: int, output: Any, mine: Arguments, device: torch.device) -> Any:
+            return term(Shard(criterion, size, output, *move_leaves(mine, device)))
+
         with self.precision.autocast(devices):
-            work = [
-                functools.partial(_on_shard, term, replica, size, output, shard, device)
-                for replica, size, output, shard, device in zip(
-                    _copies(criterion, devices), sizes, outputs, shards, devices, strict=True
-                )
-            ]
-            return run_replicas(work, devices)
+            replicas = zip(_copies(self.module, devices), sizes, outputs, batches, devices, strict=True)
+            return run_replicas([functools.partial(run, *replica) for replica in replicas], devices)
 
     def _devices_of(self, outputs: Sequence[Any]) -> list[torch.device]:
         if not isinstance(outputs, (list, tuple)) or nesting.is_named_tuple(outputs) or not outputs:
@@ -177,67 +165,10 @@ def _sizes_like(outputs: Sequence[Any], rows: int | None, dim: int) -> list[int]
     shares = outputs.sizes if isinstance(outputs, Pieces) else [_output_rows(output, dim) for output in outputs]
     known = [share for share in shares if share is not None]
     if len(known) < len(outputs):
-        return split_sizes(1 if rows is None else rows, len(outputs))
+        return [1] * len(outputs) if rows is None else split_sizes(rows, len(outputs))
     return known if rows is None else proportional_sizes(rows, known)
 
 
 def _output_rows(output: Any, dim: int) -> int | None:
     tensor = nesting.first_tensor(output)
     return None if tensor is None or tensor.dim() <= dim else tensor.size(dim)
-
-
-def _on_shard(
-    term: Callable[..., Any], criterion: Criterion, rows: int, output: Any, shard: Arguments, device: torch.device
-) -> Any:
-    targets, kwargs = move_leaves(shard, device)
-    return term(criterion, rows, output, targets, kwargs)
-
-
-def _call(criterion: Criterion, rows: int, output: Any, targets: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    result = criterion(*nesting.spread(output), *targets, **kwargs)
-    return result if isinstance(result, Tensor) else getattr(result, "loss", result)  # AdaptiveLogSoftmaxWithLoss
-
-
-def _total(criterion: Criterion, rows: int, output: Any, targets: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    if rows == 0:  # the sum of nothing, for which some losses have only an error
-        return _nothing(criterion, output)
-    return weighted_sum(_call(criterion, rows, output, targets, kwargs), 1)
-
-
-def _mean_and_weight(
-    weigh: Callable[..., Weight],
-    criterion: Criterion,
-    rows: int,
-    output: Any,
-    targets: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> tuple[Tensor, Weight]:
-    with torch.no_grad():
-        weight = weigh(criterion, rows, output, targets, kwargs)
-    if not weight:  # whatever the criterion makes of nothing (nan, an error), it counts for nothing
-        return _nothing(criterion, output), weight
-    return weighted_sum(_call(criterion, rows, output, targets, kwargs), weight), weight
-
-
-def _nothing(criterion: Criterion, output: Any) -> Tensor:
-    """Zero, connected to the output and to the criterion's parameters."""
-    parameters = list(criterion.parameters()) if isinstance(criterion, nn.Module) else []
-    tensors = [leaf for _, leaf in nesting.leaves(output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    return zero_of(*tensors, *parameters) if tensors or parameters else torch.zeros(())
-
-
-def _sum_and_weight(
-    criterion: Criterion, rows: int, output: Any, targets: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Tensor, Weight]:
-    """The loss of torch as the sum of its terms: no division, hence no nan where there is nothing to count."""
-    weight = loss_weight(criterion, *nesting.spread(output), *targets, **kwargs)
-    tensors = [leaf for leaf in nesting.spread(output) if isinstance(leaf, Tensor)]
-    if any(tensor.dtype == torch.float16 for tensor in tensors):
-        if not torch.is_autocast_enabled(tensors[0].device.type):  # all is float16, and a sum in it overflows: keep the mean
-            return _mean_and_weight(lambda *_: weight, criterion, rows, output, targets, kwargs)
-        output = tuple(widen(leaf) if isinstance(leaf, Tensor) else leaf for leaf in nesting.spread(output))
-    if isinstance(criterion, nn.Module):
-        summing = copy.copy(criterion)
-        summing.reduction = "sum"  # type: ignore[assignment]
-        return widen(summing(*nesting.spread(output), *targets, **kwargs)), weight
-    return widen(_call(functools.partial(criterion, reduction="sum"), rows, output, targets, kwargs)), weight

@@ -13,9 +13,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from .batchnorm import AllRowsBatchNorm
-from .criterion import Criterion, DataParallelCriterion
+from .criterion import DataParallelCriterion
 from .nesting import first_tensor, is_plain, spread
 from .scattering import count_rows, cut, move_leaves, proportional_sizes, split_sizes
+from .terms import Criterion
 from .weighting import Weight, divide_once
 
 __all__: list[str] = []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import nesting
-from .criterion import Criterion, DataParallelCriterion
+from .criterion import DataParallelCriterion
 from .devices import DeviceLike, resolve_devices
 from .diagnosis import find_reasons
 from .execution import current_replica
@@ -19,6 +19,7 @@ from .microbatching import as_arguments, count_micro_batches
 from .model import DataParallelModel
 from .scattering import count_rows, cut, move_leaves, proportional_sizes, split_sizes
 from .step import TrainStep
+from .terms import Criterion
 from .weighting import Weight
 
 __all__: list[str] = []

@@ -22,6 +22,7 @@ CORRIDOR = [
     "batchnorm",
     "losses",
     "weighting",
+    "terms",
     "precision",
     "model",
     "criterion",

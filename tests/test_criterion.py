@@ -204,6 +204,12 @@ def test_a_criterion_with_parameters_gets_its_gradients():
     assert_same_gradients(gradients(net, plain), expected)
 
 
+def test_bare_losses_count_the_same_where_nobody_knows_their_rows():
+    losses = [torch.tensor(1.0), torch.tensor(2.0), torch.tensor(6.0)]
+    with pytest.warns(UserWarning, match="weighted by rows"):
+        assert DataParallelCriterion(lambda loss: loss)(losses).item() == 3.0
+
+
 def test_a_model_that_returns_its_own_loss():
     module = Shaped(lambda out: SequenceClassifierOutput(loss=out.mean(), logits=out))
     x = torch.randn(7, 4)

@@ -11,12 +11,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from ..batchnorm import use_torch_sync_batchnorm
-from ..criterion import Criterion, DataParallelCriterion
+from ..criterion import DataParallelCriterion
 from ..devices import DeviceLike
 from ..model import DataParallelModel
 from ..precision import Precision
 from ..ranks import world_size
 from ..scattering import Arguments, Pieces, count_rows, move_leaves
+from ..terms import Criterion
 from ..weighting import Weight, zero_of
 from .process_group import join_process_group, rank_device
 from .torchrun import TorchrunEnvironment
