@@ -5,7 +5,9 @@ input with fewer rows silently drops samples. Here sizes differ by at most one r
 """
 
 import itertools
+import math
 from collections.abc import Iterable, Sequence
+from fractions import Fraction
 from typing import Any, NamedTuple
 
 import torch
@@ -40,12 +42,11 @@ def split_sizes(rows: int, shares: int | Sequence[float]) -> list[int]:
         shares: how many equal parts, or the weight of each part. With weights each part gets its proportion rounded down,
             and the rows that are left go to the largest remainders, the first part first among equals.
     """
-    if shares == 0:
-        return []
-    weights = [1.0] * shares if isinstance(shares, int) else [float(share) for share in shares]
-    total = sum(weights)
-    exact = [rows * weight / total for weight in weights]
-    sizes = [int(part) for part in exact]
+    if isinstance(shares, int):
+        return [rows // shares + (index < rows % shares) for index in range(shares)]
+    weights = [Fraction(share) for share in shares]  # exact: a rounded quotient could hand out a row too many
+    exact = [rows * weight / sum(weights) for weight in weights]
+    sizes = [math.floor(part) for part in exact]
     by_remainder = sorted(range(len(sizes)), key=lambda index: sizes[index] - exact[index])
     for index in by_remainder[: rows - sum(sizes)]:
         sizes[index] += 1

@@ -6,7 +6,10 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import settings
 
+settings.register_profile("suite", derandomize=True, deadline=None, database=None)  # the same cases on every machine
+settings.load_profile("suite")
 torch.set_num_threads(1)  # the suite already runs one process per core
 
 

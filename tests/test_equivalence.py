@@ -141,7 +141,7 @@ def all_ranks():
 def test_any_cut_of_any_problem_equals_the_plain_program(ranks, all_ranks):
     checked = []
 
-    @settings(max_examples=300, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=300)
     @given(cases(ranks))
     def check(case):
         counts = [check_case(0, case)] if ranks == 1 else all_ranks(ranks).run(check_case, case)
