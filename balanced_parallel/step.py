@@ -195,20 +195,22 @@ class TrainStep:
             weight = window.count(terms)
             self._settle_reference(window, to_come=weight * (left - 1), reduce=reduce)
             roots = terms.sums if window.reference == 1 else [term / window.reference for term in terms.sums]
-            scaler = self.precision.scaler_on(self.model.devices[0])
-            roots = roots if scaler is None else [scaler.scale(root) for root in roots]
             if self._ranks is not None and reduce:
                 roots = [*roots, self._ranks.touch()]
                 window.reduced = True
         with self._synchronised(reduce):
-            torch.autograd.backward(roots)
+            self._backward(roots)
 
     def _reduce_alone(self, window: "_Window", ranks: RankModel) -> None:
         """Reduces what this rank has accumulated, if anything, with no rows left to run."""
         zero = ranks.forward_nothing()
         self._settle_reference(window, to_come=0.0, reduce=True)
-        torch.autograd.backward([zero])
+        self._backward([zero])
         window.reduced = True
+
+    def _backward(self, roots: list[Tensor]) -> None:
+        scaler = self.precision.scaler_on(self.model.devices[0])
+        torch.autograd.backward(roots if scaler is None else [scaler.scale(root) for root in roots])
 
     def _synchronised(self, reduce: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._ranks is None or reduce else self._ranks.no_sync()

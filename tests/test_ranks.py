@@ -160,11 +160,12 @@ def test_a_window_that_counts_nothing_on_any_rank_changes_nothing():
 
 
 def check_half(rank):
-    """One decision for all ranks to skip a step, and one scale, though only one rank overflows."""
+    """One decision for all ranks to skip a step, and one scale, though only one rank overflows, or has rows at all."""
     model, criterion = parallelize(build_net(), torch.nn.MSELoss())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = TrainStep(model, criterion, optimizer, precision="fp16")
-    step(torch.randn(3, 4), torch.rand(3, 5))
+    step(torch.randn(3 * rank, 4), torch.rand(3 * rank, 5))
+    assert all(parameter.grad.abs().max() < 10 for parameter in model.parameters())  # unscaled on both
     scaler = step.precision.scaler
     scale = scaler.get_scale()
     before = [parameter.detach().clone() for parameter in model.parameters()]
