@@ -103,7 +103,7 @@ def _written_state(before: nn.Module, after: nn.Module) -> Iterator[str]:
         where = f"{name}." if name else ""
         for key, value in found.__dict__.items():
             old = layer.__dict__.get(key)
-            simple = is_plain(value) or isinstance(value, Tensor) or value is None
+            simple = is_plain(value) or isinstance(value, (Tensor, list)) or value is None
             if key != "_is_full_backward_hook" and key != "_met" and simple and not _same(old, value):
                 yield f"state written in forward: {where}{key}; replicas but the first lose it"
         if not isinstance(layer, _BatchNorm):
@@ -115,7 +115,11 @@ def _written_state(before: nn.Module, after: nn.Module) -> Iterator[str]:
 def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one.shape == other.shape and bool(torch.equal(one.cpu(), other.cpu()))
-    return type(one) is type(other) and bool(one == other)
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_same, one, other))
+    if type(one) is not type(other):
+        return False
+    return bool(one == other) if is_plain(one) or one is None else True  # of other objects nothing is known
 
 
 def _fixed_devices(module: nn.Module) -> Iterator[str]:

@@ -80,7 +80,9 @@ def test_batch_norm_is_found():
 
 
 def test_dropout_is_found():
-    """Asked for directly: where the replicas happen to run one after the other, they draw what the plain program draws."""
+    report = check(nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 5)))
+    assert report.first_difference.startswith("1 (Dropout)")
+    assert report.reasons == ("dropout: 1 draws other random numbers for each shard: compare in eval mode",)
     net = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.LSTM(6, 5, 2, dropout=0.1), nn.Dropout(0.0))
     assert list(_random_layers(net)) == [
         "dropout: 1 draws other random numbers for each shard: compare in eval mode",
@@ -129,11 +131,12 @@ class Counting(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.net, self.calls = build_net(), 0
+        self.net, self.calls, self.seen = build_net(), 0, []
         self.register_buffer("total", torch.zeros(()))
 
     def forward(self, x):
         self.calls += 1
+        self.seen.append(len(x))
         self.total += x.sum()
         return self.net(x) * self.total
 
@@ -144,6 +147,7 @@ def test_state_written_in_forward_is_found():
     assert report.first_difference.startswith("the model (Counting)")
     assert report.reasons == (
         "state written in forward: calls; replicas but the first lose it",
+        "state written in forward: seen; replicas but the first lose it",
         "state written in forward: buffer total; replicas but the first lose it",
     )
 
