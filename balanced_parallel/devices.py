@@ -91,6 +91,13 @@ def on_device(device: torch.device, stream: torch.Stream | None) -> Iterator[Non
         yield
 
 
+def keep_random_state() -> contextlib.AbstractContextManager[None]:
+    """Puts the random state of the CPU and of every accelerator back at the end of the block."""
+    accelerators = [device for device in visible_devices() if device.index is not None]
+    kind = accelerators[0].type if accelerators else "cpu"
+    return torch.random.fork_rng([device.index for device in accelerators], device_type=kind)
+
+
 def peak_bytes(device: torch.device) -> int:
     """Bytes in use at most so far: of the allocator on an accelerator, of the whole process on the CPU."""
     if device.type != "cpu":

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from . import nesting
 from .criterion import DataParallelCriterion
-from .devices import DeviceLike, resolve_devices
+from .devices import DeviceLike, keep_random_state, resolve_devices
 from .diagnosis import find_reasons
 from .execution import current_replica
 from .losses import is_known, refuse_coupled
@@ -106,7 +106,7 @@ def verify(
     rows = count_rows(as_arguments(inputs), dim)
     pieces = 1 if rows is None else max(count_micro_batches(rows, micro_batch_size, split_weights or len(devices)), 1)
 
-    with torch.random.fork_rng(), warnings.catch_warnings():
+    with keep_random_state(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="it is not known what .* divides its mean by")
         plain = _Program(model, criterion)
         loss = _run_plain(plain, inputs, targets, devices[0])
