@@ -85,7 +85,6 @@ def run_replicas(work: Sequence[Callable[[], T]], devices: Sequence[torch.device
         BaseException: the first failure (in time), of its own type, with the replica and its device added to the message.
     """
     streams = [current_stream(device) for device in devices]
-    ambient = AmbientState.capture(devices)
     meeting = Meeting(len(work))
     results: dict[int, T] = {}
     failures: list[BaseException] = []  # in the order in which they happened: list.append is atomic
@@ -108,6 +107,7 @@ def run_replicas(work: Sequence[Callable[[], T]], devices: Sequence[torch.device
     if len(work) == 1:
         call(0)
     else:
+        ambient = AmbientState.capture(devices)
         threads = [threading.Thread(target=call_in_thread, args=(index,), name=f"replica-{index}") for index in range(len(work))]
         for thread in threads:
             thread.start()

@@ -25,6 +25,8 @@ def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Mod
         ValueError: a parameter or buffer of ``module`` is not on the first device, or is not initialised (lazy modules).
         TypeError: the module is a ``ScriptModule``, which cannot be copied part by part; or it was compiled.
     """
+    if len(devices) == 1:
+        return [module]
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise ValueError(f"{name} is not initialised yet: run the module once on a few rows before it is wrapped")

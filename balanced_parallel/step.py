@@ -7,7 +7,7 @@ gradients of sums are accumulated, with their weights, and divided once, so noth
 import contextlib
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -111,6 +111,7 @@ class TrainStep:
         self.max_grad_norm = max_grad_norm
         self.scheduler = scheduler
         self._ranks = None if isinstance(model, DataParallelModel) else model
+        self._has_half = any(parameter.dtype == torch.float16 for parameter in model.parameters())
         self._meets_ranks = world_size() > 1 and meets_other_ranks(model.modules())
         self._window: _Window | None = None
         self._last_weight = 0.0  # of the last window: the best guess for a window that is added bit by bit
@@ -230,15 +231,14 @@ class TrainStep:
         reference = 2.0 ** round(math.log2(expected))
         if not reduce:
             reference = max(reference, window.reference)
-        for parameter in (*self.model.parameters(), *self.criterion.parameters()):
-            if parameter.grad is not None and reference != window.reference:
-                parameter.grad.mul_(window.reference / reference)
+        if reference != window.reference:
+            scale_gradients([*self.model.parameters(), *self.criterion.parameters()], window.reference / reference)
         window.reference = reference
 
     def _uses_float16(self) -> bool:
         kind = self.model.devices[0].type
         ambient = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
-        return ambient or self.precision.name == "fp16" or any(p.dtype == torch.float16 for p in self.model.parameters())
+        return ambient or self.precision.name == "fp16" or self._has_half
 
     def _totals(self, window: "_Window") -> tuple[Tensor, float]:
         """The sum of all losses and of all weights, over all ranks."""
@@ -257,8 +257,7 @@ class TrainStep:
         scaler = self.precision.scaler
         if scaler is not None:
             scaler.unscale_(self.optimizer)
-        for parameter in parameters:
-            parameter.grad.mul_(factor)
+        scale_gradients(parameters, factor)
         if self.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
         if scaler is None:
@@ -271,6 +270,13 @@ class TrainStep:
             updated = scaler.get_scale() >= before  # it backs off exactly where it skipped the step
         if self.scheduler is not None and updated:
             self.scheduler.step()
+
+
+def scale_gradients(parameters: Iterable[torch.nn.Parameter], factor: float) -> None:
+    """Multiplies the gradients there are, in one kernel where torch has one."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if gradients and factor != 1:
+        torch._foreach_mul_(gradients, factor)
 
 
 @dataclass
