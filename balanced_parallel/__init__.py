@@ -19,6 +19,7 @@ batch. A map of the house, in the order in which its rooms build on each other:
     model         a batch over the devices                  DataParallelModel
     criterion     the loss where the outputs are            DataParallelCriterion
     microbatching a batch over time
+    accumulation  what a window holds until it is applied
     step          one effective batch, one exact update     TrainStep
     diagnosis     known reasons for a difference
     verification  the plain program beside the split one    verify

@@ -115,7 +115,10 @@ def _tensor_rows(tensor: torch.Tensor, dim: int, place: str) -> int | None:
 
 
 def cut(node: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
-    """``node`` cut into ``len(sizes)`` pieces of ``sizes[i]`` rows: views, nothing is copied. What has no rows is in each."""
+    """``node`` cut into ``len(sizes)`` pieces of ``sizes[i]`` rows, all rows together. Views: nothing is copied. What has no
+    rows is in each piece."""
+    if len(sizes) == 1:
+        return [node]
     starts = [0, *itertools.accumulate(sizes)]
 
     def cut_leaf(leaf: Any) -> list[Any]:

@@ -7,22 +7,21 @@ gradients of sums are accumulated, with their weights, and divided once, so noth
 import contextlib
 import math
 import warnings
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from .accumulation import Window, scale_gradients
 from .batchnorm import meets_other_ranks
-from .criterion import DataParallelCriterion, Terms
+from .criterion import DataParallelCriterion
 from .microbatching import as_arguments, count_micro_batches, cut_batch
 from .model import DataParallelModel
 from .nesting import spread
 from .precision import Precision
 from .ranks import max_over_ranks, sum_over_ranks, world_size
 from .scattering import Arguments, count_rows, split_sizes
-from .weighting import add_up
 
 __all__: list[str] = []
 
@@ -111,9 +110,11 @@ class TrainStep:
         self.max_grad_norm = max_grad_norm
         self.scheduler = scheduler
         self._ranks = None if isinstance(model, DataParallelModel) else model
+        known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        self._outside = [p for p in (*model.parameters(), *criterion.parameters()) if p not in known]
         self._has_half = any(parameter.dtype == torch.float16 for parameter in model.parameters())
         self._meets_ranks = world_size() > 1 and meets_other_ranks(model.modules())
-        self._window: _Window | None = None
+        self._window: Window | None = None
         self._last_weight = 0.0  # of the last window: the best guess for a window that is added bit by bit
 
     def __call__(self, inputs: Any, targets: Any) -> Tensor:
@@ -162,11 +163,11 @@ class TrainStep:
                 left = len(micro_batches) - index
                 self._run(window, *micro_batch, left=left, reduce=reduce_last and left == 1)
 
-    def _open_window(self) -> "_Window":
+    def _open_window(self) -> Window:
         self.optimizer.zero_grad()
-        for parameter in (*self.model.parameters(), *self.criterion.parameters()):
-            parameter.grad = None  # also where the optimizer does not know it: a window starts from nothing
-        self._window = _Window(torch.zeros((), device=self.model.devices[0]))
+        for parameter in self._outside:
+            parameter.grad = None  # a window starts from nothing
+        self._window = Window(torch.zeros((), device=self.model.devices[0]))
         return self._window
 
     @contextlib.contextmanager
@@ -189,7 +190,7 @@ class TrainStep:
             count = max_over_ranks(count)
         return cut_batch(arguments, following, split_sizes(rows, count), (self.model.dim, self.criterion.dim))
 
-    def _run(self, window: "_Window", arguments: Arguments, targets: tuple[Any, ...], *, left: int, reduce: bool) -> None:
+    def _run(self, window: Window, arguments: Arguments, targets: tuple[Any, ...], *, left: int, reduce: bool) -> None:
         """Forward and backward of one micro-batch, the ``left``-th from the end as far as is known."""
         with self._synchronised(reduce), self.precision.autocast(self.model.devices):
             terms = self.criterion.terms(self.model(*arguments.inputs, **arguments.kwargs), *targets)
@@ -202,7 +203,7 @@ class TrainStep:
         with self._synchronised(reduce):
             self._backward(roots)
 
-    def _reduce_alone(self, window: "_Window", ranks: RankModel) -> None:
+    def _reduce_alone(self, window: Window, ranks: RankModel) -> None:
         """Reduces what this rank has accumulated, if anything, with no rows left to run."""
         zero = ranks.forward_nothing()
         self._settle_reference(window, to_come=0.0, reduce=True)
@@ -216,7 +217,7 @@ class TrainStep:
     def _synchronised(self, reduce: bool) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._ranks is None or reduce else self._ranks.no_sync()
 
-    def _settle_reference(self, window: "_Window", to_come: Tensor | float, reduce: bool) -> None:
+    def _settle_reference(self, window: Window, to_come: Tensor | float, reduce: bool) -> None:
         """Gradients of sums are divided by a constant while they accumulate, where float16 could not hold them: by about what
         the whole window will weigh, as the plain program's are. It grows with the window, and is the same on every rank
         when they reduce. A power of two, so that nothing is rounded when it changes."""
@@ -240,7 +241,7 @@ class TrainStep:
         ambient = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
         return ambient or self.precision.name == "fp16" or self._has_half
 
-    def _totals(self, window: "_Window") -> tuple[Tensor, float]:
+    def _totals(self, window: Window) -> tuple[Tensor, float]:
         """The sum of all losses and of all weights, over all ranks."""
         if self._ranks is None:
             return window.total, float(window.weight)
@@ -270,31 +271,3 @@ class TrainStep:
             updated = scaler.get_scale() >= before  # it backs off exactly where it skipped the step
         if self.scheduler is not None and updated:
             self.scheduler.step()
-
-
-def scale_gradients(parameters: Iterable[torch.nn.Parameter], factor: float) -> None:
-    """Multiplies the gradients there are, in one kernel where torch has one."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if gradients and factor != 1:
-        torch._foreach_mul_(gradients, factor)
-
-
-@dataclass
-class _Window:
-    """What has been accumulated since the last update, on this rank."""
-
-    total: Tensor
-    weight: Tensor | float = 0.0
-    reference: float = 1.0
-    reduced: bool = False
-
-    def count(self, terms: Terms) -> Tensor:
-        """Adds the losses and weights of a micro-batch, and returns what it weighs."""
-        device = self.total.device
-        self.total = self.total + add_up([term.detach() for term in terms.sums], device)
-        weights = [1] * len(terms.sums) if terms.weights is None else terms.weights  # a sum counts, but is not divided
-        on_host = all(not isinstance(weight, Tensor) or weight.device.type == "cpu" for weight in weights)
-        # what is known without a device stays on the host, where reading it waits for nobody
-        weight = add_up(weights, torch.device("cpu") if on_host else device)
-        self.weight = self.weight + weight
-        return weight

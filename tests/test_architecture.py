@@ -27,6 +27,7 @@ CORRIDOR = [
     "model",
     "criterion",
     "microbatching",
+    "accumulation",
     "step",
     "diagnosis",
     "verification",

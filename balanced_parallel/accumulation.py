@@ -1,0 +1,44 @@
+"""What a window of micro-batches has accumulated since the last update: losses, weights, and gradients of sums."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .criterion import Terms
+from .weighting import add_up
+
+__all__: list[str] = []
+
+
+@dataclass
+class Window:
+    """One rank's part of it.
+
+    ``total`` is the sum of the losses and ``weight`` what it is to be divided by; gradients are those of the sum divided by
+    ``reference``; ``reduced`` says whether they were summed over the ranks.
+    """
+
+    total: Tensor
+    weight: Tensor | float = 0.0
+    reference: float = 1.0
+    reduced: bool = False
+
+    def count(self, terms: Terms) -> Tensor:
+        """Adds the losses and weights of a micro-batch, and returns what it weighs."""
+        device = self.total.device
+        self.total = self.total + add_up([term.detach() for term in terms.sums], device)
+        weights = [1] * len(terms.sums) if terms.weights is None else terms.weights  # a sum counts, but is not divided
+        on_host = all(not isinstance(weight, Tensor) or weight.device.type == "cpu" for weight in weights)
+        # what is known without a device stays on the host, where reading it waits for nobody
+        weight = add_up(weights, torch.device("cpu") if on_host else device)
+        self.weight = self.weight + weight
+        return weight
+
+
+def scale_gradients(parameters: Iterable[torch.nn.Parameter], factor: float) -> None:
+    """Multiplies the gradients there are, in one kernel where torch has one."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if gradients and factor != 1:
+        torch._foreach_mul_(gradients, factor)
