@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .criterion import Terms
+from .terms import Terms
 from .weighting import add_up
 
 __all__: list[str] = []

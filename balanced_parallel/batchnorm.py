@@ -7,7 +7,7 @@ ordinary backward, in which nobody waits for anybody.
 """
 
 from collections.abc import Iterable
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -67,13 +67,14 @@ class AllRowsBatchNorm(_BatchNorm):
         self._check_input_dim(input)
         replica = current_replica()
         uses_batch = self.training or self.running_mean is None
-        if not uses_batch or (replica is None and world_size() == 1 and not self._recomputes()):
+        if uses_batch and replica is None:
+            self._refuse_recomputation()
+        if not uses_batch or (replica is None and world_size() == 1):
             return super().forward(input)
         dims = [0, *range(2, input.dim())]
         values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
-        statistics = _gather_statistics(_local_statistics(values, dims))
+        count, mean, squares = _combine(_gather_statistics(_local_statistics(values, dims)))
         self.__dict__["_met"] = replica is not None
-        count, mean, squares = _combine(statistics)
         if count <= 1:
             raise ValueError(f"batch norm was given {tuple(input.shape)}, expected more than 1 value per channel in training")
         self._update_running(mean.detach(), squares.detach() / (count - 1))
@@ -83,11 +84,10 @@ class AllRowsBatchNorm(_BatchNorm):
         shift = -mean * scale if self.bias is None else self.bias - mean * scale
         return (values * scale.view(shape) + shift.view(shape)).to(input.dtype)
 
-    def _recomputes(self) -> bool:
+    def _refuse_recomputation(self) -> None:
         """Activation checkpointing runs the forward again in the backward, where no other replica comes to meet."""
         if self.__dict__.get("_met") and torch._C._current_graph_task_id() != -1:
             raise RuntimeError("a synchronised batch norm cannot be recomputed in the backward: keep it out of checkpointing")
-        return False
 
     def _update_running(self, mean: Tensor, variance: Tensor) -> None:
         if not self.training or self.running_mean is None or self.running_var is None:
@@ -101,26 +101,37 @@ class AllRowsBatchNorm(_BatchNorm):
             running.copy_(running * (1 - factor) + value.to(running.dtype) * factor)
 
 
-def _local_statistics(values: Tensor, dims: list[int]) -> Tensor:
-    """[3, channels]: count, mean and sum of squared differences from it; zeros where there are no rows."""
-    channels = values.size(1)
-    count = values.numel() // max(channels, 1)
+class Statistics(NamedTuple):
+    """Of some rows: how many values per channel (known to the host), and [2, channels]: mean, and sum of squared differences
+    from it. Zeros where there are no rows."""
+
+    size: int
+    moments: Tensor
+
+
+def _local_statistics(values: Tensor, dims: list[int]) -> Statistics:
+    count = values.numel() // max(values.size(1), 1)
     mean = values.sum(dims) / max(count, 1)
     squares = (values - mean.view(1, -1, *(1 for _ in dims[1:]))).square().sum(dims)
-    return torch.stack([torch.full_like(mean, count), mean, squares])
+    return Statistics(count, torch.stack([mean, squares]))
 
 
-def _gather_statistics(mine: Tensor) -> Tensor:
-    """[replicas x ranks, 3, channels], on the device of ``mine``."""
+def _gather_statistics(mine: Statistics) -> list[Statistics]:
+    """Those of every replica and rank, on the device of ``mine``."""
     replica = current_replica()
-    everyone = [mine] if replica is None else replica.exchange(mine)
-    parts = torch.stack([part.to(mine.device) for part in everyone])
-    return gather_rows(parts, [len(parts)] * world_size(), 0) if world_size() > 1 else parts
+    everyone: list[Statistics] = [mine] if replica is None else replica.exchange(mine)
+    moved = [Statistics(part.size, part.moments.to(mine.moments.device)) for part in everyone]
+    if world_size() == 1:
+        return moved
+    packed = torch.stack([torch.cat([part.moments, torch.full_like(part.moments[:1], part.size)]) for part in moved])
+    gathered = gather_rows(packed, [len(packed)] * world_size(), 0)
+    return [Statistics(int(part[2, 0]), part[:2]) for part in gathered]
 
 
-def _combine(statistics: Tensor) -> tuple[Any, Tensor, Tensor]:
-    counts, means, squares = statistics.unbind(1)
-    count = counts[:, 0].sum().detach()
-    weights = counts / count.clamp(min=1)
-    mean = (weights * means).sum(0)
+def _combine(statistics: list[Statistics]) -> tuple[int, Tensor, Tensor]:
+    """Count, mean and sum of squared differences of all rows together. No device has to be waited for."""
+    count = sum(part.size for part in statistics)
+    means, squares = torch.stack([part.moments for part in statistics]).unbind(1)
+    counts = torch.tensor([[part.size] for part in statistics], dtype=means.dtype).to(means.device)
+    mean = (counts / max(count, 1) * means).sum(0)
     return count, mean, (squares + counts * (means - mean).square()).sum(0)

@@ -3,10 +3,10 @@
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from . import nesting
 from .devices import DeviceLike, resolve_device, resolve_devices
@@ -15,17 +15,10 @@ from .losses import has_sum, is_known, reduction_of, refuse_coupled
 from .precision import Precision
 from .replication import replicate
 from .scattering import Arguments, Pieces, count_rows, cut, move_leaves, proportional_sizes, split_sizes
-from .terms import Criterion, Shard, mean_and_weight, sum_and_weight, total_of
+from .terms import Criterion, Shard, Terms, mean_and_weight, sum_and_weight, total_of
 from .weighting import Weight, divide_once
 
 __all__: list[str] = []
-
-
-class Terms(NamedTuple):
-    """The loss of each replica as a sum and what it is to be divided by; no weights where the criterion is itself a sum."""
-
-    sums: list[Tensor]
-    weights: list[Weight] | None
 
 
 class DataParallelCriterion(nn.Module):
@@ -78,7 +71,7 @@ class DataParallelCriterion(nn.Module):
 
     @property
     def reduction(self) -> str:
-        """``"mean"``, ``"sum"`` or ``"none"``, as the criterion is set."""
+        """``"mean"``, ``"batchmean"``, ``"sum"`` or ``"none"``, as the criterion is set."""
         return reduction_of(self.module)
 
     def forward(self, outputs: Sequence[Any], *targets: Any, **kwargs: Any) -> Any:

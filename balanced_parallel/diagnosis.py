@@ -15,7 +15,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from .batchnorm import AllRowsBatchNorm
 from .criterion import DataParallelCriterion
 from .nesting import first_tensor, is_plain, spread
-from .scattering import count_rows, cut, move_leaves, proportional_sizes, split_sizes
+from .scattering import count_rows, cut, move_leaves, split_sizes
 from .terms import Criterion
 from .weighting import Weight, divide_once
 
@@ -73,20 +73,17 @@ def _random_layers(module: nn.Module) -> Iterator[str]:
 def _coupled_loss(output: Any, criterion: Criterion, weight: Callable[..., Weight] | None, targets: Any) -> Iterator[str]:
     """Cuts the plain output in two, and compares the loss in parts with the loss of the whole."""
     tensor = first_tensor(output)
-    rows = count_rows(targets)
-    if tensor is None or rows is None or tensor.dim() == 0 or tensor.size(0) < 2:
+    if tensor is None or count_rows(targets) is None or tensor.dim() == 0 or tensor.size(0) < 2:
         return
     sizes = split_sizes(tensor.size(0), 2)
     outputs = cut(output, sizes)
     following = move_leaves(spread(targets), tensor.device)
-    weigh = weight
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            parts = DataParallelCriterion(criterion, weight=weigh).terms(outputs, *following)
-        except TypeError:  # refused by its name; by rows, then
-            half = proportional_sizes(rows, sizes)
-            parts = DataParallelCriterion(criterion, weight=lambda *_: half[0] / 2).terms(outputs, *following)
+            parts = DataParallelCriterion(criterion, weight=weight).terms(outputs, *following)
+        except (ValueError, RuntimeError):  # outputs whose rows lie elsewhere: nothing can be said
+            return
         whole = criterion(*spread(output), *following)
         whole = whole if isinstance(whole, Tensor) else whole.loss
     if not torch.allclose(divide_once(*parts, tensor.device).to(whole.dtype), whole, rtol=1e-4, equal_nan=True):
@@ -104,7 +101,7 @@ def _written_state(before: nn.Module, after: nn.Module) -> Iterator[str]:
         for key, value in found.__dict__.items():
             old = layer.__dict__.get(key)
             simple = is_plain(value) or isinstance(value, (Tensor, list)) or value is None
-            if key != "_is_full_backward_hook" and key != "_met" and simple and not _same(old, value):
+            if simple and not _same(old, value):
                 yield f"state written in forward: {where}{key}; replicas but the first lose it"
         if not isinstance(layer, _BatchNorm):
             for key, buffer in layer.named_buffers(recurse=False):

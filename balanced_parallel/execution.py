@@ -89,9 +89,9 @@ def run_replicas(work: Sequence[Callable[[], T]], devices: Sequence[torch.device
     results: dict[int, T] = {}
     failures: list[BaseException] = []  # in the order in which they happened: list.append is atomic
 
-    def call(index: int) -> None:
+    def call(index: int, state: contextlib.AbstractContextManager[None]) -> None:
         try:
-            with on_device(devices[index], streams[index]):
+            with state, on_device(devices[index], streams[index]):
                 results[index] = work[index]()
         except BaseException as error:  # noqa: BLE001 - a worker must hand on KeyboardInterrupt and SystemExit too
             failures.append(locate_failure(error, index, devices[index]))
@@ -99,13 +99,12 @@ def run_replicas(work: Sequence[Callable[[], T]], devices: Sequence[torch.device
     def call_in_thread(index: int) -> None:
         _thread.replica = Replica(index, meeting)
         try:
-            with ambient.enter():
-                call(index)
+            call(index, ambient.enter())
         finally:
             meeting.leave(index)  # after the failure was noted: those who wait for this replica fail second
 
     if len(work) == 1:
-        call(0)
+        call(0, contextlib.nullcontext())
     else:
         ambient = AmbientState.capture(devices)
         threads = [threading.Thread(target=call_in_thread, args=(index,), name=f"replica-{index}") for index in range(len(work))]

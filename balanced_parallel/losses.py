@@ -134,8 +134,7 @@ def _sequences(*, log_probs: Tensor, target_lengths: Tensor | tuple[int, ...] | 
     return _count(1 if log_probs.dim() == 2 else lengths)
 
 
-# Each loss as a module and as a function, with what its mean divides by. Where a module has more losses than here, it is
-# one that torch made an alias (NLLLoss2d), and its forward is the same.
+# Each loss as a module and as a function, with what its mean divides by.
 _LOSSES: list[tuple[type[nn.Module], Callable[..., Tensor], Rule]] = [
     (nn.CrossEntropyLoss, F.cross_entropy, _classes),
     (nn.NLLLoss, F.nll_loss, _classes),

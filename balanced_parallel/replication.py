@@ -50,7 +50,7 @@ def _copy_to(module: nn.Module, device: torch.device) -> nn.Module:
         if original not in shells:
             _refuse_compiled(original)
             shells[original] = shell = _shell(original, tensors)
-            shell._modules = {name: child and copy_tree(child) for name, child in original._modules.items()}
+            shell._modules = {name: None if child is None else copy_tree(child) for name, child in original._modules.items()}
         return shells[original]
 
     return copy_tree(module)

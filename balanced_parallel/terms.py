@@ -17,6 +17,13 @@ __all__: list[str] = []
 Criterion = nn.Module | Callable[..., Tensor]
 
 
+class Terms(NamedTuple):
+    """The loss of each replica as a sum and what it is to be divided by; no weights where the criterion is itself a sum."""
+
+    sums: list[Tensor]
+    weights: list[Weight] | None
+
+
 class Shard(NamedTuple):
     """What one replica has: its copy of the criterion, how many rows, its output, and its rows of the targets."""
 

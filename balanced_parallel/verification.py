@@ -1,6 +1,7 @@
 """``verify``: the plain program beside the split one, on the caller's own model and batch, and where they part."""
 
 import copy
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -102,6 +103,7 @@ def verify(
     if isinstance(criterion, DataParallelCriterion):
         weight = weight or criterion.weight
         criterion = criterion.module
+    weight = _weigh(criterion, weight)
     devices = resolve_devices(device_ids)
     rows = count_rows(as_arguments(inputs), dim)
     pieces = 1 if rows is None else max(count_micro_batches(rows, micro_batch_size, split_weights or len(devices)), 1)
@@ -112,7 +114,7 @@ def verify(
         loss = _run_plain(plain, inputs, targets, devices[0])
         split = _Program(model, criterion)
         wrapped = DataParallelModel(split.module, devices, dim=dim, split=split_weights)
-        split_loss = _run_split(split, wrapped, inputs, targets, pieces, _weigh(criterion, weight))
+        split_loss = _run_split(split, wrapped, inputs, targets, pieces, weight)
 
     expected, found = plain.gradients(), split.gradients()
     largest = max((float(gradient.abs().max()) for gradient in expected.values() if gradient.numel()), default=0.0)
@@ -222,17 +224,22 @@ def _weigh(criterion: Criterion, weight: Callable[..., Weight] | None) -> Callab
 
 
 def _relative_error(found: Tensor, expected: Tensor, floor: float = 0.0) -> float:
-    if expected.numel() == 0 or (expected.isnan().all() and found.isnan().all()):
+    """Infinite where only one of them is nan: a comparison with nan would pass for small."""
+    if expected.numel() == 0:
         return 0.0
-    difference = float((found.to(expected.device).double() - expected.double()).abs().max())
-    scale = max(float(expected.double().abs().max()), floor)
-    return 0.0 if difference == 0 else difference / scale if scale else float("inf")
+    found, expected = found.to(expected.device).double(), expected.double()
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    difference = float(torch.where(same, 0.0, found - expected).abs().max())
+    scale = max(float(expected.abs().max()), floor)
+    if difference == 0:
+        return 0.0
+    return difference / scale if scale and math.isfinite(difference / scale) else math.inf
 
 
 def _first_difference(plain: _Program, split: _Program, dim: int, tolerance: float) -> str | None:
     """The first module, in the order in which forwards end, whose pieces put together are not the plain output."""
     parts = [split.noted[place] for place in sorted(split.noted)]
-    for index, (name, expected) in enumerate(plain.noted[0, 0]):
+    for index, (name, expected) in enumerate(plain.noted.get((0, 0), [])):
         pieces = [part[index][1].to(expected.device) for part in parts if index < len(part) and part[index][0] == name]
         if len(pieces) < len(parts):
             return f"{name}, which the replicas did not run in the same order"

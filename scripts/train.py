@@ -200,12 +200,12 @@ def train(flags: argparse.Namespace, task: Task, model: Any, criterion: DataPara
                 elapsed = time.perf_counter() - started
                 peak = [peak_bytes(device) for device in dict.fromkeys(model.devices)]
                 state = {
-                    "loss": round(loss, 4),
+                    "loss": loss,
                     "rows_per_second": round(rows / elapsed, 1),
                     "waiting_for_data": round(waited / elapsed, 4),
                     "peak_bytes": peak,
                 }
-                record(step=done, **(state | {"loss": loss}))
+                record(step=done, **state)
                 shown = f"loss {loss:.4f}, {rows / elapsed:.0f} rows/s, {waited / elapsed:.1%} waiting for data"
                 shown += f", peak {mebibytes(peak)}"
                 bar.update()

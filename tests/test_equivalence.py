@@ -10,7 +10,7 @@ from problems import BODIES, LOSSES, OnTop, assert_same_gradients, gradients, ma
 from ranks import Ranks
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize
-from balanced_parallel.criterion import Terms
+from balanced_parallel.terms import Terms
 
 pytestmark = pytest.mark.usefixtures("double")
 

@@ -39,6 +39,20 @@ class UsesItsParameters(nn.Module):
         return x * self.listed[0] + sum(self.plain) * self.named["a"]
 
 
+class Falsy(nn.Linear):
+    """A module that is false, as an empty container is; its parameters are copied all the same."""
+
+    def __len__(self):
+        return 0
+
+
+def test_a_module_that_is_false_is_copied_too():
+    module = nn.Sequential(nn.Identity())
+    module.add_module("falsy", Falsy(2, 2))
+    _, second = replicate(module, [CPU, CPU])
+    assert second.falsy is not module.falsy
+
+
 CASES = {
     "tied": (Tied, lambda: torch.randint(7, (6,))),
     "parameters": (UsesItsParameters, lambda: torch.randn(6, 3)),

@@ -8,6 +8,7 @@ from torch import nn
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, convert_sync_batchnorm, verify
 from balanced_parallel.diagnosis import _random_layers
+from balanced_parallel.verification import _relative_error
 
 CPUS = ["cpu"] * 3
 
@@ -119,6 +120,13 @@ def test_rounding_is_told_from_mistakes():
     assert check(Rounds()).reasons == (
         "rounding: the errors are those of float32, to which a part of the model or of the loss seems to cast",
     )
+
+
+def test_nan_is_never_close():
+    one, nan = torch.tensor([1.0, 2.0]), torch.tensor([1.0, torch.nan])
+    assert _relative_error(nan, one) == _relative_error(one, nan) == float("inf")
+    assert _relative_error(nan, nan) == 0.0
+    assert _relative_error(torch.tensor([1.0, 3.0]), one) == 0.5
 
 
 def test_a_wrong_weight_is_found():
