@@ -13,7 +13,7 @@ extras = {
     "train": ["scikit-learn", "tqdm"],
     "plot": ["matplotlib"],
     "test": ["hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "scikit-learn", "tqdm", "transformers"],
-    "dev": ["mypy", "ruff"],
+    "dev": ["mypy", "ruff", "types-tabulate"],
 }
 
 setup(
@@ -25,9 +25,9 @@ setup(
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["balanced_parallel", "balanced_parallel.*"]),
-    package_data={"balanced_parallel": ["py.typed"]},
+    package_data={"balanced_parallel": ["py.typed", "simulation/native/*"]},
     python_requires=">=3.11",
-    install_requires=["torch>=2.11", "numpy"],
+    install_requires=["torch>=2.11", "numpy", "tabulate"],
     extras_require=extras,
     classifiers=[
         "Development Status :: 3 - Alpha",

@@ -4,6 +4,7 @@ However a batch is split (over devices, over processes, over time), the loss and
 batch. A map of the house, in the order in which its rooms build on each other:
 
     devices       what devices there are
+    sizes         bytes as people write them
     ambient       thread-local state that a replica's worker carries
     nesting       tuples, mappings, dataclasses: taken apart and rebuilt
     ranks         the running process group: sums over ranks, rows of all of them
@@ -24,6 +25,7 @@ batch. A map of the house, in the order in which its rooms build on each other:
     diagnosis     known reasons for a difference
     verification  the plain program beside the split one    verify
     launch        one process per device, under torchrun    parallelize
+    simulation    accelerators on the CPU, bytes counted    simulate
 """
 
 from .batchnorm import convert_sync_batchnorm
@@ -34,6 +36,7 @@ from .losses import loss_weight
 from .model import DataParallelModel
 from .precision import Precision
 from .scattering import scatter
+from .simulation import simulate
 from .step import TrainStep
 from .verification import verify
 from .weighting import weighted_mean
@@ -50,6 +53,7 @@ __all__ = [
     "loss_weight",
     "parallelize",
     "scatter",
+    "simulate",
     "verify",
     "weighted_mean",
 ]

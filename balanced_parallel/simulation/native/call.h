@@ -1,0 +1,140 @@
+// One operator's arguments as CPU tensors on the same memory, and the way back.
+#pragma once
+#include <ATen/core/Tensor.h>
+#include <ATen/core/ivalue.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include "ledger.h"
+
+namespace simulation {
+
+inline bool is_simulated(const at::Tensor& tensor) { return tensor.defined() && tensor.device().type() == kType; }
+inline int place(const at::Tensor& tensor) { return is_simulated(tensor) ? tensor.device().index() : kHost; }
+
+// Neither autograd nor autocast sees what the CPU's kernels do for a simulated device.
+struct BelowEverything {
+  at::AutoDispatchBelowADInplaceOrView autograd;
+  c10::impl::ExcludeDispatchKeyGuard autocast{c10::autocast_dispatch_keyset};
+};
+
+inline at::Tensor with_storage(c10::Storage storage, c10::DispatchKey key, const at::Tensor& like) {
+  auto tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), like.dtype());
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
+  if (like.is_conj()) tensor._set_conj(true);
+  if (like.is_neg()) tensor._set_neg(true);
+  return tensor;
+}
+
+// The arguments of one operator as CPU tensors on the same memory, and the way back for its results.
+class Call {
+ public:
+  explicit Call(int device = -1) : device_(device) {}
+
+  int device() const { return device_; }
+
+  // Finds the one device that the operator runs on.
+  void look(const at::Tensor& tensor) {
+    if (!is_simulated(tensor)) return;
+    const int index = tensor.device().index();
+    if (device_ == -1) device_ = index;
+    has_tensors_ = true;
+  }
+  void look(c10::Device device) {
+    if (device.type() != kType) return;
+    device_ = device.has_index() ? device.index() : c10::impl::VirtualGuardImpl(kType).getDevice().index();
+  }
+
+  at::Tensor to_host(const at::Tensor& tensor) {
+    if (!is_simulated(tensor)) return tensor;
+    for (const auto& known : tensors_)
+      if (known.simulated.is_same(tensor)) return known.host;
+    const auto& storage = tensor.storage();
+    const Block* block = block_of(storage);
+    TORCH_CHECK(
+        !block || block->cluster == current_cluster(),
+        "This tensor lies on ", tensor.device(), " of a cluster that was left: copy what you want to keep to the CPU, with "
+        ".cpu(), inside `with simulate(...)`.");
+    auto host = with_storage(host_storage(storage), c10::DispatchKey::CPU, tensor);
+    tensors_.push_back({tensor, host});
+    return host;
+  }
+
+  // What a kernel returned: an argument, a view of one, or new memory, which is counted from here on.
+  at::Tensor from_host(const at::Tensor& host) {
+    if (!host.defined() || host.device().type() != c10::kCPU) return host;
+    for (const auto& known : tensors_)
+      if (known.host.is_same(host)) return known.simulated;
+    const auto& storage = host.storage();
+    auto* impl = storage.unsafeGetStorageImpl();
+    for (const auto& known : storages_)
+      if (known.host.unsafeGetStorageImpl() == impl) return with_storage(known.simulated, c10::DispatchKey::PrivateUse1, host);
+    auto kept = c10::DataPtr(
+        storage.mutable_data(), new c10::Storage(storage), [](void* held) { delete static_cast<c10::Storage*>(held); }, c10::kCPU);
+    c10::Storage simulated(
+        c10::Storage::use_byte_size_t(), storage.nbytes(), adopt(std::move(kept), storage.nbytes(), device_),
+        c10::GetAllocator(kType), true);
+    storages_.push_back({simulated, storage});
+    return with_storage(simulated, c10::DispatchKey::PrivateUse1, host);
+  }
+
+  // After a kernel wrote to `tensor`: it may have been given another size, and its memory now holds something computed.
+  void written(const at::Tensor& tensor) {
+    if (!is_simulated(tensor)) return;
+    const auto host = to_host(tensor);
+    auto* storage = tensor.storage().unsafeGetStorageImpl();
+    if (host.storage().data() != storage->data()) {
+      auto* from = host.storage().unsafeGetStorageImpl();
+      const auto bytes = from->nbytes();
+      storage->set_data_ptr_noswap(adopt(from->set_data_ptr(c10::DataPtr()), bytes, tensor.device().index()));
+      storage->set_nbytes(bytes);
+    }
+    if (host.sizes() != tensor.sizes() || host.strides() != tensor.strides() || host.storage_offset() != tensor.storage_offset())
+      tensor.unsafeGetTensorImpl()->set_sizes_and_strides(host.sizes(), host.strides(), host.storage_offset());
+    Block* block = block_of(tensor.storage());
+    if (block && block->fresh && has_tensors_) {
+      block->fresh = false;
+      if (block->category == Category::Inputs) block->category = computed();
+    }
+  }
+
+ private:
+  template <typename T>
+  struct Pair {
+    T simulated, host;
+  };
+  int device_;
+  bool has_tensors_ = false;
+  c10::SmallVector<Pair<at::Tensor>, 8> tensors_;
+  c10::SmallVector<Pair<c10::Storage>, 8> storages_;
+
+  c10::Storage host_storage(const c10::Storage& storage) {
+    for (const auto& known : storages_)
+      if (known.simulated.unsafeGetStorageImpl() == storage.unsafeGetStorageImpl()) return known.host;
+    c10::DataPtr alias(
+        storage.mutable_data(), new c10::Storage(storage), [](void* held) { delete static_cast<c10::Storage*>(held); }, c10::kCPU);
+    c10::Storage host(c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(alias), c10::GetAllocator(c10::kCPU), true);
+    storages_.push_back({storage, host});
+    return host;
+  }
+};
+
+// Calls `function` with each tensor in an argument; what it returns takes the tensor's place where it is not null.
+template <typename Function>
+void visit(c10::IValue& value, const Function& function) {
+  if (value.isTensor()) {
+    function(value.toTensor(), [&](at::Tensor by) { value = std::move(by); });
+  } else if (value.isTensorList()) {
+    auto list = value.toTensorVector();
+    for (auto& tensor : list) function(tensor, [&](at::Tensor by) { tensor = std::move(by); });
+    value = std::move(list);
+  } else if (value.isOptionalTensorList()) {
+    c10::List<std::optional<at::Tensor>> list;
+    for (std::optional<at::Tensor> tensor : value.toOptionalTensorList()) {
+      if (tensor) function(*tensor, [&](at::Tensor by) { tensor = std::move(by); });
+      list.push_back(tensor);
+    }
+    value = std::move(list);
+  }
+}
+
+}  // namespace simulation
