@@ -1,7 +1,6 @@
 """``simulate``: devices ``sim:0``, ``sim:1``, ... for the length of a ``with`` block, and what was seen on them."""
 
 import ctypes
-import sys
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -124,11 +123,11 @@ def simulate(devices: int, memory: Memory = None, *, strict: bool = True) -> Ite
         A context manager that gives a :class:`Cluster`. Tensors on its devices cannot be used after the block, only freed or
         copied to the CPU.
 
-    At the end of the block the devices, ``torch.sim``, the patched functions of ``nn.DataParallel`` and all hooks are gone. What
-    torch has no way to undo: the name ``sim`` of torch's one kind of device from outside (``privateuse1``), so that
-    ``torch.accelerator.current_accelerator()`` still names it, on a machine with GPUs too (asked with
-    ``check_available=True``, it says None); the operators registered for it; one idle autograd thread per device; and
-    a random state that is its own, so that nothing is drawn from torch's.
+    At the end of the block the devices, the patched functions of ``nn.DataParallel`` and all hooks are gone, and torch's random
+    state is as it was. What torch has no way to undo: the name ``sim`` of its one kind of device from outside
+    (``privateuse1``), so that ``torch.accelerator.current_accelerator()`` names it ever after, on a machine with GPUs too (asked
+    with ``check_available=True``, it says None); the module ``torch.sim``, which it needs for that answer; the operators
+    registered for such devices; and one idle autograd thread for each. On a machine with GPUs, simulate in its own process.
 
     Raises:
         ValueError: ``devices`` or ``memory`` is not as above.
@@ -146,12 +145,11 @@ def simulate(devices: int, memory: Memory = None, *, strict: bool = True) -> Ite
     try:
         with ExitStack() as undo:
             native = load_native()
-            _take_name()
+            _give_name()
             labels = Labels(native)
             capacities = (ctypes.c_int64 * devices)(*(NO_LIMIT if limit is None else limit for limit in limits))
             native.simulation_start(devices, capacities, strict, torch.initial_seed() % 2**64)
             undo.callback(native.simulation_stop)
-            undo.enter_context(_device_module())
             undo.enter_context(labels.watching())
             undo.enter_context(comm_for_simulated_devices(labels))
             cluster = Cluster(limits, native, labels)
@@ -170,21 +168,13 @@ def _limits(devices: int, memory: Memory) -> list[int | None]:
     return [None if size is None else parse_bytes(size) for size in each]
 
 
-def _take_name() -> None:
+def _give_name() -> None:
     name = torch._C._get_privateuse1_backend_name()
     if name == "privateuseone":
         rename_privateuse1_backend("sim")
+        torch._register_device_module("sim", device_module)
     elif name != "sim":
         raise RuntimeError(
             f"another library has given torch's one kind of device from outside the name {name!r}: simulate() needs a process "
             "in which it is not imported"
         )
-
-
-@contextmanager
-def _device_module() -> Iterator[None]:
-    torch._register_device_module("sim", device_module)
-    try:
-        yield
-    finally:
-        del torch.__dict__["sim"], sys.modules["torch.sim"]

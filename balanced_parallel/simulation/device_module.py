@@ -1,4 +1,4 @@
-"""What torch finds as ``torch.sim`` while a cluster exists: the functions that it asks of every kind of device."""
+"""What torch finds as ``torch.sim``: the functions that it asks of every kind of device."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,6 +10,7 @@ from .compilation import load_native
 
 __all__: list[str] = []
 
+_initialized = True  # torch.utils.checkpoint keeps a device's random state where its module says so
 DeviceLike = int | str | torch.device | None
 
 

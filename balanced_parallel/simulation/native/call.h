@@ -17,12 +17,26 @@ struct BelowEverything {
   c10::impl::ExcludeDispatchKeyGuard autocast{c10::autocast_dispatch_keyset};
 };
 
-inline at::Tensor with_storage(c10::Storage storage, c10::DispatchKey key, const at::Tensor& like) {
-  auto tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), like.dtype());
+inline at::Tensor laid_out(at::Tensor tensor, const at::Tensor& like) {
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
   if (like.is_conj()) tensor._set_conj(true);
   if (like.is_neg()) tensor._set_neg(true);
   return tensor;
+}
+
+inline at::Tensor new_tensor(c10::Storage storage, c10::DispatchKey key, const at::Tensor& like) {
+  return laid_out(at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), like.dtype()), like);
+}
+
+// A view is an inference tensor if, and only if, what it is a view of is one: so it has its keys.
+inline at::Tensor new_view(c10::Storage storage, c10::DispatchKeySet keys, const at::Tensor& like) {
+  return laid_out(at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, std::move(storage), keys, like.dtype()), like);
+}
+
+// The memory of a storage, seen from the CPU; it keeps the storage.
+inline c10::DataPtr host_memory(const c10::Storage& storage) {
+  return {
+      storage.mutable_data(), new c10::Storage(storage), [](void* held) { delete static_cast<c10::Storage*>(held); }, c10::kCPU};
 }
 
 // The arguments of one operator as CPU tensors on the same memory, and the way back for its results.
@@ -44,17 +58,18 @@ class Call {
     device_ = device.has_index() ? device.index() : c10::impl::VirtualGuardImpl(kType).getDevice().index();
   }
 
-  at::Tensor to_host(const at::Tensor& tensor) {
+  // The tensor itself if it is on the CPU. One of a cluster that was left can be read and not used.
+  at::Tensor to_host(const at::Tensor& tensor, bool only_read = false) {
     if (!is_simulated(tensor)) return tensor;
     for (const auto& known : tensors_)
       if (known.simulated.is_same(tensor)) return known.host;
     const auto& storage = tensor.storage();
     const Block* block = block_of(storage);
     TORCH_CHECK(
-        !block || block->cluster == current_cluster(),
-        "This tensor lies on ", tensor.device(), " of a cluster that was left: copy what you want to keep to the CPU, with "
-        ".cpu(), inside `with simulate(...)`.");
-    auto host = with_storage(host_storage(storage), c10::DispatchKey::CPU, tensor);
+        only_read || !block || block->cluster == current_cluster(),
+        "This tensor lies on ", tensor.device(), " of a cluster that was left: it can be copied to the CPU, with .cpu(), and "
+        "used no more.");
+    auto host = new_tensor(host_storage(tensor), c10::DispatchKey::CPU, tensor);
     tensors_.push_back({tensor, host});
     return host;
   }
@@ -67,14 +82,13 @@ class Call {
     const auto& storage = host.storage();
     auto* impl = storage.unsafeGetStorageImpl();
     for (const auto& known : storages_)
-      if (known.host.unsafeGetStorageImpl() == impl) return with_storage(known.simulated, c10::DispatchKey::PrivateUse1, host);
-    auto kept = c10::DataPtr(
-        storage.mutable_data(), new c10::Storage(storage), [](void* held) { delete static_cast<c10::Storage*>(held); }, c10::kCPU);
+      if (known.host.unsafeGetStorageImpl() == impl) return new_view(known.simulated, known.keys, host);
     c10::Storage simulated(
-        c10::Storage::use_byte_size_t(), storage.nbytes(), adopt(std::move(kept), storage.nbytes(), device_),
+        c10::Storage::use_byte_size_t(), storage.nbytes(), adopt(host_memory(storage), storage.nbytes(), device_),
         c10::GetAllocator(kType), true);
-    storages_.push_back({simulated, storage});
-    return with_storage(simulated, c10::DispatchKey::PrivateUse1, host);
+    const auto made = new_tensor(simulated, c10::DispatchKey::PrivateUse1, host);
+    storages_.push_back({simulated, storage, made.key_set()});
+    return made;
   }
 
   // After a kernel wrote to `tensor`: it may have been given another size, and its memory now holds something computed.
@@ -98,22 +112,26 @@ class Call {
   }
 
  private:
-  template <typename T>
-  struct Pair {
-    T simulated, host;
+  struct TensorPair {
+    at::Tensor simulated, host;
+  };
+  struct StoragePair {
+    c10::Storage simulated, host;
+    c10::DispatchKeySet keys;
   };
   int device_;
   bool has_tensors_ = false;
-  c10::SmallVector<Pair<at::Tensor>, 8> tensors_;
-  c10::SmallVector<Pair<c10::Storage>, 8> storages_;
+  c10::SmallVector<TensorPair, 8> tensors_;
+  c10::SmallVector<StoragePair, 8> storages_;
 
-  c10::Storage host_storage(const c10::Storage& storage) {
+  c10::Storage host_storage(const at::Tensor& tensor) {
+    const auto& storage = tensor.storage();
     for (const auto& known : storages_)
       if (known.simulated.unsafeGetStorageImpl() == storage.unsafeGetStorageImpl()) return known.host;
-    c10::DataPtr alias(
-        storage.mutable_data(), new c10::Storage(storage), [](void* held) { delete static_cast<c10::Storage*>(held); }, c10::kCPU);
-    c10::Storage host(c10::Storage::use_byte_size_t(), storage.nbytes(), std::move(alias), c10::GetAllocator(c10::kCPU), true);
-    storages_.push_back({storage, host});
+    c10::Storage host(
+        c10::Storage::use_byte_size_t(), storage.nbytes(), host_memory(storage), c10::GetAllocator(c10::kCPU), true);
+    const auto lazy = c10::DispatchKeySet({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
+    storages_.push_back({storage, host, tensor.key_set() - lazy - c10::python_ks});
     return host;
   }
 };

@@ -26,7 +26,7 @@ Tensor with_bias(const Tensor& gates, const OptionalTensor& bias) { return bias 
 std::tuple<Tensor, Tensor, Tensor> lstm_cell(
     const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& cx, const OptionalTensor& input_bias,
     const OptionalTensor& hidden_bias) {
-  const auto gates = (with_bias(input_gates, input_bias) + with_bias(hidden_gates, hidden_bias)).unsafe_chunk(4, 1);
+  const auto gates = (with_bias(input_gates, input_bias) + with_bias(hidden_gates, hidden_bias)).chunk(4, 1);
   const auto cy = gates[1].sigmoid() * cx + gates[0].sigmoid() * gates[2].tanh();
   return {gates[3].sigmoid() * cy.tanh(), cy, at::empty({0}, cx.options())};
 }
@@ -34,8 +34,8 @@ std::tuple<Tensor, Tensor, Tensor> lstm_cell(
 std::tuple<Tensor, Tensor> gru_cell(
     const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& hx, const OptionalTensor& input_bias,
     const OptionalTensor& hidden_bias) {
-  const auto input = with_bias(input_gates, input_bias).unsafe_chunk(3, 1);
-  const auto hidden = with_bias(hidden_gates, hidden_bias).unsafe_chunk(3, 1);
+  const auto input = with_bias(input_gates, input_bias).chunk(3, 1);
+  const auto hidden = with_bias(hidden_gates, hidden_bias).chunk(3, 1);
   const auto fresh = (input[2] + (input[0] + hidden[0]).sigmoid() * hidden[2]).tanh();
   return {fresh + (input[1] + hidden[1]).sigmoid() * (hx - fresh), at::empty({0}, hx.options())};
 }

@@ -65,7 +65,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool) {
   Call call;
   {
     BelowEverything guard;
-    call.to_host(self).copy_(call.to_host(source));
+    call.to_host(self).copy_(call.to_host(source, !is_simulated(self)));
   }
   if (place(self) != place(source)) move_bytes(place(source), place(self), static_cast<int64_t>(self.nbytes()));
   label_copy(self, source);

@@ -1,0 +1,291 @@
+"""What a network is made of gives on a simulated device, to the bit, what it gives on the CPU; and casts as CUDA casts."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from balanced_parallel import simulate
+
+
+def image(net):
+    return lambda: nn.Sequential(nn.Unflatten(1, (2, 6, 6)), net(), nn.Flatten())
+
+
+def text(net):
+    return lambda: nn.Sequential(nn.Unflatten(1, (9, 8)), net())
+
+
+class Embedded(nn.Module):
+    def __init__(self, kind, **settings):
+        super().__init__()
+        self.table = kind(11, 4, **settings)
+
+    def forward(self, inputs):
+        return self.table((inputs[:, :5] * 100).long() % 11)
+
+
+class Mixer(nn.Module):
+    """Indexing, einsum, where, cumsum, sort, in-place writes, and a copy between dtypes."""
+
+    def forward(self, inputs):
+        outputs = torch.einsum("ij,kj->ik", inputs, inputs)
+        outputs = torch.where(outputs > 0, outputs, outputs * 0.1).cumsum(1)
+        outputs[:, 0] += outputs[:, 1]
+        outputs = outputs.sort(1).values[[0, 2, 1]]
+        return outputs.double().float() + outputs[outputs > 0].sum()
+
+
+NETWORKS = {
+    "linear": lambda: nn.Linear(72, 5),
+    "conv": image(lambda: nn.Conv2d(2, 4, 3, padding=1)),
+    "grouped, strided, dilated conv": image(lambda: nn.Conv2d(2, 4, 3, stride=2, dilation=2, groups=2, padding=2)),
+    "transposed conv": image(lambda: nn.ConvTranspose2d(2, 3, 3, stride=2)),
+    "conv1d": text(lambda: nn.Conv1d(9, 4, 3)),
+    "conv3d": lambda: nn.Sequential(nn.Unflatten(1, (1, 2, 6, 6)), nn.Conv3d(1, 2, 2)),
+    "batch norm": image(lambda: nn.BatchNorm2d(2)),
+    "instance norm": image(lambda: nn.InstanceNorm2d(2, affine=True)),
+    "group norm": image(lambda: nn.GroupNorm(2, 2)),
+    "layer norm": lambda: nn.LayerNorm(72),
+    "rms norm": lambda: nn.RMSNorm(72),
+    "pooling": image(lambda: nn.Sequential(nn.MaxPool2d(2), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(2))),
+    "upsampling": image(lambda: nn.Upsample(scale_factor=2, mode="bilinear")),
+    "activations": lambda: nn.Sequential(nn.GELU(), nn.SiLU(), nn.ReLU(), nn.Softplus(), nn.PReLU(), nn.LogSoftmax(1)),
+    "embedding": lambda: Embedded(nn.Embedding, padding_idx=3),
+    "embedding bag": lambda: Embedded(nn.EmbeddingBag, mode="mean"),
+    "attention": text(lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)),
+    "encoder": text(lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 2)),
+    "lstm": text(lambda: nn.LSTM(8, 3, 2, bidirectional=True, batch_first=True)),
+    "gru": text(lambda: nn.GRU(8, 3, 2, batch_first=True)),
+    "gru without bias": text(lambda: nn.GRU(8, 3, bias=False)),
+    "rnn": text(lambda: nn.RNN(8, 3, nonlinearity="relu")),
+    "lstm cell": lambda: nn.LSTMCell(72, 4),
+    "mixer": Mixer,
+}
+
+
+def run(net, inputs):
+    inputs = inputs.detach().requires_grad_()
+    outputs = net(inputs)
+    first = outputs[0] if isinstance(outputs, tuple) else outputs
+    gradients = torch.autograd.grad(first.pow(2).sum(), [inputs, *net.parameters()], allow_unused=True)
+    return [first.detach(), *gradients, *net.buffers()]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_network_gives_what_it_gives_on_the_cpu(name, training):
+    net = NETWORKS[name]().train(training)
+    inputs = torch.randn(3, 72)
+    expected = run(copy.deepcopy(net), inputs)
+    with simulate(2):
+        found = run(net.to("sim:1"), inputs.to("sim:1"))
+        assert {tensor.device for tensor in found if tensor is not None} == {torch.device("sim:1")}
+        for one, other in zip(found, expected, strict=True):
+            assert (one is None) == (other is None)
+            if one is not None:
+                torch.testing.assert_close(one.cpu(), other, rtol=1e-5, atol=1e-6)
+        with torch.no_grad():
+            evaluated = net.eval()(inputs.to("sim:1"))  # the fast path of transformers
+        assert (evaluated[0] if isinstance(evaluated, tuple) else evaluated).device == torch.device("sim:1")
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_never_holds_the_matrix_of_probabilities(masked):
+    with simulate(1) as cluster:
+        query = torch.randn(1, 2, 2048, 8, device="sim:0", requires_grad=True)
+        F.scaled_dot_product_attention(query, query, query, is_causal=not masked).sum().backward()
+        assert cluster.peak[0] < 2 * 2048 * 2048 * 4 / 8
+
+
+def test_dropout_is_drawn_on_its_device_and_scales():
+    with simulate(2):
+        host = torch.get_rng_state()
+        inputs = torch.ones(10_000, device="sim:1", requires_grad=True)
+        outputs = F.dropout(inputs, 0.25)
+        outputs.sum().backward()
+        assert torch.get_rng_state().equal(host)
+        assert outputs.unique().tolist() == pytest.approx([0, 4 / 3])
+        assert 0.7 < outputs.ne(0).float().mean().item() < 0.8
+        assert inputs.grad.equal(outputs)
+        assert F.dropout(inputs, 0.0).equal(inputs)
+        assert F.dropout(inputs, 1.0).eq(0).all()
+        assert F.dropout(inputs, 0.5, training=False).equal(inputs)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_draws_the_same_dropout_again(use_reentrant):
+    with simulate(2):
+        net = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 4)).to("sim:1")
+        inputs = torch.randn(16, 8, device="sim:1", requires_grad=True)
+        state = torch.sim.get_rng_state(1)
+        plain = torch.autograd.grad(net(inputs).pow(2).sum(), net.parameters())
+        torch.sim.set_rng_state(state, 1)
+        checkpoint(net, inputs, use_reentrant=use_reentrant).pow(2).sum().backward()
+        assert all(parameter.grad.equal(other) for parameter, other in zip(net.parameters(), plain, strict=True))
+
+
+CASTS = {  # as CUDA casts under bfloat16: https://docs.pytorch.org/docs/stable/amp.html
+    "linear": (lambda x: F.linear(x, x), torch.bfloat16),
+    "matmul": (lambda x: x @ x, torch.bfloat16),
+    "conv": (lambda x: F.conv1d(x[None], x[None]), torch.bfloat16),
+    "attention": (lambda x: F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None]), torch.bfloat16),
+    "baddbmm": (lambda x: torch.baddbmm(x[None], x[None], x[None]), torch.bfloat16),
+    "softmax": (lambda x: x.bfloat16().softmax(1), torch.float32),
+    "layer norm": (lambda x: F.layer_norm(x.bfloat16(), (4,)), torch.float32),
+    "cross entropy": (lambda x: F.cross_entropy(x.bfloat16(), x.softmax(1)), torch.float32),
+    "exp": (lambda x: x.bfloat16().exp(), torch.float32),
+    "sum": (lambda x: x.bfloat16().sum(), torch.float32),
+    "norm": (lambda x: x.bfloat16().norm(), torch.float32),
+    "add": (lambda x: x.bfloat16() + x.bfloat16(), torch.bfloat16),
+    "relu": (lambda x: x.bfloat16().relu(), torch.bfloat16),
+    "dot": (lambda x: torch.dot(x[0], x[1].bfloat16()), torch.float32),
+    "float64": (lambda x: x.double() @ x.double(), torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_autocast_casts_as_cuda_does(name):
+    function, dtype = CASTS[name]
+    with simulate(1):
+        x = torch.randn(4, 4, device="sim:0")
+        with torch.autocast("sim", torch.bfloat16):
+            assert function(x).dtype == dtype
+        assert (x @ x).dtype == torch.float32
+
+
+def test_autocast_of_the_host_does_not_reach_a_device_and_the_banned_loss_is_refused():
+    with simulate(1):
+        x = torch.rand(4, 4, device="sim:0")
+        with torch.autocast("cpu", torch.bfloat16):
+            assert (x @ x).dtype == torch.float32
+        with torch.autocast("sim", torch.float16), pytest.raises(RuntimeError, match="unsafe to autocast"):
+            F.binary_cross_entropy(x, x)
+
+
+def test_autocast_lstm_and_gru_train():
+    with simulate(1):
+        for kind in (nn.LSTM, nn.GRU):
+            net = kind(4, 3).to("sim:0")
+            with torch.autocast("sim", torch.bfloat16):
+                net(torch.randn(2, 5, 4, device="sim:0"))[0].float().sum().backward()
+            assert all(parameter.grad is not None for parameter in net.parameters())
+
+
+OPTIMIZERS = {
+    "SGD": {"momentum": 0.9, "nesterov": True},
+    "Adam": {"amsgrad": True},
+    "AdamW": {},
+    "Adagrad": {},
+    "Adadelta": {},
+    "Adamax": {},
+    "NAdam": {},
+    "RAdam": {},
+    "RMSprop": {"momentum": 0.5, "centered": True},
+    "Rprop": {},
+    "ASGD": {},
+    "Adafactor": {},
+    "LBFGS": {},
+}
+
+
+@pytest.mark.parametrize("way", [{"foreach": True}, {"foreach": False}, {"fused": True}, {}], ids=str)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_step_as_on_the_cpu(name, way):
+    try:
+        getattr(torch.optim, name)([nn.Parameter(torch.ones(1))], lr=0.1, **OPTIMIZERS[name], **way)
+    except (TypeError, RuntimeError):
+        return  # torch has it not this way
+
+    def trained(device):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 2)).to(device)
+        optimizer = getattr(torch.optim, name)(net.parameters(), lr=0.1, **OPTIMIZERS[name], **way)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = net(torch.ones(3, 4).to(device)).pow(2).mean()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            optimizer.step(closure)
+        return [parameter.detach().cpu() for parameter in net.parameters()]
+
+    expected = trained("cpu")
+    with simulate(2):
+        found = trained("sim:1")
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_the_gradient_scaler_scales_unscales_and_skips():
+    with simulate(1):
+        net = nn.Linear(4, 4).to("sim:0")
+        optimizer, scaler = torch.optim.SGD(net.parameters(), 0.1), torch.amp.GradScaler("sim", init_scale=1024.0)
+        before = net.weight.clone()
+        for bad in (False, True):
+            optimizer.zero_grad()
+            with torch.autocast("sim", torch.float16):
+                loss = net(torch.ones(2, 4, device="sim:0")).float().mean()
+            scaler.scale(loss * (float("inf") if bad else 1)).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            assert net.weight.equal(before) == bad
+            before = net.weight.clone()
+        assert scaler.get_scale() == 512
+
+
+def test_backward_crosses_devices():
+    with simulate(3) as cluster:
+        x = torch.ones(4, device="sim:0", requires_grad=True)
+        (x.to("sim:1") * 2).to("sim:2").pow(2).sum().backward()
+        moved = cluster.moved
+        assert x.grad.eq(8).all()
+        assert moved == {("sim:0", "sim:1"): 16, ("sim:1", "sim:2"): 16, ("sim:2", "sim:1"): 16, ("sim:1", "sim:0"): 16}
+
+
+def test_torchs_data_parallel_trains_as_the_plain_program():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8).eval(), nn.Linear(8, 3))
+    inputs, targets = torch.randn(10, 6), torch.randint(3, (10,))
+    F.cross_entropy(net(inputs), targets).backward()
+    expected = [parameter.grad for parameter in net.parameters()]
+    net.zero_grad()
+    with simulate(4) as cluster:
+        model = nn.DataParallel(net.to("sim:0"))
+        output = model(inputs)
+        assert output.device == torch.device("sim:0")
+        F.cross_entropy(output, targets.to("sim:0")).backward()
+        for parameter, other in zip(net.parameters(), expected, strict=True):
+            torch.testing.assert_close(parameter.grad.cpu(), other, rtol=1e-5, atol=1e-6)
+        assert cluster.categories(1)["parameters"] >= sum(parameter.nbytes for parameter in net.parameters())
+
+
+def test_inference_mode_and_double_backward():
+    with simulate(1):
+        net = nn.LSTM(3, 3).to("sim:0")
+        with torch.inference_mode():
+            assert net(torch.ones(2, 3, device="sim:0"))[0].is_inference()
+        x = torch.ones(3, device="sim:0", requires_grad=True)
+        (first,) = torch.autograd.grad(x.pow(3).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), x)
+        assert second.eq(6).all()
+
+
+def test_complex_numbers_and_their_lazy_conjugates():
+    with simulate(1):
+        x = torch.randn(8)
+        there = x.to("sim:0")
+        for function in (
+            torch.fft.rfft,
+            torch.fft.ihfft,
+            lambda x: torch.fft.fft(x).conj(),
+            lambda x: torch.fft.fft(x).conj().imag,
+        ):
+            torch.testing.assert_close(function(there).cpu(), function(x))
