@@ -12,7 +12,7 @@ assert version is not None
 extras = {
     "train": ["scikit-learn", "tqdm"],
     "plot": ["matplotlib"],
-    "test": ["hypothesis", "pytest", "pytest-timeout", "pytest-xdist", "scikit-learn", "tqdm", "transformers"],
+    "test": ["hypothesis", "matplotlib", "pytest", "pytest-timeout", "pytest-xdist", "scikit-learn", "tqdm", "transformers"],
     "dev": ["mypy", "ruff", "types-tabulate"],
 }
 

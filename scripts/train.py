@@ -3,6 +3,7 @@
 One process, every visible accelerator (else the CPU):    python scripts/train.py
 One process, three replicas on the CPU:                   python scripts/train.py --devices cpu,cpu,cpu
 One process per device:                                   torchrun --standalone --nproc-per-node=2 scripts/train.py
+Four GPUs simulated on the CPU, every byte counted:       python scripts/train.py --simulate 4 --memory 2GiB
 
 The numbers are the same each time: --batch-size is the effective batch over all devices and ranks, and how it is cut into
 replicas, ranks and micro-batches does not change loss or gradients. Copy this file; what is particular to the two tasks is
@@ -10,6 +11,7 @@ in tasks.py.
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import platform
@@ -21,15 +23,17 @@ from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from simulated import draw_peaks, parts_of, torch_data_parallel_parts
 from tasks import Rows, Task, digits_task, text_task
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SequentialSampler
 from tqdm import tqdm
 
 import balanced_parallel
-from balanced_parallel import DataParallelCriterion, TrainStep, gather, parallelize
+from balanced_parallel import DataParallelCriterion, TrainStep, gather, parallelize, simulate
 from balanced_parallel.devices import peak_bytes
 from balanced_parallel.scattering import split_sizes
+from balanced_parallel.simulation import Cluster
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -82,6 +86,9 @@ def make_parser() -> OneLineParser:
     add("--learning-rate", type=number(float, 0), metavar="X", help="of AdamW (default: 0.003)")
     add("--seed", type=number(int, 0), default=0, metavar="N", help="of the weights and of the order of rows (default: 0)")
     add("--workers", type=number(int, 0), default=0, metavar="N", help="processes that load data, per rank (default: 0)")
+    add("--simulate", type=number(int, 1), metavar="N", help="run on N simulated GPUs, with a table of their memory at the end")
+    add("--memory", metavar="SIZE", help="of each simulated GPU, such as 2GiB, or a list: 2GiB,1GiB (default: no limit)")
+    add("--plot", type=Path, metavar="FILE", help="draw the simulated GPUs' memory, beside nn.DataParallel's on the same steps")
     add("--out", type=Path, default=Path("runs/latest"), metavar="DIR", help="where results go (default: runs/latest)")
     return parser
 
@@ -140,15 +147,46 @@ def main() -> None:
     parser = make_parser()
     flags = parser.parse_args()
     torch.manual_seed(flags.seed)
-    try:
-        if flags.task == "digits" and (flags.data or flags.vocabulary):
-            raise ValueError("--data and --vocabulary are for --task text")
-        task = digits_task() if flags.task == "digits" else text_task(flags.data, flags.vocabulary)
-        model, criterion = parallelize(task.module, nn.CrossEntropyLoss(), flags.devices, precision=flags.precision)
-        flags.out.mkdir(parents=True, exist_ok=True)
-    except (OSError, ValueError) as error:
-        parser.error(str(error))
-    train(flags, task, model, criterion)
+    with contextlib.ExitStack() as stack:
+        try:
+            if flags.task == "digits" and (flags.data or flags.vocabulary):
+                raise ValueError("--data and --vocabulary are for --task text")
+            if flags.simulate is None and (flags.memory or flags.plot):
+                raise ValueError("--memory and --plot describe simulated GPUs, expected --simulate N beside them")
+            if flags.plot:
+                flags.plot.parent.mkdir(parents=True, exist_ok=True)
+                import matplotlib  # noqa: F401  before the training, not after it
+            task = digits_task() if flags.task == "digits" else text_task(flags.data, flags.vocabulary)
+            cluster = stack.enter_context(simulated_gpus(flags)) if flags.simulate else None
+            model, criterion = parallelize(task.module, nn.CrossEntropyLoss(), flags.devices, precision=flags.precision)
+            flags.out.mkdir(parents=True, exist_ok=True)
+        except (OSError, ValueError, ImportError, RuntimeError) as error:
+            parser.error(str(error))
+        try:
+            train(flags, task, model, criterion)
+        except torch.OutOfMemoryError as error:
+            if cluster is None:
+                raise
+            print(cluster)
+            first = str(error).splitlines()[0]
+            parser.exit(1, f"{parser.prog}: error: {first} Give --micro-batch-size fewer rows, or the devices more --memory.\n")
+    if cluster is not None and model.devices[0].index == 0:  # rank 0, where there are ranks
+        print(cluster)
+        if flags.plot:
+            draw_memory(flags, task, cluster)
+
+
+def simulated_gpus(flags: argparse.Namespace) -> contextlib.AbstractContextManager[Cluster]:
+    sizes = flags.memory.split(",") if flags.memory else [None]
+    return simulate(flags.simulate, sizes[0] if len(sizes) == 1 else sizes)
+
+
+def draw_memory(flags: argparse.Namespace, task: Task, cluster: Cluster) -> None:
+    task.module.cpu()
+    theirs = torch_data_parallel_parts(task, flags.simulate, flags.batch_size, flags.micro_batch_size, flags.precision)
+    title = f"{flags.task}: {flags.batch_size} rows per update, AdamW, {flags.precision}"
+    draw_peaks(flags.plot, title, cluster.memory, {"balanced_parallel": parts_of(cluster), "nn.DataParallel": theirs})
+    print(f"wrote {flags.plot}")
 
 
 def train(flags: argparse.Namespace, task: Task, model: Any, criterion: DataParallelCriterion) -> None:

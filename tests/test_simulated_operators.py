@@ -267,6 +267,16 @@ def test_torchs_data_parallel_trains_as_the_plain_program():
         assert cluster.categories(1)["parameters"] >= sum(parameter.nbytes for parameter in net.parameters())
 
 
+def test_torchs_data_parallel_runs_on_one_cluster_after_another():
+    """torch keeps a list of streams, as long as the first cluster that it saw."""
+    net = nn.Linear(2, 2)
+    for devices in (2, 4, 3):
+        with simulate(devices):
+            assert nn.DataParallel(net.to("sim:0"))(torch.ones(8, 2)).shape == (8, 2)
+        net.cpu()
+    assert nn.parallel._functions._streams is None
+
+
 def test_inference_mode_and_double_backward():
     with simulate(1):
         net = nn.LSTM(3, 3).to("sim:0")

@@ -75,6 +75,11 @@ def test_a_text_of_ones_own_and_the_last_short_batch(tmp_path):
         (["--data", str(SCRIPT.parent.parent / "setup.py")], "expected at least 1300"),
         (["--task", "digits", "--data", "x"], "--data and --vocabulary are for --task text"),
         (["--precision", "int8"], "invalid choice: 'int8'"),
+        (["--memory", "1GiB"], "expected --simulate N beside them"),
+        (["--simulate", "2", "--memory", "3 parsecs"], "'3 parsecs' is no size of memory"),
+        (["--simulate", "3", "--memory", "1GiB,2GiB"], "memory has 2 entries for 3 devices"),
+        (["--simulate", "65"], "devices=65, expected a whole number from 1 to 64"),
+        (["--simulate", "2", "--devices", "sim:2"], "there is no device 'sim:2': this machine has 2 sim devices"),
     ],
 )
 def test_bad_input_is_one_clear_line(flags, message, tmp_path):
@@ -90,3 +95,32 @@ def test_help_shows_the_defaults():
     done = run("--help")
     assert done.returncode == 0
     assert "(default: 24)" in " ".join(done.stdout.split())
+
+
+def test_simulated_gpus_with_a_table_and_a_picture(tmp_path):
+    flags = ["--simulate", 4, "--memory", "2GiB", "--steps", 3, "--batch-size", 8, "--vocabulary", 500, "--micro-batch-size", 1]
+    output, lines, summary = train(tmp_path / "sim", *flags, "--plot", tmp_path / "plots" / "peak.png")
+    assert summary["devices"] == [f"sim:{index}" for index in range(4)]
+    table = [line.split() for line in output.splitlines() if line.lstrip().startswith("sim:")]
+    assert [row[0] for row in table] == summary["devices"]
+    assert "optimizer state" in output
+    assert (tmp_path / "plots" / "peak.png").read_bytes().startswith(b"\x89PNG")
+    _, plain, _ = train(tmp_path / "cpu", "--devices", "cpu", "--steps", 3, "--batch-size", 8, "--vocabulary", 500)
+    losses, expected = ([line["loss"] for line in each if "loss" in line] for each in (lines, plain))
+    assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def test_simulated_gpus_under_torchrun(tmp_path):
+    flags = ["--task", "digits", "--steps", 3, "--precision", "bf16"]
+    output, _, summary = train(tmp_path / "sim", "--simulate", 2, *flags, launcher=TORCHRUN)
+    assert (summary["ranks"], len(summary["peak_bytes"])) == (2, 2)
+    assert sum(line.lstrip().startswith("sim:") for line in output.splitlines()) == 2
+
+
+def test_a_job_that_does_not_fit_says_so_in_one_line_after_the_table(tmp_path):
+    done = run("--simulate", 2, "--memory", "4MiB", "--steps", 2, "--vocabulary", 2000, "--out", tmp_path)
+    assert done.returncode == 1
+    assert "optimizer state" in done.stdout
+    assert len(done.stderr.splitlines()) == 1
+    assert "out of memory. Tried to allocate" in done.stderr
+    assert "Give --micro-batch-size fewer rows" in done.stderr

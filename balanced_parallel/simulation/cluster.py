@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
 import torch
+import torch.distributed as dist
 from tabulate import tabulate
 from torch.utils.backend_registration import rename_privateuse1_backend
 
@@ -68,9 +69,9 @@ class Cluster:
     def categories(self, device: int) -> dict[str, int]:
         """What the bytes at the peak of one device were for; they add up to its ``peak``.
 
-        ``"parameters"`` (with buffers), ``"gradients"`` of parameters, ``"optimizer state"``, ``"inputs"`` (copied from the CPU,
-        or made on the device from no other tensor), ``"activations"`` (results of operators in a forward) and ``"other"``
-        (gradients of activations, and what a backward or an update holds for a moment).
+        ``"parameters"`` (with buffers), ``"gradients"`` (the ``grad`` of parameters), ``"optimizer state"``, ``"inputs"`` (copied
+        from the CPU, or made on the device from no other tensor), ``"activations"`` (results of operators in a forward) and
+        ``"other"`` (gradients of activations, and what a backward or an update holds for a moment).
 
         Raises:
             IndexError: there is no such device.
@@ -108,7 +109,8 @@ def simulate(devices: int, memory: Memory = None, *, strict: bool = True) -> Ite
     without one. torch takes them for its accelerator: ``DataParallelModel(net)``, ``torch.accelerator`` and
     ``torch.nn.DataParallel`` find them. What they do not show is speed: kernels run one after the other on the CPU, and streams
     order nothing. Numbers are those of the CPU's kernels, to the bit. Workspaces inside a kernel (cuDNN's, say) and
-    fragmentation are not counted.
+    fragmentation are not counted. Under torchrun each rank has a cluster of its own; torch.distributed reaches the others
+    through gloo, and what it sends is not in :attr:`Cluster.moved`.
 
     On first use a C++ extension is compiled, in about fifteen seconds, and kept in ``~/.cache/balanced_parallel``.
 
@@ -150,6 +152,8 @@ def simulate(devices: int, memory: Memory = None, *, strict: bool = True) -> Ite
             capacities = (ctypes.c_int64 * devices)(*(NO_LIMIT if limit is None else limit for limit in limits))
             native.simulation_start(devices, capacities, strict, torch.initial_seed() % 2**64)
             undo.callback(native.simulation_stop)
+            dist.Backend.default_device_backend_map["sim"] = "gloo"
+            undo.callback(dist.Backend.default_device_backend_map.pop, "sim")
             undo.enter_context(labels.watching())
             undo.enter_context(comm_for_simulated_devices(labels))
             cluster = Cluster(limits, native, labels)

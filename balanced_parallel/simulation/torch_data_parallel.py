@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.cuda import nccl
+from torch.nn.parallel import _functions
 
 from .categories import Category, Labels
 
@@ -67,11 +68,13 @@ def comm_for_simulated_devices(labels: Labels) -> Iterator[None]:
         (nccl, "is_available", no_nccl),
     ]
     originals = [(owner, name, getattr(owner, name, None)) for owner, name, _ in places]
+    streams, _functions._streams = _functions._streams, None  # torch keeps one for each device that it once saw
     for owner, name, ours in places:
         setattr(owner, name, _either(ours, getattr(owner, name, None)))
     try:
         yield
     finally:
+        _functions._streams = streams
         for owner, name, original in originals:
             if original is None:
                 delattr(owner, name)

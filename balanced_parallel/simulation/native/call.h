@@ -136,7 +136,7 @@ class Call {
   }
 };
 
-// Calls `function` with each tensor in an argument; what it returns takes the tensor's place where it is not null.
+// Calls `function` with each tensor in an argument, and with how to put another in its place.
 template <typename Function>
 void visit(c10::IValue& value, const Function& function) {
   if (value.isTensor()) {
@@ -152,6 +152,13 @@ void visit(c10::IValue& value, const Function& function) {
       list.push_back(tensor);
     }
     value = std::move(list);
+  } else if (value.isList() && !value.toListRef().empty() && value.toListRef()[0].isTensorList()) {  // of collectives
+    c10::List<c10::List<at::Tensor>> lists;
+    for (c10::IValue list : value.toListRef()) {
+      visit(list, function);
+      lists.push_back(list.toTensorList());
+    }
+    value = std::move(lists);
   }
 }
 

@@ -43,20 +43,14 @@ at::Tensor zeros_without_memory(
       size, &nothing, kSimulated | c10::DispatchKeySet(c10::DispatchKey::ZeroTensor), c10::dtype_or_default(dtype), std::nullopt);
 }
 
-// What a copy is, its source says: data from the host, or the parameter, the gradient or the input that it was elsewhere.
+// What a copy is, its source says: data from the host, or the parameter or the input that it was on another device.
 void label_copy(const at::Tensor& target, const at::Tensor& source) {
   Block* to = is_simulated(target) ? block_of(target.storage()) : nullptr;
   Block* from = is_simulated(source) ? block_of(source.storage()) : nullptr;
   if (from && from->category == Category::Inputs && source.is_leaf() && source.requires_grad()) from->category = Category::Parameters;
-  if (to && from && to->device != from->device) {
-    if (in_backward()) {
-      for (Block* block : {to, from})
-        if (block->category == Category::Other) block->category = Category::Gradients;
-    } else if (to->fresh) {
-      to->category = from->category.load();
-    }
-  } else if (to && from && to->fresh && to->category == Category::Inputs) {
-    to->category = computed();
+  if (to && from && to->fresh) {
+    if (to->device != from->device && !in_backward()) to->category = from->category.load();
+    else if (to->category == Category::Inputs) to->category = computed();
   }
   if (to) to->fresh = false;
 }
