@@ -17,9 +17,18 @@ DeviceLike = int | str | torch.device
 
 
 def visible_devices() -> list[torch.device]:
-    """Every accelerator that this process can see, else the CPU."""
+    """Every accelerator that this process can see, else the CPU.
+
+    Raises:
+        RuntimeError: torch takes devices that were simulated earlier for its accelerator, and there are GPUs.
+    """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
+        if torch.cuda.is_available():
+            raise RuntimeError(
+                "this process has simulated devices, which torch goes on to take for its accelerator, so its GPUs are out of "
+                "reach: use them in a new process"
+            )
         return [torch.device("cpu")]
     return [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
 

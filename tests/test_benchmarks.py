@@ -35,7 +35,7 @@ def test_our_outputs_never_pass_through_the_first_device(problem, monkeypatch):
     assert max(ours.through) <= 6 * size + batch + 1024
     assert max(theirs.through) > max(ours.through) + 2 * batch
     assert max(ours.peak) < max(theirs.peak)
-    assert max(ours.error, theirs.error) < 1e-4
+    assert max(ours.error, theirs.error) < 1e-10
 
 
 def test_the_categories_of_every_device_add_up_in_a_real_step(monkeypatch):

@@ -43,3 +43,10 @@ def test_peak_of_the_cpu_is_that_of_the_process():
     before = peak_bytes(CPU)
     block = torch.ones(2**24)
     assert peak_bytes(CPU) >= max(before, block.nbytes)
+
+
+def test_gpus_behind_devices_that_were_simulated_are_not_overlooked(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+    with pytest.raises(RuntimeError, match="this process has simulated devices.*use them in a new process"):
+        visible_devices()
