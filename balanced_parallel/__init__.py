@@ -10,7 +10,9 @@ batch. A map of the house, in the order in which its rooms build on each other:
     ranks         the running process group: sums over ranks, rows of all of them
     scattering    rows cut over devices                     scatter
     gathering     pieces put back together                  gather
-    replication   copies of a module, connected to its parameters
+    reduction     gradients of the replicas, summed in buckets
+    shells        a module's tree, and copies of it
+    replication   replicas that live between steps
     execution     one worker per replica
     batchnorm     statistics over all rows in flight        convert_sync_batchnorm
     losses        what each loss of torch divides by        loss_weight

@@ -56,6 +56,11 @@ def meets_other_ranks(layers: Iterable[nn.Module]) -> bool:
     return any(isinstance(layer, (AllRowsBatchNorm, nn.SyncBatchNorm)) for layer in layers)
 
 
+def has_layers_over_all_rows(layers: Iterable[nn.Module]) -> bool:
+    """Whether the replicas of such a module wait for each other in their forward."""
+    return any(isinstance(layer, AllRowsBatchNorm) for layer in layers)
+
+
 class AllRowsBatchNorm(_BatchNorm):
     """Batch norm over the rows of all replicas and ranks, for any number of dimensions."""
 

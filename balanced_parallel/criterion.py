@@ -1,5 +1,6 @@
 """``DataParallelCriterion``: the loss where the outputs are, and the mean of the whole batch, not a mean of means."""
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Sequence
@@ -13,7 +14,7 @@ from .devices import DeviceLike, resolve_device, resolve_devices
 from .execution import run_replicas
 from .losses import has_sum, is_known, reduction_of, refuse_coupled
 from .precision import Precision
-from .replication import replicate
+from .replication import Replicas
 from .scattering import Arguments, Pieces, count_rows, cut, move_leaves, proportional_sizes, split_sizes
 from .terms import Criterion, Shard, Terms, mean_and_weight, sum_and_weight, total_of
 from .weighting import Weight, divide_once
@@ -67,6 +68,7 @@ class DataParallelCriterion(nn.Module):
         self.dim = dim
         self.weight = weight
         self.precision = Precision("fp32" if precision is None else precision)
+        self.replicas = Replicas()
         self._warned = False
 
     @property
@@ -122,9 +124,20 @@ class DataParallelCriterion(nn.Module):
         def run(criterion: Criterion, size: int, output: Any, mine: Arguments, device: torch.device) -> Any:
             return term(Shard(criterion, size, output, *move_leaves(mine, device)))
 
-        with self.precision.autocast(devices):
-            replicas = zip(_copies(self.module, devices), sizes, outputs, batches, devices, strict=True)
-            return run_replicas([functools.partial(run, *replica) for replica in replicas], devices)
+        with self.precision.autocast(devices), self._copies(devices) as criteria:
+            replicas = zip(criteria, sizes, outputs, batches, devices, strict=True)
+            return run_replicas([functools.partial(run, *replica) for replica in replicas], devices, together=False)
+
+    def _copies(self, devices: Sequence[torch.device]) -> contextlib.AbstractContextManager[Sequence[Criterion]]:
+        """The criterion on each device. One that holds its class weights on the CPU follows the outputs."""
+        criterion = self.module
+        if isinstance(criterion, nn.Module):
+            return self.replicas.handed_out(criterion.to(devices[0]), devices)
+        if isinstance(criterion, functools.partial):
+            moved = [(move_leaves(criterion.args, device), move_leaves(criterion.keywords, device)) for device in devices]
+            copies = [functools.partial(criterion.func, *arguments, **settings) for arguments, settings in moved]
+            return contextlib.nullcontext(copies)
+        return contextlib.nullcontext([criterion] * len(devices))
 
     def _devices_of(self, outputs: Sequence[Any]) -> list[torch.device]:
         if not isinstance(outputs, (list, tuple)) or nesting.is_named_tuple(outputs) or not outputs:
@@ -141,16 +154,6 @@ class DataParallelCriterion(nn.Module):
                 f"an output is on {strange[0]}, expected one of device_ids={[str(device) for device in self.devices or ()]}"
             )
         return devices
-
-
-def _copies(criterion: Criterion, devices: Sequence[torch.device]) -> Sequence[Criterion]:
-    """The criterion on each device. One that holds its class weights on the CPU follows the outputs."""
-    if isinstance(criterion, nn.Module):
-        return replicate(criterion.to(devices[0]), devices)
-    if isinstance(criterion, functools.partial):
-        moved = [(move_leaves(criterion.args, device), move_leaves(criterion.keywords, device)) for device in devices]
-        return [functools.partial(criterion.func, *arguments, **settings) for arguments, settings in moved]
-    return [criterion] * len(devices)
 
 
 def _sizes_like(outputs: Sequence[Any], rows: int | None, dim: int) -> list[int]:

@@ -75,11 +75,13 @@ def current_replica() -> Replica | None:
     return getattr(_thread, "replica", None)
 
 
-def run_replicas(work: Sequence[Callable[[], T]], devices: Sequence[torch.device]) -> list[T]:
+def run_replicas(work: Sequence[Callable[[], T]], devices: Sequence[torch.device], *, together: bool = True) -> list[T]:
     """Calls ``work[i]()`` for replica ``i`` with ``devices[i]`` current, all at once, and returns the results in order.
 
     A single replica runs in the calling thread. Several run in a thread each, which carries the caller's
-    :class:`AmbientState` and its stream on that device.
+    :class:`AmbientState` and its stream on that device. On the CPU, where each operator has all cores to itself already,
+    they run one after the other in the calling thread unless they have to meet (``together``): threads would only take turns
+    at the interpreter, and draw random numbers in an order of their own.
 
     Raises:
         BaseException: the first failure (in time), of its own type, with the replica and its device added to the message.
@@ -103,8 +105,23 @@ def run_replicas(work: Sequence[Callable[[], T]], devices: Sequence[torch.device
         finally:
             meeting.leave(index)  # after the failure was noted: those who wait for this replica fail second
 
+    def call_in_turn() -> None:
+        before = current_replica()
+        for index in range(len(work)):
+            meeting.leave(index)  # who tries to meet is told
+        try:
+            for index in range(len(work)):
+                _thread.replica = Replica(index, meeting)
+                call(index, contextlib.nullcontext())
+                if failures:
+                    return
+        finally:
+            _thread.replica = before
+
     if len(work) == 1:
         call(0, contextlib.nullcontext())
+    elif not together and all(device.type == "cpu" for device in devices):
+        call_in_turn()
     else:
         ambient = AmbientState.capture(devices)
         threads = [threading.Thread(target=call_in_thread, args=(index,), name=f"replica-{index}") for index in range(len(work))]

@@ -1,5 +1,6 @@
 """``DataParallelModel``: a batch over the devices of one process, with every output left where it was computed."""
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -7,10 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from .batchnorm import has_layers_over_all_rows
 from .devices import DeviceLike, resolve_device, resolve_devices
 from .execution import run_replicas
 from .precision import Precision
-from .replication import replicate
+from .replication import Replicas
 from .scattering import Arguments, Pieces, assign_rows, check_split, count_rows, cut, move_leaves
 
 __all__: list[str] = []
@@ -59,23 +61,32 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         self.split = None if split is None else tuple(split)
         self.precision = Precision("fp32" if precision is None else precision)
         self.dim = dim
+        self.replicas = Replicas()
         self.module = module.to(self.devices[0])
         self.device_ids = [0 if device.index is None else device.index for device in self.devices]
         place = self.devices[0] if output_device is None else resolve_device(output_device)
         self.output_device = 0 if place.index is None else place.index
         self.src_device_obj = self.devices[0]
 
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """Gradients of forwards in this block stay with the replicas, where later ones add to them, until the next backward
+        of a forward outside of it, or :meth:`reduce_gradients`: for micro-batches, whose sum then moves once."""
+        return self.replicas.no_sync()
+
+    def reduce_gradients(self) -> None:
+        """Sums what the replicas hold after :meth:`no_sync`, where no other backward did."""
+        self.replicas.reduce()
+
     def forward(self, *inputs: Any, **kwargs: Any) -> list[Any]:
         rows = count_rows(Arguments(inputs, kwargs), self.dim)
         devices, sizes = assign_rows(rows, self.devices, self.split)
         batches = [(inputs, kwargs)] if sizes is None else cut((inputs, kwargs), sizes, self.dim)
-        with self.precision.autocast(devices):
-            replicas = replicate(self.module, devices)
+        with self.precision.autocast(devices), self.replicas.handed_out(self.module, devices) as modules:
             work = [
                 functools.partial(_call, replica, batch, device)
-                for replica, batch, device in zip(replicas, batches, devices, strict=True)
+                for replica, batch, device in zip(modules, batches, devices, strict=True)
             ]
-            outputs = run_replicas(work, devices)
+            outputs = run_replicas(work, devices, together=has_layers_over_all_rows(self.replicas.modules_of(self.module)))
         return Pieces(outputs, sizes or [None])
 
 

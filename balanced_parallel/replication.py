@@ -1,84 +1,180 @@
-"""Copies of a module on other devices, with the graph connected to the parameters of the module itself.
+"""Replicas of a module that live between steps, with the graph connected to the parameters of the module itself.
 
-torch's ``replicate`` refuses CPUs and makes replicas without parameters (``next(self.parameters())`` raises, pytorch#40457,
-``ParameterList`` is empty, #36035). Here a replica's parameters are the differentiable copies, in the place of the originals.
+torch's ``replicate`` refuses CPUs, makes everything anew at each forward, and its replicas have no parameters
+(``next(self.parameters())`` raises, pytorch#40457, ``ParameterList`` is empty, #36035). Here a replica's parameters are aliases
+of copies that live on its device and are refreshed where the module has changed.
 """
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .devices import move
+from .reduction import Bucket, make_buckets
+from .shells import Tree
 
 __all__: list[str] = []
 
+State = tuple[int, int, bool]  # where a parameter's values are, how often they were written to, whether it learns
 
-def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
-    """One replica of ``module`` for each of ``devices``, for one forward; the first is the module itself.
 
-    Gradients of the replicas sum into ``module.parameters()``. Buffers are copied, so what a replica but the first writes to
-    them is lost, as in ``nn.DataParallel``.
+class Replicas:
+    """What several replicas of a module need between its forwards. Everything about the module may change between two of them.
 
-    Raises:
-        ValueError: a parameter or buffer of ``module`` is not on the first device, or is not initialised (lazy modules).
-        TypeError: the module is a ``ScriptModule``, which cannot be copied part by part; or it was compiled.
+    The first replica is the module itself, so what it writes to its buffers and attributes stays. Buffers of the others are
+    copies: what these write is lost, as in ``nn.DataParallel``. Replicas on one device share the values of the parameters.
     """
-    if len(devices) == 1:
-        return [module]
+
+    def __init__(self) -> None:
+        self.deferred = False  # gradients stay with the replicas until reduce()
+        self.copies: dict[torch.device, list[Tensor]] = {}  # of the parameters, on the devices that are not the module's
+        self.buckets: list[Bucket] = []
+        self.tree: Tree | None = None
+        self._shells: list[list[nn.Module]] = []
+        self._states: list[State] = []  # of the parameters when they were copied
+
+    def __reduce__(self) -> Any:  # a copy of the wrapper makes replicas of its own
+        return Replicas, ()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of forwards in this block stay with the replicas until :meth:`reduce`, or a backward of a later forward."""
+        before, self.deferred = self.deferred, True
+        try:
+            yield
+        finally:
+            self.deferred = before
+
+    @contextmanager
+    def handed_out(self, module: nn.Module, devices: Sequence[torch.device]) -> Iterator[list[nn.Module]]:
+        """One replica of ``module`` for each of ``devices``, for the length of a forward; the first is the module itself.
+
+        Raises:
+            ValueError: a parameter or buffer is not on the first device, or is not initialised (lazy modules).
+            TypeError: the module is a ``ScriptModule``, which cannot be copied part by part; or it was compiled.
+        """
+        if len(devices) == 1:
+            yield [module]
+            return
+        tree = self.prepare(module, devices)
+        handed = self._hand_out_parameters(tree, devices)
+        for number, device in enumerate(devices[1:], 1):
+            # every time: batch norm writes to its statistics without torch's version counter
+            tree.fill(self._shells[number - 1], handed[number], functools.partial(torch.Tensor.to, device=device, copy=True))
+        with tree.lent(handed[0]):
+            yield [module, *(shells[0] for shells in self._shells[: len(devices) - 1])]
+
+    def prepare(self, module: nn.Module, devices: Sequence[torch.device]) -> Tree:
+        """Brings shells and copies up to date with the module."""
+        if self.tree is None or not self.tree.still_is(module) or self._has_new_sizes():
+            self.reduce()
+            _refuse_lazy(module)
+            self.tree = Tree(module)
+            self._shells, self.copies, self._states, self.buckets = [], {}, [], []
+        while len(self._shells) < len(devices) - 1:
+            self._shells.append(self.tree.make_shells())
+        self._refresh(self.tree, devices)
+        return self.tree
+
+    def modules_of(self, module: nn.Module) -> list[nn.Module]:
+        """The modules under ``module``, each once, without another walk where it is known."""
+        return list(module.modules()) if self.tree is None or self.tree.modules[0] is not module else self.tree.modules
+
+    def reduce(self) -> None:
+        """Sums what the replicas hold since the last reduction."""
+        for bucket in self.buckets:
+            bucket.reduce()
+
+    def scale(self, factor: float) -> None:
+        """Multiplies what the replicas hold since the last reduction."""
+        for bucket in self.buckets:
+            bucket.scale(factor)
+
+    def drop(self) -> None:
+        """Forgets what the replicas hold since the last reduction."""
+        for bucket in self.buckets:
+            bucket.drop()
+
+    def mark_fresh(self) -> None:
+        """Says that every copy has been given the values that the parameters have now."""
+        assert self.tree is not None
+        self._states = [_state(parameter) for parameter in self.tree.parameters]
+
+    def make_buckets(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
+        """Gradients of each group are reduced on their own."""
+        self.reduce()
+        self.buckets = [bucket for group in groups for bucket in make_buckets(group)]
+
+    def _has_new_sizes(self) -> bool:
+        """The old shells hold a graph in which the parameters have their old sizes, and with it what torch expects of them."""
+        assert self.tree is not None
+        moved = [i for i, (where, _, _) in enumerate(self._states) if self.tree.parameters[i].data_ptr() != where]
+        return any(self.tree.parameters[i].shape != self.tree.shapes[i] for i in moved)
+
+    def _refresh(self, tree: Tree, devices: Sequence[torch.device]) -> None:
+        states = [_state(parameter) for parameter in tree.parameters]
+        if states != self._states or not states:
+            _check_places(tree, devices[0])
+            before = self._states or [(0, 0, False)] * len(states)
+            if any(now[2] != then[2] for now, then in zip(states, before, strict=True)) or not self.buckets:
+                self.make_buckets([[parameter for parameter in tree.parameters if parameter.requires_grad]])
+            changed = [i for i, (now, then) in enumerate(zip(states, before, strict=True)) if now[:2] != then[:2]]
+            self.copies.pop(devices[0], None)
+            for device, tensors in self.copies.items():
+                _copy_into(tensors, tree.parameters, changed, device)
+            self._states = states
+        for device in devices[1:]:
+            if device != devices[0] and device not in self.copies:
+                with torch.inference_mode(False), torch.no_grad():
+                    self.copies[device] = [move(parameter.detach(), device) for parameter in tree.parameters]
+
+    def _hand_out_parameters(self, tree: Tree, devices: Sequence[torch.device]) -> list[list[Tensor]]:
+        """For each replica its tensors, in the order of the tree's parameters."""
+        own: list[Tensor] = [*tree.parameters]
+        values = [own if device == devices[0] else self.copies[device] for device in devices]
+        if not torch.is_grad_enabled():
+            return values
+        handed = [list(tensors) for tensors in values]
+        for bucket in self.buckets:
+            bucket.deferred = self.deferred
+            places = [tree.place[id(parameter)] for parameter in bucket.parameters]
+            for tensors, aliases in zip(handed, bucket.hand_out([[each[i] for i in places] for each in values]), strict=True):
+                for i, alias in zip(places, aliases, strict=True):
+                    alias._is_param = True  # a parameter to isinstance
+                    tensors[i] = alias
+        return handed
+
+
+def _refuse_lazy(module: nn.Module) -> None:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise ValueError(f"{name} is not initialised yet: run the module once on a few rows before it is wrapped")
-        if tensor.device != devices[0]:
+
+
+def _check_places(tree: Tree, device: torch.device) -> None:
+    module = tree.modules[0]
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.device != device:
             raise ValueError(
-                f"{name} is on {tensor.device}, expected every parameter and buffer on the first device, {devices[0]}: "
-                f"move the module there with .to({str(devices[0])!r})"
+                f"{name} is on {tensor.device}, expected every parameter and buffer on the first device, {device}: "
+                f"move the module there with .to({str(device)!r})"
             )
-    return [module, *(_copy_to(module, device) for device in devices[1:])]
 
 
-def _copy_to(module: nn.Module, device: torch.device) -> nn.Module:
-    tensors: dict[int, torch.Tensor] = {}  # by identity, so that tied parameters stay tied
-    for parameter in module.parameters():
-        tensors[id(parameter)] = move(parameter, device)
-    for buffer in module.buffers():
-        tensors[id(buffer)] = buffer.detach().to(device, copy=True)
-    shells: dict[nn.Module, nn.Module] = {}
-
-    def copy_tree(original: nn.Module) -> nn.Module:
-        if original not in shells:
-            _refuse_compiled(original)
-            shells[original] = shell = _shell(original, tensors)
-            shell._modules = {name: None if child is None else copy_tree(child) for name, child in original._modules.items()}
-        return shells[original]
-
-    return copy_tree(module)
+def _state(parameter: Tensor) -> State:
+    return parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version, parameter.requires_grad
 
 
-def _refuse_compiled(module: nn.Module) -> None:
-    """Compiled code belongs to one module on one device, and torch's compiler does not run in several threads at once."""
-    if isinstance(module, torch.jit.ScriptModule):
-        raise TypeError(f"{type(module).__name__} cannot be replicated: pass the module that it was made from")
-    if "_orig_mod" in module._modules or module._compiled_call_impl is not None:  # torch.compile(module), module.compile()
-        raise TypeError(
-            f"{type(module).__name__} is compiled, which binds it to one replica: pass the module without torch.compile, or "
-            "use one process per device (torchrun)"
+@torch.no_grad()
+def _copy_into(copies: list[Tensor], parameters: Sequence[Tensor], changed: list[int], device: torch.device) -> None:
+    alike = [i for i in changed if copies[i].shape == parameters[i].shape and copies[i].dtype == parameters[i].dtype]
+    for i in set(changed).difference(alike):
+        copies[i] = move(parameters[i].detach(), device)
+    if alike:
+        torch._foreach_copy_(
+            [copies[i] for i in alike], [parameters[i].detach() for i in alike], non_blocking=device.type != "cpu"
         )
-
-
-def _shell(original: nn.Module, tensors: dict[int, torch.Tensor]) -> nn.Module:
-    """A shallow copy of one module that holds ``tensors`` in the place of its own."""
-    shell = type(original).__new__(type(original))
-    shell.__dict__ = {name: _swapped(value, tensors) for name, value in original.__dict__.items()}
-    for kind in ("_parameters", "_buffers"):
-        held = original.__dict__[kind]
-        shell.__dict__[kind] = {name: None if tensor is None else tensors[id(tensor)] for name, tensor in held.items()}
-    return shell
-
-
-def _swapped(value: Any, tensors: dict[int, torch.Tensor]) -> Any:
-    """An attribute for the shell: a plain list of parameters, as RNNs keep in ``_flat_weights``, is one of their copies."""
-    if isinstance(value, list) and any(isinstance(entry, nn.Parameter) for entry in value):
-        return [tensors.get(id(entry), entry) for entry in value]
-    return value

@@ -110,6 +110,7 @@ class TrainStep:
         self.max_grad_norm = max_grad_norm
         self.scheduler = scheduler
         self._ranks = None if isinstance(model, DataParallelModel) else model
+        self._replicas = [model.replicas, criterion.replicas] if isinstance(model, DataParallelModel) else [criterion.replicas]
         known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         self._outside = [p for p in (*model.parameters(), *criterion.parameters()) if p not in known]
         self._has_half = any(parameter.dtype == torch.float16 for parameter in model.parameters())
@@ -142,6 +143,8 @@ class TrainStep:
     def _finish(self) -> Tensor:
         window = self._window or self._open_window()
         with self._dropping_on_failure():
+            for replicas in self._replicas:
+                replicas.reduce()
             if self._ranks is not None and not window.reduced:
                 self._reduce_alone(window, self._ranks)
             total, weight = self._totals(window)
@@ -177,6 +180,8 @@ class TrainStep:
             yield
         except BaseException:
             self._window = None
+            for replicas in self._replicas:
+                replicas.drop()
             raise
 
     def _cut(self, inputs: Any, targets: Any) -> list[tuple[Arguments, tuple[Any, ...]]]:
@@ -214,8 +219,15 @@ class TrainStep:
         scaler = self.precision.scaler_on(self.model.devices[0])
         torch.autograd.backward(roots if scaler is None else [scaler.scale(root) for root in roots])
 
-    def _synchronised(self, reduce: bool) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if self._ranks is None or reduce else self._ranks.no_sync()
+    @contextlib.contextmanager
+    def _synchronised(self, reduce: bool) -> Iterator[None]:
+        """While micro-batches accumulate, gradients stay where they are: with the replicas, with the rank."""
+        with contextlib.ExitStack() as stack:
+            if not reduce and self._ranks is not None:
+                stack.enter_context(self._ranks.no_sync())
+            for replicas in () if reduce else self._replicas:
+                stack.enter_context(replicas.no_sync())
+            yield
 
     def _settle_reference(self, window: Window, to_come: Tensor | float, reduce: bool) -> None:
         """Gradients of sums are divided by a constant while they accumulate, where float16 could not hold them: by about what
@@ -234,6 +246,8 @@ class TrainStep:
             reference = max(reference, window.reference)
         if reference != window.reference:
             scale_gradients([*self.model.parameters(), *self.criterion.parameters()], window.reference / reference)
+            for replicas in self._replicas:
+                replicas.scale(window.reference / reference)
         window.reference = reference
 
     def _uses_float16(self) -> bool:

@@ -18,6 +18,8 @@ CORRIDOR = [
     "ranks",
     "scattering",
     "gathering",
+    "reduction",
+    "shells",
     "replication",
     "execution",
     "batchnorm",

@@ -9,7 +9,6 @@ from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, gather
-from balanced_parallel.criterion import _copies
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -267,7 +266,7 @@ def test_errors():
 def test_class_weights_follow_the_outputs():
     """Nobody has to move nn.CrossEntropyLoss(weight=...) to the first device by hand."""
     meta = torch.device("meta")
-    (moved,) = _copies(functools.partial(F.cross_entropy, weight=torch.rand(5)), [meta])
-    assert moved.keywords["weight"].device == meta
-    first, second = _copies(nn.CrossEntropyLoss(weight=torch.rand(5)), [meta, meta])
-    assert first.weight.device == second.weight.device == meta
+    with DataParallelCriterion(functools.partial(F.cross_entropy, weight=torch.rand(5)))._copies([meta]) as (moved,):
+        assert moved.keywords["weight"].device == meta
+    with DataParallelCriterion(nn.CrossEntropyLoss(weight=torch.rand(5)))._copies([meta, meta]) as (first, second):
+        assert first.weight.device == second.weight.device == meta

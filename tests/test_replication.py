@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
 from balanced_parallel import DataParallelModel, gather
-from balanced_parallel.replication import replicate
+from balanced_parallel.replication import Replicas
 
 CPU = torch.device("cpu")
 CPUS = ["cpu"] * 3
@@ -49,8 +49,8 @@ class Falsy(nn.Linear):
 def test_a_module_that_is_false_is_copied_too():
     module = nn.Sequential(nn.Identity())
     module.add_module("falsy", Falsy(2, 2))
-    _, second = replicate(module, [CPU, CPU])
-    assert second.falsy is not module.falsy
+    with Replicas().handed_out(module, [CPU, CPU]) as (_, second):
+        assert second.falsy is not module.falsy
 
 
 CASES = {
@@ -108,12 +108,12 @@ def test_buffers_of_the_first_replica_stay_and_the_others_do_not():
 
 def test_the_first_replica_is_the_module_and_the_others_share_no_buffer():
     module = nn.BatchNorm1d(2)
-    first, second = replicate(module, [CPU, CPU])
-    assert first is module
-    assert second is not module
-    assert type(second) is nn.BatchNorm1d
-    assert second.running_mean is not module.running_mean
-    assert [name for name, _ in second.named_parameters()] == ["weight", "bias"]
+    with Replicas().handed_out(module, [CPU, CPU]) as (first, second):
+        assert first is module
+        assert second is not module
+        assert type(second) is nn.BatchNorm1d
+        assert second.running_mean is not module.running_mean
+        assert [name for name, _ in second.named_parameters()] == ["weight", "bias"]
 
 
 def test_modes_and_hooks_reach_the_replicas():

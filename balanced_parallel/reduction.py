@@ -1,0 +1,177 @@
+"""Sums the gradients of the replicas, bucket by bucket, as soon as a bucket is complete, and always in the same order."""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+__all__: list[str] = []
+
+BUCKET_BYTES = 25 * 2**20  # as in torch's DistributedDataParallel
+
+FIRST = 2**63  # before anything else that a device's thread of the engine could do: backward runs the highest number first
+
+Gradients = list[Tensor | None]  # one replica's, in the order of a bucket's parameters
+
+
+class Owners(Protocol):
+    """Where the gradients of a bucket go instead of to the ``grad`` of its parameters."""
+
+    def take(self, parameters: Sequence[Tensor], replicas: Sequence[Gradients]) -> None: ...
+
+
+class Bucket:
+    """Parameters whose gradients are summed together.
+
+    Args:
+        parameters: of one dtype, on one device, all with ``requires_grad``.
+    """
+
+    def __init__(self, parameters: list[Tensor]) -> None:
+        self.parameters = parameters
+        self.owners: Owners | None = None
+        self.deferred = False  # gradients stay with the replicas until reduce()
+        self._held: list[Gradients] = []
+
+    def hand_out(self, replicas: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
+        """An alias of each tensor, connected to the parameters: ``replicas[r][i]`` has the values of parameter ``i``."""
+        size = len(self.parameters)
+        aliases = _HandOut.apply(self, replicas, *self.parameters)
+        aliases[0].grad_fn._set_sequence_nr(FIRST)
+        return [aliases[start : start + size] for start in range(0, len(aliases), size)]
+
+    def collect(self, replicas: list[Gradients], wanted: Sequence[bool | None]) -> Gradients:
+        """The gradients that autograd passes on to the parameters, now that all replicas have theirs.
+
+        Args:
+            replicas: those of each replica; this takes them over.
+            wanted: per parameter whether its gradient is to be accumulated (True), returned (None, as
+                ``torch.autograd.grad`` asks), or neither.
+        """
+        device = self.parameters[0].device
+        if not self.deferred and self.owners is None and not self._held:
+            return _add_up(replicas, device)
+        returned = _add_up([_only(gradients, [want is None for want in wanted]) for gradients in replicas], device)
+        self._hold([_only(gradients, [want is True for want in wanted]) for gradients in replicas])
+        if not self.deferred:
+            self.reduce()
+        return returned
+
+    def reduce(self) -> None:
+        """Brings what the replicas hold to the parameters' ``grad``, or to the owners."""
+        held, self._held = self._held, []
+        if not held:
+            return
+        with torch.no_grad():
+            if self.owners is not None:
+                self.owners.take(self.parameters, held)
+                return
+            for parameter, total in zip(self.parameters, _add_up(held, self.parameters[0].device), strict=True):
+                if total is not None:
+                    parameter.grad = total if parameter.grad is None else parameter.grad + total
+
+    def scale(self, factor: float) -> None:
+        """Multiplies what the replicas hold."""
+        self._held = [[None if gradient is None else gradient * factor for gradient in held] for held in self._held]
+
+    def drop(self) -> None:
+        """Forgets what the replicas hold."""
+        self._held = []
+
+    @torch.no_grad()
+    def _hold(self, replicas: list[Gradients]) -> None:
+        for held, fresh in zip(self._held, replicas, strict=False):
+            both = [i for i, gradient in enumerate(fresh) if gradient is not None and held[i] is not None]
+            for i, total in zip(both, _add([held[i] for i in both], [fresh[i] for i in both]), strict=True):
+                held[i] = total
+            for i, gradient in enumerate(fresh):
+                held[i] = gradient if held[i] is None else held[i]
+        self._held += replicas[len(self._held) :]
+
+
+class _HandOut(torch.autograd.Function):
+    """Its backward runs when every replica has the gradients of the whole bucket."""
+
+    @staticmethod
+    def forward(ctx: Any, bucket: Bucket, replicas: Sequence[Sequence[Tensor]], *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.bucket, ctx.size = bucket, len(parameters)
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for replica in replicas for tensor in replica)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        replicas = [list(gradients[start : start + ctx.size]) for start in range(0, len(gradients), ctx.size)]
+        wanted = [_is_wanted(node) for node, _ in ctx.next_functions]
+        return (None, None, *ctx.bucket.collect(replicas, wanted))
+
+
+def _is_wanted(accumulates: Any) -> bool | None:
+    """Whether the running backward accumulates into a leaf; None where ``torch.autograd.grad`` asks for its gradient, which is
+    when torch refuses to say."""
+    try:
+        return bool(torch._C._will_engine_execute_node(accumulates))
+    except RuntimeError:
+        return None
+
+
+def make_buckets(parameters: Sequence[Tensor]) -> list[Bucket]:
+    """Buckets of at most 25 MiB (or one parameter) and one dtype, the last parameters first: backward reaches them first."""
+    buckets: list[Bucket] = []
+    open_buckets: dict[torch.dtype, tuple[Bucket, int]] = {}
+    for parameter in reversed(parameters):
+        bucket, size = open_buckets.get(parameter.dtype, (None, 0))
+        if bucket is None or size + parameter.nbytes > BUCKET_BYTES:
+            bucket, size = Bucket([]), 0
+            buckets.append(bucket)
+        bucket.parameters.append(parameter)
+        open_buckets[parameter.dtype] = bucket, size + parameter.nbytes
+    return buckets
+
+
+def _only(gradients: Gradients, chosen: list[bool]) -> Gradients:
+    return [gradient if choose else None for gradient, choose in zip(gradients, chosen, strict=True)]
+
+
+def _add_up(replicas: Sequence[Gradients], device: torch.device) -> Gradients:
+    """The sum over the replicas, in their order, on ``device``; None where no replica has a gradient."""
+    totals: list[Any] = [None] * len(replicas[0])
+    ours: set[int] = set()  # made here, so that nobody else sees them change
+    for gradients in replicas:
+        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        moved = dict(zip(present, move_together([gradients[i] for i in present], device), strict=True))
+        first, again = [i for i in present if totals[i] is None], [i for i in present if i in ours]
+        second = [i for i in present if totals[i] is not None and i not in ours]
+        for i, total in zip(second, _add([totals[i] for i in second], [moved[i] for i in second]), strict=True):
+            totals[i] = total
+        if again and all(_is_dense(tensor) for i in again for tensor in (totals[i], moved[i])):
+            torch._foreach_add_([totals[i] for i in again], [moved[i] for i in again])
+        else:
+            for i in again:
+                totals[i] = totals[i] + moved[i]
+        ours.update(second)
+        for i in first:
+            totals[i] = moved[i]
+    return totals
+
+
+def _add(left: list[Any], right: list[Any]) -> list[Tensor]:
+    """Elementwise sums, in one call for all that are dense. Nothing is overwritten."""
+    if left and all(map(_is_dense, (*left, *right))):
+        return list(torch._foreach_add(left, right))
+    return [one + other for one, other in zip(left, right, strict=True)]
+
+
+def _is_dense(tensor: Any) -> bool:
+    return bool(tensor.layout == torch.strided)
+
+
+def move_together(tensors: list[Any], device: torch.device) -> list[Tensor]:
+    """``tensors``, all on one device and of one dtype, on ``device``: dense ones in a single copy."""
+    if not tensors or tensors[0].device == device:
+        return tensors
+    if len(tensors) == 1 or any(tensor.layout != torch.strided for tensor in tensors):
+        return [tensor.to(device, non_blocking=device.type != "cpu") for tensor in tensors]
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(device, non_blocking=device.type != "cpu")
+    pieces = flat.split([tensor.numel() for tensor in tensors])
+    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]

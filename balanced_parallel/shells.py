@@ -1,0 +1,111 @@
+"""The tree of a module's submodules, and shells: copies of it that share everything but parameters and buffers."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__: list[str] = []
+
+
+class Tree:
+    """The modules of a tree, each once, and its parameters, each once: what is tied stays tied.
+
+    Raises:
+        TypeError: a module is a ``ScriptModule``, which cannot be copied part by part; or it was compiled.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.modules = list(root.modules())
+        for module in self.modules:
+            _refuse_compiled(module)
+        self.children = [dict(module._modules) for module in self.modules]
+        self.owned = [dict(module._parameters) for module in self.modules]
+        held = [parameter for owned in self.owned for parameter in owned.values() if parameter is not None]
+        self.parameters: list[nn.Parameter] = list({id(parameter): parameter for parameter in held}.values())
+        self.shapes = [parameter.shape for parameter in self.parameters]
+        self.place = {id(parameter): i for i, parameter in enumerate(self.parameters)}
+        self._places = [
+            {name: None if parameter is None else self.place[id(parameter)] for name, parameter in owned.items()}
+            for owned in self.owned
+        ]
+        self._lists = [[name for name, value in module.__dict__.items() if type(value) is list] for module in self.modules]
+        self._sizes = [len(module.__dict__) for module in self.modules]
+
+    def still_is(self, root: nn.Module) -> bool:
+        """Whether the tree under ``root`` has the same modules and the same parameters."""
+        if self.modules[0] is not root:
+            return False
+        for module, children, owned, size in zip(self.modules, self.children, self.owned, self._sizes, strict=True):
+            held = module._parameters
+            if module._modules != children or len(held) != len(owned) or len(module.__dict__) != size:
+                return False
+            for name, parameter in owned.items():
+                if held.get(name, self) is not parameter:
+                    return False
+        return True
+
+    def make_shells(self) -> list[nn.Module]:
+        """An empty copy of each module, to be filled before each forward; the first is the root's."""
+        return [type(module).__new__(type(module)) for module in self.modules]
+
+    def fill(self, shells: list[nn.Module], tensors: list[Tensor], copy_buffer: Callable[[Tensor], Tensor]) -> None:
+        """Makes the shells what the modules are now (modes, hooks, attributes), with ``tensors`` in the place of parameters."""
+        shell_of = {id(module): shell for module, shell in zip(self.modules, shells, strict=True)}
+        copied: dict[int, Tensor] = {}
+        for i, (module, shell) in enumerate(zip(self.modules, shells, strict=True)):
+            state = dict(module.__dict__)
+            state["_parameters"] = {name: None if at is None else tensors[at] for name, at in self._places[i].items()}
+            if self.children[i]:
+                state["_modules"] = {
+                    name: None if child is None else shell_of[id(child)] for name, child in self.children[i].items()
+                }
+            if module._buffers:
+                for buffer in module._buffers.values():
+                    if buffer is not None and id(buffer) not in copied:
+                        copied[id(buffer)] = copy_buffer(buffer.detach())
+                state["_buffers"] = {name: None if held is None else copied[id(held)] for name, held in module._buffers.items()}
+            for name in self._lists[i]:
+                state[name] = self._swapped(state[name], tensors)
+            object.__setattr__(shell, "__dict__", state)
+
+    @contextmanager
+    def lent(self, tensors: list[Tensor]) -> Iterator[None]:
+        """Puts ``tensors`` in the place of the modules' own parameters, for the length of the block."""
+        put: list[tuple[dict[str, Any], str, Any, Any]] = []  # where, as what, in the place of what
+        try:
+            for i, module in enumerate(self.modules):
+                for name, at in self._places[i].items():
+                    if at is not None:
+                        put.append((module._parameters, name, tensors[at], self.parameters[at]))
+                for name in self._lists[i]:
+                    before = module.__dict__.get(name)
+                    swapped = self._swapped(before, tensors)
+                    if swapped is not before:
+                        put.append((module.__dict__, name, swapped, before))
+            for holder, name, value, _ in put:
+                holder[name] = value
+            yield
+        finally:
+            for holder, name, value, before in put:
+                if holder.get(name) is value:  # else forward has put something else there, which stays
+                    holder[name] = before
+
+    def _swapped(self, value: Any, tensors: list[Tensor]) -> Any:
+        """A plain list of parameters, as RNNs keep in ``_flat_weights``, becomes one of their copies."""
+        if type(value) is not list or not any(isinstance(entry, nn.Parameter) for entry in value):
+            return value
+        return [tensors[self.place[id(entry)]] if id(entry) in self.place else entry for entry in value]
+
+
+def _refuse_compiled(module: nn.Module) -> None:
+    """Compiled code belongs to one module on one device, and torch's compiler does not run in several threads at once."""
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(f"{type(module).__name__} cannot be replicated: pass the module that it was made from")
+    if "_orig_mod" in module._modules or module._compiled_call_impl is not None:  # torch.compile(module), module.compile()
+        raise TypeError(
+            f"{type(module).__name__} is compiled, which binds it to one replica: pass the module without torch.compile, or "
+            "use one process per device (torchrun)"
+        )
