@@ -41,6 +41,11 @@ class Bucket:
         aliases[0].grad_fn._set_sequence_nr(FIRST)
         return [aliases[start : start + size] for start in range(0, len(aliases), size)]
 
+    @property
+    def passes_on(self) -> bool:
+        """Whether gradients simply go on to the parameters, as autograd would bring them there."""
+        return not (self.deferred or self.owners or self._held)
+
     def collect(self, replicas: list[Gradients], wanted: Sequence[bool | None]) -> Gradients:
         """The gradients that autograd passes on to the parameters, now that all replicas have theirs.
 
@@ -50,8 +55,6 @@ class Bucket:
                 ``torch.autograd.grad`` asks), or neither.
         """
         device = self.parameters[0].device
-        if not self.deferred and self.owners is None and not self._held:
-            return _add_up(replicas, device)
         returned = _add_up([_only(gradients, [want is None for want in wanted]) for gradients in replicas], device)
         self._hold([_only(gradients, [want is True for want in wanted]) for gradients in replicas])
         if not self.deferred:
@@ -102,8 +105,9 @@ class _HandOut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         replicas = [list(gradients[start : start + ctx.size]) for start in range(0, len(gradients), ctx.size)]
-        wanted = [_is_wanted(node) for node, _ in ctx.next_functions]
-        return (None, None, *ctx.bucket.collect(replicas, wanted))
+        if ctx.bucket.passes_on:
+            return (None, None, *_add_up(replicas, ctx.bucket.parameters[0].device))
+        return (None, None, *ctx.bucket.collect(replicas, [_is_wanted(node) for node, _ in ctx.next_functions]))
 
 
 def _is_wanted(accumulates: Any) -> bool | None:

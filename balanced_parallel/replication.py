@@ -7,7 +7,7 @@ of copies that live on its device and are refreshed where the module has changed
 
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .devices import move
 from .reduction import Bucket, make_buckets
-from .shells import Tree
+from .shells import Shells, Tree
 
 __all__: list[str] = []
 
@@ -30,11 +30,12 @@ class Replicas:
     """
 
     def __init__(self) -> None:
+        self.spread = False  # whether gradients go to owners of their own, and never to the parameters
         self.deferred = False  # gradients stay with the replicas until reduce()
         self.copies: dict[torch.device, list[Tensor]] = {}  # of the parameters, on the devices that are not the module's
         self.buckets: list[Bucket] = []
         self.tree: Tree | None = None
-        self._shells: list[list[nn.Module]] = []
+        self._shells: list[Shells] = []
         self._states: list[State] = []  # of the parameters when they were copied
 
     def __reduce__(self) -> Any:  # a copy of the wrapper makes replicas of its own
@@ -62,11 +63,13 @@ class Replicas:
             return
         tree = self.prepare(module, devices)
         handed = self._hand_out_parameters(tree, devices)
-        for number, device in enumerate(devices[1:], 1):
-            # every time: batch norm writes to its statistics without torch's version counter
-            tree.fill(self._shells[number - 1], handed[number], functools.partial(torch.Tensor.to, device=device, copy=True))
-        with tree.lent(handed[0]):
-            yield [module, *(shells[0] for shells in self._shells[: len(devices) - 1])]
+        modules = [module]
+        for shells, device in zip(self._shells, devices[1:], strict=False):
+            # buffers every time: batch norm writes to its statistics without torch's version counter
+            copy_buffer = functools.partial(torch.Tensor.to, device=device, copy=True)
+            modules.append(tree.fill(shells, handed.get(device), copy_buffer))
+        with tree.lent(handed[devices[0]]) if handed else nullcontext():
+            yield modules
 
     def prepare(self, module: nn.Module, devices: Sequence[torch.device]) -> Tree:
         """Brings shells and copies up to date with the module."""
@@ -132,20 +135,22 @@ class Replicas:
                 with torch.inference_mode(False), torch.no_grad():
                     self.copies[device] = [move(parameter.detach(), device) for parameter in tree.parameters]
 
-    def _hand_out_parameters(self, tree: Tree, devices: Sequence[torch.device]) -> list[list[Tensor]]:
-        """For each replica its tensors, in the order of the tree's parameters."""
-        own: list[Tensor] = [*tree.parameters]
-        values = [own if device == devices[0] else self.copies[device] for device in devices]
-        if not torch.is_grad_enabled():
-            return values
-        handed = [list(tensors) for tensors in values]
-        for bucket in self.buckets:
-            bucket.deferred = self.deferred
-            places = [tree.place[id(parameter)] for parameter in bucket.parameters]
-            for tensors, aliases in zip(handed, bucket.hand_out([[each[i] for i in places] for each in values]), strict=True):
-                for i, alias in zip(places, aliases, strict=True):
-                    alias._is_param = True  # a parameter to isinstance
-                    tensors[i] = alias
+    def _hand_out_parameters(self, tree: Tree, devices: Sequence[torch.device]) -> dict[torch.device, list[Tensor]]:
+        """For each device its tensors, in the order of the tree's parameters. None where all are the module's own: the
+        engine has one thread for a device, which adds up their gradients in a fixed order."""
+        places = list(dict.fromkeys(devices))
+        if len(places) == 1 and not self.spread:
+            return {}
+        handed: dict[torch.device, list[Tensor]] = {place: [*self.copies.get(place, tree.parameters)] for place in places}
+        if torch.is_grad_enabled():
+            for bucket in self.buckets:
+                bucket.deferred = self.deferred
+                at = [tree.place[id(parameter)] for parameter in bucket.parameters]
+                aliases = bucket.hand_out([[handed[place][i] for i in at] for place in places])
+                for place, some in zip(places, aliases, strict=True):
+                    for i, alias in zip(at, some, strict=True):
+                        alias._is_param = True  # a parameter to isinstance
+                        handed[place][i] = alias
         return handed
 
 
@@ -156,6 +161,9 @@ def _refuse_lazy(module: nn.Module) -> None:
 
 
 def _check_places(tree: Tree, device: torch.device) -> None:
+    held = [*tree.parameters, *(buffer for module in tree.modules for buffer in module._buffers.values() if buffer is not None)]
+    if all(tensor.device == device for tensor in held):
+        return
     module = tree.modules[0]
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.device != device:

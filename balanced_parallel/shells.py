@@ -9,6 +9,9 @@ from torch import Tensor, nn
 
 __all__: list[str] = []
 
+# Each module with its shell, the shell's children, where its parameters are in the tree, and the names of its lists.
+Shells = list[tuple[nn.Module, nn.Module, dict[str, nn.Module | None], dict[str, int | None], list[str]]]
+
 
 class Tree:
     """The modules of a tree, each once, and its parameters, each once: what is tied stays tied.
@@ -47,29 +50,40 @@ class Tree:
                     return False
         return True
 
-    def make_shells(self) -> list[nn.Module]:
-        """An empty copy of each module, to be filled before each forward; the first is the root's."""
-        return [type(module).__new__(type(module)) for module in self.modules]
-
-    def fill(self, shells: list[nn.Module], tensors: list[Tensor], copy_buffer: Callable[[Tensor], Tensor]) -> None:
-        """Makes the shells what the modules are now (modes, hooks, attributes), with ``tensors`` in the place of parameters."""
+    def make_shells(self) -> Shells:
+        """An empty copy of each module, to be filled before each forward."""
+        shells = [type(module).__new__(type(module)) for module in self.modules]
         shell_of = {id(module): shell for module, shell in zip(self.modules, shells, strict=True)}
+        children = [
+            {name: None if child is None else shell_of[id(child)] for name, child in held.items()} for held in self.children
+        ]
+        return list(zip(self.modules, shells, children, self._places, self._lists, strict=True))
+
+    def fill(self, shells: Shells, tensors: list[Tensor] | None, copy_buffer: Callable[[Tensor], Tensor]) -> nn.Module:
+        """Makes the shells what the modules are now (modes, hooks, attributes), and returns the root's.
+
+        Args:
+            shells: from :meth:`make_shells`.
+            tensors: what to put in the place of the parameters; ``None`` leaves them.
+            copy_buffer: called once for each buffer.
+        """
         copied: dict[int, Tensor] = {}
-        for i, (module, shell) in enumerate(zip(self.modules, shells, strict=True)):
-            state = dict(module.__dict__)
-            state["_parameters"] = {name: None if at is None else tensors[at] for name, at in self._places[i].items()}
-            if self.children[i]:
-                state["_modules"] = {
-                    name: None if child is None else shell_of[id(child)] for name, child in self.children[i].items()
-                }
-            if module._buffers:
-                for buffer in module._buffers.values():
+        for module, shell, children, places, lists in shells:
+            state = module.__dict__.copy()
+            if children:
+                state["_modules"] = children.copy()
+            if buffers := state["_buffers"]:
+                for buffer in buffers.values():
                     if buffer is not None and id(buffer) not in copied:
                         copied[id(buffer)] = copy_buffer(buffer.detach())
-                state["_buffers"] = {name: None if held is None else copied[id(held)] for name, held in module._buffers.items()}
-            for name in self._lists[i]:
-                state[name] = self._swapped(state[name], tensors)
+                state["_buffers"] = {name: None if held is None else copied[id(held)] for name, held in buffers.items()}
+            if tensors is not None:
+                if places:
+                    state["_parameters"] = {name: None if at is None else tensors[at] for name, at in places.items()}
+                for name in lists:
+                    state[name] = self._swapped(state[name], tensors)
             object.__setattr__(shell, "__dict__", state)
+        return shells[0][1]
 
     @contextmanager
     def lent(self, tensors: list[Tensor]) -> Iterator[None]:

@@ -3,6 +3,7 @@
 import copy
 import gc
 import pickle
+import threading
 import weakref
 
 import pytest
@@ -10,8 +11,8 @@ import torch
 from problems import BODIES, assert_same_gradients, build_net, gradients, plain_program
 from torch import nn
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
-from balanced_parallel.reduction import Bucket, make_buckets
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, gather, reduction, simulate
+from balanced_parallel.reduction import make_buckets
 
 CPUS = ["cpu"] * 3
 
@@ -321,7 +322,7 @@ def test_replicas_are_freed_with_the_wrapper():
         gather(model(torch.ones(6, 64))).sum().backward()
         net.zero_grad()
         assert cluster.live[1] >= net.weight.nbytes
-        shell = weakref.ref(model.replicas._shells[0][0])
+        shell = weakref.ref(model.replicas._shells[0][0][1])
         gc.collect()
         gc.disable()
         try:
@@ -354,16 +355,28 @@ def test_buckets_are_bounded_of_one_dtype_and_last_layers_first():
 
 
 def test_a_bucket_is_reduced_as_soon_as_every_replica_has_its_gradients(monkeypatch):
-    net = nn.Sequential(nn.Linear(4, 2600), nn.Linear(2600, 2600), nn.Linear(2600, 4))  # 27 MB in the middle
-    model = DataParallelModel(net, CPUS)
-    events = []
-    net[0].register_forward_hook(
-        lambda module, inputs, output: output.register_hook(lambda gradient: events.append("first layer"))
-    )
-    collect = Bucket.collect
-    monkeypatch.setattr(Bucket, "collect", lambda self, *args: events.append(len(self.parameters)) or collect(self, *args))
-    gather(model(torch.ones(3, 4))).sum().backward()
-    assert events == ["first layer", "first layer", 3, "first layer", 1, 2]
+    with simulate(2):
+        net = nn.Sequential(nn.Linear(4, 2600), nn.Linear(2600, 2600), nn.Linear(2600, 4)).to("sim:0")  # 27 MB in the middle
+        model = DataParallelModel(net)
+        events = []
+        add_up = reduction._add_up
+
+        def watched(replicas, device):
+            events.append(len(replicas[0]))
+            return add_up(replicas, device)
+
+        monkeypatch.setattr(reduction, "_add_up", watched)
+        last = threading.Event()
+
+        def watch(module, inputs, output):
+            """The first layers of both replicas wait until the second bucket (the weight in the middle) was reduced."""
+            output.register_hook(lambda gradient: events.append("waited" if last.wait(20) else "in vain"))
+
+        monkeypatch.setattr(reduction, "_add_up", lambda *args: (watched(*args), last.set() if len(events) == 1 else None)[0])
+        net[0].register_forward_hook(watch)
+        gather(model(torch.ones(4, 4))).sum().backward()
+        assert events[0] == 3
+        assert "in vain" not in events
 
 
 def test_reentrant_checkpointing_reaches_every_gradient(double):
