@@ -62,6 +62,9 @@ def _count(number: int) -> Tensor:
 
 
 def _broadcast(*tensors: Tensor) -> torch.Size:
+    first = tensors[0].shape
+    if all(tensor.shape == first for tensor in tensors):  # torch.broadcast_shapes takes its time
+        return first
     return torch.Size(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)))
 
 
@@ -168,6 +171,21 @@ def _signature(function: Callable[..., Tensor]) -> inspect.Signature:
     return inspect.signature(function)
 
 
+def _bind(function: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """The arguments by their names, as the function would take them."""
+    names, required = _plain_names(function)
+    if not kwargs and required <= len(args) <= len(names):  # as always; inspect takes ten times as long
+        return dict(zip(names, args, strict=False))
+    return _signature(function).bind(*args, **kwargs).arguments
+
+
+@functools.cache
+def _plain_names(function: Callable[..., Tensor]) -> tuple[list[str], int]:
+    """The leading arguments that may be given by position, and how many of them have to be."""
+    plain = [one for one in _signature(function).parameters.values() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    return [one.name for one in plain], sum(one.default is one.empty for one in plain)
+
+
 def _register(module: type[nn.Module], function: Callable[..., Tensor], rule: Rule) -> None:
     names = list(_signature(function).parameters)
     given = _signature(module.forward).parameters
@@ -177,7 +195,7 @@ def _register(module: type[nn.Module], function: Callable[..., Tensor], rule: Ru
         if type(criterion).forward is not module.forward:
             return loss_weight.dispatch(object)(criterion, output)  # a subclass with a forward of its own is another loss
         settings = {name: getattr(criterion, name) for name in names if name not in given and hasattr(criterion, name)}
-        bound = _signature(module.forward).bind(criterion, output, *targets, **kwargs).arguments
+        bound = _bind(module.forward, criterion, output, *targets, **kwargs)
         del bound["self"]
         if "log_input" in bound:  # what PoissonNLLLoss.forward calls the function's input
             bound["input"] = bound.pop("log_input")
@@ -202,7 +220,7 @@ def _weigh_function(criterion: Any, output: Any, *targets: Any, **kwargs: Any) -
     if function not in _RULES:
         weigh = loss_weight.dispatch(object) if function is criterion else loss_weight
         return weigh(function, output, *targets, **settings | kwargs)
-    bound = _signature(function).bind(*arguments, output, *targets, **settings | kwargs).arguments
+    bound = _bind(function, *arguments, output, *targets, **settings | kwargs)
     if bound.get("size_average") is not None or bound.get("reduce") is not None:
         raise ValueError(f"{_name(function)} was given size_average= or reduce=, which torch deprecated; use reduction=")
     with torch.no_grad():

@@ -89,6 +89,13 @@ def leaves(node: Any, place: str = "") -> Iterator[tuple[str, Any]]:
 
 def map_leaves(function: Callable[[Any], Any], node: Any) -> Any:
     """``node`` with ``function`` applied to each leaf."""
+    kind = type(node)
+    if kind is torch.Tensor:  # most of what there is, and the two containers that hold most of it
+        return function(node)
+    if kind is tuple or (kind is dict and all(type(value) is torch.Tensor for value in node.values())):
+        if kind is tuple:
+            return tuple([map_leaves(function, child) for child in node])
+        return {key: function(value) for key, value in node.items()}
     container = open_container(node)
     if container is None:
         return function(node)

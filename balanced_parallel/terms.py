@@ -1,6 +1,5 @@
 """One replica's part of a loss: a sum, and what it is to be divided by. In the three ways in which a criterion allows it."""
 
-import copy
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -82,6 +81,6 @@ def sum_and_weight(shard: Shard) -> tuple[Tensor, Weight]:
 def _summing(criterion: Criterion) -> Criterion:
     if not isinstance(criterion, nn.Module):
         return functools.partial(criterion, reduction="sum")
-    summing = copy.copy(criterion)
-    summing.reduction = "sum"  # type: ignore[assignment]
+    summing = type(criterion).__new__(type(criterion))
+    object.__setattr__(summing, "__dict__", criterion.__dict__ | {"reduction": "sum"})  # copy.copy takes ten times as long
     return summing
