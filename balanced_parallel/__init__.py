@@ -11,6 +11,7 @@ batch. A map of the house, in the order in which its rooms build on each other:
     scattering    rows cut over devices                     scatter
     gathering     pieces put back together                  gather
     reduction     gradients of the replicas, summed in buckets
+    ownership     which device owns which elements
     shells        a module's tree, and copies of it
     replication   replicas that live between steps
     execution     one worker per replica
@@ -21,6 +22,7 @@ batch. A map of the house, in the order in which its rooms build on each other:
     precision     autocast and gradient scaling             Precision
     model         a batch over the devices                  DataParallelModel
     criterion     the loss where the outputs are            DataParallelCriterion
+    optimizer     gradients and state spread over devices   BalancedOptimizer
     microbatching a batch over time
     accumulation  what a window holds until it is applied
     step          one effective batch, one exact update     TrainStep
@@ -36,6 +38,7 @@ from .gathering import gather
 from .launch.distributed import parallelize
 from .losses import loss_weight
 from .model import DataParallelModel
+from .optimizer import BalancedOptimizer
 from .precision import Precision
 from .scattering import scatter
 from .simulation import simulate
@@ -46,6 +49,7 @@ from .weighting import weighted_mean
 __version__ = "0.1.0"
 
 __all__ = [
+    "BalancedOptimizer",
     "DataParallelCriterion",
     "DataParallelModel",
     "Precision",

@@ -73,6 +73,13 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         of a forward outside of it, or :meth:`reduce_gradients`: for micro-batches, whose sum then moves once."""
         return self.replicas.no_sync()
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        if not set_to_none:
+            super().zero_grad(set_to_none)
+        for parameter in self.parameters() if set_to_none else ():
+            parameter.grad = None  # without a look at what it was, which may lie on other devices
+        self.replicas.drop()
+
     def reduce_gradients(self) -> None:
         """Sums what the replicas hold after :meth:`no_sync`, where no other backward did."""
         self.replicas.reduce()

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__: list[str] = []
 
@@ -18,7 +18,7 @@ Gradients = list[Tensor | None]  # one replica's, in the order of a bucket's par
 class Owners(Protocol):
     """Where the gradients of a bucket go instead of to the ``grad`` of its parameters."""
 
-    def take(self, parameters: Sequence[Tensor], replicas: Sequence[Gradients]) -> None: ...
+    def take(self, replicas: Sequence[Gradients]) -> None: ...
 
 
 class Bucket:
@@ -28,7 +28,7 @@ class Bucket:
         parameters: of one dtype, on one device, all with ``requires_grad``.
     """
 
-    def __init__(self, parameters: list[Tensor]) -> None:
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
         self.owners: Owners | None = None
         self.deferred = False  # gradients stay with the replicas until reduce()
@@ -55,7 +55,7 @@ class Bucket:
                 ``torch.autograd.grad`` asks), or neither.
         """
         device = self.parameters[0].device
-        returned = _add_up([_only(gradients, [want is None for want in wanted]) for gradients in replicas], device)
+        returned = add_up([_only(gradients, [want is None for want in wanted]) for gradients in replicas], device)
         self._hold([_only(gradients, [want is True for want in wanted]) for gradients in replicas])
         if not self.deferred:
             self.reduce()
@@ -68,9 +68,9 @@ class Bucket:
             return
         with torch.no_grad():
             if self.owners is not None:
-                self.owners.take(self.parameters, held)
+                self.owners.take(held)
                 return
-            for parameter, total in zip(self.parameters, _add_up(held, self.parameters[0].device), strict=True):
+            for parameter, total in zip(self.parameters, add_up(held, self.parameters[0].device), strict=True):
                 if total is not None:
                     parameter.grad = total if parameter.grad is None else parameter.grad + total
 
@@ -106,20 +106,22 @@ class _HandOut(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
         replicas = [list(gradients[start : start + ctx.size]) for start in range(0, len(gradients), ctx.size)]
         if ctx.bucket.passes_on:
-            return (None, None, *_add_up(replicas, ctx.bucket.parameters[0].device))
+            return (None, None, *add_up(replicas, ctx.bucket.parameters[0].device))
         return (None, None, *ctx.bucket.collect(replicas, [_is_wanted(node) for node, _ in ctx.next_functions]))
 
 
 def _is_wanted(accumulates: Any) -> bool | None:
     """Whether the running backward accumulates into a leaf; None where ``torch.autograd.grad`` asks for its gradient, which is
     when torch refuses to say."""
+    if accumulates is None:  # a parameter that does not learn
+        return False
     try:
         return bool(torch._C._will_engine_execute_node(accumulates))
     except RuntimeError:
         return None
 
 
-def make_buckets(parameters: Sequence[Tensor]) -> list[Bucket]:
+def make_buckets(parameters: Sequence[nn.Parameter]) -> list[Bucket]:
     """Buckets of at most 25 MiB (or one parameter) and one dtype, the last parameters first: backward reaches them first."""
     buckets: list[Bucket] = []
     open_buckets: dict[torch.dtype, tuple[Bucket, int]] = {}
@@ -137,7 +139,7 @@ def _only(gradients: Gradients, chosen: list[bool]) -> Gradients:
     return [gradient if choose else None for gradient, choose in zip(gradients, chosen, strict=True)]
 
 
-def _add_up(replicas: Sequence[Gradients], device: torch.device) -> Gradients:
+def add_up(replicas: Sequence[Gradients], device: torch.device) -> Gradients:
     """The sum over the replicas, in their order, on ``device``; None where no replica has a gradient."""
     totals: list[Any] = [None] * len(replicas[0])
     ours: set[int] = set()  # made here, so that nobody else sees them change

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .devices import move
+from .ownership import repoint
 from .reduction import Bucket, make_buckets
 from .shells import Shells, Tree
 
@@ -74,10 +75,8 @@ class Replicas:
     def prepare(self, module: nn.Module, devices: Sequence[torch.device]) -> Tree:
         """Brings shells and copies up to date with the module."""
         if self.tree is None or not self.tree.still_is(module) or self._has_new_sizes():
-            self.reduce()
-            _refuse_lazy(module)
-            self.tree = Tree(module)
-            self._shells, self.copies, self._states, self.buckets = [], {}, [], []
+            self._rebuild(module)
+        assert self.tree is not None
         while len(self._shells) < len(devices) - 1:
             self._shells.append(self.tree.make_shells())
         self._refresh(self.tree, devices)
@@ -112,6 +111,23 @@ class Replicas:
         self.reduce()
         self.buckets = [bucket for group in groups for bucket in make_buckets(group)]
 
+    def _rebuild(self, module: nn.Module) -> None:
+        _refuse_lazy(module)
+        known, self.tree = self.tree, Tree(module)
+        self._shells = []
+        same = known is not None and list(map(id, known.parameters)) == list(map(id, self.tree.parameters))
+        if not same or (known is not None and known.shapes != self.tree.shapes):
+            self._refuse_spread()
+            self.reduce()
+            self.copies, self._states, self.buckets = {}, [], []
+
+    def _refuse_spread(self) -> None:
+        if self.spread:
+            raise RuntimeError(
+                "the module has other parameters than when its BalancedOptimizer was made (added, removed, replaced, resized or "
+                "unfrozen): make a new one, after the old one was deleted"
+            )
+
     def _has_new_sizes(self) -> bool:
         """The old shells hold a graph in which the parameters have their old sizes, and with it what torch expects of them."""
         assert self.tree is not None
@@ -123,12 +139,18 @@ class Replicas:
         if states != self._states or not states:
             _check_places(tree, devices[0])
             before = self._states or [(0, 0, False)] * len(states)
-            if any(now[2] != then[2] for now, then in zip(states, before, strict=True)) or not self.buckets:
+            if self.spread:
+                bucketed = {id(parameter) for bucket in self.buckets for parameter in bucket.parameters}
+                if any(parameter.requires_grad and id(parameter) not in bucketed for parameter in tree.parameters):
+                    self._refuse_spread()
+            elif any(now[2] != then[2] for now, then in zip(states, before, strict=True)) or not self.buckets:
                 self.make_buckets([[parameter for parameter in tree.parameters if parameter.requires_grad]])
             changed = [i for i, (now, then) in enumerate(zip(states, before, strict=True)) if now[:2] != then[:2]]
             self.copies.pop(devices[0], None)
             for device, tensors in self.copies.items():
                 _copy_into(tensors, tree.parameters, changed, device)
+            for parameter in (tree.parameters[i] for i in changed if states[i][0] != before[i][0]):
+                repoint(parameter, {device: tensors[tree.place[id(parameter)]] for device, tensors in self.copies.items()})
             self._states = states
         for device in devices[1:]:
             if device != devices[0] and device not in self.copies:

@@ -19,6 +19,7 @@ CORRIDOR = [
     "scattering",
     "gathering",
     "reduction",
+    "ownership",
     "shells",
     "replication",
     "execution",
@@ -29,6 +30,7 @@ CORRIDOR = [
     "precision",
     "model",
     "criterion",
+    "optimizer",
     "microbatching",
     "accumulation",
     "step",
@@ -49,6 +51,7 @@ PUBLIC = {
     "convert_sync_batchnorm",
     "verify",
     "simulate",
+    "BalancedOptimizer",
 }
 
 

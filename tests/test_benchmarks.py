@@ -42,5 +42,5 @@ def test_the_categories_of_every_device_add_up_in_a_real_step(monkeypatch):
     benchmark = load("balance", monkeypatch)
     for name in benchmark.WAYS:
         with simulate(3) as cluster:
-            benchmark.train(benchmark.WAYS[name], benchmark.language_problem(), cluster)
+            benchmark.train(name, benchmark.language_problem(), cluster)
         assert [sum(cluster.categories(index).values()) for index in range(3)] == cluster.peak

@@ -359,20 +359,20 @@ def test_a_bucket_is_reduced_as_soon_as_every_replica_has_its_gradients(monkeypa
         net = nn.Sequential(nn.Linear(4, 2600), nn.Linear(2600, 2600), nn.Linear(2600, 4)).to("sim:0")  # 27 MB in the middle
         model = DataParallelModel(net)
         events = []
-        add_up = reduction._add_up
+        add_up = reduction.add_up
 
         def watched(replicas, device):
             events.append(len(replicas[0]))
             return add_up(replicas, device)
 
-        monkeypatch.setattr(reduction, "_add_up", watched)
+        monkeypatch.setattr(reduction, "add_up", watched)
         last = threading.Event()
 
         def watch(module, inputs, output):
             """The first layers of both replicas wait until the second bucket (the weight in the middle) was reduced."""
             output.register_hook(lambda gradient: events.append("waited" if last.wait(20) else "in vain"))
 
-        monkeypatch.setattr(reduction, "_add_up", lambda *args: (watched(*args), last.set() if len(events) == 1 else None)[0])
+        monkeypatch.setattr(reduction, "add_up", lambda *args: (watched(*args), last.set() if len(events) == 1 else None)[0])
         net[0].register_forward_hook(watch)
         gather(model(torch.ones(4, 4))).sum().backward()
         assert events[0] == 3

@@ -1,8 +1,8 @@
 """Does every device carry the same, and how much passes through the hottest one?
 
-One Adam step (the second, when optimizer state exists) on simulated GPUs, in four ways: on one device, with torch's
+One Adam step (the second, when optimizer state exists) on simulated GPUs, in five ways: on one device, with torch's
 ``nn.DataParallel``, with the loss computed per replica (the rule of PyTorch-Encoding and of most gists: torch's replicas, each
-with its own loss, averaged on the first device), and with balanced_parallel. Run without arguments, it measures everything
+with its own loss, averaged on the first device), and with balanced_parallel, without and with its optimizer. Run without arguments, it measures everything
 and writes the README beside it.
 """
 
@@ -19,7 +19,7 @@ from tabulate import tabulate
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, simulate
+from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, simulate
 from balanced_parallel.simulation import Cluster
 
 HERE = Path(__file__).parent
@@ -89,8 +89,8 @@ def loss_per_replica(module: nn.Module, inputs: Tensor, targets: Tensor, devices
     return torch.stack([loss.to(devices[0]) for loss in losses]).mean()
 
 
-def ours(module: nn.Module, inputs: Tensor, targets: Tensor, devices: list[torch.device]) -> Tensor:
-    loss: Tensor = DataParallelCriterion(nn.CrossEntropyLoss())(DataParallelModel(module, devices)(inputs), targets)
+def ours(model: nn.Module, inputs: Tensor, targets: Tensor, devices: list[torch.device]) -> Tensor:
+    loss: Tensor = DataParallelCriterion(nn.CrossEntropyLoss())(model(inputs), targets)
     return loss
 
 
@@ -100,6 +100,7 @@ WAYS: dict[str, Way] = {
     "nn.DataParallel": torch_data_parallel,
     "loss per replica": loss_per_replica,
     "balanced_parallel": ours,
+    "+ BalancedOptimizer": ours,
 }
 
 
@@ -112,13 +113,18 @@ class Measurement:
     error: float
 
 
-def train(way: Way, problem: Problem, cluster: Cluster) -> tuple[Measurement, list[Tensor]]:
+def train(name: str, problem: Problem, cluster: Cluster) -> tuple[Measurement, list[Tensor]]:
     module = copy.deepcopy(problem.module).to(cluster.devices[0])
-    optimizer = torch.optim.Adam(module.parameters())
+    optimizer: torch.optim.Optimizer = torch.optim.Adam(module.parameters())
+    model: nn.Module = module
+    if WAYS[name] is ours:
+        model = DataParallelModel(module, cluster.devices)
+        if name != "balanced_parallel":
+            optimizer = BalancedOptimizer(model, torch.optim.Adam)
     for _ in range(2):
         cluster.reset_peak()
         before = cluster.moved
-        loss = way(module, problem.inputs, problem.targets, cluster.devices)
+        loss = WAYS[name](model, problem.inputs, problem.targets, cluster.devices)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -131,9 +137,9 @@ def train(way: Way, problem: Problem, cluster: Cluster) -> tuple[Measurement, li
 def measure(name: str, problem: Problem, devices: int, expected: list[Tensor]) -> Measurement:
     devices = 1 if name == "one device" else devices
     with simulate(devices) as cluster:
-        found, _ = train(WAYS[name], problem, cluster)
+        found, _ = train(name, problem, cluster)
     with simulate(devices) as cluster:  # Adam makes of a rounding error in float32 as much as its step is long
-        _, parameters = train(WAYS[name], in_double(problem), cluster)
+        _, parameters = train(name, in_double(problem), cluster)
     pairs = zip(parameters, expected, strict=True)
     return Measurement(found.peak, found.through, max(float((one - other).abs().max()) for one, other in pairs))
 
