@@ -9,6 +9,7 @@ batch. A map of the house, in the order in which its rooms build on each other:
     nesting       tuples, mappings, dataclasses: taken apart and rebuilt
     ranks         the running process group: sums over ranks, rows of all of them
     scattering    rows cut over devices                     scatter
+    shares        how many rows for which device
     gathering     pieces put back together                  gather
     reduction     gradients of the replicas, summed in buckets
     ownership     which device owns which elements

@@ -132,7 +132,7 @@ class DataParallelCriterion(nn.Module):
         """The criterion on each device. One that holds its class weights on the CPU follows the outputs."""
         criterion = self.module
         if isinstance(criterion, nn.Module):
-            return self.replicas.handed_out(criterion.to(devices[0]), devices)
+            return self.replicas.handed_out(criterion.to(devices[0]), devices, devices[0])
         if isinstance(criterion, functools.partial):
             moved = [(move_leaves(criterion.args, device), move_leaves(criterion.keywords, device)) for device in devices]
             copies = [functools.partial(criterion.func, *arguments, **settings) for arguments, settings in moved]

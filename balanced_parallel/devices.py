@@ -5,6 +5,7 @@ code as three GPUs.
 """
 
 import contextlib
+import os
 import resource
 import sys
 from collections.abc import Iterator, Sequence
@@ -105,6 +106,14 @@ def keep_random_state() -> contextlib.AbstractContextManager[None]:
     accelerators = [device for device in visible_devices() if device.index is not None]
     kind = accelerators[0].type if accelerators else "cpu"
     return torch.random.fork_rng([device.index for device in accelerators], device_type=kind)
+
+
+def free_bytes(device: torch.device) -> int:
+    """Bytes that tensors can still be given: what the device has free, and what torch's allocator keeps without using it."""
+    if device.type == "cpu":
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    free, _ = torch.accelerator.get_memory_info(device)
+    return free + torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
 
 
 def peak_bytes(device: torch.device) -> int:

@@ -13,7 +13,8 @@ from .devices import DeviceLike, resolve_device, resolve_devices
 from .execution import run_replicas
 from .precision import Precision
 from .replication import Replicas
-from .scattering import Arguments, Pieces, assign_rows, check_split, count_rows, cut, move_leaves
+from .scattering import Arguments, Pieces, assign_rows, count_rows, cut, move_leaves
+from .shares import Shares
 
 __all__: list[str] = []
 
@@ -38,7 +39,9 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         dim: the dimension of the rows in the inputs.
         precision: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a :class:`Precision`, for autocast inside every replica. ``None`` is
             the autocast of the caller.
-        split: one weight per device for unequal parts; ``None`` cuts into sizes that differ by at most one row.
+        split: for unequal parts one weight per device, ``"memory"`` (the bytes that each has free) or ``"speed"`` (the rows per
+            second that each has shown, measured again ever more rarely); ``None`` cuts into sizes that differ by at most one
+            row. The weights that are used now are in ``model.split``, and in ``repr(model)``.
 
     Raises:
         ValueError: a device that this machine does not have; at the call, inputs that disagree about the number of rows.
@@ -53,12 +56,11 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         dim: int = 0,
         *,
         precision: str | Precision | None = None,
-        split: Sequence[float] | None = None,
+        split: Sequence[float] | str | None = None,
     ) -> None:
         nn.Module.__init__(self)  # not nn.DataParallel's, which knows no CPUs
         self.devices = resolve_devices(device_ids)
-        check_split(split, len(self.devices))
-        self.split = None if split is None else tuple(split)
+        self.shares = Shares(split, self.devices)
         self.precision = Precision("fp32" if precision is None else precision)
         self.dim = dim
         self.replicas = Replicas()
@@ -67,6 +69,14 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         place = self.devices[0] if output_device is None else resolve_device(output_device)
         self.output_device = 0 if place.index is None else place.index
         self.src_device_obj = self.devices[0]
+
+    @property
+    def split(self) -> tuple[float, ...] | None:
+        """The weight of each device in the next forward; None for equal parts."""
+        return self.shares.weights
+
+    def extra_repr(self) -> str:
+        return f"devices={[str(device) for device in self.devices]}, shares: {self.shares!r}"
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Gradients of forwards in this block stay with the replicas, where later ones add to them, until the next backward
@@ -86,14 +96,16 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> list[Any]:
         rows = count_rows(Arguments(inputs, kwargs), self.dim)
+        self.shares.begin()
         devices, sizes = assign_rows(rows, self.devices, self.split)
         batches = [(inputs, kwargs)] if sizes is None else cut((inputs, kwargs), sizes, self.dim)
-        with self.precision.autocast(devices), self.replicas.handed_out(self.module, devices) as modules:
+        with self.precision.autocast(devices), self.replicas.handed_out(self.module, devices, self.devices[0]) as modules:
             work = [
                 functools.partial(_call, replica, batch, device)
                 for replica, batch, device in zip(modules, batches, devices, strict=True)
             ]
-            outputs = run_replicas(work, devices, together=has_layers_over_all_rows(self.replicas.modules_of(self.module)))
+            timed = self.shares.timed(list(work), devices, sizes)
+            outputs = run_replicas(timed, devices, together=has_layers_over_all_rows(self.replicas.modules_of(self.module)))
         return Pieces(outputs, sizes or [None])
 
 

@@ -52,24 +52,27 @@ class Replicas:
             self.deferred = before
 
     @contextmanager
-    def handed_out(self, module: nn.Module, devices: Sequence[torch.device]) -> Iterator[list[nn.Module]]:
-        """One replica of ``module`` for each of ``devices``, for the length of a forward; the first is the module itself.
+    def handed_out(self, module: nn.Module, devices: Sequence[torch.device], home: torch.device) -> Iterator[list[nn.Module]]:
+        """One replica of ``module`` for each of ``devices``, for the length of a forward.
+
+        Args:
+            module: all on ``home``; where this is the first of the devices, the module itself is the first replica.
 
         Raises:
-            ValueError: a parameter or buffer is not on the first device, or is not initialised (lazy modules).
+            ValueError: a parameter or buffer is not on ``home``, or is not initialised (lazy modules).
             TypeError: the module is a ``ScriptModule``, which cannot be copied part by part; or it was compiled.
         """
-        if len(devices) == 1:
-            yield [module]
+        modules = [module] if devices[0] == home else []
+        if len(modules) == len(devices):
+            yield modules
             return
-        tree = self.prepare(module, devices)
-        handed = self._hand_out_parameters(tree, devices)
-        modules = [module]
-        for shells, device in zip(self._shells, devices[1:], strict=False):
+        tree = self.prepare(module, [home, *devices[len(modules) :]])
+        handed = self._hand_out_parameters(tree, [*([home] if modules else []), *devices[len(modules) :]])
+        for shells, device in zip(self._shells, devices[len(modules) :], strict=False):
             # buffers every time: batch norm writes to its statistics without torch's version counter
             copy_buffer = functools.partial(torch.Tensor.to, device=device, copy=True)
             modules.append(tree.fill(shells, handed.get(device), copy_buffer))
-        with tree.lent(handed[devices[0]]) if handed else nullcontext():
+        with tree.lent(handed[home]) if home in handed else nullcontext():
             yield modules
 
     def prepare(self, module: nn.Module, devices: Sequence[torch.device]) -> Tree:
@@ -161,7 +164,7 @@ class Replicas:
         """For each device its tensors, in the order of the tree's parameters. None where all are the module's own: the
         engine has one thread for a device, which adds up their gradients in a fixed order."""
         places = list(dict.fromkeys(devices))
-        if len(places) == 1 and not self.spread:
+        if not self.spread and all(place not in self.copies for place in places):
             return {}
         handed: dict[torch.device, list[Tensor]] = {place: [*self.copies.get(place, tree.parameters)] for place in places}
         if torch.is_grad_enabled():

@@ -179,12 +179,12 @@ def scatter(
     return [move_leaves(piece, device) for piece, device in zip(pieces, used, strict=True)]
 
 
-def check_split(split: Sequence[float] | None, devices: int) -> None:
+def check_split(split: Sequence[float] | str | None, devices: int) -> None:
     """Raises ``ValueError`` where ``split`` is not one finite weight per device, none negative, not all zero."""
     if split is None:
         return
-    valid = not isinstance(split, str) and len(split) == devices
-    if not valid or not all(0 <= weight < float("inf") for weight in split) or not sum(split) > 0:
+    weights = [] if isinstance(split, str) else list(split)
+    if len(weights) != devices or not all(0 <= weight < float("inf") for weight in weights) or not sum(weights) > 0:
         raise ValueError(
             f"split={split!r}, expected None or one weight per device ({devices} here), none negative and not all zero"
         )

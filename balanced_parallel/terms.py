@@ -69,6 +69,8 @@ def mean_and_weight(weigh: Callable[[Shard], Weight]) -> Callable[[Shard], tuple
 def sum_and_weight(shard: Shard) -> tuple[Tensor, Weight]:
     """Of a loss of torch, asked for the sum of its terms: no division, hence no nan where there is nothing to count."""
     weight = shard.weigh()
+    if not shard.rows:  # multi_margin_loss of no rows is whatever its memory held before
+        return widen(shard.nothing()), weight
     halves = [leaf for leaf in nesting.spread(shard.output) if isinstance(leaf, Tensor) and leaf.dtype == torch.float16]
     if halves and not torch.is_autocast_enabled(halves[0].device.type):  # all is float16, and a sum in it overflows
         return mean_and_weight(lambda _: weight)(shard)

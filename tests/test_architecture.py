@@ -17,6 +17,7 @@ CORRIDOR = [
     "nesting",
     "ranks",
     "scattering",
+    "shares",
     "gathering",
     "reduction",
     "ownership",

@@ -38,6 +38,20 @@ def test_our_outputs_never_pass_through_the_first_device(problem, monkeypatch):
     assert max(ours.error, theirs.error) < 1e-10
 
 
+@pytest.mark.parametrize("devices", [4, 8])
+@pytest.mark.parametrize("problem", ["language_problem", "segmentation_problem"])
+def test_with_its_optimizer_every_device_carries_the_same(problem, devices, monkeypatch):
+    benchmark = load("balance", monkeypatch)
+    problem = getattr(benchmark, problem)()
+    expected = benchmark.plain_parameters(problem)
+    ours, rule = (benchmark.measure(name, problem, devices, expected) for name in ("+ BalancedOptimizer", "loss per replica"))
+    size = sum(parameter.nbytes for parameter in problem.module.parameters())
+    assert max(ours.peak) <= 1.02 * sum(ours.peak) / devices
+    assert sum(ours.peak) <= 1.02 * sum(rule.peak)
+    assert max(ours.through) <= 1.05 * 4 * (devices - 1) / devices * size  # reduce-scatter and all-gather, and the batch
+    assert ours.error < 1e-10
+
+
 def test_the_categories_of_every_device_add_up_in_a_real_step(monkeypatch):
     benchmark = load("balance", monkeypatch)
     for name in benchmark.WAYS:

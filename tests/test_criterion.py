@@ -270,3 +270,14 @@ def test_class_weights_follow_the_outputs():
         assert moved.keywords["weight"].device == meta
     with DataParallelCriterion(nn.CrossEntropyLoss(weight=torch.rand(5)))._copies([meta, meta]) as (first, second):
         assert first.weight.device == second.weight.device == meta
+
+
+def test_no_rows_are_zero_and_not_what_memory_held_before():
+    """torch's multi_margin_loss of no rows leaves its result uninitialised."""
+    criterion = DataParallelCriterion(nn.MultiMarginLoss())
+    outputs = [torch.empty(0, 5, requires_grad=True)]
+    for _ in range(20):
+        held = [torch.full((), 7e120) for _ in range(8)]
+        del held
+        sums, _ = criterion.terms(outputs, torch.empty(0, dtype=torch.long))
+        assert sums[0].item() == 0

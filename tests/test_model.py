@@ -116,8 +116,8 @@ def test_autocast_reaches_the_replicas_with_its_dtype(dtype):
 def test_unequal_shares():
     outputs = DataParallelModel(build_net(), CPUS, split=[2, 0, 1])(torch.randn(9, 4))
     assert [len(output) for output in outputs] == [6, 3]
-    with pytest.raises(ValueError, match="split='speed', expected None or one weight per device"):
-        DataParallelModel(build_net(), CPUS, split="speed")
+    with pytest.raises(ValueError, match="split='sped', expected None or one weight per device"):
+        DataParallelModel(build_net(), CPUS, split="sped")
 
 
 def test_a_failing_replica_is_named():

@@ -2,8 +2,8 @@
 
 One Adam step (the second, when optimizer state exists) on simulated GPUs, in five ways: on one device, with torch's
 ``nn.DataParallel``, with the loss computed per replica (the rule of PyTorch-Encoding and of most gists: torch's replicas, each
-with its own loss, averaged on the first device), and with balanced_parallel, without and with its optimizer. Run without arguments, it measures everything
-and writes the README beside it.
+with its own loss, averaged on the first device), and with balanced_parallel, without and with its optimizer. Run without
+arguments, it measures everything and writes the README beside it.
 """
 
 import copy
@@ -42,7 +42,7 @@ class LanguageModel(nn.Module):
 class Segmenter(nn.Sequential):
     """A class for every pixel: [rows, classes, height, width]."""
 
-    def __init__(self, classes: int = 21, width: int = 64) -> None:
+    def __init__(self, classes: int = 21, width: int = 96) -> None:
         layers: list[nn.Module] = [nn.Conv2d(3, width, 3, padding=1)]
         for _ in range(3):
             layers += [nn.GroupNorm(8, width), nn.ReLU(), nn.Conv2d(width, width, 3, padding=1)]
@@ -67,8 +67,8 @@ def language_problem() -> Problem:
 
 def segmentation_problem() -> Problem:
     torch.manual_seed(0)
-    images, classes = torch.randn(16, 3, 32, 32), torch.randint(21, (16, 32, 32))
-    description = "5 convolutions of width 64, 21 classes per pixel; 16 images of 32 x 32"
+    images, classes = torch.randn(16, 3, 24, 24), torch.randint(21, (16, 24, 24))
+    description = "5 convolutions of width 96, 21 classes per pixel; 16 images of 24 x 24"
     return Problem("dense-prediction convnet", description, Segmenter(), images, classes)
 
 
@@ -192,7 +192,7 @@ def table(problem: Problem) -> str:
 
 def report(problems: list[Problem]) -> str:
     lines = ["# Does every device carry the same, and how much passes through the hottest one?", ""]
-    lines += [(__doc__ or "").split("\n\n", 1)[1].split("Run without")[0].strip(), ""]
+    lines += [(__doc__ or "").split("\n\n", 1)[1].split(" Run without")[0].strip(), ""]
     for problem in problems:
         size = sum(parameter.nbytes for parameter in problem.module.parameters())
         lines += [f"## {problem.name.capitalize()}", "", f"{problem.description}; parameters {size / MIB:.2f} MiB.", ""]
