@@ -25,6 +25,9 @@ class Container(NamedTuple):
     rebuild: Callable[[Sequence[Any]], Any]
 
 
+_PLACES = [f"[{index}]" for index in range(16)]
+
+
 def is_plain(value: object) -> bool:
     """Whether ``value`` is a string, bytes, a number, or a bool."""
     return isinstance(value, (str, bytes, numbers.Number)) and not isinstance(value, torch.Tensor)
@@ -37,6 +40,8 @@ def is_row_list(value: object) -> TypeGuard[list[Any]]:
 
 def open_container(node: Any) -> Container | None:
     """Takes ``node`` apart, or returns ``None`` where it is a leaf: a tensor, a list of plain values, any other object."""
+    if type(node) is tuple:  # most of what there is; the questions below take their time
+        return Container(_PLACES[: len(node)], list(node), tuple) if len(node) <= len(_PLACES) else _open_sequence(node)
     if isinstance(node, (torch.Tensor, PackedSequence)) or is_row_list(node):  # a PackedSequence's fields have no rows
         return None
     if isinstance(node, Mapping):  # before dataclasses: a ModelOutput is both, and its mapping leaves out what is None
@@ -47,9 +52,11 @@ def open_container(node: Any) -> Container | None:
         return Container([f".{name}" for name in names], children, lambda new: _with_fields(node, names, new))
     if is_named_tuple(node):
         return Container([f".{name}" for name in node._fields], list(node), lambda new: type(node)._make(new))
-    if isinstance(node, (tuple, list)):
-        return Container([f"[{index}]" for index in range(len(node))], list(node), lambda new: type(node)(new))
-    return None
+    return _open_sequence(node) if isinstance(node, (tuple, list)) else None
+
+
+def _open_sequence(node: Any) -> Container:
+    return Container([f"[{index}]" for index in range(len(node))], list(node), lambda new: type(node)(new))
 
 
 def is_named_tuple(node: object) -> bool:
@@ -92,10 +99,10 @@ def map_leaves(function: Callable[[Any], Any], node: Any) -> Any:
     kind = type(node)
     if kind is torch.Tensor:  # most of what there is, and the two containers that hold most of it
         return function(node)
-    if kind is tuple or (kind is dict and all(type(value) is torch.Tensor for value in node.values())):
-        if kind is tuple:
-            return tuple([map_leaves(function, child) for child in node])
-        return {key: function(value) for key, value in node.items()}
+    if kind is tuple:
+        return tuple([map_leaves(function, child) for child in node])
+    if kind is dict:
+        return {key: map_leaves(function, child) for key, child in node.items()}
     container = open_container(node)
     if container is None:
         return function(node)
@@ -139,6 +146,8 @@ def zip_leaves(function: Callable[[str, list[Any]], Any], nodes: Sequence[Any], 
 
 def first_tensor(node: Any) -> torch.Tensor | None:
     """The first tensor among the leaves of ``node``."""
+    if isinstance(node, torch.Tensor):
+        return node
     return next((leaf for _, leaf in leaves(node) if isinstance(leaf, torch.Tensor)), None)
 
 

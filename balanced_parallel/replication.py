@@ -107,7 +107,7 @@ class Replicas:
     def mark_fresh(self) -> None:
         """Says that every copy has been given the values that the parameters have now."""
         assert self.tree is not None
-        self._states = [_state(parameter) for parameter in self.tree.parameters]
+        self._states = _states(self.tree.parameters)
 
     def make_buckets(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
         """Gradients of each group are reduced on their own."""
@@ -134,11 +134,10 @@ class Replicas:
     def _has_new_sizes(self) -> bool:
         """The old shells hold a graph in which the parameters have their old sizes, and with it what torch expects of them."""
         assert self.tree is not None
-        moved = [i for i, (where, _, _) in enumerate(self._states) if self.tree.parameters[i].data_ptr() != where]
-        return any(self.tree.parameters[i].shape != self.tree.shapes[i] for i in moved)
+        return [parameter.shape for parameter in self.tree.parameters] != self.tree.shapes
 
     def _refresh(self, tree: Tree, devices: Sequence[torch.device]) -> None:
-        states = [_state(parameter) for parameter in tree.parameters]
+        states = _states(tree.parameters)
         if states != self._states or not states:
             _check_places(tree, devices[0])
             before = self._states or [(0, 0, False)] * len(states)
@@ -198,8 +197,13 @@ def _check_places(tree: Tree, device: torch.device) -> None:
             )
 
 
-def _state(parameter: Tensor) -> State:
-    return parameter.data_ptr(), 0 if parameter.is_inference() else parameter._version, parameter.requires_grad
+def _states(parameters: Sequence[Tensor]) -> list[State]:
+    try:
+        versions = [parameter._version for parameter in parameters]
+    except RuntimeError:  # an inference tensor has none
+        versions = [0 if parameter.is_inference() else parameter._version for parameter in parameters]
+    learns = [parameter.requires_grad for parameter in parameters]
+    return list(zip([parameter.data_ptr() for parameter in parameters], versions, learns, strict=True))
 
 
 @torch.no_grad()

@@ -35,19 +35,21 @@ class Tree:
             for owned in self.owned
         ]
         self._lists = [[name for name, value in module.__dict__.items() if type(value) is list] for module in self.modules]
-        self._sizes = [len(module.__dict__) for module in self.modules]
+        identities = [[*map(id, owned.values())] for owned in self.owned]
+        sizes = [len(module.__dict__) for module in self.modules]
+        self._known = list(zip(self.modules, self.children, self.owned, identities, sizes, strict=True))
 
     def still_is(self, root: nn.Module) -> bool:
         """Whether the tree under ``root`` has the same modules and the same parameters."""
         if self.modules[0] is not root:
             return False
-        for module, children, owned, size in zip(self.modules, self.children, self.owned, self._sizes, strict=True):
-            held = module._parameters
-            if module._modules != children or len(held) != len(owned) or len(module.__dict__) != size:
+        for module, children, owned, identities, size in self._known:
+            state = module.__dict__
+            held = state["_parameters"]
+            if len(state) != size or state["_modules"] != children or held.keys() != owned.keys():
                 return False
-            for name, parameter in owned.items():
-                if held.get(name, self) is not parameter:
-                    return False
+            if held and [*map(id, held.values())] != identities:  # == on parameters would compare their values
+                return False
         return True
 
     def make_shells(self) -> Shells:

@@ -1,0 +1,151 @@
+"""What does running several replicas cost the host, beside the same slices run plainly one after the other?
+
+A transformer of 241 modules with tiny tensors, so that Python is all there is to see: four slices of a batch, on ``["cpu"] * 4``,
+no simulation, one thread. Both sides take turns in one process. Run without arguments, it measures and writes the README
+beside it.
+"""
+
+import importlib
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import Tensor, nn
+
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep
+
+HERE = Path(__file__).parent
+SLICES, ROUNDS = 4, 40
+
+
+def build() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(24)])
+    return net, torch.randn(2 * SLICES, 4, 16), torch.randn(2 * SLICES, 4, 16)
+
+
+def timed(function: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    function()
+    return time.perf_counter() - started
+
+
+def median_ratio(one: Callable[[], Any], other: Callable[[], Any], rounds: int = ROUNDS) -> float:
+    """The median of ``one``'s time over ``other``'s, measured in turn, each going first in every second round."""
+    for function in (one, other) * 2:
+        function()
+    ratios = []
+    for _ in range(rounds // 2):
+        first = timed(one)
+        ratios.append(first / timed(other))
+        first = timed(other)
+        ratios.append(timed(one) / first)
+    return statistics.median(ratios)
+
+
+def make_steps() -> dict[str, Callable[[], Any]]:
+    """One whole step each: forward, loss, backward, update."""
+    net, inputs, targets = build()
+    model, criterion, plain_criterion = (
+        DataParallelModel(net, ["cpu"] * SLICES),
+        DataParallelCriterion(nn.MSELoss()),
+        nn.MSELoss(),
+    )
+    optimizer = torch.optim.SGD(net.parameters(), lr=1e-3)
+    step = TrainStep(model, criterion, optimizer)
+    slices = list(zip(inputs.chunk(SLICES), targets.chunk(SLICES), strict=True))
+
+    def update() -> None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def replicas() -> None:
+        criterion(model(inputs), targets).backward()
+        update()
+
+    def slice_by_slice() -> None:
+        for some, wanted in slices:
+            (plain_criterion(net(some), wanted) / SLICES).backward()
+        update()
+
+    def one_backward() -> None:
+        torch.stack([plain_criterion(net(some), wanted) for some, wanted in slices]).mean().backward()
+        update()
+
+    return {
+        "model and criterion": replicas,
+        "TrainStep": lambda: step(inputs, targets),
+        "slice by slice": slice_by_slice,
+        "one backward": one_backward,
+    }
+
+
+def replication_times() -> dict[str, float]:
+    """Milliseconds: our check whether anything changed, our handing out, and torch's replicate() without its copies."""
+    net, inputs, _ = build()
+    model = DataParallelModel(net, ["cpu"] * SLICES)
+    model(inputs)
+    home = [torch.device("cpu")] * SLICES
+
+    def hand_out() -> None:
+        with model.replicas.handed_out(net, home, home[0]):
+            pass
+
+    theirs: Any = importlib.import_module("torch.nn.parallel.replicate")
+    originals = theirs._broadcast_coalesced_reshape, theirs._get_device_index
+    theirs._broadcast_coalesced_reshape = lambda tensors, devices, detach=False: [list(tensors) for _ in devices]
+    theirs._get_device_index = lambda device, *_, **__: 0
+    try:
+        cases: dict[str, Callable[[], Any]] = {
+            "check whether the module changed": lambda: model.replicas.prepare(net, home),
+            "replicas handed out": hand_out,
+            "torch's replicate(), without its copies": lambda: theirs.replicate(net, list(range(SLICES))),
+        }
+        return {name: statistics.median(timed(case) for _ in range(ROUNDS)) * 1e3 for name, case in cases.items()}
+    finally:
+        theirs._broadcast_coalesced_reshape, theirs._get_device_index = originals
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    steps = make_steps()
+    plain = statistics.median(timed(steps["slice by slice"]) for _ in range(ROUNDS)) * 1e3
+    rows = [
+        [ours, other, f"{median_ratio(steps[ours], steps[other]):.3f}"]
+        for ours in ("model and criterion", "TrainStep")
+        for other in ("slice by slice", "one backward")
+    ]
+    ratios = tabulate(rows, ["ours", "plain program", "time of ours / plain"], tablefmt="github", disable_numparse=True)
+    parts = [[name, f"{value:.2f}", f"{value / plain:.1%}"] for name, value in replication_times().items()]
+    times = tabulate(parts, ["", "ms", "of a plain step"], tablefmt="github", disable_numparse=True)
+    title, rest = (__doc__ or "").split("\n\n", 1)
+    text = f"""# {title}
+
+{rest.split(" Run without")[0].strip()}
+
+{ratios}
+
+*Slice by slice*: forward, loss and backward of one slice after the other. *One backward*: the four losses are averaged first,
+which starts the autograd engine once instead of four times. A plain step takes {plain:.1f} ms.
+
+{times}
+
+Medians of {ROUNDS}. Environment: {platform.machine()}, 1 thread, Python {platform.python_version()}, torch {torch.__version__}.
+To reproduce (it writes this file):
+
+```bash
+.venv/bin/python benchmarks/host_overhead/main.py
+```
+"""
+    (HERE / "README.md").write_text(text)
+    sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    main()
