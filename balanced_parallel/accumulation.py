@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .ranks import PendingSum
 from .terms import Terms
 from .weighting import add_up
 
@@ -17,13 +18,18 @@ class Window:
     """One rank's part of it.
 
     ``total`` is the sum of the losses and ``weight`` what it is to be divided by; gradients are those of the sum divided by
-    ``reference``; ``reduced`` says whether they were summed over the ranks.
+    ``reference``; ``totals`` are the sums of loss and weight over the ranks, on their way since the gradients are.
     """
 
     total: Tensor
     weight: Tensor | float = 0.0
     reference: float = 1.0
-    reduced: bool = False
+    totals: PendingSum | None = None
+
+    def sum_over_ranks(self) -> None:
+        """Sends loss and weight on their way, now that nothing will be added, while the reducing backward runs."""
+        weight = torch.as_tensor(self.weight, device=self.total.device)
+        self.totals = PendingSum(torch.stack([self.total.double(), weight.double()]))
 
     def count(self, terms: Terms) -> Tensor:
         """Adds the losses and weights of a micro-batch, and returns what it weighs."""

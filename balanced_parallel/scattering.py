@@ -80,6 +80,10 @@ def count_rows(node: Any, dim: int = 0) -> int | None:
         ValueError: two leaves disagree, or a tensor has no dimension ``dim``; names the places and the shapes.
         TypeError: a leaf that would have rows but that is not cut here: a NumPy array, a PackedSequence.
     """
+    only = node.inputs[0] if type(node) is Arguments and len(node.inputs) == 1 and not node.kwargs else node
+    only = only[0] if type(only) is tuple and len(only) == 1 else only
+    if type(only) is torch.Tensor and 0 <= dim < only.dim():  # as most often
+        return only.size(dim)
     known: tuple[str, Any, int] | None = None
     for place, leaf in _cuttable_leaves(node, "" if isinstance(node, Arguments) else "inputs"):
         rows = (len(leaf) or None) if isinstance(leaf, list) else _tensor_rows(leaf, dim, place)

@@ -38,10 +38,9 @@ class RankModel(Protocol):
     def no_sync(self) -> contextlib.AbstractContextManager[None]: ...
     def forward_nothing(self) -> Tensor: ...
     def touch(self) -> Tensor: ...
-    def take_used(self) -> Tensor: ...
+    def take_unused(self) -> list[Tensor]: ...
     def parameters(self) -> Iterator[torch.nn.Parameter]: ...
     def modules(self) -> Iterator[torch.nn.Module]: ...
-    def reduced_parameters(self) -> list[torch.nn.Parameter]: ...
 
 
 class TrainStep:
@@ -145,7 +144,7 @@ class TrainStep:
         with self._dropping_on_failure():
             for replicas in self._replicas:
                 replicas.reduce()
-            if self._ranks is not None and not window.reduced:
+            if self._ranks is not None and window.totals is None:
                 self._reduce_alone(window, self._ranks)
             total, weight = self._totals(window)
             self._window = None
@@ -204,7 +203,7 @@ class TrainStep:
             roots = terms.sums if window.reference == 1 else [term / window.reference for term in terms.sums]
             if self._ranks is not None and reduce:
                 roots = [*roots, self._ranks.touch()]
-                window.reduced = True
+                window.sum_over_ranks()
         with self._synchronised(reduce):
             self._backward(roots)
 
@@ -212,8 +211,8 @@ class TrainStep:
         """Reduces what this rank has accumulated, if anything, with no rows left to run."""
         zero = ranks.forward_nothing()
         self._settle_reference(window, to_come=0.0, reduce=True)
+        window.sum_over_ranks()
         self._backward([zero])
-        window.reduced = True
 
     def _backward(self, roots: list[Tensor]) -> None:
         scaler = self.precision.scaler_on(self.model.devices[0])
@@ -257,13 +256,11 @@ class TrainStep:
 
     def _totals(self, window: Window) -> tuple[Tensor, float]:
         """The sum of all losses and of all weights, over all ranks."""
-        if self._ranks is None:
+        if self._ranks is None or window.totals is None:
             return window.total, float(window.weight)
-        head = torch.stack([window.total.double(), torch.as_tensor(window.weight, device=window.total.device).double()])
-        total, weight, *used = sum_over_ranks(torch.cat([head, self._ranks.take_used()])).tolist()
-        for parameter, ranks in zip(self._ranks.reduced_parameters(), used, strict=True):
-            if ranks == 0:
-                parameter.grad = None
+        for parameter in self._ranks.take_unused():
+            parameter.grad = None
+        total, weight = window.totals.wait().tolist()
         return torch.as_tensor(total, dtype=window.total.dtype, device=window.total.device), weight
 
     def _update(self, factor: float) -> None:

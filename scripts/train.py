@@ -30,7 +30,7 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, S
 from tqdm import tqdm
 
 import balanced_parallel
-from balanced_parallel import DataParallelCriterion, TrainStep, gather, parallelize, simulate
+from balanced_parallel import BalancedOptimizer, DataParallelCriterion, TrainStep, gather, parallelize, simulate
 from balanced_parallel.devices import peak_bytes
 from balanced_parallel.scattering import split_sizes
 from balanced_parallel.simulation import Cluster
@@ -197,7 +197,7 @@ def train(flags: argparse.Namespace, task: Task, model: Any, criterion: DataPara
     held_out = make_loader(task.validation, SequentialSampler(task.validation), flags.batch_size, rank, ranks, 0)
     total = min(count for count in (steps, flags.epochs and flags.epochs * len(loader)) if count)
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=flags.learning_rate or task.learning_rate)
+    optimizer = BalancedOptimizer(model, torch.optim.AdamW, lr=flags.learning_rate or task.learning_rate)
     step = TrainStep(
         model,
         criterion,

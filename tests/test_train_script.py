@@ -124,3 +124,14 @@ def test_a_job_that_does_not_fit_says_so_in_one_line_after_the_table(tmp_path):
     assert len(done.stderr.splitlines()) == 1
     assert "out of memory. Tried to allocate" in done.stderr
     assert "Give --micro-batch-size fewer rows" in done.stderr
+
+
+def test_the_gpu_check_runs_on_simulated_devices_and_says_where_there_is_no_gpu():
+    script = SCRIPT.with_name("gpu_check.py")
+    done = subprocess.run([sys.executable, str(script), "--simulate"], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(" ok\n") == 9
+    assert "nn.DataParallel" in done.stdout
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200)
+    assert done.returncode in (0, 1)
+    assert done.returncode == 0 or "there is no GPU here; --simulate" in done.stderr

@@ -15,7 +15,7 @@ from ..criterion import DataParallelCriterion
 from ..devices import DeviceLike
 from ..model import DataParallelModel
 from ..precision import Precision
-from ..ranks import world_size
+from ..ranks import PendingSum, world_size
 from ..scattering import Arguments, Pieces, count_rows, move_leaves
 from ..terms import Criterion
 from ..weighting import Weight, zero_of
@@ -23,6 +23,9 @@ from .process_group import join_process_group, rank_device
 from .torchrun import TorchrunEnvironment
 
 __all__: list[str] = []
+
+# Of the buckets of one backward: their parameters, and how many ranks had a gradient for each.
+Users = list[tuple[list[torch.Tensor], PendingSum]]
 
 
 class DistributedModel(DistributedDataParallel):
@@ -47,15 +50,17 @@ class DistributedModel(DistributedDataParallel):
     ) -> None:
         learned = criterion.parameters() if isinstance(criterion, nn.Module) else ()
         beside = nn.ParameterList(parameter for parameter in learned if parameter.requires_grad)
-        super().__init__(nn.ModuleList([module, beside]) if len(beside) else module)
+        super().__init__(nn.ModuleList([module, beside]) if len(beside) else module, gradient_as_bucket_view=True)
         self._reduced = [*self.module.parameters()]  # what the reducer was built for; it does not ask self.module again
         self.module = module
         self.devices = [device]
         self.split = None
         self.dim = dim
         self.precision = Precision("fp32" if precision is None else precision)
-        self._with_gradient: set[nn.Parameter] = set()
-        self.register_comm_hook(self._with_gradient, _reduce_bucket)
+        self._users: list[
+            tuple[list[torch.Tensor], PendingSum]
+        ] = []  # how many ranks had a gradient, of each bucket's parameters
+        self.register_comm_hook(self._users, _reduce_bucket)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> list[Any]:
         rows = count_rows(Arguments(inputs, kwargs), self.dim)
@@ -82,12 +87,14 @@ class DistributedModel(DistributedDataParallel):
         """The parameters whose gradients are reduced: the module's, and those of a criterion that has any."""
         return self._reduced
 
-    def take_used(self) -> torch.Tensor:
-        """For each of them whether this rank had a gradient for it when its bucket was last reduced (as 0 or 1): the reducer
-        leaves zeros where no rank had one, and the plain program leaves ``None``, which optimizers pass over."""
-        used = [parameter in self._with_gradient for parameter in self._reduced]
-        self._with_gradient.clear()
-        return torch.tensor(used, dtype=torch.float64, device=self.devices[0])
+    def take_unused(self) -> list[torch.Tensor]:
+        """Those for which no rank had a gradient when its bucket was last reduced: the reducer leaves zeros there, and the
+        plain program leaves ``None``, which optimizers pass over."""
+        unused = []
+        for parameters, users in self._users:
+            unused += [parameter for parameter, count in zip(parameters, users.wait().tolist(), strict=True) if count == 0]
+        self._users.clear()
+        return unused
 
 
 class DistributedCriterion(DataParallelCriterion):
@@ -107,10 +114,15 @@ class DistributedCriterion(DataParallelCriterion):
         return self
 
 
-def _reduce_bucket(with_gradient: set[nn.Parameter], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    with_gradient.update(parameter for parameter in bucket.parameters() if parameter.grad is not None)
+def _reduce_bucket(users: Users, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     assert dist.group.WORLD is not None
-    return allreduce_hook(dist.group.WORLD, bucket)
+    reduced = allreduce_hook(dist.group.WORLD, bucket)
+    if bucket.index() == 0:
+        users.clear()  # of a backward that nobody asked about
+    parameters = bucket.parameters()
+    have = [parameter.grad is not None for parameter in parameters]
+    users.append((parameters, PendingSum(torch.tensor(have, dtype=torch.float32, device=parameters[0].device))))
+    return reduced
 
 
 class _Skipped(nn.Module):
