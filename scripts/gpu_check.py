@@ -34,7 +34,7 @@ def networks() -> dict[str, tuple[nn.Module, Tensor]]:
     ]
     return {
         "mlp": (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10)), torch.randn(37, 64)),
-        "conv": (nn.Sequential(*conv, nn.Flatten(), nn.Linear(32, 10)), torch.randn(37, 3, 16, 16)),
+        "conv": (nn.Sequential(*conv), torch.randn(37, 3, 16, 16)),
         "attention": (nn.Sequential(layer, nn.Flatten(), nn.Linear(64 * 8, 10)), torch.randn(37, 8, 64)),
     }
 

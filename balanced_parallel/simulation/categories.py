@@ -67,9 +67,11 @@ class Labels:
 
     def _before_forward(self, module: nn.Module, args: object) -> None:
         self.native.simulation_in_optimizer(False)  # a step that failed did not say that it ended
+        is_new = self.modules.get(id(module)) is not module
         self.modules[id(module)] = module
-        self.label(module._parameters.values(), Category.PARAMETERS)
-        self.label(module._buffers.values(), Category.PARAMETERS)
+        # all below it the first time: some modules use their children's parameters without calling the children
+        self.label(module.parameters() if is_new else module._parameters.values(), Category.PARAMETERS)
+        self.label(module.buffers() if is_new else module._buffers.values(), Category.PARAMETERS)
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
