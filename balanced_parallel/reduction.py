@@ -107,7 +107,14 @@ class _HandOut(torch.autograd.Function):
         replicas = [list(gradients[start : start + ctx.size]) for start in range(0, len(gradients), ctx.size)]
         if ctx.bucket.passes_on:
             return (None, None, *add_up(replicas, ctx.bucket.parameters[0].device))
-        return (None, None, *ctx.bucket.collect(replicas, [_is_wanted(node) for node, _ in ctx.next_functions]))
+        nodes = [node for node, _ in ctx.next_functions]
+        wanted = [None if _is_watched(p) else _is_wanted(node) for p, node in zip(ctx.bucket.parameters, nodes, strict=True)]
+        return (None, None, *ctx.bucket.collect(replicas, wanted))
+
+
+def _is_watched(parameter: Any) -> bool:
+    """Whether somebody has put a hook on the parameter: its gradients go there at once, past hooks, as they always do."""
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
 
 def _is_wanted(accumulates: Any) -> bool | None:

@@ -239,6 +239,29 @@ def test_autograd_grad_still_returns_gradients():
             torch.testing.assert_close(one.cpu(), other)
 
 
+@pytest.mark.parametrize("balanced", [False, True])
+def test_hooks_of_parameters_see_and_change_the_gradients(balanced):
+    net = build_net()
+    expected = copy.deepcopy(net)
+    expected[0].weight.register_hook(lambda gradient: gradient * 2)
+    reference = torch.optim.SGD(expected.parameters(), lr=1.0)
+    for x, target in batches(2):
+        reference.zero_grad()
+        nn.functional.cross_entropy(expected(x), target).backward()
+        reference.step()
+    calls = []
+    net[0].weight.register_hook(lambda gradient: gradient * 2)
+    net[2].bias.register_post_accumulate_grad_hook(lambda parameter: calls.append(parameter.grad.shape))
+    with simulate(3):
+        model = DataParallelModel(net)
+        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=1.0) if balanced else torch.optim.SGD(net.parameters(), lr=1.0)
+        step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), optimizer, micro_batch_size=2)
+        for x, target in batches(2):
+            step(x, target)
+        assert_same(net, expected)
+        assert calls
+
+
 def test_schedulers_and_closures():
     net = build_net()
 
