@@ -42,6 +42,13 @@ class Window:
         self.weight = self.weight + weight
         return weight
 
+    def factor(self, divides: bool) -> Tensor:
+        """What makes gradients of this window, summed over the ranks, those of the loss, or of the sum if it is not divided.
+        On the device: nobody waits for it."""
+        assert self.totals is not None
+        weight = self.totals.wait()[1]
+        return self.reference / torch.where(weight == 0, 1.0, weight) if divides else torch.full_like(weight, self.reference)
+
 
 def scale_gradients(parameters: Iterable[torch.nn.Parameter], factor: float) -> None:
     """Multiplies the gradients there are, in one kernel where torch has one."""

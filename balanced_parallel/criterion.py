@@ -132,6 +132,8 @@ class DataParallelCriterion(nn.Module):
         """The criterion on each device. One that holds its class weights on the CPU follows the outputs."""
         criterion = self.module
         if isinstance(criterion, nn.Module):
+            if len(devices) == 1 and not (criterion._parameters or criterion._buffers or criterion._modules):
+                return contextlib.nullcontext([criterion])
             return self.replicas.handed_out(criterion.to(devices[0]), devices, devices[0])
         if isinstance(criterion, functools.partial):
             moved = [(move_leaves(criterion.args, device), move_leaves(criterion.keywords, device)) for device in devices]

@@ -5,9 +5,10 @@ gradients of sums are accumulated, with their weights, and divided once, so noth
 """
 
 import contextlib
+import functools
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -39,6 +40,7 @@ class RankModel(Protocol):
     def forward_nothing(self) -> Tensor: ...
     def touch(self) -> Tensor: ...
     def take_unused(self) -> list[Tensor]: ...
+    def reducing_by(self, factor: Callable[[], Tensor]) -> contextlib.AbstractContextManager[None]: ...
     def parameters(self) -> Iterator[torch.nn.Parameter]: ...
     def modules(self) -> Iterator[torch.nn.Module]: ...
 
@@ -154,7 +156,7 @@ class TrainStep:
                 warnings.warn("no target of this batch was counted: nothing is updated, and its loss is nan", stacklevel=3)
                 return torch.full_like(total, torch.nan)
             divisor = 1.0 if self.criterion.reduction == "sum" else weight
-            self._update(window.reference * world_size() / divisor)
+            self._update(window.reference / divisor if self._ranks is None else 1.0)
             return total / divisor
 
     def _accumulate(self, inputs: Any, targets: Any, *, reduce_last: bool) -> None:
@@ -204,7 +206,7 @@ class TrainStep:
             if self._ranks is not None and reduce:
                 roots = [*roots, self._ranks.touch()]
                 window.sum_over_ranks()
-        with self._synchronised(reduce):
+        with self._synchronised(reduce), self._reducing(window):
             self._backward(roots)
 
     def _reduce_alone(self, window: Window, ranks: RankModel) -> None:
@@ -212,7 +214,14 @@ class TrainStep:
         zero = ranks.forward_nothing()
         self._settle_reference(window, to_come=0.0, reduce=True)
         window.sum_over_ranks()
-        self._backward([zero])
+        with self._reducing(window):
+            self._backward([zero])
+
+    def _reducing(self, window: Window) -> contextlib.AbstractContextManager[None]:
+        """The backward that reduces over ranks brings gradients to their final size on the way."""
+        if self._ranks is None or window.totals is None:
+            return contextlib.nullcontext()
+        return self._ranks.reducing_by(functools.partial(window.factor, divides=self.criterion.reduction != "sum"))
 
     def _backward(self, roots: list[Tensor]) -> None:
         scaler = self.precision.scaler_on(self.model.devices[0])

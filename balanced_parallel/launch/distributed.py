@@ -1,13 +1,14 @@
 """The same script in one process or, under torchrun, in one process per device: torch's DistributedDataParallel, with the
 list of outputs and the exact loss that the replicas of one process give."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ..batchnorm import use_torch_sync_batchnorm
@@ -24,8 +25,17 @@ from .torchrun import TorchrunEnvironment
 
 __all__: list[str] = []
 
-# Of the buckets of one backward: their parameters, and how many ranks had a gradient for each.
-Users = list[tuple[list[torch.Tensor], PendingSum]]
+
+@dataclass
+class Reduction:
+    """What the reducer's hook is told, and what it finds out.
+
+    ``factor`` gives what to multiply sums over the ranks by; None averages. ``users`` are, of the last backward's buckets, the
+    parameters, and how many ranks had a gradient for each.
+    """
+
+    factor: Callable[[], torch.Tensor] | None = None
+    users: list[tuple[list[torch.Tensor], PendingSum]] = field(default_factory=list)
 
 
 class DistributedModel(DistributedDataParallel):
@@ -57,10 +67,8 @@ class DistributedModel(DistributedDataParallel):
         self.split = None
         self.dim = dim
         self.precision = Precision("fp32" if precision is None else precision)
-        self._users: list[
-            tuple[list[torch.Tensor], PendingSum]
-        ] = []  # how many ranks had a gradient, of each bucket's parameters
-        self.register_comm_hook(self._users, _reduce_bucket)
+        self._reduction = Reduction()  # not the model itself: the reducer would hold it for ever
+        self.register_comm_hook(self._reduction, _reduce_bucket)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> list[Any]:
         rows = count_rows(Arguments(inputs, kwargs), self.dim)
@@ -79,6 +87,16 @@ class DistributedModel(DistributedDataParallel):
             self.module = module
         return self.touch()
 
+    @contextlib.contextmanager
+    def reducing_by(self, factor: Callable[[], torch.Tensor]) -> Iterator[None]:
+        """For a backward in this block: gradients are summed over the ranks and multiplied by ``factor()``, a scalar on their
+        device, instead of averaged."""
+        self._reduction.factor = factor
+        try:
+            yield
+        finally:
+            self._reduction.factor = None
+
     def touch(self) -> torch.Tensor:
         """The zero of :meth:`forward_nothing`, alone."""
         return zero_of(*(parameter for parameter in self._reduced if parameter.requires_grad))
@@ -91,9 +109,9 @@ class DistributedModel(DistributedDataParallel):
         """Those for which no rank had a gradient when its bucket was last reduced: the reducer leaves zeros there, and the
         plain program leaves ``None``, which optimizers pass over."""
         unused = []
-        for parameters, users in self._users:
+        for parameters, users in self._reduction.users:
             unused += [parameter for parameter, count in zip(parameters, users.wait().tolist(), strict=True) if count == 0]
-        self._users.clear()
+        self._reduction.users.clear()
         return unused
 
 
@@ -114,15 +132,16 @@ class DistributedCriterion(DataParallelCriterion):
         return self
 
 
-def _reduce_bucket(users: Users, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    assert dist.group.WORLD is not None
-    reduced = allreduce_hook(dist.group.WORLD, bucket)
+def _reduce_bucket(reduction: Reduction, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+    buffer = bucket.buffer()
+    buffer.mul_(1 / world_size() if reduction.factor is None else reduction.factor())
+    future: torch.futures.Future[list[torch.Tensor]] = dist.all_reduce(buffer, async_op=True).get_future()
     if bucket.index() == 0:
-        users.clear()  # of a backward that nobody asked about
+        reduction.users.clear()  # of a backward that nobody asked about
     parameters = bucket.parameters()
     have = [parameter.grad is not None for parameter in parameters]
-    users.append((parameters, PendingSum(torch.tensor(have, dtype=torch.float32, device=parameters[0].device))))
-    return reduced
+    reduction.users.append((parameters, PendingSum(torch.tensor(have, dtype=torch.float32, device=parameters[0].device))))
+    return future.then(lambda done: done.value()[0])
 
 
 class _Skipped(nn.Module):
