@@ -52,6 +52,15 @@ def test_with_its_optimizer_every_device_carries_the_same(problem, devices, monk
     assert ours.error < 1e-10
 
 
+def test_replicas_cost_the_host_little_beside_the_same_slices_run_plainly(monkeypatch):
+    """The benchmark sees 0.97 to 1.06 on an idle machine, and torch's replicate() alone takes a third of a step."""
+    benchmark = load("host_overhead", monkeypatch)
+    steps = benchmark.make_steps()
+    assert benchmark.median_ratio(steps["model and criterion"], steps["slice by slice"], rounds=12) < 1.2
+    times = benchmark.replication_times()
+    assert times["replicas handed out"] < 0.2 * times["torch's replicate(), without its copies"]
+
+
 def test_the_categories_of_every_device_add_up_in_a_real_step(monkeypatch):
     benchmark = load("balance", monkeypatch)
     for name in benchmark.WAYS:

@@ -5,9 +5,11 @@ no simulation, one thread. Both sides take turns in one process. Run without arg
 beside it.
 """
 
+import contextlib
 import importlib
 import platform
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -15,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize
 
 HERE = Path(__file__).parent
 SLICES, ROUNDS = 4, 40
@@ -112,8 +115,52 @@ def replication_times() -> dict[str, float]:
         theirs._broadcast_coalesced_reshape, theirs._get_device_index = originals
 
 
+class SmallModel(nn.Module):
+    """Six transformer layers and logits, [rows, classes, positions]: 24 ms per step of four micro-batches here."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = [nn.TransformerEncoderLayer(64, 4, 128, 0.0, batch_first=True) for _ in range(6)]
+        self.net = nn.Sequential(*layers, nn.Linear(64, 100))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.net(inputs)
+        return logits.transpose(1, 2)
+
+
+def measure_rank() -> None:
+    """On each rank: TrainStep beside a hand-written loop of DistributedDataParallel with no_sync, four micro-batches each."""
+    inputs, targets = torch.randn(16, 32, 64), torch.randint(100, (16, 32))
+    model, criterion = parallelize(SmallModel(), nn.CrossEntropyLoss(), ["cpu"])
+    step = TrainStep(model, criterion, torch.optim.AdamW(model.parameters()), micro_batch_size=4)
+    by_hand, loss = nn.parallel.DistributedDataParallel(SmallModel()), nn.CrossEntropyLoss()
+    optimizer = torch.optim.AdamW(by_hand.parameters())
+
+    def hand_written() -> None:
+        optimizer.zero_grad()
+        for index, (some, wanted) in enumerate(zip(inputs.split(4), targets.split(4), strict=True)):
+            with by_hand.no_sync() if index < 3 else contextlib.nullcontext():
+                (loss(by_hand(some), wanted) / 4).backward()
+        optimizer.step()
+
+    ratio = median_ratio(lambda: step(inputs, targets), hand_written)
+    if dist.get_rank() == 0:
+        print(f"{ratio:.3f}")
+    dist.destroy_process_group()
+
+
+def ratio_under_torchrun(ranks: int) -> str:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    done = subprocess.run([*launcher, str(HERE / "main.py"), "--rank"], capture_output=True, text=True, check=True, timeout=600)
+    return done.stdout.split()[-1]
+
+
 def main() -> None:
     torch.set_num_threads(1)
+    if "--rank" in sys.argv:
+        measure_rank()
+        return
     steps = make_steps()
     plain = statistics.median(timed(steps["slice by slice"]) for _ in range(ROUNDS)) * 1e3
     rows = [
@@ -124,6 +171,9 @@ def main() -> None:
     ratios = tabulate(rows, ["ours", "plain program", "time of ours / plain"], tablefmt="github", disable_numparse=True)
     parts = [[name, f"{value:.2f}", f"{value / plain:.1%}"] for name, value in replication_times().items()]
     times = tabulate(parts, ["", "ms", "of a plain step"], tablefmt="github", disable_numparse=True)
+    ranked = tabulate(
+        [[ranks, ratio_under_torchrun(ranks)] for ranks in (1, 2)], ["ranks", "time of TrainStep / by hand"], "github"
+    )
     title, rest = (__doc__ or "").split("\n\n", 1)
     text = f"""# {title}
 
@@ -135,6 +185,14 @@ def main() -> None:
 which starts the autograd engine once instead of four times. A plain step takes {plain:.1f} ms.
 
 {times}
+
+## Under torchrun
+
+`TrainStep` beside a hand-written loop of `DistributedDataParallel` with `no_sync`, four micro-batches each, on gloo. It counts
+what each micro-batch weighs and returns the exact loss of all ranks, which the loop by hand does not; about 0.4 ms per
+micro-batch, which is what is seen here above 1, on a model whose micro-batches take 6 ms.
+
+{ranked}
 
 Medians of {ROUNDS}. Environment: {platform.machine()}, 1 thread, Python {platform.python_version()}, torch {torch.__version__}.
 To reproduce (it writes this file):
