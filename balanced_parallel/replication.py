@@ -116,13 +116,13 @@ class Replicas:
 
     def _rebuild(self, module: nn.Module) -> None:
         _refuse_lazy(module)
-        known, self.tree = self.tree, Tree(module)
-        self._shells = []
-        same = known is not None and list(map(id, known.parameters)) == list(map(id, self.tree.parameters))
-        if not same or (known is not None and known.shapes != self.tree.shapes):
+        known, tree = self.tree, Tree(module)
+        same = known is not None and [*map(id, known.parameters)] == [*map(id, tree.parameters)] and known.shapes == tree.shapes
+        if not same:
             self._refuse_spread()
             self.reduce()
             self.copies, self._states, self.buckets = {}, [], []
+        self.tree, self._shells = tree, []
 
     def _refuse_spread(self) -> None:
         if self.spread:

@@ -101,13 +101,9 @@ class DistributedModel(DistributedDataParallel):
         """The zero of :meth:`forward_nothing`, alone."""
         return zero_of(*(parameter for parameter in self._reduced if parameter.requires_grad))
 
-    def reduced_parameters(self) -> list[nn.Parameter]:
-        """The parameters whose gradients are reduced: the module's, and those of a criterion that has any."""
-        return self._reduced
-
     def take_unused(self) -> list[torch.Tensor]:
-        """Those for which no rank had a gradient when its bucket was last reduced: the reducer leaves zeros there, and the
-        plain program leaves ``None``, which optimizers pass over."""
+        """The parameters for which no rank had a gradient in the last reduction: the reducer leaves zeros there, and the plain
+        program leaves ``None``, which optimizers pass over."""
         unused = []
         for parameters, users in self._reduction.users:
             unused += [parameter for parameter, count in zip(parameters, users.wait().tolist(), strict=True) if count == 0]
