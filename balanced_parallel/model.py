@@ -28,7 +28,9 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
 
     Rows are cut as :func:`scatter` does. Fewer rows than devices use fewer replicas; a batch with no rows, or inputs that
     have no rows, use one. Each replica runs with the caller's gradient mode, inference mode, autocast (flag and dtype) and
-    default device. The first replica is the module itself, so what it writes to its buffers stays, as in ``nn.DataParallel``.
+    default device. Replicas live between forwards, and follow every change of the module but one: after a write in place
+    through ``parameter.data``, call :meth:`refresh_replicas`. The first replica is the module itself, so what it writes to its
+    buffers stays, as in ``nn.DataParallel``.
 
     Args:
         module: moved to the first device, where its parameters and their gradients live.
@@ -89,6 +91,11 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         for parameter in self.parameters() if set_to_none else ():
             parameter.grad = None  # without a look at what it was, which may lie on other devices
         self.replicas.drop()
+
+    def refresh_replicas(self) -> None:
+        """Has all parameters copied again before the next forward or update. It is needed after a write in place through
+        ``parameter.data`` (``parameter.data.clamp_(...)``), which torch's version counter does not see, and after no other."""
+        self.replicas.forget_values()
 
     def reduce_gradients(self) -> None:
         """Sums what the replicas hold after :meth:`no_sync`, where no other backward did."""

@@ -104,6 +104,10 @@ class Replicas:
         for bucket in self.buckets:
             bucket.drop()
 
+    def forget_values(self) -> None:
+        """Has every value copied again before the next forward or update."""
+        self._states = []
+
     def mark_fresh(self) -> None:
         """Says that every copy has been given the values that the parameters have now."""
         assert self.tree is not None

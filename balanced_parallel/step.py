@@ -113,7 +113,9 @@ class TrainStep:
         self._ranks = None if isinstance(model, DataParallelModel) else model
         self._replicas = [model.replicas, criterion.replicas] if isinstance(model, DataParallelModel) else [criterion.replicas]
         known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        self._outside = [p for p in (*model.parameters(), *criterion.parameters()) if p not in known]
+        trained = [*model.parameters(), *criterion.parameters()]
+        self._outside = [p for p in trained if p not in known]
+        self._unreduced = list(known.difference(trained))  # no reducer brings their gradients to their size
         self._has_half = any(parameter.dtype == torch.float16 for parameter in model.parameters())
         self._meets_ranks = world_size() > 1 and meets_other_ranks(model.modules())
         self._window: Window | None = None
@@ -156,7 +158,10 @@ class TrainStep:
                 warnings.warn("no target of this batch was counted: nothing is updated, and its loss is nan", stacklevel=3)
                 return torch.full_like(total, torch.nan)
             divisor = 1.0 if self.criterion.reduction == "sum" else weight
-            self._update(window.reference / divisor if self._ranks is None else 1.0)
+            factor = window.reference * world_size() / divisor
+            if self._ranks is not None:
+                scale_gradients(self._unreduced, factor)
+            self._update(factor if self._ranks is None else 1.0)
             return total / divisor
 
     def _accumulate(self, inputs: Any, targets: Any, *, reduce_last: bool) -> None:

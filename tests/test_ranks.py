@@ -238,3 +238,32 @@ def test_without_torchrun_it_is_one_process():
     assert isinstance(model, DataParallelModel)
     assert isinstance(criterion, DataParallelCriterion)
     assert len(model(torch.randn(5, 4))) == 2
+
+
+def check_parameter_of_nobody(rank):
+    """The criterion is a function that learns a parameter of its own, which no reducer knows. One rank: nothing to reduce."""
+    torch.set_default_dtype(torch.float64)
+    inputs, targets = torch.randn(7, 4), torch.rand(7, 5)
+
+    def trained(make):
+        scale = torch.nn.Parameter(torch.tensor(2.0))
+        net = build_net()
+        make(net, scale, lambda output, target: (output * scale - target).pow(2).mean())
+        return [parameter.detach() for parameter in (*net.parameters(), scale)]
+
+    def plain(net, scale, criterion):
+        optimizer = torch.optim.SGD([*net.parameters(), scale], lr=0.1)
+        criterion(net(inputs), targets).backward()
+        optimizer.step()
+
+    def ours(net, scale, criterion):
+        model, parallel = parallelize(net, criterion, weight=lambda output, target: len(target))
+        step = TrainStep(model, parallel, torch.optim.SGD([*net.parameters(), scale], lr=0.1), micro_batch_size=3)
+        step(inputs, targets)
+
+    for one, other in zip(trained(ours), trained(plain), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+def test_a_parameter_that_no_reducer_knows_is_scaled_too():
+    run_ranks(1, check_parameter_of_nobody)

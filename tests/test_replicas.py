@@ -141,6 +141,16 @@ def test_parameters_move_only_when_they_changed():
         assert moved_out() == still
 
 
+def test_after_a_write_that_torch_does_not_count_the_replicas_can_be_refreshed():
+    with simulate(3):
+        net = build_net()
+        model, x = settled(net)
+        for parameter in net.parameters():
+            parameter.data.mul_(3)
+        model.refresh_replicas()
+        assert_follows(model, net, x)
+
+
 def test_replicas_on_one_device_share_the_values():
     with simulate(1) as cluster:
         net = nn.Linear(512, 512).to("sim:0")

@@ -133,10 +133,11 @@ def _reduce_bucket(reduction: Reduction, bucket: dist.GradBucket) -> torch.futur
     buffer.mul_(1 / world_size() if reduction.factor is None else reduction.factor())
     future: torch.futures.Future[list[torch.Tensor]] = dist.all_reduce(buffer, async_op=True).get_future()
     if bucket.index() == 0:
-        reduction.users.clear()  # of a backward that nobody asked about
-    parameters = bucket.parameters()
-    have = [parameter.grad is not None for parameter in parameters]
-    reduction.users.append((parameters, PendingSum(torch.tensor(have, dtype=torch.float32, device=parameters[0].device))))
+        reduction.users.clear()  # of a backward that failed
+    if reduction.factor is not None:  # else nobody will ask
+        parameters = bucket.parameters()
+        have = [parameter.grad is not None for parameter in parameters]
+        reduction.users.append((parameters, PendingSum(torch.tensor(have, dtype=torch.float32, device=parameters[0].device))))
     return future.then(lambda done: done.value()[0])
 
 
