@@ -17,6 +17,7 @@ from .devices import move
 from .ownership import repoint
 from .reduction import Bucket, make_buckets
 from .shells import Shells, Tree
+from .watching import Watch
 
 __all__: list[str] = []
 
@@ -38,6 +39,8 @@ class Replicas:
         self.tree: Tree | None = None
         self._shells: list[Shells] = []
         self._states: list[State] = []  # of the parameters when they were copied
+        self._changed: list[int] = []  # of the parameters, those that the last refresh found changed
+        self._watch = Watch()
 
     def __reduce__(self) -> Any:  # a copy of the wrapper makes replicas of its own
         return Replicas, ()
@@ -67,6 +70,7 @@ class Replicas:
             yield modules
             return
         tree = self.prepare(module, [home, *devices[len(modules) :]])
+        self._follow_unrecorded_writes(tree)
         handed = self._hand_out_parameters(tree, [*([home] if modules else []), *devices[len(modules) :]])
         for shells, device in zip(self._shells, devices[len(modules) :], strict=False):
             # buffers every time: batch norm writes to its statistics without torch's version counter
@@ -125,7 +129,7 @@ class Replicas:
         if not same:
             self._refuse_spread()
             self.reduce()
-            self.copies, self._states, self.buckets = {}, [], []
+            self.copies, self._states, self.buckets, self._watch = {}, [], [], Watch()
         self.tree, self._shells = tree, []
 
     def _refuse_spread(self) -> None:
@@ -140,8 +144,17 @@ class Replicas:
         assert self.tree is not None
         return [parameter.shape for parameter in self.tree.parameters] != self.tree.shapes
 
+    def _follow_unrecorded_writes(self, tree: Tree) -> None:
+        """Copies what was written through ``.data``."""
+        if self.copies:
+            copies = next(iter(self.copies.values()))
+            found = self._watch.look(tree.parameters, copies, self._changed, goes_on=self.deferred)
+            for device, tensors in self.copies.items() if found else ():
+                _copy_into(tensors, tree.parameters, found, device)
+
     def _refresh(self, tree: Tree, devices: Sequence[torch.device]) -> None:
         states = _states(tree.parameters)
+        self._changed = []
         if states != self._states or not states:
             _check_places(tree, devices[0])
             before = self._states or [(0, 0, False)] * len(states)
@@ -151,7 +164,7 @@ class Replicas:
                     self._refuse_spread()
             elif any(now[2] != then[2] for now, then in zip(states, before, strict=True)) or not self.buckets:
                 self.make_buckets([[parameter for parameter in tree.parameters if parameter.requires_grad]])
-            changed = [i for i, (now, then) in enumerate(zip(states, before, strict=True)) if now[:2] != then[:2]]
+            self._changed = changed = [i for i, (now, then) in enumerate(zip(states, before, strict=True)) if now[:2] != then[:2]]
             self.copies.pop(devices[0], None)
             for device, tensors in self.copies.items():
                 _copy_into(tensors, tree.parameters, changed, device)

@@ -22,6 +22,7 @@ CORRIDOR = [
     "reduction",
     "ownership",
     "shells",
+    "watching",
     "replication",
     "execution",
     "batchnorm",

@@ -1,18 +1,29 @@
 """Replicas that live between steps: what is kept, what is refreshed, and what of the module's changes reaches them."""
 
+import contextlib
 import copy
 import gc
 import pickle
 import threading
+import warnings
 import weakref
 
 import pytest
 import torch
-from problems import BODIES, assert_same_gradients, build_net, gradients, plain_program
+from problems import BODIES, CLASSES, assert_same_gradients, build_net, gradients, plain_program
 from torch import nn
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, gather, reduction, simulate
+from balanced_parallel import (
+    BalancedOptimizer,
+    DataParallelCriterion,
+    DataParallelModel,
+    TrainStep,
+    gather,
+    reduction,
+    simulate,
+)
 from balanced_parallel.reduction import make_buckets
+from balanced_parallel.watching import CHUNK, _differing
 
 CPUS = ["cpu"] * 3
 
@@ -139,6 +150,81 @@ def test_parameters_move_only_when_they_changed():
         torch.optim.SGD(net.parameters(), 0.1).step()
         assert moved_out() == still + size
         assert moved_out() == still
+
+
+def test_a_teacher_that_is_written_through_data_is_followed_with_a_warning():
+    with simulate(3):
+        net = build_net()
+        model, x = settled(net)  # its second forward is compared
+        for parameter in net.parameters():
+            parameter.data.mul_(3)
+        with pytest.warns(UserWarning, match=r"written to in place through \.data"):
+            for _ in range(2):
+                model(x)
+        for factor in (0.5, -1, 3):
+            for parameter in net.parameters():
+                parameter.data.mul_(factor)
+            assert_follows(model, net, x)
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 2])
+@pytest.mark.parametrize("balanced", [False, True])
+def test_an_optimizer_that_writes_through_data_trains_all_replicas(micro_batch_size, balanced):
+    class Old(torch.optim.Optimizer):  # as many were written, and still are
+        def __init__(self, parameters):
+            super().__init__(parameters, {})
+
+        def step(self):
+            for parameter in self.param_groups[0]["params"]:
+                parameter.data.sub_(parameter.grad)
+
+    losses = {}
+    for devices in (None, 3):
+        with simulate(devices) if devices else contextlib.nullcontext():
+            net = build_net()
+            model = DataParallelModel(net, None if devices else ["cpu"])
+            optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=1.0) if balanced else Old(net.parameters())
+            step = TrainStep(model, DataParallelCriterion(nn.MSELoss()), optimizer, micro_batch_size=micro_batch_size)
+            torch.manual_seed(2)
+            x = torch.randn(12, 4)
+            y = torch.randn(12, CLASSES)
+            losses[devices] = []
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for _ in range(5):
+                    losses[devices].append(float(step(x, y)))
+                    if balanced:
+                        for parameter in net.parameters():
+                            parameter.data.clamp_(-0.2, 0.2)
+            assert len(caught) == (devices is not None)
+    torch.testing.assert_close(losses[None], losses[3])
+
+
+def test_looking_for_unrecorded_writes_moves_only_checksums():
+    with simulate(2) as cluster:
+        model = DataParallelModel(nn.Linear(512, 512).to("sim:0"))
+        x = torch.ones(2, 512)
+        for _ in range(9):
+            before = cluster.moved
+            model(x)
+            size = (cluster.moved - before)["sim:0", "sim:1"]
+        assert size < 3000
+
+
+def test_every_place_and_every_bit_counts_in_a_checksum():
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.bool):
+        tensor = torch.arange(6).to(dtype).reshape(2, 3)
+        tensor[1, 1] = 0
+        copies = [tensor.clone() for _ in range(4)]
+        copies[1][1, 2] = 0
+        copies[2] = copies[2].flip(0) if dtype is not torch.bool else ~copies[2]
+        found = _differing([tensor] * 4, copies)
+        assert found == [1, 2]
+    large = torch.zeros(2 * CHUNK + 1)
+    moved = large.clone()
+    large[0], moved[CHUNK] = 1, 1
+    assert _differing([large], [moved]) == [0]
+    assert _differing([torch.empty(0)], [torch.empty(0)]) == []
 
 
 def test_after_a_write_that_torch_does_not_count_the_replicas_can_be_refreshed():

@@ -1,6 +1,7 @@
 """Starts the process group that torchrun prepared, and ends it at exit."""
 
 import atexit
+import time
 from collections.abc import Sequence
 
 import torch
@@ -57,6 +58,10 @@ def join_process_group(environment: TorchrunEnvironment, device: torch.device) -
 
 
 def end_process_group() -> None:
-    """Ends the running process group, where there is one."""
+    """Ends the running process group, where there is one, and leaves its threads the time to let go of their last tensors."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    # A model keeps the group's threads alive. One that drops the last collective's tensors after the interpreter began to
+    # end asks for its lock and aborts the process ("terminate called without an active exception"). Nothing says when they
+    # have, https://github.com/pytorch/pytorch/issues/190489: it takes them microseconds, once they get a core.
+    time.sleep(0.2)
