@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .ranks import PendingSum
 from .terms import Terms
 from .weighting import add_up
 
@@ -18,18 +17,13 @@ class Window:
     """One rank's part of it.
 
     ``total`` is the sum of the losses and ``weight`` what it is to be divided by; gradients are those of the sum divided by
-    ``reference``; ``totals`` are the sums of loss and weight over the ranks, on their way since the gradients are.
+    ``reference``. Once it is ``reduced`` over the ranks, nothing can be added.
     """
 
     total: Tensor
     weight: Tensor | float = 0.0
     reference: float = 1.0
-    totals: PendingSum | None = None
-
-    def sum_over_ranks(self) -> None:
-        """Sends loss and weight on their way, now that nothing will be added, while the reducing backward runs."""
-        weight = torch.as_tensor(self.weight, device=self.total.device)
-        self.totals = PendingSum(torch.stack([self.total.double(), weight.double()]))
+    reduced: bool = False
 
     def count(self, terms: Terms) -> Tensor:
         """Adds the losses and weights of a micro-batch, and returns what it weighs."""
@@ -42,12 +36,10 @@ class Window:
         self.weight = self.weight + weight
         return weight
 
-    def factor(self, divides: bool) -> Tensor:
-        """What makes gradients of this window, summed over the ranks, those of the loss, or of the sum if it is not divided.
-        On the device: nobody waits for it."""
-        assert self.totals is not None
-        weight = self.totals.wait()[1]
-        return self.reference / torch.where(weight == 0, 1.0, weight) if divides else torch.full_like(weight, self.reference)
+    def totals(self) -> Tensor:
+        """Loss and weight as one tensor, of float64."""
+        weight = torch.as_tensor(self.weight, device=self.total.device)
+        return torch.stack([self.total.double(), weight.double()])
 
 
 def scale_gradients(parameters: Iterable[torch.nn.Parameter], factor: float) -> None:

@@ -91,12 +91,15 @@ def current_stream(device: torch.device) -> torch.Stream | None:
     return None if device.index is None else torch.accelerator.current_stream(device)
 
 
-@contextlib.contextmanager
-def on_device(device: torch.device, stream: torch.Stream | None) -> Iterator[None]:
+def on_device(device: torch.device, stream: torch.Stream | None) -> contextlib.AbstractContextManager[None]:
     """Makes ``device`` (and ``stream`` on it) current in this thread: kernels and ``torch.empty(device='cuda')`` land there."""
     if device.index is None:  # the CPU, or meta
-        yield
-        return
+        return contextlib.nullcontext()
+    return _on_accelerator(device, stream)
+
+
+@contextlib.contextmanager
+def _on_accelerator(device: torch.device, stream: torch.Stream | None) -> Iterator[None]:
     with torch.accelerator.device_index(device.index), stream or contextlib.nullcontext():
         yield
 

@@ -187,14 +187,14 @@ def _plain_names(function: Callable[..., Tensor]) -> tuple[list[str], int]:
 
 
 def _register(module: type[nn.Module], function: Callable[..., Tensor], rule: Rule) -> None:
-    names = list(_signature(function).parameters)
-    given = _signature(module.forward).parameters
+    given = {*_signature(module.forward).parameters, "size_average", "reduce"}  # what torch deprecated is no attribute
+    names = [name for name in _signature(function).parameters if name not in given]
 
     @loss_weight.register(module)
     def weigh(criterion: Any, output: Any, *targets: Any, **kwargs: Any) -> Tensor:
         if type(criterion).forward is not module.forward:
             return loss_weight.dispatch(object)(criterion, output)  # a subclass with a forward of its own is another loss
-        settings = {name: getattr(criterion, name) for name in names if name not in given and hasattr(criterion, name)}
+        settings = {name: getattr(criterion, name) for name in names if hasattr(criterion, name)}
         bound = _bind(module.forward, criterion, output, *targets, **kwargs)
         del bound["self"]
         if "log_input" in bound:  # what PoissonNLLLoss.forward calls the function's input

@@ -42,17 +42,21 @@ class Precision:
     def __repr__(self) -> str:
         return f"Precision({self.name!r})"
 
-    @contextlib.contextmanager
-    def autocast(self, devices: Iterable[torch.device]) -> Iterator[None]:
+    def autocast(self, devices: Iterable[torch.device]) -> contextlib.AbstractContextManager[None]:
         """Autocast for every type of device among ``devices``, in this thread; workers carry it on."""
         dtype = _DTYPES[self.name]
-        with contextlib.ExitStack() as stack:
-            for kind in () if dtype is None else sorted({device.type for device in devices}):
-                stack.enter_context(torch.autocast(kind, dtype))
-            yield
+        return contextlib.nullcontext() if dtype is None else _autocast(dtype, devices)
 
     def scaler_on(self, device: torch.device) -> torch.amp.GradScaler | None:
         """The gradient scaler where there is one, made for ``device`` on first use."""
         if self.name == "fp16" and self.scaler is None:
             self.scaler = torch.amp.GradScaler(device.type)
         return self.scaler
+
+
+@contextlib.contextmanager
+def _autocast(dtype: torch.dtype, devices: Iterable[torch.device]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for kind in sorted({device.type for device in devices}):
+            stack.enter_context(torch.autocast(kind, dtype))
+        yield

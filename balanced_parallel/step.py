@@ -5,10 +5,9 @@ gradients of sums are accumulated, with their weights, and divided once, so noth
 """
 
 import contextlib
-import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -39,8 +38,8 @@ class RankModel(Protocol):
     def no_sync(self) -> contextlib.AbstractContextManager[None]: ...
     def forward_nothing(self) -> Tensor: ...
     def touch(self) -> Tensor: ...
-    def take_unused(self) -> list[Tensor]: ...
-    def reducing_by(self, factor: Callable[[], Tensor]) -> contextlib.AbstractContextManager[None]: ...
+    def summing(self, totals: Tensor) -> contextlib.AbstractContextManager[None]: ...
+    def take_totals(self) -> list[float]: ...
     def parameters(self) -> Iterator[torch.nn.Parameter]: ...
     def modules(self) -> Iterator[torch.nn.Module]: ...
 
@@ -115,7 +114,6 @@ class TrainStep:
         known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         trained = [*model.parameters(), *criterion.parameters()]
         self._outside = [p for p in trained if p not in known]
-        self._unreduced = list(known.difference(trained))  # no reducer brings their gradients to their size
         self._has_half = any(parameter.dtype == torch.float16 for parameter in model.parameters())
         self._meets_ranks = world_size() > 1 and meets_other_ranks(model.modules())
         self._window: Window | None = None
@@ -148,7 +146,7 @@ class TrainStep:
         with self._dropping_on_failure():
             for replicas in self._replicas:
                 replicas.reduce()
-            if self._ranks is not None and window.totals is None:
+            if self._ranks is not None and not window.reduced:
                 self._reduce_alone(window, self._ranks)
             total, weight = self._totals(window)
             self._window = None
@@ -158,19 +156,19 @@ class TrainStep:
                 warnings.warn("no target of this batch was counted: nothing is updated, and its loss is nan", stacklevel=3)
                 return torch.full_like(total, torch.nan)
             divisor = 1.0 if self.criterion.reduction == "sum" else weight
-            factor = window.reference * world_size() / divisor
-            if self._ranks is not None:
-                scale_gradients(self._unreduced, factor)
-            self._update(factor if self._ranks is None else 1.0)
+            self._update(window.reference * world_size() / divisor)  # the reducer divided by the number of ranks
             return total / divisor
 
     def _accumulate(self, inputs: Any, targets: Any, *, reduce_last: bool) -> None:
         window = self._window or self._open_window()
         micro_batches = self._cut(inputs, targets)
+        accumulating = len(micro_batches) - reduce_last
         with self._dropping_on_failure():
-            for index, micro_batch in enumerate(micro_batches):
-                left = len(micro_batches) - index
-                self._run(window, *micro_batch, left=left, reduce=reduce_last and left == 1)
+            with self._unsynchronised():
+                for index, micro_batch in enumerate(micro_batches[:accumulating]):
+                    self._run(window, *micro_batch, left=len(micro_batches) - index, reduce=False)
+            for micro_batch in micro_batches[accumulating:]:
+                self._run(window, *micro_batch, left=1, reduce=True)
 
     def _open_window(self) -> Window:
         self.optimizer.zero_grad()
@@ -203,42 +201,41 @@ class TrainStep:
 
     def _run(self, window: Window, arguments: Arguments, targets: tuple[Any, ...], *, left: int, reduce: bool) -> None:
         """Forward and backward of one micro-batch, the ``left``-th from the end as far as is known."""
-        with self._synchronised(reduce), self.precision.autocast(self.model.devices):
+        with self.precision.autocast(self.model.devices):
             terms = self.criterion.terms(self.model(*arguments.inputs, **arguments.kwargs), *targets)
             weight = window.count(terms)
-            self._settle_reference(window, to_come=weight * (left - 1), reduce=reduce)
+            if self._scales():
+                self._settle_reference(window, to_come=weight * (left - 1), reduce=reduce)
             roots = terms.sums if window.reference == 1 else [term / window.reference for term in terms.sums]
-            if self._ranks is not None and reduce:
-                roots = [*roots, self._ranks.touch()]
-                window.sum_over_ranks()
-        with self._synchronised(reduce), self._reducing(window):
+        if self._ranks is None or not reduce:
             self._backward(roots)
+        else:
+            self._reduce([*roots, self._ranks.touch()], window, self._ranks)
 
     def _reduce_alone(self, window: Window, ranks: RankModel) -> None:
         """Reduces what this rank has accumulated, if anything, with no rows left to run."""
         zero = ranks.forward_nothing()
-        self._settle_reference(window, to_come=0.0, reduce=True)
-        window.sum_over_ranks()
-        with self._reducing(window):
-            self._backward([zero])
+        if self._scales():
+            self._settle_reference(window, to_come=0.0, reduce=True)
+        self._reduce([zero], window, ranks)
 
-    def _reducing(self, window: Window) -> contextlib.AbstractContextManager[None]:
-        """The backward that reduces over ranks brings gradients to their final size on the way."""
-        if self._ranks is None or window.totals is None:
-            return contextlib.nullcontext()
-        return self._ranks.reducing_by(functools.partial(window.factor, divides=self.criterion.reduction != "sum"))
+    def _reduce(self, roots: list[Tensor], window: Window, ranks: RankModel) -> None:
+        """The backward that sums over the ranks."""
+        with ranks.summing(window.totals()):
+            self._backward(roots)
+        window.reduced = True
 
     def _backward(self, roots: list[Tensor]) -> None:
         scaler = self.precision.scaler_on(self.model.devices[0])
         torch.autograd.backward(roots if scaler is None else [scaler.scale(root) for root in roots])
 
     @contextlib.contextmanager
-    def _synchronised(self, reduce: bool) -> Iterator[None]:
+    def _unsynchronised(self) -> Iterator[None]:
         """While micro-batches accumulate, gradients stay where they are: with the replicas, with the rank."""
         with contextlib.ExitStack() as stack:
-            if not reduce and self._ranks is not None:
+            if self._ranks is not None:
                 stack.enter_context(self._ranks.no_sync())
-            for replicas in () if reduce else self._replicas:
+            for replicas in self._replicas:
                 stack.enter_context(replicas.no_sync())
             yield
 
@@ -246,8 +243,6 @@ class TrainStep:
         """Gradients of sums are divided by a constant while they accumulate, where float16 could not hold them: by about what
         the whole window will weigh, as the plain program's are. It grows with the window, and is the same on every rank
         when they reduce. A power of two, so that nothing is rounded when it changes."""
-        if self.criterion.reduction == "sum" or not self._uses_float16():
-            return
         expected = max(float(window.weight + to_come), self._last_weight / world_size())
         if world_size() > 1:
             mine = torch.tensor(expected, dtype=torch.float64)
@@ -263,19 +258,18 @@ class TrainStep:
                 replicas.scale(window.reference / reference)
         window.reference = reference
 
-    def _uses_float16(self) -> bool:
+    def _scales(self) -> bool:
+        """Whether gradients are divided while they accumulate."""
         kind = self.model.devices[0].type
         ambient = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
-        return ambient or self.precision.name == "fp16" or self._has_half
+        return (ambient or self.precision.name == "fp16" or self._has_half) and self.criterion.reduction != "sum"
 
     def _totals(self, window: Window) -> tuple[Tensor, float]:
         """The sum of all losses and of all weights, over all ranks."""
-        if self._ranks is None or window.totals is None:
+        if self._ranks is None:
             return window.total, float(window.weight)
-        for parameter in self._ranks.take_unused():
-            parameter.grad = None
-        total, weight = window.totals.wait().tolist()
-        return torch.as_tensor(total, dtype=window.total.dtype, device=window.total.device), weight
+        total, weight = self._ranks.take_totals()
+        return window.total.new_tensor(total), weight
 
     def _update(self, factor: float) -> None:
         """One step of the optimizer on the gradients times ``factor``, and of the scheduler if it was not skipped."""

@@ -3,11 +3,10 @@ list of outputs and the exact loss that the replicas of one process give."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,7 +18,7 @@ from ..precision import Precision
 from ..ranks import PendingSum, world_size
 from ..scattering import Arguments, Pieces, count_rows, move_leaves
 from ..terms import Criterion
-from ..weighting import Weight, zero_of
+from ..weighting import Weight
 from .process_group import join_process_group, rank_device
 from .torchrun import TorchrunEnvironment
 
@@ -28,14 +27,17 @@ __all__: list[str] = []
 
 @dataclass
 class Reduction:
-    """What the reducer's hook is told, and what it finds out.
+    """What goes over the ranks beside gradients: ``totals``, and who of ``parameters`` has a gradient; and their ``sums``."""
 
-    ``factor`` gives what to multiply sums over the ranks by; None averages. ``users`` are, of the last backward's buckets, the
-    parameters, and how many ranks had a gradient for each.
-    """
+    parameters: list[nn.Parameter]
+    totals: torch.Tensor | None = None
+    sums: PendingSum | None = None
 
-    factor: Callable[[], torch.Tensor] | None = None
-    users: list[tuple[list[torch.Tensor], PendingSum]] = field(default_factory=list)
+    def send(self) -> None:
+        """Called when every gradient is there and every bucket is on its way, before the reducer puts zeros elsewhere."""
+        assert self.totals is not None
+        have = [parameter.grad is not None for parameter in self.parameters]
+        self.sums = PendingSum(torch.cat([self.totals, self.totals.new_tensor(have)]))
 
 
 class DistributedModel(DistributedDataParallel):
@@ -61,20 +63,21 @@ class DistributedModel(DistributedDataParallel):
         learned = criterion.parameters() if isinstance(criterion, nn.Module) else ()
         beside = nn.ParameterList(parameter for parameter in learned if parameter.requires_grad)
         super().__init__(nn.ModuleList([module, beside]) if len(beside) else module, gradient_as_bucket_view=True)
-        self._reduced = [*self.module.parameters()]  # what the reducer was built for; it does not ask self.module again
+        # what the reducer was built for; it does not ask self.module again
+        self._reduction = Reduction([parameter for parameter in self.module.parameters() if parameter.requires_grad])
         self.module = module
         self.devices = [device]
         self.split = None
         self.dim = dim
         self.precision = Precision("fp32" if precision is None else precision)
-        self._reduction = Reduction()  # not the model itself: the reducer would hold it for ever
-        self.register_comm_hook(self._reduction, _reduce_bucket)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> list[Any]:
         rows = count_rows(Arguments(inputs, kwargs), self.dim)
         inputs, kwargs = move_leaves((inputs, kwargs), self.devices[0])
+        # in a window of micro-batches the reducer has nothing to do after the first, nor have buffers to be synchronised
+        run = super().forward if self.require_backward_grad_sync or self.require_forward_param_sync else self.module
         with self.precision.autocast(self.devices):
-            return Pieces([super().forward(*inputs, **kwargs)], [rows])
+            return Pieces([run(*inputs, **kwargs)], [rows])
 
     def forward_nothing(self) -> torch.Tensor:
         """A forward without the module: a zero whose backward hands no gradient to any parameter. After it, or after it is
@@ -88,27 +91,31 @@ class DistributedModel(DistributedDataParallel):
         return self.touch()
 
     @contextlib.contextmanager
-    def reducing_by(self, factor: Callable[[], torch.Tensor]) -> Iterator[None]:
-        """For a backward in this block: gradients are summed over the ranks and multiplied by ``factor()``, a scalar on their
-        device, instead of averaged."""
-        self._reduction.factor = factor
+    def summing(self, totals: torch.Tensor) -> Iterator[None]:
+        """For a backward in this block, with a root of :meth:`touch`: ``totals`` are summed over the ranks on the side."""
+        self._reduction.totals = totals
         try:
             yield
         finally:
-            self._reduction.factor = None
+            self._reduction.totals = None
 
     def touch(self) -> torch.Tensor:
         """The zero of :meth:`forward_nothing`, alone."""
-        return zero_of(*(parameter for parameter in self._reduced if parameter.requires_grad))
+        zero: torch.Tensor = _Touch.apply(self._reduction, *self._reduction.parameters)
+        return zero
 
-    def take_unused(self) -> list[torch.Tensor]:
-        """The parameters for which no rank had a gradient in the last reduction: the reducer leaves zeros there, and the plain
-        program leaves ``None``, which optimizers pass over."""
-        unused = []
-        for parameters, users in self._reduction.users:
-            unused += [parameter for parameter, count in zip(parameters, users.wait().tolist(), strict=True) if count == 0]
-        self._reduction.users.clear()
-        return unused
+    def take_totals(self) -> list[float]:
+        """The totals over all ranks of the last backward in :meth:`summing`. Gradients of parameters for which no rank had one
+        become ``None``: the reducer leaves zeros there, and the plain program nothing, which optimizers pass over."""
+        reduction = self._reduction
+        assert reduction.sums is not None
+        sums: list[float] = reduction.sums.wait().tolist()
+        reduction.sums = None
+        first = len(sums) - len(reduction.parameters)
+        for parameter, count in zip(reduction.parameters, sums[first:], strict=True):
+            if count == 0:
+                parameter.grad = None
+        return sums[:first]
 
 
 class DistributedCriterion(DataParallelCriterion):
@@ -128,17 +135,19 @@ class DistributedCriterion(DataParallelCriterion):
         return self
 
 
-def _reduce_bucket(reduction: Reduction, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    buffer = bucket.buffer()
-    buffer.mul_(1 / world_size() if reduction.factor is None else reduction.factor())
-    future: torch.futures.Future[list[torch.Tensor]] = dist.all_reduce(buffer, async_op=True).get_future()
-    if bucket.index() == 0:
-        reduction.users.clear()  # of a backward that failed
-    if reduction.factor is not None:  # else nobody will ask
-        parameters = bucket.parameters()
-        have = [parameter.grad is not None for parameter in parameters]
-        reduction.users.append((parameters, PendingSum(torch.tensor(have, dtype=torch.float32, device=parameters[0].device))))
-    return future.then(lambda done: done.value()[0])
+class _Touch(torch.autograd.Function):
+    """A zero whose backward hands no gradient to any parameter, for which every bucket of the reducer waits."""
+
+    @staticmethod
+    def forward(ctx: Any, reduction: Reduction, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.reduction = reduction
+        return parameters[0].new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
+        if ctx.reduction.totals is not None:  # the root with the highest number: before the reducer queues its own callback
+            torch.autograd.Variable._execution_engine.queue_callback(ctx.reduction.send)
+        return (None, *[None] * len(ctx.reduction.parameters))
 
 
 class _Skipped(nn.Module):
