@@ -31,9 +31,11 @@ batch. A map of the house, in the order in which its rooms build on each other:
     diagnosis     known reasons for a difference
     verification  the plain program beside the split one    verify
     launch        one process per device, under torchrun    parallelize
+    memory        what a step needs, before it runs         memory.estimate, memory.plan
     simulation    accelerators on the CPU, bytes counted    simulate
 """
 
+from . import memory
 from .batchnorm import convert_sync_batchnorm
 from .criterion import DataParallelCriterion
 from .gathering import gather
@@ -59,6 +61,7 @@ __all__ = [
     "convert_sync_batchnorm",
     "gather",
     "loss_weight",
+    "memory",
     "parallelize",
     "scatter",
     "simulate",

@@ -14,6 +14,7 @@ import torch
 
 __all__: list[str] = []
 
+_WITHOUT_STREAMS = ("cpu", "meta")
 DeviceLike = int | str | torch.device
 
 
@@ -88,12 +89,12 @@ def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 def current_stream(device: torch.device) -> torch.Stream | None:
     """The stream of the calling thread on ``device``, for a worker thread to go on with; the CPU has none."""
-    return None if device.index is None else torch.accelerator.current_stream(device)
+    return None if device.type in _WITHOUT_STREAMS else torch.accelerator.current_stream(device)
 
 
 def on_device(device: torch.device, stream: torch.Stream | None) -> contextlib.AbstractContextManager[None]:
     """Makes ``device`` (and ``stream`` on it) current in this thread: kernels and ``torch.empty(device='cuda')`` land there."""
-    if device.index is None:  # the CPU, or meta
+    if device.type in _WITHOUT_STREAMS:
         return contextlib.nullcontext()
     return _on_accelerator(device, stream)
 

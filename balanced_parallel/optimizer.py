@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .model import DataParallelModel
-from .ownership import BucketOwners, Piece, SpreadParameter, spread_gradient, spread_parameter, unite_parameter
+from .ownership import BucketOwners, Piece, Spread, spread_gradient, spread_parameter, unite_parameter
 from .ranks import world_size
 from .replication import Replicas
 
@@ -180,7 +180,7 @@ class BalancedOptimizer(torch.optim.Optimizer):
         if self._spread and isinstance(self._model, DataParallelModel):
             self._model.replicas.prepare(self._model.module, self._model.devices)
             for parameter in self._spread:
-                if isinstance(parameter, SpreadParameter):
+                if isinstance(parameter, Spread):
                     spread_gradient(parameter)
 
 
@@ -212,12 +212,12 @@ def _as_groups(params: Iterable[Any]) -> Groups:
 
 
 def _pieces_of(parameter: Tensor) -> list[Piece | None]:
-    return list(parameter.pieces) if isinstance(parameter, SpreadParameter) else []
+    return list(parameter.pieces) if isinstance(parameter, Spread) else []
 
 
 def _held(parameter: Tensor) -> list[Tensor]:
     """What is updated: the parameter, or its pieces."""
-    return [piece.values for piece in parameter.pieces] if isinstance(parameter, SpreadParameter) else [parameter]
+    return [piece.values for piece in parameter.pieces] if isinstance(parameter, Spread) else [parameter]
 
 
 def _joined(parameter: Tensor, pieces: Sequence[Piece | None], states: list[dict[str, Any] | None]) -> dict[str, Any]:

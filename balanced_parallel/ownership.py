@@ -1,5 +1,6 @@
 """Who owns which elements of the parameters: each device an equal part, of which it reduces the gradients and keeps the state."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -104,11 +105,12 @@ def _cut(piece: Piece, gradient: Tensor | None) -> Tensor | None:
 _own_gradient: Any = torch.Tensor.grad  # the slot that autograd fills
 
 
-class SpreadParameter(nn.Parameter):
+class Spread:
     """A parameter whose gradient lies with its owners. Who asks for ``grad`` finds it here all the same: it is brought together
     then, and spread again before the update. So clipping by hand works, at the price of the traffic."""
 
     pieces: Sequence[Piece] = ()
+    plain: type[Any]  # what it was before
 
     @property
     def grad(self) -> Tensor | None:
@@ -120,37 +122,42 @@ class SpreadParameter(nn.Parameter):
             piece.values.grad = None
         _own_gradient.__set__(self, value)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+    def __deepcopy__(self: Any, memo: dict[int, Any]) -> nn.Parameter:
         copied = nn.Parameter(self.detach().clone(), self.requires_grad)
         memo[id(self)] = copied
         return copied
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self: Any, protocol: Any) -> Any:
         return nn.Parameter, (self.detach(), self.requires_grad)
+
+
+@functools.cache
+def _spread_class(plain: type[Any]) -> type[Any]:
+    return type("SpreadParameter", (Spread, plain), {"plain": plain})
 
 
 def spread_parameter(parameter: nn.Parameter, pieces: Sequence[Piece]) -> None:
     """From here on its gradients go to the owners of ``pieces``."""
-    parameter.__class__ = SpreadParameter
+    parameter.__class__ = _spread_class(type(parameter))
     parameter.pieces = pieces  # type: ignore[attr-defined]
 
 
 def unite_parameter(parameter: nn.Parameter) -> None:
     """An ordinary parameter again, with its gradient."""
-    if isinstance(parameter, SpreadParameter):
+    if isinstance(parameter, Spread):
         _gather_gradient(parameter)
         del parameter.pieces
-        parameter.__class__ = nn.Parameter  # type: ignore[assignment]
+        parameter.__class__ = parameter.plain
 
 
 def repoint(parameter: nn.Parameter, copies: dict[torch.device, Tensor]) -> None:
     """Takes the memory of the parameter's pieces from where the parameter, and its ``copies`` on other devices, are now."""
-    for piece in parameter.pieces if isinstance(parameter, SpreadParameter) else ():
+    for piece in parameter.pieces if isinstance(parameter, Spread) else ():
         piece.point({parameter.device: parameter, **copies})
 
 
 @torch.no_grad()
-def _gather_gradient(parameter: SpreadParameter) -> Tensor | None:
+def _gather_gradient(parameter: Any) -> Tensor | None:
     """Brings a parameter's gradient together on its own device."""
     own: Tensor | None = _own_gradient.__get__(parameter)
     spread = [(piece, piece.values.grad) for piece in parameter.pieces if piece.values.grad is not None]
@@ -164,7 +171,7 @@ def _gather_gradient(parameter: SpreadParameter) -> Tensor | None:
 
 
 @torch.no_grad()
-def spread_gradient(parameter: SpreadParameter) -> None:
+def spread_gradient(parameter: Any) -> None:
     """Brings what lies in a parameter's own ``grad`` to the owners."""
     own = _own_gradient.__get__(parameter)
     if own is None:

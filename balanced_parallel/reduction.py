@@ -32,7 +32,7 @@ class Bucket:
         self.parameters = parameters
         self.owners: Owners | None = None
         self.deferred = False  # gradients stay with the replicas until reduce()
-        self._held: list[Gradients] = []
+        self.held: list[Gradients] = []  # not reduced yet
 
     def hand_out(self, replicas: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
         """An alias of each tensor, connected to the parameters: ``replicas[r][i]`` has the values of parameter ``i``."""
@@ -44,7 +44,7 @@ class Bucket:
     @property
     def passes_on(self) -> bool:
         """Whether gradients simply go on to the parameters, as autograd would bring them there."""
-        return not (self.deferred or self.owners or self._held)
+        return not (self.deferred or self.owners or self.held)
 
     def collect(self, replicas: list[Gradients], wanted: Sequence[bool | None]) -> Gradients:
         """The gradients that autograd passes on to the parameters, now that all replicas have theirs.
@@ -63,7 +63,7 @@ class Bucket:
 
     def reduce(self) -> None:
         """Brings what the replicas hold to the parameters' ``grad``, or to the owners."""
-        held, self._held = self._held, []
+        held, self.held = self.held, []
         if not held:
             return
         with torch.no_grad():
@@ -76,21 +76,21 @@ class Bucket:
 
     def scale(self, factor: float) -> None:
         """Multiplies what the replicas hold."""
-        self._held = [[None if gradient is None else gradient * factor for gradient in held] for held in self._held]
+        self.held = [[None if gradient is None else gradient * factor for gradient in held] for held in self.held]
 
     def drop(self) -> None:
         """Forgets what the replicas hold."""
-        self._held = []
+        self.held = []
 
     @torch.no_grad()
     def _hold(self, replicas: list[Gradients]) -> None:
-        for held, fresh in zip(self._held, replicas, strict=False):
+        for held, fresh in zip(self.held, replicas, strict=False):
             both = [i for i, gradient in enumerate(fresh) if gradient is not None and held[i] is not None]
             for i, total in zip(both, _add([held[i] for i in both], [fresh[i] for i in both]), strict=True):
                 held[i] = total
             for i, gradient in enumerate(fresh):
                 held[i] = gradient if held[i] is None else held[i]
-        self._held += replicas[len(self._held) :]
+        self.held += replicas[len(self.held) :]
 
 
 class _HandOut(torch.autograd.Function):

@@ -40,7 +40,7 @@ class Replicas:
         self._shells: list[Shells] = []
         self._states: list[State] = []  # of the parameters when they were copied
         self._changed: list[int] = []  # of the parameters, those that the last refresh found changed
-        self._watch = Watch()
+        self.watch: Watch | None = Watch()
 
     def __reduce__(self) -> Any:  # a copy of the wrapper makes replicas of its own
         return Replicas, ()
@@ -129,7 +129,8 @@ class Replicas:
         if not same:
             self._refuse_spread()
             self.reduce()
-            self.copies, self._states, self.buckets, self._watch = {}, [], [], Watch()
+            self.copies, self._states, self.buckets = {}, [], []
+            self.watch = self.watch and Watch()
         self.tree, self._shells = tree, []
 
     def _refuse_spread(self) -> None:
@@ -146,9 +147,9 @@ class Replicas:
 
     def _follow_unrecorded_writes(self, tree: Tree) -> None:
         """Copies what was written through ``.data``."""
-        if self.copies:
+        if self.copies and self.watch is not None:
             copies = next(iter(self.copies.values()))
-            found = self._watch.look(tree.parameters, copies, self._changed, goes_on=self.deferred)
+            found = self.watch.look(tree.parameters, copies, self._changed, goes_on=self.deferred)
             for device, tensors in self.copies.items() if found else ():
                 _copy_into(tensors, tree.parameters, found, device)
 

@@ -39,7 +39,7 @@ CORRIDOR = [
     "diagnosis",
     "verification",
 ]
-WINGS = ["launch", "simulation"]
+WINGS = ["launch", "memory", "simulation"]
 PUBLIC = {
     "DataParallelModel",
     "DataParallelCriterion",
@@ -54,6 +54,7 @@ PUBLIC = {
     "verify",
     "simulate",
     "BalancedOptimizer",
+    "memory",
 }
 
 

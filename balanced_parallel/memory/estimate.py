@@ -1,0 +1,194 @@
+"""``memory.estimate``: what an update needs on each device, before there is a device."""
+
+import collections
+import functools
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ..microbatching import as_arguments, count_micro_batches
+from ..nesting import spread
+from ..precision import Precision
+from ..scattering import count_rows
+from .blocks import find_blocks
+from .kinds import find_kind
+from .layouts import OptimizerChoice
+from .lines import Lines
+from .report import PARTS, Holder, MemoryReport
+from .tracing import Request, Trace, run_traces
+
+__all__: list[str] = []
+
+LAYOUTS = ("single", "replicas", "ddp", "fsdp", "torch_data_parallel")
+
+
+def estimate(
+    module: torch.nn.Module,
+    criterion: Callable[..., Any],
+    inputs: Any,
+    targets: Any,
+    *,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    precision: str = "fp32",
+    micro_batch_size: int | None = None,
+    accumulate: int = 1,
+    layout: str = "single",
+    devices: int = 1,
+    balanced_optimizer: bool = False,
+    checkpoint: str | Iterable[str] | None = None,
+    device_kind: str | None = None,
+    split: Sequence[float] | None = None,
+) -> MemoryReport:
+    """Runs two updates on tensors without memory, in a process of their own, and counts. Nothing of the caller's is touched.
+
+    The update is ``criterion(module(inputs), targets).backward()`` and ``optimizer.step()``; inputs that are a tuple are spread
+    over the module's arguments, a mapping over its keyword arguments; targets that are a tuple over the criterion's.
+
+    Args:
+        module: on any device, ``meta`` included.
+        criterion: a module or a function of output and targets.
+        inputs, targets: real, meta or fake tensors with rows along dimension 0: what a process passes to one step.
+        optimizer: a class of ``torch.optim``, a ``functools.partial`` of one, or a function of the parameters.
+        precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``: autocast, as in :class:`TrainStep`.
+        micro_batch_size: rows per device in one forward; ``None`` is all of them.
+        accumulate: how many times such a batch is added before the update.
+        layout: ``"single"``, the plain program on one device; ``"replicas"``, :class:`DataParallelModel`; ``"ddp"`` and
+            ``"fsdp"``, one rank of several, with ``inputs`` of its own; ``"torch_data_parallel"``, ``nn.DataParallel``.
+        devices: how many, or how many ranks.
+        balanced_optimizer: :class:`BalancedOptimizer`, which under ddp is torch's ZeroRedundancyOptimizer.
+        checkpoint: ``"blocks"`` for activation checkpointing of the module's repeated blocks, or names of submodules.
+        device_kind: ``"h200"``, ``"a100"``, ..., ``"cpu"``, or ``"sim"`` for what :func:`simulate` counts; ``None`` is this
+            machine's accelerator, else ``"h200"``.
+        split: the weight of each device, as in :class:`DataParallelModel`.
+
+    Raises:
+        ValueError: a setting out of its range; inputs without rows; an operator whose memory depends on values.
+        BaseException: what the module, the criterion or the optimizer raise on these shapes.
+    """
+    kind = find_kind(device_kind)
+    Precision(precision)
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r}, expected one of {', '.join(LAYOUTS)}")
+    for name, number in {"devices": devices, "accumulate": accumulate, "micro_batch_size": micro_batch_size or 1}.items():
+        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+            raise ValueError(f"{name}={number!r}, expected a positive number")
+    if layout == "single" and devices > 1:
+        raise ValueError(f"devices={devices} with layout='single', expected one device, or another layout")
+    if balanced_optimizer and layout not in ("replicas", "ddp"):
+        raise ValueError(f"balanced_optimizer=True with layout={layout!r}, expected 'replicas' or 'ddp'")
+    arguments, following = as_arguments(inputs), spread(targets)
+    rows = count_rows(arguments)
+    if not rows:
+        raise ValueError("the inputs have no rows, expected tensors with rows along dimension 0")
+    over = devices if layout in ("replicas", "torch_data_parallel") else 1
+    count = count_micro_batches(rows, micro_batch_size, split or over)
+    request = Request(
+        module=module,
+        criterion=criterion,
+        inputs=arguments,
+        targets=following,
+        rows=rows,
+        optimizer=OptimizerChoice(optimizer, foreach=kind.like_cuda),
+        precision=precision,
+        micro_batches=count * accumulate,
+        layout=layout,
+        devices=devices,
+        balanced=balanced_optimizer,
+        blocks=checkpointed(module, checkpoint),
+        shards=find_blocks(module) if layout == "fsdp" else (),
+        split=None if split is None else tuple(split),
+        kind=kind,
+    )
+    return report_of(request, -(-rows // count), step=1 if split is not None else over)
+
+
+def checkpointed(module: torch.nn.Module, checkpoint: str | Iterable[str] | None) -> tuple[str, ...]:
+    """The names of the modules to checkpoint.
+
+    Raises:
+        ValueError: the module has no repeated blocks.
+    """
+    if checkpoint is None:
+        return ()
+    if checkpoint != "blocks":
+        return (checkpoint,) if isinstance(checkpoint, str) else tuple(checkpoint)
+    if blocks := find_blocks(module):
+        return blocks
+    raise ValueError("checkpoint='blocks', but the module has no repeated blocks: expected names of submodules, or None")
+
+
+def report_of(request: Request, rows: int, step: int) -> MemoryReport:
+    """Traces micro-batches of ``rows`` rows, and of twice as many."""
+    base = -(-max(rows, 2) // step) * step  # one row is a special case for torch: broadcasting, strides
+    traces = run_traces(request, sorted({rows, base, 2 * base}))
+    mine = Lines(traces[0], None, request.kind, request.devices, 1)
+    lines = Lines(traces[-2], traces[-1], request.kind, request.devices, step)
+    # ranks are alike; of the replicas each is traced
+    traced = range(request.devices) if request.layout in ("replicas", "torch_data_parallel") else [0] * request.devices
+    if not lines.is_affine:
+        warnings.warn(
+            "twice the rows ran other operators, so memory is no line in the rows: at() and largest() trace each number of them",
+            stacklevel=3,
+        )
+
+    @functools.cache
+    def trace_at(count: int) -> Lines:
+        return Lines(run_traces(request, [count])[0], None, request.kind, request.devices, 1)
+
+    def peak_at(count: int) -> tuple[int, ...]:
+        special = count == 1 or not lines.is_affine  # one row broadcasts, and has other strides
+        return tuple(trace_at(count).peak(i) if special else lines.peak(i, count) for i in traced)
+
+    def most_rows(capacity: int) -> int | None:
+        if not lines.is_affine:
+            return 2**20
+        return min((most for i in traced if (most := lines.most_rows(i, capacity)) is not None), default=None)
+
+    def fits(count: int, capacity: int) -> bool:
+        known, asked = (lines, count) if lines.is_affine else (trace_at(count), None)
+        return all(known.reserved(i, asked, capacity) is not None for i in dict.fromkeys(traced))
+
+    return MemoryReport(
+        layout=request.layout,
+        device_kind=request.kind.name,
+        precision=request.precision,
+        devices=request.devices,
+        rows=rows,
+        micro_batches=request.micro_batches,
+        peak=tuple(mine.peak(i) for i in traced),
+        reserved=tuple(mine.reserved(i) or 0 for i in traced),
+        parts=tuple(_parts(mine, i) for i in traced),
+        assumed=request.kind.sources() if request.kind.context else {},
+        timeline=tuple(tuple(mine.levels(i)[mine.start :].tolist()) for i in traced),
+        where=tuple(_holders(mine, i) for i in traced),
+        phases={name: mine.first.marks[name] - mine.start for name in ("backward", "update")},
+        flops=_flops(traces[0], request.micro_batches),
+        affine=lines.is_affine,
+        _peak_at=peak_at,
+        _traced_at=lambda count: tuple(trace_at(count).peak(i) for i in traced),
+        _most_rows=most_rows,
+        _reserved_at=fits,
+    )
+
+
+def _parts(lines: Lines, device: int) -> dict[str, int]:
+    parts = dict.fromkeys(PARTS, 0)
+    unit = lines.kind.rounds_to
+    event, _, scratch = lines.summit(device)
+    for block in lines.blocks_at(device, event):
+        parts[block.kind] += -(-block.size // unit) * unit
+    return parts | {"workspace": lines.kind.workspace + scratch, "context": lines.kind.context}
+
+
+def _holders(lines: Lines, device: int, most: int = 12) -> tuple[Holder, ...]:
+    held: collections.Counter[tuple[str, str, str]] = collections.Counter()
+    for block in lines.blocks_at(device, lines.summit(device)[0]):
+        held[block.kind, block.module, block.line or block.operator] += block.size
+    return tuple(Holder(count, *key) for key, count in held.most_common(most))
+
+
+def _flops(trace: Trace, micro_batches: int) -> int:
+    traced = min(micro_batches, 3)
+    return trace.flops // 2 * micro_batches // traced

@@ -1,0 +1,133 @@
+"""The bytes of every block as a function of the rows, from two traces: the peak for any number of rows without another one.
+
+Each block's size is affine in the rows, so what lives after each event is too, and the peak is the maximum of those lines:
+convex and piecewise linear, which is why one line through two peaks would be wrong.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .allocator import replay
+from .counting import Block
+from .kinds import DeviceKind
+from .scratch import LARGEST, Call, scratch_of
+from .tracing import Trace
+
+__all__: list[str] = []
+
+Numbers = NDArray[np.int64]
+MEASURED = 8  # calls, those with most in use beside them
+
+
+@dataclass(frozen=True, eq=False)
+class Lines:
+    """Two traces of the same events, ``step`` rows being what each device shares: a multiple of the devices, as a rule."""
+
+    first: Trace
+    second: Trace | None
+    kind: DeviceKind
+    devices: int
+    step: int
+
+    @property
+    def is_affine(self) -> bool:
+        """Whether the second trace did what the first did, so that rows in between and beyond are known."""
+        one, two = self.first, self.second
+        return two is not None and one.events == two.events and one.operators == two.operators
+
+    def device_name(self, device: int) -> str:
+        return "cpu" if device == 0 else f"cpu:{device}"
+
+    def sizes(self, rows: int | None = None) -> Numbers:
+        """Bytes of each block, unrounded."""
+        first = np.array([block.size for block in self.first.blocks], dtype=np.int64)
+        if rows is None or self.second is None:
+            return first
+        second = np.array([block.size for block in self.second.blocks], dtype=np.int64)
+        return first + (second - first) * (self._rounded(rows) - self.first.rows) // (self.second.rows - self.first.rows)
+
+    def _rounded(self, rows: int) -> int:
+        return -(-rows // self.step) * self.step
+
+    def levels(self, device: int, rows: int | None = None) -> Numbers:
+        """Bytes in use on a device after each event, rounded as its allocator rounds them."""
+        rounded = -(-self.sizes(rows) // self.kind.rounds_to) * self.kind.rounds_to
+        mine = np.array([block.device == self.device_name(device) for block in self.first.blocks])
+        return np.cumsum(np.where(self._events > 0, 1, -1) * (rounded * mine)[np.abs(self._events) - 1])
+
+    def most_rows(self, device: int, limit: int) -> int | None:
+        """The most rows with which tensors alone stay within ``limit``: where the first line meets it. None if none does."""
+        at, after = self.levels(device, self.first.rows)[self.start :], self.levels(device, 2 * self.first.rows)[self.start :]
+        slope = (after - at) / self.first.rows
+        grows = slope > 0
+        if (at[~grows] > limit).any():
+            return 0
+        room = limit - self.kind.workspace - self.kind.context - at[grows]
+        return self.first.rows + math.floor((room / slope[grows]).min()) if grows.any() else None
+
+    def summit(self, device: int, rows: int | None = None) -> tuple[int, int, int]:
+        """The event of the second update after which most is in use, how much, and how much of it an operator has for itself."""
+        levels = self.levels(device, rows)
+        event = self.start + int(levels[self.start :].argmax())
+        best = event, int(levels[event]), 0
+        for call in self._highest_calls(device, rows, levels) if self.kind.scratch else ():
+            scratch = scratch_of(call)
+            level = int(levels[call.position - 1]) + scratch
+            best = max(best, (call.position - 1, level, scratch), key=lambda one: one[1])
+        return best
+
+    def _highest_calls(self, device: int, rows: int | None, levels: Numbers) -> list[Call]:
+        """Of the calls that may need scratch, those with most in use beside it."""
+        after = [i for i, call in enumerate(self.first.calls) if call.position > self.start]
+        after.sort(key=lambda i: -levels[self.first.calls[i].position - 1])
+        chosen: dict[Any, Call] = {}
+        for i in after:
+            call = self.first.calls[i]
+            if rows is not None and self.second is not None:
+                beyond, between = self._rounded(rows) - self.first.rows, self.second.rows - self.first.rows
+                call = call.between(self.second.calls[i], beyond, between)
+            if call.device == self.device_name(device) and call.bytes <= LARGEST:
+                chosen.setdefault((call.operator, call.args), call)
+            if len(chosen) == MEASURED:
+                break
+        return list(chosen.values())
+
+    def peak(self, device: int, rows: int | None = None) -> int:
+        """Bytes in use at most in the second update, with what cuBLAS takes and what lies outside of the allocator."""
+        return self.summit(device, rows)[1] + self.kind.workspace + self.kind.context
+
+    def reserved(self, device: int, rows: int | None = None, capacity: int | None = None) -> int | None:
+        """Bytes that the allocator has at most, and what lies outside of it; None where ``capacity`` does not suffice."""
+        if not self.kind.segments:
+            peak = self.peak(device, rows)
+            return peak if capacity is None or peak <= capacity else None
+        name = self.device_name(device)
+        events = [event for event in self.first.events if self.first.blocks[abs(event) - 1].device == name]
+        sizes = self.sizes(rows).tolist()
+        events = [len(sizes) + 1, *events]
+        sizes.append(self.kind.workspace)
+        found = replay(events, sizes, None if capacity is None else capacity - self.kind.context)
+        return None if found is None else found + self.kind.context
+
+    def blocks_at(self, device: int, event: int) -> list[Block]:
+        """What is in use after an event."""
+        live: set[int] = set()
+        for number in self.first.events[: event + 1]:
+            if number > 0:
+                live.add(number)
+            else:
+                live.discard(-number)
+        return [block for block in (self.first.blocks[n - 1] for n in sorted(live)) if block.device == self.device_name(device)]
+
+    @property
+    def start(self) -> int:
+        return self.first.marks["second"]
+
+    @cached_property
+    def _events(self) -> Numbers:
+        return np.array(self.first.events, dtype=np.int64)

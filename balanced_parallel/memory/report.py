@@ -1,0 +1,144 @@
+"""What an estimate says: bytes per device, what they are for, where they go, and the peak for other batches."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tabulate import tabulate
+
+from ..sizes import format_bytes, parse_bytes
+
+__all__: list[str] = []
+
+PARTS = (
+    "parameters",
+    "gradients",
+    "optimizer state",
+    "inputs",
+    "saved activations",
+    "temporaries",
+    "communication buckets",
+    "workspace",
+    "context",
+)
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Bytes at the peak that one line of one module made."""
+
+    bytes: int
+    part: str
+    module: str
+    line: str
+
+
+@dataclass(frozen=True)
+class MemoryReport:
+    """The memory of an update, one entry per device in each of the tuples. Bytes.
+
+    Attributes:
+        peak: in use at most in the second update, when the optimizer's state exists: the sum of ``parts``.
+        reserved: what torch's allocator needs to have for it, where it hands out parts of larger segments.
+        parts: what the peak consists of. ``workspace`` and ``context`` are constants: ``assumed`` says where they are from.
+        timeline: bytes in use after every allocation and release of the second update.
+        where: the modules and lines of source that hold most at the peak, the largest first.
+        phases: where in the timeline the (last) backward and the optimizer's step begin.
+        rows: of one micro-batch over all devices; ``micro_batches`` of them make an update.
+        flops: of an update, without the optimizer's.
+        affine: whether :meth:`at` knows other batches from two traces; otherwise it traces them.
+    """
+
+    layout: str
+    device_kind: str
+    precision: str
+    devices: int
+    rows: int
+    micro_batches: int
+    peak: tuple[int, ...]
+    reserved: tuple[int, ...]
+    parts: tuple[Mapping[str, int], ...]
+    assumed: Mapping[str, str]
+    timeline: tuple[tuple[int, ...], ...]
+    where: tuple[tuple[Holder, ...], ...]
+    phases: Mapping[str, int]
+    flops: int
+    affine: bool
+    _peak_at: Callable[[int], tuple[int, ...]] | None = dataclasses.field(default=None, repr=False, compare=False)
+    _traced_at: Callable[[int], tuple[int, ...]] | None = dataclasses.field(default=None, repr=False, compare=False)
+    _most_rows: Callable[[int], int | None] | None = dataclasses.field(default=None, repr=False, compare=False)
+    _reserved_at: Callable[[int, int], bool] | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    def at(self, rows: int) -> tuple[int, ...]:
+        """The peak of each device if a micro-batch had ``rows`` rows over all devices. Where they do not divide, that of a
+        device with the larger share.
+
+        Raises:
+            ValueError: ``rows`` is not positive, or this report was read from a file.
+        """
+        _check_rows(rows)
+        peaks: tuple[int, ...] = _known(self._peak_at)(rows)
+        return peaks
+
+    def largest(self, capacity: int | str) -> int:
+        """The most rows of one micro-batch, over all devices, with which each device stays within ``capacity`` (bytes, or text
+        such as ``"24GiB"``), the allocator's segments included; 0 where not even one does. Each moment of the step gives a
+        line; the first to reach the capacity decides. Then the replay of the allocator, and a trace at the answer.
+
+        Raises:
+            ValueError: no size of memory, or this report was read from a file.
+        """
+        limit = parse_bytes(capacity)
+        fits = _known(self._reserved_at)
+        most = _known(self._most_rows)(limit)
+        if most is None:
+            raise ValueError("the memory does not depend on the rows: any number of them fits")
+        low, high = 0, max(most, 0) + 2  # what tensors alone allow, and one for the rounding of blocks
+        step = 1
+        while low < high - 1:  # most answers are just below it
+            middle = max(low + 1, high - step)
+            if fits(middle, limit):
+                low = middle
+                break
+            high, step = middle, 2 * step
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(middle, limit) else (low, middle)
+        while self.affine and low and max(_known(self._traced_at)(low)) > limit:  # sizes that are no line in between
+            low -= 1
+        return low
+
+    def to_json(self) -> str:
+        """The report as text, without its timeline."""
+        hidden = {"timeline", "_peak_at", "_traced_at", "_reserved_at", "_most_rows"}
+        values = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name not in hidden}
+        return json.dumps(values | {"where": [[dataclasses.asdict(each) for each in one] for one in self.where]}, indent=2)
+
+    def __str__(self) -> str:
+        names = [part for part in PARTS if any(parts[part] for parts in self.parts)]
+        rows = [
+            [f"device {i}", format_bytes(self.peak[i]), format_bytes(self.reserved[i]), *(format_bytes(p[n]) for n in names)]
+            for i, p in enumerate(self.parts)
+        ]
+        table = tabulate(rows, ["", "peak", "reserved", *names], "simple", disable_numparse=True, stralign="right")
+        holders = [[format_bytes(one.bytes), one.part, one.module, one.line] for one in self.where[0]]
+        where = tabulate(holders, ["bytes", "part", "module", "line"], "simple", disable_numparse=True)
+        notes = "".join(f"\n{name}: {source}" for name, source in self.assumed.items())
+        first = (
+            f"{self.layout} on {self.devices} x {self.device_kind}, {self.precision}, {self.micro_batches} micro-batch(es) of "
+            f"{self.rows} rows"
+        )
+        return f"{first}\n\n{table}\n\nWhere it goes, on device 0:\n\n{where}\n{notes}"
+
+
+def _known(function: Callable[..., Any] | None) -> Callable[..., Any]:
+    if function is None:
+        raise ValueError("this report was read from a file: call memory.estimate again for other batches")
+    return function
+
+
+def _check_rows(rows: int) -> None:
+    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
+        raise ValueError(f"rows={rows!r}, expected a positive number")

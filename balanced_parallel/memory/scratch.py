@@ -1,0 +1,110 @@
+"""What an operator allocates for itself on the CPU and frees before it returns: measured, by running it on zeros.
+
+oneDNN's convolutions and products in half precision do so, by an algorithm that depends on shapes, threads and the processor.
+"""
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._profiler import _EventType
+
+__all__: list[str] = []
+
+LARGEST = 2**28  # bytes of an operator's tensors: beside more than that, its scratch is little, and running it takes long
+_aten = torch.ops.aten
+_PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
+_CONVOLUTIONS = {_aten.convolution.default, _aten.convolution_backward.default}
+
+
+@dataclass(frozen=True)
+class Like:
+    """A tensor's shape, strides and type."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def between(self, other: "Like", numerator: int, denominator: int) -> "Like":
+        """That for other rows, where those of ``self`` and of ``other`` are known."""
+
+        def move(ours: tuple[int, ...], theirs: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(one + (two - one) * numerator // denominator for one, two in zip(ours, theirs, strict=True))
+
+        return Like(move(self.shape, other.shape), move(self.stride, other.stride), self.dtype)
+
+    def zeros(self) -> Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype).zero_()
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of an operator that may need scratch, when ``position`` events had happened."""
+
+    position: int
+    device: str
+    operator: str
+    args: tuple[Any, ...]
+
+    def between(self, other: "Call", numerator: int, denominator: int) -> "Call":
+        """That for other rows."""
+        args = tuple(
+            one.between(two, numerator, denominator) if isinstance(one, Like) else one
+            for one, two in zip(self.args, other.args, strict=True)
+        )
+        return Call(self.position, self.device, self.operator, args)
+
+    @property
+    def bytes(self) -> int:
+        return sum(torch.Size(one.shape).numel() * one.dtype.itemsize for one in self.args if isinstance(one, Like))
+
+
+def note_call(func: Any, args: tuple[Any, ...], result: Any, position: int) -> Call | None:
+    """The call as it can be made again, if it may need scratch."""
+    first = next((arg for arg in args if isinstance(arg, Tensor)), None)
+    if first is None or not (func in _CONVOLUTIONS or (func in _PRODUCTS and first.dtype != torch.float32)):
+        return None
+    kept = [Like(tuple(a.shape), tuple(a.stride()), a.dtype) if isinstance(a, Tensor) else _frozen(a) for a in args]
+    return Call(position, str(first.device), func._schema.name.removeprefix("aten::"), tuple(kept))
+
+
+def _frozen(value: Any) -> Any:
+    return tuple(value) if isinstance(value, (list, torch.Size)) else value
+
+
+def scratch_of(call: Call) -> int:
+    """Bytes that a call has at most beside its arguments and its results."""
+    return _measured(call.operator, call.args, torch.get_num_threads())
+
+
+@functools.lru_cache(maxsize=4096)
+def _measured(operator: str, args: tuple[Any, ...], threads: int) -> int:
+    tensors = [arg.zeros() if isinstance(arg, Like) else arg for arg in args]
+    function = getattr(_aten, operator).default
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.inference_mode(), torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
+        result = function(*tensors)
+    results = result if isinstance(result, tuple) else (result,)
+    kept = sum(tensor.untyped_storage().nbytes() for tensor in results if isinstance(tensor, Tensor))
+    now = most = 0
+    for size in _allocations(profile):
+        now += size
+        most = max(most, now)
+    return max(0, most - kept)
+
+
+def _allocations(profile: Any) -> list[int]:
+    """Bytes allocated (and, negative, freed) in the order in which it happened."""
+    found: list[tuple[int, int]] = []
+
+    def walk(event: Any) -> None:
+        if event.tag == _EventType.Allocation:
+            found.append((event.start_time_ns, event.extra_fields.alloc_size))
+        for child in event.children:
+            walk(child)
+
+    for root in profile.profiler.kineto_results.experimental_event_tree():
+        walk(root)
+    return [size for _, size in sorted(found, key=lambda one: one[0])]

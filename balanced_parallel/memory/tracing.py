@@ -1,0 +1,262 @@
+"""Runs two updates that compute nothing, and brings back what they allocated. In a process of its own, as a rule."""
+
+import contextlib
+import gc
+import os
+import pickle
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+
+from .. import execution
+from ..nesting import leaves
+from ..scattering import Arguments, cut
+from . import layouts
+from .blocks import checkpoint_blocks
+from .counting import Block, Count
+from .cuda_choices import cuda_choices
+from .fakes import fake_batch, fake_copy, names_of
+from .kinds import DeviceKind
+from .layouts import Job, OptimizerChoice
+from .rules import UnknownMemory
+from .scratch import Call
+
+__all__: list[str] = []
+
+TRACED = 3  # micro-batches: a first, one that adds, one that reduces; more of them need no more
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be traced: micro-batches of some rows, ``micro_batches`` of them, given as a batch of ``rows`` rows."""
+
+    module: Any
+    criterion: Any
+    inputs: Arguments
+    targets: tuple[Any, ...]
+    rows: int
+    optimizer: OptimizerChoice
+    precision: str
+    micro_batches: int
+    layout: str
+    devices: int
+    balanced: bool
+    blocks: tuple[str, ...]  # to be checkpointed
+    shards: tuple[str, ...]  # to be sharded one by one, under fsdp
+    split: tuple[float, ...] | None
+    kind: DeviceKind
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What happened: ``events`` as :class:`Count` has them, the second update from ``marks["second"]`` on."""
+
+    rows: int
+    blocks: list[Block]
+    events: list[int]
+    operators: list[str]
+    marks: dict[str, int]
+    flops: int
+    calls: list[Call]
+
+
+def run_traces(request: Request, rows: Sequence[int]) -> list[Trace]:
+    """One trace for each number of rows in a micro-batch, side by side.
+
+    Raises:
+        UnknownMemory: an operator's memory cannot be told without values.
+        BaseException: what the module, the criterion or the optimizer raises.
+    """
+    calls = [lambda count=count: _trace(request, count) for count in rows]
+    return [finish() for finish in [_start(call) for call in calls]]
+
+
+def _start(call: Callable[[], Trace]) -> Callable[[], Trace]:
+    """Starts a forked process: it has the module without sending it, and what happens there to torch ends with it. Autograd
+    refuses to run in a process that was forked after a backward on an accelerator; then, and where nothing forks, it is here."""
+    if sys.platform != "linux":
+        return call
+    read, write = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of threads, whose locks the child does not take
+        child = os.fork()
+    if child == 0:
+        os.close(read)
+        _answer(call, write)
+    os.close(write)
+
+    def finish() -> Trace:
+        with os.fdopen(read, "rb") as pipe:
+            found = pipe.read()
+        _, status = os.waitpid(child, 0)
+        if not found:
+            raise RuntimeError(f"the process that traced the step ended with status {status} and without a word")
+        result = pickle.loads(found)
+        if isinstance(result, RuntimeError) and "Autograd-and-Fork" in str(result):
+            return call()
+        if isinstance(result, BaseException):
+            raise result
+        assert isinstance(result, Trace)
+        return result
+
+    return finish
+
+
+def _answer(call: Callable[[], Trace], write: int) -> None:
+    """In the child: sends the trace or the failure, and ends without running anybody's exit handlers."""
+    status = 1
+    try:
+        torch.set_num_threads(1)  # threads of the parent's pool are not here
+        try:
+            result: Any = call()
+        except BaseException as error:  # noqa: BLE001 - the parent raises it
+            result = error
+        with os.fdopen(write, "wb") as pipe:
+            pipe.write(_pickled(result))
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _pickled(result: Any) -> bytes:
+    try:
+        sent = pickle.dumps(result)
+        pickle.loads(sent)
+        return sent
+    except Exception:  # noqa: BLE001 - an exception with arguments of its own
+        kind = next(base for base in type(result).__mro__ if base.__module__ == "builtins")
+        return pickle.dumps(kind(f"{type(result).__name__}: {result}"))
+
+
+def _trace(request: Request, rows: int) -> Trace:
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    home, host = layouts.HOME, torch.device("cpu", request.devices)
+    on_host = request.layout in ("replicas", "torch_data_parallel")
+    module = fake_copy(request.module, mode, home)
+    criterion = fake_copy(request.criterion, mode, home)
+    checkpoint_blocks(module, request.blocks)
+    whole, place = rows * request.micro_batches, host if on_host else home
+    batch = fake_batch((request.inputs, request.targets), whole, request.rows, mode, place)
+    count = Count(names_of({"": module, "criterion": criterion}))
+    choices = cuda_choices() if request.kind.like_cuda else contextlib.nullcontext()
+    with warnings.catch_warnings(action="ignore"), _no_collection(), _meeting_alone(), choices, mode:
+        try:
+            _run(request, count, module, criterion, batch, rows)
+        except DataDependentOutputException as error:
+            raise _unknown(error.func, "gives a value that nobody knows") from error
+        except DynamicOutputShapeException as error:
+            raise _unknown(error.func, "gives a result whose size depends on values") from error
+        except UnsupportedOperatorException as error:
+            raise _unknown(
+                error.func, "has no fake kernel: register one with torch.library.register_fake, which gives its result's shape"
+            ) from error
+    return Trace(rows, count.blocks, count.events, count.operators, count.marks, count.flops, count.calls)
+
+
+def _unknown(func: Any, why: str) -> UnknownMemory:
+    return UnknownMemory(f"the operator {func} {why}: its memory cannot be told beforehand")
+
+
+def _run(request: Request, count: Count, module: Any, criterion: Any, batch: Any, rows: int) -> None:
+    arguments, targets = batch
+    count.see_all((leaf for _, leaf in leaves((arguments, targets))), "inputs")
+    for part in (module, criterion):
+        if isinstance(part, torch.nn.Module):
+            count.see_all([*part.parameters(), *part.buffers()], "parameters")
+    sizes = [rows] * min(request.micro_batches, TRACED)
+    with count, contextlib.nullcontext() if request.kind.like_cuda else _counting_random_states(count):
+        job = _make_job(request, module, criterion)
+        try:
+            for name in ("first", "second"):
+                gc.collect()
+                count.mark(name)
+                _update(job, count, [*zip(_cut(arguments, sizes), _cut(targets, sizes), strict=True)])
+        finally:
+            job.close()
+
+
+def _cut(node: Any, sizes: list[int]) -> list[Any]:
+    return [node] if len(sizes) == 1 else cut(node, sizes)
+
+
+def _make_job(request: Request, module: Any, criterion: Any) -> Job:
+    common = module, criterion, request.optimizer, request.precision
+    devices = layouts.fake_devices(request.devices)
+    if request.layout == "single":
+        return layouts.one_device(*common)
+    if request.layout == "ddp":
+        return layouts.distributed_data_parallel(*common, request.devices, request.balanced)
+    if request.layout == "fsdp":
+        return layouts.fully_sharded(*common, request.devices, request.shards)
+    if request.layout == "torch_data_parallel":
+        return layouts.torch_data_parallel(*common, devices)
+    return layouts.replicas(*common, devices, request.balanced, request.split)
+
+
+def _update(job: Job, count: Count, micro_batches: list[tuple[Arguments, tuple[Any, ...]]]) -> None:
+    count.see_all(job.buckets, "communication buckets")
+    (job.zero_grad or job.optimizer.zero_grad)()
+    for index, (arguments, targets) in enumerate(micro_batches):
+        last = index == len(micro_batches) - 1
+        with contextlib.nullcontext() if last else job.accumulating():
+            loss = job.loss(arguments, targets)
+            count.turn("temporaries", "saved activations")
+            count.see_all(job.copies(), "parameters")
+            count.mark("backward")
+            loss.backward()
+            count.see_all(job.gradients(), "gradients")
+            del loss
+    count.mark("update")
+    job.optimizer.step()
+    count.see_all(job.states(), "optimizer state")
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Cycles are collected between the updates only: the collector runs when it likes, and the same trace must be the same."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _counting_random_states(count: Count) -> Iterator[None]:
+    """Checkpointing keeps the state of the random numbers for each block: 5 KB, which lie on the CPU."""
+    before = torch.get_rng_state
+
+    def get_rng_state() -> torch.Tensor:
+        state = before()
+        count.see(state, "temporaries", "get_rng_state")
+        return state
+
+    torch.get_rng_state = get_rng_state
+    try:
+        yield
+    finally:
+        torch.get_rng_state = before
+
+
+@contextlib.contextmanager
+def _meeting_alone() -> Iterator[None]:
+    """Replicas run one after the other, and who wants the statistics of all finds its own in their places: as large."""
+    before = execution.Meeting.exchange
+    execution.Meeting.exchange = lambda self, index, number, value: [value] * self.size  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        execution.Meeting.exchange = before  # type: ignore[method-assign]
