@@ -29,6 +29,7 @@ batch. A map of the house, in the order in which its rooms build on each other:
     accumulation  what a window holds until it is applied
     step          one effective batch, one exact update     TrainStep
     diagnosis     known reasons for a difference
+    examination   what will break or unbalance under replicas
     verification  the plain program beside the split one    verify
     launch        one process per device, under torchrun    parallelize
     memory        what a step needs, before it runs         memory.estimate, memory.plan

@@ -48,7 +48,7 @@ def find_reasons(
         *_random_layers(untouched),
         *_coupled_loss(output, criterion, weight, targets),
         *_written_state(untouched, ran),
-        *_fixed_devices(untouched),
+        *fixed_devices(untouched),
     )
 
 
@@ -119,20 +119,26 @@ def _same(one: Any, other: Any) -> bool:
     return bool(one == other) if is_plain(one) or one is None else True  # of other objects nothing is known
 
 
-def _fixed_devices(module: nn.Module) -> Iterator[str]:
+def fixed_devices(module: nn.Module) -> Iterator[str]:
+    """What the sources of the forwards put on a device that is not the input's, once for each class."""
     seen = set()
     for name, layer in module.named_modules():
         kind = type(layer)
         if kind in seen or kind.__module__.startswith("torch."):
             continue
         seen.add(kind)
-        try:
-            tree = ast.parse(textwrap.dedent(inspect.getsource(kind.forward)))
-        except (OSError, TypeError, SyntaxError):  # no source at hand
-            continue
-        for node in ast.walk(tree):
+        tree = read_source(kind.forward)
+        for node in ast.walk(tree) if tree else ():
             if isinstance(node, ast.Call) and (what := _fixes_device(node)):
                 yield f"a fixed device in forward: {what} in {kind.__name__} ({name or 'the model'}): use the device of the input"
+
+
+def read_source(function: Any) -> ast.Module | None:
+    """The syntax tree of a function, or ``None`` where its source is not at hand."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return None
 
 
 def _fixes_device(call: ast.Call) -> str | None:

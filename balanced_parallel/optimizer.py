@@ -1,5 +1,6 @@
 """``BalancedOptimizer``: reduced gradients and optimizer state spread over the devices, or over the ranks."""
 
+import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -188,8 +189,9 @@ def _give_back(replicas: Replicas, parameters: Sequence[nn.Parameter]) -> None:
     replicas.spread = False
     for bucket in replicas.buckets:
         bucket.owners = None
-    for parameter in parameters:
-        unite_parameter(parameter)
+    with contextlib.suppress(RuntimeError):  # simulated devices may be gone, and all that was on them
+        for parameter in parameters:
+            unite_parameter(parameter)
 
 
 def _refuse_others(optimizer_class: type[torch.optim.Optimizer]) -> None:

@@ -1,5 +1,6 @@
 """Counts the bytes of every tensor that lives, through a step that computes nothing: each allocation, each release, in order."""
 
+import dataclasses
 import sys
 import weakref
 from collections.abc import Iterable
@@ -13,12 +14,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from .rules import answer
+from .rules import answer, selected
 from .scratch import Call, note_call
 
 __all__: list[str] = []
 
-_TORCH, _HERE = str(Path(torch.__file__).parent), str(Path(__file__).parent.parent)
+_TORCH, _MEMORY, _HERE = str(Path(torch.__file__).parent), str(Path(__file__).parent), str(Path(__file__).parent.parent)
+_OPTIMIZERS = (f"{_TORCH}/optim", f"{_TORCH}/amp")
 
 
 @dataclass
@@ -33,14 +35,18 @@ class Block:
     line: str
 
 
+_COMMUNICATES = ("fsdp", "c10d", "_c10d_functional")
+
+
 class Count(TorchDispatchMode):
     """Logs allocations and releases of storages, real or fake, while it is entered. It sits above the fake mode.
 
     ``events`` are the numbers of blocks, counted from 1: positive where it is allocated, negative where it is released.
     """
 
-    def __init__(self, names: dict[int, str]) -> None:
+    def __init__(self, names: dict[int, str], scalar: int | float | bool | None = None) -> None:
         super().__init__()
+        self.scalar = scalar  # what a model finds that reads a value
         self.names = names  # of modules, by identity
         self.blocks: list[Block] = []
         self.events: list[int] = []
@@ -55,14 +61,16 @@ class Count(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if any(hasattr(kind, "to_local") for kind in types):  # DTensor, whose import takes its time
             return NotImplemented  # its local tensor comes by again
-        found, result = answer(func, args, kwargs or {}, _in_user_code)
+        found, result = answer(func, args, kwargs or {}, self.scalar, _user_line)
         result = result if found else func(*args, **(kwargs or {}))
         self.operators.append(str(func))
         if (formula := flop_registry.get(func._overloadpacket)) is not None:
             self.flops += int(formula(*args, **(kwargs or {}), out_val=result))
         for leaf in [result] if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor):
-                self.see(leaf, "temporaries", str(func))
+                self.see(leaf, "communication buckets" if func.namespace in _COMMUNICATES else "temporaries", str(func))
+        if size := selected(func, args):
+            self._borrow(args[0], size, str(func))
         if (call := note_call(func, args, result, len(self.events))) is not None:
             self.calls.append(call)
         return result
@@ -75,7 +83,7 @@ class Count(TorchDispatchMode):
             if (known := self._live.get(storage._cdata)) is not None:
                 block = self.blocks[known[1] - 1]
                 self._release(storage._cdata)
-                self._allocate(storage, Block(block.device, storage.nbytes(), block.kind, "resize_", block.module, block.line))
+                self._allocate(storage, dataclasses.replace(block, size=storage.nbytes(), kind="communication buckets"))
             return result
 
         torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]
@@ -110,6 +118,11 @@ class Count(TorchDispatchMode):
     def mark(self, name: str) -> None:
         """Remembers this moment."""
         self.marks[name] = len(self.events)
+
+    def _borrow(self, tensor: Tensor, size: int, operator: str) -> None:
+        """What an operator allocates and releases before it returns."""
+        self.blocks.append(Block(str(tensor.device), size, "temporaries", operator, *_where(self.names)))
+        self.events += [len(self.blocks), -len(self.blocks)]
 
     def _allocate(self, storage: Any, block: Block) -> None:
         key = storage._cdata
@@ -149,11 +162,11 @@ def _where(names: dict[int, str]) -> tuple[str, str]:
     return module, line if module else ""
 
 
-def _in_user_code() -> str:
-    """The line of the model or the criterion that asks for a value, or nothing where torch or this package asks."""
+def _user_line() -> str:
+    """The line of the model or the criterion that asks for a value, or nothing where an optimizer or this package asks."""
     frame: Any = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, "<")):
-        if frame.f_code.co_filename.startswith(_TORCH + "/optim"):
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _MEMORY, "<")):
+        if frame.f_code.co_filename.startswith(_OPTIMIZERS):
             return ""
         frame = frame.f_back
     if frame is None or frame.f_code.co_filename.startswith(_HERE):

@@ -5,9 +5,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 __all__: list[str] = []
@@ -30,8 +28,21 @@ _KEY = torch._C.DispatchKey.AutocastCPU
 @contextlib.contextmanager
 def cuda_choices() -> Iterator[None]:
     """In this block fake CPU tensors are treated as torch treats those on CUDA."""
-    with _cuda_autocast(), _CudaOperators():
+    with _cuda_autocast(), _cuda_operators():
         yield
+
+
+@contextlib.contextmanager
+def _cuda_operators() -> Iterator[None]:
+    """Dropout keeps a mask of one byte per element, and attention is fused, with dropout too. Registered, not a mode: what is
+    computed again in the backward has to choose the same."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        library.impl("dropout", _dropout, "AutogradCPU")
+        library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
+        yield
+    finally:
+        library._destroy()
 
 
 @contextlib.contextmanager
@@ -102,34 +113,26 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
 fused_attention.register_autograd(_backward, setup_context=_save)
 
 
-class _CudaOperators(TorchFunctionMode):
-    """Dropout keeps a mask of one byte per element, and attention is fused, with dropout too."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in (F.dropout, torch.dropout):
-            return _dropout(func, *args, **kwargs)
-        if func is F.scaled_dot_product_attention:
-            return _attention(*args, **kwargs)
-        return func(*args, **kwargs)
-
-
-def _dropout(func: Any, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False, **kwargs: Any) -> Tensor:
-    training = kwargs.get("train", training)
-    if training and 0 < p < 1 and input.requires_grad and not inplace:
+def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
+    if train and 0 < p < 1:
         result: Tensor = torch.native_dropout(input, p, True)[0]
         return result
-    plain: Tensor = func(input, p, training) if func is torch.dropout else func(input, p, training, inplace)
-    return plain
+    return torch.zeros_like(input) * input if train and p == 1 else input.clone() if input.requires_grad else input
 
 
-def _attention(query: Tensor, key: Tensor, value: Tensor, *_: Any, enable_gqa: bool = False, **__: Any) -> Tensor:
-    if torch.is_autocast_enabled("cpu"):
-        dtype = torch.get_autocast_dtype("cpu")
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    if query.dim() < 4:
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    flat = query.dim() < 4
+    if flat:
         query, key, value = query[None], key[None], value[None]
-        result: Tensor = fused_attention(query, key, value)[0][0]
-        return result
     fused: Tensor = fused_attention(query, key, value)[0]
-    return fused
+    return fused[0] if flat else fused

@@ -40,6 +40,7 @@ def estimate(
     checkpoint: str | Iterable[str] | None = None,
     device_kind: str | None = None,
     split: Sequence[float] | None = None,
+    scalar: int | float | bool | None = None,
 ) -> MemoryReport:
     """Runs two updates on tensors without memory, in a process of their own, and counts. Nothing of the caller's is touched.
 
@@ -62,6 +63,7 @@ def estimate(
         device_kind: ``"h200"``, ``"a100"``, ..., ``"cpu"``, or ``"sim"`` for what :func:`simulate` counts; ``None`` is this
             machine's accelerator, else ``"h200"``.
         split: the weight of each device, as in :class:`DataParallelModel`.
+        scalar: what the module finds where it reads a value of a tensor (``.item()``, ``if``); without it that is an error.
 
     Raises:
         ValueError: a setting out of its range; inputs without rows; an operator whose memory depends on values.
@@ -100,6 +102,7 @@ def estimate(
         shards=find_blocks(module) if layout == "fsdp" else (),
         split=None if split is None else tuple(split),
         kind=kind,
+        scalar=scalar,
     )
     return report_of(request, -(-rows // count), step=1 if split is not None else over)
 

@@ -24,7 +24,18 @@ def fake_copy(thing: Any, mode: FakeTensorMode, device: torch.device) -> Any:
         return memo[id(tensor)]
 
     with _copying_tensors_by(fake):
-        return copy.deepcopy(thing)
+        try:
+            return copy.deepcopy(thing)
+        except TypeError:  # something in it cannot be copied (a registered operator, a lock): then what is no module is shared
+            return copy.deepcopy(thing, _shared(thing))
+
+
+def _shared(thing: Any) -> dict[int, Any]:
+    """A memo that keeps what modules hold beside modules, tensors and plain containers."""
+    copied = (nn.Module, Tensor, list, dict, tuple, set)
+    modules = list(thing.modules()) if isinstance(thing, nn.Module) else []
+    held = [value for module in modules for value in vars(module).values() if not isinstance(value, copied)]
+    return {id(value): value for value in held}
 
 
 @contextmanager

@@ -10,7 +10,7 @@ __all__: list[str] = []
 
 _aten = torch.ops.aten
 _SCALARS = {_aten._local_scalar_dense.default, _aten.is_nonzero.default}
-_HINT = "give memory.estimate a module whose forward does without it (a size as a plain number, a mask that multiplies)"
+HINT = "give memory.estimate a module that does without it (a size as a plain number, a mask that multiplies)"
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "_cudnn_rnn", "mkldnn_rnn_layer", "_thnn_fused_lstm_cell")
 
 
@@ -18,11 +18,13 @@ class UnknownMemory(ValueError):
     """The memory of an operator cannot be told without values."""
 
 
-def answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], user_line: Callable[[], str]) -> tuple[bool, Any]:
+def answer(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], scalar: int | float | bool | None, user_line: Callable[[], str]
+) -> tuple[bool, Any]:
     """Whether there is a rule for this call, and its result.
 
     Selections (boolean masks, ``nonzero``, ``unique``) select everything: no batch needs more. Scalars that an optimizer or
-    this package reads are one.
+    this package reads are one; those that the model reads are ``scalar``, if it was stated.
 
     Raises:
         UnknownMemory: the model reads a value, on which sizes may depend; or a recurrent layer, of whose workspace nothing
@@ -30,9 +32,13 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], user_line: 
     """
     if func in _SCALARS:
         line = user_line()
-        if line:
-            raise UnknownMemory(f"{line} reads a value of a tensor ({func}), on which sizes may depend: {_HINT}")
-        return True, True if func is _aten.is_nonzero.default or args[0].dtype == torch.bool else _one(args[0])
+        if line and scalar is None:
+            raise UnknownMemory(
+                f"{line} reads a value of a tensor ({func}), on which sizes may depend: state the largest that it can be with "
+                f"scalar=, or {HINT}"
+            )
+        asked = True if func is _aten.is_nonzero.default or args[0].dtype == torch.bool else _one(args[0])
+        return True, type(asked)(scalar) if line and scalar is not None else asked
     name = func._schema.name.removeprefix("aten::")
     if name in _RECURRENT:
         raise UnknownMemory(
@@ -41,6 +47,13 @@ def answer(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], user_line: 
         )
     rule = _RULES.get(func)
     return (False, None) if rule is None else rule(func, args, kwargs)
+
+
+def selected(func: Any, args: tuple[Any, ...]) -> int:
+    """Bytes of the indices that an operator makes of boolean masks for itself, if every element is selected."""
+    indices = args[1] if func in _INDEXES else ()
+    masks = [index for index in indices if index is not None and index.dtype in (torch.bool, torch.uint8)]
+    return sum(2 * 8 * mask.numel() * mask.dim() for mask in masks)  # once as nonzero gives them, once each for itself
 
 
 def _one(tensor: Tensor) -> int | float:
@@ -77,6 +90,13 @@ def _unique(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     return True, (flat, index, counts)
 
 
+_INDEXES = {
+    _aten.index.Tensor,
+    _aten.index_put.default,
+    _aten.index_put_.default,
+    _aten._index_put_impl_.default,
+    _aten._unsafe_index.Tensor,
+}
 _RULES: dict[Any, Callable[[Any, Any, Any], tuple[bool, Any]]] = {
     _aten.nonzero.default: _nonzero,
     _aten.masked_select.default: _masked_select,

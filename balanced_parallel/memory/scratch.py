@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._profiler import _EventType
+from torch._C._profiler import _ExperimentalConfig
 
 __all__: list[str] = []
 
 LARGEST = 2**28  # bytes of an operator's tensors: beside more than that, its scratch is little, and running it takes long
 _aten = torch.ops.aten
+_autograd: Any = torch.autograd  # does not say which of its names are for others
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
 _CONVOLUTIONS = {_aten.convolution.default, _aten.convolution_backward.default}
 
@@ -83,28 +84,18 @@ def scratch_of(call: Call) -> int:
 def _measured(operator: str, args: tuple[Any, ...], threads: int) -> int:
     tensors = [arg.zeros() if isinstance(arg, Like) else arg for arg in args]
     function = getattr(_aten, operator).default
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.inference_mode(), torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
-        result = function(*tensors)
+    with torch.inference_mode():
+        # the older of torch's two profilers: the newer writes lines to the error stream each time it starts
+        config = _autograd.ProfilerConfig(_autograd.ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+        _autograd._enable_profiler_legacy(config)
+        try:
+            result = function(*tensors)
+        finally:
+            records = _autograd._disable_profiler_legacy()
     results = result if isinstance(result, tuple) else (result,)
     kept = sum(tensor.untyped_storage().nbytes() for tensor in results if isinstance(tensor, Tensor))
     now = most = 0
-    for size in _allocations(profile):
-        now += size
+    for record in (record for thread in records for record in thread if record.kind() == "memory_alloc"):
+        now += record.cpu_memory_usage()
         most = max(most, now)
     return max(0, most - kept)
-
-
-def _allocations(profile: Any) -> list[int]:
-    """Bytes allocated (and, negative, freed) in the order in which it happened."""
-    found: list[tuple[int, int]] = []
-
-    def walk(event: Any) -> None:
-        if event.tag == _EventType.Allocation:
-            found.append((event.start_time_ns, event.extra_fields.alloc_size))
-        for child in event.children:
-            walk(child)
-
-    for root in profile.profiler.kineto_results.experimental_event_tree():
-        walk(root)
-    return [size for _, size in sorted(found, key=lambda one: one[0])]

@@ -6,7 +6,7 @@ import os
 import pickle
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,6 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from .. import execution
 from ..nesting import leaves
 from ..scattering import Arguments, cut
 from . import layouts
@@ -28,8 +27,9 @@ from .cuda_choices import cuda_choices
 from .fakes import fake_batch, fake_copy, names_of
 from .kinds import DeviceKind
 from .layouts import Job, OptimizerChoice
-from .rules import UnknownMemory
+from .rules import HINT, UnknownMemory
 from .scratch import Call
+from .surroundings import counting_random_states, devices_that_mix, meeting_alone, undisturbed
 
 __all__: list[str] = []
 
@@ -55,6 +55,7 @@ class Request:
     shards: tuple[str, ...]  # to be sharded one by one, under fsdp
     split: tuple[float, ...] | None
     kind: DeviceKind
+    scalar: int | float | bool | None = None  # what the model finds where it reads a value
 
 
 @dataclass(frozen=True)
@@ -78,10 +79,14 @@ def run_traces(request: Request, rows: Sequence[int]) -> list[Trace]:
         BaseException: what the module, the criterion or the optimizer raises.
     """
     calls = [lambda count=count: _trace(request, count) for count in rows]
-    return [finish() for finish in [_start(call) for call in calls]]
+    results = [finish() for finish in [_start(call) for call in calls]]
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return [result for result in results if isinstance(result, Trace)]
 
 
-def _start(call: Callable[[], Trace]) -> Callable[[], Trace]:
+def _start(call: Callable[[], Trace]) -> Callable[[], Trace | BaseException]:
     """Starts a forked process: it has the module without sending it, and what happens there to torch ends with it. Autograd
     refuses to run in a process that was forked after a backward on an accelerator; then, and where nothing forks, it is here."""
     if sys.platform != "linux":
@@ -96,7 +101,7 @@ def _start(call: Callable[[], Trace]) -> Callable[[], Trace]:
         _answer(call, write)
     os.close(write)
 
-    def finish() -> Trace:
+    def finish() -> Trace | BaseException:
         with os.fdopen(read, "rb") as pipe:
             found = pipe.read()
         _, status = os.waitpid(child, 0)
@@ -105,9 +110,7 @@ def _start(call: Callable[[], Trace]) -> Callable[[], Trace]:
         result = pickle.loads(found)
         if isinstance(result, RuntimeError) and "Autograd-and-Fork" in str(result):
             return call()
-        if isinstance(result, BaseException):
-            raise result
-        assert isinstance(result, Trace)
+        assert isinstance(result, (Trace, BaseException))
         return result
 
     return finish
@@ -148,9 +151,9 @@ def _trace(request: Request, rows: int) -> Trace:
     checkpoint_blocks(module, request.blocks)
     whole, place = rows * request.micro_batches, host if on_host else home
     batch = fake_batch((request.inputs, request.targets), whole, request.rows, mode, place)
-    count = Count(names_of({"": module, "criterion": criterion}))
+    count = Count(names_of({"": module, "criterion": criterion}), request.scalar)
     choices = cuda_choices() if request.kind.like_cuda else contextlib.nullcontext()
-    with warnings.catch_warnings(action="ignore"), _no_collection(), _meeting_alone(), choices, mode:
+    with undisturbed(), meeting_alone(), devices_that_mix(), choices, mode:
         try:
             _run(request, count, module, criterion, batch, rows)
         except DataDependentOutputException as error:
@@ -158,14 +161,33 @@ def _trace(request: Request, rows: int) -> Trace:
         except DynamicOutputShapeException as error:
             raise _unknown(error.func, "gives a result whose size depends on values") from error
         except UnsupportedOperatorException as error:
-            raise _unknown(
-                error.func, "has no fake kernel: register one with torch.library.register_fake, which gives its result's shape"
-            ) from error
-    return Trace(rows, count.blocks, count.events, count.operators, count.marks, count.flops, count.calls)
+            raise UnknownMemory(f"the operator {error.func} {_NO_KERNEL}") from error
+        except RuntimeError as error:
+            if "There was no fake impl registered for" not in str(error):
+                raise
+            name = str(error).partition("registered for ")[2].partition(". ")[0]
+            raise UnknownMemory(f"the operator {name} {_NO_KERNEL}") from error
+    return Trace(rows, count.blocks, _ordered(count.events), count.operators, count.marks, count.flops, count.calls)
+
+
+def _ordered(events: list[int]) -> list[int]:
+    """What is released between two allocations has no order: dictionaries by address decide it."""
+    ordered: list[int] = []
+    released: list[int] = []
+    for event in events:
+        if event < 0:
+            released.append(event)
+        else:
+            ordered += [*sorted(released, reverse=True), event]
+            released = []
+    return ordered + sorted(released, reverse=True)
+
+
+_NO_KERNEL = "has no fake kernel: register one with torch.library.register_fake, which gives the shape of its result"
 
 
 def _unknown(func: Any, why: str) -> UnknownMemory:
-    return UnknownMemory(f"the operator {func} {why}: its memory cannot be told beforehand")
+    return UnknownMemory(f"the operator {func} {why}, so its memory cannot be told beforehand: {HINT}")
 
 
 def _run(request: Request, count: Count, module: Any, criterion: Any, batch: Any, rows: int) -> None:
@@ -175,8 +197,9 @@ def _run(request: Request, count: Count, module: Any, criterion: Any, batch: Any
         if isinstance(part, torch.nn.Module):
             count.see_all([*part.parameters(), *part.buffers()], "parameters")
     sizes = [rows] * min(request.micro_batches, TRACED)
-    with count, contextlib.nullcontext() if request.kind.like_cuda else _counting_random_states(count):
+    with count, contextlib.nullcontext() if request.kind.like_cuda else counting_random_states(count):
         job = _make_job(request, module, criterion)
+        count.see_all(job.parameters, "parameters")  # fsdp has made new ones
         try:
             for name in ("first", "second"):
                 gc.collect()
@@ -220,43 +243,3 @@ def _update(job: Job, count: Count, micro_batches: list[tuple[Arguments, tuple[A
     count.mark("update")
     job.optimizer.step()
     count.see_all(job.states(), "optimizer state")
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Cycles are collected between the updates only: the collector runs when it likes, and the same trace must be the same."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@contextlib.contextmanager
-def _counting_random_states(count: Count) -> Iterator[None]:
-    """Checkpointing keeps the state of the random numbers for each block: 5 KB, which lie on the CPU."""
-    before = torch.get_rng_state
-
-    def get_rng_state() -> torch.Tensor:
-        state = before()
-        count.see(state, "temporaries", "get_rng_state")
-        return state
-
-    torch.get_rng_state = get_rng_state
-    try:
-        yield
-    finally:
-        torch.get_rng_state = before
-
-
-@contextlib.contextmanager
-def _meeting_alone() -> Iterator[None]:
-    """Replicas run one after the other, and who wants the statistics of all finds its own in their places: as large."""
-    before = execution.Meeting.exchange
-    execution.Meeting.exchange = lambda self, index, number, value: [value] * self.size  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        execution.Meeting.exchange = before  # type: ignore[method-assign]

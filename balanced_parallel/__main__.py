@@ -1,0 +1,199 @@
+"""What a training step will need, before it runs, and what replicas will change about a model.
+
+What one needs:        python -m balanced_parallel estimate --model net.py:build --input 3x224x224 --batch-size 256 --devices 4
+How it fits:           python -m balanced_parallel plan --model net.py:build --input 128:int64 --batch-size 512 --memory 24GiB
+What will go wrong:    python -m balanced_parallel doctor --model net.py:build
+
+No accelerator is needed, and the model takes no memory. The exit code is 0; 1 where nothing fits, or something will go wrong;
+2, with one line that says why, where the model or a flag is wrong.
+"""
+
+import argparse
+import contextlib
+import logging
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from . import memory
+from .examination import examine, is_note
+from .memory.building import Problem, build_criterion, build_model, build_problem, find_optimizer
+from .memory.estimate import LAYOUTS
+from .memory.kinds import find_kind
+from .memory.picture import draw_report, load_pyplot
+
+__all__: list[str] = []
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """Says what is wrong in one line, without the usage, and exits with code 2."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
+
+
+def positive(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} was given, expected a whole number of at least 1")
+    return int(text)
+
+
+def make_parser() -> OneLineParser:
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = OneLineParser("python -m balanced_parallel", description=__doc__, formatter_class=raw)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="estimate|plan|doctor")
+    estimate = commands.add_parser("estimate", allow_abbrev=False, help="what an update needs on each device")
+    plan = commands.add_parser("plan", allow_abbrev=False, help="the cheapest way in which the batch fits")
+    doctor = commands.add_parser("doctor", allow_abbrev=False, help="what will break or unbalance under replicas")
+    for command in (estimate, plan, doctor):
+        _add_model(command)
+    for command in (estimate, plan):
+        _add_step(command)
+    add = estimate.add_argument
+    add("--layout", choices=LAYOUTS, help="how the devices are used (default: single, replicas on several devices)")
+    add("--micro-batch-size", type=positive, metavar="N", help="rows per device in one forward (default: its whole share)")
+    add("--balanced-optimizer", action="store_true", help="spread the optimizer's state over the devices")
+    add("--checkpoint", metavar="NAMES", help="activation checkpointing: 'blocks', or names of submodules: encoder.0,encoder.1")
+    plan.add_argument(
+        "--memory", metavar="SIZE", help="of each device, such as 24GiB, or a list: 24GiB,16GiB (default: its kind's)"
+    )
+    return parser
+
+
+def _add_model(parser: OneLineParser) -> None:
+    add = parser.add_argument
+    add(
+        "--model",
+        required=True,
+        metavar="FILE.py:NAME",
+        help="or package.module:name; a function without arguments that returns a module or (module, criterion), or a class",
+    )
+    add("--criterion", metavar="NAME", help="a loss of torch.nn, or file.py:name (default: the model's, else CrossEntropyLoss)")
+
+
+def _add_step(parser: OneLineParser) -> None:
+    add = parser.add_argument
+    add(
+        "--input",
+        required=True,
+        action="append",
+        metavar="SHAPE",
+        help="of one row, such as 3x224x224, or 128:int64 for token ids (default dtype: float32); once for each input",
+    )
+    add(
+        "--target",
+        action="append",
+        default=[],
+        metavar="SHAPE",
+        help="of one row, as for --input; ':int64' is one number per row (default: what suits output and criterion)",
+    )
+    add("--batch-size", required=True, type=positive, metavar="N", help="rows per update, over all devices and ranks")
+    add("--devices", type=positive, default=1, metavar="N", help="how many, or how many ranks (default: 1)")
+    add("--optimizer", default="AdamW", metavar="NAME", help="a class of torch.optim, in any case (default: adamw)")
+    add("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="arithmetic of forward and loss (default: fp32)")
+    add("--device-kind", metavar="KIND", help="h200, a100, rtx4090, ..., cpu (default: this machine's accelerator, else h200)")
+    add("--plot", type=Path, metavar="FILE.png", help="draw the memory of the devices, of the step, and for other batches")
+    add("--json", action="store_true", help="print JSON; what was assumed goes to stderr")
+
+
+def estimate(flags: argparse.Namespace) -> int:
+    """Prints what one update needs."""
+    layout = flags.layout or ("single" if flags.devices == 1 else "replicas")
+    ranks = flags.devices if layout in ("ddp", "fsdp") else 1
+    problem = _build(flags, -(-flags.batch_size // ranks))
+    checkpoint = flags.checkpoint if flags.checkpoint in (None, "blocks") else flags.checkpoint.split(",")
+    with contextlib.redirect_stdout(sys.stderr):
+        report = memory.estimate(
+            problem.module,
+            problem.criterion,
+            problem.inputs,
+            problem.targets,
+            optimizer=find_optimizer(flags.optimizer),
+            precision=flags.precision,
+            micro_batch_size=flags.micro_batch_size,
+            layout=layout,
+            devices=flags.devices,
+            balanced_optimizer=flags.balanced_optimizer,
+            checkpoint=checkpoint,
+            device_kind=flags.device_kind,
+        )
+    _show(flags, problem, report, report, find_kind(report.device_kind).capacity)
+    return 0
+
+
+def plan(flags: argparse.Namespace) -> int:
+    """Prints how the batch fits; 1 where it does not."""
+    sizes: list[Any] = flags.memory.split(",") if flags.memory else [None]
+    problem = _build(flags, flags.batch_size)
+    with contextlib.redirect_stdout(sys.stderr):
+        found = memory.plan(
+            problem.module,
+            problem.criterion,
+            problem.inputs,
+            problem.targets,
+            batch_size=flags.batch_size,
+            capacity=sizes[0] if len(sizes) == 1 else sizes,
+            devices=flags.devices,
+            optimizer=find_optimizer(flags.optimizer),
+            precision=flags.precision,
+            device_kind=flags.device_kind,
+        )
+    _show(flags, problem, found, found.report, found.capacity)
+    return 0 if found.fits else 1
+
+
+def doctor(flags: argparse.Namespace) -> int:
+    """Prints what replicas will change; 1 where they will."""
+    with contextlib.redirect_stdout(sys.stderr):
+        module, own = build_model(flags.model)
+        findings = examine(module, build_criterion(flags.criterion) if flags.criterion else own)
+    print("\n".join(f"- {finding}" for finding in findings) or f"nothing found: {type(module).__name__} runs as replicas")
+    return 0 if all(map(is_note, findings)) else 1
+
+
+def _build(flags: argparse.Namespace, rows: int) -> Problem:
+    find_optimizer(flags.optimizer)  # what is wrong at once is said at once
+    find_kind(flags.device_kind)
+    if flags.plot:
+        load_pyplot()
+        flags.plot.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.redirect_stdout(sys.stderr):
+        return build_problem(flags.model, flags.input, flags.target, flags.criterion, rows)
+
+
+def _show(flags: argparse.Namespace, problem: Problem, found: Any, report: Any, capacity: Any) -> None:
+    aside = sys.stderr if flags.json else sys.stdout
+    if problem.assumed:
+        print(f"assumed {'; '.join(problem.assumed)}", end="\n" if flags.json else "\n\n", file=aside)
+    if flags.plot and report is not None:
+        with contextlib.redirect_stdout(sys.stderr):  # it may trace the model again
+            draw_report(flags.plot, report, capacity)
+    print(found.to_json() if flags.json else found)
+    if flags.plot:
+        print(f"wrote {flags.plot}" if report is not None else f"nothing fits, so {flags.plot} was not drawn", file=aside)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command, and returns its exit code. Bad input is one line on stderr and ``SystemExit(2)``."""
+    parser = make_parser()
+    flags = parser.parse_args(arguments)
+    command = {"estimate": estimate, "plan": plan, "doctor": doctor}[flags.command]
+    disabled = logging.root.manager.disable
+    logging.disable(logging.ERROR)  # torch logs the traceback of each shape that does not fit
+    try:
+        with warnings.catch_warnings(record=True) as heard:
+            code = command(flags)
+    except Exception as error:  # noqa: BLE001 - a model may raise whatever it likes, and no traceback is of use
+        told = isinstance(error, (ValueError, ImportError, OSError)) and str(error)
+        parser.error(f"{'' if told else f'{type(error).__name__}: '}{str(error)[:600]}")
+    finally:
+        logging.disable(disabled)
+    for warning in heard:
+        print(f"{parser.prog}: warning: {' '.join(str(warning.message).split())}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,158 @@
+"""One way to run an effective batch: what it needs on each device, and what it costs. The rows of a plan's table."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from ..microbatching import count_micro_batches
+from ..scattering import split_sizes
+from .lines import Lines
+from .tracing import Request, run_traces
+
+__all__: list[str] = []
+
+BASE = 2  # rows per device in the first of two traces
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Bytes and rows per device.
+
+    Attributes:
+        micro_batch_size: the most rows of a device in one forward; 0 where not even one fits.
+        micro_batches: how many make an update.
+        split: the weight of each device, where they are unequal.
+        checkpoint: the names of the modules whose activations are computed again in the backward.
+        peak: in use at most; ``reserved`` is what the allocator has to have for it.
+        saved: of the peak of the whole batch at once, by the plain replicas.
+        recomputed: operations that are made twice, as a fraction of those of the step without.
+        traffic: bytes in and out of the busiest device per update, for parameters and gradients.
+        changes_result: whether loss and gradients are those of another arithmetic.
+    """
+
+    name: str
+    precision: str
+    balanced_optimizer: bool
+    checkpoint: tuple[str, ...]
+    micro_batch_size: int
+    micro_batches: int
+    split: tuple[float, ...] | None
+    peak: tuple[int, ...]
+    reserved: tuple[int, ...]
+    saved: int
+    recomputed: float
+    traffic: int
+    changes_result: bool
+    fits: bool
+
+    @property
+    def cost(self) -> tuple[Any, ...]:
+        """Orders choices: exact ones first, then by operations, micro-batches and traffic."""
+        return self.changes_result, self.recomputed, self.micro_batches, self.traffic
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a choice can be made of, before it is known how many rows fit."""
+
+    balanced: bool
+    blocks: tuple[str, ...]
+    precision: str
+    changes_result: bool
+
+    @property
+    def name(self) -> str:
+        said = ["BalancedOptimizer"] * self.balanced + ["checkpointed blocks"] * bool(self.blocks)
+        return ", ".join([*said, *([self.precision] if self.changes_result else [])]) or "replicas"
+
+
+class Measured:
+    """An option's memory as lines in the rows: for one micro-batch per update, and for several."""
+
+    def __init__(self, request: Request, option: Option, capacity: tuple[int, ...]) -> None:
+        self.option, self.capacity = option, capacity
+        self.request = dataclasses.replace(
+            request, balanced=option.balanced, blocks=option.blocks, precision=option.precision, micro_batches=1
+        )
+        self._lines: dict[int, Lines] = {}
+
+    def lines(self, micro_batches: int) -> Lines:
+        several = min(micro_batches, 2)
+        if several not in self._lines:
+            devices = self.request.devices
+            request = dataclasses.replace(self.request, micro_batches=1 if several == 1 else 3)
+            first, second = run_traces(request, [BASE * devices, 2 * BASE * devices])
+            self._lines[several] = Lines(first, second, request.kind, devices, devices)
+            if not self._lines[several].is_affine:
+                raise ValueError(
+                    "with twice the rows the module runs other operators, so that no plan can be made: see memory.estimate for "
+                    "each number of rows"
+                )
+        return self._lines[several]
+
+    @property
+    def flops(self) -> float:
+        return self.lines(2).first.flops / self.lines(2).first.rows
+
+    def most_rows(self, device: int, micro_batches: int, share: int) -> int:
+        """Rows that fit on a device in one forward, at most ``share``."""
+        low, high = 0, share + 1
+        while high - low > 1:
+            middle = (low + high) // 2 if low or high <= share else share
+            low, high = (middle, high) if self.reserved(device, middle, micro_batches, self.capacity[device]) else (low, middle)
+        return low
+
+    def _may_fit_at_once(self, share: int) -> bool:
+        """Whether it is worth another trace: one micro-batch needs less than several, at most by what holds gradients."""
+        gradients: int = 2 * sum(parameter.nbytes for parameter in self.request.module.parameters())
+        peaks = [self.lines(2).peak(i, share * self.request.devices) for i in range(self.request.devices)]
+        return sum(peaks) <= sum(self.capacity) + gradients * self.request.devices
+
+    def reserved(self, device: int, rows: int, micro_batches: int, capacity: int | None = None) -> int | None:
+        return self.lines(micro_batches).reserved(device, rows * self.request.devices, capacity)
+
+    def choose(self, batch_size: int, plain: "Measured") -> Choice:
+        """The fewest micro-batches with which ``batch_size`` rows fit."""
+        devices = range(self.request.devices)
+        unequal = len(set(self.capacity)) > 1
+        share = -(-batch_size // len(devices))
+        most_share = batch_size if unequal else share
+        rows = [self.most_rows(i, 2, most_share) for i in devices]
+        unequal = unequal and min(rows) < share  # else equal shares fit
+        if not _holds(batch_size, rows, unequal) and self._may_fit_at_once(share):
+            at_once = [self.most_rows(i, 1, most_share) for i in devices]
+            rows = at_once if _holds(batch_size, at_once, unequal) else rows
+        fits = all(rows)
+        split = tuple(float(count) for count in rows) if unequal and fits else None
+        rows = rows if split else [min(count, share) for count in rows]
+        most = max(rows) if split else min(rows)
+        count = count_micro_batches(batch_size, most, split or len(devices)) if fits else 0
+        largest = split_sizes(-(-batch_size // count), split or len(devices)) if fits else [1] * len(devices)
+        return Choice(
+            name=self.option.name,
+            precision=self.option.precision,
+            balanced_optimizer=self.option.balanced,
+            checkpoint=self.option.blocks,
+            micro_batch_size=most if fits else 0,
+            micro_batches=count,
+            split=split,
+            peak=tuple(self.lines(count or 2).peak(i, max(largest[i], 1) * len(devices)) for i in devices),
+            reserved=tuple(self.reserved(i, max(largest[i], 1), count or 2) or 0 for i in devices),
+            saved=0,
+            recomputed=self.flops / plain.flops - 1 if plain.flops else 0.0,
+            traffic=_traffic(self.request, self.option.balanced),
+            changes_result=self.option.changes_result,
+            fits=fits,
+        )
+
+
+def _holds(batch_size: int, rows: list[int], unequal: bool) -> bool:
+    return sum(rows) >= batch_size if unequal else min(rows) * len(rows) >= batch_size
+
+
+def _traffic(request: Request, balanced: bool) -> int:
+    """Reduce-scatter and all-gather, ``4 (n - 1) / n`` times the parameters; else ``n - 1`` copies out of the first device, and
+    as many gradients into it."""
+    size: int = sum(parameter.nbytes for parameter in request.module.parameters())
+    n = request.devices
+    return 4 * (n - 1) * size // n if balanced else 2 * (n - 1) * size

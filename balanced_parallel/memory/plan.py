@@ -1,0 +1,299 @@
+"""``memory.plan``: the cheapest way in which an effective batch fits the devices there are."""
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+from ..criterion import DataParallelCriterion
+from ..devices import DeviceLike
+from ..microbatching import as_arguments
+from ..model import DataParallelModel
+from ..nesting import spread
+from ..optimizer import BalancedOptimizer
+from ..precision import Precision
+from ..scattering import count_rows
+from ..sizes import format_bytes, parse_bytes
+from ..step import TrainStep
+from .blocks import checkpoint_blocks, find_blocks
+from .choices import Choice, Measured, Option
+from .estimate import report_of
+from .kinds import DeviceKind, find_kind
+from .layouts import OptimizerChoice
+from .report import MemoryReport
+from .tracing import Request
+
+__all__: list[str] = []
+
+MakeOptimizer = Callable[..., torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How to run an effective batch within the capacity of each device.
+
+    Attributes:
+        batch_size: rows per update.
+        capacity: bytes of each device.
+        choices: what was considered, the chosen one first where one fits.
+        fits: whether the first choice does.
+        needs: where none fits, what would: the capacity in bytes with one row per device, and the number of devices (None
+            where no number would do).
+        report: the estimate of the chosen one.
+    """
+
+    batch_size: int
+    capacity: tuple[int, ...]
+    device_kind: str
+    choices: tuple[Choice, ...]
+    fits: bool
+    needs: tuple[int, int | None] | None = None
+    report: MemoryReport | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    @property
+    def chosen(self) -> Choice:
+        """The first choice.
+
+        Raises:
+            ValueError: nothing fits.
+        """
+        if not self.fits:
+            raise ValueError(f"nothing fits: {self.advice}")
+        return self.choices[0]
+
+    @property
+    def devices(self) -> int:
+        return len(self.capacity)
+
+    @property
+    def micro_batch_size(self) -> int:
+        """The most rows of a device in one forward."""
+        return self.chosen.micro_batch_size
+
+    @property
+    def advice(self) -> str:
+        """What would fit."""
+        assert self.needs is not None
+        size, count = self.needs
+        more = "no number of such devices would do" if count is None else f"or {count} devices"
+        return f"one row per device needs devices of {format_bytes(size)}, {more}"
+
+    def apply(
+        self,
+        module: torch.nn.Module,
+        criterion: Callable[..., Any],
+        *,
+        optimizer: MakeOptimizer = torch.optim.AdamW,
+        device_ids: Sequence[DeviceLike] | None = None,
+        weight: Callable[..., Any] | None = None,
+        max_grad_norm: float | None = None,
+        **defaults: Any,
+    ) -> tuple[DataParallelModel, DataParallelCriterion, torch.optim.Optimizer, TrainStep]:
+        """Model, criterion, optimizer and step as the plan has them; the module is changed where blocks are checkpointed.
+
+        Args:
+            module, criterion: those that were planned for.
+            optimizer: its class, with ``defaults``: ``lr`` and so on.
+            device_ids: as many as were planned for; ``None`` takes the first of the visible ones.
+            weight, max_grad_norm: as in :class:`DataParallelCriterion` and :class:`TrainStep`.
+
+        Raises:
+            ValueError: nothing fits, or another number of devices.
+        """
+        chosen = self.chosen
+        checkpoint_blocks(module, chosen.checkpoint)
+        devices = list(range(self.devices)) if device_ids is None and torch.accelerator.is_available() else device_ids
+        if devices is not None and len(devices) != self.devices:
+            raise ValueError(f"device_ids has {len(devices)} devices, expected the {self.devices} that were planned for")
+        model = DataParallelModel(module, devices, split=chosen.split)
+        wrapped = DataParallelCriterion(criterion, weight=weight)
+        made: Any = optimizer
+        settings = defaults
+        while isinstance(made, functools.partial):
+            made, settings = made.func, made.keywords | settings
+        if chosen.balanced_optimizer:
+            trained: torch.optim.Optimizer = BalancedOptimizer(
+                model, made, [*model.parameters(), *wrapped.parameters()], **settings
+            )
+        else:
+            trained = made([*model.parameters(), *wrapped.parameters()], **settings)
+        step = TrainStep(
+            model,
+            wrapped,
+            trained,
+            micro_batch_size=chosen.micro_batch_size,
+            precision=chosen.precision,
+            max_grad_norm=max_grad_norm,
+        )
+        return model, wrapped, trained, step
+
+    def to_json(self) -> str:
+        """The plan as text, without its report."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "report"}
+        return json.dumps(values | {"choices": [dataclasses.asdict(choice) for choice in self.choices]}, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> "MemoryPlan":
+        """A plan that :meth:`to_json` wrote."""
+        values: dict[str, Any] = json.loads(text)
+        choices = tuple(_choice_of(choice) for choice in values.pop("choices"))
+        needs = None if values["needs"] is None else tuple(values["needs"])
+        return cls(**values | {"choices": choices, "capacity": tuple(values["capacity"]), "needs": needs})
+
+    def __str__(self) -> str:
+        shown = ", ".join(map(format_bytes, dict.fromkeys(self.capacity)))
+        first = f"{self.batch_size} rows per update on {self.devices} x {self.device_kind} with {shown}\n\n"
+        headers = ["", "rows at most x micro-batches", "peak", "reserved", "saved", "recomputed", "traffic", "result", "fits"]
+        table = tabulate(map(_row, self.choices), headers, "simple", disable_numparse=True)
+        return first + table + (f"\n\nnothing fits: {self.advice}" if not self.fits else f"\n\nchosen: {self.chosen.name}")
+
+
+def _choice_of(values: dict[str, Any]) -> Choice:
+    settings: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return Choice(**settings)
+
+
+def _row(choice: Choice) -> list[str]:
+    rows = " + ".join(f"{weight:.0f}" for weight in choice.split) if choice.split else f"{choice.micro_batch_size} per device"
+    return [
+        choice.name,
+        f"{rows} x {choice.micro_batches}" if choice.micro_batches else "not one row",
+        format_bytes(max(choice.peak)),
+        format_bytes(max(choice.reserved)),
+        format_bytes(choice.saved),
+        f"{choice.recomputed:.0%}",
+        format_bytes(choice.traffic),
+        "other arithmetic" if choice.changes_result else "exact",
+        "yes" if choice.fits else "no",
+    ]
+
+
+def plan(
+    module: torch.nn.Module,
+    criterion: Callable[..., Any],
+    inputs: Any,
+    targets: Any,
+    *,
+    batch_size: int,
+    capacity: int | str | Sequence[int | str] | None = None,
+    devices: int = 1,
+    optimizer: MakeOptimizer = torch.optim.AdamW,
+    precision: str = "fp32",
+    device_kind: str | None = None,
+    scalar: int | float | bool | None = None,
+) -> MemoryPlan:
+    """The cheapest plan for an effective batch that fits, exact ones first.
+
+    It chooses among micro-batches, the split over unequal devices, :class:`BalancedOptimizer` and torch's checkpointing of the
+    module's repeated blocks; if none of these suffices, among the same in bf16, which changes the result. The fewest operations
+    come first, then the fewest micro-batches, then the least traffic.
+
+    Args:
+        module, criterion, inputs, targets, optimizer, device_kind, scalar: as for :func:`estimate`; of inputs and targets
+            only the shapes count, for any number of rows.
+        batch_size: rows per update over all devices; it need not divide.
+        capacity: of each device, or one per device: bytes, or text such as ``"24GiB"``; ``None`` is the device kind's.
+        devices: how many, in one process.
+        precision: the one to start from.
+
+    Raises:
+        ValueError: a setting out of its range, or what :func:`estimate` refuses.
+    """
+    kind = find_kind(device_kind)
+    limits = _capacities(capacity, devices, kind)
+    Precision(precision)
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"batch_size={batch_size!r}, expected a positive number of rows per update")
+    arguments, following = as_arguments(inputs), spread(targets)
+    rows = count_rows(arguments)
+    if not rows:
+        raise ValueError("the inputs have no rows, expected tensors with rows along dimension 0")
+    request = Request(
+        module=module,
+        criterion=criterion,
+        inputs=arguments,
+        targets=following,
+        rows=rows,
+        optimizer=OptimizerChoice(optimizer, foreach=kind.like_cuda),
+        precision=precision,
+        micro_batches=1,
+        layout="replicas",
+        devices=devices,
+        balanced=False,
+        blocks=(),
+        shards=(),
+        split=None,
+        kind=kind,
+        scalar=scalar,
+    )
+    measured = [Measured(request, option, limits) for option in _options(module, devices, precision, exact=True)]
+    plain = measured[0]
+    choices = [each.choose(batch_size, plain) for each in measured]
+    if not any(choice.fits for choice in choices) and precision == "fp32":
+        measured += [Measured(request, option, limits) for option in _options(module, devices, "bf16", exact=False)]
+        choices += [each.choose(batch_size, plain) for each in measured[len(choices) :]]
+    whole = max(plain.lines(1).peak(i, -(-batch_size // devices) * devices) for i in range(devices))
+    choices = [dataclasses.replace(choice, saved=whole - max(choice.peak)) for choice in choices]
+    ranked = sorted(zip(choices, measured, strict=True), key=lambda pair: (not pair[0].fits, pair[0].cost))
+    best, how = ranked[0]
+    return MemoryPlan(
+        batch_size=batch_size,
+        capacity=limits,
+        device_kind=kind.name,
+        choices=tuple(choice for choice, _ in ranked),
+        fits=best.fits,
+        needs=None if best.fits else _needs(measured, max(limits)),
+        report=_report(how.request, best, batch_size) if best.fits else None,
+    )
+
+
+def _capacities(capacity: int | str | Sequence[int | str] | None, devices: int, kind: DeviceKind) -> tuple[int, ...]:
+    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+        raise ValueError(f"devices={devices!r}, expected a positive number")
+    if capacity is None:
+        if kind.capacity is None:
+            raise ValueError(f"capacity=None with device_kind={kind.name!r}, which has none: expected a size, as '24GiB'")
+        capacity = kind.capacity
+    sizes = [capacity] * devices if isinstance(capacity, (int, str)) else list(capacity)
+    if len(sizes) != devices:
+        raise ValueError(f"capacity has {len(sizes)} sizes for {devices} devices, expected one for each, or one for all")
+    return tuple(map(parse_bytes, sizes))
+
+
+def _options(module: torch.nn.Module, devices: int, precision: str, *, exact: bool) -> list[Option]:
+    blocks = find_blocks(module)
+    spread_state = [False, True] if devices > 1 else [False]
+    kept: list[tuple[str, ...]] = [(), blocks] if blocks else [()]
+    return [Option(balanced, names, precision, not exact) for names in kept for balanced in spread_state]
+
+
+def _needs(measured: Sequence[Measured], capacity: int) -> tuple[int, int | None]:
+    """The capacity at which one row per device fits, and the number of devices at which it fits this one: what is spread falls
+    with their number, ``fixed + spread / n``."""
+
+    def lowest(each: Measured) -> int:
+        return max(each.reserved(i, 1, 2) or 0 for i in range(each.request.devices))
+
+    size = min(map(lowest, measured))
+    least = min(measured, key=lowest)
+    balanced = dataclasses.replace(least.option, balanced=True)
+    counts = (2, 4)
+    sizes = [
+        lowest(Measured(dataclasses.replace(least.request, devices=count), balanced, (capacity,) * count)) for count in counts
+    ]
+    share = (sizes[0] - sizes[1]) / (1 / counts[0] - 1 / counts[1])
+    fixed = sizes[0] - share / counts[0]
+    room = capacity - fixed
+    return size, max(least.request.devices + 1, math.ceil(share / room)) if room > 0 and share > 0 else None
+
+
+def _report(request: Request, choice: Choice, batch_size: int) -> MemoryReport:
+    count = choice.micro_batches
+    chosen = dataclasses.replace(request, micro_batches=count, split=choice.split)
+    return report_of(chosen, -(-batch_size // count), step=1 if choice.split else request.devices)

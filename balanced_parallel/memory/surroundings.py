@@ -1,0 +1,102 @@
+"""What is different around a traced step: no collector, no log, replicas that run one after the other."""
+
+import contextlib
+import gc
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorDeviceMismatchError
+from torch.utils._pytree import tree_leaves
+
+from .. import execution, model
+from .counting import Count
+
+__all__: list[str] = []
+
+
+@contextlib.contextmanager
+def _without_log() -> Iterator[None]:
+    """What a fake operator refuses is raised; torch logs it too, with a traceback."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Cycles are collected between the updates only: the collector runs when it likes, and the same trace must be the same."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """No warnings, no log, no collector."""
+    with warnings.catch_warnings(action="ignore"), _without_log(), _no_collection():
+        yield
+
+
+@contextlib.contextmanager
+def counting_random_states(count: Count) -> Iterator[None]:
+    """Checkpointing keeps the state of the random numbers for each block: 5 KB, which lie on the CPU."""
+    before = torch.get_rng_state
+
+    def get_rng_state() -> torch.Tensor:
+        state = before()
+        count.see(state, "temporaries", "get_rng_state")
+        return state
+
+    torch.get_rng_state = get_rng_state
+    try:
+        yield
+    finally:
+        torch.get_rng_state = before
+
+
+@contextlib.contextmanager
+def _standing_in(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
+    before = owner.__dict__[name]
+    setattr(owner, name, stand_in)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def devices_that_mix() -> Iterator[None]:
+    """``torch.tensor(data, device="cpu:1")`` is on ``cpu`` under a fake mode: beside tensors of ``cpu:1`` it is one of these."""
+    find: Any = FakeTensor._find_common_device
+
+    def find_common_device(func: Any, args: Any) -> Any:
+        try:
+            return find(func, args)
+        except FakeTensorDeviceMismatchError:
+            devices = {leaf.fake_device for leaf in tree_leaves(args) if isinstance(leaf, FakeTensor)}
+            indexed = [device for device in devices if device.index is not None]
+            if len(indexed) != 1 or any(device.type != "cpu" for device in devices):
+                raise
+            return indexed[0], False
+
+    with _standing_in(FakeTensor, "_find_common_device", staticmethod(find_common_device)):
+        yield
+
+
+@contextlib.contextmanager
+def meeting_alone() -> Iterator[None]:
+    """Replicas run one after the other, because a fake mode is one thread's; who wants the statistics of all finds its own in
+    their places: as large."""
+    alone = _standing_in(execution.Meeting, "exchange", lambda self, index, number, value: [value] * self.size)
+    with alone, _standing_in(model, "has_layers_over_all_rows", lambda layers: False):
+        yield

@@ -1,0 +1,101 @@
+"""What each device of several uses: replicas on simulated devices, and real ranks that talk over gloo."""
+
+import copy
+import functools
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from models import Problem
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
+from truth import allocator_peak, live_peak
+
+from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, Precision, simulate
+from balanced_parallel.memory.blocks import find_blocks
+
+RANKS = 2
+
+
+class Autocast(nn.Module):
+    """Autocast inside the forward, where torch's documentation wants it under ``nn.DataParallel``: its threads know no other."""
+
+    def __init__(self, module: nn.Module, precision: str) -> None:
+        super().__init__()
+        self.module, self.precision = module, Precision(precision)
+
+    def forward(self, inputs: Tensor) -> Any:
+        with self.precision.autocast([inputs.device]):
+            return self.module(inputs)
+
+
+def simulated_peaks(problem: Problem, layout: str, balanced: bool, precision: str, devices: int = 4) -> list[int]:
+    """Bytes in use at most on each simulated device in the second step."""
+    module, inputs, targets = copy.deepcopy(problem.module), problem.inputs, problem.targets
+    with simulate(devices) as cluster:
+        if layout == "replicas":
+            model: nn.Module = DataParallelModel(module, precision=precision)
+            criterion: Any = DataParallelCriterion(problem.criterion, precision=precision)
+        else:
+            model = nn.DataParallel(Autocast(module, precision).to("sim:0"))
+            criterion = problem.criterion
+        adamw = torch.optim.AdamW
+        optimizer = BalancedOptimizer(model, adamw) if balanced else adamw(model.parameters())
+        for _ in range(2):
+            cluster.reset_peak()
+            optimizer.zero_grad()
+            if layout == "replicas":
+                loss = criterion(model(inputs), targets)
+            else:
+                with Precision(precision).autocast([torch.device("sim:0")]):
+                    loss = criterion(model(inputs), targets.to("sim:0"))
+            loss.backward()
+            del loss
+            optimizer.step()
+        return list(cluster.peak)
+
+
+def prepare(module: nn.Module, layout: str, balanced: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """What a rank trains, and its optimizer."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    if layout == "fsdp":
+        mesh = init_device_mesh("cpu", (RANKS,))
+        for name in find_blocks(module):
+            fully_shard(module.get_submodule(name), mesh=mesh)
+        fully_shard(module, mesh=mesh)
+    else:
+        module = nn.parallel.DistributedDataParallel(module, gradient_as_bucket_view=True)
+    if balanced:
+        return module, ZeroRedundancyOptimizer(module.parameters(), torch.optim.AdamW)
+    return module, torch.optim.AdamW(module.parameters())
+
+
+Case = tuple[Problem, str, bool, str]  # layout, balanced, precision
+
+
+def _rank_main(rank: int, folder: str, cases: list[Case]) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS)
+    peaks = []
+    for problem, layout, balanced, precision in cases:
+        prepared = functools.partial(prepare, layout=layout, balanced=balanced)
+        live = live_peak(problem, precision, prepared)
+        peaks.append((live, 0 if layout == "fsdp" else allocator_peak(problem, precision, False, prepared)))
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(peaks))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def rank_peaks(cases: list[Case]) -> list[tuple[int, int]]:
+    """For each case the peak of the rank that has most: of tensors that live, and of what the allocator gave. Not the latter
+    under fsdp: gloo's threads allocate and release too, which the profiler sees in part."""
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(_rank_main, (folder, cases), nprocs=RANKS)
+        found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(RANKS)]
+    return [(max(live), max(given)) for live, given in (zip(*peaks, strict=True) for peaks in zip(*found, strict=True))]

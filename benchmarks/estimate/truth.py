@@ -1,0 +1,153 @@
+"""What a training step uses: the CPU allocator's own events, and the bytes of all tensors that live."""
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from models import Problem
+from torch import Tensor, nn
+from torch._C._profiler import _EventType
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from balanced_parallel import Precision
+from balanced_parallel.memory.blocks import checkpoint_blocks, find_blocks
+
+
+def run_step(
+    module: Callable[..., Any], problem: Problem, optimizer: torch.optim.Optimizer, precision: str, device: str = "cpu"
+) -> None:
+    """The plain loop's body: nothing is kept of an output or a loss longer than it is needed."""
+    inputs = problem.inputs if isinstance(problem.inputs, tuple) else (problem.inputs,)
+    optimizer.zero_grad()
+    with Precision(precision).autocast([torch.device(device)]):
+        loss = problem.criterion(module(*inputs), problem.targets)
+    loss.backward()
+    del loss
+    optimizer.step()
+
+
+def copied(problem: Problem, checkpoint: bool = False) -> Problem:
+    """A copy with tensors of its own, its repeated blocks checkpointed or not."""
+    problem = copy.deepcopy(problem)
+    if checkpoint:
+        checkpoint_blocks(problem.module, find_blocks(problem.module))
+    return problem
+
+
+Prepare = Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]]
+
+
+def plain(module: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    return module, torch.optim.AdamW(module.parameters())
+
+
+def allocator_peak(problem: Problem, precision: str = "fp32", checkpoint: bool = False, prepare: Prepare = plain) -> int:
+    """Bytes in use at most in the second step, with what operators allocate for themselves, as the CPU's allocator reports
+    every allocation and release to torch's profiler. ``prepare`` gives what is trained, and its optimizer."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
+        mine = copied(problem, checkpoint)
+        module, optimizer = prepare(mine.module)
+        run_step(module, mine, optimizer, precision)
+        gc.collect()
+        with torch.profiler.record_function("second step"):
+            pass
+        run_step(module, mine, optimizer, precision)
+    now = peak = 0
+    for change in _changes(profile):
+        now += change or 0
+        peak = now if change is None else max(peak, now)
+    return peak
+
+
+def _changes(profile: Any) -> list[int | None]:
+    """Bytes allocated (and, negative, released) in the order in which it happened; None where the second step begins."""
+    found: list[tuple[int, int | None]] = []
+
+    def walk(event: Any) -> None:
+        if event.tag == _EventType.Allocation:
+            found.append((event.start_time_ns, event.extra_fields.alloc_size))
+        elif event.name == "second step":
+            found.append((event.start_time_ns, None))
+        for child in event.children:
+            walk(child)
+
+    for root in profile.profiler.kineto_results.experimental_event_tree():
+        walk(root)
+    return [size for _, size in sorted(found, key=lambda one: one[0])]
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages of all tensors that operators return while it is entered; ``held`` are there before."""
+
+    def __init__(self, held: list[Tensor]) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
+        for tensor in held:
+            self._see(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(hasattr(kind, "to_local") for kind in types):
+            return NotImplemented  # DTensor, whose local tensor comes by again
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._see(leaf)
+        return result
+
+    def __enter__(self) -> "LiveBytes":
+        self._resize = torch.UntypedStorage.resize_
+
+        def resize(storage: Any, size: int) -> Any:  # how FSDP frees and allocates
+            result = self._resize(storage, size)
+            if storage._cdata in self._live:
+                self._release(storage._cdata)
+                self._allocate(storage)
+            return result
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*exception)
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = local(tensor).untyped_storage()
+        if storage._cdata not in self._live:
+            self._allocate(storage)
+
+    def _allocate(self, storage: Any) -> None:
+        key = storage._cdata
+        self._live[key] = weakref.ref(storage, lambda _: self._release(key)), storage.nbytes()
+        self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+
+    def _release(self, key: int) -> None:
+        self.now -= self._live.pop(key)[1]
+
+
+def local(tensor: Tensor) -> Tensor:
+    part: Any = tensor
+    mine: Tensor = part.to_local() if hasattr(part, "to_local") else tensor
+    return mine
+
+
+def live_peak(problem: Problem, precision: str = "fp32", prepare: Prepare = plain) -> int:
+    """Bytes of tensors that live at most in the second step."""
+    problem = copied(problem)
+    module, optimizer = prepare(problem.module)
+    inputs = problem.inputs if isinstance(problem.inputs, tuple) else (problem.inputs,)
+    held = [*module.parameters(), *module.buffers(), *inputs, problem.targets]
+    with LiveBytes(held) as count:
+        run_step(module, problem, optimizer, precision)
+        gc.collect()
+        count.peak = count.now
+        run_step(module, problem, optimizer, precision)
+        return count.peak
