@@ -109,6 +109,11 @@ class Count(TorchDispatchMode):
             if isinstance(tensor, Tensor):
                 self.see(tensor, kind)
 
+    def move(self, tensor: Tensor, device: torch.device) -> None:
+        """Says that a tensor is on another device than a fake one can be."""
+        for storage in _storages(tensor):
+            self.blocks[self._live[storage._cdata][1] - 1].device = str(device)
+
     def turn(self, before: str, after: str) -> None:
         """What lives of one kind is of another from here on."""
         for _, number in self._live.values():

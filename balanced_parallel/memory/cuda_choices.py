@@ -26,9 +26,9 @@ _KEY = torch._C.DispatchKey.AutocastCPU
 
 
 @contextlib.contextmanager
-def cuda_choices() -> Iterator[None]:
-    """In this block fake CPU tensors are treated as torch treats those on CUDA."""
-    with _cuda_autocast(), _cuda_operators():
+def cuda_choices(fuses: bool) -> Iterator[None]:
+    """In this block fake CPU tensors are treated as torch treats those on CUDA, dropout and attention included if ``fuses``."""
+    with _cuda_autocast(), _cuda_operators() if fuses else contextlib.nullcontext():
         yield
 
 
@@ -85,7 +85,9 @@ def fused_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
 @fused_attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     *rows, heads, length, _ = query.shape
-    out = query.new_empty((*rows, length, heads, value.shape[-1])).transpose(-3, -2)
+    # as the flash kernel: laid out like the query
+    same = query.shape[-1] == value.shape[-1]
+    out = torch.empty_like(query) if same else query.new_empty((*rows, length, heads, value.shape[-1])).transpose(-3, -2)
     return out, query.new_empty((*rows, heads, length), dtype=torch.float32)
 
 
@@ -117,7 +119,7 @@ def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
     if train and 0 < p < 1:
         result: Tensor = torch.native_dropout(input, p, True)[0]
         return result
-    return torch.zeros_like(input) * input if train and p == 1 else input.clone() if input.requires_grad else input
+    return input * 0 if train and p == 1 else input
 
 
 def _attention(

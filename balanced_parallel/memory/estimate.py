@@ -95,6 +95,7 @@ def estimate(
         optimizer=OptimizerChoice(optimizer, foreach=kind.like_cuda),
         precision=precision,
         micro_batches=count * accumulate,
+        batches=accumulate,
         layout=layout,
         devices=devices,
         balanced=balanced_optimizer,

@@ -18,7 +18,8 @@ class DeviceKind:
 
     ``rounds_to``: the allocator's smallest block. ``workspace``: what cuBLAS takes from the allocator at the first product.
     ``context``: what the driver and the kernels take outside of the allocator. ``segments``: whether memory is handed out of
-    larger segments, which may stay partly empty. ``like_cuda``: operators choose what they choose on CUDA. ``scratch``: what
+    larger segments, which may stay partly empty. ``like_cuda``: autocast and optimizers choose what they choose on CUDA.
+    ``fuses``: so do dropout and attention. ``scratch``: what
     operators allocate for themselves can be measured here.
     """
 
@@ -29,6 +30,7 @@ class DeviceKind:
     context: int = 500 * 2**20  # no vendor's document has a number: about what nvidia-smi shows for an idle process
     segments: bool = True
     like_cuda: bool = True
+    fuses: bool = True
     scratch: bool = False
 
     def sources(self) -> dict[str, str]:
@@ -56,8 +58,8 @@ KINDS = {
         DeviceKind("rtx3090", 24 * GIB),
         DeviceKind("v100", 32 * GIB),
         DeviceKind("t4", 16 * GIB),
-        DeviceKind("sim", None, workspace=0, context=0, segments=False),  # what simulate() counts
-        DeviceKind("cpu", None, rounds_to=1, workspace=0, context=0, segments=False, like_cuda=False, scratch=True),
+        DeviceKind("sim", None, workspace=0, context=0, segments=False, fuses=False),  # what simulate() counts
+        DeviceKind("cpu", None, rounds_to=1, workspace=0, context=0, segments=False, like_cuda=False, fuses=False, scratch=True),
     )
 }
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
 from ..criterion import DataParallelCriterion
 from ..gathering import gather
 from ..model import DataParallelModel
 from ..optimizer import BalancedOptimizer
 from ..precision import Precision
-from ..reduction import add_up
 from ..scattering import Arguments, count_rows, cut, move_leaves, split_sizes
 from ..terms import Shard
 
@@ -234,30 +234,44 @@ def _run_everywhere(module: nn.Module, names: list[str], arguments: Arguments, d
     rows = count_rows(arguments)
     sizes = [size for size in split_sizes(rows or 1, len(devices)) if size]
     pieces = cut(arguments, sizes) if rows else [arguments]
-    parameters = list(module.parameters())
-    copied = _Broadcast.apply(devices[1 : len(pieces)], *parameters) if len(pieces) > 1 else ()
+    size, copied = len(names), _Broadcast.apply(devices[: len(pieces)], *module.parameters())
     outputs = []
     for index, (piece, device) in enumerate(zip(pieces, devices, strict=False)):
         inputs, kwargs = move_leaves(piece, device)
-        if index == 0:
-            outputs.append(module(*inputs, **kwargs))
-            continue
-        mine = dict(zip(names, copied[(index - 1) * len(names) : index * len(names)], strict=True))
+        mine = dict(zip(names, copied[index * size : (index + 1) * size], strict=True))
         mine |= {name: buffer.to(device) for name, buffer in module.named_buffers()}
         outputs.append(torch.func.functional_call(module, mine, inputs, kwargs))
     return outputs
 
 
 class _Broadcast(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, devices: list[torch.device], *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.size, ctx.devices = len(parameters), devices
-        return tuple(parameter.to(device) for device in devices for parameter in parameters)
+    """As ``comm.broadcast_coalesced`` and ``comm.reduce_add_coalesced``: both flatten by 10 MiB."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
-        replicas = [list(gradients[start : start + ctx.size]) for start in range(0, len(gradients), ctx.size)]
-        return (None, *add_up(replicas, HOME))
+    def forward(ctx: Any, devices: list[torch.device], *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.size = len(parameters)
+        copies: list[dict[int, Tensor]] = [{} for _ in devices[1:]]
+        for chunk in _take_tensors(list(parameters), 10 * 2**20):
+            flat = _flatten_dense_tensors(chunk)
+            for held, device in zip(copies, devices[1:], strict=True):
+                pieces = _unflatten_dense_tensors(flat.to(device), chunk)  # which live as long as one of them
+                held.update((id(parameter), piece.detach()) for parameter, piece in zip(chunk, pieces, strict=True))
+        first = [parameter.detach() for parameter in parameters]
+        return (*first, *(held[id(parameter)] for held in copies for parameter in parameters))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        replicas = [gradients[start : start + ctx.size] for start in range(0, len(gradients), ctx.size)]
+        if len(replicas) == 1:
+            return (None, *gradients)
+        summed: list[Tensor] = []
+        for chunks in zip(*(_take_tensors(list(mine), 10 * 2**20) for mine in replicas), strict=True):
+            flat, *others = [_flatten_dense_tensors(chunk) for chunk in chunks]
+            total = flat + others[0].to(HOME)
+            for other in others[1:]:
+                total.add_(other.to(HOME))
+            summed += _unflatten_dense_tensors(total, chunks[0])
+        return (None, *summed)
 
 
 def fully_sharded(

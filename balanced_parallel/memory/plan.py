@@ -223,6 +223,7 @@ def plan(
         optimizer=OptimizerChoice(optimizer, foreach=kind.like_cuda),
         precision=precision,
         micro_batches=1,
+        batches=1,
         layout="replicas",
         devices=devices,
         balanced=False,

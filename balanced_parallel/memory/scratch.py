@@ -18,6 +18,12 @@ _aten = torch.ops.aten
 _autograd: Any = torch.autograd  # does not say which of its names are for others
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
 _CONVOLUTIONS = {_aten.convolution.default, _aten.convolution_backward.default}
+_SOFTMAX = {
+    _aten._log_softmax.default,
+    _aten._softmax.default,
+    _aten._log_softmax_backward_data.default,
+    _aten._softmax_backward_data.default,
+}  # copy what is not contiguous
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,10 @@ class Call:
 def note_call(func: Any, args: tuple[Any, ...], result: Any, position: int) -> Call | None:
     """The call as it can be made again, if it may need scratch."""
     first = next((arg for arg in args if isinstance(arg, Tensor)), None)
-    if first is None or not (func in _CONVOLUTIONS or (func in _PRODUCTS and first.dtype != torch.float32)):
+    if first is None:
+        return None
+    copies = func in _SOFTMAX and any(isinstance(arg, Tensor) and not arg.is_contiguous() for arg in args)
+    if not (copies or func in _CONVOLUTIONS or (func in _PRODUCTS and first.dtype != torch.float32)):
         return None
     kept = [Like(tuple(a.shape), tuple(a.stride()), a.dtype) if isinstance(a, Tensor) else _frozen(a) for a in args]
     return Call(position, str(first.device), func._schema.name.removeprefix("aten::"), tuple(kept))

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import logging
+import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -90,6 +91,18 @@ def devices_that_mix() -> Iterator[None]:
             return indexed[0], False
 
     with _standing_in(FakeTensor, "_find_common_device", staticmethod(find_common_device)):
+        yield
+
+
+@contextlib.contextmanager
+def rows_of_one_sequence() -> Iterator[None]:
+    """transformers looks whether a row holds several sequences, and takes a fake tensor for one that is being compiled, of which
+    it expects the worst: a mask, and with it other kernels (masking_utils.find_packed_sequence_indices). Here rows hold one."""
+    masks = sys.modules.get("transformers.masking_utils")
+    if not hasattr(masks, "find_packed_sequence_indices"):
+        yield
+        return
+    with _standing_in(masks, "find_packed_sequence_indices", lambda position_ids: None):
         yield
 
 

@@ -18,8 +18,9 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+from ..microbatching import cut_batch
 from ..nesting import leaves
-from ..scattering import Arguments, cut
+from ..scattering import Arguments
 from . import layouts
 from .blocks import checkpoint_blocks
 from .counting import Block, Count
@@ -29,7 +30,7 @@ from .kinds import DeviceKind
 from .layouts import Job, OptimizerChoice
 from .rules import HINT, UnknownMemory
 from .scratch import Call
-from .surroundings import counting_random_states, devices_that_mix, meeting_alone, undisturbed
+from .surroundings import counting_random_states, devices_that_mix, meeting_alone, rows_of_one_sequence, undisturbed
 
 __all__: list[str] = []
 
@@ -48,6 +49,7 @@ class Request:
     optimizer: OptimizerChoice
     precision: str
     micro_batches: int
+    batches: int  # the batch is given so many times, each cut into its part of the micro-batches
     layout: str
     devices: int
     balanced: bool
@@ -149,11 +151,11 @@ def _trace(request: Request, rows: int) -> Trace:
     module = fake_copy(request.module, mode, home)
     criterion = fake_copy(request.criterion, mode, home)
     checkpoint_blocks(module, request.blocks)
-    whole, place = rows * request.micro_batches, host if on_host else home
+    whole, place = rows * (request.micro_batches // request.batches), host if on_host else home
     batch = fake_batch((request.inputs, request.targets), whole, request.rows, mode, place)
     count = Count(names_of({"": module, "criterion": criterion}), request.scalar)
-    choices = cuda_choices() if request.kind.like_cuda else contextlib.nullcontext()
-    with undisturbed(), meeting_alone(), devices_that_mix(), choices, mode:
+    choices = cuda_choices(request.kind.fuses) if request.kind.like_cuda else contextlib.nullcontext()
+    with undisturbed(), meeting_alone(), devices_that_mix(), rows_of_one_sequence(), choices, mode:
         try:
             _run(request, count, module, criterion, batch, rows)
         except DataDependentOutputException as error:
@@ -196,7 +198,8 @@ def _run(request: Request, count: Count, module: Any, criterion: Any, batch: Any
     for part in (module, criterion):
         if isinstance(part, torch.nn.Module):
             count.see_all([*part.parameters(), *part.buffers()], "parameters")
-    sizes = [rows] * min(request.micro_batches, TRACED)
+    pieces = cut_batch(arguments, targets, [rows] * (request.micro_batches // request.batches), (0, 0))
+    micro_batches = (pieces * request.batches)[:TRACED]
     with count, contextlib.nullcontext() if request.kind.like_cuda else counting_random_states(count):
         job = _make_job(request, module, criterion)
         count.see_all(job.parameters, "parameters")  # fsdp has made new ones
@@ -204,13 +207,9 @@ def _run(request: Request, count: Count, module: Any, criterion: Any, batch: Any
             for name in ("first", "second"):
                 gc.collect()
                 count.mark(name)
-                _update(job, count, [*zip(_cut(arguments, sizes), _cut(targets, sizes), strict=True)])
+                _update(job, count, micro_batches, torch.device("cpu", request.devices) if request.kind.like_cuda else None)
         finally:
             job.close()
-
-
-def _cut(node: Any, sizes: list[int]) -> list[Any]:
-    return [node] if len(sizes) == 1 else cut(node, sizes)
 
 
 def _make_job(request: Request, module: Any, criterion: Any) -> Job:
@@ -227,7 +226,7 @@ def _make_job(request: Request, module: Any, criterion: Any) -> Job:
     return layouts.replicas(*common, devices, request.balanced, request.split)
 
 
-def _update(job: Job, count: Count, micro_batches: list[tuple[Arguments, tuple[Any, ...]]]) -> None:
+def _update(job: Job, count: Count, micro_batches: list[tuple[Arguments, tuple[Any, ...]]], host: torch.device | None) -> None:
     count.see_all(job.buckets, "communication buckets")
     (job.zero_grad or job.optimizer.zero_grad)()
     for index, (arguments, targets) in enumerate(micro_batches):
@@ -243,3 +242,6 @@ def _update(job: Job, count: Count, micro_batches: list[tuple[Arguments, tuple[A
     count.mark("update")
     job.optimizer.step()
     count.see_all(job.states(), "optimizer state")
+    for state in job.states():
+        if host is not None and isinstance(state, torch.Tensor) and state.dim() == 0:
+            count.move(state, host)  # AdamW's count of steps, which stays with the CPU

@@ -65,6 +65,12 @@ MODELS = {
 }
 QUICK = ("MLP", "nn.TransformerEncoder", "BERT (transformers)", "MobileNet-like")
 LINES = ("MLP", "nn.TransformerEncoder", "GPT-2 (transformers)", "MobileNet-like")
+CAUSES = """\
+What is beyond its limit is above it, and has one cause: to leave out a causal mask, transformers looks at the values of position
+ids (Llama, GPT-2, Whisper), which it does not do where tensors have none. There the mask is counted, and with it Llama's keys and
+values, repeated for its heads.
+
+"""
 BESIDE = ("MLP", "GPT-2 (transformers)", "BERT (transformers)", "ResNet-18")
 TIMED: dict[str, Callable[[], Problem]] = {
     "GPT-2 small, 4 rows of 512 words": lambda: pretrained.gpt2(4, 512),
@@ -244,6 +250,7 @@ def report() -> tuple[str, list[str]]:
         "title": title,
         "introduction": rest.split(" Run without")[0].strip(),
         "limits": limits_table(errors),
+        "causes": CAUSES if any("transformers" in failure for failure in failures) else "",
         "single": single,
         "rows": rows_table(LINES),
         "simulated": simulated_table(),
