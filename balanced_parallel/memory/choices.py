@@ -1,13 +1,14 @@
 """One way to run an effective batch: what it needs on each device, and what it costs. The rows of a plan's table."""
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..microbatching import count_micro_batches
 from ..scattering import split_sizes
 from .lines import Lines
-from .tracing import Request, run_traces
+from .tracing import Request, Trace, run_traces
 
 __all__: list[str] = []
 
@@ -79,16 +80,22 @@ class Measured:
     def lines(self, micro_batches: int) -> Lines:
         several = min(micro_batches, 2)
         if several not in self._lines:
-            devices = self.request.devices
-            request = dataclasses.replace(self.request, micro_batches=1 if several == 1 else 3)
-            first, second = run_traces(request, [BASE * devices, 2 * BASE * devices])
-            self._lines[several] = Lines(first, second, request.kind, devices, devices)
-            if not self._lines[several].is_affine:
-                raise ValueError(
-                    "with twice the rows the module runs other operators, so that no plan can be made: see memory.estimate for "
-                    "each number of rows"
-                )
+            measure([self], several)
         return self._lines[several]
+
+    def jobs(self, several: int) -> list[tuple[Request, int]]:
+        """What has to be traced for one micro-batch per update, or for several."""
+        request = dataclasses.replace(self.request, micro_batches=1 if several == 1 else 3)
+        return [(request, BASE * request.devices), (request, 2 * BASE * request.devices)]
+
+    def take(self, several: int, first: Trace, second: Trace) -> None:
+        devices = self.request.devices
+        self._lines[several] = Lines(first, second, self.request.kind, devices, devices)
+        if not self._lines[several].is_affine:
+            raise ValueError(
+                "with twice the rows the module runs other operators, so that no plan can be made: see memory.estimate for each "
+                "number of rows"
+            )
 
     @property
     def flops(self) -> float:
@@ -144,6 +151,13 @@ class Measured:
             changes_result=self.option.changes_result,
             fits=fits,
         )
+
+
+def measure(options: Sequence[Measured], several: int) -> None:
+    """Traces all of them together."""
+    traces = run_traces([job for option in options for job in option.jobs(several)])
+    for option, first, second in zip(options, traces[::2], traces[1::2], strict=True):
+        option.take(several, first, second)
 
 
 def _holds(batch_size: int, rows: list[int], unequal: bool) -> bool:

@@ -126,7 +126,7 @@ def checkpointed(module: torch.nn.Module, checkpoint: str | Iterable[str] | None
 def report_of(request: Request, rows: int, step: int) -> MemoryReport:
     """Traces micro-batches of ``rows`` rows, and of twice as many."""
     base = -(-max(rows, 2) // step) * step  # one row is a special case for torch: broadcasting, strides
-    traces = run_traces(request, sorted({rows, base, 2 * base}))
+    traces = run_traces([(request, count) for count in sorted({rows, base, 2 * base})])
     mine = Lines(traces[0], None, request.kind, request.devices, 1)
     lines = Lines(traces[-2], traces[-1], request.kind, request.devices, step)
     # ranks are alike; of the replicas each is traced
@@ -139,7 +139,7 @@ def report_of(request: Request, rows: int, step: int) -> MemoryReport:
 
     @functools.cache
     def trace_at(count: int) -> Lines:
-        return Lines(run_traces(request, [count])[0], None, request.kind, request.devices, 1)
+        return Lines(run_traces([(request, count)])[0], None, request.kind, request.devices, 1)
 
     def peak_at(count: int) -> tuple[int, ...]:
         special = count == 1 or not lines.is_affine  # one row broadcasts, and has other strides

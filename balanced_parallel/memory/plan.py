@@ -22,7 +22,7 @@ from ..scattering import count_rows
 from ..sizes import format_bytes, parse_bytes
 from ..step import TrainStep
 from .blocks import checkpoint_blocks, find_blocks
-from .choices import Choice, Measured, Option
+from .choices import Choice, Measured, Option, measure
 from .estimate import report_of
 from .kinds import DeviceKind, find_kind
 from .layouts import OptimizerChoice
@@ -235,9 +235,11 @@ def plan(
     )
     measured = [Measured(request, option, limits) for option in _options(module, devices, precision, exact=True)]
     plain = measured[0]
+    measure(measured, 2)
     choices = [each.choose(batch_size, plain) for each in measured]
     if not any(choice.fits for choice in choices) and precision == "fp32":
         measured += [Measured(request, option, limits) for option in _options(module, devices, "bf16", exact=False)]
+        measure(measured[len(choices) :], 2)
         choices += [each.choose(batch_size, plain) for each in measured[len(choices) :]]
     whole = max(plain.lines(1).peak(i, -(-batch_size // devices) * devices) for i in range(devices))
     choices = [dataclasses.replace(choice, saved=whole - max(choice.peak)) for choice in choices]

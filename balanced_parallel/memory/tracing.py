@@ -73,22 +73,27 @@ class Trace:
     calls: list[Call]
 
 
-def run_traces(request: Request, rows: Sequence[int]) -> list[Trace]:
-    """One trace for each number of rows in a micro-batch, side by side.
+def run_traces(jobs: Sequence[tuple[Request, int]]) -> list[Trace]:
+    """One trace for each request and its number of rows in a micro-batch, in as many processes as there are cores.
 
     Raises:
         UnknownMemory: an operator's memory cannot be told without values.
         BaseException: what the module, the criterion or the optimizer raises.
     """
-    calls = [lambda count=count: _trace(request, count) for count in rows]
+    count = min(len(jobs), os.cpu_count() or 1)
+    shares = [jobs[start::count] for start in range(count)]  # those that follow in one process find torch's caches filled
+    calls = [lambda share=share: [_trace(*job) for job in share] for share in shares]
     results = [finish() for finish in [_start(call) for call in calls]]
     for result in results:
         if isinstance(result, BaseException):
             raise result
-    return [result for result in results if isinstance(result, Trace)]
+    traces: list[Any] = [None] * len(jobs)
+    for start, result in enumerate(results):
+        traces[start::count] = result if isinstance(result, list) else []
+    return traces
 
 
-def _start(call: Callable[[], Trace]) -> Callable[[], Trace | BaseException]:
+def _start(call: Callable[[], list[Trace]]) -> Callable[[], list[Trace] | BaseException]:
     """Starts a forked process: it has the module without sending it, and what happens there to torch ends with it. Autograd
     refuses to run in a process that was forked after a backward on an accelerator; then, and where nothing forks, it is here."""
     if sys.platform != "linux":
@@ -103,7 +108,7 @@ def _start(call: Callable[[], Trace]) -> Callable[[], Trace | BaseException]:
         _answer(call, write)
     os.close(write)
 
-    def finish() -> Trace | BaseException:
+    def finish() -> list[Trace] | BaseException:
         with os.fdopen(read, "rb") as pipe:
             found = pipe.read()
         _, status = os.waitpid(child, 0)
@@ -112,16 +117,17 @@ def _start(call: Callable[[], Trace]) -> Callable[[], Trace | BaseException]:
         result = pickle.loads(found)
         if isinstance(result, RuntimeError) and "Autograd-and-Fork" in str(result):
             return call()
-        assert isinstance(result, (Trace, BaseException))
+        assert isinstance(result, (list, BaseException))
         return result
 
     return finish
 
 
-def _answer(call: Callable[[], Trace], write: int) -> None:
+def _answer(call: Callable[[], list[Trace]], write: int) -> None:
     """In the child: sends the trace or the failure, and ends without running anybody's exit handlers."""
     status = 1
     try:
+        gc.freeze()  # what the parent has is not looked through, nor copied by looking
         torch.set_num_threads(1)  # threads of the parent's pool are not here
         try:
             result: Any = call()
@@ -137,7 +143,8 @@ def _answer(call: Callable[[], Trace], write: int) -> None:
 def _pickled(result: Any) -> bytes:
     try:
         sent = pickle.dumps(result)
-        pickle.loads(sent)
+        if isinstance(result, BaseException):
+            pickle.loads(sent)
         return sent
     except Exception:  # noqa: BLE001 - an exception with arguments of its own
         kind = next(base for base in type(result).__mro__ if base.__module__ == "builtins")

@@ -1,0 +1,168 @@
+"""Plans: what is planned fits devices of exactly that capacity, one row more does not, and the result stays exact."""
+
+import dataclasses
+import functools
+
+import pytest
+import torch
+from test_memory import VOCABULARY, LanguageModel, conv_net, tokens
+from torch import nn
+
+from balanced_parallel import memory, simulate
+from balanced_parallel.memory import MemoryPlan
+from balanced_parallel.memory.blocks import Checkpointed
+
+KINDS = {"device_kind": "sim", "optimizer": torch.optim.AdamW}
+
+
+def make_plan(capacity, devices, batch_size, **settings):
+    settings = KINDS | settings
+    return memory.plan(
+        LanguageModel(),
+        nn.CrossEntropyLoss(),
+        tokens(8),
+        tokens(8),
+        batch_size=batch_size,
+        capacity=capacity,
+        devices=devices,
+        **settings,
+    )
+
+
+def batch(rows):
+    torch.manual_seed(1)
+    return torch.randint(VOCABULARY, (rows, 16)), torch.randint(VOCABULARY, (rows, 16))
+
+
+def run(plan, rows, more=0, steps=2):
+    """Whether a plan's steps on ``rows`` rows fit simulated devices of its capacity, with ``more`` rows per micro-batch."""
+    with simulate(plan.devices, list(plan.capacity)) as cluster:
+        _, _, _, step = plan.apply(LanguageModel(), nn.CrossEntropyLoss(), lr=1e-3)
+        step.micro_batch_size += more
+        try:
+            for _ in range(steps):
+                step(*batch(rows))
+        except torch.OutOfMemoryError:
+            return None
+        return cluster.peak
+
+
+@pytest.mark.parametrize("capacity", ["3MiB", "1800KiB", "1300KiB"])
+def test_a_plan_fits_exactly_that_capacity_and_one_row_more_does_not(capacity):
+    plan = make_plan(capacity, 3, 60)
+    assert plan.fits
+    peaks = run(plan, 60)
+    assert peaks is not None
+    assert max(peaks) <= max(plan.chosen.peak) <= plan.capacity[0]
+    rows = (plan.micro_batch_size + 1) * 3 * max(plan.chosen.micro_batches, 2)
+    assert run(plan, rows, more=1) is None
+
+
+def test_unequal_devices_get_unequal_rows():
+    plan = make_plan(["3MiB", "1700KiB"], 2, 37)
+    assert plan.chosen.split is not None
+    assert plan.chosen.split[0] > plan.chosen.split[1]
+    peaks = run(plan, 37)
+    assert peaks is not None
+    assert all(peak <= size for peak, size in zip(peaks, plan.capacity, strict=True))
+    assert make_plan(["1GiB", "2GiB"], 2, 37).chosen.split is None  # equal rows fit
+
+
+def test_an_applied_plan_trains_as_the_plain_program():
+    plan = make_plan("1300KiB", 2, 13)
+    plain, net = LanguageModel(), LanguageModel()
+    inputs, targets = batch(13)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    expected = nn.functional.cross_entropy(plain(inputs), targets)
+    expected.backward()
+    optimizer.step()
+    with simulate(2):
+        model, _, _, step = plan.apply(net, nn.CrossEntropyLoss(), optimizer=torch.optim.SGD, lr=0.1)
+        loss = step(inputs, targets)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+        found = [parameter.detach().cpu() for parameter in model.module.parameters()]
+    torch.testing.assert_close(found, [parameter.detach() for parameter in plain.parameters()], rtol=1e-4, atol=1e-6)
+
+
+def test_the_cheapest_exact_plan_comes_first():
+    plenty = make_plan("1GiB", 2, 24)
+    assert plenty.chosen.micro_batches == 1
+    assert plenty.chosen.checkpoint == ()
+    assert plenty.chosen.recomputed == 0
+    assert not plenty.chosen.changes_result
+    names = [choice.name for choice in plenty.choices]
+    assert {"replicas", "BalancedOptimizer"} <= set(names)
+    costs = [choice.cost for choice in plenty.choices if choice.fits]
+    assert costs == sorted(costs)
+    checkpointed = next(choice for choice in plenty.choices if choice.checkpoint)
+    assert 0 < checkpointed.recomputed < 0.5
+    assert checkpointed.saved > 0
+
+
+def test_checkpointing_is_applied_where_nothing_less_fits():
+    sizes = [1100 * 1024 - 40 * 1024 * i for i in range(12)]
+    plans = (make_plan(size, 1, 6, optimizer=torch.optim.SGD) for size in sizes)
+    plan = next((plan for plan in plans if plan.fits and plan.chosen.checkpoint), None)
+    assert plan is not None
+    with simulate(1, plan.capacity[0]):
+        net = LanguageModel()
+        plan.apply(net, nn.CrossEntropyLoss(), optimizer=torch.optim.SGD, lr=0.1)[3](*batch(6))
+        assert isinstance(net.layers[0], Checkpointed)
+
+
+def test_where_nothing_fits_the_plan_says_what_would():
+    plan = make_plan("300KiB", 2, 24)
+    assert not plan.fits
+    size, _ = plan.needs
+    assert any(choice.precision == "bf16" and choice.changes_result for choice in plan.choices)
+    assert "nothing fits" in str(plan)
+    with pytest.raises(ValueError, match="nothing fits: one row per device needs devices of"):
+        plan.apply(LanguageModel(), nn.CrossEntropyLoss())
+    assert make_plan(size, 2, 24).fits
+    assert not make_plan(int(size * 0.97), 2, 24).fits
+    many = make_plan("600KiB", 2, 24)
+    assert many.needs is None or many.needs[1] is None or make_plan("600KiB", many.needs[1], 24).fits
+
+
+def test_plans_are_values():
+    plan = make_plan(["3MiB", "1700KiB"], 2, 37)
+    again = MemoryPlan.from_json(plan.to_json())
+    assert again == plan
+    assert again.report is None
+    assert plan.report.peak == pytest.approx(plan.chosen.peak, rel=0.02)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.batch_size = 3
+    for text in ("rows per update", "recomputed", "exact", "chosen:"):
+        assert text in str(again)
+
+
+def test_other_networks_and_optimizers():
+    momentum = functools.partial(torch.optim.SGD, momentum=0.9)
+    settings = {"batch_size": 40, "devices": 2, "device_kind": "h200", "optimizer": momentum}
+    plan = memory.plan(
+        conv_net(), nn.CrossEntropyLoss(), torch.zeros(2, 3, 16, 16), torch.zeros(2, dtype=torch.int64), **settings
+    )
+    assert plan.fits
+    assert plan.capacity == (141 * 10**9,) * 2
+
+
+BAD = {
+    "batch_size=0": {"batch_size": 0},
+    "devices=0": {"devices": 0},
+    "capacity has 2 sizes for 3 devices": {"capacity": ["1GiB", "2GiB"]},
+    "'7 bananas' is no size of memory": {"capacity": "7 bananas"},
+    "device_kind='sim', which has none": {"capacity": None},
+    "precision='fp7'": {"precision": "fp7"},
+}
+
+
+@pytest.mark.parametrize("said", BAD)
+def test_bad_settings_are_named(said):
+    settings = {"capacity": "1GiB", "devices": 3, "batch_size": 6} | BAD[said]
+    with pytest.raises(ValueError, match=said):
+        make_plan(**settings)
+
+
+def test_another_number_of_devices_is_refused():
+    with pytest.raises(ValueError, match="expected the 2 that were planned for"):
+        make_plan("1GiB", 2, 6).apply(LanguageModel(), nn.CrossEntropyLoss(), device_ids=["cpu"])
