@@ -2,6 +2,7 @@
 
 python scripts/gpu_check.py                 on the GPU, listed twice: streams, autocast, fp16 scaling, real allocator peaks
 python scripts/gpu_check.py --simulate      the same cases on two simulated devices, to see that the script works
+python scripts/gpu_check.py memory          predicted beside used memory for six models; with --simulate as well
 """
 
 import argparse
@@ -14,9 +15,18 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from tabulate import tabulate
 from torch import Tensor, nn
 
-from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, simulate
+from balanced_parallel import (
+    BalancedOptimizer,
+    DataParallelCriterion,
+    DataParallelModel,
+    Precision,
+    TrainStep,
+    memory,
+    simulate,
+)
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}
 
@@ -89,8 +99,66 @@ def compare_with_torch(devices: list[Any], first: torch.device) -> None:
         print(f"host overhead: {mine * 1e3:.1f} ms; nn.DataParallel refused these devices: {str(error).splitlines()[0]}")
 
 
+def models() -> dict[str, tuple[nn.Module, Tensor, Tensor]]:
+    """Six models with their batch, large enough that constants do not matter."""
+    torch.manual_seed(0)
+
+    def encoder(dropout: float) -> nn.Module:
+        layers = [nn.TransformerEncoderLayer(512, 8, 2048, dropout, batch_first=True) for _ in range(6)]
+        return nn.Sequential(nn.Embedding(8192, 512), *layers, nn.Linear(512, 8192), nn.Flatten(0, 1))
+
+    def convolutions(norm: Callable[[int], nn.Module]) -> nn.Module:
+        layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3), norm(64), nn.ReLU()]
+        for _ in range(6):
+            layers += [nn.Conv2d(64, 64, 3, padding=1), norm(64), nn.ReLU()]
+        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 1000))
+
+    tokens, images = torch.randint(8192, (16, 256)), torch.randn(32, 3, 224, 224)
+    wide = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(4096, 4096), nn.GELU())], nn.Linear(4096, 10))
+    return {
+        "perceptron": (wide, torch.randn(8192, 4096), torch.zeros(8192, dtype=torch.int64)),
+        "encoder": (encoder(0.0), tokens, tokens.flatten()),
+        "encoder with dropout": (encoder(0.1), tokens, tokens.flatten()),
+        "batch norm": (convolutions(nn.BatchNorm2d), images, torch.zeros(32, dtype=torch.int64)),
+        "group norm": (convolutions(lambda channels: nn.GroupNorm(8, channels)), images, torch.zeros(32, dtype=torch.int64)),
+        "embedding": (nn.Sequential(nn.EmbeddingBag(200_000, 256), nn.Linear(256, 10)), tokens, torch.zeros(16).long()),
+    }
+
+
+def compare_memory(device: torch.device) -> None:
+    """The second of two AdamW steps: bytes predicted, and bytes that the allocator had in use and reserved."""
+    module = torch.get_device_module(device)
+    rows = []
+    for name, (net, inputs, targets) in models().items():
+        for precision in ("fp32", "bf16"):
+            report = memory.estimate(net, nn.CrossEntropyLoss(), inputs, targets, precision=precision)
+            constants = report.parts[0]["context"]  # outside of the allocator
+            module.empty_cache()
+            held = torch.accelerator.memory_allocated(device)
+            copied = copy.deepcopy(net).to(device)
+            x, y, optimizer = inputs.to(device), targets.to(device), None
+            optimizer = torch.optim.AdamW(copied.parameters())
+            for _ in range(2):
+                torch.accelerator.reset_peak_memory_stats(device)
+                optimizer.zero_grad()
+                with Precision(precision).autocast([device]):
+                    loss = nn.functional.cross_entropy(copied(x), y)
+                loss.backward()
+                optimizer.step()
+                del loss
+            active = torch.accelerator.max_memory_allocated(device) - held
+            reserved = torch.accelerator.max_memory_reserved(device)
+            predicted, segments = report.peak[0] - constants, report.reserved[0] - constants
+            shown = [f"{predicted / active - 1:+.2%}", f"{segments / reserved - 1:+.2%}"]
+            rows.append([name, precision, *(f"{count / 2**20:.1f}" for count in (predicted, active, segments, reserved)), *shown])
+            del copied, optimizer, x, y
+    headers = ["model", "precision", "predicted MiB", "active", "predicted reserved", "reserved", "error", "error of reserved"]
+    print(tabulate(rows, headers, "github"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", nargs="?", choices=["memory"], help="compare predicted with used memory instead")
     parser.add_argument("--simulate", action="store_true", help="on two simulated devices instead of one GPU listed twice")
     flags = parser.parse_args()
     with simulate(2) if flags.simulate else contextlib.nullcontext():
@@ -101,6 +169,9 @@ def main() -> None:
         first = torch.device(accelerator.type, 0)
         name = torch.get_device_module(accelerator).get_device_name(first)
         print(f"{name}, devices {devices}, torch {torch.__version__}, Python {platform.python_version()}")
+        if flags.what == "memory":
+            compare_memory(first)
+            return
         fine = check_equality(devices)
         compare_with_torch(devices, first)
         print(f"peak {torch.accelerator.max_memory_allocated(first) / 2**20:.1f} MiB")

@@ -4,6 +4,7 @@ One process, every visible accelerator (else the CPU):    python scripts/train.p
 One process, three replicas on the CPU:                   python scripts/train.py --devices cpu,cpu,cpu
 One process per device:                                   torchrun --standalone --nproc-per-node=2 scripts/train.py
 Four GPUs simulated on the CPU, every byte counted:       python scripts/train.py --simulate 4 --memory 2GiB
+What fits, without training:                              python scripts/train.py --plan --simulate 4 --memory 48MiB
 
 The numbers are the same each time: --batch-size is the effective batch over all devices and ranks, and how it is cut into
 replicas, ranks and micro-batches does not change loss or gradients. Copy this file; what is particular to the two tasks is
@@ -30,8 +31,9 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, S
 from tqdm import tqdm
 
 import balanced_parallel
-from balanced_parallel import BalancedOptimizer, DataParallelCriterion, TrainStep, gather, parallelize, simulate
-from balanced_parallel.devices import peak_bytes
+from balanced_parallel import BalancedOptimizer, DataParallelCriterion, TrainStep, gather, memory, parallelize, simulate
+from balanced_parallel.devices import peak_bytes, visible_devices
+from balanced_parallel.memory import MemoryPlan
 from balanced_parallel.scattering import split_sizes
 from balanced_parallel.simulation import Cluster
 
@@ -89,6 +91,7 @@ def make_parser() -> OneLineParser:
     add("--simulate", type=number(int, 1), metavar="N", help="run on N simulated GPUs, with a table of their memory at the end")
     add("--memory", metavar="SIZE", help="of each simulated GPU, such as 2GiB, or a list: 2GiB,1GiB (default: no limit)")
     add("--plot", type=Path, metavar="FILE", help="draw the simulated GPUs' memory, beside nn.DataParallel's on the same steps")
+    add("--plan", action="store_true", help="print how --batch-size fits --devices or --simulate with --memory, and do not train")
     add("--out", type=Path, default=Path("runs/latest"), metavar="DIR", help="where results go (default: runs/latest)")
     return parser
 
@@ -151,12 +154,15 @@ def main() -> None:
         try:
             if flags.task == "digits" and (flags.data or flags.vocabulary):
                 raise ValueError("--data and --vocabulary are for --task text")
-            if flags.simulate is None and (flags.memory or flags.plot):
+            if flags.simulate is None and (flags.plot or (flags.memory and not flags.plan)):
                 raise ValueError("--memory and --plot describe simulated GPUs, expected --simulate N beside them")
             if flags.plot:
                 flags.plot.parent.mkdir(parents=True, exist_ok=True)
                 import matplotlib  # noqa: F401  before the training, not after it
             task = digits_task() if flags.task == "digits" else text_task(flags.data, flags.vocabulary)
+            if flags.plan:
+                print(make_plan(flags, task))
+                return
             cluster = stack.enter_context(simulated_gpus(flags)) if flags.simulate else None
             model, criterion = parallelize(task.module, nn.CrossEntropyLoss(), flags.devices, precision=flags.precision)
             flags.out.mkdir(parents=True, exist_ok=True)
@@ -174,6 +180,25 @@ def main() -> None:
         print(cluster)
         if flags.plot:
             draw_memory(flags, task, cluster)
+
+
+def make_plan(flags: argparse.Namespace, task: Task) -> MemoryPlan:
+    """How the effective batch fits, on simulated GPUs or on those that are here; else on as many H200 as --devices names."""
+    inputs, targets = task.train.__getitems__([0, 1])
+    sizes: Any = flags.memory.split(",") if flags.memory else None
+    if flags.simulate and sizes is None:
+        raise ValueError("--plan for --simulate needs their --memory, such as 2GiB")
+    return memory.plan(
+        task.module,
+        nn.CrossEntropyLoss(),
+        inputs,
+        targets,
+        batch_size=flags.batch_size,
+        capacity=sizes[0] if sizes and len(sizes) == 1 else sizes,
+        devices=flags.simulate or (len(flags.devices) if flags.devices else len(visible_devices())),
+        precision=flags.precision,
+        device_kind="sim" if flags.simulate else None,
+    )
 
 
 def simulated_gpus(flags: argparse.Namespace) -> contextlib.AbstractContextManager[Cluster]:

@@ -126,6 +126,17 @@ def test_a_job_that_does_not_fit_says_so_in_one_line_after_the_table(tmp_path):
     assert "Give --micro-batch-size fewer rows" in done.stderr
 
 
+def test_the_plan_of_the_job_is_printed_without_training(tmp_path):
+    flags = ["--plan", "--simulate", 2, "--memory", "3MiB", "--task", "digits", "--out", tmp_path / "nothing"]
+    done = run(*flags)
+    assert done.returncode == 0, done.stderr
+    assert "rows per update on 2 x sim with 3.00 MiB" in done.stdout
+    assert "chosen: " in done.stdout
+    assert not (tmp_path / "nothing").exists()
+    done = run("--plan", "--simulate", 2, "--task", "digits")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+
+
 def test_the_gpu_check_runs_on_simulated_devices_and_says_where_there_is_no_gpu():
     script = SCRIPT.with_name("gpu_check.py")
     done = subprocess.run([sys.executable, str(script), "--simulate"], capture_output=True, text=True, timeout=200)

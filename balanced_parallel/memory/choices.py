@@ -7,11 +7,13 @@ from typing import Any
 
 from ..microbatching import count_micro_batches
 from ..scattering import split_sizes
+from ..sizes import format_bytes
 from .lines import Lines
 from .tracing import Request, Trace, run_traces
 
 __all__: list[str] = []
 
+SCALARS = 4096  # TrainStep's sums of losses and weights, which are in no trace
 BASE = 2  # rows per device in the first of two traces
 
 
@@ -50,6 +52,28 @@ class Choice:
     def cost(self) -> tuple[Any, ...]:
         """Orders choices: exact ones first, then by operations, micro-batches and traffic."""
         return self.changes_result, self.recomputed, self.micro_batches, self.traffic
+
+
+def choice_of(values: dict[str, Any]) -> Choice:
+    """The choice that was written as JSON."""
+    settings: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return Choice(**settings)
+
+
+def row_of(choice: Choice) -> list[str]:
+    """For a table."""
+    rows = " + ".join(f"{weight:.0f}" for weight in choice.split) if choice.split else f"{choice.micro_batch_size} per device"
+    return [
+        choice.name,
+        f"{rows} x {choice.micro_batches}" if choice.micro_batches else "not one row",
+        format_bytes(max(choice.peak)),
+        format_bytes(max(choice.reserved)),
+        format_bytes(choice.saved),
+        f"{choice.recomputed:.0%}",
+        format_bytes(choice.traffic),
+        "other arithmetic" if choice.changes_result else "exact",
+        "yes" if choice.fits else "no",
+    ]
 
 
 @dataclass(frozen=True)
@@ -116,7 +140,8 @@ class Measured:
         return sum(peaks) <= sum(self.capacity) + gradients * self.request.devices
 
     def reserved(self, device: int, rows: int, micro_batches: int, capacity: int | None = None) -> int | None:
-        return self.lines(micro_batches).reserved(device, rows * self.request.devices, capacity)
+        limit = None if capacity is None else capacity - SCALARS
+        return self.lines(micro_batches).reserved(device, rows * self.request.devices, limit)
 
     def choose(self, batch_size: int, plain: "Measured") -> Choice:
         """The fewest micro-batches with which ``batch_size`` rows fit."""

@@ -22,7 +22,7 @@ from ..scattering import count_rows
 from ..sizes import format_bytes, parse_bytes
 from ..step import TrainStep
 from .blocks import checkpoint_blocks, find_blocks
-from .choices import Choice, Measured, Option, measure
+from .choices import SCALARS, Choice, Measured, Option, choice_of, measure, row_of
 from .estimate import report_of
 from .kinds import DeviceKind, find_kind
 from .layouts import OptimizerChoice
@@ -142,7 +142,7 @@ class MemoryPlan:
     def from_json(cls, text: str) -> "MemoryPlan":
         """A plan that :meth:`to_json` wrote."""
         values: dict[str, Any] = json.loads(text)
-        choices = tuple(_choice_of(choice) for choice in values.pop("choices"))
+        choices = tuple(choice_of(choice) for choice in values.pop("choices"))
         needs = None if values["needs"] is None else tuple(values["needs"])
         return cls(**values | {"choices": choices, "capacity": tuple(values["capacity"]), "needs": needs})
 
@@ -150,28 +150,8 @@ class MemoryPlan:
         shown = ", ".join(map(format_bytes, dict.fromkeys(self.capacity)))
         first = f"{self.batch_size} rows per update on {self.devices} x {self.device_kind} with {shown}\n\n"
         headers = ["", "rows at most x micro-batches", "peak", "reserved", "saved", "recomputed", "traffic", "result", "fits"]
-        table = tabulate(map(_row, self.choices), headers, "simple", disable_numparse=True)
+        table = tabulate(map(row_of, self.choices), headers, "simple", disable_numparse=True)
         return first + table + (f"\n\nnothing fits: {self.advice}" if not self.fits else f"\n\nchosen: {self.chosen.name}")
-
-
-def _choice_of(values: dict[str, Any]) -> Choice:
-    settings: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    return Choice(**settings)
-
-
-def _row(choice: Choice) -> list[str]:
-    rows = " + ".join(f"{weight:.0f}" for weight in choice.split) if choice.split else f"{choice.micro_batch_size} per device"
-    return [
-        choice.name,
-        f"{rows} x {choice.micro_batches}" if choice.micro_batches else "not one row",
-        format_bytes(max(choice.peak)),
-        format_bytes(max(choice.reserved)),
-        format_bytes(choice.saved),
-        f"{choice.recomputed:.0%}",
-        format_bytes(choice.traffic),
-        "other arithmetic" if choice.changes_result else "exact",
-        "yes" if choice.fits else "no",
-    ]
 
 
 def plan(
@@ -283,7 +263,7 @@ def _needs(measured: Sequence[Measured], capacity: int) -> tuple[int, int | None
     def lowest(each: Measured) -> int:
         return max(each.reserved(i, 1, 2) or 0 for i in range(each.request.devices))
 
-    size = min(map(lowest, measured))
+    size = min(map(lowest, measured)) + SCALARS
     least = min(measured, key=lowest)
     balanced = dataclasses.replace(least.option, balanced=True)
     counts = (2, 4)
