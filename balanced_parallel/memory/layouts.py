@@ -8,14 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
 from ..criterion import DataParallelCriterion
-from ..gathering import gather
 from ..model import DataParallelModel
 from ..optimizer import BalancedOptimizer
 from ..precision import Precision
-from ..scattering import Arguments, count_rows, cut, move_leaves, split_sizes
+from ..scattering import Arguments
 from ..terms import Shard
 
 __all__: list[str] = []
@@ -94,18 +92,18 @@ def one_device(module: nn.Module, criterion: Any, optimizer: OptimizerChoice, pr
 
     def loss(arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
         with Precision(precision).autocast([HOME]):
-            return _loss(criterion, module(*arguments.inputs, **arguments.kwargs), targets)
+            return loss_of(criterion, module(*arguments.inputs, **arguments.kwargs), targets)
 
-    learned = _parameters(module, criterion)
+    learned = learned_parameters(module, criterion)
     return Job(loss, optimizer(learned), learned)
 
 
-def _loss(criterion: Any, output: Any, targets: tuple[Any, ...]) -> Tensor:
+def loss_of(criterion: Any, output: Any, targets: tuple[Any, ...]) -> Tensor:
     result: Tensor = Shard(criterion, 1, output, targets, {}).call()
     return result
 
 
-def _parameters(module: nn.Module, criterion: Any) -> list[Tensor]:
+def learned_parameters(module: nn.Module, criterion: Any) -> list[Tensor]:
     held = [*module.parameters(), *(criterion.parameters() if isinstance(criterion, nn.Module) else ())]
     return list(dict.fromkeys(held))
 
@@ -203,75 +201,13 @@ def replicas(
             for tensors in kept.copies.values():
                 yield from tensors
 
-    learned = _parameters(module, criterion)
+    learned = learned_parameters(module, criterion)
     if balanced:
         beside = [parameter for parameter in learned if not any(parameter is mine for mine in module.parameters())]
         made: torch.optim.Optimizer = optimizer.balanced(model, [*module.parameters(), *beside])
     else:
         made = optimizer(learned)
     return Job(loss, made, learned, accumulating=no_sync, held=held, copies=copies)
-
-
-def torch_data_parallel(
-    module: nn.Module, criterion: Any, optimizer: OptimizerChoice, precision: str, devices: list[torch.device]
-) -> Job:
-    """``nn.DataParallel``, which refuses CPUs, retold: parameters are copied at each forward, outputs are gathered on the first
-    device, and the loss, the gradients and the optimizer's state are there."""
-    names = [name for name, _ in module.named_parameters()]
-
-    def loss(arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
-        with Precision(precision).autocast([HOME]):
-            return _loss(criterion, gather(_run_everywhere(module, names, arguments, devices), HOME), moved(targets, HOME))
-
-    def moved(batch: Any, device: torch.device) -> Any:
-        return move_leaves(batch, device)
-
-    learned = _parameters(module, criterion)
-    return Job(loss, optimizer(learned), learned)
-
-
-def _run_everywhere(module: nn.Module, names: list[str], arguments: Arguments, devices: list[torch.device]) -> list[Any]:
-    rows = count_rows(arguments)
-    sizes = [size for size in split_sizes(rows or 1, len(devices)) if size]
-    pieces = cut(arguments, sizes) if rows else [arguments]
-    size, copied = len(names), _Broadcast.apply(devices[: len(pieces)], *module.parameters())
-    outputs = []
-    for index, (piece, device) in enumerate(zip(pieces, devices, strict=False)):
-        inputs, kwargs = move_leaves(piece, device)
-        mine = dict(zip(names, copied[index * size : (index + 1) * size], strict=True))
-        mine |= {name: buffer.to(device) for name, buffer in module.named_buffers()}
-        outputs.append(torch.func.functional_call(module, mine, inputs, kwargs))
-    return outputs
-
-
-class _Broadcast(torch.autograd.Function):
-    """As ``comm.broadcast_coalesced`` and ``comm.reduce_add_coalesced``: both flatten by 10 MiB."""
-
-    @staticmethod
-    def forward(ctx: Any, devices: list[torch.device], *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.size = len(parameters)
-        copies: list[dict[int, Tensor]] = [{} for _ in devices[1:]]
-        for chunk in _take_tensors(list(parameters), 10 * 2**20):
-            flat = _flatten_dense_tensors(chunk)
-            for held, device in zip(copies, devices[1:], strict=True):
-                pieces = _unflatten_dense_tensors(flat.to(device), chunk)  # which live as long as one of them
-                held.update((id(parameter), piece.detach()) for parameter, piece in zip(chunk, pieces, strict=True))
-        first = [parameter.detach() for parameter in parameters]
-        return (*first, *(held[id(parameter)] for held in copies for parameter in parameters))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        replicas = [gradients[start : start + ctx.size] for start in range(0, len(gradients), ctx.size)]
-        if len(replicas) == 1:
-            return (None, *gradients)
-        summed: list[Tensor] = []
-        for chunks in zip(*(_take_tensors(list(mine), 10 * 2**20) for mine in replicas), strict=True):
-            flat, *others = [_flatten_dense_tensors(chunk) for chunk in chunks]
-            total = flat + others[0].to(HOME)
-            for other in others[1:]:
-                total.add_(other.to(HOME))
-            summed += _unflatten_dense_tensors(total, chunks[0])
-        return (None, *summed)
 
 
 def fully_sharded(

@@ -25,6 +25,7 @@ from . import layouts
 from .blocks import checkpoint_blocks
 from .counting import Block, Count
 from .cuda_choices import cuda_choices
+from .data_parallel import torch_data_parallel
 from .fakes import fake_batch, fake_copy, names_of
 from .kinds import DeviceKind
 from .layouts import Job, OptimizerChoice
@@ -229,7 +230,7 @@ def _make_job(request: Request, module: Any, criterion: Any) -> Job:
     if request.layout == "fsdp":
         return layouts.fully_sharded(*common, request.devices, request.shards)
     if request.layout == "torch_data_parallel":
-        return layouts.torch_data_parallel(*common, devices)
+        return torch_data_parallel(*common, devices)
     return layouts.replicas(*common, devices, request.balanced, request.split)
 
 
