@@ -1,6 +1,7 @@
 """Runs two updates that compute nothing, and brings back what they allocated. In a process of its own, as a rule."""
 
 import contextlib
+import functools
 import gc
 import os
 import pickle
@@ -83,7 +84,7 @@ def run_traces(jobs: Sequence[tuple[Request, int]]) -> list[Trace]:
     """
     count = min(len(jobs), os.cpu_count() or 1)
     shares = [jobs[start::count] for start in range(count)]  # those that follow in one process find torch's caches filled
-    calls = [lambda share=share: [_trace(*job) for job in share] for share in shares]
+    calls = [functools.partial(_trace_all, share) for share in shares]
     results = [finish() for finish in [_start(call) for call in calls]]
     for result in results:
         if isinstance(result, BaseException):
@@ -92,6 +93,12 @@ def run_traces(jobs: Sequence[tuple[Request, int]]) -> list[Trace]:
     for start, result in enumerate(results):
         traces[start::count] = result if isinstance(result, list) else []
     return traces
+
+
+def _trace_all(jobs: Sequence[tuple[Request, int]]) -> list[Trace]:
+    if jobs[0][0].layout == "fsdp":
+        _trace(*jobs[0])  # DTensor runs operators to learn what they do, once in a process
+    return [_trace(*job) for job in jobs]
 
 
 def _start(call: Callable[[], list[Trace]]) -> Callable[[], list[Trace] | BaseException]:
