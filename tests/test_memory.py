@@ -196,6 +196,21 @@ def test_replicas_need_what_simulated_devices_count(layout, balanced, precision)
         assert report.peak == pytest.approx(cluster.peak, rel=0.02)
 
 
+def test_dropout_needs_what_simulated_devices_count():
+    build, batch = functools.partial(LanguageModel, 0.1), PROBLEMS["language model"][1]
+    settings = {"layout": "replicas", "devices": 2, "device_kind": "sim"}
+    report = memory.estimate(build(), nn.CrossEntropyLoss(), *batch(24), **settings)
+    with simulate(2) as cluster:
+        model, criterion = DataParallelModel(build()), DataParallelCriterion(nn.CrossEntropyLoss())
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            cluster.reset_peak()
+            optimizer.zero_grad()
+            criterion(model(batch(24)[0]), batch(24)[1]).backward()
+            optimizer.step()
+        assert report.peak == pytest.approx(cluster.peak, rel=0.005)
+
+
 def test_ddp_is_the_plain_program_and_its_buckets():
     build, batch = PROBLEMS["language model"]
     settings = {"device_kind": "cpu"}

@@ -27,19 +27,20 @@ _KEY = torch._C.DispatchKey.AutocastCPU
 
 @contextlib.contextmanager
 def cuda_choices(fuses: bool) -> Iterator[None]:
-    """In this block fake CPU tensors are treated as torch treats those on CUDA, dropout and attention included if ``fuses``."""
-    with _cuda_autocast(), _cuda_operators() if fuses else contextlib.nullcontext():
+    """In this block fake CPU tensors are treated as torch treats those on CUDA, attention included if ``fuses``."""
+    with _cuda_autocast(), _cuda_operators(fuses):
         yield
 
 
 @contextlib.contextmanager
-def _cuda_operators() -> Iterator[None]:
+def _cuda_operators(fuses: bool) -> Iterator[None]:
     """Dropout keeps a mask of one byte per element, and attention is fused, with dropout too. Registered, not a mode: what is
     computed again in the backward has to choose the same."""
     library = torch.library.Library("aten", "IMPL")
     try:
         library.impl("dropout", _dropout, "AutogradCPU")
-        library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
+        if fuses:
+            library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
         yield
     finally:
         library._destroy()

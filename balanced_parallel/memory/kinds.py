@@ -18,8 +18,8 @@ class DeviceKind:
 
     ``rounds_to``: the allocator's smallest block. ``workspace``: what cuBLAS takes from the allocator at the first product.
     ``context``: what the driver and the kernels take outside of the allocator. ``segments``: whether memory is handed out of
-    larger segments, which may stay partly empty. ``like_cuda``: autocast and optimizers choose what they choose on CUDA.
-    ``fuses``: so do dropout and attention. ``scratch``: what
+    larger segments, which may stay partly empty. ``like_cuda``: autocast, dropout and optimizers choose what they choose on
+    CUDA. ``fuses``: so does attention. ``scratch``: what
     operators allocate for themselves can be measured here.
     """
 
