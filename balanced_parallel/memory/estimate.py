@@ -11,13 +11,13 @@ import torch
 from ..microbatching import as_arguments, count_micro_batches
 from ..nesting import spread
 from ..precision import Precision
-from ..scattering import count_rows
+from ..scattering import Arguments, count_rows
 from .blocks import find_blocks
 from .kinds import find_kind
 from .layouts import OptimizerChoice
 from .lines import Lines
 from .report import PARTS, Holder, MemoryReport
-from .tracing import Request, Trace, run_traces
+from .tracing import TRACED, Request, Trace, run_traces
 
 __all__: list[str] = []
 
@@ -80,10 +80,7 @@ def estimate(
         raise ValueError(f"devices={devices} with layout='single', expected one device, or another layout")
     if balanced_optimizer and layout not in ("replicas", "ddp"):
         raise ValueError(f"balanced_optimizer=True with layout={layout!r}, expected 'replicas' or 'ddp'")
-    arguments, following = as_arguments(inputs), spread(targets)
-    rows = count_rows(arguments)
-    if not rows:
-        raise ValueError("the inputs have no rows, expected tensors with rows along dimension 0")
+    arguments, following, rows = read_batch(inputs, targets)
     over = devices if layout in ("replicas", "torch_data_parallel") else 1
     count = count_micro_batches(rows, micro_batch_size, split or over)
     request = Request(
@@ -106,6 +103,18 @@ def estimate(
         scalar=scalar,
     )
     return report_of(request, -(-rows // count), step=1 if split is not None else over)
+
+
+def read_batch(inputs: Any, targets: Any) -> tuple[Arguments, tuple[Any, ...], int]:
+    """The arguments of the module, what follows the output in those of the criterion, and how many rows there are.
+
+    Raises:
+        ValueError: there are none.
+    """
+    arguments = as_arguments(inputs)
+    if rows := count_rows(arguments):
+        return arguments, spread(targets), rows
+    raise ValueError("the inputs have no rows, expected tensors with rows along dimension 0")
 
 
 def checkpointed(module: torch.nn.Module, checkpoint: str | Iterable[str] | None) -> tuple[str, ...]:
@@ -194,5 +203,5 @@ def _holders(lines: Lines, device: int, most: int = 12) -> tuple[Holder, ...]:
 
 
 def _flops(trace: Trace, micro_batches: int) -> int:
-    traced = min(micro_batches, 3)
+    traced = min(micro_batches, TRACED)
     return trace.flops // 2 * micro_batches // traced

@@ -64,10 +64,11 @@ class Lines:
         """The most rows with which tensors alone stay within ``limit``: where the first line meets it. None if none does."""
         at, after = self.levels(device, self.first.rows)[self.start :], self.levels(device, 2 * self.first.rows)[self.start :]
         slope = (after - at) / self.first.rows
+        limit -= self.kind.workspace + self.kind.context
         grows = slope > 0
         if (at[~grows] > limit).any():
             return 0
-        room = limit - self.kind.workspace - self.kind.context - at[grows]
+        room = limit - at[grows]
         return self.first.rows + math.floor((room / slope[grows]).min()) if grows.any() else None
 
     def summit(self, device: int, rows: int | None = None) -> tuple[int, int, int]:

@@ -13,17 +13,13 @@ from tabulate import tabulate
 
 from ..criterion import DataParallelCriterion
 from ..devices import DeviceLike
-from ..microbatching import as_arguments
 from ..model import DataParallelModel
-from ..nesting import spread
-from ..optimizer import BalancedOptimizer
 from ..precision import Precision
-from ..scattering import count_rows
 from ..sizes import format_bytes, parse_bytes
 from ..step import TrainStep
 from .blocks import checkpoint_blocks, find_blocks
 from .choices import SCALARS, Choice, Measured, Option, choice_of, measure, row_of
-from .estimate import report_of
+from .estimate import read_batch, report_of
 from .kinds import DeviceKind, find_kind
 from .layouts import OptimizerChoice
 from .report import MemoryReport
@@ -113,16 +109,9 @@ class MemoryPlan:
             raise ValueError(f"device_ids has {len(devices)} devices, expected the {self.devices} that were planned for")
         model = DataParallelModel(module, devices, split=chosen.split)
         wrapped = DataParallelCriterion(criterion, weight=weight)
-        made: Any = optimizer
-        settings = defaults
-        while isinstance(made, functools.partial):
-            made, settings = made.func, made.keywords | settings
-        if chosen.balanced_optimizer:
-            trained: torch.optim.Optimizer = BalancedOptimizer(
-                model, made, [*model.parameters(), *wrapped.parameters()], **settings
-            )
-        else:
-            trained = made([*model.parameters(), *wrapped.parameters()], **settings)
+        choice = OptimizerChoice(functools.partial(optimizer, **defaults), foreach=False)  # torch decides on these devices
+        learned = [*model.parameters(), *wrapped.parameters()]
+        trained = choice.balanced(model, learned) if chosen.balanced_optimizer else choice(learned)
         step = TrainStep(
             model,
             wrapped,
@@ -190,10 +179,7 @@ def plan(
     Precision(precision)
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(f"batch_size={batch_size!r}, expected a positive number of rows per update")
-    arguments, following = as_arguments(inputs), spread(targets)
-    rows = count_rows(arguments)
-    if not rows:
-        raise ValueError("the inputs have no rows, expected tensors with rows along dimension 0")
+    arguments, following, rows = read_batch(inputs, targets)
     request = Request(
         module=module,
         criterion=criterion,

@@ -49,6 +49,16 @@ def undisturbed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _standing_in(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
+    before = owner.__dict__[name]
+    setattr(owner, name, stand_in)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
 def counting_random_states(count: Count) -> Iterator[None]:
     """Checkpointing keeps the state of the random numbers for each block: 5 KB, which lie on the CPU."""
     before = torch.get_rng_state
@@ -58,21 +68,8 @@ def counting_random_states(count: Count) -> Iterator[None]:
         count.see(state, "temporaries", "get_rng_state")
         return state
 
-    torch.get_rng_state = get_rng_state
-    try:
+    with _standing_in(torch, "get_rng_state", get_rng_state):
         yield
-    finally:
-        torch.get_rng_state = before
-
-
-@contextlib.contextmanager
-def _standing_in(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
-    before = owner.__dict__[name]
-    setattr(owner, name, stand_in)
-    try:
-        yield
-    finally:
-        setattr(owner, name, before)
 
 
 @contextlib.contextmanager
