@@ -122,7 +122,7 @@ class DataParallelCriterion(nn.Module):
         batches = [batch] * len(outputs) if rows is None else cut(batch, sizes, self.dim)
 
         def run(criterion: Criterion, size: int, output: Any, mine: Arguments, device: torch.device) -> Any:
-            return term(Shard(criterion, size, output, *move_leaves(mine, device)))
+            return term(Shard(criterion, size, output, move_leaves(mine.inputs, device), move_leaves(mine.kwargs, device)))
 
         with self.precision.autocast(devices), self._copies(devices) as criteria:
             replicas = zip(criteria, sizes, outputs, batches, devices, strict=True)
@@ -132,7 +132,7 @@ class DataParallelCriterion(nn.Module):
         """The criterion on each device. One that holds its class weights on the CPU follows the outputs."""
         criterion = self.module
         if isinstance(criterion, nn.Module):
-            if len(devices) == 1 and not (criterion._parameters or criterion._buffers or criterion._modules):
+            if len(devices) == 1 and _holds_nothing(criterion):
                 return contextlib.nullcontext([criterion])
             return self.replicas.handed_out(criterion.to(devices[0]), devices, devices[0])
         if isinstance(criterion, functools.partial):
@@ -156,6 +156,10 @@ class DataParallelCriterion(nn.Module):
                 f"an output is on {strange[0]}, expected one of device_ids={[str(device) for device in self.devices or ()]}"
             )
         return devices
+
+
+def _holds_nothing(module: nn.Module) -> bool:
+    return not module._modules and not any(held is not None for held in (*module._parameters.values(), *module._buffers.values()))
 
 
 def _sizes_like(outputs: Sequence[Any], rows: int | None, dim: int) -> list[int]:

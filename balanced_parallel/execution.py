@@ -86,6 +86,8 @@ def run_replicas(work: Sequence[Callable[[], T]], devices: Sequence[torch.device
     Raises:
         BaseException: the first failure (in time), of its own type, with the replica and its device added to the message.
     """
+    if len(work) == 1:
+        return [_run_alone(work[0], devices[0])]
     streams = [current_stream(device) for device in devices]
     meeting = Meeting(len(work))
     results: dict[int, T] = {}
@@ -118,9 +120,7 @@ def run_replicas(work: Sequence[Callable[[], T]], devices: Sequence[torch.device
         finally:
             _thread.replica = before
 
-    if len(work) == 1:
-        call(0, contextlib.nullcontext())
-    elif not together and all(device.type == "cpu" for device in devices):
+    if not together and all(device.type == "cpu" for device in devices):
         call_in_turn()
     else:
         ambient = AmbientState.capture(devices)
@@ -135,6 +135,21 @@ def run_replicas(work: Sequence[Callable[[], T]], devices: Sequence[torch.device
         finally:
             failures.clear()  # else the traceback and this frame hold each other, and with them every tensor of the replica
     return [results[index] for index in range(len(work))]
+
+
+def _run_alone(work: Callable[[], T], device: torch.device) -> T:
+    """The only replica, in the calling thread, whose stream it has already."""
+    try:
+        with on_device(device, None):
+            return work()
+    except BaseException as error:
+        located = locate_failure(error, 0, device)
+        if located is error:
+            raise
+    try:
+        raise located
+    finally:
+        del located  # else the traceback and this frame hold each other
 
 
 def locate_failure(error: BaseException, index: int, device: torch.device) -> BaseException:

@@ -164,6 +164,7 @@ _LOSSES: list[tuple[type[nn.Module], Callable[..., Tensor], Rule]] = [
 if hasattr(nn, "LinearCrossEntropyLoss"):  # new in torch 2.13
     _LOSSES.append((nn.LinearCrossEntropyLoss, F.linear_cross_entropy, _classes))
 _RULES = {function: rule for _, function, rule in _LOSSES}
+_MISSING = object()
 
 
 @functools.cache
@@ -194,7 +195,7 @@ def _register(module: type[nn.Module], function: Callable[..., Tensor], rule: Ru
     def weigh(criterion: Any, output: Any, *targets: Any, **kwargs: Any) -> Tensor:
         if type(criterion).forward is not module.forward:
             return loss_weight.dispatch(object)(criterion, output)  # a subclass with a forward of its own is another loss
-        settings = {name: getattr(criterion, name) for name in names if hasattr(criterion, name)}
+        settings = {name: value for name in names if (value := getattr(criterion, name, _MISSING)) is not _MISSING}
         bound = _bind(module.forward, criterion, output, *targets, **kwargs)
         del bound["self"]
         if "log_input" in bound:  # what PoissonNLLLoss.forward calls the function's input

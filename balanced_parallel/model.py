@@ -112,7 +112,8 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
                 for replica, batch, device in zip(modules, batches, devices, strict=True)
             ]
             timed = self.shares.timed(list(work), devices, sizes)
-            outputs = run_replicas(timed, devices, together=has_layers_over_all_rows(self.replicas.modules_of(self.module)))
+            together = len(work) > 1 and has_layers_over_all_rows(self.replicas.modules_of(self.module))
+            outputs = run_replicas(timed, devices, together=together)
         return Pieces(outputs, sizes or [None])
 
 

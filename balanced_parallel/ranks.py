@@ -26,21 +26,6 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     return total.to(tensor.device)
 
 
-class PendingSum:
-    """A sum over all ranks that is under way, while this rank does something else."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._device = tensor.device
-        self._total = _carried(tensor.detach()).clone()
-        self._work = dist.all_reduce(self._total, async_op=True) if world_size() > 1 else None
-
-    def wait(self) -> torch.Tensor:
-        """The sum, on the tensor's own device."""
-        if self._work is not None:
-            self._work.wait()
-        return self._total.to(self._device)
-
-
 def max_over_ranks(number: int) -> int:
     """The largest ``number`` of any rank."""
     numbers: list[int] = gather_objects(number)

@@ -267,3 +267,75 @@ def check_parameter_of_nobody(rank):
 
 def test_a_parameter_that_no_reducer_knows_is_scaled_too():
     run_ranks(1, check_parameter_of_nobody)
+
+
+def all_reduces_of(work):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        work()
+    return sum(event.count for event in profiler.key_averages() if event.key == "gloo:all_reduce")
+
+
+def check_lean(rank):
+    inputs, targets = torch.randn(4, 4), torch.zeros(4, dtype=torch.long)
+    model, criterion = parallelize(build_net().float(), torch.nn.CrossEntropyLoss())
+    by_hand = torch.nn.parallel.DistributedDataParallel(build_net().float())
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2)
+
+    def one_update_by_hand():
+        with by_hand.no_sync():
+            torch.nn.functional.cross_entropy(by_hand(inputs[:2]), targets[:2]).backward()
+        torch.nn.functional.cross_entropy(by_hand(inputs[2:]), targets[2:]).backward()
+
+    counts = []
+    for work in (one_update_by_hand, lambda: step(inputs, targets)):
+        work()  # the reducer builds its buckets again after the first
+        counts.append(all_reduces_of(work))
+    assert counts[0] > 0
+    return counts
+
+
+def test_an_update_is_as_many_collectives_as_by_hand():
+    counts = run_ranks(2, check_lean)
+    assert counts[0][1] == counts[0][0], counts
+
+
+def check_compressed(rank):
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    torch.manual_seed(0)
+    plain, rows = torch.nn.Linear(4, 2), 4099  # a number that float16 cannot hold
+    inputs, targets = torch.randn(rows, 4), torch.randint(2, (rows,))
+    expected = torch.nn.functional.cross_entropy(plain(inputs), targets)
+    model, criterion = parallelize(plain, torch.nn.CrossEntropyLoss())
+    model.register_comm_hook(None, fp16_compress_hook)
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0))
+    mine = slice(None, 4000) if rank == 0 else slice(4000, None)
+    for _ in range(2):
+        torch.testing.assert_close(step(inputs[mine], targets[mine]), expected.detach(), rtol=1e-6, atol=1e-6)
+    return True
+
+
+def test_a_hook_that_rounds_gradients_does_not_round_their_weight():
+    assert run_ranks(2, check_compressed) == [True, True]
+
+
+def check_alone(rank):
+    model, criterion = parallelize(build_net(), torch.nn.CrossEntropyLoss())
+    assert isinstance(model, DataParallelModel)
+    assert torch.distributed.get_world_size() == 1
+    assert criterion(model(torch.randn(3, 4)), torch.zeros(3, dtype=torch.long)).isfinite()
+    return True
+
+
+def test_a_rank_that_is_alone_is_one_process():
+    assert run_ranks(1, check_alone) == [True]
+
+
+def check_nothing_to_train(rank):
+    with pytest.raises(ValueError, match="no parameter of the module requires a gradient, expected one at least"):
+        parallelize(build_net().requires_grad_(False), torch.nn.CrossEntropyLoss())
+    return True
+
+
+def test_a_module_without_anything_to_train_is_refused():
+    assert run_ranks(2, check_nothing_to_train) == [True, True]

@@ -1,8 +1,7 @@
 """The same script in one process or, under torchrun, in one process per device: torch's DistributedDataParallel, with the
 list of outputs and the exact loss that the replicas of one process give."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,10 +14,10 @@ from ..criterion import DataParallelCriterion
 from ..devices import DeviceLike
 from ..model import DataParallelModel
 from ..precision import Precision
-from ..ranks import PendingSum, world_size
+from ..ranks import sum_over_ranks, world_size
 from ..scattering import Arguments, Pieces, count_rows, move_leaves
 from ..terms import Criterion
-from ..weighting import Weight
+from ..weighting import Weight, widen
 from .process_group import join_process_group, rank_device
 from .torchrun import TorchrunEnvironment
 
@@ -27,17 +26,12 @@ __all__: list[str] = []
 
 @dataclass
 class Reduction:
-    """What goes over the ranks beside gradients: ``totals``, and who of ``parameters`` has a gradient; and their ``sums``."""
+    """What the reducer sums over the ranks: the gradients of ``parameters``, and in the same buckets, as the gradient of one
+    parameter more, ``totals``: the loss, the weight, and for each of the parameters whether it has a gradient."""
 
     parameters: list[nn.Parameter]
-    totals: torch.Tensor | None = None
-    sums: PendingSum | None = None
-
-    def send(self) -> None:
-        """Called when every gradient is there and every bucket is on its way, before the reducer puts zeros elsewhere."""
-        assert self.totals is not None
-        have = [parameter.grad is not None for parameter in self.parameters]
-        self.sums = PendingSum(torch.cat([self.totals, self.totals.new_tensor(have)]))
+    totals: nn.Parameter
+    sums: torch.Tensor | None = None  # where a hook may round what is in the buckets, they travel beside them
 
 
 class DistributedModel(DistributedDataParallel):
@@ -62,9 +56,14 @@ class DistributedModel(DistributedDataParallel):
     ) -> None:
         learned = criterion.parameters() if isinstance(criterion, nn.Module) else ()
         beside = nn.ParameterList(parameter for parameter in learned if parameter.requires_grad)
-        super().__init__(nn.ModuleList([module, beside]) if len(beside) else module, gradient_as_bucket_view=True)
-        # what the reducer was built for; it does not ask self.module again
-        self._reduction = Reduction([parameter for parameter in self.module.parameters() if parameter.requires_grad])
+        reduced = [parameter for parameter in nn.ModuleList([module, beside]).parameters() if parameter.requires_grad]
+        if not reduced:
+            raise ValueError("no parameter of the module requires a gradient, expected one at least: there is nothing to train")
+        totals = nn.Parameter(widen(reduced[0].new_zeros(2 + len(reduced))))
+        # the reducer is built for all of these, and does not ask self.module again; what comes first is in the last bucket
+        super().__init__(nn.ModuleList([nn.ParameterList([totals]), module, beside]), gradient_as_bucket_view=True)
+        self._reduction = Reduction(reduced, totals)
+        self._has_hook = False
         self.module = module
         self.devices = [device]
         self.split = None
@@ -74,8 +73,9 @@ class DistributedModel(DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> list[Any]:
         rows = count_rows(Arguments(inputs, kwargs), self.dim)
         inputs, kwargs = move_leaves((inputs, kwargs), self.devices[0])
-        # in a window of micro-batches the reducer has nothing to do after the first, nor have buffers to be synchronised
-        run = super().forward if self.require_backward_grad_sync or self.require_forward_param_sync else self.module
+        # while micro-batches accumulate the reducer has nothing to do, and buffers are synchronised only before the first
+        synchronises = self.require_backward_grad_sync or (self.require_forward_param_sync and self.modules_buffers)
+        run = super().forward if synchronises else self.module
         with self.precision.autocast(self.devices):
             return Pieces([run(*inputs, **kwargs)], [rows])
 
@@ -88,34 +88,39 @@ class DistributedModel(DistributedDataParallel):
             super().forward()
         finally:
             self.module = module
-        return self.touch()
+        return self.touch(with_totals=False)
 
-    @contextlib.contextmanager
-    def summing(self, totals: torch.Tensor) -> Iterator[None]:
-        """For a backward in this block, with a root of :meth:`touch`: ``totals`` are summed over the ranks on the side."""
-        self._reduction.totals = totals
-        try:
-            yield
-        finally:
-            self._reduction.totals = None
-
-    def touch(self) -> torch.Tensor:
-        """The zero of :meth:`forward_nothing`, alone."""
-        zero: torch.Tensor = _Touch.apply(self._reduction, *self._reduction.parameters)
+    def touch(self, *, with_totals: bool = True) -> torch.Tensor:
+        """The zero of :meth:`forward_nothing`, alone. With totals, no :meth:`send` is to follow."""
+        reduction = self._reduction
+        zero: torch.Tensor = _Touch.apply(*reduction.parameters, *([reduction.totals] if with_totals else ()))
         return zero
 
-    def take_totals(self) -> list[float]:
-        """The totals over all ranks of the last backward in :meth:`summing`. Gradients of parameters for which no rank had one
-        become ``None``: the reducer leaves zeros there, and the plain program nothing, which optimizers pass over."""
+    def send(self, totals: torch.Tensor) -> None:
+        """After a backward with a root of ``touch(with_totals=False)``: its last bucket waits for this, which ends it."""
         reduction = self._reduction
-        assert reduction.sums is not None
-        sums: list[float] = reduction.sums.wait().tolist()
-        reduction.sums = None
-        first = len(sums) - len(reduction.parameters)
-        for parameter, count in zip(reduction.parameters, sums[first:], strict=True):
+        have = totals.new_tensor([parameter.grad is not None for parameter in reduction.parameters])
+        mine = torch.cat([totals, have])
+        reduction.sums = sum_over_ranks(mine) if self._has_hook else None
+        reduction.totals.grad = None
+        torch.autograd.backward([reduction.totals], [mine.to(reduction.totals)])
+
+    def take_totals(self) -> list[float]:
+        """What all ranks together sent. Gradients of parameters for which no rank had one become ``None``: the reducer leaves
+        zeros there, and the plain program nothing, which optimizers pass over."""
+        reduction = self._reduction
+        assert reduction.totals.grad is not None
+        summed = reduction.totals.grad.double() * world_size() if reduction.sums is None else reduction.sums
+        reduction.totals.grad = reduction.sums = None
+        loss, weight, *counts = summed.tolist()
+        for parameter, count in zip(reduction.parameters, counts, strict=True):
             if count == 0:
                 parameter.grad = None
-        return sums[:first]
+        return [loss, weight]
+
+    def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
+        super().register_comm_hook(state, hook)
+        self._has_hook = True
 
 
 class DistributedCriterion(DataParallelCriterion):
@@ -139,15 +144,14 @@ class _Touch(torch.autograd.Function):
     """A zero whose backward hands no gradient to any parameter, for which every bucket of the reducer waits."""
 
     @staticmethod
-    def forward(ctx: Any, reduction: Reduction, *parameters: torch.Tensor) -> torch.Tensor:
-        ctx.reduction = reduction
+    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
+        ctx.nothing = (None,) * len(parameters)
         return parameters[0].new_zeros(())
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
-        if ctx.reduction.totals is not None:  # the root with the highest number: before the reducer queues its own callback
-            torch.autograd.Variable._execution_engine.queue_callback(ctx.reduction.send)
-        return (None, *[None] * len(ctx.reduction.parameters))
+        nothing: tuple[None, ...] = ctx.nothing
+        return nothing
 
 
 class _Skipped(nn.Module):
@@ -173,7 +177,8 @@ def parallelize(
 ) -> tuple[DataParallelModel | DistributedModel, DataParallelCriterion]:
     """A model and a criterion for all the devices there are: the same script, the same numbers, in one process or many.
 
-    In one process: :class:`DataParallelModel` and :class:`DataParallelCriterion`. Under torchrun: torch's
+    In one process: :class:`DataParallelModel` and :class:`DataParallelCriterion`, also where torchrun started only one: a rank
+    that is alone has nothing to reduce, and needs no second place for its gradients. With more ranks: torch's
     ``DistributedDataParallel`` on this rank's device, whose forward returns a list too, and a criterion whose value is the
     loss over all ranks. The process group is started where torchrun's environment is there and none runs (NCCL for CUDA,
     gloo for CPUs), and ended at exit.
@@ -203,6 +208,9 @@ def parallelize(
         )
     device = rank_device(environment, device_ids)
     join_process_group(environment, device)
+    if world_size() == 1:
+        model = DataParallelModel(module, [device], dim=dim, precision=precision)
+        return model, DataParallelCriterion(criterion, dim=dim, weight=weight, precision=precision)
     if device.type == "cuda":
         use_torch_sync_batchnorm(module)
     rank_criterion = DistributedCriterion(criterion, dim=dim, weight=weight, precision=precision).to(device)
