@@ -76,6 +76,13 @@ def with_norm():
 def recurrent():
     return nn.Sequential(nn.LSTM(4, 3))
 
+class packs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.LSTM(4, 3)
+    def forward(self, inputs):
+        return self.layer(nn.utils.rnn.pack_padded_sequence(inputs[None], [len(inputs)]))[1][0]
+
 def needs(width):
     return nn.Linear(width, 3)
 
@@ -214,7 +221,7 @@ def test_bad_flags_are_one_line(nets, capsys, flags, wanted):
         ("number", "gave int, expected a torch.nn.Module, or a pair (module, criterion)"),
         ("Loses", "Loses from "),
         ("Two", "refuses (8, 4) float32: TypeError"),
-        ("recurrent", "recurrent layer cannot be estimated"),
+        ("packs", "packs sequences by their lengths"),
     ],
 )
 def test_bad_models_are_one_line(nets, capsys, name, wanted):

@@ -7,6 +7,7 @@ import os
 
 import pytest
 import torch
+from allocations import used
 from torch import nn
 from torch.nn import functional as F
 
@@ -22,7 +23,6 @@ from balanced_parallel.memory.allocator import MIB, CachingAllocator, replay
 from balanced_parallel.memory.blocks import Checkpointed, checkpoint_blocks, find_blocks
 from balanced_parallel.memory.kinds import KINDS, find_kind
 from balanced_parallel.memory.report import PARTS
-from balanced_parallel.memory.scratch import Call, Like, scratch_of
 
 VOCABULARY, LENGTH = 600, 16
 
@@ -59,54 +59,6 @@ PROBLEMS = {
     "language model": (LanguageModel, lambda rows: (tokens(rows), tokens(rows))),
     "convolutions": (conv_net, lambda rows: (torch.zeros(rows, 3, 16, 16), torch.zeros(rows, dtype=torch.int64))),
 }
-
-
-def allocations(profile):
-    """Bytes of every allocation, negative where it is freed, and the names of marks, in the order of time."""
-    found = []
-
-    def walk(event):
-        if event.tag == torch._C._profiler._EventType.Allocation:
-            found.append((event.start_time_ns, event.extra_fields.alloc_size))
-        elif event.name == "step":
-            found.append((event.start_time_ns, None))
-        for child in event.children:
-            walk(child)
-
-    for root in profile.profiler.kineto_results.experimental_event_tree():
-        walk(root)
-    return [size for _, size in sorted(found, key=lambda one: one[0])]
-
-
-def used(build, batch, optimizer, precision="fp32", checkpoint=False, micro_batch_size=None):
-    """What the CPU's allocator says of the second step of the plain program."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
-        net, (inputs, targets) = build(), batch()
-        if checkpoint:
-            checkpoint_blocks(net, find_blocks(net))
-        made = optimizer(net.parameters())
-        autocast = torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else contextlib.nullcontext()
-        for _ in range(2):
-            with torch.profiler.record_function("step"):
-                made.zero_grad()
-            size = micro_batch_size or len(inputs)
-            for some, wanted in zip(inputs.split(size), targets.split(size), strict=True):
-                with autocast:
-                    loss = F.cross_entropy(net(some), wanted)
-                loss.backward()
-                del loss
-            made.step()
-    now = peak = steps = 0
-    for size in allocations(profile):
-        if size is None:
-            steps += 1
-            peak = now
-        else:
-            now += size
-            peak = max(peak, now)
-    assert steps == 2
-    return peak
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -290,77 +242,6 @@ def test_the_report_says_where_it_goes():
         report.rows = 3
 
 
-class Applying(nn.Module):
-    def __init__(self, function):
-        super().__init__()
-        self.layer, self.function = nn.Linear(8, 8), function
-
-    def forward(self, inputs):
-        return self.function(self.layer(inputs))
-
-
-@torch.library.custom_op("test_memory::without_a_fake", mutates_args=())
-def without_a_fake(x: torch.Tensor) -> torch.Tensor:
-    return x.clone()
-
-
-REFUSED = {
-    "reads a value": lambda h: h * h.sum().item(),
-    "reads a value of a tensor": lambda h: h if h.sum() > 0 else -h,
-    "aten.unique_dim": lambda h: h + torch.unique(h.long(), dim=0).sum(),
-    "aten.repeat_interleave": lambda h: h + torch.repeat_interleave(h[:, 0].long().abs()).sum(),
-    "without_a_fake": without_a_fake,
-    "recurrent": nn.LSTM(8, 8),
-}
-
-
-@pytest.mark.parametrize("said", REFUSED)
-def test_what_nobody_can_know_is_refused_by_name(said):
-    with pytest.raises(ValueError, match=said):
-        memory.estimate(Applying(REFUSED[said]), lambda out, _: out.sum(), torch.zeros(6, 8), torch.zeros(6), device_kind="cpu")
-
-
-def test_what_is_stated_is_believed():
-    net = Applying(lambda h: h[: h.sum().int().item()] * 2)
-    report = memory.estimate(net, lambda out, _: out.sum(), torch.zeros(6, 8), torch.zeros(6), scalar=3)
-    assert report.peak
-    with pytest.raises(ValueError, match="scalar="):
-        memory.estimate(net, lambda out, _: out.sum(), torch.zeros(6, 8), torch.zeros(6))
-
-
-SELECTIONS = {
-    "mask": lambda h: h[h > 0].sum() + h.sum(),
-    "nonzero": lambda h: h.abs().nonzero().sum() + h.sum(),
-    "masked_select": lambda h: h.masked_select(h > 0).sum() + h.sum(),
-    "unique": lambda h: torch.unique(h.long()).sum() + h.sum(),
-}
-
-
-@pytest.mark.parametrize("name", SELECTIONS)
-def test_a_selection_selects_everything(name):
-    """As no batch selects more, the estimate is never below what is used."""
-    found = used_by_all_ones(SELECTIONS[name])
-    net = Applying(SELECTIONS[name])
-    report = memory.estimate(net, lambda out, _: out, torch.zeros(500, 8), torch.zeros(500), device_kind="cpu")
-    assert found <= report.peak[0] <= 3 * found
-
-
-def used_by_all_ones(function):
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
-        net, inputs, _ = Applying(function), torch.ones(500, 8), torch.zeros(500)
-        optimizer = torch.optim.AdamW(net.parameters())
-        for _ in range(2):
-            with torch.profiler.record_function("step"):
-                optimizer.zero_grad()
-            net(inputs).backward()
-            optimizer.step()
-    now = peak = 0
-    for size in allocations(profile):
-        peak, now = (now, now) if size is None else (max(peak, now + size), now + size)
-    return peak
-
-
 BAD = {
     "layout='dp', expected one of": {"layout": "dp"},
     "device_kind='h900', expected one of": {"device_kind": "h900"},
@@ -456,13 +337,11 @@ def test_neighbours_are_merged():
     assert replay([1, 2, 3, 4, 5, -2, -4, -3, -1, 6], sizes) == 20 * MIB
 
 
-def test_scratch_is_measured_by_running():
-    like = Like((256, 256), (256, 1), torch.float32)
-    assert scratch_of(Call(0, "cpu", "mm", (like, like))) == 0
-    assert like.between(Like((512, 256), (256, 1), torch.float32), 1, 2).shape == (384, 256)
-
-
 def test_a_child_that_dies_is_noticed():
-    net = Applying(lambda h: os._exit(3))
+    class Dying(nn.Linear):
+        def forward(self, inputs):
+            os._exit(3)
+
+    net = Dying(8, 8)
     with pytest.raises(RuntimeError, match="without a word"):
         memory.estimate(net, lambda out, _: out.sum(), torch.zeros(6, 8), torch.zeros(6))

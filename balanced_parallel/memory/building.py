@@ -22,7 +22,7 @@ from ..losses import find_torch_loss, loss_weight
 from ..nesting import spread
 from .counting import Count
 from .fakes import fake_batch, fake_copy
-from .rules import UnknownMemory
+from .unknown import UnknownMemory
 
 __all__: list[str] = []
 

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from .recurrence import cudnn_recurrence, refused_recurrence
+
 __all__: list[str] = []
 
 # torch/include/ATen/autocast_mode.h: AT_FORALL_FP32, and AT_FORALL_FP32_SET_OPT_DTYPE, as far as autocast on the CPU differs
@@ -28,7 +30,7 @@ _KEY = torch._C.DispatchKey.AutocastCPU
 @contextlib.contextmanager
 def cuda_choices(fuses: bool) -> Iterator[None]:
     """In this block fake CPU tensors are treated as torch treats those on CUDA, attention included if ``fuses``."""
-    with _cuda_autocast(), _cuda_operators(fuses):
+    with _cuda_autocast(), _cuda_operators(fuses), cudnn_recurrence() if fuses else refused_recurrence():
         yield
 
 

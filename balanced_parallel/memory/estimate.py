@@ -13,9 +13,10 @@ from ..nesting import spread
 from ..precision import Precision
 from ..scattering import Arguments, count_rows
 from .blocks import find_blocks
-from .kinds import find_kind
+from .kinds import DeviceKind, find_kind
 from .layouts import OptimizerChoice
 from .lines import Lines
+from .recurrence import SOURCE as RECURRENCE
 from .report import PARTS, Holder, MemoryReport
 from .tracing import TRACED, Request, Trace, run_traces
 
@@ -151,7 +152,8 @@ def report_of(request: Request, rows: int, step: int) -> MemoryReport:
         return Lines(run_traces([(request, count)])[0], None, request.kind, request.devices, 1)
 
     def peak_at(count: int) -> tuple[int, ...]:
-        special = count == 1 or not lines.is_affine  # one row broadcasts, and has other strides
+        # one row broadcasts, and has other strides; oneDNN rounds the workspace of a recurrent layer up in its own way
+        special = count == 1 or not lines.is_affine or _has(traces[0], "mkldnn_rnn_layer")
         return tuple(trace_at(count).peak(i) if special else lines.peak(i, count) for i in traced)
 
     def most_rows(capacity: int) -> int | None:
@@ -173,7 +175,7 @@ def report_of(request: Request, rows: int, step: int) -> MemoryReport:
         peak=tuple(mine.peak(i) for i in traced),
         reserved=tuple(mine.reserved(i) or 0 for i in traced),
         parts=tuple(_parts(mine, i) for i in traced),
-        assumed=request.kind.sources() if request.kind.context else {},
+        assumed=_assumed(traces[0], request.kind),
         timeline=tuple(tuple(mine.levels(i)[mine.start :].tolist()) for i in traced),
         where=tuple(_holders(mine, i) for i in traced),
         phases={name: mine.first.marks[name] - mine.start for name in ("backward", "update")},
@@ -184,6 +186,16 @@ def report_of(request: Request, rows: int, step: int) -> MemoryReport:
         _most_rows=most_rows,
         _reserved_at=fits,
     )
+
+
+def _assumed(trace: Trace, kind: DeviceKind) -> dict[str, str]:
+    if not kind.context:
+        return {}
+    return kind.sources() | ({"recurrent layers": RECURRENCE} if _has(trace, "recurrence") else {})
+
+
+def _has(trace: Trace, operator: str) -> bool:
+    return any(operator in name for name in trace.operators)
 
 
 def _parts(lines: Lines, device: int) -> dict[str, int]:

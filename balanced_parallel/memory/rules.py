@@ -6,16 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .recurrence import lstm_on_cpu
+from .unknown import HINT, UnknownMemory
+
 __all__: list[str] = []
 
 _aten = torch.ops.aten
 _SCALARS = {_aten._local_scalar_dense.default, _aten.is_nonzero.default}
-HINT = "give memory.estimate a module that does without it (a size as a plain number, a mask that multiplies)"
-_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "_cudnn_rnn", "mkldnn_rnn_layer", "_thnn_fused_lstm_cell")
-
-
-class UnknownMemory(ValueError):
-    """The memory of an operator cannot be told without values."""
 
 
 def answer(
@@ -27,8 +24,7 @@ def answer(
     this package reads are one; those that the model reads are ``scalar``, if it was stated.
 
     Raises:
-        UnknownMemory: the model reads a value, on which sizes may depend; or a recurrent layer, of whose workspace nothing
-            is known.
+        UnknownMemory: the model reads a value, on which sizes may depend; or packs sequences, whose lengths are values.
     """
     if func in _SCALARS:
         line = user_line()
@@ -39,21 +35,34 @@ def answer(
             )
         asked = True if func is _aten.is_nonzero.default or args[0].dtype == torch.bool else _one(args[0])
         return True, type(asked)(scalar) if line and scalar is not None else asked
-    name = func._schema.name.removeprefix("aten::")
-    if name in _RECURRENT:
+    if func is _aten._pack_padded_sequence.default:
         raise UnknownMemory(
-            f"{func} keeps a workspace that is not known without running it, so a recurrent layer cannot be estimated: measure "
-            "one step of it, and give memory.estimate the module without it"
+            f"{func} packs sequences by their lengths, which are values: give memory.estimate the module with padded sequences, "
+            "of which packing never needs more"
         )
     rule = _RULES.get(func)
     return (False, None) if rule is None else rule(func, args, kwargs)
 
 
 def selected(func: Any, args: tuple[Any, ...]) -> int:
-    """Bytes of the indices that an operator makes of boolean masks for itself, if every element is selected."""
+    """Bytes that an operator takes for itself, if every element is selected: the indices that it makes of boolean masks, the
+    second table of the CTC loss."""
+    if func in _CTC_BACKWARD:
+        return int(args[6].nbytes)
     indices = args[1] if func in _INDEXES else ()
     masks = [index for index in indices if index is not None and index.dtype in (torch.bool, torch.uint8)]
     return sum(2 * 8 * mask.numel() * mask.dim() for mask in masks)  # once as nonzero gives them, once each for itself
+
+
+def _ctc(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    scores, targets = args[:2]
+    steps, rows, _ = scores.shape
+    longest = targets.size(1) if targets.dim() == 2 else targets.numel()  # of concatenated targets one could have them all
+    return True, (scores.new_empty(rows), scores.new_empty((rows, steps, 2 * longest + 1)))
+
+
+def _ctc_backward(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    return True, torch.empty_like(args[1])
 
 
 def _one(tensor: Tensor) -> int | float:
@@ -97,9 +106,14 @@ _INDEXES = {
     _aten._index_put_impl_.default,
     _aten._unsafe_index.Tensor,
 }
+_CTC_BACKWARD = {_aten._ctc_loss_backward.default, _aten._ctc_loss_backward.Tensor}
 _RULES: dict[Any, Callable[[Any, Any, Any], tuple[bool, Any]]] = {
     _aten.nonzero.default: _nonzero,
     _aten.masked_select.default: _masked_select,
     _aten.index.Tensor: _index,
     _aten._unique2.default: _unique,
+    _aten._ctc_loss.default: _ctc,
+    _aten._ctc_loss.Tensor: _ctc,
+    **dict.fromkeys(_CTC_BACKWARD, _ctc_backward),
+    _aten.mkldnn_rnn_layer.default: lstm_on_cpu,
 }

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._profiler import _ExperimentalConfig
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__: list[str] = []
 
@@ -17,6 +18,7 @@ LARGEST = 2**28  # bytes of an operator's tensors: beside more than that, its sc
 _aten = torch.ops.aten
 _autograd: Any = torch.autograd  # does not say which of its names are for others
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
+_LSTM = {_aten.mkldnn_rnn_layer.default, _aten.mkldnn_rnn_layer_backward.default}
 _CONVOLUTIONS = {_aten.convolution.default, _aten.convolution_backward.default}
 _SOFTMAX = {
     _aten._log_softmax.default,
@@ -74,7 +76,7 @@ def note_call(func: Any, args: tuple[Any, ...], result: Any, position: int) -> C
     if first is None:
         return None
     copies = func in _SOFTMAX and any(isinstance(arg, Tensor) and not arg.is_contiguous() for arg in args)
-    if not (copies or func in _CONVOLUTIONS or (func in _PRODUCTS and first.dtype != torch.float32)):
+    if not (copies or func in _CONVOLUTIONS or func in _LSTM or (func in _PRODUCTS and first.dtype != torch.float32)):
         return None
     kept = [Like(tuple(a.shape), tuple(a.stride()), a.dtype) if isinstance(a, Tensor) else _frozen(a) for a in args]
     return Call(position, str(first.device), func._schema.name.removeprefix("aten::"), tuple(kept))
@@ -86,14 +88,21 @@ def _frozen(value: Any) -> Any:
 
 def scratch_of(call: Call) -> int:
     """Bytes that a call has at most beside its arguments and its results."""
-    return _measured(call.operator, call.args, torch.get_num_threads())
+    return _measured(call.operator, call.args, torch.get_num_threads())[0]
+
+
+def sizes_of(call: Call) -> tuple[int, ...]:
+    """Bytes of each of its results."""
+    with _disable_current_modes():
+        return _measured(call.operator, call.args, torch.get_num_threads())[1]
 
 
 @functools.lru_cache(maxsize=4096)
-def _measured(operator: str, args: tuple[Any, ...], threads: int) -> int:
-    tensors = [arg.zeros() if isinstance(arg, Like) else arg for arg in args]
+def _measured(operator: str, args: tuple[Any, ...], threads: int) -> tuple[int, tuple[int, ...]]:
     function = getattr(_aten, operator).default
-    with torch.inference_mode():
+    learns = function is _aten.mkldnn_rnn_layer.default  # oneDNN's keeps nothing for a backward if nothing is to learn
+    tensors = [arg.zeros().requires_grad_(learns) if isinstance(arg, Like) else arg for arg in args]
+    with torch.set_grad_enabled(learns):
         # the older of torch's two profilers: the newer writes lines to the error stream each time it starts
         config = _autograd.ProfilerConfig(_autograd.ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
         _autograd._enable_profiler_legacy(config)
@@ -102,9 +111,9 @@ def _measured(operator: str, args: tuple[Any, ...], threads: int) -> int:
         finally:
             records = _autograd._disable_profiler_legacy()
     results = result if isinstance(result, tuple) else (result,)
-    kept = sum(tensor.untyped_storage().nbytes() for tensor in results if isinstance(tensor, Tensor))
+    kept = tuple(tensor.untyped_storage().nbytes() for tensor in results if isinstance(tensor, Tensor))
     now = most = 0
     for record in (record for thread in records for record in thread if record.kind() == "memory_alloc"):
         now += record.cpu_memory_usage()
         most = max(most, now)
-    return max(0, most - kept)
+    return max(0, most - sum(kept)), kept

@@ -30,9 +30,9 @@ from .data_parallel import torch_data_parallel
 from .fakes import fake_batch, fake_copy, names_of
 from .kinds import DeviceKind
 from .layouts import Job, OptimizerChoice
-from .rules import HINT, UnknownMemory
 from .scratch import Call
 from .surroundings import counting_random_states, devices_that_mix, meeting_alone, rows_of_one_sequence, undisturbed
+from .unknown import HINT, UnknownMemory
 
 __all__: list[str] = []
 
