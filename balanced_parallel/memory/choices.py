@@ -109,7 +109,7 @@ class Measured:
 
     def jobs(self, several: int) -> list[tuple[Request, int]]:
         """What has to be traced for one micro-batch per update, or for several."""
-        request = dataclasses.replace(self.request, micro_batches=1 if several == 1 else 3)
+        request = dataclasses.replace(self.request, micro_batches=several)  # of replicas, one that adds and reduces tells all
         return [(request, BASE * request.devices), (request, 2 * BASE * request.devices)]
 
     def take(self, several: int, first: Trace, second: Trace) -> None:

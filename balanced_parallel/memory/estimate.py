@@ -216,4 +216,4 @@ def _holders(lines: Lines, device: int, most: int = 12) -> tuple[Holder, ...]:
 
 def _flops(trace: Trace, micro_batches: int) -> int:
     traced = min(micro_batches, TRACED)
-    return trace.flops // 2 * micro_batches // traced
+    return trace.flops * micro_batches // traced

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import importlib
 import os
 import pickle
 import sys
@@ -82,6 +83,7 @@ def run_traces(jobs: Sequence[tuple[Request, int]]) -> list[Trace]:
         UnknownMemory: an operator's memory cannot be told without values.
         BaseException: what the module, the criterion or the optimizer raises.
     """
+    importlib.import_module("torch._dynamo")  # which fake tensors import: here, or in every process again
     count = min(len(jobs), os.cpu_count() or 1)
     shares = [jobs[start::count] for start in range(count)]  # those that follow in one process find torch's caches filled
     calls = [functools.partial(_trace_all, share) for share in shares]
@@ -219,10 +221,11 @@ def _run(request: Request, count: Count, module: Any, criterion: Any, batch: Any
         job = _make_job(request, module, criterion)
         count.see_all(job.parameters, "parameters")  # fsdp has made new ones
         try:
-            for name in ("first", "second"):
+            for name, some in (("first", micro_batches[:1]), ("second", micro_batches)):  # the first makes the optimizer's state
                 gc.collect()
                 count.mark(name)
-                _update(job, count, micro_batches, torch.device("cpu", request.devices) if request.kind.like_cuda else None)
+                count.flops = 0
+                _update(job, count, some, torch.device("cpu", request.devices) if request.kind.like_cuda else None)
         finally:
             job.close()
 
