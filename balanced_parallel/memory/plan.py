@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import json
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +27,7 @@ from .tracing import Request
 __all__: list[str] = []
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
+TRACED_DEVICES = 16  # more of them take long
 
 
 @dataclass(frozen=True)
@@ -244,22 +244,28 @@ def _options(module: torch.nn.Module, devices: int, precision: str, *, exact: bo
 
 def _needs(measured: Sequence[Measured], capacity: int) -> tuple[int, int | None]:
     """The capacity at which one row per device fits, and the number of devices at which it fits this one: what is spread falls
-    with their number, ``fixed + spread / n``."""
+    with their number, ``fixed + spread / n``. Up to 16 that is traced, and the neighbours tried."""
 
     def lowest(each: Measured) -> int:
-        return max(each.reserved(i, 1, 2) or 0 for i in range(each.request.devices))
+        return max(each.reserved(i, 1, 2) or 0 for i in range(each.request.devices)) + SCALARS
 
-    size = min(map(lowest, measured)) + SCALARS
     least = min(measured, key=lowest)
     balanced = dataclasses.replace(least.option, balanced=True)
-    counts = (2, 4)
-    sizes = [
-        lowest(Measured(dataclasses.replace(least.request, devices=count), balanced, (capacity,) * count)) for count in counts
-    ]
-    share = (sizes[0] - sizes[1]) / (1 / counts[0] - 1 / counts[1])
-    fixed = sizes[0] - share / counts[0]
-    room = capacity - fixed
-    return size, max(least.request.devices + 1, math.ceil(share / room)) if room > 0 and share > 0 else None
+
+    @functools.cache
+    def lowest_of(count: int) -> int:
+        return lowest(Measured(dataclasses.replace(least.request, devices=count), balanced, (capacity,) * count))
+
+    share = (lowest_of(2) - lowest_of(4)) * 4  # of 1 / n, which falls from 1 / 2 to 1 / 4
+    room = capacity - (lowest_of(4) - share // 4)
+    if room <= 0 or share <= 0:
+        return lowest(least), None
+    count = max(least.request.devices + 1, -(-share // room))
+    while count < TRACED_DEVICES and lowest_of(count) > capacity:
+        count += 1
+    while least.request.devices + 1 < count <= TRACED_DEVICES and lowest_of(count - 1) <= capacity:
+        count -= 1
+    return lowest(least), count
 
 
 def _report(request: Request, choice: Choice, batch_size: int) -> MemoryReport:
