@@ -143,6 +143,12 @@ def test_the_gpu_check_runs_on_simulated_devices_and_says_where_there_is_no_gpu(
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(" ok\n") == 9
     assert "nn.DataParallel" in done.stdout
+    flags = ["memory", "--simulate", "--only", "embedding"]
+    done = subprocess.run([sys.executable, str(script), *flags], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| embedding")]
+    assert len(rows) == 2
+    assert all(row.count("0.00%") == 2 for row in rows)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200)
     assert done.returncode in (0, 1)
     assert done.returncode == 0 or "there is no GPU here; --simulate" in done.stderr
