@@ -6,6 +6,7 @@ included. Run without arguments, it measures everything and writes the README be
 """
 
 import argparse
+import functools
 import json
 import os
 import platform
@@ -34,7 +35,7 @@ from models import Problem  # noqa: E402
 from truth import allocator_peak  # noqa: E402
 
 MIB = 2**20
-LIMITS = {"MLPs and transformers": 1e-3, "convnets": 5e-2}
+LIMITS = {"MLPs and transformers": 1e-3, "convnets": 5e-2, "recurrent nets": 1e-3}
 SECONDS = 5.0
 ROWS = (1, 2, 3, 5, 7, 8, 11, 16, 21, 40)
 
@@ -47,7 +48,7 @@ class Model:
     build: Callable[..., Problem]
 
 
-_DENSE, _CONVOLUTIONAL = LIMITS
+_DENSE, _CONVOLUTIONAL, _RECURRENT = LIMITS
 MODELS = {
     "MLP": Model(_DENSE, models.mlp),
     "GPT": Model(_DENSE, models.plain_gpt),
@@ -62,8 +63,10 @@ MODELS = {
     "MobileNet-like": Model(_CONVOLUTIONAL, models.mobilenet),
     "ConvNeXt-like": Model(_CONVOLUTIONAL, models.convnext),
     "U-Net": Model(_CONVOLUTIONAL, models.unet),
+    "LSTM": Model(_RECURRENT, functools.partial(models.recurrent, torch.nn.LSTM)),
+    "GRU": Model(_RECURRENT, functools.partial(models.recurrent, torch.nn.GRU)),
 }
-QUICK = ("MLP", "nn.TransformerEncoder", "BERT (transformers)", "MobileNet-like")
+QUICK = ("MLP", "nn.TransformerEncoder", "BERT (transformers)", "MobileNet-like", "LSTM")
 LINES = ("MLP", "nn.TransformerEncoder", "GPT-2 (transformers)", "MobileNet-like")
 CAUSES = """\
 What is beyond its limit is above it, and has one cause: to leave out a causal mask, transformers looks at the values of position

@@ -49,6 +49,24 @@ def mlp(rows: int = 512, width: int = 512, depth: int = 6) -> Problem:
     return Problem(module, nn.CrossEntropyLoss(), torch.randn(rows, width), torch.randint(10, (rows,)))
 
 
+class Recurrent(nn.Module):
+    """Classes of a sequence, from the last step of two recurrent layers."""
+
+    def __init__(self, layer: type[nn.RNNBase], width: int) -> None:
+        super().__init__()
+        self.layers = layer(width, 2 * width, num_layers=2, batch_first=True)
+        self.output = nn.Linear(2 * width, 10)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        logits: Tensor = self.output(self.layers(inputs)[0][:, -1])
+        return logits
+
+
+def recurrent(layer: type[nn.RNNBase], rows: int = 32, width: int = 64) -> Problem:
+    module = Recurrent(layer, width)
+    return Problem(module, nn.CrossEntropyLoss(), torch.randn(rows, 50, width), torch.randint(10, (rows,)))
+
+
 class GPTBlock(nn.Module):
     """Attention and two layers, each after a norm."""
 
