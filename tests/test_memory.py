@@ -345,3 +345,17 @@ def test_a_child_that_dies_is_noticed():
     net = Dying(8, 8)
     with pytest.raises(RuntimeError, match="without a word"):
         memory.estimate(net, lambda out, _: out.sum(), torch.zeros(6, 8), torch.zeros(6))
+
+
+def test_unequal_devices_are_lines_too():
+    build, batch = PROBLEMS["language model"]
+    settings = {"layout": "replicas", "devices": 2, "split": (5.0, 2.0), "device_kind": "sim"}
+    report = memory.estimate(build(), nn.CrossEntropyLoss(), *batch(20), **settings)
+    for rows in (7, 9, 33):
+        direct = memory.estimate(build(), nn.CrossEntropyLoss(), *batch(rows), **settings)
+        assert report.at(rows) == pytest.approx(direct.peak, rel=1e-4)
+    capacity = report.at(29)
+    assert report.largest(capacity) == 29
+    assert report.largest([capacity[0], "1GiB"]) >= 29 > report.largest(capacity[1])
+    with pytest.raises(ValueError, match="capacity has 3 sizes for 2 devices"):
+        report.largest(["1GiB"] * 3)

@@ -138,7 +138,7 @@ def report_of(request: Request, rows: int, step: int) -> MemoryReport:
     base = -(-max(rows, 2) // step) * step  # one row is a special case for torch: broadcasting, strides
     traces = run_traces([(request, count) for count in sorted({rows, base, 2 * base})])
     mine = Lines(traces[0], None, request.kind, request.devices, 1)
-    lines = Lines(traces[-2], traces[-1], request.kind, request.devices, step)
+    lines = Lines(traces[-2], traces[-1], request.kind, request.devices, step, request.split)
     # ranks are alike; of the replicas each is traced
     traced = range(request.devices) if request.layout in ("replicas", "torch_data_parallel") else [0] * request.devices
     if not lines.is_affine:
@@ -156,14 +156,16 @@ def report_of(request: Request, rows: int, step: int) -> MemoryReport:
         special = count == 1 or not lines.is_affine or _has(traces[0], "mkldnn_rnn_layer")
         return tuple(trace_at(count).peak(i) if special else lines.peak(i, count) for i in traced)
 
-    def most_rows(capacity: int) -> int | None:
+    def most_rows(limits: Sequence[int]) -> int | None:
         if not lines.is_affine:
             return 2**20
-        return min((most for i in traced if (most := lines.most_rows(i, capacity)) is not None), default=None)
+        found = [lines.most_rows(i, limit) for i, limit in zip(traced, limits, strict=True)]
+        return min((most for most in found if most is not None), default=None)
 
-    def fits(count: int, capacity: int) -> bool:
+    def fits(count: int, limits: Sequence[int]) -> bool:
         known, asked = (lines, count) if lines.is_affine else (trace_at(count), None)
-        return all(known.reserved(i, asked, capacity) is not None for i in dict.fromkeys(traced))
+        asking = dict.fromkeys(zip(traced, limits, strict=True))
+        return all(known.reserved(i, asked, limit) is not None for i, limit in asking)
 
     return MemoryReport(
         layout=request.layout,

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..scattering import split_sizes
 from .allocator import replay
 from .counting import Block
 from .kinds import DeviceKind
@@ -26,13 +27,15 @@ MEASURED = 8  # calls, those with most in use beside them
 
 @dataclass(frozen=True, eq=False)
 class Lines:
-    """Two traces of the same events, ``step`` rows being what each device shares: a multiple of the devices, as a rule."""
+    """Two traces of the same events. Rows are rounded up to ``step``, so that each device has as many; or ``split`` says what
+    each has."""
 
     first: Trace
     second: Trace | None
     kind: DeviceKind
     devices: int
     step: int
+    split: tuple[float, ...] | None = None
 
     @property
     def is_affine(self) -> bool:
@@ -49,10 +52,18 @@ class Lines:
         if rows is None or self.second is None:
             return first
         second = np.array([block.size for block in self.second.blocks], dtype=np.int64)
-        return first + (second - first) * (self._rounded(rows) - self.first.rows) // (self.second.rows - self.first.rows)
+        beyond = {self.device_name(device): self._beyond(rows, device) for device in range(self.devices)}
+        everywhere = rows - self.first.rows, self.second.rows - self.first.rows  # what is on the host
+        places = np.array([beyond.get(block.device, everywhere) for block in self.first.blocks], dtype=np.int64)
+        return first + (second - first) * places[:, 0] // places[:, 1]
 
-    def _rounded(self, rows: int) -> int:
-        return -(-rows // self.step) * self.step
+    def _beyond(self, rows: int, device: int) -> tuple[int, int]:
+        """How far a device's rows are beyond those of the first trace, and how far those of the second are."""
+        assert self.second is not None
+        if self.split is None:
+            return -(-rows // self.step) * self.step - self.first.rows, self.second.rows - self.first.rows
+        mine, first, second = (split_sizes(count, self.split)[device] for count in (rows, self.first.rows, self.second.rows))
+        return mine - first, (second - first) or 1
 
     def levels(self, device: int, rows: int | None = None) -> Numbers:
         """Bytes in use on a device after each event, rounded as its allocator rounds them."""
@@ -90,8 +101,7 @@ class Lines:
         for i in after:
             call = self.first.calls[i]
             if rows is not None and self.second is not None:
-                beyond, between = self._rounded(rows) - self.first.rows, self.second.rows - self.first.rows
-                call = call.between(self.second.calls[i], beyond, between)
+                call = call.between(self.second.calls[i], *self._beyond(rows, device))
             if call.device == self.device_name(device) and call.bytes <= LARGEST:
                 chosen.setdefault((call.operator, call.args), call)
             if len(chosen) == MEASURED:

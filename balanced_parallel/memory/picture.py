@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..sizes import UNITS, format_bytes, parse_bytes
+from ..sizes import UNITS, format_bytes
 from .report import PARTS, MemoryReport
 
 __all__: list[str] = []
@@ -35,17 +35,14 @@ def draw_report(path: Path | str, report: MemoryReport, capacity: Capacity = Non
         path: of the file; its ending says what kind.
         report: from :func:`estimate`, not one that was read from a file.
         capacity: bytes, or text such as ``"24GiB"``, of each device or one for each; where given it is drawn, and the batch
-            sizes go to a fifth beyond the largest that fits the smallest device.
+            sizes go to a fifth beyond the largest that fits.
 
     Raises:
         ImportError: matplotlib is not installed.
         ValueError: no size of memory, or another number of them than devices; an ending that matplotlib does not know.
     """
     pyplot = load_pyplot()
-    sizes = [] if capacity is None else [capacity] * report.devices if isinstance(capacity, (int, str)) else [*capacity]
-    limits = [parse_bytes(size) for size in sizes]
-    if limits and len(limits) != report.devices:
-        raise ValueError(f"capacity has {len(limits)} sizes for {report.devices} devices, expected one for each, or one for all")
+    limits = () if capacity is None else report.limits(capacity)
     figure, (bars, step, batches) = pyplot.subplots(1, 3, figsize=(16, 4.5), layout="constrained")
     try:
         _draw_parts(bars, report, limits)
@@ -94,17 +91,21 @@ def _draw_step(axis: Any, report: MemoryReport) -> None:
 
 
 def _draw_batches(axis: Any, report: MemoryReport, limits: Sequence[int]) -> None:
-    largest = _largest(report, min(limits)) if limits else 0
+    largest = _largest(report, limits) if limits else 0
     count = 20 if report.affine else 4  # where memory is no line, each size is traced
-    most = max(largest * 1.2, 2 * report.rows if largest == 0 else 0, report.devices)
+    most = max(largest * 1.2, 2 * report.rows if largest == 0 else report.rows, report.devices)
     rows = sorted({max(1, round(most * i / count / report.devices)) * report.devices for i in range(1, count + 1)})
     peaks = [report.at(size) for size in rows]
     unit = _scale(axis, max(map(max, peaks)), "peak against the rows of a micro-batch")
+    drawn: list[tuple[int, ...]] = []
     for device, line in enumerate(zip(*peaks, strict=True)):
-        if line not in list(zip(*peaks, strict=True))[:device]:  # devices that are alike are one line
-            axis.plot(rows, [peak / unit for peak in line], marker=".", label=f"device {device}")
+        if any(all(abs(one - other) < one / 100 for one, other in zip(line, before, strict=True)) for before in drawn):
+            continue  # devices that are alike are one line
+        drawn.append(line)
+        axis.plot(rows, [peak / unit for peak in line], marker=".", label=f"device {device}")
     for limit in dict.fromkeys(limits):
-        axis.axhline(limit / unit, color="black", linestyle="dashed", label=f"capacity {format_bytes(limit)}")
+        label = f"capacity {format_bytes(limit)}" + f" of device {limits.index(limit)}" * (len(set(limits)) > 1)
+        axis.axhline(limit / unit, color="black", linestyle="dashed", label=label)
     if largest:
         axis.axvline(largest, color="gray", linestyle="dotted", label=f"{largest} rows fit")
     axis.set_ylim(bottom=0)
@@ -112,7 +113,7 @@ def _draw_batches(axis: Any, report: MemoryReport, limits: Sequence[int]) -> Non
     axis.legend(fontsize="small")
 
 
-def _largest(report: MemoryReport, capacity: int) -> int:
+def _largest(report: MemoryReport, capacity: Sequence[int]) -> int:
     """The most rows that fit, or 0 where nobody knows without many traces, or any number does."""
     if not report.affine:
         return 0

@@ -2,7 +2,8 @@
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,8 +69,8 @@ class MemoryReport:
     affine: bool
     _peak_at: Callable[[int], tuple[int, ...]] | None = dataclasses.field(default=None, repr=False, compare=False)
     _traced_at: Callable[[int], tuple[int, ...]] | None = dataclasses.field(default=None, repr=False, compare=False)
-    _most_rows: Callable[[int], int | None] | None = dataclasses.field(default=None, repr=False, compare=False)
-    _reserved_at: Callable[[int, int], bool] | None = dataclasses.field(default=None, repr=False, compare=False)
+    _most_rows: Callable[[Sequence[int]], int | None] | None = dataclasses.field(default=None, repr=False, compare=False)
+    _reserved_at: Callable[[int, Sequence[int]], bool] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def at(self, rows: int) -> tuple[int, ...]:
         """The peak of each device if a micro-batch had ``rows`` rows over all devices. Where they do not divide, that of a
@@ -82,33 +83,47 @@ class MemoryReport:
         peaks: tuple[int, ...] = _known(self._peak_at)(rows)
         return peaks
 
-    def largest(self, capacity: int | str) -> int:
+    def largest(self, capacity: int | str | Sequence[int | str]) -> int:
         """The most rows of one micro-batch, over all devices, with which each device stays within ``capacity`` (bytes, or text
-        such as ``"24GiB"``), the allocator's segments included; 0 where not even one does. Each moment of the step gives a
-        line; the first to reach the capacity decides. Then the replay of the allocator, and a trace at the answer.
+        such as ``"24GiB"``, or one for each), the allocator's segments included; 0 where not even one does. Each moment of the
+        step gives a line; the first to reach the capacity decides. Then the replay of the allocator, and a trace at the answer.
 
         Raises:
-            ValueError: no size of memory, or this report was read from a file.
+            ValueError: no size of memory, another number of them than devices, or this report was read from a file.
         """
-        limit = parse_bytes(capacity)
+        limits = self.limits(capacity)
         fits = _known(self._reserved_at)
-        most = _known(self._most_rows)(limit)
+        most = _known(self._most_rows)(limits)
         if most is None:
             raise ValueError("the memory does not depend on the rows: any number of them fits")
         low, high = 0, max(most, 0) + 2  # what tensors alone allow, and one for the rounding of blocks
         step = 1
         while low < high - 1:  # most answers are just below it
             middle = max(low + 1, high - step)
-            if fits(middle, limit):
+            if fits(middle, limits):
                 low = middle
                 break
             high, step = middle, 2 * step
         while high - low > 1:
             middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle, limit) else (low, middle)
-        while self.affine and low and max(_known(self._traced_at)(low)) > limit:  # sizes that are no line in between
+            low, high = (middle, high) if fits(middle, limits) else (low, middle)
+        while low == max(most, 0) + 1 and fits(low + 1, limits):  # shares of unequal devices are rounded
+            low, most = low + 1, low
+        traced_at = _known(self._traced_at)
+        while self.affine and low and any(map(operator.gt, traced_at(low), limits)):  # sizes that are no line in between
             low -= 1
         return low
+
+    def limits(self, capacity: int | str | Sequence[int | str]) -> tuple[int, ...]:
+        """``capacity`` in bytes for each device.
+
+        Raises:
+            ValueError: no size of memory, or another number of them than devices.
+        """
+        sizes = [capacity] * self.devices if isinstance(capacity, (int, str)) else list(capacity)
+        if len(sizes) != self.devices:
+            raise ValueError(f"capacity has {len(sizes)} sizes for {self.devices} devices, expected one for each, or one for all")
+        return tuple(map(parse_bytes, sizes))
 
     def to_json(self) -> str:
         """The report as text, without its timeline."""
