@@ -192,5 +192,59 @@ def test_the_ctc_loss_has_tables_for_the_longest_target():
 
 def test_scratch_is_measured_by_running():
     like = Like((256, 256), (256, 1), torch.float32)
-    assert scratch_of(Call(0, "cpu", "mm", (like, like))) == 0
-    assert like.between(Like((512, 256), (256, 1), torch.float32), 1, 2).shape == (384, 256)
+    assert scratch_of(Call(0, "cpu", "aten.mm.default", (like, like), (), like.bytes)) == 0
+    twice = Call(0, "cpu", "aten.mm.default", (Like((512, 256), (256, 1), torch.float32), like))
+    assert Call(0, "cpu", "aten.mm.default", (like, like)).between(twice, 1, 2).args[0].shape == (384, 256)
+
+
+BORROWERS = {
+    "upsample": lambda: nn.Upsample(scale_factor=2, mode="bilinear"),
+    "instance norm": lambda: nn.InstanceNorm2d(16, affine=True),
+    "group norm": lambda: nn.GroupNorm(4, 16),
+    "mish": nn.Mish,
+    "unfold": lambda: nn.Sequential(nn.Unfold(3), nn.Unflatten(1, (16, 9)), nn.Flatten(1, 2), nn.Unflatten(1, (16, 9))),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", BORROWERS)
+def test_what_operators_take_for_themselves_is_counted(name, precision):
+    """Copies of what is not contiguous, or not of the type that is computed in."""
+
+    def build():
+        torch.manual_seed(0)
+        ends = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.LazyLinear(10)
+        net = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), BORROWERS[name](), *ends)
+        net(batch()[0])
+        return net
+
+    def batch():
+        return torch.zeros(8, 3, 32, 32), torch.zeros(8, dtype=torch.int64)
+
+    found = used(build, batch, torch.optim.AdamW, precision)
+    report = memory.estimate(build(), F.cross_entropy, *batch(), precision=precision, device_kind="cpu")
+    assert abs(report.peak[0] - found) <= 0.002 * found
+
+
+@pytest.mark.parametrize("name", ["NAdam", "RAdam", "Adafactor", "Adagrad", "Adadelta", "Adamax", "RMSprop"])
+def test_optimizers_that_read_their_counts(name):
+    def build():
+        return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+
+    kind = getattr(torch.optim, name)
+    found = used(build, lambda: (torch.zeros(32, 64), torch.zeros(32).long()), kind)
+    report = memory.estimate(
+        build(), F.cross_entropy, torch.zeros(32, 64), torch.zeros(32).long(), optimizer=kind, device_kind="cpu"
+    )
+    assert abs(report.peak[0] - found) <= 0.001 * found
+
+
+def test_a_module_of_one_batch_size_is_estimated_for_it():
+    net = Applying(lambda h: h.view(6, 8))
+    with pytest.warns(UserWarning, match="with 12 rows the module raises RuntimeError: shape"):
+        report = memory.estimate(net, lambda out, _: out.sum(), torch.zeros(6, 8), torch.zeros(6), device_kind="cpu")
+    assert report.at(6) == report.peak
+    with pytest.raises(RuntimeError, match="shape"):
+        report.at(7)
+    with pytest.raises(ValueError, match=r"RuntimeError: shape.*any number of rows"):
+        memory.plan(net, lambda out, _: out.sum(), torch.zeros(6, 8), torch.zeros(6), batch_size=6, capacity="1GiB")

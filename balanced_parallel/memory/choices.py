@@ -10,6 +10,7 @@ from ..scattering import split_sizes
 from ..sizes import format_bytes
 from .lines import Lines
 from .tracing import Request, Trace, run_traces
+from .unknown import UnknownMemory
 
 __all__: list[str] = []
 
@@ -180,7 +181,16 @@ class Measured:
 
 def measure(options: Sequence[Measured], several: int) -> None:
     """Traces all of them together."""
-    traces = run_traces([job for option in options for job in option.jobs(several)])
+    jobs = [job for option in options for job in option.jobs(several)]
+    try:
+        traces = run_traces(jobs)
+    except UnknownMemory:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"with {jobs[0][1]} to {jobs[-1][1]} rows over {jobs[0][0].devices} devices is {type(error).__name__}: {error}; "
+            "a plan needs a module, a criterion and an optimizer that take any number of rows"
+        ) from error
     for option, first, second in zip(options, traces[::2], traces[1::2], strict=True):
         option.take(several, first, second)
 

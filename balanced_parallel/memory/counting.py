@@ -44,10 +44,11 @@ class Count(TorchDispatchMode):
     ``events`` are the numbers of blocks, counted from 1: positive where it is allocated, negative where it is released.
     """
 
-    def __init__(self, names: dict[int, str], scalar: int | float | bool | None = None) -> None:
+    def __init__(self, names: dict[int, str], scalar: int | float | bool | None = None, notes: bool = False) -> None:
         super().__init__()
         self.scalar = scalar  # what a model finds that reads a value
         self.names = names  # of modules, by identity
+        self.notes = notes  # calls that may need scratch
         self.blocks: list[Block] = []
         self.events: list[int] = []
         self.operators: list[str] = []
@@ -69,10 +70,10 @@ class Count(TorchDispatchMode):
         for leaf in [result] if isinstance(result, Tensor) else tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self.see(leaf, "communication buckets" if func.namespace in _COMMUNICATES else "temporaries", str(func))
-        if size := selected(func, args):
-            self._borrow(args[0], size, str(func))
-        if (call := note_call(func, args, result, len(self.events))) is not None:
+        if self.notes and (call := note_call(func, args, kwargs or {}, result, len(self.events))) is not None:
             self.calls.append(call)
+        if size := selected(func, args, measured=self.notes):
+            self._borrow(args[0], size, str(func))
         return result
 
     def __enter__(self) -> "Count":

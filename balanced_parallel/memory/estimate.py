@@ -19,6 +19,7 @@ from .lines import Lines
 from .recurrence import SOURCE as RECURRENCE
 from .report import PARTS, Holder, MemoryReport
 from .tracing import TRACED, Request, Trace, run_traces
+from .unknown import UnknownMemory
 
 __all__: list[str] = []
 
@@ -136,16 +137,13 @@ def checkpointed(module: torch.nn.Module, checkpoint: str | Iterable[str] | None
 def report_of(request: Request, rows: int, step: int) -> MemoryReport:
     """Traces micro-batches of ``rows`` rows, and of twice as many."""
     base = -(-max(rows, 2) // step) * step  # one row is a special case for torch: broadcasting, strides
-    traces = run_traces([(request, count) for count in sorted({rows, base, 2 * base})])
+    traces, why = _trace_lines(request, sorted({rows, base, 2 * base}))
     mine = Lines(traces[0], None, request.kind, request.devices, 1)
-    lines = Lines(traces[-2], traces[-1], request.kind, request.devices, step, request.split)
+    lines = Lines(traces[-2], traces[-1], request.kind, request.devices, step, request.split) if len(traces) > 1 else mine
     # ranks are alike; of the replicas each is traced
     traced = range(request.devices) if request.layout in ("replicas", "torch_data_parallel") else [0] * request.devices
     if not lines.is_affine:
-        warnings.warn(
-            "twice the rows ran other operators, so memory is no line in the rows: at() and largest() trace each number of them",
-            stacklevel=3,
-        )
+        warnings.warn(f"{why}, so memory is no line in the rows: at() and largest() trace each number of them", stacklevel=3)
 
     @functools.cache
     def trace_at(count: int) -> Lines:
@@ -198,6 +196,18 @@ def _assumed(trace: Trace, kind: DeviceKind) -> dict[str, str]:
 
 def _has(trace: Trace, operator: str) -> bool:
     return any(operator in name for name in trace.operators)
+
+
+def _trace_lines(request: Request, counts: Sequence[int]) -> tuple[list[Trace], str]:
+    """A trace for each of ``counts``; where the module does not take the others, only for the first. And what to say if their
+    memory is no line."""
+    try:
+        return run_traces([(request, count) for count in counts]), "twice the rows ran other operators"
+    except UnknownMemory:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a module raises
+        alone = run_traces([(request, counts[0])])  # raises it again, if it is not for the number of rows
+        return alone, f"with {counts[-1]} rows the module raises {type(error).__name__}: {error}"
 
 
 def _parts(lines: Lines, device: int) -> dict[str, int]:

@@ -4,9 +4,9 @@ Each block's size is affine in the rows, so what lives after each event is too, 
 convex and piecewise linear, which is why one line through two peaks would be wrong.
 """
 
+import functools
 import math
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,13 +16,13 @@ from ..scattering import split_sizes
 from .allocator import replay
 from .counting import Block
 from .kinds import DeviceKind
-from .scratch import LARGEST, Call, scratch_of
+from .scratch import LARGEST, SMALL, Call, may_need_scratch, scratch_of
 from .tracing import Trace
 
 __all__: list[str] = []
 
 Numbers = NDArray[np.int64]
-MEASURED = 8  # calls, those with most in use beside them
+MEASURED = 16  # calls, those with most in use beside them
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,19 +94,30 @@ class Lines:
         return best
 
     def _highest_calls(self, device: int, rows: int | None, levels: Numbers) -> list[Call]:
-        """Of the calls that may need scratch, those with most in use beside it."""
-        after = [i for i, call in enumerate(self.first.calls) if call.position > self.start]
+        """Of the calls that need scratch, those with most in use beside it."""
+        name = self.device_name(device)
+        after = [i for i, call in enumerate(self.first.calls) if call.position > self.start and call.device == name]
         after.sort(key=lambda i: -levels[self.first.calls[i].position - 1])
         chosen: dict[Any, Call] = {}
         for i in after:
             call = self.first.calls[i]
+            if not may_need_scratch(call, functools.partial(self._shrunk, i)):
+                continue
             if rows is not None and self.second is not None:
                 call = call.between(self.second.calls[i], *self._beyond(rows, device))
-            if call.device == self.device_name(device) and call.bytes <= LARGEST:
+            if call.bytes <= LARGEST:
                 chosen.setdefault((call.operator, call.args), call)
             if len(chosen) == MEASURED:
                 break
         return list(chosen.values())
+
+    def _shrunk(self, i: int) -> Call:
+        """A call with as few rows as make it small, if that is known."""
+        call = self.first.calls[i]
+        if self.second is None or call.bytes <= SMALL:
+            return call
+        rows = max(1, self.first.rows * SMALL // call.bytes)
+        return call.between(self.second.calls[i], rows - self.first.rows, self.second.rows - self.first.rows)
 
     def peak(self, device: int, rows: int | None = None) -> int:
         """Bytes in use at most in the second update, with what cuBLAS takes and what lies outside of the allocator."""
@@ -139,6 +150,6 @@ class Lines:
     def start(self) -> int:
         return self.first.marks["second"]
 
-    @cached_property
+    @functools.cached_property
     def _events(self) -> Numbers:
         return np.array(self.first.events, dtype=np.int64)

@@ -6,6 +6,7 @@ bytes for an LSTM and 864,000,000 for a GRU, which are 5 and 6 values per step, 
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -24,7 +25,7 @@ SOURCE = "assumed: recurrent layers keep what cuDNN printed in pytorch#2895, 5 (
 
 def lstm_on_cpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
     """oneDNN's layer, whose fake kernel forgets the workspace."""
-    call = note_call(func, args, None, 0)
+    call = note_call(func, args, kwargs, None, 0)
     assert call is not None
     results = func(*args, **kwargs)
     return True, (*results[:3], args[0].new_empty(_workspace_of(call), dtype=torch.uint8))
@@ -47,7 +48,7 @@ def _with_rows(call: Call, rows: int) -> Call:
 
     inputs, *weights, hx, cx = call.args[:7]
     fewer = (cut(inputs, 1), *weights, cut(hx, 0), cut(cx, 0))
-    return Call(call.position, call.device, call.operator, (*fewer, *call.args[7:]))
+    return dataclasses.replace(call, args=(*fewer, *call.args[7:]))
 
 
 @contextlib.contextmanager

@@ -44,11 +44,11 @@ def answer(
     return (False, None) if rule is None else rule(func, args, kwargs)
 
 
-def selected(func: Any, args: tuple[Any, ...]) -> int:
-    """Bytes that an operator takes for itself, if every element is selected: the indices that it makes of boolean masks, the
-    second table of the CTC loss."""
+def selected(func: Any, args: tuple[Any, ...], *, measured: bool) -> int:
+    """Bytes that an operator takes for itself, if every element is selected: the indices that it makes of boolean masks; and
+    the second table of the CTC loss, unless that is ``measured``."""
     if func in _CTC_BACKWARD:
-        return int(args[6].nbytes)
+        return 0 if measured else int(args[6].nbytes)
     indices = args[1] if func in _INDEXES else ()
     masks = [index for index in indices if index is not None and index.dtype in (torch.bool, torch.uint8)]
     return sum(2 * 8 * mask.numel() * mask.dim() for mask in masks)  # once as nonzero gives them, once each for itself
@@ -65,8 +65,16 @@ def _ctc_backward(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     return True, torch.empty_like(args[1])
 
 
+def _group_norm_backward(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    """torch's fake kernel gives float32 for an input in bfloat16, and the real one does not."""
+    inputs, weight, mask = args[1], args[4], args[9]
+    learned = (inputs if weight is None else weight).new_empty(args[6])
+    results = (torch.empty_like(inputs), learned, torch.empty_like(learned))
+    return True, tuple(result if asked else None for result, asked in zip(results, mask, strict=True))
+
+
 def _one(tensor: Tensor) -> int | float:
-    return 1.0 if tensor.is_floating_point() else 1
+    return 0.9 if tensor.is_floating_point() else 1  # NAdam divides by one minus a product of its momenta
 
 
 def _nonzero(func: Any, args: Any, kwargs: Any) -> tuple[bool, Tensor]:
@@ -116,4 +124,5 @@ _RULES: dict[Any, Callable[[Any, Any, Any], tuple[bool, Any]]] = {
     _aten._ctc_loss.Tensor: _ctc,
     **dict.fromkeys(_CTC_BACKWARD, _ctc_backward),
     _aten.mkldnn_rnn_layer.default: lstm_on_cpu,
+    _aten.native_group_norm_backward.default: _group_norm_backward,
 }

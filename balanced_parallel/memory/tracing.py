@@ -170,7 +170,7 @@ def _trace(request: Request, rows: int) -> Trace:
     checkpoint_blocks(module, request.blocks)
     whole, place = rows * (request.micro_batches // request.batches), host if on_host else home
     batch = fake_batch((request.inputs, request.targets), whole, request.rows, mode, place)
-    count = Count(names_of({"": module, "criterion": criterion}), request.scalar)
+    count = Count(names_of({"": module, "criterion": criterion}), request.scalar, notes=request.kind.scratch)
     choices = cuda_choices(request.kind.fuses) if request.kind.like_cuda else contextlib.nullcontext()
     with undisturbed(), meeting_alone(), devices_that_mix(), rows_of_one_sequence(), choices, mode:
         try:
@@ -186,19 +186,19 @@ def _trace(request: Request, rows: int) -> Trace:
                 raise
             name = str(error).partition("registered for ")[2].partition(". ")[0]
             raise UnknownMemory(f"the operator {name} {_NO_KERNEL}") from error
-    return Trace(rows, count.blocks, _ordered(count.events), count.operators, count.marks, count.flops, count.calls)
+    events = _ordered(count.events, {call.position for call in count.calls})
+    return Trace(rows, count.blocks, events, count.operators, count.marks, count.flops, count.calls)
 
 
-def _ordered(events: list[int]) -> list[int]:
-    """What is released between two allocations has no order: dictionaries by address decide it."""
+def _ordered(events: list[int], places: set[int]) -> list[int]:
+    """What is released between two allocations, or two of ``places``, has no order: dictionaries by address decide it."""
     ordered: list[int] = []
     released: list[int] = []
-    for event in events:
-        if event < 0:
-            released.append(event)
-        else:
-            ordered += [*sorted(released, reverse=True), event]
+    for place, event in enumerate(events):
+        if event > 0 or place in places:
+            ordered += sorted(released, reverse=True)
             released = []
+        (ordered if event > 0 else released).append(event)
     return ordered + sorted(released, reverse=True)
 
 
