@@ -171,6 +171,8 @@ def test_ddp_is_the_plain_program_and_its_buckets():
     report = memory.estimate(build(), F.cross_entropy, *batch(24), layout="ddp", devices=2, **settings)
     assert report.parts[0]["communication buckets"] + report.parts[0]["gradients"] == size
     assert plain.peak[0] < report.peak[0] <= plain.peak[0] + size
+    alone = memory.estimate(build(), F.cross_entropy, *batch(24), layout="ddp", **settings)
+    assert alone.peak == plain.peak
     spread = memory.estimate(build(), F.cross_entropy, *batch(24), layout="ddp", devices=2, balanced_optimizer=True, **settings)
     assert report.peak[0] - spread.peak[0] == pytest.approx(size, rel=0.05)  # half of two states
     sharded = memory.estimate(build(), F.cross_entropy, *batch(24), layout="fsdp", devices=2, **settings)

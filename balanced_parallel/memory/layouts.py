@@ -113,9 +113,12 @@ def distributed_data_parallel(
 ) -> Job:
     """One rank of ``DistributedDataParallel(gradient_as_bucket_view=True)``, as ``parallelize`` makes it. Its reducer is C++ and
     wants memory: here the buckets are one flat tensor per parameter's dtype, and gradients are moved there when they come.
-    ``shards_state``: the optimizer is a ``ZeroRedundancyOptimizer``, of which this is the rank with the most.
+    ``shards_state``: the optimizer is a ``ZeroRedundancyOptimizer``, of which this is the rank with the most. A rank that is
+    alone has no reducer.
     """
     job = one_device(module, criterion, optimizer, precision)
+    if ranks == 1:
+        return job
     learned = [parameter for parameter in job.parameters if parameter.requires_grad]
     reducing = [True]
 
