@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from .batchnorm import AllRowsBatchNorm
 from .diagnosis import fixed_devices, read_source
 from .losses import is_known, refuse_coupled
-from .shells import _refuse_compiled
+from .shells import refuse_compiled
 
 __all__: list[str] = []
 
@@ -64,7 +64,7 @@ def _weights_that_cannot_be_copied(module: nn.Module) -> Iterator[str]:
     for name, layer in module.named_modules():
         if refused is None or not name.startswith(refused):  # a script's parts are scripts
             try:
-                _refuse_compiled(layer)
+                refuse_compiled(layer)
             except TypeError as error:
                 refused = f"{name}." if name else ""
                 yield f"weights: {name or 'the model'}: {error}"

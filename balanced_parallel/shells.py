@@ -23,7 +23,7 @@ class Tree:
     def __init__(self, root: nn.Module) -> None:
         self.modules = list(root.modules())
         for module in self.modules:
-            _refuse_compiled(module)
+            refuse_compiled(module)
         self.children = [dict(module._modules) for module in self.modules]
         self.owned = [dict(module._parameters) for module in self.modules]
         held = [parameter for owned in self.owned for parameter in owned.values() if parameter is not None]
@@ -116,7 +116,7 @@ class Tree:
         return [tensors[self.place[id(entry)]] if id(entry) in self.place else entry for entry in value]
 
 
-def _refuse_compiled(module: nn.Module) -> None:
+def refuse_compiled(module: nn.Module) -> None:
     """Compiled code belongs to one module on one device, and torch's compiler does not run in several threads at once."""
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(f"{type(module).__name__} cannot be replicated: pass the module that it was made from")
