@@ -111,6 +111,10 @@ def map_leaves(function: Callable[[Any], Any], node: Any) -> Any:
 
 def unzip_leaves(function: Callable[[Any], Sequence[Any]], node: Any, count: int) -> list[Any]:
     """``count`` structures like ``node``, whose leaves are the ``count`` values that ``function`` makes of each leaf."""
+    if type(node) is torch.Tensor:  # as in map_leaves
+        return list(function(node))
+    if type(node) is tuple:
+        return list(zip(*[unzip_leaves(function, child, count) for child in node], strict=True)) if node else [()] * count
     container = open_container(node)
     if container is None:
         pieces = list(function(node))

@@ -123,6 +123,8 @@ def cut(node: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
     rows is in each piece."""
     if len(sizes) == 1:
         return [node]
+    if type(node) is Arguments and not node.kwargs:
+        return [Arguments(inputs, {}) for inputs in cut(node.inputs, sizes, dim)]
     starts = [0, *itertools.accumulate(sizes)]
 
     def cut_leaf(leaf: Any) -> list[Any]:
