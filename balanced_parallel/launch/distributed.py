@@ -113,9 +113,9 @@ class DistributedModel(DistributedDataParallel):
         summed = reduction.totals.grad.double() * world_size() if reduction.sums is None else reduction.sums
         reduction.totals.grad = reduction.sums = None
         loss, weight, *counts = summed.tolist()
-        for parameter, count in zip(reduction.parameters, counts, strict=True):
-            if count == 0:
-                parameter.grad = None
+        if 0 in counts:
+            for parameter, count in zip(reduction.parameters, counts, strict=True):
+                parameter.grad = parameter.grad if count else None
         return [loss, weight]
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
