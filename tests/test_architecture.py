@@ -118,6 +118,7 @@ def test_public_names():
 IMPORT = """
 import os, sys
 import torch, torch.distributed.algorithms.ddp_comm_hooks.default_hooks, torch.nn.parallel, torch.optim
+import torch._subclasses.fake_tensor, torch.utils.flop_counter
 class Watched(type(os.environ)):
     def __getitem__(self, key): raise AssertionError("read " + str(key))
     def __setitem__(self, key, value): raise AssertionError("wrote " + str(key))

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorDeviceMismatchError
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
 from .. import execution, model
@@ -80,7 +80,7 @@ def devices_that_mix() -> Iterator[None]:
     def find_common_device(func: Any, args: Any) -> Any:
         try:
             return find(func, args)
-        except FakeTensorDeviceMismatchError:
+        except RuntimeError:  # of two devices; a FakeTensorDeviceMismatchError from torch 2.13 on
             devices = {leaf.fake_device for leaf in tree_leaves(args) if isinstance(leaf, FakeTensor)}
             indexed = [device for device in devices if device.index is not None]
             if len(indexed) != 1 or any(device.type != "cpu" for device in devices):
