@@ -1,6 +1,7 @@
 """Sizes of memory as people write them: ``"24GiB"``, ``"512 MiB"``, ``"80GB"``."""
 
 import re
+from collections.abc import Sequence
 
 __all__: list[str] = []
 
@@ -31,3 +32,15 @@ def format_bytes(count: int) -> str:
         if abs(count) >= UNITS[unit]:
             return f"{count / UNITS[unit]:.2f} {unit}"
     return f"{count} B"
+
+
+def parse_each(capacity: int | str | Sequence[int | str], devices: int) -> tuple[int, ...]:
+    """The bytes of each of ``devices`` devices: one size for all of them, or one for each.
+
+    Raises:
+        ValueError: no size of memory, or another number of them than devices.
+    """
+    sizes = [capacity] * devices if isinstance(capacity, (int, str)) else list(capacity)
+    if len(sizes) != devices:
+        raise ValueError(f"capacity has {len(sizes)} sizes for {devices} devices, expected one for each, or one for all")
+    return tuple(map(parse_bytes, sizes))

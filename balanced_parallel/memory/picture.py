@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..sizes import UNITS, format_bytes
+from ..sizes import UNITS, format_bytes, parse_each
 from .report import PARTS, MemoryReport
 
 __all__: list[str] = []
@@ -42,7 +42,7 @@ def draw_report(path: Path | str, report: MemoryReport, capacity: Capacity = Non
         ValueError: no size of memory, or another number of them than devices; an ending that matplotlib does not know.
     """
     pyplot = load_pyplot()
-    limits = () if capacity is None else report.limits(capacity)
+    limits = () if capacity is None else parse_each(capacity, report.devices)
     figure, (bars, step, batches) = pyplot.subplots(1, 3, figsize=(16, 4.5), layout="constrained")
     try:
         _draw_parts(bars, report, limits)

@@ -14,7 +14,7 @@ from ..criterion import DataParallelCriterion
 from ..devices import DeviceLike
 from ..model import DataParallelModel
 from ..precision import Precision
-from ..sizes import format_bytes, parse_bytes
+from ..sizes import format_bytes, parse_each
 from ..step import TrainStep
 from .blocks import checkpoint_blocks, find_blocks
 from .choices import SCALARS, Choice, Measured, Option, choice_of, measure, row_of
@@ -229,10 +229,7 @@ def _capacities(capacity: int | str | Sequence[int | str] | None, devices: int, 
         if kind.capacity is None:
             raise ValueError(f"capacity=None with device_kind={kind.name!r}, which has none: expected a size, as '24GiB'")
         capacity = kind.capacity
-    sizes = [capacity] * devices if isinstance(capacity, (int, str)) else list(capacity)
-    if len(sizes) != devices:
-        raise ValueError(f"capacity has {len(sizes)} sizes for {devices} devices, expected one for each, or one for all")
-    return tuple(map(parse_bytes, sizes))
+    return parse_each(capacity, devices)
 
 
 def _options(module: torch.nn.Module, devices: int, precision: str, *, exact: bool) -> list[Option]:

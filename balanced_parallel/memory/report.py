@@ -9,7 +9,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from ..sizes import format_bytes, parse_bytes
+from ..sizes import format_bytes, parse_each
 
 __all__: list[str] = []
 
@@ -91,7 +91,7 @@ class MemoryReport:
         Raises:
             ValueError: no size of memory, another number of them than devices, or this report was read from a file.
         """
-        limits = self.limits(capacity)
+        limits = parse_each(capacity, self.devices)
         fits = _known(self._reserved_at)
         most = _known(self._most_rows)(limits)
         if most is None:
@@ -113,17 +113,6 @@ class MemoryReport:
         while self.affine and low and any(map(operator.gt, traced_at(low), limits)):  # sizes that are no line in between
             low -= 1
         return low
-
-    def limits(self, capacity: int | str | Sequence[int | str]) -> tuple[int, ...]:
-        """``capacity`` in bytes for each device.
-
-        Raises:
-            ValueError: no size of memory, or another number of them than devices.
-        """
-        sizes = [capacity] * self.devices if isinstance(capacity, (int, str)) else list(capacity)
-        if len(sizes) != self.devices:
-            raise ValueError(f"capacity has {len(sizes)} sizes for {self.devices} devices, expected one for each, or one for all")
-        return tuple(map(parse_bytes, sizes))
 
     def to_json(self) -> str:
         """The report as text, without its timeline."""
