@@ -1,5 +1,6 @@
 """What a window of micro-batches has accumulated since the last update: losses, weights, and gradients of sums."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -36,14 +37,28 @@ class Window:
         self.weight = self.weight + weight
         return weight
 
+    def next_reference(self, expected: float, *, may_shrink: bool) -> float:
+        """The constant for a window of the ``expected`` weight: a power of two, so that nothing is rounded when it changes."""
+        if expected <= 0 or not math.isfinite(expected):
+            return self.reference
+        reference: float = 2.0 ** round(math.log2(expected))
+        return reference if may_shrink else max(reference, self.reference)
+
     def totals(self) -> Tensor:
         """Loss and weight as one tensor, of float64."""
         weight = torch.as_tensor(self.weight, device=self.total.device)
         return torch.stack([self.total.double(), weight.double()])
 
 
-def scale_gradients(parameters: Iterable[torch.nn.Parameter], factor: float) -> None:
-    """Multiplies the gradients there are, in one kernel where torch has one."""
+def scale_gradients(parameters: Iterable[torch.nn.Parameter], factor: float, *, bucketed: bool = False) -> None:
+    """Multiplies the gradients there are.
+
+    Args:
+        bucketed: gradients are views of a reducer's buckets, of which each is multiplied as a whole: it holds nothing else.
+    """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if bucketed:
+        wholes = [gradient if gradient._base is None else gradient._base for gradient in gradients]
+        gradients = list({id(whole): whole for whole in wholes}.values())
     if gradients and factor != 1:
         torch._foreach_mul_(gradients, factor)

@@ -5,7 +5,6 @@ gradients of sums are accumulated, with their weights, and divided once, so noth
 """
 
 import contextlib
-import math
 import warnings
 from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
@@ -19,6 +18,7 @@ from .criterion import DataParallelCriterion
 from .microbatching import as_arguments, count_micro_batches, cut_batch
 from .model import DataParallelModel
 from .nesting import spread
+from .ownership import Spread
 from .precision import Precision
 from .ranks import max_over_ranks, sum_over_ranks, world_size
 from .scattering import Arguments, count_rows, split_sizes
@@ -38,7 +38,8 @@ class RankModel(Protocol):
     def no_sync(self) -> contextlib.AbstractContextManager[None]: ...
     def forward_nothing(self) -> Tensor: ...
     def touch(self, *, with_totals: bool = True) -> Tensor: ...
-    def send(self, totals: Tensor) -> None: ...
+    def pack(self, totals: Tensor) -> Tensor: ...
+    def send(self, packed: Tensor) -> None: ...
     def take_totals(self) -> list[float]: ...
     def parameters(self) -> Iterator[torch.nn.Parameter]: ...
     def modules(self) -> Iterator[torch.nn.Module]: ...
@@ -113,7 +114,8 @@ class TrainStep:
         self._replicas = [model.replicas, criterion.replicas] if isinstance(model, DataParallelModel) else [criterion.replicas]
         known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         trained = [*model.parameters(), *criterion.parameters()]
-        self._outside = [p for p in trained if p not in known]
+        self._outside = [p for p in trained if p not in known and not isinstance(p, Spread)]
+        self._trained = {id(p): p for p in trained}
         self._has_half = any(parameter.dtype == torch.float16 for parameter in model.parameters())
         self._meets_ranks = world_size() > 1 and meets_other_ranks(model.modules())
         self._window: Window | None = None
@@ -221,8 +223,9 @@ class TrainStep:
 
     def _reduce(self, roots: list[Tensor], window: Window, ranks: RankModel) -> None:
         """The backward that sums over the ranks."""
+        packed = ranks.pack(window.totals())
         self._backward(roots)
-        ranks.send(window.totals())
+        ranks.send(packed)
         window.reduced = True
 
     def _backward(self, roots: list[Tensor]) -> None:
@@ -242,16 +245,12 @@ class TrainStep:
     def _settle_reference(self, window: Window, to_come: Tensor | float, reduce: bool) -> None:
         """Gradients of sums are divided by a constant while they accumulate, where float16 could not hold them: by about what
         the whole window will weigh, as the plain program's are. It grows with the window, and is the same on every rank
-        when they reduce. A power of two, so that nothing is rounded when it changes."""
+        when they reduce."""
         expected = max(float(window.weight + to_come), self._last_weight / world_size())
         if world_size() > 1:
             mine = torch.tensor(expected, dtype=torch.float64)
             expected = float(sum_over_ranks(mine)) if reduce else expected * world_size()
-        if expected <= 0 or not math.isfinite(expected):
-            return
-        reference = 2.0 ** round(math.log2(expected))
-        if not reduce:
-            reference = max(reference, window.reference)
+        reference = window.next_reference(expected, may_shrink=reduce)
         if reference != window.reference:
             scale_gradients([*self.model.parameters(), *self.criterion.parameters()], window.reference / reference)
             for replicas in self._replicas:
@@ -273,11 +272,16 @@ class TrainStep:
 
     def _update(self, factor: float) -> None:
         """One step of the optimizer on the gradients times ``factor``, and of the scheduler if it was not skipped."""
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         scaler = self.precision.scaler
         if scaler is not None:
             scaler.unscale_(self.optimizer)
-        scale_gradients(parameters, factor)
+            scale_gradients(self._outside, 1 / scaler.get_scale() if self._outside else 1)
+        if self._ranks is None:
+            scale_gradients([*parameters, *self._outside], factor)
+        else:
+            scale_gradients(self._trained.values(), factor, bucketed=True)
+            scale_gradients([p for p in parameters if id(p) not in self._trained], factor)
         if self.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
         if scaler is None:

@@ -32,9 +32,10 @@ class Shard(NamedTuple):
     targets: tuple[Any, ...]
     kwargs: dict[str, Any]
 
-    def call(self) -> Any:
-        """What the criterion returns. Of AdaptiveLogSoftmaxWithLoss, and of others that return a record, its loss."""
-        result = self.criterion(*nesting.spread(self.output), *self.targets, **self.kwargs)
+    def call(self, criterion: Criterion | None = None) -> Any:
+        """What the criterion, or another in its place, returns. Of AdaptiveLogSoftmaxWithLoss, and of others that return a
+        record, its loss."""
+        result = (criterion or self.criterion)(*nesting.spread(self.output), *self.targets, **self.kwargs)
         return result if isinstance(result, Tensor) else getattr(result, "loss", result)
 
     def weigh(self) -> Tensor:
@@ -77,7 +78,7 @@ def sum_and_weight(shard: Shard) -> tuple[Tensor, Weight]:
     if halves:  # autocast computes losses in float32, but not on the CPU
         output = tuple(widen(leaf) if isinstance(leaf, Tensor) else leaf for leaf in nesting.spread(shard.output))
         shard = shard._replace(output=output)
-    return widen(shard._replace(criterion=_summing(shard.criterion)).call()), weight
+    return widen(shard.call(_summing(shard.criterion))), weight
 
 
 def _summing(criterion: Criterion) -> Criterion:

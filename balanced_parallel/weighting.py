@@ -78,11 +78,15 @@ def divide_once(sums: Sequence[Tensor], weights: Sequence[Weight] | None, device
 
 def add_up(scalars: Sequence[Weight], device: torch.device) -> Tensor:
     """The sum of scalars that may lie on different devices, in their order. Only scalars move."""
-    tensors = [
-        scalar if isinstance(scalar, Tensor) else torch.tensor(scalar, dtype=None if isinstance(scalar, int) else torch.float64)
-        for scalar in scalars
-    ]
-    return functools.reduce(torch.add, [widen(tensor).reshape(()).to(device) for tensor in tensors])
+    return functools.reduce(torch.add, [_as_scalar(scalar, device) for scalar in scalars])
+
+
+def _as_scalar(value: Weight, device: torch.device) -> Tensor:
+    if not isinstance(value, Tensor):
+        return torch.tensor(value, dtype=None if isinstance(value, int) else torch.float64, device=device)
+    value = widen(value)
+    value = value.reshape(()) if value.dim() else value
+    return value if value.device == device else value.to(device)
 
 
 def zero_of(*tensors: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Several ranks, as torchrun starts them: the same loss and gradients as the plain program, on every rank."""
 
+import copy
 import warnings
 
 import pytest
@@ -104,6 +105,43 @@ def check_windows(rank):
         for one, other in zip(model.module.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-10)
     return True
+
+
+def check_two_optimizers(rank):
+    """The gradients of all parameters are the true ones, whichever optimizer has them."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(7, 4), class_targets(7)
+    plain = build_net()
+    _, expected = plain_program(plain, torch.nn.CrossEntropyLoss(), inputs, targets)
+    model, criterion = parallelize(build_net(), torch.nn.CrossEntropyLoss())
+    step = TrainStep(model, criterion, torch.optim.SGD(list(model.parameters())[1:], lr=0.1), micro_batch_size=2)
+    for _ in range(3):  # the reducer makes its buckets anew after the first
+        model.module.load_state_dict(build_net().state_dict())
+        step(inputs.split([4, 3])[rank], targets.split([4, 3])[rank])
+        assert_same_gradients(gradients(model.module), expected)
+    return True
+
+
+def test_gradients_are_divided_once_whoever_has_the_parameters():
+    assert run_ranks(2, check_two_optimizers) == [True, True]
+
+
+def check_copy(rank):
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(3, 4), class_targets(3)
+    model, criterion = parallelize(build_net(), torch.nn.CrossEntropyLoss())
+    TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1))(inputs, targets)
+    copied = copy.deepcopy(model)
+    losses = [
+        TrainStep(one, criterion.attach(one), torch.optim.SGD(one.parameters(), lr=0.1))(inputs, targets)
+        for one in (model, copied)
+    ]
+    return losses[0].item() == losses[1].item()
+
+
+def test_a_model_that_has_trained_can_be_copied_and_the_copy_trains():
+    assert run_ranks(2, check_copy) == [True, True]
 
 
 def test_ragged_windows_equal_the_plain_program_also_for_a_rank_without_rows():

@@ -38,6 +38,19 @@ def test_clipping_uses_the_norm_of_the_true_gradient(double):
     assert_same_gradients(gradients(net), expected)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_parameters_of_another_optimizer_have_their_true_gradients_too(precision):
+    net, x, target = build_net(), torch.randn(9, 4), class_targets(9)
+    _, expected = plain_program(net, nn.CrossEntropyLoss(), x, target)
+    first, *others = net.parameters()
+    other = torch.optim.SGD([first], lr=0.1)
+    step = make_step(net, optimizer=torch.optim.SGD(others, lr=0.1), micro_batch_size=2, precision=precision)
+    step(x, target)
+    error = 1e-6 if precision == "fp32" else 1e-2
+    torch.testing.assert_close(first.grad, expected[0], rtol=error, atol=error)
+    other.step()
+
+
 def test_the_scheduler_steps_once_per_update(double):
     net = build_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)

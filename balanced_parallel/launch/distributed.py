@@ -33,6 +33,11 @@ class Reduction:
     totals: nn.Parameter
     sums: torch.Tensor | None = None  # where a hook may round what is in the buckets, they travel beside them
 
+    def touch(self, with_totals: bool) -> torch.Tensor:
+        """A zero whose backward hands no gradient to any parameter, for which every bucket of the reducer waits."""
+        zero: torch.Tensor = _Touch.apply(*self.parameters, *([self.totals] if with_totals else ()))
+        return zero
+
 
 class DistributedModel(DistributedDataParallel):
     """``DistributedDataParallel`` that returns a list with this rank's output, as :class:`DataParallelModel` does, and that
@@ -63,6 +68,7 @@ class DistributedModel(DistributedDataParallel):
         # the reducer is built for all of these, and does not ask self.module again; what comes first is in the last bucket
         super().__init__(nn.ModuleList([nn.ParameterList([totals]), module, beside]), gradient_as_bucket_view=True)
         self._reduction = Reduction(reduced, totals)
+        self._zeros: dict[bool, torch.Tensor] = {}
         self._has_hook = False
         self.module = module
         self.devices = [device]
@@ -92,18 +98,26 @@ class DistributedModel(DistributedDataParallel):
 
     def touch(self, *, with_totals: bool = True) -> torch.Tensor:
         """The zero of :meth:`forward_nothing`, alone. With totals, no :meth:`send` is to follow."""
-        reduction = self._reduction
-        zero: torch.Tensor = _Touch.apply(*reduction.parameters, *([reduction.totals] if with_totals else ()))
-        return zero
+        if with_totals not in self._zeros:  # a node for each parameter takes its time, and keeps nothing of a backward
+            with torch.inference_mode(False), torch.enable_grad():
+                self._zeros[with_totals] = self._reduction.touch(with_totals)
+        return self._zeros[with_totals]
 
-    def send(self, totals: torch.Tensor) -> None:
+    def pack(self, totals: torch.Tensor) -> torch.Tensor:
+        """What :meth:`send` takes: ``totals`` as they are to travel. All that can be done while no rank waits for it."""
+        reduction = self._reduction
+        packed = torch.cat([totals, totals.new_ones(len(reduction.parameters))])
+        return packed if self._has_hook else packed.to(reduction.totals)
+
+    def send(self, packed: torch.Tensor) -> None:
         """After a backward with a root of ``touch(with_totals=False)``: its last bucket waits for this, which ends it."""
         reduction = self._reduction
-        have = totals.new_tensor([parameter.grad is not None for parameter in reduction.parameters])
-        mine = torch.cat([totals, have])
-        reduction.sums = sum_over_ranks(mine) if self._has_hook else None
+        absent = [index for index, parameter in enumerate(reduction.parameters, 2) if parameter.grad is None]
+        if absent:
+            packed[absent] = 0
+        reduction.sums = sum_over_ranks(packed) if self._has_hook else None
         reduction.totals.grad = None
-        torch.autograd.backward([reduction.totals], [mine.to(reduction.totals)])
+        torch.autograd.backward([reduction.totals], [packed.to(reduction.totals)])
 
     def take_totals(self) -> list[float]:
         """What all ranks together sent. Gradients of parameters for which no rank had one become ``None``: the reducer leaves
@@ -117,6 +131,9 @@ class DistributedModel(DistributedDataParallel):
             for parameter, count in zip(reduction.parameters, counts, strict=True):
                 parameter.grad = parameter.grad if count else None
         return [loss, weight]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_zeros": {}}  # a copy of the model has other parameters
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         super().register_comm_hook(state, hook)
