@@ -4,6 +4,7 @@ However a batch is split (over devices, over processes, over time), the loss and
 batch. A map of the house, in the order in which its rooms build on each other:
 
     devices       what devices there are
+    streams       work beside the computation
     sizes         bytes as people write them
     ambient       thread-local state that a replica's worker carries
     nesting       tuples, mappings, dataclasses: taken apart and rebuilt

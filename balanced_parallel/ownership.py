@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .reduction import Gradients, add_up, move_together
+from .reduction import Gradients, accumulate, add_up, move_together
 
 __all__: list[str] = []
 
@@ -34,8 +34,7 @@ class Piece:
         return tensor if self.is_whole else tensor.reshape(-1)[self.start : self.stop]
 
     def add_gradient(self, gradient: Tensor) -> None:
-        gradient = gradient.reshape(self.values.shape)
-        self.values.grad = gradient if self.values.grad is None else self.values.grad + gradient
+        accumulate(self.values, gradient.reshape(self.values.shape))
 
     def point(self, copies: dict[torch.device, Tensor]) -> None:
         """Takes its memory from ``copies`` of the parameter."""
@@ -77,7 +76,7 @@ class BucketOwners:
         for owner in dict.fromkeys(piece.owner for piece in self.pieces):
             mine = [piece for piece in self.pieces if piece.owner == owner]
             cut = [[_cut(piece, gradients[piece.index]) for piece in mine] for gradients in replicas]
-            for piece, total in zip(mine, add_up(cut, owner), strict=True):
+            for piece, total in zip(mine, add_up(cut, owner, own=True), strict=True):
                 if total is not None:
                     piece.add_gradient(total)
 

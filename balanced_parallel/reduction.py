@@ -1,10 +1,13 @@
 """Sums the gradients of the replicas, bucket by bucket, as soon as a bucket is complete, and always in the same order."""
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+
+from .streams import SideStreams, Streams, on_streams
 
 __all__: list[str] = []
 
@@ -33,33 +36,55 @@ class Bucket:
         self.owners: Owners | None = None
         self.deferred = False  # gradients stay with the replicas until reduce()
         self.held: list[Gradients] = []  # not reduced yet
+        self.side: SideStreams | None = None  # where devices have streams
+        self.is_last = False  # nothing is left that its sums could overlap with
 
-    def hand_out(self, replicas: Sequence[Sequence[Tensor]]) -> list[tuple[Tensor, ...]]:
-        """An alias of each tensor, connected to the parameters: ``replicas[r][i]`` has the values of parameter ``i``."""
+    def hand_out(self, replicas: Sequence[Sequence[Tensor]], computing: Streams) -> list[tuple[Tensor, ...]]:
+        """An alias of each tensor, connected to the parameters: ``replicas[r][i]`` has the values of parameter ``i``.
+
+        Args:
+            computing: the streams that the replicas run on.
+        """
         size = len(self.parameters)
-        aliases = _HandOut.apply(self, replicas, *self.parameters)
+        aliases = _HandOut.apply(self, replicas, computing, *self.parameters)
         aliases[0].grad_fn._set_sequence_nr(FIRST)
         return [aliases[start : start + size] for start in range(0, len(aliases), size)]
 
     @property
     def passes_on(self) -> bool:
         """Whether gradients simply go on to the parameters, as autograd would bring them there."""
-        return not (self.deferred or self.owners or self.held)
+        return torch.is_grad_enabled() or not (self.deferred or self.owners or self.held or self._overlaps)
 
-    def collect(self, replicas: list[Gradients], wanted: Sequence[bool | None]) -> Gradients:
+    @property
+    def _overlaps(self) -> bool:
+        return self.side is not None and not self.is_last
+
+    def collect(self, replicas: list[Gradients], wanted: Sequence[bool | None], computing: Streams) -> Gradients:
         """The gradients that autograd passes on to the parameters, now that all replicas have theirs.
 
         Args:
             replicas: those of each replica; this takes them over.
             wanted: per parameter whether its gradient is to be accumulated (True), returned (None, as
                 ``torch.autograd.grad`` asks), or neither.
+            computing: the streams that the replicas have run on.
         """
         device = self.parameters[0].device
         returned = add_up([_only(gradients, [want is None for want in wanted]) for gradients in replicas], device)
-        self._hold([_only(gradients, [want is True for want in wanted]) for gradients in replicas])
-        if not self.deferred:
+        fresh = [_only(gradients, [want is True for want in wanted]) for gradients in replicas]
+        if self.deferred:
+            self._hold(fresh)
+            if self.side is not None:
+                self.side.expect(computing, computing)
+            return returned
+        with self._beside(computing, fresh):
+            self._hold(fresh)
             self.reduce()
         return returned
+
+    def _beside(self, computing: Streams, fresh: list[Gradients]) -> contextlib.AbstractContextManager[None]:
+        if self.side is None or not self._overlaps:
+            return contextlib.nullcontext()
+        return self.side.entered(computing, [list(gradients) for gradients in (*self.held, *fresh)])
 
     def reduce(self) -> None:
         """Brings what the replicas hold to the parameters' ``grad``, or to the owners."""
@@ -70,9 +95,10 @@ class Bucket:
             if self.owners is not None:
                 self.owners.take(held)
                 return
-            for parameter, total in zip(self.parameters, add_up(held, self.parameters[0].device), strict=True):
+            totals = add_up(held, self.parameters[0].device, own=True)
+            for parameter, total in zip(self.parameters, totals, strict=True):
                 if total is not None:
-                    parameter.grad = total if parameter.grad is None else parameter.grad + total
+                    accumulate(parameter, total)
 
     def scale(self, factor: float) -> None:
         """Multiplies what the replicas hold."""
@@ -97,19 +123,25 @@ class _HandOut(torch.autograd.Function):
     """Its backward runs when every replica has the gradients of the whole bucket."""
 
     @staticmethod
-    def forward(ctx: Any, bucket: Bucket, replicas: Sequence[Sequence[Tensor]], *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.bucket, ctx.size = bucket, len(parameters)
+    def forward(
+        ctx: Any, bucket: Bucket, replicas: Sequence[Sequence[Tensor]], computing: Streams, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.bucket, ctx.size, ctx.computing = bucket, len(parameters), computing
         ctx.set_materialize_grads(False)
         return tuple(tensor.detach() for replica in replicas for tensor in replica)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        bucket: Bucket = ctx.bucket
         replicas = [list(gradients[start : start + ctx.size]) for start in range(0, len(gradients), ctx.size)]
-        if ctx.bucket.passes_on:
-            return (None, None, *add_up(replicas, ctx.bucket.parameters[0].device))
-        nodes = [node for node, _ in ctx.next_functions]
-        wanted = [None if _is_watched(p) else _is_wanted(node) for p, node in zip(ctx.bucket.parameters, nodes, strict=True)]
-        return (None, None, *ctx.bucket.collect(replicas, wanted))
+        with on_streams(ctx.computing):
+            if bucket.side is not None:
+                bucket.side.join()
+            if bucket.passes_on:
+                return (None, None, None, *add_up(replicas, bucket.parameters[0].device))
+            nodes = [node for node, _ in ctx.next_functions]
+            wanted = [None if _is_watched(p) else _is_wanted(node) for p, node in zip(bucket.parameters, nodes, strict=True)]
+            return (None, None, None, *bucket.collect(replicas, wanted, ctx.computing))
 
 
 def _is_watched(parameter: Any) -> bool:
@@ -146,10 +178,26 @@ def _only(gradients: Gradients, chosen: list[bool]) -> Gradients:
     return [gradient if choose else None for gradient, choose in zip(gradients, chosen, strict=True)]
 
 
-def add_up(replicas: Sequence[Gradients], device: torch.device) -> Gradients:
-    """The sum over the replicas, in their order, on ``device``; None where no replica has a gradient."""
+def accumulate(leaf: Tensor, gradient: Tensor) -> None:
+    """Adds to ``grad`` as autograd does: in place where that can be."""
+    if leaf.grad is None:
+        leaf.grad = gradient
+    elif _is_dense(leaf.grad) and _is_dense(gradient):
+        leaf.grad += gradient
+    else:
+        leaf.grad = leaf.grad + gradient
+
+
+def add_up(replicas: Sequence[Gradients], device: torch.device, *, own: bool = False) -> Gradients:
+    """The sum over the replicas, in their order, on ``device``; None where no replica has a gradient.
+
+    Args:
+        own: whether nobody else may have what is returned: where only one replica has a gradient, a copy of it. Autograd may
+            have given the same tensor to two parameters.
+    """
     totals: list[Any] = [None] * len(replicas[0])
     ours: set[int] = set()  # made here, so that nobody else sees them change
+    theirs: set[int] = set()
     for gradients in replicas:
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
         moved = dict(zip(present, move_together([gradients[i] for i in present], device), strict=True))
@@ -165,6 +213,10 @@ def add_up(replicas: Sequence[Gradients], device: torch.device) -> Gradients:
         ours.update(second)
         for i in first:
             totals[i] = moved[i]
+            if own and moved[i] is gradients[i]:
+                theirs.add(i)
+    for i in theirs.difference(ours):
+        totals[i] = totals[i].clone()
     return totals
 
 

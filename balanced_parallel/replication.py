@@ -17,6 +17,7 @@ from .devices import move
 from .ownership import repoint
 from .reduction import Bucket, make_buckets
 from .shells import Shells, Tree
+from .streams import SideStreams, current_streams
 from .watching import Watch
 
 __all__: list[str] = []
@@ -41,6 +42,7 @@ class Replicas:
         self._states: list[State] = []  # of the parameters when they were copied
         self._changed: list[int] = []  # of the parameters, those that the last refresh found changed
         self.watch: Watch | None = Watch()
+        self.side: SideStreams | None = None  # where gradients are summed while backward goes on
 
     def __reduce__(self) -> Any:  # a copy of the wrapper makes replicas of its own
         return Replicas, ()
@@ -185,10 +187,14 @@ class Replicas:
             return {}
         handed: dict[torch.device, list[Tensor]] = {place: [*self.copies.get(place, tree.parameters)] for place in places}
         if torch.is_grad_enabled():
+            computing = current_streams(places)
+            if self.side is None and any(computing.values()):
+                self.side = SideStreams()
             for bucket in self.buckets:
                 bucket.deferred = self.deferred
+                bucket.side, bucket.is_last = self.side, bucket is self.buckets[-1]
                 at = [tree.place[id(parameter)] for parameter in bucket.parameters]
-                aliases = bucket.hand_out([[handed[place][i] for i in at] for place in places])
+                aliases = bucket.hand_out([[handed[place][i] for i in at] for place in places], computing)
                 for place, some in zip(places, aliases, strict=True):
                     for i, alias in zip(at, some, strict=True):
                         alias._is_param = True  # a parameter to isinstance

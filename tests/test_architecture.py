@@ -12,6 +12,7 @@ import balanced_parallel
 PACKAGE = Path(balanced_parallel.__file__).parent
 CORRIDOR = [
     "devices",
+    "streams",
     "sizes",
     "ambient",
     "nesting",

@@ -469,7 +469,7 @@ def test_a_bucket_is_reduced_as_soon_as_every_replica_has_its_gradients(monkeypa
             if output.device.index == 1:
                 output.register_hook(lambda gradient: events.append("waited" if last.wait(20) else "in vain"))
 
-        monkeypatch.setattr(reduction, "add_up", lambda *args: (watched(*args), last.set() if len(events) == 1 else None)[0])
+        monkeypatch.setattr(reduction, "add_up", lambda *args, **_: (watched(*args), last.set() if len(events) == 1 else None)[0])
         net[0].register_forward_hook(watch)
         gather(model(torch.ones(4, 4))).sum().backward()
         assert events[0] == 3

@@ -14,6 +14,7 @@ from ..model import DataParallelModel
 from ..optimizer import BalancedOptimizer
 from ..precision import Precision
 from ..scattering import Arguments
+from ..streams import SideStreams
 from ..terms import Shard
 
 __all__: list[str] = []
@@ -175,6 +176,7 @@ def replicas(
     devices: list[torch.device],
     balanced: bool,
     split: Sequence[float] | None,
+    has_streams: bool,
 ) -> Job:
     """This package in one process, itself."""
     for part in (module, criterion):
@@ -184,6 +186,8 @@ def replicas(
     model.devices = devices
     losses = DataParallelCriterion(criterion, precision=precision)
     model.replicas.watch = losses.replicas.watch = None  # there are no values to compare
+    if has_streams:  # as the devices that these stand for, which keep gradients until another stream has read them
+        model.replicas.side, losses.replicas.side = SideStreams(), SideStreams()
 
     def loss(arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
         total: Tensor = losses(model(*arguments.inputs, **arguments.kwargs), *targets)

@@ -241,7 +241,7 @@ def _make_job(request: Request, module: Any, criterion: Any) -> Job:
         return layouts.fully_sharded(*common, request.devices, request.shards)
     if request.layout == "torch_data_parallel":
         return torch_data_parallel(*common, devices)
-    return layouts.replicas(*common, devices, request.balanced, request.split)
+    return layouts.replicas(*common, devices, request.balanced, request.split, request.kind.like_cuda)
 
 
 def _update(job: Job, count: Count, micro_batches: list[tuple[Arguments, tuple[Any, ...]]], host: torch.device | None) -> None:

@@ -107,10 +107,11 @@ def simulate(devices: int, memory: Memory = None, *, strict: bool = True) -> Ite
 
     They behave as GPUs do in placement, memory and traffic, so that a program for several GPUs can be run, tested and measured
     without one. torch takes them for its accelerator: ``DataParallelModel(net)``, ``torch.accelerator`` and
-    ``torch.nn.DataParallel`` find them. What they do not show is speed: kernels run one after the other on the CPU, and streams
-    order nothing. Numbers are those of the CPU's kernels, to the bit. Workspaces inside a kernel (cuDNN's, say) and
-    fragmentation are not counted. Under torchrun each rank has a cluster of its own; torch.distributed reaches the others
-    through gloo, and what it sends is not in :attr:`Cluster.moved`.
+    ``torch.nn.DataParallel`` find them. What they do not show is speed: kernels run one after the other on the CPU. Streams are
+    checked instead: memory that is used, or given back, on a stream that has not waited for another one that works with it is an
+    error, for a GPU may come too early there. Numbers are those of the CPU's kernels, to the bit. Workspaces inside a kernel
+    (cuDNN's, say) and fragmentation are not counted. Under torchrun each rank has a cluster of its own; torch.distributed reaches
+    the others through gloo, and what it sends is not in :attr:`Cluster.moved`.
 
     On first use a C++ extension is compiled, in about fifteen seconds, and kept in ``~/.cache/balanced_parallel``.
 

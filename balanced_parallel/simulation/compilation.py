@@ -20,7 +20,7 @@ __all__: list[str] = []
 SOURCES = Path(__file__).parent / "native"
 TORCH = Path(torch.__file__).parent
 # Most of the time goes into torch's headers, so they are read twice and no more: two compilers run side by side.
-UNITS = (("ledger", "device", "storage", "composites", "operators"), ("autocast", "collectives"))
+UNITS = (("streams", "ledger", "device", "storage", "composites", "operators"), ("autocast", "collectives"))
 COMPILERS = ("c++", "g++", "clang++")
 
 

@@ -60,7 +60,8 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
 
 
 def synchronize(device: DeviceLike = None) -> None:
-    """Every kernel has finished when its call returns."""
+    """Every kernel has finished when its call returns; from here on all streams may count on it."""
+    torch.accelerator.synchronize(_index(device))
 
 
 def empty_cache() -> None:

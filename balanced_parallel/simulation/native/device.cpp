@@ -1,5 +1,4 @@
 // What torch asks of a kind of device: which one is current, its random numbers, and a thread that runs its backward.
-// Streams and events are no-ops: every kernel runs on the CPU and has finished when the call returns.
 #include <array>
 #include <mutex>
 #include <thread>
@@ -10,7 +9,7 @@
 #include <torch/csrc/autograd/engine.h>
 #include <torch/library.h>
 
-#include "ledger.h"
+#include "streams.h"
 
 namespace simulation {
 namespace {
@@ -33,23 +32,28 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(c10::Device device) const noexcept override { current = device.index(); }
   c10::DeviceIndex deviceCount() const noexcept override { return static_cast<c10::DeviceIndex>(device_count()); }
 
-  c10::Stream getStream(c10::Device device) const override { return c10::Stream(c10::Stream::DEFAULT, device); }
-  c10::Stream getDefaultStream(c10::Device device) const override { return getStream(device); }
-  c10::Stream getNewStream(c10::Device device, int) const override { return getStream(device); }
-  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return getStream(device); }
-  c10::Stream exchangeStream(c10::Stream stream) const override { return getStream(stream.device()); }
-  void* getStreamNativeHandle(const c10::Stream) const override { return nullptr; }
-  void record(void** event, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {
-    *event = reinterpret_cast<void*>(1);
+  static int index_of(c10::Device device) { return device.has_index() ? device.index() : current; }
+  c10::Stream getStream(c10::Device device) const override { return current_stream(index_of(device)); }
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    return c10::Stream(c10::Stream::DEFAULT, {kType, static_cast<c10::DeviceIndex>(index_of(device))});
   }
-  void block(void*, const c10::Stream&) const override {}
+  c10::Stream getNewStream(c10::Device device, int) const override { return new_stream(index_of(device)); }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool) const override { return new_stream(index_of(device)); }
+  c10::Stream exchangeStream(c10::Stream stream) const override { return exchange_stream(stream); }
+  void* getStreamNativeHandle(const c10::Stream) const override { return nullptr; }
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+    record_event(event, stream);
+  }
+  void block(void* event, const c10::Stream& stream) const override { wait_event(event, stream); }
   bool queryEvent(void*) const override { return true; }
   bool queryStream(const c10::Stream&) const override { return true; }
-  void destroyEvent(void*, const c10::DeviceIndex) const noexcept override {}
-  void synchronizeStream(const c10::Stream&) const override {}
-  void synchronizeEvent(void*) const override {}
-  void synchronizeDevice(const c10::DeviceIndex) const override {}
-  void recordDataPtrOnStream(const c10::DataPtr&, const c10::Stream&) const override {}
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { destroy_event(event); }
+  void synchronizeStream(const c10::Stream& stream) const override { synchronize_stream(stream); }
+  void synchronizeEvent(void* event) const override { synchronize_event(event); }
+  void synchronizeDevice(const c10::DeviceIndex device) const override { synchronize_device(device); }
+  void recordDataPtrOnStream(const c10::DataPtr& pointer, const c10::Stream& stream) const override {
+    if (Block* block = block_of(pointer)) used_on(*block, stream);
+  }
   double elapsedTime(void*, void*, const c10::DeviceIndex) const override { return 0; }
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);

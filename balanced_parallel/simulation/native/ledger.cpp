@@ -1,4 +1,4 @@
-#include "ledger.h"
+#include "streams.h"
 
 #include <memory>
 #include <mutex>
@@ -82,7 +82,9 @@ void release(void* context) {
   std::unique_ptr<Holder> holder(static_cast<Holder*>(context));
   std::lock_guard<std::mutex> lock(mutex);
   const Shared& block = holder->block;
-  if (block->cluster == cluster) devices[block->device].note(block, true);
+  if (block->cluster != cluster) return;
+  devices[block->device].note(block, true);
+  freed(*block);
 }
 
 int64_t rounded(size_t bytes) {  // kMinBlockSize of c10/cuda/CUDACachingAllocator: multiples of 512 bytes
@@ -114,6 +116,7 @@ Shared take(size_t bytes, int device, Category category) {
             printed(on.live), " is allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated."));
   }
   auto block = std::make_shared<Block>(size, device, cluster.load(), category);
+  born(*block);
   on.note(block, false);
   return block;
 }
@@ -133,7 +136,9 @@ struct Allocator final : c10::DeviceAllocator {
   void copy_data(void* target, const void* source, size_t bytes) const override { default_copy_data(target, source, bytes); }
   bool initialized() override { return count > 0; }
   void emptyCache(c10::MempoolId_t) override {}
-  void recordStream(const c10::DataPtr&, c10::Stream) override {}
+  void recordStream(const c10::DataPtr& pointer, c10::Stream stream) override {
+    if (Block* block = block_of(pointer)) used_on(*block, stream);
+  }
   void resetAccumulatedStats(c10::DeviceIndex) override {}
   void resetPeakStats(c10::DeviceIndex device) override {
     check_device(device);
@@ -170,6 +175,7 @@ void start(int number, const int64_t* capacities, bool is_strict) {
     for (auto& bytes : row) bytes = 0;
   strict = is_strict;
   count = number;
+  reset_streams();
 }
 
 void stop() {
@@ -208,8 +214,7 @@ c10::DataPtr adopt(c10::DataPtr host, size_t bytes, int device) {
   return owned(std::move(block), std::move(host));
 }
 
-Block* block_of(const c10::Storage& storage) {
-  const auto& pointer = storage.data_ptr();
+Block* block_of(const c10::DataPtr& pointer) {
   return pointer.get_deleter() == &release ? static_cast<Holder*>(pointer.get_context())->block.get() : nullptr;
 }
 

@@ -1,9 +1,13 @@
 // Operators on simulated devices: the CPU's kernels, run on the same memory, after the checks that a GPU makes.
+#include <algorithm>
+#include <optional>
+
 #include <ATen/Context.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 #include "call.h"
+#include "streams.h"
 
 namespace simulation {
 at::Generator host_generator(const at::Generator& generator);
@@ -34,6 +38,13 @@ void check_devices(const c10::OperatorHandle& op, const c10::Argument& argument,
   if (tensor.dim() > 0) move_bytes(place(tensor), device, static_cast<int64_t>(tensor.nbytes()));
 }
 
+bool is_view(const c10::OperatorHandle& op) {  // touches no memory
+  const auto& returns = op.schema().returns();
+  return !returns.empty() && std::all_of(returns.begin(), returns.end(), [](const c10::Argument& result) {
+    return result.alias_info() && !result.alias_info()->isWrite();
+  });
+}
+
 void refuse(const c10::OperatorHandle& op) {
   const auto name = c10::toString(op.operator_name());
   TORCH_CHECK_NOT_IMPLEMENTED(
@@ -54,6 +65,8 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* 
     if (value.isGenerator() && call.device() == -1) call.look(value.toGenerator().device());
   }
   check_device(call.device());
+  std::optional<Launch> launch;
+  if (!is_view(op)) launch.emplace(call.device());
   c10::SmallVector<at::Tensor, 4> written;
   for (size_t i = 0; i < arguments.size(); ++i) {
     auto& value = (*stack)[first + i];
@@ -62,6 +75,10 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* 
     visit(value, [&](const at::Tensor& tensor, const auto& replace) {
       check_devices(op, arguments[i], tensor, call.device(), in_list);
       if (is_written) written.push_back(tensor);
+      if (launch && place(tensor) != kHost && tensor.has_storage()) {
+        Block* block = block_of(tensor.storage());
+        is_written ? launch->writes(block, op.schema().name().c_str()) : launch->reads(block, op.schema().name().c_str());
+      }
       replace(call.to_host(tensor));
     });
     if (value.isDevice()) {

@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include "call.h"
+#include "streams.h"
 
 namespace simulation {
 namespace {
@@ -55,13 +56,27 @@ void label_copy(const at::Tensor& target, const at::Tensor& source) {
   if (to) to->fresh = false;
 }
 
-at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool) {
+// As in torch, a copy between devices runs on the current stream of the one that it comes from.
+void order_copy(const at::Tensor& self, const at::Tensor& source, int device) {
+  const Launch launch(device);
+  if (is_simulated(source)) launch.reads(block_of(source.storage()), "A copy");
+  if (is_simulated(self)) launch.writes(block_of(self.storage()), "A copy");
+}
+
+at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
   Call call;
+  const auto host_source = call.to_host(source, !is_simulated(self)), host_self = call.to_host(self);
+  const int from = place(source), to = place(self);
+  const bool between = from != to && from != kHost && to != kHost;
+  if (between) wait_for_each_other(from, to);
+  order_copy(self, source, from == kHost ? to : from);
   {
     BelowEverything guard;
-    call.to_host(self).copy_(call.to_host(source, !is_simulated(self)));
+    host_self.copy_(host_source);
   }
-  if (place(self) != place(source)) move_bytes(place(source), place(self), static_cast<int64_t>(self.nbytes()));
+  if (between) wait_for_each_other(from, to);
+  if (to == kHost && !non_blocking) synchronize_stream(current_stream(from));
+  if (from != to) move_bytes(place(source), place(self), static_cast<int64_t>(self.nbytes()));
   label_copy(self, source);
   return self;
 }
@@ -79,6 +94,8 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& target
 
 at::Scalar local_scalar_dense(const at::Tensor& self) {
   Call call;
+  Launch(place(self)).reads(block_of(self.storage()), "Reading a number");
+  synchronize_stream(current_stream(place(self)));
   move_bytes(place(self), kHost, static_cast<int64_t>(self.element_size()));
   return at::_local_scalar_dense(call.to_host(self));
 }
@@ -107,7 +124,9 @@ at::Tensor& set_nothing(at::Tensor& self) {
   return set_storage_at(self, nothing.storage(), 0, {0}, {});
 }
 
-void record_stream(at::Tensor&, c10::Stream) {}
+void record_stream(at::Tensor& self, c10::Stream stream) {
+  if (Block* block = block_of(self.storage())) used_on(*block, stream);
+}
 
 // `.to()` keeps a module's parameters where the types agree, as they do between the CPU and CUDA.
 bool same_type_of_storage(const at::Tensor& self, const at::Tensor& from) {
