@@ -74,7 +74,7 @@ class Bucket:
         if self.deferred:
             self._hold(fresh)
             if self.side is not None:
-                self.side.expect(computing, computing)
+                self.side.expect(computing, computing, [])
             return returned
         with self._beside(computing, fresh):
             self._hold(fresh)

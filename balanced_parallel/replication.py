@@ -109,6 +109,8 @@ class Replicas:
         """Forgets what the replicas hold since the last reduction."""
         for bucket in self.buckets:
             bucket.drop()
+        if self.side is not None:  # a backward that failed did not come to it
+            self.side.join()
 
     def forget_values(self) -> None:
         """Has every value copied again before the next forward or update."""

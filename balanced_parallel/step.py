@@ -230,6 +230,7 @@ class TrainStep:
 
     def _backward(self, roots: list[Tensor]) -> None:
         scaler = self.precision.scaler_on(self.model.devices[0])
+        roots = [root for root in roots if root.requires_grad] or roots  # a replica may have used nothing that learns
         torch.autograd.backward(roots if scaler is None else [scaler.scale(root) for root in roots])
 
     @contextlib.contextmanager

@@ -7,6 +7,7 @@ before the next piece of work is put beside, as in torch's FSDP2: at most one pi
 """
 
 import contextlib
+from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -39,8 +40,7 @@ class SideStreams:
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.Stream] = {}
-        self._kept: list[Any] = []
-        self._waits: list[tuple[torch.device, torch.Stream, torch.Event]] = []
+        self._due: deque[tuple[list[tuple[torch.device, torch.Stream, torch.Event]], list[Any]]] = deque()
 
     @contextlib.contextmanager
     def entered(self, computing: Streams, uses: list[Any]) -> Iterator[None]:
@@ -49,26 +49,28 @@ class SideStreams:
         Args:
             uses: tensors of the computing streams, kept until these have waited.
         """
-        self._kept = uses
         sides = {device: self._beside(device, stream) for device, stream in computing.items()}
         try:
             with on_streams(sides):
                 yield
         finally:
-            self.expect(computing, sides)
+            self.expect(computing, sides, uses)
 
-    def expect(self, computing: Streams, working: Streams) -> None:
-        """Has ``computing`` streams, and those of who called backward, wait for ``working`` ones at its end."""
-        waits = [(device, stream, working[device]) for device, stream in computing.items()]
-        self._waits += [(device, stream, work.record_event()) for device, stream, work in waits if stream and work]
+    def expect(self, computing: Streams, working: Streams, uses: list[Any]) -> None:
+        """Has ``computing`` streams, and those of who called backward, wait for ``working`` ones, at its end at the latest."""
+        pairs = [(device, stream, working[device]) for device, stream in computing.items()]
+        self._due.append(([(device, stream, work.record_event()) for device, stream, work in pairs if stream and work], uses))
         torch.autograd.Variable._execution_engine.queue_callback(self.join)
 
     def join(self) -> None:
-        """Makes the waits that are due, and lets go what was kept for them."""
-        for device, stream, event in self._waits:
-            stream.wait_event(event)
-            torch.accelerator.current_stream(device).wait_event(event)
-        self._waits, self._kept = [], []
+        """Makes the waits that are due, and lets go what was kept for them. Nested backwards may call it from several threads."""
+        with contextlib.suppress(IndexError):
+            while True:
+                waits, uses = self._due.popleft()
+                for device, stream, event in waits:
+                    stream.wait_event(event)
+                    torch.accelerator.current_stream(device).wait_event(event)
+                del uses
 
     def _beside(self, device: torch.device, stream: torch.Stream | None) -> torch.Stream | None:
         if stream is None:

@@ -1,6 +1,6 @@
 """What only a GPU can show: run this where there is one, and keep what it prints under benchmarks/.
 
-python scripts/gpu_check.py                 on the GPU, listed twice: streams, autocast, fp16 scaling, real allocator peaks
+python scripts/gpu_check.py                 on all GPUs, or the one listed twice: streams, autocast, fp16 scaling, allocator peaks
 python scripts/gpu_check.py --simulate      the same cases on two simulated devices, to see that the script works
 python scripts/gpu_check.py memory          predicted beside used memory for seven models; with --simulate as well
 """
@@ -45,6 +45,7 @@ def networks() -> dict[str, tuple[nn.Module, Tensor]]:
     return {
         "mlp": (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10)), torch.randn(37, 64)),
         "conv": (nn.Sequential(*conv), torch.randn(37, 3, 16, 16)),
+        "several buckets": (nn.Sequential(nn.Linear(64, 2600), nn.Linear(2600, 2600), nn.Linear(2600, 10)), torch.randn(37, 64)),
         "attention": (nn.Sequential(layer, nn.Flatten(), nn.Linear(64 * 8, 10)), torch.randn(37, 8, 64)),
     }
 
@@ -69,7 +70,7 @@ def check_equality(devices: list[Any]) -> bool:
             found = train(net, inputs, devices, precision, 5)
             error = max(abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True))
             fine &= error <= tolerance
-            print(f"{name:10} {precision}  relative error of the loss {error:.1e}  {'ok' if error <= tolerance else 'TOO FAR'}")
+            print(f"{name:15} {precision}  relative error of the loss {error:.1e}  {'ok' if error <= tolerance else 'TOO FAR'}")
     return fine
 
 
@@ -184,7 +185,8 @@ def main() -> None:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         if accelerator is None:
             parser.exit(1, "gpu_check.py: there is no GPU here; --simulate runs the same cases without one\n")
-        devices: list[Any] = [0, 1] if flags.simulate else [0, 0]
+        count = torch.accelerator.device_count()
+        devices: list[Any] = list(range(count)) if count > 1 else [0, 0]
         first = torch.device(accelerator.type, 0)
         name = torch.get_device_module(accelerator).get_device_name(first)
         print(f"{name}, devices {devices}, torch {torch.__version__}, Python {platform.python_version()}")

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 
+from balanced_parallel import reduction
+
 settings.register_profile("suite", derandomize=True, deadline=None, database=None)  # the same cases on every machine
 settings.load_profile("suite")
 torch.set_num_threads(1)  # the suite already runs one process per core
@@ -39,6 +41,12 @@ def double():
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
+
+
+@pytest.fixture(params=[25 * 2**20, 1], ids=["large buckets", "small buckets"])
+def buckets(request, monkeypatch):
+    """One bucket for all parameters of a small model, or one for each, whose sums run beside the backward."""
+    monkeypatch.setattr(reduction, "BUCKET_BYTES", request.param)
 
 
 def pytest_sessionfinish(session, exitstatus):

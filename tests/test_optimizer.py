@@ -36,7 +36,7 @@ KINDS = {
     "ASGD": {},
 }
 
-pytestmark = pytest.mark.usefixtures("double")
+pytestmark = pytest.mark.usefixtures("double", "buckets")
 
 
 def batches(steps):

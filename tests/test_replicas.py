@@ -26,6 +26,7 @@ from balanced_parallel.reduction import make_buckets
 from balanced_parallel.watching import CHUNK, _differing
 
 CPUS = ["cpu"] * 3
+pytestmark = pytest.mark.usefixtures("buckets")
 
 
 def outputs_of(model, x):
@@ -441,7 +442,8 @@ def test_copies_and_pickles_of_the_wrapper_carry_no_replicas():
     assert len(pickle.dumps(model)) < size * 1.1
 
 
-def test_buckets_are_bounded_of_one_dtype_and_last_layers_first():
+def test_buckets_are_bounded_of_one_dtype_and_last_layers_first(monkeypatch):
+    monkeypatch.setattr(reduction, "BUCKET_BYTES", 25 * 2**20)
     parameters = [nn.Parameter(torch.empty(2**21)) for _ in range(7)]  # 8 MiB each
     parameters.insert(3, nn.Parameter(torch.empty(4, dtype=torch.float64)))
     buckets = make_buckets(parameters)
@@ -451,6 +453,7 @@ def test_buckets_are_bounded_of_one_dtype_and_last_layers_first():
 
 
 def test_a_bucket_is_reduced_as_soon_as_every_replica_has_its_gradients(monkeypatch):
+    monkeypatch.setattr(reduction, "BUCKET_BYTES", 25 * 2**20)
     with simulate(2):
         net = nn.Sequential(nn.Linear(4, 2600), nn.Linear(2600, 2600), nn.Linear(2600, 4)).to("sim:0")  # 27 MB in the middle
         model = DataParallelModel(net)

@@ -187,6 +187,24 @@ def test_a_failed_micro_batch_drops_its_window(double):
     assert_same_gradients(gradients(net), expected)
 
 
+def test_a_replica_whose_rows_use_no_parameter(double):
+    class Sometimes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = build_net()
+
+        def forward(self, x):
+            return self.net(x) if x[0, 0] == 0 else torch.ones(len(x), 5)
+
+    net, target = Sometimes(), class_targets(9)
+    x = torch.cat([torch.zeros(3, 4), torch.ones(6, 4)])
+    loss = (F.cross_entropy(net(x[:3]), target[:3], reduction="sum") + 6 * torch.tensor(5.0).log()) / 9
+    loss.backward()
+    expected = gradients(net)
+    torch.testing.assert_close(make_step(net, split=[1, 2])(x, target), loss.detach())
+    assert_same_gradients(gradients(net), expected)
+
+
 def test_unused_parameters_keep_no_gradient():
     net = nn.ModuleDict({"used": build_net(), "unused": nn.Linear(2, 2)})
     net.forward = lambda x: net["used"](x)

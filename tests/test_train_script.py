@@ -141,7 +141,7 @@ def test_the_gpu_check_runs_on_simulated_devices_and_says_where_there_is_no_gpu(
     script = SCRIPT.with_name("gpu_check.py")
     done = subprocess.run([sys.executable, str(script), "--simulate"], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count(" ok\n") == 9
+    assert done.stdout.count(" ok\n") == 12
     assert "nn.DataParallel" in done.stdout
     flags = ["memory", "--simulate", "--only", "embedding"]
     done = subprocess.run([sys.executable, str(script), *flags], capture_output=True, text=True, timeout=200)
