@@ -53,7 +53,8 @@ class Bucket:
     @property
     def passes_on(self) -> bool:
         """Whether gradients simply go on to the parameters, as autograd would bring them there."""
-        return torch.is_grad_enabled() or not (self.deferred or self.owners or self.held or self._overlaps)
+        by_itself = self._overlaps and not torch.is_grad_enabled()  # nobody asks for a graph of the gradients
+        return not (self.deferred or self.owners or self.held or by_itself)
 
     @property
     def _overlaps(self) -> bool:

@@ -359,6 +359,22 @@ def test_gradients_can_stay_with_the_replicas_and_move_once(double):
         assert_same_gradients([gradient.cpu() for gradient in gradients(net)], expected)
 
 
+def test_what_stayed_with_the_replicas_comes_with_a_backward_that_makes_a_graph(double):
+    net, x = build_net(), torch.randn(6, 4)
+    with simulate(3):
+        model = DataParallelModel(net)
+        gather(model(x), "cpu").square().sum().backward()
+        expected = [gradient.cpu() * 2 for gradient in gradients(net)]
+        model.zero_grad()
+        with model.no_sync():
+            gather(model(x), "cpu").square().sum().backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, of what create_graph=True keeps
+            gather(model(x), "cpu").square().sum().backward(create_graph=True)
+        assert_same_gradients([gradient.detach().cpu() for gradient in gradients(net)], expected)
+        model.zero_grad()
+
+
 def test_a_step_over_micro_batches_moves_gradients_once():
     with simulate(4) as cluster:
         net = nn.Linear(64, 512).to("sim:0")
