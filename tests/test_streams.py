@@ -116,8 +116,13 @@ def test_what_has_waited_is_in_order():
         assert tensor.sum().item() == 12
         with other:
             tensor += 1
-        torch.sim.synchronize()
+        torch.sim.synchronize("sim:0")
         assert tensor.sum().item() == 16
+        with other:
+            tensor += 1
+        torch.sim.synchronize("sim:1")  # the wrong one
+        with pytest.raises(RuntimeError, match=TOO_EARLY):
+            tensor.sum()
 
 
 def test_the_allocator_waits_for_streams_it_was_told_of():

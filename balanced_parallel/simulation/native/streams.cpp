@@ -16,12 +16,14 @@ std::mutex& ordering = *new std::mutex;
 std::vector<Clock>& clocks = *new std::vector<Clock>;  // by number of the stream: what it knows of all
 Clock& host = *new Clock;                              // what the host has waited for, all know
 std::vector<std::vector<Use>>& returned = *new std::vector<std::vector<Use>>;  // by stream: uses of memory that it has again
-std::atomic<c10::StreamId> last_id{0};
+std::vector<int>& made_on = *new std::vector<int>;  // the device of each stream, by its id less 1
 thread_local std::array<c10::StreamId, kDevices> chosen{};
 
 int number_of(c10::Stream stream) {  // the default streams first, one for each device
   return stream.id() == 0 ? stream.device_index() : kDevices + static_cast<int>(stream.id()) - 1;
 }
+
+int device_of(int stream) { return stream < kDevices ? stream : made_on[stream - kDevices]; }
 
 std::string name_of(int stream) {
   return stream < kDevices ? c10::str("the default stream of sim:", stream) : c10::str("stream ", stream - kDevices + 1);
@@ -73,7 +75,9 @@ c10::Stream exchange_stream(c10::Stream stream) {
 }
 
 c10::Stream new_stream(int device) {
-  return c10::Stream(c10::Stream::UNSAFE, {kType, static_cast<c10::DeviceIndex>(device)}, ++last_id);
+  std::lock_guard<std::mutex> lock(ordering);
+  made_on.push_back(device);
+  return c10::Stream(c10::Stream::UNSAFE, {kType, static_cast<c10::DeviceIndex>(device)}, static_cast<int64_t>(made_on.size()));
 }
 
 void record_event(void** event, c10::Stream stream) {
@@ -100,9 +104,10 @@ void synchronize_stream(c10::Stream stream) {
   learn(host, clock_of(number_of(stream)));
 }
 
-void synchronize_device(int) {  // there is nothing that a stream of another device could not know of as well
+void synchronize_device(int device) {
   std::lock_guard<std::mutex> lock(ordering);
-  for (const auto& clock : clocks) learn(host, clock);
+  for (size_t stream = 0; stream < clocks.size(); ++stream)
+    if (device_of(static_cast<int>(stream)) == device) learn(host, clocks[stream]);
 }
 
 Launch::Launch(int device) : stream_(number_of(current_stream(device))) {
