@@ -152,24 +152,18 @@ def test_views_and_shapes_touch_no_memory():
             assert torch.empty_like(tensor).shape == tensor.shape
 
 
-@pytest.fixture
-def on_other_streams():
-    """The program runs on streams of its own on all devices, where nothing is in order by chance."""
-
-    @contextlib.contextmanager
-    def enter(devices):
-        streams = {torch.device("sim", index): stream_on(index) for index in range(devices)}
-        for device, stream in streams.items():
-            stream.wait_stream(torch.accelerator.current_stream(device))
-        with on_streams(streams):
-            yield
-
-    return enter
+@contextlib.contextmanager
+def on_other_streams(streams):
+    """The program runs on streams of its own, where nothing is in order by chance."""
+    for stream in streams:
+        stream.wait_stream(torch.accelerator.current_stream(stream.device))
+    with on_streams({stream.device: stream for stream in streams}):
+        yield
 
 
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 @pytest.mark.parametrize("balanced", [False, True])
-def test_steps_on_any_streams_equal_the_plain_program(double, small_buckets, on_other_streams, balanced, micro_batch_size):
+def test_steps_on_any_streams_equal_the_plain_program(double, small_buckets, balanced, micro_batch_size):
     inputs, targets = torch.randn(14, 4), class_targets(14, ignored=5)
     plain = build_net()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
@@ -177,7 +171,7 @@ def test_steps_on_any_streams_equal_the_plain_program(double, small_buckets, on_
         optimizer.zero_grad()
         nn.functional.cross_entropy(plain(inputs), targets).backward()
         optimizer.step()
-    with simulate(3), on_other_streams(3):
+    with simulate(3), on_other_streams([stream_on(index) for index in range(3)]):
         model = DataParallelModel(build_net())
         made = (BalancedOptimizer if balanced else lambda model, kind, **settings: kind(model.parameters(), **settings))(
             model, torch.optim.AdamW, lr=0.1
@@ -190,24 +184,43 @@ def test_steps_on_any_streams_equal_the_plain_program(double, small_buckets, on_
             torch.testing.assert_close(one.cpu(), other, rtol=1e-9, atol=1e-10)
 
 
-def test_backward_may_be_called_on_other_streams_than_forward(double, small_buckets, on_other_streams):
+class WithoutItsLastBucket(nn.Module):
+    """No backward reaches the bucket of what is registered first, so that nothing comes after the sums of the others."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused, self.net = nn.Parameter(torch.ones(3)), build_net()
+
+    def forward(self, inputs):
+        return self.net(inputs)
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_backward_may_be_called_on_other_streams_than_forward(double, small_buckets, balanced):
     inputs, targets = torch.randn(7, 4), class_targets(7)
     _, expected = plain_program(build_net(), nn.CrossEntropyLoss(), inputs, targets)
     with simulate(3):
-        model, criterion = DataParallelModel(build_net()), DataParallelCriterion(nn.CrossEntropyLoss())
-        with on_other_streams(3):
+        model, criterion = DataParallelModel(WithoutItsLastBucket()), DataParallelCriterion(nn.CrossEntropyLoss())
+        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1) if balanced else None
+        streams = [stream_on(index) for index in range(3)]
+        with on_other_streams(streams):
             with model.no_sync():
-                first = criterion(model(inputs), targets)
-            second = criterion(model(inputs), targets)
-            third = criterion(model(inputs), targets)
-            for index in range(3):
-                torch.accelerator.current_stream(f"sim:{index}").synchronize()  # the losses and outputs are used outside
-        first.backward()
-        second.backward()
-        third.backward()
-        assert_same_gradients([gradient.cpu() / 3 for gradient in gradients(model)], expected)
-        found = torch.autograd.grad(criterion(model(inputs), targets), list(model.parameters()))
+                losses = [criterion(model(inputs), targets) for _ in range(2)]
+            losses += [criterion(model(inputs), targets) for _ in range(2)]
+            for stream in streams:
+                stream.synchronize()  # the losses and the outputs are used outside
+        losses[0].backward()
+        model.replicas.scale(1.0)  # as TrainStep does for float16
+        model.reduce_gradients()
+        for loss in losses[1:]:
+            loss.backward()
+            for stream in streams:
+                with stream:
+                    torch.zeros(1000, device=stream.device)  # may be given what was kept
+        assert_same_gradients([gradient.cpu() / 4 for gradient in gradients(model.module.net)], expected)
+        found = torch.autograd.grad(criterion(model(inputs), targets), list(model.module.net.parameters()))
         assert_same_gradients([gradient.cpu() for gradient in found], expected)
+        del optimizer
 
 
 def test_sums_run_beside_the_backward(small_buckets, monkeypatch):
@@ -218,6 +231,7 @@ def test_sums_run_beside_the_backward(small_buckets, monkeypatch):
         def watched(*args, **settings):
             if settings:
                 streams.append({torch.accelerator.current_stream(f"sim:{index}").stream_id for index in range(2)})
+                assert not model.replicas.side._due  # what the bucket before it used was let go
             return add_up(*args, **settings)
 
         monkeypatch.setattr(reduction, "add_up", watched)
