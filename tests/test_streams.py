@@ -203,17 +203,21 @@ def test_backward_may_be_called_on_other_streams_than_forward(double, small_buck
         model, criterion = DataParallelModel(WithoutItsLastBucket()), DataParallelCriterion(nn.CrossEntropyLoss())
         optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1) if balanced else None
         streams = [stream_on(index) for index in range(3)]
-        with on_other_streams(streams):
-            with model.no_sync():
-                losses = [criterion(model(inputs), targets) for _ in range(2)]
-            losses += [criterion(model(inputs), targets) for _ in range(2)]
-            for stream in streams:
-                stream.synchronize()  # the losses and the outputs are used outside
-        losses[0].backward()
+
+        def loss():
+            with on_other_streams(streams):
+                found = criterion(model(inputs), targets)
+                for stream in streams:
+                    stream.synchronize()  # the loss and the outputs are used outside
+            return found
+
+        with model.no_sync():
+            for _ in range(2):
+                loss().backward()
         model.replicas.scale(1.0)  # as TrainStep does for float16
         model.reduce_gradients()
-        for loss in losses[1:]:
-            loss.backward()
+        for _ in range(2):
+            loss().backward()
             for stream in streams:
                 with stream:
                     torch.zeros(1000, device=stream.device)  # may be given what was kept
