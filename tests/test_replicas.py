@@ -375,6 +375,20 @@ def test_what_stayed_with_the_replicas_comes_with_a_backward_that_makes_a_graph(
         model.zero_grad()
 
 
+@pytest.mark.parametrize("deferred", [False, True])
+def test_gradients_are_added_to_in_place_as_autograd_does(deferred):
+    with simulate(3):
+        model, x = settled(build_net())
+        gather(model(x)).sum().backward()
+        first = [parameter.grad for parameter in model.parameters()]
+        expected = [gradient.cpu() * 2 for gradient in first]
+        with model.no_sync() if deferred else contextlib.nullcontext():
+            gather(model(x)).sum().backward()
+        model.reduce_gradients()
+        assert all(parameter.grad is gradient for parameter, gradient in zip(model.parameters(), first, strict=True))
+        assert_same_gradients([gradient.cpu() for gradient in first], expected)
+
+
 def test_a_step_over_micro_batches_moves_gradients_once():
     with simulate(4) as cluster:
         net = nn.Linear(64, 512).to("sim:0")

@@ -227,6 +227,27 @@ def test_backward_may_be_called_on_other_streams_than_forward(double, small_buck
         del optimizer
 
 
+@pytest.mark.parametrize("balanced", [False, True])
+def test_gradients_are_ready_on_the_streams_of_who_called_backward(double, small_buckets, balanced):
+    inputs, targets = torch.randn(7, 4), class_targets(7)
+    _, expected = plain_program(build_net(), nn.CrossEntropyLoss(), inputs, targets)
+    with simulate(3):
+        model, criterion = DataParallelModel(WithoutItsLastBucket()), DataParallelCriterion(nn.CrossEntropyLoss())
+        kind = torch.optim.SGD
+        optimizer = BalancedOptimizer(model, kind, lr=0.0) if balanced else kind(model.parameters(), lr=0.0)
+        for _ in range(2):
+            loss = criterion(model(inputs), targets)
+            for index in range(3):
+                torch.accelerator.synchronize(index)
+            with on_other_streams([stream_on(index) for index in range(3)]):
+                loss.backward()
+                optimizer.step()
+                assert_same_gradients([gradient.cpu() for gradient in gradients(model.module.net)], expected)
+                optimizer.zero_grad()
+                for index in range(3):
+                    torch.accelerator.synchronize(index)
+
+
 def test_sums_run_beside_the_backward(small_buckets, monkeypatch):
     """All but those of the last bucket, with which nothing could overlap."""
     with simulate(2):
