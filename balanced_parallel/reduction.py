@@ -53,12 +53,12 @@ class Bucket:
     @property
     def passes_on(self) -> bool:
         """Whether gradients simply go on to the parameters, as autograd would bring them there."""
-        by_itself = self._overlaps and not torch.is_grad_enabled()  # nobody asks for a graph of the gradients
+        by_itself = self._overlapping is not None and not torch.is_grad_enabled()  # nobody asks for a graph of the gradients
         return not (self.deferred or self.owners or self.held or by_itself)
 
     @property
-    def _overlaps(self) -> bool:
-        return self.side is not None and not self.is_last
+    def _overlapping(self) -> SideStreams | None:
+        return None if self.is_last else self.side
 
     def collect(self, replicas: list[Gradients], wanted: Sequence[bool | None], computing: Streams) -> Gradients:
         """The gradients that autograd passes on to the parameters, now that all replicas have theirs.
@@ -83,9 +83,9 @@ class Bucket:
         return returned
 
     def _beside(self, computing: Streams, fresh: list[Gradients]) -> contextlib.AbstractContextManager[None]:
-        if self.side is None or not self._overlaps:
+        if self._overlapping is None:
             return contextlib.nullcontext()
-        return self.side.entered(computing, [list(gradients) for gradients in (*self.held, *fresh)])
+        return self._overlapping.entered(computing, [list(gradients) for gradients in (*self.held, *fresh)])
 
     def reduce(self) -> None:
         """Brings what the replicas hold to the parameters' ``grad``, or to the owners."""

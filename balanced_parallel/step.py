@@ -277,7 +277,8 @@ class TrainStep:
         scaler = self.precision.scaler
         if scaler is not None:
             scaler.unscale_(self.optimizer)
-            scale_gradients(self._outside, 1 / scaler.get_scale() if self._outside else 1)
+            if self._outside:  # asking for the scale waits for the device
+                scale_gradients(self._outside, 1 / scaler.get_scale())
         if self._ranks is None:
             scale_gradients([*parameters, *self._outside], factor)
         else:

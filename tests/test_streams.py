@@ -67,12 +67,16 @@ def read_a_number(other, tensor):
         return tensor[0].item()
 
 
-def free_too_early(other, tensor):
-    fresh = tensor * 2
+def made_here_and_read_on(other):
+    fresh = torch.ones(4, device="sim:0")
     other.wait_stream(torch.accelerator.current_stream())
     with other:
         fresh.sum()
-    del fresh
+    return fresh
+
+
+def free_too_early(other, tensor):
+    made_here_and_read_on(other)
     return tensor * 3  # may be given the same memory
 
 
@@ -128,18 +132,9 @@ def test_what_has_waited_is_in_order():
 def test_the_allocator_waits_for_streams_it_was_told_of():
     with simulate(1):
         mine, other = torch.accelerator.current_stream(), stream_on()
-        fresh = torch.ones(4, device="sim:0")
-        other.wait_stream(mine)
-        with other:
-            fresh.sum()
-        fresh.record_stream(other)
-        del fresh
+        made_here_and_read_on(other).record_stream(other)
         assert torch.zeros(4, device="sim:0").sum() == 0
-        fresh = torch.ones(4, device="sim:0")
-        other.wait_stream(mine)
-        with other:
-            fresh.sum()
-        del fresh
+        made_here_and_read_on(other)
         mine.wait_stream(other)
         assert torch.zeros(4, device="sim:0").sum() == 0
 
@@ -173,10 +168,9 @@ def test_steps_on_any_streams_equal_the_plain_program(double, small_buckets, bal
         optimizer.step()
     with simulate(3), on_other_streams([stream_on(index) for index in range(3)]):
         model = DataParallelModel(build_net())
-        made = (BalancedOptimizer if balanced else lambda model, kind, **settings: kind(model.parameters(), **settings))(
-            model, torch.optim.AdamW, lr=0.1
-        )
-        step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), made, micro_batch_size=micro_batch_size)
+        kind = torch.optim.AdamW
+        optimizer = BalancedOptimizer(model, kind, lr=0.1) if balanced else kind(model.parameters(), lr=0.1)
+        step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), optimizer, micro_batch_size=micro_batch_size)
         for _ in range(3):
             step(inputs, targets)
         assert len(model.replicas.buckets) == 4

@@ -33,11 +33,6 @@ class Reduction:
     totals: nn.Parameter
     sums: torch.Tensor | None = None  # where a hook may round what is in the buckets, they travel beside them
 
-    def touch(self, with_totals: bool) -> torch.Tensor:
-        """A zero whose backward hands no gradient to any parameter, for which every bucket of the reducer waits."""
-        zero: torch.Tensor = _Touch.apply(*self.parameters, *([self.totals] if with_totals else ()))
-        return zero
-
 
 class DistributedModel(DistributedDataParallel):
     """``DistributedDataParallel`` that returns a list with this rank's output, as :class:`DataParallelModel` does, and that
@@ -99,8 +94,9 @@ class DistributedModel(DistributedDataParallel):
     def touch(self, *, with_totals: bool = True) -> torch.Tensor:
         """The zero of :meth:`forward_nothing`, alone. With totals, no :meth:`send` is to follow."""
         if with_totals not in self._zeros:  # a node for each parameter takes its time, and keeps nothing of a backward
+            reduction = self._reduction
             with torch.inference_mode(False), torch.enable_grad():
-                self._zeros[with_totals] = self._reduction.touch(with_totals)
+                self._zeros[with_totals] = _Touch.apply(*reduction.parameters, *([reduction.totals] if with_totals else ()))
         return self._zeros[with_totals]
 
     def pack(self, totals: torch.Tensor) -> torch.Tensor:
