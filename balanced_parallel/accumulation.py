@@ -1,14 +1,15 @@
 """What a window of micro-batches has accumulated since the last update: losses, weights, and gradients of sums."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from .devices import move
 from .terms import Terms
-from .weighting import add_up
+from .weighting import Weight, add_up
 
 __all__: list[str] = []
 
@@ -22,18 +23,22 @@ class Window:
     """
 
     total: Tensor
-    weight: Tensor | float = 0.0
+    weight: Weight = 0
     reference: float = 1.0
     reduced: bool = False
 
-    def count(self, terms: Terms) -> Tensor:
+    def count(self, terms: Terms) -> Weight:
         """Adds the losses and weights of a micro-batch, and returns what it weighs."""
         device = self.total.device
-        self.total = self.total + add_up([term.detach() for term in terms.sums], device)
-        weights = [1] * len(terms.sums) if terms.weights is None else terms.weights  # a sum counts, but is not divided
-        on_host = all(not isinstance(weight, Tensor) or weight.device.type == "cpu" for weight in weights)
-        # what is known without a device stays on the host, where reading it waits for nobody
-        weight = add_up(weights, torch.device("cpu") if on_host else device)
+        for term in terms.sums:
+            self.total = self.total + move(term.detach(), device)
+        return self.weigh([1] * len(terms.sums) if terms.weights is None else terms.weights)  # a sum counts, but is not divided
+
+    def weigh(self, weights: Sequence[Weight]) -> Weight:
+        """Adds weights, and returns their sum. What is known without a device stays on the host, where reading it waits for
+        nobody."""
+        on_host = all(not isinstance(weight, Tensor) or weight.is_cpu for weight in weights)
+        weight = sum(map(float, weights)) if on_host else add_up(weights, self.total.device)
         self.weight = self.weight + weight
         return weight
 
@@ -43,11 +48,6 @@ class Window:
             return self.reference
         reference: float = 2.0 ** round(math.log2(expected))
         return reference if may_shrink else max(reference, self.reference)
-
-    def totals(self) -> Tensor:
-        """Loss and weight as one tensor, of float64."""
-        weight = torch.as_tensor(self.weight, device=self.total.device)
-        return torch.stack([self.total.double(), weight.double()])
 
 
 def scale_gradients(parameters: Iterable[torch.nn.Parameter], factor: float, *, bucketed: bool = False) -> None:

@@ -12,11 +12,11 @@ from torch import nn
 from . import nesting
 from .devices import DeviceLike, resolve_device, resolve_devices
 from .execution import run_replicas
-from .losses import has_sum, is_known, reduction_of, refuse_coupled
+from .losses import has_sum, is_known, reduction_of, refuse_coupled, weight_of_targets
 from .precision import Precision
 from .replication import Replicas
 from .scattering import Arguments, Pieces, count_rows, cut, move_leaves, proportional_sizes, split_sizes
-from .terms import Criterion, Shard, Terms, mean_and_weight, sum_and_weight, total_of
+from .terms import Criterion, Shard, Terms, mean_and_weight, sum_and_weight, sum_of_terms, total_of
 from .weighting import Weight, divide_once
 
 __all__: list[str] = []
@@ -92,6 +92,16 @@ class DataParallelCriterion(nn.Module):
         term = sum_and_weight if self.weight is None and has_sum(self.module) else mean_and_weight(self._weigh())
         pairs = self._run(term, outputs, targets, kwargs)
         return Terms([total for total, _ in pairs], [weight for _, weight in pairs])
+
+    def weigh_targets(self, *targets: Any) -> Weight | None:
+        """What :meth:`terms` would find in all of a batch, where the targets alone say so, for whoever cuts it over time."""
+        if self.weight is not None or self.reduction != "mean":
+            return None
+        return weight_of_targets(self.module, targets)
+
+    def sums(self, outputs: Sequence[Any], *targets: Any) -> Terms:
+        """:meth:`terms` of targets that were weighed before."""
+        return Terms(self._run(sum_of_terms, outputs, targets, {}), [])
 
     def _weigh(self) -> Callable[[Shard], Weight]:
         """How one replica's mean is weighted where torch's own sum cannot be asked for."""

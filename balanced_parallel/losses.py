@@ -212,12 +212,17 @@ def _weigh_adaptive(criterion: Any, output: Any, *targets: Any) -> Tensor:
     return _pairs(target=targets[0])
 
 
+# Handlers of torch's losses. One that a user registers in the place of such a handler knows another loss
+_FORMS = {loss_weight.dispatch(module): (module, form) for module, form, _ in _LOSSES}
+_FUNCTIONS = types.FunctionType, types.BuiltinFunctionType
+
+
 @loss_weight.register(types.FunctionType)
 @loss_weight.register(types.BuiltinFunctionType)
 @loss_weight.register(functools.partial)
 def _weigh_function(criterion: Any, output: Any, *targets: Any, **kwargs: Any) -> Tensor:
     function, arguments, settings = _unwrap(criterion)
-    if function not in _RULES:
+    if not isinstance(function, _FUNCTIONS) or function not in _RULES:
         weigh = loss_weight.dispatch(object) if function is criterion else loss_weight
         return weigh(function, output, *targets, **settings | kwargs)
     bound = _bind(function, *arguments, output, *targets, **settings | kwargs)
@@ -227,7 +232,7 @@ def _weigh_function(criterion: Any, output: Any, *targets: Any, **kwargs: Any) -
 
 
 # Handlers that decide only after a look at the criterion, and may not know it
-_GENERAL = [loss_weight.dispatch(kind) for kind in (object, types.FunctionType, *(module for module, _, _ in _LOSSES))]
+_GENERAL = {loss_weight.dispatch(object), loss_weight.dispatch(types.FunctionType), *_FORMS}
 
 
 def _unwrap(criterion: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -241,13 +246,21 @@ def _unwrap(criterion: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 def find_torch_loss(criterion: Any) -> Rule | None:
     """The function of ``torch.nn.functional`` that ``criterion`` computes, as a module, as a partial or itself."""
     function, _, _ = _unwrap(criterion)
-    for module, form, _ in _LOSSES:
-        if function == form:
-            return form
-        same = isinstance(function, module) and type(function).forward is module.forward
-        if same and loss_weight.dispatch(type(function)) is loss_weight.dispatch(module):
-            return form
-    return None
+    if isinstance(function, _FUNCTIONS):
+        return function if function in _RULES else None
+    module, form = _FORMS.get(loss_weight.dispatch(type(function)), (None, None))
+    return form if module is not None and type(function).forward is module.forward else None
+
+
+def weight_of_targets(criterion: Any, targets: tuple[Any, ...]) -> Tensor | None:
+    """:func:`loss_weight` for ``targets``, however they are cut, where it takes no more than them; else ``None``."""
+    function, arguments, settings = _unwrap(criterion)
+    if find_torch_loss(criterion) not in (F.cross_entropy, F.nll_loss) or arguments or len(targets) != 1:
+        return None
+    class_weights = settings.get("weight", getattr(function, "weight", None))
+    if class_weights is not None or not isinstance(targets[0], Tensor) or targets[0].is_floating_point():
+        return None
+    return loss_weight(criterion, None, *targets)
 
 
 def is_known(criterion: Any) -> bool:
@@ -265,7 +278,7 @@ def has_sum(criterion: Any) -> bool:
 def reduction_of(criterion: Any) -> str:
     """``"mean"``, ``"batchmean"``, ``"sum"`` or ``"none"``: the setting of a module, a partial, or a function's default."""
     function, _, settings = _unwrap(criterion)
-    if isinstance(function, (types.FunctionType, types.BuiltinFunctionType)) and "reduction" not in settings:
+    if isinstance(function, _FUNCTIONS) and "reduction" not in settings:
         try:
             parameter = inspect.signature(function).parameters.get("reduction")
         except ValueError:  # a builtin without a signature

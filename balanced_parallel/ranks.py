@@ -4,12 +4,34 @@ Starting and ending a group, and reading torchrun's environment, is the work of 
 one rank, and nothing here communicates.
 """
 
-from typing import Any
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
 
 __all__: list[str] = []
+
+
+@runtime_checkable
+class RankModel(Protocol):
+    """One rank's model under torchrun, as :func:`parallelize` makes it."""
+
+    devices: list[torch.device]
+    split: None
+    dim: int
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> list[Any]: ...
+    def no_sync(self) -> contextlib.AbstractContextManager[None]: ...
+    def forward_nothing(self) -> torch.Tensor: ...
+    def roots(self) -> list[torch.Tensor]: ...
+    def pack(self, total: torch.Tensor, weight: torch.Tensor | float) -> torch.Tensor: ...
+    def send(self, packed: torch.Tensor) -> None: ...
+    def complete(self) -> None: ...
+    def take_totals(self) -> list[float]: ...
+    def parameters(self) -> Iterator[torch.nn.Parameter]: ...
+    def modules(self) -> Iterator[torch.nn.Module]: ...
 
 
 def world_size() -> int:

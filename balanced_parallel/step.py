@@ -5,9 +5,10 @@ gradients of sums are accumulated, with their weights, and divided once, so noth
 """
 
 import contextlib
+import functools
 import warnings
-from collections.abc import Iterator
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,29 +21,12 @@ from .model import DataParallelModel
 from .nesting import spread
 from .ownership import Spread
 from .precision import Precision
-from .ranks import max_over_ranks, sum_over_ranks, world_size
+from .ranks import RankModel, max_over_ranks, sum_over_ranks, world_size
 from .scattering import Arguments, count_rows, split_sizes
+from .terms import Terms
+from .weighting import Weight
 
 __all__: list[str] = []
-
-
-@runtime_checkable
-class RankModel(Protocol):
-    """One rank's model under torchrun, as :func:`parallelize` makes it."""
-
-    devices: list[torch.device]
-    split: None
-    dim: int
-
-    def __call__(self, *inputs: Any, **kwargs: Any) -> list[Any]: ...
-    def no_sync(self) -> contextlib.AbstractContextManager[None]: ...
-    def forward_nothing(self) -> Tensor: ...
-    def touch(self, *, with_totals: bool = True) -> Tensor: ...
-    def pack(self, totals: Tensor) -> Tensor: ...
-    def send(self, packed: Tensor) -> None: ...
-    def take_totals(self) -> list[float]: ...
-    def parameters(self) -> Iterator[torch.nn.Parameter]: ...
-    def modules(self) -> Iterator[torch.nn.Module]: ...
 
 
 class TrainStep:
@@ -165,12 +149,18 @@ class TrainStep:
         window = self._window or self._open_window()
         micro_batches = self._cut(inputs, targets)
         accumulating = len(micro_batches) - reduce_last
+        weight = self.criterion.weigh_targets(*spread(targets))
+        losses = self.criterion.terms if weight is None else self.criterion.sums
+        run = functools.partial(self._run, window, losses, scales=self._scales())
         with self._dropping_on_failure():
-            with self._unsynchronised():
+            window.weigh([] if weight is None else [weight])
+            with contextlib.ExitStack() as deferred:  # gradients stay where they are: with the replicas, with the rank
+                for part in (self.model, self.criterion.replicas):
+                    deferred.enter_context(part.no_sync())
                 for index, micro_batch in enumerate(micro_batches[:accumulating]):
-                    self._run(window, *micro_batch, left=len(micro_batches) - index, reduce=False)
+                    run(*micro_batch, left=len(micro_batches) - index, reduce=False)
             for micro_batch in micro_batches[accumulating:]:
-                self._run(window, *micro_batch, left=1, reduce=True)
+                run(*micro_batch, left=1, reduce=True)
 
     def _open_window(self) -> Window:
         self.optimizer.zero_grad()
@@ -201,18 +191,28 @@ class TrainStep:
             count = max_over_ranks(count)
         return cut_batch(arguments, following, split_sizes(rows, count), (self.model.dim, self.criterion.dim))
 
-    def _run(self, window: Window, arguments: Arguments, targets: tuple[Any, ...], *, left: int, reduce: bool) -> None:
+    def _run(
+        self,
+        window: Window,
+        losses: Callable[..., Terms],
+        arguments: Arguments,
+        targets: tuple[Any, ...],
+        *,
+        left: int,
+        reduce: bool,
+        scales: bool,
+    ) -> None:
         """Forward and backward of one micro-batch, the ``left``-th from the end as far as is known."""
         with self.precision.autocast(self.model.devices):
-            terms = self.criterion.terms(self.model(*arguments.inputs, **arguments.kwargs), *targets)
+            terms = losses(self.model(*arguments.inputs, **arguments.kwargs), *targets)
             weight = window.count(terms)
-            if self._scales():
+            if scales:
                 self._settle_reference(window, to_come=weight * (left - 1), reduce=reduce)
             roots = terms.sums if window.reference == 1 else [term / window.reference for term in terms.sums]
         if self._ranks is None or not reduce:
             self._backward(roots)
         else:
-            self._reduce([*roots, self._ranks.touch(with_totals=False)], window, self._ranks)
+            self._reduce([*roots, *self._ranks.roots()], window, self._ranks)
 
     def _reduce_alone(self, window: Window, ranks: RankModel) -> None:
         """Reduces what this rank has accumulated, if anything, with no rows left to run."""
@@ -223,9 +223,12 @@ class TrainStep:
 
     def _reduce(self, roots: list[Tensor], window: Window, ranks: RankModel) -> None:
         """The backward that sums over the ranks."""
-        packed = ranks.pack(window.totals())
-        self._backward(roots)
+        packed = ranks.pack(window.total, window.weight)
+        roots = [root for root in roots if root.requires_grad]
+        if roots:
+            self._backward(roots)
         ranks.send(packed)
+        ranks.complete()
         window.reduced = True
 
     def _backward(self, roots: list[Tensor]) -> None:
@@ -233,17 +236,7 @@ class TrainStep:
         roots = [root for root in roots if root.requires_grad] or roots  # a replica may have used nothing that learns
         torch.autograd.backward(roots if scaler is None else [scaler.scale(root) for root in roots])
 
-    @contextlib.contextmanager
-    def _unsynchronised(self) -> Iterator[None]:
-        """While micro-batches accumulate, gradients stay where they are: with the replicas, with the rank."""
-        with contextlib.ExitStack() as stack:
-            if self._ranks is not None:
-                stack.enter_context(self._ranks.no_sync())
-            for replicas in self._replicas:
-                stack.enter_context(replicas.no_sync())
-            yield
-
-    def _settle_reference(self, window: Window, to_come: Tensor | float, reduce: bool) -> None:
+    def _settle_reference(self, window: Window, to_come: Weight, reduce: bool) -> None:
         """Gradients of sums are divided by a constant while they accumulate, where float16 could not hold them: by about what
         the whole window will weigh, as the plain program's are. It grows with the window, and is the same on every rank
         when they reduce."""

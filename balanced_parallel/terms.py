@@ -17,7 +17,8 @@ Criterion = nn.Module | Callable[..., Tensor]
 
 
 class Terms(NamedTuple):
-    """The loss of each replica as a sum and what it is to be divided by; no weights where the criterion is itself a sum."""
+    """The loss of each replica as a sum and what it is to be divided by: ``None`` where the criterion is itself a sum, empty
+    where that was counted before."""
 
     sums: list[Tensor]
     weights: list[Weight] | None
@@ -68,17 +69,22 @@ def mean_and_weight(weigh: Callable[[Shard], Weight]) -> Callable[[Shard], tuple
 
 
 def sum_and_weight(shard: Shard) -> tuple[Tensor, Weight]:
-    """Of a loss of torch, asked for the sum of its terms: no division, hence no nan where there is nothing to count."""
+    """Of a loss of torch: :func:`sum_of_terms`, and how many terms."""
     weight = shard.weigh()
+    return sum_of_terms(shard), weight
+
+
+def sum_of_terms(shard: Shard) -> Tensor:
+    """Of a loss of torch, asked for the sum of its terms: no division, hence no nan where there is nothing to count."""
     if not shard.rows:  # multi_margin_loss of no rows is whatever its memory held before
-        return widen(shard.nothing()), weight
+        return widen(shard.nothing())
     halves = [leaf for leaf in nesting.spread(shard.output) if isinstance(leaf, Tensor) and leaf.dtype == torch.float16]
     if halves and not torch.is_autocast_enabled(halves[0].device.type):  # all is float16, and a sum in it overflows
-        return mean_and_weight(lambda _: weight)(shard)
+        return mean_and_weight(Shard.weigh)(shard)[0]
     if halves:  # autocast computes losses in float32, but not on the CPU
         output = tuple(widen(leaf) if isinstance(leaf, Tensor) else leaf for leaf in nesting.spread(shard.output))
         shard = shard._replace(output=output)
-    return widen(shard.call(_summing(shard.criterion))), weight
+    return widen(shard.call(_summing(shard.criterion)))
 
 
 def _summing(criterion: Criterion) -> Criterion:

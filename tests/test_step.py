@@ -1,8 +1,11 @@
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 from problems import assert_same_gradients, build_net, class_targets, gradients, plain_program
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, Precision, TrainStep
 
@@ -93,8 +96,7 @@ def test_no_device_gets_more_rows_than_fit(rows, micro_batch_size, split, expect
     seen = []
     net = build_net()
     step = make_step(net, split=split, micro_batch_size=micro_batch_size)
-    run = step.criterion.terms
-    step.criterion.terms = lambda outputs, *targets: (seen.append([len(output) for output in outputs]), run(outputs, *targets))[1]
+    step.model.register_forward_hook(lambda model, inputs, outputs: seen.append([len(output) for output in outputs]))
     step(torch.randn(rows, 4), class_targets(rows))
     assert seen == expected
 
@@ -174,6 +176,45 @@ def test_an_overflow_skips_the_step_and_the_scheduler():
     assert all(torch.equal(one, other) for one, other in zip(before, net.parameters(), strict=True))
     assert step.precision.scaler.get_scale() == 2.0**15
     assert scheduler.get_last_lr() == [0.1]
+
+
+class Comparisons(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.seen = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen += func is torch.ops.aten.ne.Scalar
+        return func(*args, **kwargs or {})
+
+
+def weighted_by_hand(criterion):
+    return DataParallelCriterion(criterion, weight=lambda output, target: (target != criterion.ignore_index).sum())
+
+
+@pytest.mark.parametrize(
+    ("make_criterion", "times"),
+    [
+        (lambda: nn.CrossEntropyLoss(ignore_index=2), 1),
+        (lambda: functools.partial(F.cross_entropy, ignore_index=2, label_smoothing=0.1), 1),
+        (lambda: nn.CrossEntropyLoss(torch.linspace(0.5, 2.0, 5), ignore_index=2), 6),
+        (lambda: weighted_by_hand(nn.CrossEntropyLoss(ignore_index=2)), 6),
+    ],
+)
+def test_targets_that_say_what_they_weigh_are_counted_once_per_batch(double, make_criterion, times):
+    net, x, target, criterion = build_net(), torch.randn(11, 4), class_targets(11, ignored=0), make_criterion()
+    wrapped = criterion if isinstance(criterion, DataParallelCriterion) else DataParallelCriterion(criterion)
+    loss, expected = plain_program(net, wrapped.module, x, target)
+    step = TrainStep(DataParallelModel(net, CPUS), wrapped, torch.optim.SGD(net.parameters(), lr=0.0), micro_batch_size=2)
+    with Comparisons() as comparisons:
+        found = step(x, target)
+    torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10)
+    assert_same_gradients(gradients(net), expected)
+    assert comparisons.seen == times  # else for each micro-batch and each replica
+    step.add(x[:7], target[:7])
+    step.add(x[7:], target[7:])
+    torch.testing.assert_close(step.apply(), loss, rtol=1e-10, atol=1e-10)
+    assert_same_gradients(gradients(net), expected)
 
 
 def test_a_failed_micro_batch_drops_its_window(double):

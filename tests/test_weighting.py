@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from problems import LOSSES, OnTop, make_targets
 from torch import nn
 
-from balanced_parallel import loss_weight, weighted_mean
+from balanced_parallel import DataParallelCriterion, loss_weight, weighted_mean
 from balanced_parallel.losses import reduction_of
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -104,6 +104,22 @@ def test_a_weight_can_be_registered():
         return torch.tensor(2)
 
     assert loss_weight(Registered(), torch.zeros(2), torch.zeros(2)) == 2
+
+
+def test_a_weight_registered_for_a_loss_of_torch_goes_with_its_mean():
+    class Halved(nn.CrossEntropyLoss):
+        pass
+
+    @loss_weight.register(Halved)
+    def _(criterion, output, target):
+        return output.new_tensor(len(target) / 2)
+
+    output, target = torch.randn(6, 5), torch.randint(5, (6,))
+    criterion = DataParallelCriterion(Halved())
+    sums, weights = criterion.terms([output[:2], output[2:]], target)
+    assert weights == [1, 2]
+    torch.testing.assert_close(sums[0], F.cross_entropy(output[:2], target[:2]))
+    assert criterion.weigh_targets(target) is None
 
 
 def test_deprecated_reductions_are_refused():

@@ -1,6 +1,7 @@
 """The same script in one process or, under torchrun, in one process per device: torch's DistributedDataParallel, with the
 list of outputs and the exact loss that the replicas of one process give."""
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from ..precision import Precision
 from ..ranks import sum_over_ranks, world_size
 from ..scattering import Arguments, Pieces, count_rows, move_leaves
 from ..terms import Criterion
-from ..weighting import Weight, widen
+from ..weighting import Weight, widen, zero_of
 from .process_group import join_process_group, rank_device
 from .torchrun import TorchrunEnvironment
 
@@ -31,7 +32,7 @@ class Reduction:
 
     parameters: list[nn.Parameter]
     totals: nn.Parameter
-    sums: torch.Tensor | None = None  # where a hook may round what is in the buckets, they travel beside them
+    beside: torch.Tensor | None = None  # the totals again, where a hook may round what is in the buckets
 
 
 class DistributedModel(DistributedDataParallel):
@@ -63,7 +64,7 @@ class DistributedModel(DistributedDataParallel):
         # the reducer is built for all of these, and does not ask self.module again; what comes first is in the last bucket
         super().__init__(nn.ModuleList([nn.ParameterList([totals]), module, beside]), gradient_as_bucket_view=True)
         self._reduction = Reduction(reduced, totals)
-        self._zeros: dict[bool, torch.Tensor] = {}
+        self._left_out: list[nn.Parameter] = []
         self._has_hook = False
         self.module = module
         self.devices = [device]
@@ -81,37 +82,56 @@ class DistributedModel(DistributedDataParallel):
             return Pieces([run(*inputs, **kwargs)], [rows])
 
     def forward_nothing(self) -> torch.Tensor:
-        """A forward without the module: a zero whose backward hands no gradient to any parameter. After it, or after it is
-        added to a loss, backward completes every bucket of the reducer, with what was accumulated and whatever was used."""
+        """A forward without the module: a zero that leads to every parameter, and whose backward hands none a gradient. The
+        reducer then has what was accumulated."""
         module = self.module
         self.module = _Skipped(module)
         try:
             super().forward()
         finally:
             self.module = module
-        return self.touch(with_totals=False)
+        return zero_of(*self._reduction.parameters)
 
-    def touch(self, *, with_totals: bool = True) -> torch.Tensor:
-        """The zero of :meth:`forward_nothing`, alone. With totals, no :meth:`send` is to follow."""
-        if with_totals not in self._zeros:  # a node for each parameter takes its time, and keeps nothing of a backward
-            reduction = self._reduction
-            with torch.inference_mode(False), torch.enable_grad():
-                self._zeros[with_totals] = _Touch.apply(*reduction.parameters, *([reduction.totals] if with_totals else ()))
-        return self._zeros[with_totals]
+    def roots(self) -> list[torch.Tensor]:
+        """Roots for a backward that reduces, beside the losses: they lead to what losses left out before, so that no bucket
+        waits for that until :meth:`complete`."""
+        return [zero_of(*self._left_out)] if self._left_out else []
 
-    def pack(self, totals: torch.Tensor) -> torch.Tensor:
-        """What :meth:`send` takes: ``totals`` as they are to travel. All that can be done while no rank waits for it."""
+    def complete(self) -> None:
+        """After a backward that reduces, hands the reducer the parameters that were left out: it waits for each of them."""
         reduction = self._reduction
-        packed = torch.cat([totals, totals.new_ones(len(reduction.parameters))])
-        return packed if self._has_hook else packed.to(reduction.totals)
+        while awaited := self._awaited():
+            left_out = [[reduction.totals, *reduction.parameters][index] for index in awaited]
+            self._left_out += left_out
+            with torch.enable_grad():
+                torch.autograd.backward([zero_of(*left_out)])
+
+    def _awaited(self) -> list[int]:
+        """The parameters that the reducer waits for, up to a hundred. Only the text of its error names them; autograd's graph
+        does not show what a reentrant checkpoint used, nor a loss of the user's beside ours."""
+        try:
+            self._check_reducer_finalized()
+        except RuntimeError as error:
+            named = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            if named is None:
+                raise
+            return [int(index) for index in named[1].split()]
+        return []
+
+    def pack(self, total: torch.Tensor, weight: Weight) -> torch.Tensor:
+        """What :meth:`send` takes: the loss and the weight of this rank. All that can be done while no rank waits for it."""
+        totals = self._reduction.totals
+        packed = torch.ones_like(totals, dtype=torch.float64 if self._has_hook else None, requires_grad=False)
+        packed[0], packed[1] = total, weight
+        return packed
 
     def send(self, packed: torch.Tensor) -> None:
-        """After a backward with a root of ``touch(with_totals=False)``: its last bucket waits for this, which ends it."""
+        """After the backward of the losses: the last bucket waits for this."""
         reduction = self._reduction
         absent = [index for index, parameter in enumerate(reduction.parameters, 2) if parameter.grad is None]
         if absent:
             packed[absent] = 0
-        reduction.sums = sum_over_ranks(packed) if self._has_hook else None
+        reduction.beside = packed if self._has_hook else None
         reduction.totals.grad = None
         torch.autograd.backward([reduction.totals], [packed.to(reduction.totals)])
 
@@ -120,16 +140,16 @@ class DistributedModel(DistributedDataParallel):
         zeros there, and the plain program nothing, which optimizers pass over."""
         reduction = self._reduction
         assert reduction.totals.grad is not None
-        summed = reduction.totals.grad.double() * world_size() if reduction.sums is None else reduction.sums
-        reduction.totals.grad = reduction.sums = None
-        loss, weight, *counts = summed.tolist()
+        averages, beside = reduction.totals.grad, reduction.beside
+        reduction.totals.grad = reduction.beside = None
+        if beside is None:
+            loss, weight, *counts = [average * self.process_group.size() for average in averages.tolist()]
+        else:
+            loss, weight, *counts = sum_over_ranks(beside).tolist()  # now that every rank has sent every bucket
         if 0 in counts:
             for parameter, count in zip(reduction.parameters, counts, strict=True):
                 parameter.grad = parameter.grad if count else None
         return [loss, weight]
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_zeros": {}}  # a copy of the model has other parameters
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         super().register_comm_hook(state, hook)
@@ -146,25 +166,28 @@ class DistributedCriterion(DataParallelCriterion):
         loss = super().forward(outputs, *targets, **kwargs)
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad or not self.model.require_backward_grad_sync:
             return loss
-        return loss + self.model.touch().to(loss)
+        completed: torch.Tensor = _Completed.apply(self.model, loss, self.model._reduction.totals, *self.model.roots())
+        return completed
 
     def attach(self, model: DistributedModel) -> "DistributedCriterion":
         self.__dict__["model"] = model  # not a submodule: its parameters are not the criterion's
         return self
 
 
-class _Touch(torch.autograd.Function):
-    """A zero whose backward hands no gradient to any parameter, for which every bucket of the reducer waits."""
+class _Completed(torch.autograd.Function):
+    """The loss itself. At the end of its backward the reducer is completed."""
 
     @staticmethod
-    def forward(ctx: Any, *parameters: torch.Tensor) -> torch.Tensor:
-        ctx.nothing = (None,) * len(parameters)
-        return parameters[0].new_zeros(())
+    def forward(ctx: Any, model: DistributedModel, loss: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        ctx.model, ctx.nothing = model, (None,) * len(others)
+        return loss.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, ...]:
-        nothing: tuple[None, ...] = ctx.nothing
-        return nothing
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        engine = torch.autograd.Variable._execution_engine
+        complete = ctx.model.complete
+        engine.queue_callback(lambda: engine.queue_callback(complete))  # after the reducer's own, which is queued later
+        return None, *gradients, *ctx.nothing
 
 
 class _Skipped(nn.Module):

@@ -1,0 +1,168 @@
+"""When DistributedDataParallel's reducer sends what: beside the backward, as by hand, and whatever a rank has used."""
+
+import warnings
+
+import torch
+from problems import CLASSES, assert_same_gradients, class_targets, gradients
+from ranks import run_ranks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from balanced_parallel import TrainStep, parallelize
+
+WAYS = ["step", "micro-batches", "criterion"]
+
+
+def make_update(way, module, criterion, **settings):
+    """One update with lr=0: by TrainStep at once, by TrainStep in micro-batches, and by hand."""
+    model, criterion = parallelize(module, criterion)
+    optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.0)
+    step = TrainStep(model, criterion, optimizer, micro_batch_size=2 if way == "micro-batches" else None, **settings)
+
+    def by_hand(inputs, targets):
+        optimizer.zero_grad()
+        loss = criterion(model(inputs), targets)
+        loss.backward()
+        return loss.detach()
+
+    return model, by_hand if way == "criterion" else step
+
+
+def check_order(rank):
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    for way in WAYS:
+        events = []
+        net = nn.Sequential(*[nn.Linear(700, 700) for _ in range(16)])  # 30 MiB in two buckets
+        model, update = make_update(way, net, nn.MSELoss())
+
+        def note(module, given, returned, events=events, net=net):
+            events.append(list(net).index(module))
+
+        def hook(state, bucket, events=events):
+            events.append(f"bucket {bucket.index()}")
+            return allreduce_hook(None, bucket)
+
+        for layer in net:
+            layer.register_full_backward_hook(note)
+        model.register_comm_hook(None, hook)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Full backward hook is firing")
+            for _ in range(3):  # the reducer makes its buckets anew after the first
+                events.clear()
+                update(torch.randn(4, 700), torch.randn(4, 700))
+        last = events[events.index("bucket 0") :]
+        assert sum(isinstance(event, int) for event in last) >= 1, (way, events)
+        assert last[-1] == f"bucket {sum(isinstance(event, str) for event in last) - 1}", (way, events)
+        assert len([event for event in events if isinstance(event, str)]) > 1, (way, events)
+    return True
+
+
+def test_buckets_are_reduced_beside_the_backward_of_the_layers_before():
+    assert run_ranks(2, check_order) == [True, True]
+
+
+class Recomputed(nn.Module):
+    """Torch's older form of checkpointing runs a backward inside of the backward, which the outer graph does not show."""
+
+    def __init__(self, *, checkpoints=True):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = (nn.Linear(4, size).double() for size in (4, 4, CLASSES))
+        self.checkpoints = checkpoints
+
+    def forward(self, inputs):
+        hidden = self.first(inputs)
+        hidden = checkpoint(self.middle, hidden, use_reentrant=True) if self.checkpoints else self.middle(hidden)
+        return self.last(hidden)
+
+
+def check_recomputed(rank):
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(7, 4, dtype=torch.float64), class_targets(7, ignored=2)
+    plain = Recomputed(checkpoints=False)
+    expected = nn.functional.cross_entropy(plain(inputs), targets)
+    expected.backward()
+    mine = slice(0, 3) if rank == 0 else slice(3, None)
+    for way in WAYS:
+        model, update = make_update(way, Recomputed(), nn.CrossEntropyLoss())
+        for _ in range(3):
+            torch.testing.assert_close(update(inputs[mine], targets[mine]), expected.detach(), rtol=1e-10, atol=1e-10)
+            assert_same_gradients(gradients(model.module), gradients(plain))
+    return True
+
+
+def test_reentrant_checkpoints_equal_the_plain_program():
+    assert run_ranks(2, check_recomputed) == [True, True]
+
+
+class Chosen(nn.Module):
+    """Uses one of its branches, or none, as it is told."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, CLASSES).double()
+        self.branches = nn.ModuleList(nn.Linear(CLASSES, CLASSES).double() for _ in range(60))
+        self.chosen = 0
+
+    def forward(self, inputs):
+        hidden = self.first(inputs)
+        return hidden if self.chosen is None else self.branches[self.chosen](hidden)
+
+
+def check_chosen(rank):
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(6, 4, dtype=torch.float64), class_targets(6)
+    halves = [(inputs[:2], targets[:2]), (inputs[2:], targets[2:])]
+    for way in WAYS:
+        plain, (model, update) = Chosen(), make_update(way, Chosen(), nn.CrossEntropyLoss())
+        for chosen in [(0, 0), (0, 0), (1, 2), (None, 1), (0, 1), (None, None), (2, 2)]:
+            plain.zero_grad()
+            total = torch.zeros((), dtype=torch.float64)
+            for plain.chosen, (some, wanted) in zip(chosen, halves, strict=True):
+                total = total + nn.functional.cross_entropy(plain(some), wanted, reduction="sum")
+            (total / 6).backward()
+            model.module.chosen = chosen[rank]
+            torch.testing.assert_close(update(*halves[rank]), (total / 6).detach(), rtol=1e-10, atol=1e-10)
+            found = gradients(model.module)
+            if way == "criterion":  # DistributedDataParallel leaves zeros where the plain program leaves nothing
+                found = [None if gradient is not None and not gradient.any() else gradient for gradient in found]
+            assert_same_gradients(found, gradients(plain))
+    return True
+
+
+def test_what_ranks_use_may_differ_between_them_and_from_step_to_step():
+    assert run_ranks(2, check_chosen) == [True, True]
+
+
+def check_two_losses(rank):
+    """A loss of the user's own beside the criterion's, over parameters that the criterion's leaves out, as it does others."""
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(6, 4, dtype=torch.float64), class_targets(6)
+    model, criterion = parallelize(Chosen(), nn.CrossEntropyLoss())
+    for _ in range(3):
+        model.zero_grad()
+        loss = criterion(model(inputs), targets) + model.module.branches[1].weight.sum()
+        loss.backward()
+        assert model.module.first.weight.grad.any()
+        torch.testing.assert_close(model.module.branches[1].weight.grad, torch.ones(CLASSES, CLASSES, dtype=torch.float64))
+    return True
+
+
+def test_a_second_loss_may_use_what_the_criterion_leaves_out():
+    assert run_ranks(2, check_two_losses) == [True, True]
+
+
+def check_gradients_alone(rank):
+    model, criterion = parallelize(Chosen(), nn.CrossEntropyLoss())
+    inputs, targets = torch.randn(2, 4, dtype=torch.float64), class_targets(2)
+    for _ in range(3):
+        gradient, *_ = torch.autograd.grad(criterion(model(inputs), targets), model.module.first.weight)
+        assert gradient.any()
+        criterion(model(inputs), targets).backward()
+    return True
+
+
+def test_a_gradient_asked_of_autograd_leaves_the_reducer_as_it_was():
+    assert run_ranks(2, check_gradients_alone) == [True, True]
