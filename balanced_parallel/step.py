@@ -140,10 +140,11 @@ class TrainStep:
             if weight == 0:
                 self.optimizer.zero_grad()
                 warnings.warn("no target of this batch was counted: nothing is updated, and its loss is nan", stacklevel=3)
-                return torch.full_like(total, torch.nan)
+                return torch.full_like(window.total, torch.nan)
             divisor = 1.0 if self.criterion.reduction == "sum" else weight
             self._update(window.reference * world_size() / divisor)  # the reducer divided by the number of ranks
-            return total / divisor
+            loss = total / divisor
+            return loss if isinstance(loss, Tensor) else window.total.fill_(loss)
 
     def _accumulate(self, inputs: Any, targets: Any, *, reduce_last: bool) -> None:
         window = self._window or self._open_window()
@@ -154,9 +155,8 @@ class TrainStep:
         run = functools.partial(self._run, window, losses, scales=self._scales())
         with self._dropping_on_failure():
             window.weigh([] if weight is None else [weight])
-            with contextlib.ExitStack() as deferred:  # gradients stay where they are: with the replicas, with the rank
-                for part in (self.model, self.criterion.replicas):
-                    deferred.enter_context(part.no_sync())
+            # gradients stay where they are: with the replicas, with the rank
+            with self.model.no_sync(), self.criterion.replicas.no_sync():
                 for index, micro_batch in enumerate(micro_batches[:accumulating]):
                     run(*micro_batch, left=len(micro_batches) - index, reduce=False)
             for micro_batch in micro_batches[accumulating:]:
@@ -257,12 +257,9 @@ class TrainStep:
         ambient = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
         return (ambient or self.precision.name == "fp16" or self._has_half) and self.criterion.reduction != "sum"
 
-    def _totals(self, window: Window) -> tuple[Tensor, float]:
+    def _totals(self, window: Window) -> tuple[Tensor | float, float]:
         """The sum of all losses and of all weights, over all ranks."""
-        if self._ranks is None:
-            return window.total, float(window.weight)
-        total, weight = self._ranks.take_totals()
-        return window.total.new_tensor(total), weight
+        return (window.total, float(window.weight)) if self._ranks is None else self._ranks.take_totals()
 
     def _update(self, factor: float) -> None:
         """One step of the optimizer on the gradients times ``factor``, and of the scheduler if it was not skipped."""

@@ -135,7 +135,7 @@ class DistributedModel(DistributedDataParallel):
         reduction.totals.grad = None
         torch.autograd.backward([reduction.totals], [packed.to(reduction.totals)])
 
-    def take_totals(self) -> list[float]:
+    def take_totals(self) -> tuple[float, float]:
         """What all ranks together sent. Gradients of parameters for which no rank had one become ``None``: the reducer leaves
         zeros there, and the plain program nothing, which optimizers pass over."""
         reduction = self._reduction
@@ -149,7 +149,7 @@ class DistributedModel(DistributedDataParallel):
         if 0 in counts:
             for parameter, count in zip(reduction.parameters, counts, strict=True):
                 parameter.grad = parameter.grad if count else None
-        return [loss, weight]
+        return loss, weight
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         super().register_comm_hook(state, hook)
