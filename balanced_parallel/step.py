@@ -272,8 +272,12 @@ class TrainStep:
         if self._ranks is None:
             scale_gradients([*parameters, *self._outside], factor)
         else:
+            for stranger in [p for p in parameters if id(p) not in self._trained and p.grad is not None]:
+                raise ValueError(
+                    f"the optimizer has a parameter of shape {tuple(stranger.shape)} with a gradient that the ranks would not "
+                    "share: make it part of the module or of the criterion that parallelize is given"
+                )
             scale_gradients(self._trained.values(), factor, bucketed=True)
-            scale_gradients([p for p in parameters if id(p) not in self._trained], factor)
         if self.max_grad_norm is not None:
             torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
         if scaler is None:

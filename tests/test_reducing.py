@@ -2,6 +2,7 @@
 
 import warnings
 
+import pytest
 import torch
 from problems import CLASSES, assert_same_gradients, class_targets, gradients
 from ranks import run_ranks
@@ -125,10 +126,7 @@ def check_chosen(rank):
             (total / 6).backward()
             model.module.chosen = chosen[rank]
             torch.testing.assert_close(update(*halves[rank]), (total / 6).detach(), rtol=1e-10, atol=1e-10)
-            found = gradients(model.module)
-            if way == "criterion":  # DistributedDataParallel leaves zeros where the plain program leaves nothing
-                found = [None if gradient is not None and not gradient.any() else gradient for gradient in found]
-            assert_same_gradients(found, gradients(plain))
+            assert_same_gradients(gradients(model.module), gradients(plain))
     return True
 
 
@@ -166,3 +164,71 @@ def check_gradients_alone(rank):
 
 def test_a_gradient_asked_of_autograd_leaves_the_reducer_as_it_was():
     assert run_ranks(2, check_gradients_alone) == [True, True]
+
+
+def check_frozen(rank):
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(6, 4, dtype=torch.float64), class_targets(6)
+    mine = slice(0, 2) if rank == 0 else slice(2, None)
+    for way in WAYS:
+        plain, (model, update) = Chosen(), make_update(way, Chosen(), nn.CrossEntropyLoss())
+        for frozen in (False, True, True, False):
+            plain.zero_grad()
+            for net in (plain, model.module):
+                net.first.requires_grad_(not frozen)
+            nn.functional.cross_entropy(plain(inputs), targets).backward()
+            update(inputs[mine], targets[mine])
+            assert_same_gradients(gradients(model.module), gradients(plain))
+            assert [p.requires_grad for p in model.module.first.parameters()] == [not frozen] * 2
+    return True
+
+
+def test_layers_may_be_frozen_for_a_while():
+    assert run_ranks(2, check_frozen) == [True, True]
+
+
+def check_strangers(rank):
+    inputs, targets = torch.randn(4, 4, dtype=torch.float64), class_targets(4)
+    for way in WAYS:
+        module = Chosen()
+        module.first.requires_grad_(False)
+        _, update = make_update(way, module, nn.CrossEntropyLoss())
+        update(inputs, targets)
+        module.first.requires_grad_(True)
+        with pytest.raises(ValueError, match=r"first\.weight requires a gradient.*call parallelize again"):
+            update(inputs, targets)
+    scale = nn.Parameter(torch.ones((), dtype=torch.float64))
+    model, criterion = parallelize(
+        Chosen(), lambda output, target: nn.functional.cross_entropy(output * scale, target), weight=len_
+    )
+    step = TrainStep(model, criterion, torch.optim.SGD([*model.parameters(), scale], lr=0.1))
+    with pytest.raises(ValueError, match=r"shape \(\).*make it part of the module or of the criterion"):
+        step(inputs, targets)
+    return True
+
+
+def len_(output, target):
+    return len(target)
+
+
+def test_a_gradient_that_no_rank_would_share_is_an_error():
+    assert run_ranks(2, check_strangers) == [True, True]
+
+
+def check_two_criteria(rank):
+    """The loss of two forwards, added before one backward."""
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(6, 4, dtype=torch.float64), class_targets(6)
+    plain = Chosen()
+    (2 * nn.functional.cross_entropy(plain(inputs), targets)).backward()
+    model, criterion = parallelize(Chosen(), nn.CrossEntropyLoss())
+    mine = slice(0, 2) if rank == 0 else slice(2, None)
+    for _ in range(2):
+        model.zero_grad()
+        (criterion(model(inputs[mine]), targets[mine]) + criterion(model(inputs[mine]), targets[mine])).backward()
+        assert_same_gradients(gradients(model.module), gradients(plain))
+    return True
+
+
+def test_two_losses_before_one_backward():
+    assert run_ranks(2, check_two_criteria) == [True, True]

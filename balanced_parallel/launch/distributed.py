@@ -32,6 +32,7 @@ class Reduction:
 
     parameters: list[nn.Parameter]
     totals: nn.Parameter
+    has_absent: bool = False  # whether this rank has no gradient for some
     beside: torch.Tensor | None = None  # the totals again, where a hook may round what is in the buckets
 
 
@@ -65,6 +66,8 @@ class DistributedModel(DistributedDataParallel):
         super().__init__(nn.ModuleList([nn.ParameterList([totals]), module, beside]), gradient_as_bucket_view=True)
         self._reduction = Reduction(reduced, totals)
         self._left_out: list[nn.Parameter] = []
+        self._ends = torch.zeros((), device=device, requires_grad=True)  # has a gradient where a backward accumulates them
+        self._frozen = {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
         self._has_hook = False
         self.module = module
         self.devices = [device]
@@ -78,6 +81,11 @@ class DistributedModel(DistributedDataParallel):
         # while micro-batches accumulate the reducer has nothing to do, and buffers are synchronised only before the first
         synchronises = self.require_backward_grad_sync or (self.require_forward_param_sync and self.modules_buffers)
         run = super().forward if synchronises else self.module
+        for name in [name for name, parameter in self._frozen.items() if parameter.requires_grad]:
+            raise ValueError(
+                f"{name} requires a gradient now, which it did not where parallelize was called, so the ranks would not share "
+                "it: call parallelize again"
+            )
         with self.precision.autocast(self.devices):
             return Pieces([run(*inputs, **kwargs)], [rows])
 
@@ -90,12 +98,12 @@ class DistributedModel(DistributedDataParallel):
             super().forward()
         finally:
             self.module = module
-        return zero_of(*self._reduction.parameters)
+        return _zero_leading_to(self._reduction.parameters)
 
     def roots(self) -> list[torch.Tensor]:
         """Roots for a backward that reduces, beside the losses: they lead to what losses left out before, so that no bucket
         waits for that until :meth:`complete`."""
-        return [zero_of(*self._left_out)] if self._left_out else []
+        return [_zero_leading_to(self._left_out)] if self._left_out else []
 
     def complete(self) -> None:
         """After a backward that reduces, hands the reducer the parameters that were left out: it waits for each of them."""
@@ -103,8 +111,7 @@ class DistributedModel(DistributedDataParallel):
         while awaited := self._awaited():
             left_out = [[reduction.totals, *reduction.parameters][index] for index in awaited]
             self._left_out += left_out
-            with torch.enable_grad():
-                torch.autograd.backward([zero_of(*left_out)])
+            torch.autograd.backward([_zero_leading_to(left_out)])
 
     def _awaited(self) -> list[int]:
         """The parameters that the reducer waits for, up to a hundred. Only the text of its error names them; autograd's graph
@@ -131,6 +138,7 @@ class DistributedModel(DistributedDataParallel):
         absent = [index for index, parameter in enumerate(reduction.parameters, 2) if parameter.grad is None]
         if absent:
             packed[absent] = 0
+        reduction.has_absent = bool(absent)
         reduction.beside = packed if self._has_hook else None
         reduction.totals.grad = None
         torch.autograd.backward([reduction.totals], [packed.to(reduction.totals)])
@@ -151,6 +159,14 @@ class DistributedModel(DistributedDataParallel):
                 parameter.grad = parameter.grad if count else None
         return loss, weight
 
+    def finish(self) -> None:
+        """At the end of a backward that nobody follows with totals."""
+        zero = self._reduction.totals.new_zeros(())
+        self.send(self.pack(zero, 0))
+        self.complete()
+        if self._reduction.has_absent or self._has_hook:
+            self.take_totals()
+
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         super().register_comm_hook(state, hook)
         self._has_hook = True
@@ -166,28 +182,47 @@ class DistributedCriterion(DataParallelCriterion):
         loss = super().forward(outputs, *targets, **kwargs)
         if not isinstance(loss, torch.Tensor) or not loss.requires_grad or not self.model.require_backward_grad_sync:
             return loss
-        completed: torch.Tensor = _Completed.apply(self.model, loss, self.model._reduction.totals, *self.model.roots())
-        return completed
+        followed: torch.Tensor = _Followed.apply(self.model, loss, self.model._ends, *self.model.roots())
+        return followed
 
     def attach(self, model: DistributedModel) -> "DistributedCriterion":
         self.__dict__["model"] = model  # not a submodule: its parameters are not the criterion's
         return self
 
 
-class _Completed(torch.autograd.Function):
-    """The loss itself. At the end of its backward the reducer is completed."""
+class _Followed(torch.autograd.Function):
+    """The loss itself, whose backward :meth:`DistributedModel.finish` follows; not where ``torch.autograd.grad`` only asks."""
 
     @staticmethod
-    def forward(ctx: Any, model: DistributedModel, loss: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-        ctx.model, ctx.nothing = model, (None,) * len(others)
+    def forward(ctx: Any, model: DistributedModel, loss: torch.Tensor, ends: torch.Tensor, *roots: torch.Tensor) -> torch.Tensor:
+        ctx.model, ctx.nothing = model, (None,) * len(roots)
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        engine = torch.autograd.Variable._execution_engine
-        complete = ctx.model.complete
-        engine.queue_callback(lambda: engine.queue_callback(complete))  # after the reducer's own, which is queued later
-        return None, *gradients, *ctx.nothing
+        ends = ctx.model._ends
+        ends.grad = None  # a backward that failed has left it
+
+        def follow() -> None:
+            if ends.grad is not None:  # of several losses in one backward, the first
+                ends.grad = None
+                ctx.model.finish()
+
+        torch.autograd.Variable._execution_engine.queue_callback(follow)
+        return None, *gradients, torch.zeros_like(ends), *ctx.nothing
+
+
+def _zero_leading_to(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
+    """:func:`zero_of` for the reducer, which waits for all that it was made for, also for those that are frozen now."""
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        with torch.enable_grad():
+            return zero_of(*parameters)
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
 
 class _Skipped(nn.Module):
