@@ -23,8 +23,10 @@ class Window:
     """
 
     total: Tensor
+    divides: bool  # not where the criterion is a sum
     weight: Weight = 0
     reference: float = 1.0
+    has_gradients: bool = False
     reduced: bool = False
 
     def count(self, terms: Terms) -> Weight:
@@ -41,6 +43,13 @@ class Window:
         weight = sum(map(float, weights)) if on_host else add_up(weights, self.total.device)
         self.weight = self.weight + weight
         return weight
+
+    def foresee(self, to_come: Weight) -> None:
+        """Has gradients divided by what the window seems to weigh: if it does, nothing is left to divide in the end. For what
+        only a device knows, this does not wait; and what is accumulated keeps its reference."""
+        expected = self.weight + to_come
+        if self.divides and not self.has_gradients and isinstance(expected, float) and 0 < expected < math.inf:
+            self.reference = expected
 
     def next_reference(self, expected: float, *, may_shrink: bool) -> float:
         """The constant for a window of the ``expected`` weight: a power of two, so that nothing is rounded when it changes."""

@@ -141,7 +141,7 @@ class TrainStep:
                 self.optimizer.zero_grad()
                 warnings.warn("no target of this batch was counted: nothing is updated, and its loss is nan", stacklevel=3)
                 return torch.full_like(window.total, torch.nan)
-            divisor = 1.0 if self.criterion.reduction == "sum" else weight
+            divisor = weight if window.divides else 1.0
             self._update(window.reference * world_size() / divisor)  # the reducer divided by the number of ranks
             loss = total / divisor
             return loss if isinstance(loss, Tensor) else window.total.fill_(loss)
@@ -152,7 +152,7 @@ class TrainStep:
         accumulating = len(micro_batches) - reduce_last
         weight = self.criterion.weigh_targets(*spread(targets))
         losses = self.criterion.terms if weight is None else self.criterion.sums
-        run = functools.partial(self._run, window, losses, scales=self._scales())
+        run = functools.partial(self._run, window, losses, scales=self._scales(window))
         with self._dropping_on_failure():
             window.weigh([] if weight is None else [weight])
             # gradients stay where they are: with the replicas, with the rank
@@ -166,7 +166,8 @@ class TrainStep:
         self.optimizer.zero_grad()
         for parameter in self._outside:
             parameter.grad = None  # a window starts from nothing
-        self._window = Window(torch.zeros((), device=self.model.devices[0]))
+        divides = self.criterion.reduction != "sum"
+        self._window = Window(torch.zeros((), device=self.model.devices[0]), divides)
         return self._window
 
     @contextlib.contextmanager
@@ -206,19 +207,21 @@ class TrainStep:
         with self.precision.autocast(self.model.devices):
             terms = losses(self.model(*arguments.inputs, **arguments.kwargs), *targets)
             weight = window.count(terms)
+            to_come = weight * (left - 1)
             if scales:
-                self._settle_reference(window, to_come=weight * (left - 1), reduce=reduce)
-            roots = terms.sums if window.reference == 1 else [term / window.reference for term in terms.sums]
+                self._settle_reference(window, to_come, reduce=reduce)
+            elif self._ranks is None:  # ranks would have to agree
+                window.foresee(to_come)
         if self._ranks is None or not reduce:
-            self._backward(roots)
+            self._backward(window, terms.sums)
         else:
-            self._reduce([*roots, *self._ranks.roots()], window, self._ranks)
+            self._reduce([*terms.sums, *self._ranks.roots()], window, self._ranks)
 
     def _reduce_alone(self, window: Window, ranks: RankModel) -> None:
         """Reduces what this rank has accumulated, if anything, with no rows left to run."""
         zero = ranks.forward_nothing()
-        if self._scales():
-            self._settle_reference(window, to_come=0.0, reduce=True)
+        if self._scales(window):
+            self._settle_reference(window, 0.0, reduce=True)
         self._reduce([zero], window, ranks)
 
     def _reduce(self, roots: list[Tensor], window: Window, ranks: RankModel) -> None:
@@ -226,15 +229,17 @@ class TrainStep:
         packed = ranks.pack(window.total, window.weight)
         roots = [root for root in roots if root.requires_grad]
         if roots:
-            self._backward(roots)
+            self._backward(window, roots)
         ranks.send(packed)
         ranks.complete()
         window.reduced = True
 
-    def _backward(self, roots: list[Tensor]) -> None:
+    def _backward(self, window: Window, roots: list[Tensor]) -> None:
         scaler = self.precision.scaler_on(self.model.devices[0])
         roots = [root for root in roots if root.requires_grad] or roots  # a replica may have used nothing that learns
-        torch.autograd.backward(roots if scaler is None else [scaler.scale(root) for root in roots])
+        divided = [torch.full_like(root, 1 / window.reference) for root in roots]
+        torch.autograd.backward(roots if scaler is None else [scaler.scale(root) for root in roots], divided)
+        window.has_gradients = True
 
     def _settle_reference(self, window: Window, to_come: Weight, reduce: bool) -> None:
         """Gradients of sums are divided by a constant while they accumulate, where float16 could not hold them: by about what
@@ -245,17 +250,18 @@ class TrainStep:
             mine = torch.tensor(expected, dtype=torch.float64)
             expected = float(sum_over_ranks(mine)) if reduce else expected * world_size()
         reference = window.next_reference(expected, may_shrink=reduce)
-        if reference != window.reference:
-            scale_gradients([*self.model.parameters(), *self.criterion.parameters()], window.reference / reference)
+        factor = window.reference / reference
+        if factor != 1:
+            scale_gradients([*self.model.parameters(), *self.criterion.parameters()], factor)
             for replicas in self._replicas:
-                replicas.scale(window.reference / reference)
+                replicas.scale(factor)
         window.reference = reference
 
-    def _scales(self) -> bool:
+    def _scales(self, window: Window) -> bool:
         """Whether gradients are divided while they accumulate."""
         kind = self.model.devices[0].type
         ambient = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.float16
-        return (ambient or self.precision.name == "fp16" or self._has_half) and self.criterion.reduction != "sum"
+        return (ambient or self.precision.name == "fp16" or self._has_half) and window.divides
 
     def _totals(self, window: Window) -> tuple[Tensor | float, float]:
         """The sum of all losses and of all weights, over all ranks."""

@@ -178,13 +178,13 @@ def test_an_overflow_skips_the_step_and_the_scheduler():
     assert scheduler.get_last_lr() == [0.1]
 
 
-class Comparisons(TorchDispatchMode):
-    def __init__(self):
+class Calls(TorchDispatchMode):
+    def __init__(self, operator):
         super().__init__()
-        self.seen = 0
+        self.operator, self.seen = operator, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen += func is torch.ops.aten.ne.Scalar
+        self.seen += func is self.operator
         return func(*args, **kwargs or {})
 
 
@@ -206,7 +206,7 @@ def test_targets_that_say_what_they_weigh_are_counted_once_per_batch(double, mak
     wrapped = criterion if isinstance(criterion, DataParallelCriterion) else DataParallelCriterion(criterion)
     loss, expected = plain_program(net, wrapped.module, x, target)
     step = TrainStep(DataParallelModel(net, CPUS), wrapped, torch.optim.SGD(net.parameters(), lr=0.0), micro_batch_size=2)
-    with Comparisons() as comparisons:
+    with Calls(torch.ops.aten.ne.Scalar) as comparisons:
         found = step(x, target)
     torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10)
     assert_same_gradients(gradients(net), expected)
@@ -215,6 +215,38 @@ def test_targets_that_say_what_they_weigh_are_counted_once_per_batch(double, mak
     step.add(x[7:], target[7:])
     torch.testing.assert_close(step.apply(), loss, rtol=1e-10, atol=1e-10)
     assert_same_gradients(gradients(net), expected)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "micro_batch_size", "times"),
+    [
+        (nn.CrossEntropyLoss(), 2, 0),
+        (nn.MSELoss(), None, 0),
+        (nn.MSELoss(), 1, 1),  # 11 rows are 2, 2, 2, 2, 2 and 1, and the first does not show it
+        (nn.MSELoss(reduction="sum"), None, 0),
+        (nn.CrossEntropyLoss(torch.linspace(0.5, 2.0, 5)), 2, 1),
+    ],
+)
+def test_gradients_are_divided_afterwards_only_where_their_weight_was_not_foreseen(double, criterion, micro_batch_size, times):
+    net, x = build_net(), torch.randn(11, 4)
+    target = torch.rand(11, 5) if isinstance(criterion, nn.MSELoss) else class_targets(11, 3)
+    loss, expected = plain_program(net, criterion.double(), x, target)
+    step = make_step(net, criterion, micro_batch_size=micro_batch_size)
+    with Calls(torch.ops.aten._foreach_mul_.Scalar) as divisions:
+        found = step(x, target)
+    torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10)
+    assert_same_gradients(gradients(net), expected)
+    assert divisions.seen == times
+
+
+def test_on_one_device_it_is_the_plain_program_bit_for_bit():
+    torch.manual_seed(0)
+    net, x, target = build_net().float(), torch.randn(11, 4), class_targets(11, 3)
+    loss, expected = plain_program(net, nn.CrossEntropyLoss(), x, target)
+    model = DataParallelModel(net, ["cpu"])
+    step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), torch.optim.SGD(net.parameters(), lr=0.0))
+    assert torch.equal(step(x, target), loss)
+    assert all(map(torch.equal, gradients(net), expected))
 
 
 def test_a_failed_micro_batch_drops_its_window(double):
