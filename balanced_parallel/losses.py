@@ -260,7 +260,7 @@ def weight_of_targets(criterion: Any, targets: tuple[Any, ...]) -> Tensor | None
     class_weights = settings.get("weight", getattr(function, "weight", None))
     if class_weights is not None or not isinstance(targets[0], Tensor) or targets[0].is_floating_point():
         return None
-    return loss_weight(criterion, None, *targets)
+    return _classes(target=targets[0], ignore_index=settings.get("ignore_index", getattr(function, "ignore_index", -100)))
 
 
 def is_known(criterion: Any) -> bool:

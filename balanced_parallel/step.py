@@ -226,18 +226,17 @@ class TrainStep:
 
     def _reduce(self, roots: list[Tensor], window: Window, ranks: RankModel) -> None:
         """The backward that sums over the ranks."""
-        packed = ranks.pack(window.total, window.weight)
+        ranks.announce(window.total, window.weight)
         roots = [root for root in roots if root.requires_grad]
         if roots:
             self._backward(window, roots)
-        ranks.send(packed)
-        ranks.complete()
+        ranks.finish()
         window.reduced = True
 
     def _backward(self, window: Window, roots: list[Tensor]) -> None:
         scaler = self.precision.scaler_on(self.model.devices[0])
         roots = [root for root in roots if root.requires_grad] or roots  # a replica may have used nothing that learns
-        divided = [torch.full_like(root, 1 / window.reference) for root in roots]
+        divided = None if window.reference == 1 else [torch.full_like(root, 1 / window.reference) for root in roots]
         torch.autograd.backward(roots if scaler is None else [scaler.scale(root) for root in roots], divided)
         window.has_gradients = True
 

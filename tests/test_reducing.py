@@ -1,5 +1,6 @@
 """When DistributedDataParallel's reducer sends what: beside the backward, as by hand, and whatever a rank has used."""
 
+import copy
 import warnings
 
 import pytest
@@ -9,7 +10,7 @@ from ranks import run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from balanced_parallel import TrainStep, parallelize
+from balanced_parallel import TrainStep, gather, parallelize, weighted_mean
 
 WAYS = ["step", "micro-batches", "criterion"]
 
@@ -132,6 +133,54 @@ def check_chosen(rank):
 
 def test_what_ranks_use_may_differ_between_them_and_from_step_to_step():
     assert run_ranks(2, check_chosen) == [True, True]
+
+
+LOSSES = {
+    "of the model's own": lambda outputs, wanted: weighted_mean([nn.functional.cross_entropy(outputs[0], wanted)], [len(wanted)]),
+    "of all outputs": lambda outputs, wanted: nn.functional.cross_entropy(gather(outputs), gather([wanted])),
+    "by hand": lambda outputs, wanted: nn.functional.cross_entropy(outputs[0], wanted, reduction="sum") * 2 / 6,
+}
+
+
+def check_own_losses(rank):
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(6, 4, dtype=torch.float64), class_targets(6)
+    mine = slice(0, 2) if rank == 0 else slice(2, None)
+    plain = Chosen()
+    nn.functional.cross_entropy(plain(inputs), targets).backward()
+    for loss_of in LOSSES.values():
+        model, _ = parallelize(Chosen(), nn.CrossEntropyLoss())
+        for _ in range(3):
+            model.zero_grad()
+            loss_of(model(inputs[mine]), targets[mine]).backward()
+            assert_same_gradients(gradients(model.module), gradients(plain))
+    return True
+
+
+def test_losses_without_the_criterion_are_reduced_too():
+    assert run_ranks(2, check_own_losses) == [True, True]
+
+
+def check_chain(rank):
+    """A loss that goes through two parallelized models, as a generator's does."""
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(6, 4, dtype=torch.float64), class_targets(6)
+    mine = slice(0, 2) if rank == 0 else slice(2, None)
+    plain = [nn.Linear(4, 4).double(), Chosen()]
+    nets = copy.deepcopy(plain)
+    nn.functional.cross_entropy(plain[1](plain[0](inputs)), targets).backward()
+    generator, _ = parallelize(nets[0], nn.MSELoss())
+    judge, criterion = parallelize(nets[1], nn.CrossEntropyLoss())
+    for _ in range(3):
+        generator.zero_grad()
+        judge.zero_grad()
+        criterion(judge(generator(inputs[mine])[0]), targets[mine]).backward()
+        assert_same_gradients(gradients(*nets), gradients(*plain))
+    return True
+
+
+def test_one_loss_through_two_models():
+    assert run_ranks(2, check_chain) == [True, True]
 
 
 def check_two_losses(rank):

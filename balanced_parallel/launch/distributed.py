@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from .. import nesting
 from ..batchnorm import use_torch_sync_batchnorm
 from ..criterion import DataParallelCriterion
 from ..devices import DeviceLike
@@ -28,12 +29,14 @@ __all__: list[str] = []
 @dataclass
 class Reduction:
     """What the reducer sums over the ranks: the gradients of ``parameters``, and in the same buckets, as the gradient of one
-    parameter more, ``totals``: the loss, the weight, and for each of the parameters whether it has a gradient."""
+    parameter more, ``totals``: the loss, the weight, and for each of the parameters whether it has a gradient. They are those
+    of ``whole``."""
 
     parameters: list[nn.Parameter]
     totals: nn.Parameter
-    has_absent: bool = False  # whether this rank has no gradient for some
-    beside: torch.Tensor | None = None  # the totals again, where a hook may round what is in the buckets
+    whole: nn.ModuleList
+    mine: torch.Tensor | None = None  # the totals of this rank
+    has_absent: bool = False  # whether this rank has no gradient for some of the parameters
 
 
 class DistributedModel(DistributedDataParallel):
@@ -62,11 +65,11 @@ class DistributedModel(DistributedDataParallel):
         if not reduced:
             raise ValueError("no parameter of the module requires a gradient, expected one at least: there is nothing to train")
         totals = nn.Parameter(widen(reduced[0].new_zeros(2 + len(reduced))))
-        # the reducer is built for all of these, and does not ask self.module again; what comes first is in the last bucket
-        super().__init__(nn.ModuleList([nn.ParameterList([totals]), module, beside]), gradient_as_bucket_view=True)
-        self._reduction = Reduction(reduced, totals)
+        whole = nn.ModuleList([nn.ParameterList([totals]), module, beside])  # what comes first is in the last bucket
+        super().__init__(whole, gradient_as_bucket_view=True)  # the reducer does not ask self.module again
+        self._reduction = Reduction(reduced, totals, whole)
         self._left_out: list[nn.Parameter] = []
-        self._ends = torch.zeros((), device=device, requires_grad=True)  # has a gradient where a backward accumulates them
+        self._following: list[Any] = []
         self._frozen = {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
         self._has_hook = False
         self.module = module
@@ -87,7 +90,11 @@ class DistributedModel(DistributedDataParallel):
                 "it: call parallelize again"
             )
         with self.precision.autocast(self.devices):
-            return Pieces([run(*inputs, **kwargs)], [rows])
+            output = run(*inputs, **kwargs)
+        if self.require_backward_grad_sync:
+            learned = [leaf for _, leaf in nesting.leaves(output) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+            self._following = [leaf.register_hook(self._follow) for leaf in learned]
+        return Pieces([output], [rows])
 
     def forward_nothing(self) -> torch.Tensor:
         """A forward without the module: a zero that leads to every parameter, and whose backward hands none a gradient. The
@@ -105,13 +112,42 @@ class DistributedModel(DistributedDataParallel):
         waits for that until :meth:`complete`."""
         return [_zero_leading_to(self._left_out)] if self._left_out else []
 
-    def complete(self) -> None:
-        """After a backward that reduces, hands the reducer the parameters that were left out: it waits for each of them."""
-        reduction = self._reduction
+    def announce(self, total: torch.Tensor, weight: Weight) -> None:
+        """The loss and the weight of this rank, for the next backward that reduces, which the caller will :meth:`finish`. This is
+        what can be done while no rank waits."""
+        for hook in self._following:
+            hook.remove()
+        totals = self._reduction.totals
+        mine = torch.ones_like(totals, dtype=torch.float64 if self._has_hook else None, requires_grad=False)
+        mine[0], mine[1] = total, weight
+        self._reduction.mine = mine
+
+    def finish(self) -> None:
+        """Gives the reducer what a backward has left: the totals, and the parameters that were left out."""
+        reduction, mine = self._reduction, self._reduction.mine
+        assert mine is not None
+        absent = [index for index, parameter in enumerate(reduction.parameters, 2) if parameter.grad is None]
+        if absent:
+            mine[absent] = 0
+        reduction.has_absent = bool(absent)
+        reduction.totals.grad = None
+        torch.autograd.backward([reduction.totals], [mine.to(reduction.totals)])
         while awaited := self._awaited():
             left_out = [[reduction.totals, *reduction.parameters][index] for index in awaited]
             self._left_out += left_out
             torch.autograd.backward([_zero_leading_to(left_out)])
+
+    def _follow(self, gradient: torch.Tensor) -> None:
+        """A backward through an output, of whatever loss, finishes in its end."""
+
+        def follow() -> None:
+            if self._awaited():  # not where torch.autograd.grad asks, which accumulates nothing, nor again for a second output
+                self.announce(self._reduction.totals.new_zeros(()), 0)
+                self.finish()
+                if self._reduction.has_absent or self._has_hook:
+                    self.take_totals()
+
+        torch.autograd.Variable._execution_engine.queue_callback(follow)
 
     def _awaited(self) -> list[int]:
         """The parameters that the reducer waits for, up to a hundred. Only the text of its error names them; autograd's graph
@@ -125,91 +161,31 @@ class DistributedModel(DistributedDataParallel):
             return [int(index) for index in named[1].split()]
         return []
 
-    def pack(self, total: torch.Tensor, weight: Weight) -> torch.Tensor:
-        """What :meth:`send` takes: the loss and the weight of this rank. All that can be done while no rank waits for it."""
-        totals = self._reduction.totals
-        packed = torch.ones_like(totals, dtype=torch.float64 if self._has_hook else None, requires_grad=False)
-        packed[0], packed[1] = total, weight
-        return packed
-
-    def send(self, packed: torch.Tensor) -> None:
-        """After the backward of the losses: the last bucket waits for this."""
-        reduction = self._reduction
-        absent = [index for index, parameter in enumerate(reduction.parameters, 2) if parameter.grad is None]
-        if absent:
-            packed[absent] = 0
-        reduction.has_absent = bool(absent)
-        reduction.beside = packed if self._has_hook else None
-        reduction.totals.grad = None
-        torch.autograd.backward([reduction.totals], [packed.to(reduction.totals)])
-
     def take_totals(self) -> tuple[float, float]:
         """What all ranks together sent. Gradients of parameters for which no rank had one become ``None``: the reducer leaves
         zeros there, and the plain program nothing, which optimizers pass over."""
         reduction = self._reduction
         assert reduction.totals.grad is not None
-        averages, beside = reduction.totals.grad, reduction.beside
-        reduction.totals.grad = reduction.beside = None
-        if beside is None:
-            loss, weight, *counts = [average * self.process_group.size() for average in averages.tolist()]
+        averages, mine = reduction.totals.grad, reduction.mine
+        reduction.totals.grad = reduction.mine = None
+        if self._has_hook and mine is not None:  # which may round what is in the buckets
+            loss, weight, *counts = sum_over_ranks(mine).tolist()
         else:
-            loss, weight, *counts = sum_over_ranks(beside).tolist()  # now that every rank has sent every bucket
+            loss, weight, *counts = [average * self.process_group.size() for average in averages.tolist()]
         if 0 in counts:
             for parameter, count in zip(reduction.parameters, counts, strict=True):
                 parameter.grad = parameter.grad if count else None
         return loss, weight
 
-    def finish(self) -> None:
-        """At the end of a backward that nobody follows with totals."""
-        zero = self._reduction.totals.new_zeros(())
-        self.send(self.pack(zero, 0))
-        self.complete()
-        if self._reduction.has_absent or self._has_hook:
-            self.take_totals()
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        modules = state["_modules"]
+        module, modules["module"] = modules["module"], state["_reduction"].whole
+        super().__setstate__(state)  # builds a reducer
+        self.module = module
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         super().register_comm_hook(state, hook)
         self._has_hook = True
-
-
-class DistributedCriterion(DataParallelCriterion):
-    """The loss over all ranks. Its backward completes every bucket of the model's reducer, also where this rank did not use
-    a parameter, for which ``DistributedDataParallel`` would wait or complain."""
-
-    model: DistributedModel
-
-    def forward(self, outputs: Sequence[Any], *targets: Any, **kwargs: Any) -> Any:
-        loss = super().forward(outputs, *targets, **kwargs)
-        if not isinstance(loss, torch.Tensor) or not loss.requires_grad or not self.model.require_backward_grad_sync:
-            return loss
-        followed: torch.Tensor = _Followed.apply(self.model, loss, self.model._ends, *self.model.roots())
-        return followed
-
-    def attach(self, model: DistributedModel) -> "DistributedCriterion":
-        self.__dict__["model"] = model  # not a submodule: its parameters are not the criterion's
-        return self
-
-
-class _Followed(torch.autograd.Function):
-    """The loss itself, whose backward :meth:`DistributedModel.finish` follows; not where ``torch.autograd.grad`` only asks."""
-
-    @staticmethod
-    def forward(ctx: Any, model: DistributedModel, loss: torch.Tensor, ends: torch.Tensor, *roots: torch.Tensor) -> torch.Tensor:
-        ctx.model, ctx.nothing = model, (None,) * len(roots)
-        return loss.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-        ends = ctx.model._ends
-        ends.grad = None  # a backward that failed has left it
-
-        def follow() -> None:
-            if ends.grad is not None:  # of several losses in one backward, the first
-                ends.grad = None
-                ctx.model.finish()
-
-        torch.autograd.Variable._execution_engine.queue_callback(follow)
-        return None, *gradients, torch.zeros_like(ends), *ctx.nothing
 
 
 def _zero_leading_to(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
@@ -284,6 +260,5 @@ def parallelize(
         return model, DataParallelCriterion(criterion, dim=dim, weight=weight, precision=precision)
     if device.type == "cuda":
         use_torch_sync_batchnorm(module)
-    rank_criterion = DistributedCriterion(criterion, dim=dim, weight=weight, precision=precision).to(device)
-    rank_model = DistributedModel(module.to(device), device, dim, precision, criterion)
-    return rank_model, rank_criterion.attach(rank_model)
+    rank_criterion = DataParallelCriterion(criterion, dim=dim, weight=weight, precision=precision).to(device)
+    return DistributedModel(module.to(device), device, dim, precision, criterion), rank_criterion

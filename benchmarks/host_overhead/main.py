@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -116,29 +116,44 @@ def replication_times() -> dict[str, float]:
         theirs._broadcast_coalesced_reshape, theirs._get_device_index = originals
 
 
-class SmallModel(nn.Module):
-    """Six transformer layers and logits, [rows, classes, positions]: 24 ms per step of four micro-batches here."""
+class Model(nn.Module):
+    """Transformer layers and logits, [rows, classes, positions]."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, layers: int) -> None:
         super().__init__()
         torch.manual_seed(0)
-        layers = [nn.TransformerEncoderLayer(64, 4, 128, 0.0, batch_first=True) for _ in range(6)]
-        self.net = nn.Sequential(*layers, nn.Linear(64, 100))
+        blocks = [nn.TransformerEncoderLayer(width, 4, 2 * width, 0.0, batch_first=True) for _ in range(layers)]
+        self.net = nn.Sequential(*blocks, nn.Linear(width, 100))
 
     def forward(self, inputs: Tensor) -> Tensor:
         logits: Tensor = self.net(inputs)
         return logits.transpose(1, 2)
 
 
-def ours_on_a_rank(inputs: Tensor, targets: Tensor) -> Callable[[], Any]:
-    model, criterion = parallelize(SmallModel(), nn.CrossEntropyLoss(), ["cpu"])
+class Case(NamedTuple):
+    """A model, and how long to look at it."""
+
+    width: int
+    layers: int
+    copies: int
+    rounds: int
+
+
+CASES = {
+    "small": Case(width=64, layers=6, copies=COPIES, rounds=ROUNDS),  # 0.8 MiB of gradients: one bucket
+    "large": Case(width=512, layers=4, copies=COPIES // 2, rounds=ROUNDS // 2),  # 32 MiB: nothing but the last bucket is late
+}
+
+
+def ours_on_a_rank(case: Case, inputs: Tensor, targets: Tensor) -> Callable[[], Any]:
+    model, criterion = parallelize(Model(case.width, case.layers), nn.CrossEntropyLoss(), ["cpu"])
     step = TrainStep(model, criterion, torch.optim.AdamW(model.parameters()), micro_batch_size=4)
     return lambda: step(inputs, targets)
 
 
-def by_hand_on_a_rank(inputs: Tensor, targets: Tensor) -> Callable[[], Any]:
+def by_hand_on_a_rank(case: Case, inputs: Tensor, targets: Tensor) -> Callable[[], Any]:
     """A loop of DistributedDataParallel with no_sync, as one writes it."""
-    model, loss = nn.parallel.DistributedDataParallel(SmallModel()), nn.CrossEntropyLoss()
+    model, loss = nn.parallel.DistributedDataParallel(Model(case.width, case.layers)), nn.CrossEntropyLoss()
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> None:
@@ -151,17 +166,17 @@ def by_hand_on_a_rank(inputs: Tensor, targets: Tensor) -> Callable[[], Any]:
     return step
 
 
-def measure_rank() -> tuple[float, float]:
+def measure_rank(case: Case) -> tuple[float, float]:
     """On each rank, several copies of both programs take turns in an order that is drawn anew in each round.
 
     Returns:
         The time of ours over that of the loop by hand, means over the copies of their medians; and the slowest copy of that
         loop over the fastest, which is what one and the same program differs by from where its memory happens to lie.
     """
-    inputs, targets = torch.randn(16, 32, 64), torch.randint(100, (16, 32))
-    programs = [make(inputs, targets) for _ in range(COPIES) for make in (ours_on_a_rank, by_hand_on_a_rank)]
-    order, times = random.Random(0), [[0.0] * ROUNDS for _ in programs]
-    for number in range(-2, ROUNDS):
+    inputs, targets = torch.randn(16, 32, case.width), torch.randint(100, (16, 32))
+    programs = [make(case, inputs, targets) for _ in range(case.copies) for make in (ours_on_a_rank, by_hand_on_a_rank)]
+    order, times = random.Random(0), [[0.0] * case.rounds for _ in programs]
+    for number in range(-2, case.rounds):
         for index in order.sample(range(len(programs)), len(programs)):
             dist.barrier()
             times[index][number] = timed(programs[index])  # the first two, which warm up, are written over
@@ -170,16 +185,18 @@ def measure_rank() -> tuple[float, float]:
     return statistics.mean(ours) / statistics.mean(by_hand), max(by_hand) / min(by_hand)
 
 
-def ratios_under_torchrun(ranks: int) -> list[str]:
+def ratios_under_torchrun(ranks: int, case: str) -> list[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    done = subprocess.run([*launcher, str(HERE / "main.py"), "--rank"], capture_output=True, text=True, check=True, timeout=600)
+    done = subprocess.run(
+        [*launcher, str(HERE / "main.py"), "--rank", case], capture_output=True, text=True, check=True, timeout=600
+    )
     return done.stdout.split()[-2:]
 
 
 def main() -> None:
     torch.set_num_threads(1)
     if "--rank" in sys.argv:
-        ratio, spread = measure_rank()
+        ratio, spread = measure_rank(CASES[sys.argv[-1]])
         if dist.get_rank() == 0:
             print(f"{ratio:.3f} {spread:.3f}")
         dist.destroy_process_group()
@@ -195,8 +212,8 @@ def main() -> None:
     parts = [[name, f"{value:.2f}", f"{value / plain:.1%}"] for name, value in replication_times().items()]
     times = tabulate(parts, ["", "ms", "of a plain step"], tablefmt="github", disable_numparse=True)
     ranked = tabulate(
-        [[ranks, *ratios_under_torchrun(ranks)] for ranks in (1, 2)],
-        ["ranks", "time of TrainStep / by hand", "slowest copy by hand / fastest"],
+        [[ranks, case, *ratios_under_torchrun(ranks, case)] for ranks, case in ((1, "small"), (2, "small"), (2, "large"))],
+        ["ranks", "model", "time of TrainStep / by hand", "slowest copy by hand / fastest"],
         "github",
     )
     title, rest = (__doc__ or "").split("\n\n", 1)
@@ -214,12 +231,15 @@ which starts the autograd engine once instead of four times. A plain step takes 
 ## Under torchrun
 
 `TrainStep` beside a hand-written loop of `DistributedDataParallel` with `no_sync`, four micro-batches each, on gloo. It counts
-what each micro-batch weighs and returns the exact loss of all ranks, which the loop by hand does not. {COPIES} copies of both
-programs take turns, because copies of one and the same program differ by what the last column says.
+what each micro-batch weighs and returns the exact loss of all ranks, which the loop by hand does not. The small model has 0.8 MiB
+of gradients, which are one bucket; the large one 32 MiB, most of which are reduced beside the backward. {COPIES} copies of both
+programs ({COPIES // 2} of the large one) take turns, because copies of one and the same program differ by what the last column
+says.
 
 {ranked}
 
-Medians of {ROUNDS}. Environment: {platform.machine()}, 1 thread, Python {platform.python_version()}, torch {torch.__version__}.
+Medians of {ROUNDS} ({ROUNDS // 2} of the large model).
+Environment: {platform.machine()}, 1 thread, Python {platform.python_version()}, torch {torch.__version__}.
 To reproduce (it writes this file):
 
 ```bash
