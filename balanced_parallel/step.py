@@ -101,6 +101,7 @@ class TrainStep:
         self._outside = [p for p in trained if p not in known and not isinstance(p, Spread)]
         self._trained = {id(p): p for p in trained}
         self._has_half = any(parameter.dtype == torch.float16 for parameter in model.parameters())
+        self._dtype = torch.float64 if any(parameter.dtype == torch.float64 for parameter in trained) else torch.float32
         self._meets_ranks = world_size() > 1 and meets_other_ranks(model.modules())
         self._window: Window | None = None
         self._last_weight = 0.0  # of the last window: the best guess for a window that is added bit by bit
@@ -166,8 +167,8 @@ class TrainStep:
         self.optimizer.zero_grad()
         for parameter in self._outside:
             parameter.grad = None  # a window starts from nothing
-        divides = self.criterion.reduction != "sum"
-        self._window = Window(torch.zeros((), device=self.model.devices[0]), divides)
+        nothing = torch.zeros((), dtype=self._dtype, device=self.model.devices[0])  # a rank without rows has the others' loss
+        self._window = Window(nothing, divides=self.criterion.reduction != "sum")
         return self._window
 
     @contextlib.contextmanager
@@ -215,7 +216,7 @@ class TrainStep:
         if self._ranks is None or not reduce:
             self._backward(window, terms.sums)
         else:
-            self._reduce([*terms.sums, *self._ranks.roots()], window, self._ranks)
+            self._reduce([*terms.sums, *self._ranks.completion.roots()], window, self._ranks)
 
     def _reduce_alone(self, window: Window, ranks: RankModel) -> None:
         """Reduces what this rank has accumulated, if anything, with no rows left to run."""
@@ -226,11 +227,11 @@ class TrainStep:
 
     def _reduce(self, roots: list[Tensor], window: Window, ranks: RankModel) -> None:
         """The backward that sums over the ranks."""
-        ranks.announce(window.total, window.weight)
+        ranks.completion.announce(window.total, window.weight)
         roots = [root for root in roots if root.requires_grad]
         if roots:
             self._backward(window, roots)
-        ranks.finish()
+        ranks.completion.finish()
         window.reduced = True
 
     def _backward(self, window: Window, roots: list[Tensor]) -> None:
@@ -264,7 +265,7 @@ class TrainStep:
 
     def _totals(self, window: Window) -> tuple[Tensor | float, float]:
         """The sum of all losses and of all weights, over all ranks."""
-        return (window.total, float(window.weight)) if self._ranks is None else self._ranks.take_totals()
+        return (window.total, float(window.weight)) if self._ranks is None else self._ranks.completion.take_totals()
 
     def _update(self, factor: float) -> None:
         """One step of the optimizer on the gradients times ``factor``, and of the scheduler if it was not skipped."""

@@ -281,3 +281,37 @@ def check_two_criteria(rank):
 
 def test_two_losses_before_one_backward():
     assert run_ranks(2, check_two_criteria) == [True, True]
+
+
+class Words(nn.Module):
+    """A sparse gradient, which the reducer refuses where there is none."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.last = nn.Embedding(11, 4, sparse=True).double(), nn.Linear(4, CLASSES).double()
+
+    def forward(self, inputs):
+        return self.last(self.embedding(inputs).mean(1))
+
+
+def check_sparse(rank):
+    torch.manual_seed(1)
+    inputs, targets = torch.randint(11, (9, 3)), class_targets(9, ignored=3)
+    sizes = [3, 0, 6]  # nothing counted, no rows, all the rest
+    mine = inputs.split(sizes)[rank], targets.split(sizes)[rank]
+    for way in WAYS:
+        plain, (model, update) = Words(), make_update(way, Words(), nn.CrossEntropyLoss())
+        for _ in range(3):
+            plain.zero_grad()
+            loss = nn.functional.cross_entropy(plain(inputs), targets)
+            loss.backward()
+            torch.testing.assert_close(update(*mine), loss.detach(), rtol=1e-10, atol=1e-10)
+            found = gradients(model.module)
+            assert found[0].is_sparse
+            assert_same_gradients([found[0].to_dense(), *found[1:]], [p.grad.to_dense() for p in plain.parameters()])
+    return True
+
+
+def test_sparse_gradients_of_ranks_that_have_none():
+    assert run_ranks(3, check_sparse) == [True] * 3

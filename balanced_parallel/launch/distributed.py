@@ -1,42 +1,27 @@
 """The same script in one process or, under torchrun, in one process per device: torch's DistributedDataParallel, with the
 list of outputs and the exact loss that the replicas of one process give."""
 
-import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from .. import nesting
 from ..batchnorm import use_torch_sync_batchnorm
 from ..criterion import DataParallelCriterion
 from ..devices import DeviceLike
 from ..model import DataParallelModel
 from ..precision import Precision
-from ..ranks import sum_over_ranks, world_size
+from ..ranks import world_size
 from ..scattering import Arguments, Pieces, count_rows, move_leaves
 from ..terms import Criterion
-from ..weighting import Weight, widen, zero_of
+from ..weighting import Weight
+from .completion import Completion, zero_leading_to
 from .process_group import join_process_group, rank_device
 from .torchrun import TorchrunEnvironment
 
 __all__: list[str] = []
-
-
-@dataclass
-class Reduction:
-    """What the reducer sums over the ranks: the gradients of ``parameters``, and in the same buckets, as the gradient of one
-    parameter more, ``totals``: the loss, the weight, and for each of the parameters whether it has a gradient. They are those
-    of ``whole``."""
-
-    parameters: list[nn.Parameter]
-    totals: nn.Parameter
-    whole: nn.ModuleList
-    mine: torch.Tensor | None = None  # the totals of this rank
-    has_absent: bool = False  # whether this rank has no gradient for some of the parameters
 
 
 class DistributedModel(DistributedDataParallel):
@@ -64,14 +49,13 @@ class DistributedModel(DistributedDataParallel):
         reduced = [parameter for parameter in nn.ModuleList([module, beside]).parameters() if parameter.requires_grad]
         if not reduced:
             raise ValueError("no parameter of the module requires a gradient, expected one at least: there is nothing to train")
-        totals = nn.Parameter(widen(reduced[0].new_zeros(2 + len(reduced))))
-        whole = nn.ModuleList([nn.ParameterList([totals]), module, beside])  # what comes first is in the last bucket
-        super().__init__(whole, gradient_as_bucket_view=True)  # the reducer does not ask self.module again
-        self._reduction = Reduction(reduced, totals, whole)
-        self._left_out: list[nn.Parameter] = []
-        self._following: list[Any] = []
+        completion = Completion(reduced)
+        whole = nn.ModuleList([nn.ParameterList([completion.totals]), module, beside])  # what comes first is in the last bucket
+        super().__init__(whole, gradient_as_bucket_view=True)
+        self.completion = completion
+        self.completion.attach(self)
+        self._whole = [whole]  # what the reducer knows, in a list so that it is no submodule
         self._frozen = {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
-        self._has_hook = False
         self.module = module
         self.devices = [device]
         self.split = None
@@ -92,113 +76,31 @@ class DistributedModel(DistributedDataParallel):
         with self.precision.autocast(self.devices):
             output = run(*inputs, **kwargs)
         if self.require_backward_grad_sync:
-            learned = [leaf for _, leaf in nesting.leaves(output) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
-            self._following = [leaf.register_hook(self._follow) for leaf in learned]
+            self.completion.begin_sparse_gradients()
+            self.completion.follow(output)
         return Pieces([output], [rows])
 
     def forward_nothing(self) -> torch.Tensor:
         """A forward without the module: a zero that leads to every parameter, and whose backward hands none a gradient. The
         reducer then has what was accumulated."""
+        self.completion.begin_sparse_gradients()
         module = self.module
         self.module = _Skipped(module)
         try:
             super().forward()
         finally:
             self.module = module
-        return _zero_leading_to(self._reduction.parameters)
-
-    def roots(self) -> list[torch.Tensor]:
-        """Roots for a backward that reduces, beside the losses: they lead to what losses left out before, so that no bucket
-        waits for that until :meth:`complete`."""
-        return [_zero_leading_to(self._left_out)] if self._left_out else []
-
-    def announce(self, total: torch.Tensor, weight: Weight) -> None:
-        """The loss and the weight of this rank, for the next backward that reduces, which the caller will :meth:`finish`. This is
-        what can be done while no rank waits."""
-        for hook in self._following:
-            hook.remove()
-        totals = self._reduction.totals
-        mine = torch.ones_like(totals, dtype=torch.float64 if self._has_hook else None, requires_grad=False)
-        mine[0], mine[1] = total, weight
-        self._reduction.mine = mine
-
-    def finish(self) -> None:
-        """Gives the reducer what a backward has left: the totals, and the parameters that were left out."""
-        reduction, mine = self._reduction, self._reduction.mine
-        assert mine is not None
-        absent = [index for index, parameter in enumerate(reduction.parameters, 2) if parameter.grad is None]
-        if absent:
-            mine[absent] = 0
-        reduction.has_absent = bool(absent)
-        reduction.totals.grad = None
-        torch.autograd.backward([reduction.totals], [mine.to(reduction.totals)])
-        while awaited := self._awaited():
-            left_out = [[reduction.totals, *reduction.parameters][index] for index in awaited]
-            self._left_out += left_out
-            torch.autograd.backward([_zero_leading_to(left_out)])
-
-    def _follow(self, gradient: torch.Tensor) -> None:
-        """A backward through an output, of whatever loss, finishes in its end."""
-
-        def follow() -> None:
-            if self._awaited():  # not where torch.autograd.grad asks, which accumulates nothing, nor again for a second output
-                self.announce(self._reduction.totals.new_zeros(()), 0)
-                self.finish()
-                if self._reduction.has_absent or self._has_hook:
-                    self.take_totals()
-
-        torch.autograd.Variable._execution_engine.queue_callback(follow)
-
-    def _awaited(self) -> list[int]:
-        """The parameters that the reducer waits for, up to a hundred. Only the text of its error names them; autograd's graph
-        does not show what a reentrant checkpoint used, nor a loss of the user's beside ours."""
-        try:
-            self._check_reducer_finalized()
-        except RuntimeError as error:
-            named = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-            if named is None:
-                raise
-            return [int(index) for index in named[1].split()]
-        return []
-
-    def take_totals(self) -> tuple[float, float]:
-        """What all ranks together sent. Gradients of parameters for which no rank had one become ``None``: the reducer leaves
-        zeros there, and the plain program nothing, which optimizers pass over."""
-        reduction = self._reduction
-        assert reduction.totals.grad is not None
-        averages, mine = reduction.totals.grad, reduction.mine
-        reduction.totals.grad = reduction.mine = None
-        if self._has_hook and mine is not None:  # which may round what is in the buckets
-            loss, weight, *counts = sum_over_ranks(mine).tolist()
-        else:
-            loss, weight, *counts = [average * self.process_group.size() for average in averages.tolist()]
-        if 0 in counts:
-            for parameter, count in zip(reduction.parameters, counts, strict=True):
-                parameter.grad = parameter.grad if count else None
-        return loss, weight
+        return zero_leading_to(self.completion.parameters)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         modules = state["_modules"]
-        module, modules["module"] = modules["module"], state["_reduction"].whole
+        module, modules["module"] = modules["module"], state["_whole"][0]
         super().__setstate__(state)  # builds a reducer
         self.module = module
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         super().register_comm_hook(state, hook)
-        self._has_hook = True
-
-
-def _zero_leading_to(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    """:func:`zero_of` for the reducer, which waits for all that it was made for, also for those that are frozen now."""
-    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
-    try:
-        for parameter in frozen:
-            parameter.requires_grad_(True)
-        with torch.enable_grad():
-            return zero_of(*parameters)
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
+        self.completion.has_hook = True
 
 
 class _Skipped(nn.Module):
