@@ -38,8 +38,11 @@ class Completion:
         self._following: list[Any] = []
 
     def attach(self, model: DistributedDataParallel) -> None:
+        """Has it work for ``model``, whose reducer was built with ``totals`` as its first parameter."""
         embeddings = [part for part in model.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse]
-        self._model, self._sparse = model, [embedding.weight for embedding in embeddings]
+        learned = set(map(id, self.parameters))
+        self._model = model
+        self._sparse = [embedding.weight for embedding in embeddings if id(embedding.weight) in learned]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_following": [], "_mine": None}
