@@ -30,12 +30,26 @@ def make_update(way, module, criterion, **settings):
     return model, by_hand if way == "criterion" else step
 
 
+class Biased(nn.Linear):
+    """Has one parameter more, which it uses for a while."""
+
+    is_biased = True
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.more = nn.Parameter(torch.zeros(1))
+
+    def forward(self, inputs):
+        return super().forward(inputs) + self.more if self.is_biased else super().forward(inputs)
+
+
 def check_order(rank):
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
     for way in WAYS:
         events = []
         net = nn.Sequential(*[nn.Linear(700, 700) for _ in range(16)])  # 30 MiB in two buckets
+        net[15] = Biased(700, 700)
         model, update = make_update(way, net, nn.MSELoss())
 
         def note(module, given, returned, events=events, net=net):
@@ -50,7 +64,8 @@ def check_order(rank):
         model.register_comm_hook(None, hook)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Full backward hook is firing")
-            for _ in range(3):  # the reducer makes its buckets anew after the first
+            for number in range(4):  # the reducer makes its buckets anew after the first
+                net[15].is_biased = number < 2 or way == "criterion"
                 events.clear()
                 update(torch.randn(4, 700), torch.randn(4, 700))
         last = events[events.index("bucket 0") :]
