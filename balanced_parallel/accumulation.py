@@ -51,12 +51,14 @@ class Window:
         if self.divides and not self.has_gradients and isinstance(expected, float) and 0 < expected < math.inf:
             self.reference = expected
 
-    def next_reference(self, expected: float, *, may_shrink: bool) -> float:
-        """The constant for a window of the ``expected`` weight: a power of two, so that nothing is rounded when it changes."""
-        if expected <= 0 or not math.isfinite(expected):
-            return self.reference
-        reference: float = 2.0 ** round(math.log2(expected))
-        return reference if may_shrink else max(reference, self.reference)
+    def settle(self, expected: float, *, may_shrink: bool = True) -> float:
+        """Changes the reference to a power of two near the ``expected`` weight, which rounds nothing, and returns what gradients
+        that were divided by the one before are to be multiplied by."""
+        before = self.reference
+        if self.divides and 0 < expected < math.inf:
+            near = 2.0 ** round(math.log2(expected))
+            self.reference = near if may_shrink else max(near, before)
+        return before / self.reference
 
 
 def scale_gradients(parameters: Iterable[torch.nn.Parameter], factor: float, *, bucketed: bool = False) -> None:
@@ -65,9 +67,11 @@ def scale_gradients(parameters: Iterable[torch.nn.Parameter], factor: float, *, 
     Args:
         bucketed: gradients are views of a reducer's buckets, of which each is multiplied as a whole: it holds nothing else.
     """
+    if factor == 1:
+        return
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if bucketed:
         wholes = [gradient if gradient._base is None else gradient._base for gradient in gradients]
         gradients = list({id(whole): whole for whole in wholes}.values())
-    if gradients and factor != 1:
+    if gradients:
         torch._foreach_mul_(gradients, factor)

@@ -168,8 +168,10 @@ class TrainStep:
         for parameter in self._outside:
             parameter.grad = None  # a window starts from nothing
         nothing = torch.zeros((), dtype=self._dtype, device=self.model.devices[0])  # a rank without rows has the others' loss
-        self._window = Window(nothing, divides=self.criterion.reduction != "sum")
-        return self._window
+        self._window = window = Window(nothing, divides=self.criterion.reduction != "sum")
+        if self._ranks is not None:  # what all ranks know without a message: what the last one weighed
+            window.settle(self._last_weight / world_size())
+        return window
 
     @contextlib.contextmanager
     def _dropping_on_failure(self) -> Iterator[None]:
@@ -211,7 +213,7 @@ class TrainStep:
             to_come = weight * (left - 1)
             if scales:
                 self._settle_reference(window, to_come, reduce=reduce)
-            elif self._ranks is None:  # ranks would have to agree
+            elif self._ranks is None:
                 window.foresee(to_come)
         if self._ranks is None or not reduce:
             self._backward(window, terms.sums)
@@ -249,13 +251,11 @@ class TrainStep:
         if world_size() > 1:
             mine = torch.tensor(expected, dtype=torch.float64)
             expected = float(sum_over_ranks(mine)) if reduce else expected * world_size()
-        reference = window.next_reference(expected, may_shrink=reduce)
-        factor = window.reference / reference
+        factor = window.settle(expected, may_shrink=reduce)
         if factor != 1:
             scale_gradients([*self.model.parameters(), *self.criterion.parameters()], factor)
             for replicas in self._replicas:
                 replicas.scale(factor)
-        window.reference = reference
 
     def _scales(self, window: Window) -> bool:
         """Whether gradients are divided while they accumulate."""

@@ -7,6 +7,7 @@ import pytest
 import torch
 from problems import LOSSES, OnTop, assert_same_gradients, build_net, class_targets, gradients, make_targets, plain_program
 from ranks import run_ranks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from balanced_parallel import (
     DataParallelCriterion,
@@ -339,6 +340,37 @@ def check_lean(rank):
 def test_an_update_is_as_many_collectives_as_by_hand():
     counts = run_ranks(2, check_lean)
     assert counts[0][1] == counts[0][0], counts
+
+
+class Multiplications(TorchDispatchMode):
+    seen = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen += func is torch.ops.aten._foreach_mul_.Scalar
+        return func(*args, **kwargs or {})
+
+
+def check_history(rank):
+    """Gradients are divided as they are made, by about what the window before weighed. That must not show in any bit."""
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(32, 4), class_targets(32, 7)
+    model, criterion = parallelize(build_net().float(), torch.nn.CrossEntropyLoss())
+    found = []
+    for before, rows in ((None, 11), (3, 11), (11, 11), (20, 11), (None, 16), (16, 16)):
+        step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=4)
+        if before is not None:
+            step(inputs[-before:], targets[-before:])
+        with Multiplications() as multiplications:
+            step(inputs[-rows:], targets[-rows:])
+        found.append((gradients(model.module), multiplications.seen))
+    assert all(torch.equal(one, other) for some, _ in found[1:4] for one, other in zip(found[0][0], some, strict=True))
+    assert all(map(torch.equal, found[4][0], found[5][0]))
+    assert [seen for _, seen in found] == [1, 1, 1, 1, 1, 0]  # nothing is left to divide where both weigh the same power of two
+    return True
+
+
+def test_the_window_before_shows_in_no_bit_of_a_gradient():
+    assert run_ranks(2, check_history) == [True, True]
 
 
 def check_compressed(rank):

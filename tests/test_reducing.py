@@ -220,9 +220,12 @@ def check_gradients_alone(rank):
     model, criterion = parallelize(Chosen(), nn.CrossEntropyLoss())
     inputs, targets = torch.randn(2, 4, dtype=torch.float64), class_targets(2)
     for _ in range(3):
+        criterion(model(inputs), targets).backward()
+        kept = model.module.first.weight.grad.add_(rank).clone()  # what ranks do not share shows whether it was reduced
         gradient, *_ = torch.autograd.grad(criterion(model(inputs), targets), model.module.first.weight)
         assert gradient.any()
-        criterion(model(inputs), targets).backward()
+        assert torch.equal(model.module.first.weight.grad, kept)
+        model.zero_grad()
     return True
 
 
