@@ -140,7 +140,8 @@ def parallelize(
 
     Raises:
         ValueError: torchrun's environment is incomplete, disagrees with the running process group, or has more processes
-            than devices; ``split`` under torchrun, where each rank brings its own rows.
+            than devices; ``split`` under torchrun, where each rank brings its own rows. At the forward of a rank: a parameter
+            that was frozen here requires a gradient.
     """
     environment = TorchrunEnvironment.detect()
     if environment is None:
