@@ -120,7 +120,7 @@ class Completion:
         try:
             self._model._check_reducer_finalized()
         except RuntimeError as error:
-            named = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+            named = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", str(error))
             if named is None:
                 raise
             return [int(index) for index in named[1].split()]
