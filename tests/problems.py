@@ -5,6 +5,7 @@ import functools
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 CLASSES = 5
 
@@ -234,3 +235,15 @@ def assert_same_gradients(found, expected, tolerance=1e-10):
         assert (one is None) == (other is None)
         if one is not None:
             torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance, equal_nan=True)
+
+
+class Calls(TorchDispatchMode):
+    """Counts how often an operator is called in a block."""
+
+    def __init__(self, operator):
+        super().__init__()
+        self.operator, self.seen = operator, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen += func is self.operator
+        return func(*args, **kwargs or {})

@@ -5,9 +5,8 @@ import warnings
 
 import pytest
 import torch
-from problems import LOSSES, OnTop, assert_same_gradients, build_net, class_targets, gradients, make_targets, plain_program
+from problems import LOSSES, Calls, OnTop, assert_same_gradients, build_net, class_targets, gradients, make_targets, plain_program
 from ranks import run_ranks
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from balanced_parallel import (
     DataParallelCriterion,
@@ -342,14 +341,6 @@ def test_an_update_is_as_many_collectives_as_by_hand():
     assert counts[0][1] == counts[0][0], counts
 
 
-class Multiplications(TorchDispatchMode):
-    seen = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen += func is torch.ops.aten._foreach_mul_.Scalar
-        return func(*args, **kwargs or {})
-
-
 def check_history(rank):
     """Gradients are divided as they are made, by about what the window before weighed. That must not show in any bit."""
     torch.manual_seed(0)
@@ -360,7 +351,7 @@ def check_history(rank):
         step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=4)
         if before is not None:
             step(inputs[-before:], targets[-before:])
-        with Multiplications() as multiplications:
+        with Calls(torch.ops.aten._foreach_mul_.Scalar) as multiplications:
             step(inputs[-rows:], targets[-rows:])
         found.append((gradients(model.module), multiplications.seen))
     assert all(torch.equal(one, other) for some, _ in found[1:4] for one, other in zip(found[0][0], some, strict=True))

@@ -15,11 +15,11 @@ from balanced_parallel import TrainStep, gather, parallelize, weighted_mean
 WAYS = ["step", "micro-batches", "criterion"]
 
 
-def make_update(way, module, criterion, **settings):
+def make_update(way, module, criterion):
     """One update with lr=0: by TrainStep at once, by TrainStep in micro-batches, and by hand."""
     model, criterion = parallelize(module, criterion)
     optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.0)
-    step = TrainStep(model, criterion, optimizer, micro_batch_size=2 if way == "micro-batches" else None, **settings)
+    step = TrainStep(model, criterion, optimizer, micro_batch_size=2 if way == "micro-batches" else None)
 
     def by_hand(inputs, targets):
         optimizer.zero_grad()
@@ -268,16 +268,14 @@ def check_strangers(rank):
             update(inputs, targets)
     scale = nn.Parameter(torch.ones((), dtype=torch.float64))
     model, criterion = parallelize(
-        Chosen(), lambda output, target: nn.functional.cross_entropy(output * scale, target), weight=len_
+        Chosen(),
+        lambda output, target: nn.functional.cross_entropy(output * scale, target),
+        weight=lambda output, target: len(target),
     )
     step = TrainStep(model, criterion, torch.optim.SGD([*model.parameters(), scale], lr=0.1))
     with pytest.raises(ValueError, match=r"shape \(\).*make it part of the module or of the criterion"):
         step(inputs, targets)
     return True
-
-
-def len_(output, target):
-    return len(target)
 
 
 def test_a_gradient_that_no_rank_would_share_is_an_error():

@@ -3,9 +3,8 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from problems import assert_same_gradients, build_net, class_targets, gradients, plain_program
+from problems import Calls, assert_same_gradients, build_net, class_targets, gradients, plain_program
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, Precision, TrainStep
 
@@ -176,16 +175,6 @@ def test_an_overflow_skips_the_step_and_the_scheduler():
     assert all(torch.equal(one, other) for one, other in zip(before, net.parameters(), strict=True))
     assert step.precision.scaler.get_scale() == 2.0**15
     assert scheduler.get_last_lr() == [0.1]
-
-
-class Calls(TorchDispatchMode):
-    def __init__(self, operator):
-        super().__init__()
-        self.operator, self.seen = operator, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.seen += func is self.operator
-        return func(*args, **kwargs or {})
 
 
 def weighted_by_hand(criterion):

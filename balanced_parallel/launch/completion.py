@@ -2,7 +2,7 @@
 the same buckets, and word of every parameter that a rank has not used, for which it would wait."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ class Completion:
         self.has_hook = False  # which may round what is in the buckets, so the totals have to travel beside them
         self._model: DistributedDataParallel | None = None
         self._sparse: list[torch.Tensor] = []
-        self._left_out: list[nn.Parameter] = []  # by some loss so far
+        self._left_out: set[int] = set()  # by some loss so far: the reducer's indices
         self._has_absent = False  # whether this rank has no gradient for some of the parameters
         self._mine: torch.Tensor | None = None  # the totals of this rank
         self._following: list[Any] = []
@@ -72,7 +72,7 @@ class Completion:
     def roots(self) -> list[torch.Tensor]:
         """Roots for a backward that reduces, beside the losses: they lead to what losses left out before, so that no bucket
         waits for that until :meth:`finish`."""
-        return [zero_leading_to(self._left_out)] if self._left_out else []
+        return [self._zero_leading_to(self._left_out)] if self._left_out else []
 
     def announce(self, total: torch.Tensor, weight: Weight) -> None:
         """The loss and the weight of this rank, for the next backward that reduces, which the caller will :meth:`finish`. This is
@@ -92,9 +92,12 @@ class Completion:
         self.totals.grad = None
         torch.autograd.backward([self.totals], [self._mine.to(self.totals)])
         while awaited := self._awaited():
-            left_out = [[self.totals, *self.parameters][index] for index in awaited]
-            self._left_out += left_out
-            torch.autograd.backward([zero_leading_to(left_out)])
+            self._left_out.update(awaited)
+            torch.autograd.backward([self._zero_leading_to(awaited)])
+
+    def _zero_leading_to(self, indices: Iterable[int]) -> torch.Tensor:
+        known = [self.totals, *self.parameters]
+        return zero_leading_to([known[index] for index in sorted(indices)])
 
     def take_totals(self) -> tuple[float, float]:
         """What all ranks together announced. Gradients of parameters for which no rank had one become ``None``: the reducer
