@@ -9,9 +9,14 @@ batch. A map of the house, in the order in which its rooms build on each other:
     ambient       thread-local state that a replica's worker carries
     nesting       tuples, mappings, dataclasses: taken apart and rebuilt
     ranks         the running process group: sums over ranks, rows of all of them
+    dims          dimensions of the rows, entry by entry
+    provenance    the replica that computed a tensor
+    gathering     pieces put back together                  gather
+    per_replica   one value per replica, and its rows       PerReplica
+    marks         arguments whose rows are elsewhere        Whole, Rows
+    rows          the rows of a batch, counted and cut
     scattering    rows cut over devices                     scatter
     shares        how many rows for which device
-    gathering     pieces put back together                  gather
     reduction     gradients of the replicas, summed in buckets
     ownership     which device owns which elements
     shells        a module's tree, and copies of it
@@ -20,10 +25,13 @@ batch. A map of the house, in the order in which its rooms build on each other:
     execution     one worker per replica
     batchnorm     statistics over all rows in flight        convert_sync_batchnorm
     losses        what each loss of torch divides by        loss_weight
+    reductions    the reduction of a criterion
     weighting     sums and counts, divided once             weighted_mean
     terms         one replica's part of a loss
     precision     autocast and gradient scaling             Precision
     model         a batch over the devices                  DataParallelModel
+    output_rows   the rows of a criterion's outputs
+    criterion_settings  what a mean divides by, said by the caller
     criterion     the loss where the outputs are            DataParallelCriterion
     optimizer     gradients and state spread over devices   BalancedOptimizer
     microbatching a batch over time
@@ -41,10 +49,12 @@ from . import memory
 from .batchnorm import convert_sync_batchnorm
 from .criterion import DataParallelCriterion
 from .gathering import gather
-from .launch.distributed import parallelize
+from .launch.parallelize import parallelize
 from .losses import loss_weight
+from .marks import Rows, Whole
 from .model import DataParallelModel
 from .optimizer import BalancedOptimizer
+from .per_replica import PerReplica
 from .precision import Precision
 from .scattering import scatter
 from .simulation import simulate
@@ -58,8 +68,11 @@ __all__ = [
     "BalancedOptimizer",
     "DataParallelCriterion",
     "DataParallelModel",
+    "PerReplica",
     "Precision",
+    "Rows",
     "TrainStep",
+    "Whole",
     "convert_sync_batchnorm",
     "gather",
     "loss_weight",

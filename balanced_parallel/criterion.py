@@ -2,21 +2,26 @@
 
 import contextlib
 import functools
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from . import nesting
+from .criterion_settings import call_weight, check_settings, keywords_of, warn_unknown
 from .devices import DeviceLike, resolve_device, resolve_devices
+from .dims import Dims, check_dims, is_first
 from .execution import run_replicas
-from .losses import has_sum, is_known, reduction_of, refuse_coupled, weight_of_targets
+from .losses import find_torch_loss, has_sum, is_known, refuse_coupled, weight_of_targets
+from .marks import Arguments, mark
+from .output_rows import as_per_replica, sizes_like
+from .per_replica import PerReplica
 from .precision import Precision
+from .reductions import reduction_in, reduction_of
 from .replication import Replicas
-from .scattering import Arguments, Pieces, count_rows, cut, move_leaves, proportional_sizes, split_sizes
-from .terms import Criterion, Shard, Terms, mean_and_weight, sum_and_weight, sum_of_terms, total_of
+from .rows import count_rows, cut, move_leaves
+from .terms import Criterion, Shard, Term, Terms, mean_and_weight, merge, sum_and_weight, sum_of_terms, total_of
 from .weighting import Weight, divide_once
 
 __all__: list[str] = []
@@ -27,8 +32,9 @@ class DataParallelCriterion(nn.Module):
 
     The result is that of ``criterion(gather(outputs), *targets)`` on one device, whatever the split: each replica's loss is a
     sum and the count it divides by (:func:`loss_weight`), both are added up, and divided once. Under torchrun it is the loss over
-    all ranks. With ``reduction="sum"`` the sums are added; with ``reduction="none"`` the result is the list of the replicas'
-    losses, for :func:`gather`.
+    all ranks. A criterion that is a sum is added up and not divided; with ``reduction="none"`` the result is the
+    :class:`PerReplica` of the replicas' losses, for :func:`gather`. A criterion that returns several means (a tuple, a mapping, a
+    dataclass) gives as many exact ones, in the same structure.
 
     ``criterion(outputs, *targets, **kwargs)``: targets (and keyword arguments) are cut by rows as the model's inputs were. A
     replica's output that is a tuple is spread over the criterion's leading arguments; a tensor, a list, a named tuple, a
@@ -39,14 +45,27 @@ class DataParallelCriterion(nn.Module):
             a function; of a ``functools.partial``, the tensors are moved to each device.
         device_ids: the devices that outputs may lie on; ``None`` takes them wherever they are.
         output_device: where the loss goes; ``None`` is the device of the first output.
-        dim: the dimension of the rows in the targets.
-        weight: a function ``(output, *targets) -> scalar`` that returns what ``criterion`` divides its mean by, for one that
-            :func:`loss_weight` does not know. Without it such a criterion is weighted by rows, with a warning.
+        dim: the dimension of the rows in the targets. ``None`` is 0, and an error where that of the outputs is another.
+        weight: what ``criterion`` divides its mean by, for one that :func:`loss_weight` does not know: ``"rows"``, or a function
+            that is called as the criterion is, ``(output, *targets) -> scalar``, with the keyword arguments that it takes. For
+            several means with divisors of their own it returns as many, in the same structure. Without it such a criterion is
+            weighted by rows, with a warning.
         precision: autocast inside every replica, as in :class:`DataParallelModel`.
+        reduction: ``"sum"``, ``"mean"`` or ``"none"``, for a criterion of which that is not known: one that is not torch's.
+        minimum: the floor of the divisor, for a criterion that divides by ``max(count, minimum)``: ``weight`` is the count.
+        in_dims: the dimension of the rows, argument by argument of the call, as in :class:`DataParallelModel`. The first
+            argument is the outputs, whose dimension counts only where they are not a :class:`PerReplica`.
 
     Raises:
-        ValueError: targets that do not fit the outputs' rows, or a loss that is not a scalar.
+        TypeError: outputs that are not a list with one entry per replica; a loss whose rows depend on each other.
+        ValueError: targets that do not fit the outputs' rows, a loss that is not a scalar, or a setting out of its range.
         BaseException: the first failure of a replica, of its own type, with the replica and its device in the message.
+
+    Example:
+        >>> criterion = DataParallelCriterion(torch.nn.CrossEntropyLoss())
+        >>> outputs = PerReplica([torch.zeros(3, 10), torch.zeros(2, 10)], [3, 2])
+        >>> criterion(outputs, torch.tensor([1, 2, 3, -100, -100]))
+        tensor(2.3026)
     """
 
     def __init__(
@@ -54,44 +73,76 @@ class DataParallelCriterion(nn.Module):
         criterion: Criterion,
         device_ids: Sequence[DeviceLike] | None = None,
         output_device: DeviceLike | None = None,
-        dim: int = 0,
+        dim: int | None = None,
         *,
-        weight: Callable[..., Weight] | None = None,
+        weight: Callable[..., Any] | str | None = None,
         precision: str | Precision | None = None,
+        reduction: str | None = None,
+        minimum: float = 0.0,
+        in_dims: Dims = None,
     ) -> None:
         super().__init__()
-        if not callable(criterion):
-            raise TypeError(f"the criterion is {nesting.describe(criterion)}, expected a module or a function")
+        check_settings(criterion, weight, reduction, minimum)
+        check_dims(in_dims, "in_dims")
         self.module = criterion
         self.devices = None if device_ids is None else resolve_devices(device_ids)
         self.output_device = None if output_device is None else resolve_device(output_device)
         self.dim = dim
+        self.in_dims = in_dims
         self.weight = weight
+        self.minimum = minimum
         self.precision = Precision("fp32" if precision is None else precision)
         self.replicas = Replicas()
+        self._reduction = reduction
+        self._weight_takes = keywords_of(weight)
         self._warned = False
 
     @property
     def reduction(self) -> str:
         """``"mean"``, ``"batchmean"``, ``"sum"`` or ``"none"``, as the criterion is set."""
-        return reduction_of(self.module)
+        return self._reduction or reduction_of(self.module)
 
     def forward(self, outputs: Sequence[Any], *targets: Any, **kwargs: Any) -> Any:
-        if kwargs.get("reduction", self.reduction) == "none":
-            return self._run(Shard.call, outputs, targets, kwargs)
-        sums, weights = self.terms(outputs, *targets, **kwargs)
-        return divide_once(sums, weights, self.output_device or sums[0].device)
+        """The loss of the batch.
+
+        Args:
+            outputs: one per replica, as the model returns them, each with its rows.
+            targets: what follows the output in the criterion's arguments: all rows of the batch.
+            kwargs: of the criterion, cut likewise.
+        """
+        kwargs = self._modern(kwargs)
+        reduction = kwargs.get("reduction", self.reduction)
+        if reduction == "none":
+            found = as_per_replica(outputs, self._output_dim)
+            return PerReplica(self._run(Shard.call, outputs, targets, kwargs), found.sizes, found.dim)
+        parts = self._run(self._term(reduction), outputs, targets, kwargs)
+        return merge(parts, self._divide)
+
+    def _divide(self, terms: list[Term]) -> torch.Tensor:
+        sums = [term.total for term in terms]
+        weights = None if terms[0].weight is None else [term.weight for term in terms if term.weight is not None]
+        return divide_once(sums, weights, self.output_device or sums[0].device, self.minimum)
 
     def terms(self, outputs: Sequence[Any], *targets: Any, **kwargs: Any) -> Terms:
-        """The loss in parts, for whoever divides later: one sum per replica on its device, and one weight each."""
+        """The loss in parts, for whoever divides later: one sum per replica on its device, and one weight each.
+
+        Raises:
+            ValueError: there is no one divisor: the criterion returns losses as they are, or means with divisors of their own.
+        """
+        kwargs = self._modern(kwargs)
         reduction = kwargs.get("reduction", self.reduction)
         if reduction == "none":
             raise ValueError("the criterion has reduction='none', expected a scalar loss: use reduction='mean' or 'sum'")
+        parts = [_add_terms(part) for part in self._run(self._term(reduction), outputs, targets, kwargs)]
+        weights = [part.weight for part in parts if part.weight is not None]
+        return Terms([part.total for part in parts], None if reduction == "sum" else weights)
+
+    def _term(self, reduction: str) -> Callable[[Shard], Any]:
+        """How one replica's part of the loss is computed."""
         if reduction == "sum":
-            return Terms(self._run(total_of, outputs, targets, kwargs), None)
-        term = sum_and_weight if self.weight is None and has_sum(self.module) else mean_and_weight(self._weigh())
-        pairs = self._run(term, outputs, targets, kwargs)
-        return Terms([total for total, _ in pairs], [weight for _, weight in pairs])
+            return total_of
+        by_sum = self.weight is None and has_sum(self.module)
+        return sum_and_weight if by_sum else mean_and_weight(self._weigh(), self.minimum)
 
     def weigh_targets(self, *targets: Any) -> Weight | None:
         """What :meth:`terms` would find in all of a batch, where the targets alone say so, for whoever cuts it over time."""
@@ -103,39 +154,70 @@ class DataParallelCriterion(nn.Module):
         """:meth:`terms` of targets that were weighed before."""
         return Terms(self._run(sum_of_terms, outputs, targets, {}), [])
 
-    def _weigh(self) -> Callable[[Shard], Weight]:
+    def _modern(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Keyword arguments of a function of torch, with ``reduction=`` in place of what torch deprecated for it."""
+        if not {"size_average", "reduce"} & kwargs.keys() or find_torch_loss(self.module) is None:
+            return kwargs
+        others = {name: value for name, value in kwargs.items() if name not in ("size_average", "reduce")}
+        return {**others, "reduction": reduction_in(kwargs)}
+
+    def _weigh(self) -> Callable[[Shard], Any]:
         """How one replica's mean is weighted where torch's own sum cannot be asked for."""
-        if self.weight is not None:
-            given = self.weight
-            return lambda shard: given(shard.output, *shard.targets)
-        if is_known(self.module):
+        given = self.weight
+        if callable(given):
+            return functools.partial(call_weight, given, self._weight_takes)
+        if given is None and is_known(self.module):
             return Shard.weigh
-        refuse_coupled(self.module)
-        if not self._warned:
+        if given is None:
+            refuse_coupled(self.module)
+        if given is None and self._reduction is None and not self._warned:
             self._warned = True
-            warnings.warn(
-                f"it is not known what {nesting.describe(self.module)} divides its mean by: it is weighted by rows, which is "
-                "exact only where each row counts the same; give DataParallelCriterion weight=, a function "
-                "(output, *targets) -> scalar, or register one with @loss_weight.register",
-                stacklevel=6,
-            )
+            warn_unknown(self.module, stacklevel=7)
         return lambda shard: shard.rows
+
+    @property
+    def _output_dim(self) -> Dims:
+        """The dimension of the rows in outputs that do not say it themselves."""
+        if isinstance(self.in_dims, Mapping):
+            of_outputs: Dims = self.in_dims.get(0, self.dim)
+            return of_outputs
+        return self.in_dims[0] if isinstance(self.in_dims, Sequence) and self.in_dims else self.in_dims or self.dim
+
+    def mark(self, targets: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims, leading: int = 1) -> tuple[Arguments, int]:
+        """What follows the outputs in a call, marked with ``in_dims``, and the dimension of the rows in the rest.
+
+        Args:
+            targets, kwargs: all rows of the batch.
+            dims: of the outputs.
+            leading: how many of the criterion's arguments an output fills.
+
+        Raises:
+            ValueError: the rows of the outputs are not in dimension 0, and nobody has said where those of the targets are.
+        """
+        if self.in_dims is None and self.dim is None and not is_first(dims) and _has_rows((targets, kwargs)):
+            raise ValueError(
+                f"the rows of the outputs are in dimension {dims!r}; say where those of the targets are: "
+                "DataParallelCriterion(..., dim=) or in_dims="
+            )
+        function = self.module.forward if isinstance(self.module, nn.Module) else self.module
+        return mark(Arguments(targets, kwargs), self.in_dims, function, first=1, unnamed=leading - 1), self.dim or 0
 
     def _run(
         self, term: Callable[[Shard], Any], outputs: Sequence[Any], targets: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Any]:
         """``term(shard)`` for each replica, on the device of its output."""
-        devices = self._devices_of(outputs)
-        batch = Arguments(targets, kwargs)
-        rows = count_rows(batch, self.dim)
-        sizes = _sizes_like(outputs, rows, self.dim)
-        batches = [batch] * len(outputs) if rows is None else cut(batch, sizes, self.dim)
+        entries = as_per_replica(outputs, self._output_dim)
+        devices = self._devices_of(entries)
+        batch, dim = self.mark(targets, kwargs, entries.dim, len(nesting.spread(entries[0])))
+        rows = count_rows(batch, dim)
+        sizes = sizes_like(entries, rows)
+        batches = [batch] * len(entries) if rows is None else cut(batch, sizes, dim)
 
         def run(criterion: Criterion, size: int, output: Any, mine: Arguments, device: torch.device) -> Any:
             return term(Shard(criterion, size, output, move_leaves(mine.inputs, device), move_leaves(mine.kwargs, device)))
 
         with self.precision.autocast(devices), self._copies(devices) as criteria:
-            replicas = zip(criteria, sizes, outputs, batches, devices, strict=True)
+            replicas = zip(criteria, sizes, entries, batches, devices, strict=True)
             return run_replicas([functools.partial(run, *replica) for replica in replicas], devices, together=False)
 
     def _copies(self, devices: Sequence[torch.device]) -> contextlib.AbstractContextManager[Sequence[Criterion]]:
@@ -151,12 +233,7 @@ class DataParallelCriterion(nn.Module):
             return contextlib.nullcontext(copies)
         return contextlib.nullcontext([criterion] * len(devices))
 
-    def _devices_of(self, outputs: Sequence[Any]) -> list[torch.device]:
-        if not isinstance(outputs, (list, tuple)) or nesting.is_named_tuple(outputs) or not outputs:
-            raise TypeError(
-                f"the criterion was given {nesting.describe(outputs)}, expected the list that DataParallelModel returns, with "
-                "one output per replica; for a single output write criterion([output], ...)"
-            )
+    def _devices_of(self, outputs: PerReplica) -> list[torch.device]:
         tensors = [nesting.first_tensor(output) for output in outputs]
         fallback = self.devices or [torch.device("cpu")]
         devices = [fallback[i % len(fallback)] if tensor is None else tensor.device for i, tensor in enumerate(tensors)]
@@ -168,19 +245,20 @@ class DataParallelCriterion(nn.Module):
         return devices
 
 
+def _add_terms(part: Any) -> Term:
+    """One term for all that a replica's part of the loss consists of."""
+    terms = [leaf for _, leaf in nesting.leaves(part) if leaf is not None]
+    if len({term.weight for term in terms}) > 1:
+        raise ValueError(
+            "the criterion returns means with divisors of their own, which are not known before the last micro-batch: call "
+            "criterion(outputs, targets), add up what it returns, and call backward, in place of TrainStep"
+        )
+    return Term(functools.reduce(torch.add, [term.total for term in terms]), terms[0].weight)
+
+
+def _has_rows(node: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) and leaf.dim() > 0 for _, leaf in nesting.leaves(node))
+
+
 def _holds_nothing(module: nn.Module) -> bool:
     return not module._modules and not any(held is not None for held in (*module._parameters.values(), *module._buffers.values()))
-
-
-def _sizes_like(outputs: Sequence[Any], rows: int | None, dim: int) -> list[int]:
-    """How many rows of the targets belong to each output: in proportion to the rows that its replica was given."""
-    shares = outputs.sizes if isinstance(outputs, Pieces) else [_output_rows(output, dim) for output in outputs]
-    known = [share for share in shares if share is not None]
-    if len(known) < len(outputs):
-        return [1] * len(outputs) if rows is None else split_sizes(rows, len(outputs))
-    return known if rows is None else proportional_sizes(rows, known)
-
-
-def _output_rows(output: Any, dim: int) -> int | None:
-    tensor = nesting.first_tensor(output)
-    return None if tensor is None or tensor.dim() <= dim else tensor.size(dim)

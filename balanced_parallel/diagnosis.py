@@ -15,7 +15,8 @@ from torch.nn.modules.dropout import _DropoutNd
 from .batchnorm import AllRowsBatchNorm
 from .criterion import DataParallelCriterion
 from .nesting import first_tensor, is_plain, spread
-from .scattering import count_rows, cut, move_leaves, split_sizes
+from .rows import count_rows, cut, move_leaves
+from .scattering import split_sizes
 from .terms import Criterion
 from .weighting import Weight, divide_once
 

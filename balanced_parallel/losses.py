@@ -47,7 +47,7 @@ def loss_weight(criterion: Any, output: Any, *targets: Any, **kwargs: Any) -> Te
 
 def refuse_coupled(criterion: Any) -> None:
     """Raises ``TypeError`` for a loss whose name says that its rows depend on each other."""
-    function, _, _ = _unwrap(criterion)
+    function, _, _ = unwrap(criterion)
     plain_name = re.sub(r"[^a-z]", "", _name(function).lower())
     if _COUPLED.search(plain_name) or type(function).__module__.startswith("pytorch_metric_learning."):
         raise TypeError(
@@ -214,15 +214,15 @@ def _weigh_adaptive(criterion: Any, output: Any, *targets: Any) -> Tensor:
 
 # Handlers of torch's losses. One that a user registers in the place of such a handler knows another loss
 _FORMS = {loss_weight.dispatch(module): (module, form) for module, form, _ in _LOSSES}
-_FUNCTIONS = types.FunctionType, types.BuiltinFunctionType
+FUNCTIONS = types.FunctionType, types.BuiltinFunctionType
 
 
 @loss_weight.register(types.FunctionType)
 @loss_weight.register(types.BuiltinFunctionType)
 @loss_weight.register(functools.partial)
 def _weigh_function(criterion: Any, output: Any, *targets: Any, **kwargs: Any) -> Tensor:
-    function, arguments, settings = _unwrap(criterion)
-    if not isinstance(function, _FUNCTIONS) or function not in _RULES:
+    function, arguments, settings = unwrap(criterion)
+    if not isinstance(function, FUNCTIONS) or function not in _RULES:
         weigh = loss_weight.dispatch(object) if function is criterion else loss_weight
         return weigh(function, output, *targets, **settings | kwargs)
     bound = _bind(function, *arguments, output, *targets, **settings | kwargs)
@@ -235,18 +235,18 @@ def _weigh_function(criterion: Any, output: Any, *targets: Any, **kwargs: Any) -
 _GENERAL = {loss_weight.dispatch(object), loss_weight.dispatch(types.FunctionType), *_FORMS}
 
 
-def _unwrap(criterion: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+def unwrap(criterion: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The function in nested partials, with their positional and keyword arguments."""
     if not isinstance(criterion, functools.partial):
         return criterion, (), {}
-    function, arguments, settings = _unwrap(criterion.func)
+    function, arguments, settings = unwrap(criterion.func)
     return function, (*arguments, *criterion.args), settings | criterion.keywords
 
 
 def find_torch_loss(criterion: Any) -> Rule | None:
     """The function of ``torch.nn.functional`` that ``criterion`` computes, as a module, as a partial or itself."""
-    function, _, _ = _unwrap(criterion)
-    if isinstance(function, _FUNCTIONS):
+    function, _, _ = unwrap(criterion)
+    if isinstance(function, FUNCTIONS):
         return function if function in _RULES else None
     module, form = _FORMS.get(loss_weight.dispatch(type(function)), (None, None))
     return form if module is not None and type(function).forward is module.forward else None
@@ -254,7 +254,7 @@ def find_torch_loss(criterion: Any) -> Rule | None:
 
 def weight_of_targets(criterion: Any, targets: tuple[Any, ...]) -> Tensor | None:
     """:func:`loss_weight` for ``targets``, however they are cut, where it takes no more than them; else ``None``."""
-    function, arguments, settings = _unwrap(criterion)
+    function, arguments, settings = unwrap(criterion)
     if find_torch_loss(criterion) not in (F.cross_entropy, F.nll_loss) or arguments or len(targets) != 1:
         return None
     class_weights = settings.get("weight", getattr(function, "weight", None))
@@ -265,7 +265,7 @@ def weight_of_targets(criterion: Any, targets: tuple[Any, ...]) -> Tensor | None
 
 def is_known(criterion: Any) -> bool:
     """Whether :func:`loss_weight` has a rule for ``criterion``."""
-    function, _, _ = _unwrap(criterion)
+    function, _, _ = unwrap(criterion)
     return find_torch_loss(criterion) is not None or loss_weight.dispatch(type(function)) not in _GENERAL
 
 
@@ -273,19 +273,6 @@ def has_sum(criterion: Any) -> bool:
     """Whether ``reduction="sum"`` makes ``criterion`` the plain sum of the terms whose mean it is."""
     function = find_torch_loss(criterion)
     return function is not None and function is not F.ctc_loss  # whose sum leaves out the division by each length
-
-
-def reduction_of(criterion: Any) -> str:
-    """``"mean"``, ``"batchmean"``, ``"sum"`` or ``"none"``: the setting of a module, a partial, or a function's default."""
-    function, _, settings = _unwrap(criterion)
-    if isinstance(function, _FUNCTIONS) and "reduction" not in settings:
-        try:
-            parameter = inspect.signature(function).parameters.get("reduction")
-        except ValueError:  # a builtin without a signature
-            parameter = None
-        default = "mean" if parameter is None or parameter.default is inspect.Parameter.empty else parameter.default
-        return str(default)
-    return str(settings.get("reduction", getattr(function, "reduction", "mean")))
 
 
 def _name(criterion: Any) -> str:

@@ -3,8 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .marks import Arguments
 from .nesting import spread
-from .scattering import Arguments, count_rows, cut, proportional_sizes, split_sizes
+from .rows import count_rows, cut
+from .scattering import proportional_sizes, split_sizes
 
 __all__: list[str] = []
 
@@ -40,6 +42,6 @@ def cut_batch(
     Raises:
         ValueError: the targets' rows are not those of the arguments, or a multiple of them.
     """
-    target_rows = count_rows(targets, dims[1])
+    target_rows = count_rows(targets, dims[1] or 0)
     target_sizes = sizes if target_rows is None else proportional_sizes(target_rows, sizes)
-    return list(zip(cut(arguments, sizes, dims[0]), cut(targets, target_sizes, dims[1]), strict=True))
+    return list(zip(cut(arguments, sizes, dims[0]), cut(targets, target_sizes, dims[1] or 0), strict=True))

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,10 +10,16 @@ from torch import nn
 
 from .batchnorm import has_layers_over_all_rows
 from .devices import DeviceLike, resolve_device, resolve_devices
+from .dims import Dims, check_dims
 from .execution import run_replicas
+from .gathering import join
+from .marks import Arguments, mark
+from .per_replica import PerReplica
 from .precision import Precision
+from .provenance import refuse_list
 from .replication import Replicas
-from .scattering import Arguments, Pieces, assign_rows, count_rows, cut, move_leaves
+from .rows import count_rows, cut, move_leaves
+from .scattering import assign_rows
 from .shares import Shares
 
 __all__: list[str] = []
@@ -23,8 +29,10 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
     """Runs a module on rows of the batch on every device, and returns the list of their outputs, each on its own device.
 
     A drop-in for ``torch.nn.DataParallel`` (it is one to ``isinstance``, with its ``.module`` and its ``state_dict()``), except
-    that outputs are not gathered on the first device. :class:`DataParallelCriterion` takes them as they are; :func:`gather` puts
-    them together where the results themselves are wanted.
+    that outputs are not gathered on the first device. They are a :class:`PerReplica`: a list, which
+    :class:`DataParallelCriterion` takes as it is, which :func:`gather` puts together where the results themselves are wanted,
+    and which is an input to another ``DataParallelModel`` or to the same one, whose replicas find their rows where they are.
+    With ``gather_outputs=True`` the call returns what ``torch.nn.DataParallel`` returns.
 
     Rows are cut as :func:`scatter` does. Fewer rows than devices use fewer replicas; a batch with no rows, or inputs that
     have no rows, use one. Each replica runs with the caller's gradient mode, inference mode, autocast (flag and dtype) and
@@ -36,18 +44,35 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         module: moved to the first device, where its parameters and their gradients live.
         device_ids: integers, strings or devices, of any type; the same one may be named several times (``["cpu"] * 4``).
             ``None`` is every visible accelerator, else the CPU.
-        output_device: kept for the signature of ``nn.DataParallel``: outputs stay where they are, and
-            ``gather(outputs, device)`` names the place.
-        dim: the dimension of the rows in the inputs.
+        output_device: where ``gather_outputs=True`` puts the outputs; ``None`` is the first device. Without it outputs stay
+            where they are, and ``gather(outputs, device)`` names the place.
+        dim: the dimension of the rows in inputs and outputs.
         precision: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a :class:`Precision`, for autocast inside every replica. ``None`` is
             the autocast of the caller.
         split: for unequal parts one weight per device, ``"memory"`` (the bytes that each has free) or ``"speed"`` (the rows per
             second that each has shown, measured again ever more rarely); ``None`` cuts into sizes that differ by at most one
             row. The weights that are used now are in ``model.split``, and in ``repr(model)``.
+        in_dims: the dimension of the rows, argument by argument, as in ``torch.vmap``: a sequence by position, or a mapping by
+            position or name. An entry is a dimension, ``None`` for an argument that every replica needs whole, or a
+            sequence or mapping of these for a nested argument. What is not named has its rows in ``dim``. :class:`Whole` and
+            :class:`Rows` say the same at the call.
+        out_dims: the same for the outputs, by position or name of their entries: where :func:`gather` finds the rows; ``None``
+            for an entry that all replicas have alike. Left out, it is ``dim``.
+        gather_outputs: returns the outputs gathered on ``output_device``, as ``nn.DataParallel`` does, for wrappers inside of
+            models and loops that compute their loss and metrics themselves. That device then holds all of them.
 
     Raises:
+        TypeError: the module is a class, or not a module, or is wrapped already.
         ValueError: a device that this machine does not have; at the call, inputs that disagree about the number of rows.
         BaseException: the first failure of a replica, of its own type, with the replica and its device in the message.
+
+    Example:
+        >>> model = DataParallelModel(torch.nn.Linear(4, 2), ["cpu"] * 3)
+        >>> outputs = model(torch.zeros(7, 4))
+        >>> [tuple(output.shape) for output in outputs]
+        [(3, 2), (2, 2), (2, 2)]
+        >>> outputs.gather().shape
+        torch.Size([7, 2])
     """
 
     def __init__(
@@ -59,17 +84,27 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         *,
         precision: str | Precision | None = None,
         split: Sequence[float] | str | None = None,
+        in_dims: Dims = None,
+        out_dims: Dims = None,
+        gather_outputs: bool = False,
     ) -> None:
         nn.Module.__init__(self)  # not nn.DataParallel's, which knows no CPUs
+        check_module(module)
+        check_dims(in_dims, "in_dims")
+        check_dims(out_dims, "out_dims")
         self.devices = resolve_devices(device_ids)
         self.shares = Shares(split, self.devices)
         self.precision = Precision("fp32" if precision is None else precision)
         self.dim = dim
+        self.in_dims = in_dims
+        self.out_dims = dim if out_dims is None else out_dims
+        self.gather_outputs = gather_outputs
         self.replicas = Replicas()
         self.module = module.to(self.devices[0])
         self.device_ids = [0 if device.index is None else device.index for device in self.devices]
         place = self.devices[0] if output_device is None else resolve_device(output_device)
         self.output_device = 0 if place.index is None else place.index
+        self._gathers_on = place
         self.src_device_obj = self.devices[0]
 
     @property
@@ -101,22 +136,75 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         """Sums what the replicas hold after :meth:`no_sync`, where no other backward did."""
         self.replicas.reduce()
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> list[Any]:
-        rows = count_rows(Arguments(inputs, kwargs), self.dim)
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return self._run(None, Arguments(inputs, kwargs))
+
+    def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> Any:
+        """Calls another method of the module than ``forward``, its rows cut and its outputs returned as those of a forward.
+
+        Args:
+            method: its name.
+            inputs, kwargs: its arguments.
+
+        Example:
+            >>> features = model.call("encode_image", images)  # doctest: +SKIP
+        """
+        check_method(self.module, method)
+        return self._run(method, Arguments(inputs, kwargs))
+
+    def mark(self, arguments: Arguments, method: str | None = None) -> Arguments:
+        """The arguments with what ``in_dims`` says about their rows."""
+        return mark_inputs(arguments, self.in_dims, getattr(self.module, method or "forward"))
+
+    def _run(self, method: str | None, arguments: Arguments) -> Any:
+        arguments = self.mark(arguments, method)
+        rows = count_rows(arguments, self.dim)
         self.shares.begin()
         devices, sizes = assign_rows(rows, self.devices, self.split)
-        batches = [(inputs, kwargs)] if sizes is None else cut((inputs, kwargs), sizes, self.dim)
+        batches = [arguments] if sizes is None else cut(arguments, sizes, self.dim)
         with self.precision.autocast(devices), self.replicas.handed_out(self.module, devices, self.devices[0]) as modules:
             work = [
-                functools.partial(_call, replica, batch, device)
+                functools.partial(_call, replica, method, batch, device)
                 for replica, batch, device in zip(modules, batches, devices, strict=True)
             ]
             timed = self.shares.timed(list(work), devices, sizes)
             together = len(work) > 1 and has_layers_over_all_rows(self.replicas.modules_of(self.module))
             outputs = run_replicas(timed, devices, together=together)
-        return Pieces(outputs, sizes or [None])
+        if self.gather_outputs:
+            return (
+                join(outputs, self._gathers_on, self.out_dims) if len(outputs) > 1 else move_leaves(outputs[0], self._gathers_on)
+            )
+        return PerReplica.of_forward(outputs, sizes or [None], self.out_dims)
 
 
-def _call(replica: nn.Module, batch: tuple[tuple[Any, ...], dict[str, Any]], device: torch.device) -> Any:
-    inputs, kwargs = move_leaves(batch, device)
-    return replica(*inputs, **kwargs)
+def _call(replica: nn.Module, method: str | None, batch: Arguments, device: torch.device) -> Any:
+    inputs, kwargs = move_leaves(batch.inputs, device), move_leaves(batch.kwargs, device)
+    return (replica if method is None else getattr(replica, method))(*inputs, **kwargs)
+
+
+def mark_inputs(arguments: Arguments, dims: Dims, function: Callable[..., Any]) -> Arguments:
+    """The arguments of a model, marked with ``dims``.
+
+    Raises:
+        ValueError: a list of the outputs of replicas that is not a ``PerReplica`` any more.
+    """
+    for place, value in (*enumerate(arguments.inputs), *arguments.kwargs.items()):
+        refuse_list(value, f"inputs[{place}]" if isinstance(place, int) else f"kwargs[{place!r}]")
+    return mark(arguments, dims, function)
+
+
+def check_method(module: nn.Module, name: str) -> None:
+    """Raises ``ValueError`` where ``module`` has no method ``name``."""
+    if not callable(getattr(module, name, None)):
+        raise ValueError(f"{type(module).__name__} has no method {name!r} to call")
+
+
+def check_module(module: Any) -> None:
+    """Raises ``TypeError`` for what cannot be wrapped: a class, another object, a module that is wrapped already."""
+    name = getattr(module, "__name__", type(module).__name__)
+    if isinstance(module, type):
+        raise TypeError(f"the module is the class {name}, expected an instance: write {name}(...)")
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"the module is an object of type {name}, expected a torch.nn.Module")
+    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise TypeError(f"the module is wrapped in {name} already, expected a plain one: pass its .module")

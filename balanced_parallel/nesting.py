@@ -17,6 +17,10 @@ from torch.nn.utils.rnn import PackedSequence
 __all__: list[str] = []
 
 
+class Leaf:
+    """Base of containers that count as one leaf, because what they hold is not a structure of the batch."""
+
+
 class Container(NamedTuple):
     """A container taken apart: where each child sits (as one would write it), the children, and the way back."""
 
@@ -33,16 +37,23 @@ def is_plain(value: object) -> bool:
     return isinstance(value, (str, bytes, numbers.Number)) and not isinstance(value, torch.Tensor)
 
 
-def is_row_list(value: object) -> TypeGuard[list[Any]]:
-    """Whether ``value`` is a list with one plain value per row, such as a list of strings; an empty list is one too."""
-    return isinstance(value, list) and all(map(is_plain, value))
+def is_row_list(value: object) -> TypeGuard[Sequence[Any]]:
+    """Returns True for one plain value per row: a list of them, some of which may be ``None``, an empty list, or the tuple of
+    strings that ``default_collate`` makes of names."""
+    if isinstance(value, Leaf):
+        return False
+    if type(value) is tuple:
+        return bool(value) and all(isinstance(entry, (str, bytes)) for entry in value)
+    if not isinstance(value, list):
+        return False
+    return all(is_plain(entry) or entry is None for entry in value) and (not value or any(entry is not None for entry in value))
 
 
 def open_container(node: Any) -> Container | None:
     """Takes ``node`` apart, or returns ``None`` where it is a leaf: a tensor, a list of plain values, any other object."""
-    if type(node) is tuple:  # most of what there is; the questions below take their time
+    if type(node) is tuple and not is_row_list(node):  # most of what there is; the questions below take their time
         return Container(_PLACES[: len(node)], list(node), tuple) if len(node) <= len(_PLACES) else _open_sequence(node)
-    if isinstance(node, (torch.Tensor, PackedSequence)) or is_row_list(node):  # a PackedSequence's fields have no rows
+    if isinstance(node, (torch.Tensor, PackedSequence, Leaf)) or is_row_list(node):  # a PackedSequence's fields have no rows
         return None
     if isinstance(node, Mapping):  # before dataclasses: a ModelOutput is both, and its mapping leaves out what is None
         return Container([f"[{key!r}]" for key in node], list(node.values()), lambda new: _with_items(node, new))
@@ -99,7 +110,7 @@ def map_leaves(function: Callable[[Any], Any], node: Any) -> Any:
     kind = type(node)
     if kind is torch.Tensor:  # most of what there is, and the two containers that hold most of it
         return function(node)
-    if kind is tuple:
+    if kind is tuple and not is_row_list(node):
         return tuple([map_leaves(function, child) for child in node])
     if kind is dict:
         return {key: map_leaves(function, child) for key, child in node.items()}
@@ -113,7 +124,7 @@ def unzip_leaves(function: Callable[[Any], Sequence[Any]], node: Any, count: int
     """``count`` structures like ``node``, whose leaves are the ``count`` values that ``function`` makes of each leaf."""
     if type(node) is torch.Tensor:  # as in map_leaves
         return list(function(node))
-    if type(node) is tuple:
+    if type(node) is tuple and not is_row_list(node):
         return list(zip(*[unzip_leaves(function, child, count) for child in node], strict=True)) if node else [()] * count
     container = open_container(node)
     if container is None:
@@ -160,7 +171,7 @@ def describe(node: Any) -> str:
     if isinstance(node, torch.Tensor):
         return f"a tensor of shape {tuple(node.shape)}"
     if is_row_list(node):
-        return f"a list of {len(node)} plain values"
+        return f"a {type(node).__name__} of {len(node)} plain values"
     container = open_container(node)
     if container is None:
         return f"{type(node).__name__} {node!r}" if is_plain(node) or node is None else f"an object of type {type(node).__name__}"

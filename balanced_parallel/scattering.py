@@ -4,34 +4,17 @@ torch's ``scatter`` leaves devices idle (9 rows on 4 devices: 3, 3, 3) and zips 
 input with fewer rows silently drops samples. Here sizes differ by at most one row, and inputs that disagree are an error.
 """
 
-import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch.nn.utils.rnn import PackedSequence
 
-from . import nesting
-from .devices import DeviceLike, move, resolve_devices
+from .devices import DeviceLike, resolve_devices
+from .rows import count_rows, cut, move_leaves
 
 __all__: list[str] = []
-
-
-class Pieces(list[Any]):
-    """A list with one entry per replica that remembers how many rows each had, for whoever must cut something else alike."""
-
-    def __init__(self, entries: Iterable[Any], sizes: Sequence[int | None]) -> None:
-        super().__init__(entries)
-        self.sizes = tuple(sizes)
-
-
-class Arguments(NamedTuple):
-    """The arguments of one call, so that messages can name them: ``inputs[0]``, ``kwargs['mask']``."""
-
-    inputs: tuple[Any, ...]
-    kwargs: dict[str, Any]
 
 
 def split_sizes(rows: int, shares: int | Sequence[float]) -> list[int]:
@@ -69,77 +52,6 @@ def proportional_sizes(rows: int, shares: Sequence[int]) -> list[int]:
             "many, or a multiple"
         )
     return [rows * share // total for share in shares]
-
-
-def count_rows(node: Any, dim: int = 0) -> int | None:
-    """Rows along ``dim`` that every tensor and every list of plain values in ``node`` has; ``None`` where nothing has rows.
-
-    0-dim tensors, plain values, empty lists and other objects have no rows: they go to every replica whole.
-
-    Raises:
-        ValueError: two leaves disagree, or a tensor has no dimension ``dim``; names the places and the shapes.
-        TypeError: a leaf that would have rows but that is not cut here: a NumPy array, a PackedSequence.
-    """
-    only = node.inputs[0] if type(node) is Arguments and len(node.inputs) == 1 and not node.kwargs else node
-    only = only[0] if type(only) is tuple and len(only) == 1 else only
-    if type(only) is torch.Tensor and 0 <= dim < only.dim():  # as most often
-        return only.size(dim)
-    known: tuple[str, Any, int] | None = None
-    for place, leaf in _cuttable_leaves(node, "" if isinstance(node, Arguments) else "inputs"):
-        rows = (len(leaf) or None) if isinstance(leaf, list) else _tensor_rows(leaf, dim, place)
-        if rows is None:
-            continue
-        if known is not None and known[2] != rows:
-            raise ValueError(
-                f"the inputs disagree about the number of rows along dimension {dim}: {known[0]} is {nesting.describe(known[1])} "
-                f"({known[2]} rows), {place} is {nesting.describe(leaf)} ({rows} rows); give each the same number of rows, "
-                "or make what every replica needs whole a 0-dim tensor, a tuple of plain values, or part of the module"
-            )
-        known = known or (place, leaf, rows)
-    return None if known is None else known[2]
-
-
-def _cuttable_leaves(node: Any, name: str) -> Iterable[tuple[str, Any]]:
-    for place, leaf in nesting.leaves(node, name):
-        place = place.removeprefix(".")
-        if isinstance(leaf, torch.Tensor) or nesting.is_row_list(leaf):
-            yield place, leaf
-        elif isinstance(leaf, PackedSequence):
-            raise TypeError(f"{place} is a PackedSequence, which cannot be cut by rows: pass the padded tensor and the lengths")
-        elif getattr(leaf, "ndim", 0) and hasattr(leaf, "__array__"):
-            raise TypeError(f"{place} is an array of shape {tuple(leaf.shape)}, expected a tensor: use torch.as_tensor")
-
-
-def _tensor_rows(tensor: torch.Tensor, dim: int, place: str) -> int | None:
-    if tensor.dim() == 0:
-        return None
-    if not -tensor.dim() <= dim < tensor.dim():
-        raise ValueError(f"{place} is {nesting.describe(tensor)}, expected a dimension {dim} to cut along")
-    return tensor.size(dim)
-
-
-def cut(node: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
-    """``node`` cut into ``len(sizes)`` pieces of ``sizes[i]`` rows, all rows together. Views: nothing is copied. What has no
-    rows is in each piece."""
-    if len(sizes) == 1:
-        return [node]
-    if type(node) is Arguments and not node.kwargs:
-        return [Arguments(inputs, {}) for inputs in cut(node.inputs, sizes, dim)]
-    starts = [0, *itertools.accumulate(sizes)]
-
-    def cut_leaf(leaf: Any) -> list[Any]:
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > 0:
-            return [leaf.narrow(dim, start, size) for start, size in zip(starts, sizes, strict=False)]
-        if nesting.is_row_list(leaf):
-            return [leaf[start : start + size] for start, size in zip(starts, sizes, strict=False)]
-        return [leaf] * len(sizes)
-
-    return nesting.unzip_leaves(cut_leaf, node, len(sizes))
-
-
-def move_leaves(node: Any, device: torch.device) -> Any:
-    """``node`` with every tensor on ``device``."""
-    return nesting.map_leaves(lambda leaf: move(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, node)
 
 
 def assign_rows(

@@ -16,13 +16,15 @@ from torch import Tensor
 from .accumulation import Window, scale_gradients
 from .batchnorm import meets_other_ranks
 from .criterion import DataParallelCriterion
+from .marks import Arguments
 from .microbatching import as_arguments, count_micro_batches, cut_batch
 from .model import DataParallelModel
 from .nesting import spread
 from .ownership import Spread
 from .precision import Precision
 from .ranks import RankModel, max_over_ranks, sum_over_ranks, world_size
-from .scattering import Arguments, count_rows, split_sizes
+from .rows import count_rows
+from .scattering import split_sizes
 from .terms import Terms
 from .weighting import Weight
 

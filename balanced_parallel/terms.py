@@ -1,7 +1,7 @@
 """One replica's part of a loss: a sum, and what it is to be divided by. In the three ways in which a criterion allows it."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from . import nesting
 from .losses import loss_weight
-from .weighting import Weight, weighted_sum, widen, zero_of
+from .weighting import Weight, check_weight, weighted_sum, widen, zero_of
 
 __all__: list[str] = []
 
@@ -24,6 +24,14 @@ class Terms(NamedTuple):
     weights: list[Weight] | None
 
 
+class Term(nesting.Leaf):
+    """One replica's part of one loss: a sum, and what it is to be divided by; ``None`` where the loss is itself a sum."""
+
+    def __init__(self, total: Tensor, weight: Weight | None) -> None:
+        self.total = total
+        self.weight = weight
+
+
 class Shard(NamedTuple):
     """What one replica has: its copy of the criterion, how many rows, its output, and its rows of the targets."""
 
@@ -36,8 +44,7 @@ class Shard(NamedTuple):
     def call(self, criterion: Criterion | None = None) -> Any:
         """What the criterion, or another in its place, returns. Of AdaptiveLogSoftmaxWithLoss, and of others that return a
         record, its loss."""
-        result = (criterion or self.criterion)(*nesting.spread(self.output), *self.targets, **self.kwargs)
-        return result if isinstance(result, Tensor) else getattr(result, "loss", result)
+        return loss_of((criterion or self.criterion)(*nesting.spread(self.output), *self.targets, **self.kwargs))
 
     def weigh(self) -> Tensor:
         """What a criterion that :func:`loss_weight` knows divides its mean by."""
@@ -50,37 +57,76 @@ class Shard(NamedTuple):
         return zero_of(*tensors, *learned) if tensors or learned else torch.zeros(())
 
 
-def total_of(shard: Shard) -> Tensor:
-    """Of a criterion that is a sum. No rows are not asked: for some losses they are an error."""
-    return weighted_sum(shard.call(), 1) if shard.rows else shard.nothing()
+def loss_of(result: Any) -> Any:
+    """The loss in what a criterion returns: of a record with a loss among other things, such as that of
+    ``AdaptiveLogSoftmaxWithLoss``, the loss."""
+    return result if isinstance(result, Tensor) else getattr(result, "loss", result)
 
 
-def mean_and_weight(weigh: Callable[[Shard], Weight]) -> Callable[[Shard], tuple[Tensor, Weight]]:
-    """Of a criterion that is a mean, of which only the value and the weight are known: ``mean x weight``."""
+def total_of(shard: Shard) -> Any:
+    """A :class:`Term`, or a structure of them, of a criterion that is a sum. It is not called for no rows, which are an error for
+    some losses."""
+    if not shard.rows:
+        return Term(shard.nothing(), None)
+    return nesting.map_leaves(lambda leaf: leaf if leaf is None else Term(weighted_sum(leaf, 1), None), shard.call())
 
-    def term(shard: Shard) -> tuple[Tensor, Weight]:
+
+def mean_and_weight(weigh: Callable[[Shard], Any], minimum: float) -> Callable[[Shard], Any]:
+    """Makes :class:`Term` of a criterion that is a mean, or of each of the means that it returns: ``mean x weight``.
+
+    Args:
+        weigh: the weight of a shard, or a structure with one for each mean.
+        minimum: of what the criterion divides by.
+    """
+
+    def term(shard: Shard) -> Any:
         with torch.no_grad():
-            weight = weigh(shard)
-        if not weight:  # whatever the criterion makes of nothing (nan, an error), it counts for nothing
-            return shard.nothing(), weight
-        return weighted_sum(shard.call(), weight), weight
+            weights = nesting.map_leaves(check_weight, weigh(shard))
+        if not any(max(weight, minimum) for _, weight in nesting.leaves(weights)):
+            # whatever the criterion makes of nothing (nan, an error), it counts for nothing
+            return nesting.map_leaves(lambda weight: Term(shard.nothing(), weight), weights)
+        means = shard.call()
+        if isinstance(weights, float):
+            number = weights
+            weights = nesting.map_leaves(lambda _: number, means)
+        return nesting.zip_leaves(lambda _, pair: _weighted(pair[0], pair[1], minimum), [means, weights], "the loss")
 
     return term
 
 
-def sum_and_weight(shard: Shard) -> tuple[Tensor, Weight]:
-    """Of a loss of torch: :func:`sum_of_terms`, and how many terms."""
+def _weighted(mean: Any, weight: Any, minimum: float) -> Term | None:
+    return None if mean is None else Term(weighted_sum(mean, max(weight, minimum)), weight)
+
+
+def sum_and_weight(shard: Shard) -> Term:
+    """A :class:`Term` of a loss of torch: :func:`sum_of_terms`, and how many terms."""
     weight = shard.weigh()
-    return sum_of_terms(shard), weight
+    return Term(sum_of_terms(shard), weight)
+
+
+def merge(parts: Sequence[Any], together: Callable[[list[Term]], Any]) -> Any:
+    """``together(terms)`` of the replicas' parts of each loss, in the structure in which the criterion returns several."""
+    form = next((part for part in parts if not isinstance(part, Term)), None)
+    if form is None:
+        return together(list(parts))
+    # a replica that counts nothing was not asked, and has one part for all
+    filled = [_repeated(part, form) if isinstance(part, Term) else part for part in parts]
+    return nesting.zip_leaves(lambda place, terms: None if None in terms else together(terms), filled, "the loss")
+
+
+def _repeated(part: Term, form: Any) -> Any:
+    return nesting.map_leaves(lambda _: part, form)
 
 
 def sum_of_terms(shard: Shard) -> Tensor:
     """Of a loss of torch, asked for the sum of its terms: no division, hence no nan where there is nothing to count."""
     if not shard.rows:  # multi_margin_loss of no rows is whatever its memory held before
         return widen(shard.nothing())
+    if "reduction" in shard.kwargs:  # else it would win over the sum that is asked for
+        shard = shard._replace(kwargs={name: value for name, value in shard.kwargs.items() if name != "reduction"})
     halves = [leaf for leaf in nesting.spread(shard.output) if isinstance(leaf, Tensor) and leaf.dtype == torch.float16]
     if halves and not torch.is_autocast_enabled(halves[0].device.type):  # all is float16, and a sum in it overflows
-        return mean_and_weight(Shard.weigh)(shard)[0]
+        return weighted_sum(shard.call(), check_weight(shard.weigh()))
     if halves:  # autocast computes losses in float32, but not on the CPU
         output = tuple(widen(leaf) if isinstance(leaf, Tensor) else leaf for leaf in nesting.spread(shard.output))
         shard = shard._replace(output=output)

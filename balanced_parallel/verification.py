@@ -18,7 +18,8 @@ from .execution import current_replica
 from .losses import is_known, refuse_coupled
 from .microbatching import as_arguments, count_micro_batches
 from .model import DataParallelModel
-from .scattering import count_rows, cut, move_leaves, proportional_sizes, split_sizes
+from .rows import count_rows, cut, move_leaves
+from .scattering import proportional_sizes, split_sizes
 from .step import TrainStep
 from .terms import Criterion
 from .weighting import Weight

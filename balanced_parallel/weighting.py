@@ -5,6 +5,8 @@ not with an uneven split, ignored labels or class weights, and one replica witho
 """
 
 import functools
+import math
+import numbers
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,7 +20,13 @@ __all__: list[str] = []
 Weight = Tensor | float
 
 
-def weighted_mean(losses: Sequence[Tensor], weights: Sequence[Weight], device: torch.device | None = None) -> Tensor:
+def weighted_mean(
+    losses: Sequence[Tensor],
+    weights: Sequence[Weight],
+    device: torch.device | None = None,
+    *,
+    minimum: float = 0.0,
+) -> Tensor:
     """The exact mean of means: the sum of ``weight x loss`` over the sum of the weights, divided once.
 
     For a model that computes its own loss: ``weighted_mean([o.loss for o in outputs], weights)``. A weight of zero counts
@@ -30,25 +38,55 @@ def weighted_mean(losses: Sequence[Tensor], weights: Sequence[Weight], device: t
         losses: one scalar per replica, each on its own device.
         weights: what each of them divided by: scalars, on any device.
         device: where the result goes; ``None`` is the device of the first loss.
+        minimum: the floor of the divisor, for losses that divide by ``max(count, minimum)``, as those of detection do: each
+            loss is taken times ``max(weight, minimum)``, and the sum is divided by ``max(sum of weights, minimum)``.
 
     Raises:
-        ValueError: not one weight per loss, no losses, or a loss that is not a scalar.
+        ValueError: not one weight per loss, no losses, a loss that is not a scalar, or a weight that is negative, not finite or
+            not a scalar.
+
+    Example:
+        >>> weighted_mean([torch.tensor(1.0), torch.tensor(4.0)], [2, 1])
+        tensor(2.)
     """
     if len(losses) != len(weights) or not losses:
         raise ValueError(
             f"weighted_mean was given {len(losses)} losses and {len(weights)} weights, expected one weight "
             "per loss and at least one"
         )
-    sums = [weighted_sum(loss, weight) for loss, weight in zip(losses, weights, strict=True)]
-    return divide_once(sums, weights, device or losses[0].device)
+    values = [check_weight(weight) for weight in weights]
+    sums = [weighted_sum(loss, max(weight, minimum)) for loss, weight in zip(losses, values, strict=True)]
+    return divide_once(sums, values, device or losses[0].device, minimum)
+
+
+def check_weight(weight: Any) -> float:
+    """``weight`` as a number. Reading it from a device waits for that device.
+
+    Raises:
+        TypeError, ValueError: another object; a weight that is negative, not finite or has several elements.
+    """
+    if isinstance(weight, Tensor):
+        if weight.numel() != 1:
+            raise ValueError(f"a weight has shape {tuple(weight.shape)}, expected a scalar: what the mean divides by")
+    elif isinstance(weight, bool) or not isinstance(weight, numbers.Real):
+        raise TypeError(f"a weight is an object of type {type(weight).__name__}, expected a number or a tensor with one element")
+    value = float(weight)
+    if not 0 <= value < math.inf:
+        raise ValueError(f"a weight is {value}, expected what the mean divides by: finite, and not negative")
+    return value
 
 
 def weighted_sum(mean: Tensor, weight: Weight) -> Tensor:
     """``mean x weight`` in at least float32; zero where the weight is zero, whatever the mean is."""
+    if isinstance(mean, float | int):
+        mean = torch.tensor(float(mean))  # a term that is a constant here
     if not isinstance(mean, Tensor):
         raise TypeError(f"the criterion returned an object of type {type(mean).__name__}, expected a tensor with one element")
     if mean.numel() != 1:
-        raise ValueError(f"the loss has shape {tuple(mean.shape)}, expected a scalar: use reduction='mean' or 'sum'")
+        raise ValueError(
+            f"the loss has shape {tuple(mean.shape)}, expected a scalar: use reduction='mean' or 'sum', or give "
+            "DataParallelCriterion reduction='none' for the replicas' losses as they are"
+        )
     mean = widen(mean.reshape(()))
     if not weight:
         return zero_of(mean)
@@ -60,17 +98,18 @@ def widen(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-def divide_once(sums: Sequence[Tensor], weights: Sequence[Weight] | None, device: torch.device) -> Tensor:
-    """The sum of ``sums`` over the sum of ``weights``, over all ranks; just the sum where ``weights`` is ``None``.
+def divide_once(sums: Sequence[Tensor], weights: Sequence[Weight] | None, device: torch.device, minimum: float = 0.0) -> Tensor:
+    """The sum of ``sums`` over the sum of ``weights``, of at least ``minimum``, over all ranks; just the sum where ``weights`` is
+    ``None``.
 
     Nan, with gradients of zero, where the weights sum to zero: what torch's own losses give for a batch without targets.
     """
     total = add_up(sums, device)
     divisor = torch.ones((), device=device) if weights is None else add_up(weights, device)
     if world_size() == 1:
-        return _divide(total, divisor)
+        return _divide(total, divisor.clamp(min=minimum) if minimum else divisor)
     whole = sum_over_ranks(torch.stack([total.double(), divisor.double()]))
-    whole_divisor = torch.ones_like(whole[1]) if weights is None else whole[1]
+    whole_divisor = torch.ones_like(whole[1]) if weights is None else whole[1].clamp(min=minimum)
     mine = _divide(total * world_size(), whole_divisor.to(total.dtype))
     value: Tensor = _Replaced.apply(mine, _divide(whole[0], whole_divisor).to(total.dtype))
     return value

@@ -55,7 +55,7 @@ def test_every_form_of_output(name, ignored):
     plain = criterion if not name.startswith("tuple") else lambda out, target: criterion(*out, target)
     loss, expected = plain_program(module, plain, x, target)
     known = name in ("bare", "tuple of one")
-    weight = None if known else lambda output, target: (target != -100).sum()
+    weight = None if known else lambda *given: (given[-1] != -100).sum()
     found = DataParallelCriterion(criterion, weight=weight)(DataParallelModel(module, CPUS)(x), target)
     found.backward()
     torch.testing.assert_close(found.detach(), loss, rtol=1e-10, atol=1e-10)
@@ -255,8 +255,8 @@ def test_errors():
         DataParallelCriterion(F.mse_loss)(net(x), x)
     with pytest.raises(ValueError, match=r"the loss has shape \(3, 5\), expected a scalar.*replica 0"):
         DataParallelCriterion(lambda out, y: out, weight=lambda *_: 1)(model(x), x)
-    with pytest.raises(TypeError, match=r"returned an object of type dict, expected a tensor with one element .in replica"):
-        DataParallelCriterion(lambda out, y: {"loss": out}, weight=lambda *_: 1)(model(x), x)
+    with pytest.raises(TypeError, match=r"returned an object of type str, expected a tensor with one element .in replica"):
+        DataParallelCriterion(lambda out, y: {"loss": "high"}, weight=lambda *_: 1)(model(x), x)
     with pytest.raises(IndexError, match=r"in replica \d on device cpu"):
         DataParallelCriterion(F.cross_entropy)(model(x), torch.full((7,), 99))
     with pytest.raises(ValueError, match=r"an output is on meta, expected one of device_ids=\['cpu'\]"):

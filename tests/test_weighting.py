@@ -8,7 +8,7 @@ from problems import LOSSES, OnTop, make_targets
 from torch import nn
 
 from balanced_parallel import DataParallelCriterion, loss_weight, weighted_mean
-from balanced_parallel.losses import reduction_of
+from balanced_parallel.reductions import reduction_of
 
 pytestmark = pytest.mark.usefixtures("double")
 

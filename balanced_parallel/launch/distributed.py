@@ -1,25 +1,21 @@
-"""The same script in one process or, under torchrun, in one process per device: torch's DistributedDataParallel, with the
-list of outputs and the exact loss that the replicas of one process give."""
+"""``DistributedModel``: torch's ``DistributedDataParallel``, with the list of outputs that the replicas of one process give."""
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..batchnorm import use_torch_sync_batchnorm
-from ..criterion import DataParallelCriterion
-from ..devices import DeviceLike
-from ..model import DataParallelModel
+from ..dims import Dims
+from ..marks import Arguments
+from ..model import check_method, mark_inputs
+from ..per_replica import PerReplica
 from ..precision import Precision
-from ..ranks import world_size
-from ..scattering import Arguments, Pieces, count_rows, move_leaves
+from ..rows import count_rows, move_leaves
 from ..terms import Criterion
-from ..weighting import Weight
 from .completion import Completion, zero_leading_to
-from .process_group import join_process_group, rank_device
-from .torchrun import TorchrunEnvironment
 
 __all__: list[str] = []
 
@@ -34,6 +30,7 @@ class DistributedModel(DistributedDataParallel):
         dim: the dimension of the rows in the inputs.
         precision: autocast around the forward; ``None`` is the caller's.
         criterion: a module whose parameters are reduced with the model's.
+        in_dims, out_dims: as in :class:`DataParallelModel`.
     """
 
     def __init__(
@@ -43,6 +40,8 @@ class DistributedModel(DistributedDataParallel):
         dim: int = 0,
         precision: str | Precision | None = None,
         criterion: Criterion | None = None,
+        in_dims: Dims = None,
+        out_dims: Dims = None,
     ) -> None:
         learned = criterion.parameters() if isinstance(criterion, nn.Module) else ()
         beside = nn.ParameterList(parameter for parameter in learned if parameter.requires_grad)
@@ -60,11 +59,27 @@ class DistributedModel(DistributedDataParallel):
         self.devices = [device]
         self.split = None
         self.dim = dim
+        self.in_dims = in_dims
+        self.out_dims = dim if out_dims is None else out_dims
         self.precision = Precision("fp32" if precision is None else precision)
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> list[Any]:
-        rows = count_rows(Arguments(inputs, kwargs), self.dim)
-        inputs, kwargs = move_leaves((inputs, kwargs), self.devices[0])
+    def forward(self, *inputs: Any, **kwargs: Any) -> PerReplica:
+        return self._run(self.mark(Arguments(inputs, kwargs)))
+
+    def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> PerReplica:
+        """Calls another method of the module than ``forward``, its gradients reduced as those of a forward."""
+        check_method(self.module, method)
+        arguments = self.mark(Arguments(inputs, kwargs), method)
+        with self._standing_in(_Method(self.module, method)):
+            return self._run(arguments)
+
+    def mark(self, arguments: Arguments, method: str | None = None) -> Arguments:
+        """The arguments with what ``in_dims`` says about their rows."""
+        return mark_inputs(arguments, self.in_dims, getattr(self.module, method or "forward"))
+
+    def _run(self, arguments: Arguments) -> PerReplica:
+        rows = count_rows(arguments, self.dim)
+        inputs, kwargs = move_leaves(arguments.inputs, self.devices[0]), move_leaves(arguments.kwargs, self.devices[0])
         # while micro-batches accumulate the reducer has nothing to do, and buffers are synchronised only before the first
         synchronises = self.require_backward_grad_sync or (self.require_forward_param_sync and self.modules_buffers)
         run = super().forward if synchronises else self.module
@@ -78,19 +93,24 @@ class DistributedModel(DistributedDataParallel):
         if self.require_backward_grad_sync:
             self.completion.begin_sparse_gradients()
             self.completion.follow(output)
-        return Pieces([output], [rows])
+        return PerReplica.of_forward([output], [rows], self.out_dims)
 
     def forward_nothing(self) -> torch.Tensor:
         """A forward without the module: a zero that leads to every parameter, and whose backward hands none a gradient. The
         reducer then has what was accumulated."""
         self.completion.begin_sparse_gradients()
-        module = self.module
-        self.module = _Skipped(module)
-        try:
+        with self._standing_in(_Skipped(self.module)):
             super().forward()
-        finally:
-            self.module = module
         return zero_leading_to(self.completion.parameters)
+
+    @contextlib.contextmanager
+    def _standing_in(self, module: nn.Module) -> Iterator[None]:
+        """Has a forward of ``DistributedDataParallel`` run ``module``, which holds the one that the reducer knows."""
+        before, self.module = self.module, module
+        try:
+            yield
+        finally:
+            self.module = before
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         modules = state["_modules"]
@@ -114,54 +134,13 @@ class _Skipped(nn.Module):
         return None
 
 
-def parallelize(
-    module: nn.Module,
-    criterion: Criterion,
-    device_ids: Sequence[DeviceLike] | None = None,
-    *,
-    dim: int = 0,
-    weight: Callable[..., Weight] | None = None,
-    precision: str | Precision | None = None,
-    split: Sequence[float] | None = None,
-) -> tuple[DataParallelModel | DistributedModel, DataParallelCriterion]:
-    """A model and a criterion for all the devices there are: the same script, the same numbers, in one process or many.
+class _Method(nn.Module):
+    """Stands in for the module in a call of another method than its ``forward``."""
 
-    In one process: :class:`DataParallelModel` and :class:`DataParallelCriterion`, also where torchrun started only one: a rank
-    that is alone has nothing to reduce, and needs no second place for its gradients. With more ranks: torch's
-    ``DistributedDataParallel`` on this rank's device, whose forward returns a list too, and a criterion whose value is the
-    loss over all ranks. The process group is started where torchrun's environment is there and none runs (NCCL for CUDA,
-    gloo for CPUs), and ended at exit.
+    def __init__(self, module: nn.Module, method: str) -> None:
+        super().__init__()
+        self.called = module
+        self._method = method
 
-    Args:
-        module: moved to the first device, or to this rank's.
-        criterion: a module or a function.
-        device_ids: as in :class:`DataParallelModel`; under torchrun, one device for each process of this machine.
-        dim, weight, precision, split: as in :class:`DataParallelModel` and :class:`DataParallelCriterion`.
-
-    Raises:
-        ValueError: torchrun's environment is incomplete, disagrees with the running process group, or has more processes
-            than devices; ``split`` under torchrun, where each rank brings its own rows. At the forward of a rank: a parameter
-            that was frozen here requires a gradient.
-    """
-    environment = TorchrunEnvironment.detect()
-    if environment is None:
-        if world_size() > 1:
-            raise ValueError(
-                f"a process group with {world_size()} ranks is running, but torchrun's environment is not there: start the "
-                "script with torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
-            )
-        model = DataParallelModel(module, device_ids, dim=dim, precision=precision, split=split)
-        return model, DataParallelCriterion(criterion, dim=dim, weight=weight, precision=precision)
-    if split is not None:
-        raise ValueError(
-            f"split={split!r} was given under torchrun, expected None: each rank brings as many rows as it is to have"
-        )
-    device = rank_device(environment, device_ids)
-    join_process_group(environment, device)
-    if world_size() == 1:
-        model = DataParallelModel(module, [device], dim=dim, precision=precision)
-        return model, DataParallelCriterion(criterion, dim=dim, weight=weight, precision=precision)
-    if device.type == "cuda":
-        use_torch_sync_batchnorm(module)
-    rank_criterion = DataParallelCriterion(criterion, dim=dim, weight=weight, precision=precision).to(device)
-    return DistributedModel(module.to(device), device, dim, precision, criterion), rank_criterion
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        return getattr(self.called, self._method)(*inputs, **kwargs)

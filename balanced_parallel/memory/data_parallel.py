@@ -7,8 +7,10 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
 from ..gathering import gather
+from ..marks import Arguments
 from ..precision import Precision
-from ..scattering import Arguments, count_rows, cut, move_leaves, split_sizes
+from ..rows import count_rows, cut, move_leaves
+from ..scattering import split_sizes
 from .layouts import HOME, Job, OptimizerChoice, learned_parameters, loss_of
 
 __all__: list[str] = []

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from ..marks import Arguments
 from ..microbatching import as_arguments, count_micro_batches
 from ..nesting import spread
 from ..precision import Precision
-from ..scattering import Arguments, count_rows
+from ..rows import count_rows
 from .blocks import find_blocks
 from .kinds import DeviceKind, find_kind
 from .layouts import OptimizerChoice

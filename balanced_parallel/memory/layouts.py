@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from ..criterion import DataParallelCriterion
+from ..marks import Arguments
 from ..model import DataParallelModel
 from ..optimizer import BalancedOptimizer
 from ..precision import Precision
-from ..scattering import Arguments
 from ..streams import SideStreams
 from ..terms import Shard
 

@@ -20,9 +20,9 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
+from ..marks import Arguments
 from ..microbatching import cut_batch
 from ..nesting import leaves
-from ..scattering import Arguments
 from . import layouts
 from .blocks import checkpoint_blocks
 from .counting import Block, Count

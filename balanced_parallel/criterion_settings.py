@@ -1,0 +1,63 @@
+"""Settings of a criterion that say what its mean divides by, checked, called and missed."""
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from . import nesting
+from .losses import find_torch_loss
+from .reductions import reduction_of
+from .terms import Criterion, Shard
+
+__all__: list[str] = []
+
+
+def check_settings(criterion: Any, weight: Any, reduction: str | None, minimum: float) -> None:
+    """Raises ``TypeError`` for a criterion that cannot be called, ``ValueError`` for settings out of their range."""
+    if isinstance(criterion, type) or not callable(criterion):
+        raise TypeError(f"the criterion is {_described(criterion)}, expected a module or a function")
+    if weight is not None and weight != "rows" and not callable(weight):
+        raise ValueError(f"weight={weight!r}, expected a function (output, *targets) -> scalar, or 'rows'")
+    if not 0 <= minimum < float("inf"):
+        raise ValueError(f"minimum={minimum!r}, expected the floor of what the mean divides by: finite, and not negative")
+    if reduction not in (None, "sum", "mean", "none"):
+        raise ValueError(f"reduction={reduction!r}, expected 'sum', 'mean' or 'none'")
+    if reduction is not None and find_torch_loss(criterion) is not None and reduction_of(criterion) != reduction:
+        raise ValueError(
+            f"reduction={reduction!r} was given for a loss of torch with reduction={reduction_of(criterion)!r}: set it where the "
+            "loss is made"
+        )
+
+
+def keywords_of(weight: Any) -> set[str] | None:
+    """The keyword arguments that a weight function takes; None for all."""
+    if not callable(weight):
+        return None
+    try:
+        parameters = inspect.signature(weight).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    return None if any(one.kind is one.VAR_KEYWORD for one in parameters) else {one.name for one in parameters}
+
+
+def call_weight(weight: Callable[..., Any], takes: set[str] | None, shard: Shard) -> Any:
+    """Calls a weight function as the criterion is called, with the keyword arguments that it takes."""
+    kwargs = {name: value for name, value in shard.kwargs.items() if takes is None or name in takes}
+    return weight(*nesting.spread(shard.output), *shard.targets, **kwargs)
+
+
+def warn_unknown(criterion: Criterion, stacklevel: int) -> None:
+    """Warns that a criterion is weighted by rows, and says what would tell more about it."""
+    setting = getattr(criterion, "reduction", "mean")
+    about = "" if setting == "mean" else f" (its attribute reduction={setting!r} says nothing about a forward of its own)"
+    warnings.warn(
+        f"it is not known what {_described(criterion)} divides its mean by: it is weighted by rows, which is exact only for a "
+        "mean in which each row counts the same. Give DataParallelCriterion weight=, a function (output, *targets) -> scalar, "
+        f"for another mean; reduction='sum' for a sum; weight='rows' where this is right{about}",
+        stacklevel=stacklevel,
+    )
+
+
+def _described(criterion: Any) -> str:
+    return f"the class {criterion.__name__}" if isinstance(criterion, type) else nesting.describe(criterion)
