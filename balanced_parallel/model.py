@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from .dims import Dims, check_dims
 from .execution import run_replicas
 from .gathering import join
 from .marks import Arguments, mark
+from .nesting import leaves
 from .per_replica import PerReplica
 from .precision import Precision
 from .provenance import refuse_list
@@ -105,6 +107,7 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         place = self.devices[0] if output_device is None else resolve_device(output_device)
         self.output_device = 0 if place.index is None else place.index
         self._gathers_on = place
+        self._warned = False
         self.src_device_obj = self.devices[0]
 
     @property
@@ -171,10 +174,22 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
             together = len(work) > 1 and has_layers_over_all_rows(self.replicas.modules_of(self.module))
             outputs = run_replicas(timed, devices, together=together)
         if self.gather_outputs:
-            return (
-                join(outputs, self._gathers_on, self.out_dims) if len(outputs) > 1 else move_leaves(outputs[0], self._gathers_on)
-            )
+            return self._gather(outputs)
         return PerReplica.of_forward(outputs, sizes or [None], self.out_dims)
+
+    def _gather(self, outputs: list[Any]) -> Any:
+        if len(outputs) == 1:
+            return move_leaves(outputs[0], self._gathers_on)
+        scalars = [place for place, leaf in leaves(outputs[0]) if isinstance(leaf, torch.Tensor) and leaf.dim() == 0]
+        if scalars and torch.is_grad_enabled() and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"the output{scalars[0]} is a scalar per replica, and gathered a vector of them. If it is a loss, their mean is "
+                "not that of the batch where replicas count differently: use weighted_mean(losses, weights), or a "
+                "DataParallelCriterion with weight= and no gather_outputs",
+                stacklevel=6,
+            )
+        return join(outputs, self._gathers_on, self.out_dims)
 
 
 def _call(replica: nn.Module, method: str | None, batch: Arguments, device: torch.device) -> Any:

@@ -10,7 +10,7 @@ from problems import CLASSES, assert_same_gradients, build_net, class_targets, g
 from torch import nn
 from torch.utils.data import default_collate
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, PerReplica, Rows, Whole, gather, weighted_mean
+from balanced_parallel import DataParallelCriterion, DataParallelModel, PerReplica, Rows, Whole, gather, simulate, weighted_mean
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -519,7 +519,16 @@ class TestOneLine:
     @pytest.mark.parametrize("devices", [1, 3])
     def test_scalars_as_torch_returns_them(self, devices):
         model = DataParallelModel(Calls(lambda net, x: net(x).mean()), ["cpu"] * devices, gather_outputs=True)
-        assert model(torch.randn(7, 4)).shape == (() if devices == 1 else (3,))
+        with torch.no_grad():
+            assert model(torch.randn(7, 4)).shape == (() if devices == 1 else (3,))
+
+    def test_the_mean_of_scalars_is_warned_about(self):
+        model = DataParallelModel(Calls(lambda net, x: {"loss": net(x).mean()}), CPUS, gather_outputs=True)
+        with pytest.warns(UserWarning, match=r"the output\['loss'\] is a scalar per replica.*weighted_mean") as caught:
+            model(torch.randn(7, 4))
+            model(torch.randn(7, 4))
+        assert len(caught) == 1
+        assert caught[0].filename == __file__
 
     def test_time_major_outputs_are_gathered_along_their_dimension(self):
         x = torch.randn(5, 7, 4)
@@ -569,3 +578,33 @@ class TestMethods:
 def test_what_cannot_be_wrapped(module, message):
     with pytest.raises(TypeError, match=message):
         DataParallelModel(module, CPUS)
+
+
+class TestDevices:
+    """The same on devices whose memory is their own."""
+
+    def test_chains_move_only_rows_that_must(self):
+        torch.set_default_dtype(torch.float32)
+        with simulate(devices=3) as cluster:
+            generator, critic = DataParallelModel(build_net(4)), DataParallelModel(build_net(1))
+            uneven = DataParallelModel(build_net(1), split=[1, 1, 5])
+            fake = generator(torch.randn(9, 4))
+            for _ in range(5):  # parameters are on all devices then, and were looked at
+                critic(fake), uneven(fake)
+            before = sum(cluster.moved.values())
+            scores = critic(fake)
+            assert sum(cluster.moved.values()) == before
+            uneven(fake)
+            assert sum(cluster.moved.values()) - before == 5 * 4 * 4  # one row goes to the second device, four to the last
+            assert [score.device.index for score in scores] == [0, 1, 2]
+            gathered = DataParallelModel(build_net(1), output_device=1, gather_outputs=True)(fake)
+            assert gathered.device.index == 1
+
+    def test_whole_and_rows_are_on_every_device(self):
+        torch.set_default_dtype(torch.float32)
+        with simulate(devices=3):
+            model = DataParallelModel(Calls(lambda net, rows, scale: torch.stack([net(row * scale) for row in rows])))
+            outputs = model(Rows([torch.ones(4) * row for row in range(7)]), Whole(torch.rand(4)))
+            assert [output.device.index for output in outputs] == [0, 1, 2]
+            outputs.gather().sum().backward()
+            assert all(parameter.grad is not None for parameter in model.parameters())
