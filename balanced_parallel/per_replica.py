@@ -127,7 +127,10 @@ class PerReplica(list[Any], nesting.Leaf):
         return PerReplica(map(pick, self), self.sizes, dims_at(self[0], self.dim, key) if self else 0)
 
     @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> NoReturn:
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.autograd.grad:  # takes a list of outputs
+            outputs = [entry for output in args[0] for entry in (output if isinstance(output, cls) else [output])]
+            return function(outputs, *args[1:], **kwargs or {})
         _refuse(f"{getattr(function, '__name__', function)}()", TypeError)
 
     __add__ = _operator("+")

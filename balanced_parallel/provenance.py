@@ -57,16 +57,21 @@ def _note(tensor: torch.Tensor, origin: Origin, seen: set[int]) -> None:
 
 
 def find(tensor: torch.Tensor) -> Origin | None:
-    """The origin of a tensor that a replica returned, of a view of one, or of what was computed from one."""
+    """The origin of a tensor that a replica returned, of a view of one, or of what was computed from those of one replica."""
     origin = _returned(tensor) or (None if tensor._base is None else _returned(tensor._base))
-    nodes, seen = deque([tensor.grad_fn]), set[Any]()
-    while origin is None and nodes and len(seen) < NODES:
+    if origin is not None:
+        return origin
+    nodes, seen, found = deque([tensor.grad_fn]), set[Any](), set[Origin]()
+    while nodes and len(seen) < NODES:
         node = nodes.popleft()
-        if node is not None and node not in seen:
-            seen.add(node)
-            origin = node.metadata.get(__name__)  # type: ignore[attr-defined]
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if __name__ in node.metadata:  # type: ignore[operator]
+            found.add(node.metadata[__name__])  # type: ignore[index]
+        else:
             nodes.extend(following for following, _ in node.next_functions)
-    return origin
+    return found.pop() if len(found) == 1 else None
 
 
 def _returned(tensor: torch.Tensor) -> Origin | None:
@@ -98,10 +103,10 @@ def sizes_of(entries: Sequence[Any]) -> list[int | None] | None:
             f"the list holds {len(indices)} outputs of one replica, number {indices[0]}, expected one of each replica: for a "
             "model that returns a list, pick from every replica's, as in outputs.map(lambda output: output[0])"
         )
-    if indices != sorted(set(indices)) or len({origin.sizes for origin in known}) > 1:
+    if indices != list(range(len(known[0].sizes))) or len({origin.sizes for origin in known}) > 1:
         raise ValueError(
-            f"the list holds outputs of the replicas {', '.join(map(str, indices))}, expected one of each in their order: use "
-            "outputs.map(function), which keeps it"
+            f"the list holds outputs of replicas {', '.join(map(str, indices))} of {len(known[0].sizes)}, expected one of each "
+            "in their order: use outputs.map(function), which keeps it"
         )
     return [origin.sizes[origin.replica] for origin in known]
 

@@ -10,7 +10,17 @@ from problems import CLASSES, assert_same_gradients, build_net, class_targets, g
 from torch import nn
 from torch.utils.data import default_collate
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, PerReplica, Rows, Whole, gather, simulate, weighted_mean
+from balanced_parallel import (
+    DataParallelCriterion,
+    DataParallelModel,
+    PerReplica,
+    Rows,
+    Whole,
+    gather,
+    provenance,
+    simulate,
+    weighted_mean,
+)
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -227,8 +237,30 @@ class TestListOutputs:
 
     def test_outputs_in_another_order_are_refused(self):
         outputs = DataParallelModel(build_net(), CPUS)(torch.randn(7, 4))
-        with pytest.raises(ValueError, match="outputs of the replicas 2, 1, 0, expected one of each in their order"):
+        with pytest.raises(ValueError, match="outputs of replicas 2, 1, 0 of 3, expected one of each in their order"):
             DataParallelCriterion(nn.MSELoss())(list(outputs)[::-1], torch.rand(7, CLASSES))
+
+    def test_one_of_several_outputs_is_refused(self):
+        """[1, CLASSES] beside [7, CLASSES] would be broadcast."""
+        outputs = DataParallelModel(Calls(lambda net, x: (net(x),)), CPUS)(torch.randn(3, 4))
+        with pytest.raises(ValueError, match="outputs of replicas 0 of 3"):
+            DataParallelCriterion(nn.MSELoss())(outputs[0], torch.rand(3, CLASSES))
+
+    def test_what_all_replicas_contributed_to_is_nobodys(self):
+        net, x, target = build_net(), torch.randn(7, 4), class_targets(7)
+        whole = DataParallelModel(net, CPUS)(x).gather()
+        criterion = DataParallelCriterion(nn.CrossEntropyLoss())
+        torch.testing.assert_close(criterion([whole], target), F.cross_entropy(net(x), target))
+        torch.testing.assert_close(criterion(list(whole.split(4)), target), F.cross_entropy(net(x), target))
+
+    def test_nothing_is_kept_of_outputs_that_are_gone(self):
+        model = DataParallelModel(build_net(), CPUS)
+        before = len(provenance._known)
+        for _ in range(3):
+            outputs = model(torch.randn(7, 4))
+            assert len(provenance._known) == before + 3
+        del outputs
+        assert len(provenance._known) == before
 
 
 class TestOtherDimensions:
@@ -460,6 +492,21 @@ class TestPerReplica:
         message = r"PerReplica, .*not a tensor: call \.gather\(\).*DataParallelCriterion"
         with pytest.raises((TypeError, AttributeError), match=message):
             use(self.outputs()["logits"])
+
+    def test_a_gradient_penalty(self):
+        """Of WGAN-GP: a gradient with respect to the inputs, of which the gradient is taken."""
+        net, x = build_net(1), torch.randn(7, 4, requires_grad=True)
+        (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+        penalty = (slope.norm(dim=1) - 1).pow(2).mean()
+        penalty.backward()
+        expected = gradients(net)
+        net.zero_grad()
+        scores = DataParallelModel(net, CPUS)(x)
+        (slope,) = torch.autograd.grad(scores, x, scores.map(torch.ones_like), create_graph=True)
+        found = (slope.norm(dim=1) - 1).pow(2).mean()
+        found.backward()
+        torch.testing.assert_close(found, penalty)
+        assert_same_gradients(gradients(net), expected)
 
     def test_map_keeps_the_rows_for_the_criterion(self):
         x, target = torch.randn(7, 4), class_targets(7)
