@@ -133,6 +133,12 @@ class PerReplica(list[Any], nesting.Leaf):
             return function(outputs, *args[1:], **kwargs or {})
         _refuse(f"{getattr(function, '__name__', function)}()", TypeError)
 
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, torch.Tensor):
+            _refuse("==", TypeError)
+        return list.__eq__(self, other)
+
+    __hash__ = None  # type: ignore[assignment]  # as lists
     __add__ = _operator("+")
     __mul__ = __rmul__ = _operator("*")
     __sub__ = __rsub__ = _operator("-")

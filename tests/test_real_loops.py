@@ -483,6 +483,7 @@ class TestPerReplica:
             lambda outputs: torch.mean(outputs),
             lambda outputs: torch.ones(7, CLASSES) - outputs,
             lambda outputs: outputs * 2,
+            lambda outputs: outputs == torch.zeros(7, CLASSES),
             lambda outputs: 2 * outputs,
             lambda outputs: outputs + outputs,
             lambda outputs: nn.Linear(CLASSES, 2)(outputs),
