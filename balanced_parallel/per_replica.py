@@ -131,7 +131,7 @@ class PerReplica(list[Any], nesting.Leaf):
         if function is torch.autograd.grad:  # takes a list of outputs
             outputs = [entry for output in args[0] for entry in (output if isinstance(output, cls) else [output])]
             return function(outputs, *args[1:], **kwargs or {})
-        _refuse(f"{getattr(function, '__name__', function)}()", TypeError)
+        return _refuse(f"{getattr(function, '__name__', function)}()", TypeError)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, torch.Tensor):
