@@ -28,6 +28,7 @@ batch. A map of the house, in the order in which its rooms build on each other:
     optimizer     gradients and state spread over devices   BalancedOptimizer
     microbatching a batch over time
     accumulation  what a window holds until it is applied
+    update        gradients divided, clipped and stepped on
     step          one effective batch, one exact update     TrainStep
     diagnosis     known reasons for a difference
     examination   what will break or unbalance under replicas

@@ -3,10 +3,14 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .nesting import spread
-from .scattering import Arguments, count_rows, cut, proportional_sizes, split_sizes
+from torch import Tensor
+
+from .nesting import map_leaves, spread
+from .scattering import Arguments, Pieces, count_rows, cut, proportional_sizes, split_sizes
 
 __all__: list[str] = []
+
+Output = tuple[Any, int | None]  # of one replica, and its rows
 
 
 def as_arguments(inputs: Any) -> Arguments:
@@ -43,3 +47,18 @@ def cut_batch(
     target_rows = count_rows(targets, dims[1])
     target_sizes = sizes if target_rows is None else proportional_sizes(target_rows, sizes)
     return list(zip(cut(arguments, sizes, dims[0]), cut(targets, target_sizes, dims[1]), strict=True))
+
+
+def detach_outputs(outputs: Sequence[Any]) -> list[Output]:
+    """Each replica's output without its graph, and how many rows it has."""
+
+    def detach(leaf: Any) -> Any:
+        return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+    sizes = outputs.sizes if isinstance(outputs, Pieces) else [None] * len(outputs)
+    return [(map_leaves(detach, output), rows) for output, rows in zip(outputs, sizes, strict=True)]
+
+
+def join_outputs(outputs: Sequence[Output]) -> Pieces:
+    """The outputs of all micro-batches as those of one batch, in the order of the rows."""
+    return Pieces([output for output, _ in outputs], [rows for _, rows in outputs])

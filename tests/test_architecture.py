@@ -36,6 +36,7 @@ CORRIDOR = [
     "optimizer",
     "microbatching",
     "accumulation",
+    "update",
     "step",
     "diagnosis",
     "examination",
