@@ -247,11 +247,10 @@ class TrainStep:
 
     def _reduce(self, roots: list[Tensor], window: Window, ranks: RankModel) -> None:
         """The backward that sums over the ranks."""
-        ranks.completion.announce(window.total, window.weight)
         roots = [root for root in roots if root.requires_grad]
-        if roots:
-            self._backward(window, roots)
-        ranks.completion.finish()
+        with ranks.completion.reducing(window.total, window.weight):
+            if roots:
+                self._backward(window, roots)
         window.reduced = True
 
     def _backward(self, window: Window, roots: list[Tensor]) -> None:
