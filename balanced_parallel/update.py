@@ -174,7 +174,5 @@ def _listed(given: Any, kind: type[_Kind], name: str) -> list[_Kind]:
     listed = list(given) if isinstance(given, (list, tuple)) else [given]
     for one in listed:
         if not isinstance(one, kind):
-            raise TypeError(
-                f"the {name} is {describe(one)}, expected {kind.__name__}, or a list of them"
-            )
+            raise TypeError(f"the {name} is {describe(one)}, expected {kind.__name__}, or a list of them")
     return listed
