@@ -8,8 +8,8 @@ batch. A map of the house, in the order in which its rooms build on each other:
     sizes         bytes as people write them
     ambient       thread-local state that a replica's worker carries
     nesting       tuples, mappings, dataclasses: taken apart and rebuilt
-    ranks         the running process group: sums over ranks, rows of all of them
     dims          dimensions of the rows, entry by entry
+    ranks         the running process group: sums over ranks, rows of all of them
     provenance    the replica that computed a tensor
     gathering     pieces put back together                  gather
     per_replica   one value per replica, and its rows       PerReplica
@@ -36,6 +36,7 @@ batch. A map of the house, in the order in which its rooms build on each other:
     optimizer     gradients and state spread over devices   BalancedOptimizer
     microbatching a batch over time
     accumulation  what a window holds until it is applied
+    update        gradients divided, clipped and stepped on
     step          one effective batch, one exact update     TrainStep
     diagnosis     known reasons for a difference
     examination   what will break or unbalance under replicas

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .devices import move
+from .ranks import sum_over_ranks, world_size
 from .terms import Terms
 from .weighting import Weight, add_up
 
@@ -51,6 +52,24 @@ class Window:
         if self.divides and not self.has_gradients and isinstance(expected, float) and 0 < expected < math.inf:
             self.reference = expected
 
+    def expect(self, to_come: Weight, before: float, *, settled: bool) -> float:
+        """Divides gradients while they accumulate, where float16 could not hold them: by about the weight of the whole window,
+        as the plain program's are. The divisor grows with the window.
+
+        Args:
+            to_come: weight of the rows that are known to follow.
+            before: what the window before weighed, over all ranks.
+            settled: whether the window is complete. All ranks ask then, and agree.
+
+        Returns:
+            The factor for gradients that were divided before.
+        """
+        expected = max(float(self.weight + to_come), before / world_size())
+        if world_size() > 1:
+            mine = torch.tensor(expected, dtype=torch.float64)
+            expected = float(sum_over_ranks(mine)) if settled else expected * world_size()
+        return self.settle(expected, may_shrink=settled)
+
     def settle(self, expected: float, *, may_shrink: bool = True) -> float:
         """Changes the reference to a power of two near the ``expected`` weight, which rounds nothing, and returns what gradients
         that were divided by the one before are to be multiplied by."""
@@ -61,7 +80,7 @@ class Window:
         return before / self.reference
 
 
-def scale_gradients(parameters: Iterable[torch.nn.Parameter], factor: float, *, bucketed: bool = False) -> None:
+def scale_gradients(parameters: Iterable[Tensor], factor: float, *, bucketed: bool = False) -> None:
     """Multiplies the gradients there are.
 
     Args:

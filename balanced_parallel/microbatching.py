@@ -3,8 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
+from .dims import Dims
 from .marks import Arguments
-from .nesting import spread
+from .nesting import map_leaves, spread
+from .per_replica import PerReplica
 from .rows import count_rows, cut
 from .scattering import proportional_sizes, split_sizes
 
@@ -42,6 +46,21 @@ def cut_batch(
     Raises:
         ValueError: the targets' rows are not those of the arguments, or a multiple of them.
     """
-    target_rows = count_rows(targets, dims[1] or 0)
+    target_rows = count_rows(targets, dims[1])
     target_sizes = sizes if target_rows is None else proportional_sizes(target_rows, sizes)
-    return list(zip(cut(arguments, sizes, dims[0]), cut(targets, target_sizes, dims[1] or 0), strict=True))
+    return list(zip(cut(arguments, sizes, dims[0]), cut(targets, target_sizes, dims[1]), strict=True))
+
+
+def detach_outputs(outputs: PerReplica) -> PerReplica:
+    """The replicas' outputs without their graph."""
+
+    def detach(leaf: Any) -> Any:
+        return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+    return outputs.map(lambda output: map_leaves(detach, output))
+
+
+def join_outputs(micro_batches: Sequence[PerReplica], dims: Dims) -> PerReplica:
+    """The outputs of all micro-batches as those of one batch, in the order of the rows."""
+    entries = [output for outputs in micro_batches for output in outputs]
+    return PerReplica(entries, [size for outputs in micro_batches for size in outputs.sizes], dims)

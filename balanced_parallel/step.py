@@ -8,24 +8,25 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal, cast, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .accumulation import Window, scale_gradients
 from .batchnorm import meets_other_ranks
 from .criterion import DataParallelCriterion
 from .marks import Arguments
-from .microbatching import as_arguments, count_micro_batches, cut_batch
+from .microbatching import as_arguments, count_micro_batches, cut_batch, detach_outputs, join_outputs
 from .model import DataParallelModel
 from .nesting import spread
-from .ownership import Spread
+from .per_replica import PerReplica
 from .precision import Precision
-from .ranks import RankModel, max_over_ranks, sum_over_ranks, world_size
+from .ranks import RankModel, max_over_ranks, world_size
 from .rows import count_rows
 from .scattering import split_sizes
 from .terms import Terms
+from .update import Optimizers, Schedulers, Update, each_optimizer, each_scheduler
 from .weighting import Weight
 
 __all__: list[str] = []
@@ -47,33 +48,37 @@ class TrainStep:
     Args:
         model: a :class:`DataParallelModel`, or the model of :func:`parallelize`.
         criterion: a :class:`DataParallelCriterion`.
-        optimizer: over the model's parameters.
+        optimizer: over the model's parameters, or a list of optimizers over parts of them. They step together: with ``"fp16"``
+            an overflow in the gradients of one skips all.
         micro_batch_size: rows per device at most in one forward; ``None`` runs the whole batch at once.
         precision: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a :class:`Precision`: autocast in every replica, and with ``"fp16"`` one
             gradient scaler.
-        max_grad_norm: clips the global norm of the true gradient, as ``torch.nn.utils.clip_grad_norm_`` does.
-        scheduler: stepped once after each update that was made.
+        max_grad_norm: clips the norm of the true gradient over all optimizers, as ``torch.nn.utils.clip_grad_norm_`` does.
+        scheduler: stepped once after each update that was made; a list of schedulers likewise.
 
     Raises:
-        TypeError: a model or a criterion of another kind.
-        ValueError: a setting out of its range; at the call, inputs and targets whose rows do not fit.
+        TypeError: a model, a criterion, an optimizer or a scheduler of another kind.
+        ValueError: a setting out of its range, or a parameter in two optimizers; at the call, inputs and targets whose rows do
+            not fit.
     """
 
     def __init__(
         self,
         model: DataParallelModel | RankModel,
         criterion: DataParallelCriterion,
-        optimizer: torch.optim.Optimizer,
+        optimizer: Optimizers,
         *,
         micro_batch_size: int | None = None,
         precision: str | Precision = "fp32",
         max_grad_norm: float | None = None,
-        scheduler: torch.optim.lr_scheduler.LRScheduler | None = None,
+        scheduler: Schedulers | None = None,
     ) -> None:
         if not isinstance(model, DataParallelModel) and not isinstance(model, RankModel):
             raise TypeError(
                 f"the model is a {type(model).__name__}, expected a DataParallelModel or the model that parallelize returns"
             )
+        if isinstance(model, DataParallelModel) and model.gather_outputs:
+            raise TypeError("the model has gather_outputs=True, expected outputs that stay on their devices: leave it out")
         if not isinstance(criterion, DataParallelCriterion):
             raise TypeError(f"the criterion is a {type(criterion).__name__}, expected a DataParallelCriterion: wrap it in one")
         if world_size() > 1 and isinstance(model, DataParallelModel):
@@ -85,10 +90,7 @@ class TrainStep:
             raise ValueError(f"micro_batch_size={micro_batch_size!r}, expected a positive number of rows per device, or None")
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"max_grad_norm={max_grad_norm!r}, expected a positive number, or None for no clipping")
-        if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise ValueError(
-                "ReduceLROnPlateau needs a metric: call its step(metric) after validation, expected scheduler=None here"
-            )
+        each_scheduler(scheduler)
         self.model = model
         self.criterion = criterion
         self.optimizer = optimizer
@@ -98,29 +100,41 @@ class TrainStep:
         self.scheduler = scheduler
         self._ranks = None if isinstance(model, DataParallelModel) else model
         self._replicas = [model.replicas, criterion.replicas] if isinstance(model, DataParallelModel) else [criterion.replicas]
-        known = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        trained = [*model.parameters(), *criterion.parameters()]
-        self._outside = [p for p in trained if p not in known and not isinstance(p, Spread)]
-        self._trained = {id(p): p for p in trained}
-        self._has_half = any(parameter.dtype == torch.float16 for parameter in model.parameters())
-        self._dtype = torch.float64 if any(parameter.dtype == torch.float64 for parameter in trained) else torch.float32
+        named = nn.ModuleDict({"model": cast(nn.Module, model), "criterion": criterion}).named_parameters()
+        self._trained = {name.replace(".module", "", 1): parameter for name, parameter in named}  # each once
+        dtypes = {parameter.dtype for parameter in self._trained.values()}
+        self._has_half = torch.float16 in dtypes
+        self._dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         self._meets_ranks = world_size() > 1 and meets_other_ranks(model.modules())
         self._window: Window | None = None
+        self._next_update()
         self._last_weight = 0.0  # of the last window: the best guess for a window that is added bit by bit
 
-    def __call__(self, inputs: Any, targets: Any) -> Tensor:
+    @overload
+    def __call__(self, inputs: Any, targets: Any, *, return_outputs: Literal[False] = False) -> Tensor: ...
+
+    @overload
+    def __call__(self, inputs: Any, targets: Any, *, return_outputs: Literal[True]) -> tuple[Tensor, PerReplica]: ...
+
+    def __call__(self, inputs: Any, targets: Any, *, return_outputs: bool = False) -> Tensor | tuple[Tensor, PerReplica]:
         """Trains on one effective batch (this rank's rows of it): ``add`` and ``apply`` in one.
 
         Args:
             inputs: a tensor or another structure for the model's one argument; a tuple is spread over its positional
                 arguments, a mapping over its keyword arguments.
             targets: what follows the output in the criterion's arguments; a tuple is spread over them.
+            return_outputs: returns the outputs too, as metrics need them.
 
         Returns:
-            The loss of the effective batch over all replicas, micro-batches and ranks: a detached scalar.
+            The loss of the effective batch over all replicas, micro-batches and ranks: a detached scalar. With
+            ``return_outputs`` also the detached outputs of this rank's rows, in their order, where they were computed:
+            one entry for each micro-batch and replica. 11 rows with ``micro_batch_size=2`` on three devices make entries of
+            2, 2, 2, 2, 2 and 1 rows, and ``gather(outputs)`` the output of all 11. An empty batch makes none.
         """
-        self._accumulate(inputs, targets, reduce_last=True)
-        return self._finish()
+        outputs: list[PerReplica] | None = [] if return_outputs else None
+        self._accumulate(inputs, targets, reduce_last=True, outputs=outputs)
+        loss = self._finish()
+        return loss if outputs is None else (loss, join_outputs(outputs, self.model.out_dims))
 
     def add(self, inputs: Any, targets: Any) -> None:
         """Accumulates the gradients of some more rows; nothing is updated before :meth:`apply`."""
@@ -130,6 +144,9 @@ class TrainStep:
         """Divides what was accumulated by its weight, clips, updates, and returns the loss of all that was added."""
         return self._finish()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_window": None}  # a copy has no gradients
+
     def _finish(self) -> Tensor:
         window = self._window or self._open_window()
         with self._dropping_on_failure():
@@ -138,10 +155,11 @@ class TrainStep:
             if self._ranks is not None and not window.reduced:
                 self._reduce_alone(window, self._ranks)
             total, weight = self._totals(window)
+            weight = max(weight, self.criterion.minimum)
             self._window = None
             self._last_weight = weight
             if weight == 0:
-                self.optimizer.zero_grad()
+                self._next_update().forget_gradients()
                 warnings.warn("no target of this batch was counted: nothing is updated, and its loss is nan", stacklevel=3)
                 return torch.full_like(window.total, torch.nan)
             divisor = weight if window.divides else 1.0
@@ -149,13 +167,13 @@ class TrainStep:
             loss = total / divisor
             return loss if isinstance(loss, Tensor) else window.total.fill_(loss)
 
-    def _accumulate(self, inputs: Any, targets: Any, *, reduce_last: bool) -> None:
+    def _accumulate(self, inputs: Any, targets: Any, *, reduce_last: bool, outputs: list[PerReplica] | None = None) -> None:
         window = self._window or self._open_window()
-        micro_batches = self._cut(inputs, targets)
+        micro_batches = self._cut(as_arguments(inputs), spread(targets))
         accumulating = len(micro_batches) - reduce_last
         weight = self.criterion.weigh_targets(*spread(targets))
         losses = self.criterion.terms if weight is None else self.criterion.sums
-        run = functools.partial(self._run, window, losses, scales=self._scales(window))
+        run = functools.partial(self._run, window, losses, scales=self._scales(window), kept=outputs)
         with self._dropping_on_failure():
             window.weigh([] if weight is None else [weight])
             # gradients stay where they are: with the replicas, with the rank
@@ -166,9 +184,7 @@ class TrainStep:
                 run(*micro_batch, left=1, reduce=True)
 
     def _open_window(self) -> Window:
-        self.optimizer.zero_grad()
-        for parameter in self._outside:
-            parameter.grad = None  # a window starts from nothing
+        self._next_update().forget_gradients()
         nothing = torch.zeros((), dtype=self._dtype, device=self.model.devices[0])  # a rank without rows has the others' loss
         self._window = window = Window(nothing, divides=self.criterion.reduction != "sum")
         if self._ranks is not None:  # what all ranks know without a message: what the last one weighed
@@ -186,16 +202,17 @@ class TrainStep:
                 replicas.drop()
             raise
 
-    def _cut(self, inputs: Any, targets: Any) -> list[tuple[Arguments, tuple[Any, ...]]]:
+    def _cut(self, arguments: Arguments, targets: tuple[Any, ...]) -> list[tuple[Arguments, tuple[Any, ...]]]:
         """This rank's micro-batches. None for a batch with no rows, unless other ranks wait in a layer for every rank."""
-        arguments, following = as_arguments(inputs), spread(targets)
+        arguments = self.model.mark(arguments)
+        marked, target_dim = self.criterion.mark(targets, {}, self.model.out_dims)
         rows = count_rows(arguments, self.model.dim)
         if rows is None:
-            return [(arguments, following)]
+            return [(arguments, marked.inputs)]
         count = count_micro_batches(rows, self.micro_batch_size, self.model.split or len(self.model.devices))
         if self._meets_ranks:
             count = max_over_ranks(count)
-        return cut_batch(arguments, following, split_sizes(rows, count), (self.model.dim, self.criterion.dim))
+        return cut_batch(arguments, marked.inputs, split_sizes(rows, count), (self.model.dim, target_dim))
 
     def _run(
         self,
@@ -207,10 +224,11 @@ class TrainStep:
         left: int,
         reduce: bool,
         scales: bool,
+        kept: list[PerReplica] | None,
     ) -> None:
         """Forward and backward of one micro-batch, the ``left``-th from the end as far as is known."""
         with self.precision.autocast(self.model.devices):
-            terms = losses(self.model(*arguments.inputs, **arguments.kwargs), *targets)
+            terms = losses(self._forward(arguments, kept), *targets)
             weight = window.count(terms)
             to_come = weight * (left - 1)
             if scales:
@@ -222,6 +240,12 @@ class TrainStep:
         else:
             self._reduce([*terms.sums, *self._ranks.completion.roots()], window, self._ranks)
 
+    def _forward(self, arguments: Arguments, kept: list[PerReplica] | None) -> PerReplica:
+        outputs: PerReplica = self.model(*arguments.inputs, **arguments.kwargs)
+        if kept is not None:
+            kept.append(detach_outputs(outputs))
+        return outputs
+
     def _reduce_alone(self, window: Window, ranks: RankModel) -> None:
         """Reduces what this rank has accumulated, if anything, with no rows left to run."""
         zero = ranks.forward_nothing()
@@ -231,11 +255,10 @@ class TrainStep:
 
     def _reduce(self, roots: list[Tensor], window: Window, ranks: RankModel) -> None:
         """The backward that sums over the ranks."""
-        ranks.completion.announce(window.total, window.weight)
         roots = [root for root in roots if root.requires_grad]
-        if roots:
-            self._backward(window, roots)
-        ranks.completion.finish()
+        with ranks.completion.reducing(window.total, window.weight):
+            if roots:
+                self._backward(window, roots)
         window.reduced = True
 
     def _backward(self, window: Window, roots: list[Tensor]) -> None:
@@ -246,16 +269,9 @@ class TrainStep:
         window.has_gradients = True
 
     def _settle_reference(self, window: Window, to_come: Weight, reduce: bool) -> None:
-        """Gradients of sums are divided by a constant while they accumulate, where float16 could not hold them: by about what
-        the whole window will weigh, as the plain program's are. It grows with the window, and is the same on every rank
-        when they reduce."""
-        expected = max(float(window.weight + to_come), self._last_weight / world_size())
-        if world_size() > 1:
-            mine = torch.tensor(expected, dtype=torch.float64)
-            expected = float(sum_over_ranks(mine)) if reduce else expected * world_size()
-        factor = window.settle(expected, may_shrink=reduce)
+        factor = window.expect(to_come, self._last_weight, settled=reduce)
         if factor != 1:
-            scale_gradients([*self.model.parameters(), *self.criterion.parameters()], factor)
+            scale_gradients(self._trained.values(), factor)
             for replicas in self._replicas:
                 replicas.scale(factor)
 
@@ -269,32 +285,16 @@ class TrainStep:
         """The sum of all losses and of all weights, over all ranks."""
         return (window.total, float(window.weight)) if self._ranks is None else self._ranks.completion.take_totals()
 
+    def _next_update(self) -> Update:
+        return Update(each_optimizer(self.optimizer), self._trained)
+
     def _update(self, factor: float) -> None:
-        """One step of the optimizer on the gradients times ``factor``, and of the scheduler if it was not skipped."""
-        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        scaler = self.precision.scaler
-        if scaler is not None:
-            scaler.unscale_(self.optimizer)
-            if self._outside:  # asking for the scale waits for the device
-                scale_gradients(self._outside, 1 / scaler.get_scale())
-        if self._ranks is None:
-            scale_gradients([*parameters, *self._outside], factor)
-        else:
-            for stranger in [p for p in parameters if id(p) not in self._trained and p.grad is not None]:
-                raise ValueError(
-                    f"the optimizer has a parameter of shape {tuple(stranger.shape)} with a gradient that the ranks would not "
-                    "share: make it part of the module or of the criterion that parallelize is given"
-                )
-            scale_gradients(self._trained.values(), factor, bucketed=True)
-        if self.max_grad_norm is not None:
-            torch.nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
-        if scaler is None:
-            self.optimizer.step()
-            updated = True
-        else:
-            before = scaler.get_scale()
-            scaler.step(self.optimizer)
-            scaler.update()
-            updated = scaler.get_scale() >= before  # it backs off exactly where it skipped the step
-        if self.scheduler is not None and updated:
-            self.scheduler.step()
+        """One step of the optimizers on the gradients times ``factor``, and of the schedulers if it was not skipped."""
+        update, scaler = self._next_update(), self.precision.scaler
+        with update.unscaled(scaler):
+            update.multiply(factor, bucketed=self._ranks is not None)
+            if self.max_grad_norm is not None:
+                update.clip(self.max_grad_norm)
+            has_stepped = update.take(scaler)
+        for scheduler in each_scheduler(self.scheduler) if has_stepped else ():
+            scheduler.step()

@@ -1,8 +1,9 @@
 """What the reducer of ``DistributedDataParallel`` needs beside the gradients of a loss: the loss itself and its weight, summed in
 the same buckets, and word of every parameter that a rank has not used, for which it would wait."""
 
+import contextlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ __all__: list[str] = []
 class Completion:
     """Completes the reductions of one model.
 
-    ``totals`` is one parameter more for the reducer. Its gradient is the loss, the weight, and for each of the ``parameters``
-    whether this rank has a gradient.
+    ``totals`` is one parameter more for the reducer. Its gradient is the loss, the weight, whether this rank has failed, and for
+    each of the ``parameters`` whether this rank has a gradient.
 
     Args:
         parameters: those that the reducer is built for, in its order.
@@ -28,7 +29,7 @@ class Completion:
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
-        self.totals = nn.Parameter(widen(parameters[0].new_zeros(2 + len(parameters))))
+        self.totals = nn.Parameter(widen(parameters[0].new_zeros(3 + len(parameters))))
         self.has_hook = False  # which may round what is in the buckets, so the totals have to travel beside them
         self._model: DistributedDataParallel | None = None
         self._sparse: list[torch.Tensor] = []
@@ -74,18 +75,36 @@ class Completion:
         waits for that until :meth:`finish`."""
         return [self._zero_leading_to(self._left_out)] if self._left_out else []
 
+    @contextlib.contextmanager
+    def reducing(self, total: torch.Tensor, weight: Weight) -> Iterator[None]:
+        """Completes the reduction of the backward in this block, for a loss and a weight of this rank.
+
+        The reduction of a backward that raises is completed too, and :meth:`take_totals` then raises on the other ranks. They
+        wait for it, and the reducer does not begin another before."""
+        self.announce(total, weight)
+        assert self._mine is not None
+        try:
+            yield
+        except Exception:
+            self._mine[2] = 1
+            with contextlib.suppress(RuntimeError):  # the first failure is the one to hear of
+                self.finish()
+                self.take_totals()
+            raise
+        self.finish()
+
     def announce(self, total: torch.Tensor, weight: Weight) -> None:
         """The loss and the weight of this rank, for the next backward that reduces, which the caller will :meth:`finish`. This is
         what can be done while no rank waits."""
         for hook in self._following:
             hook.remove()
         self._mine = torch.ones_like(self.totals, dtype=torch.float64 if self.has_hook else None, requires_grad=False)
-        self._mine[0], self._mine[1] = total, weight
+        self._mine[0], self._mine[1], self._mine[2] = total, weight, 0
 
     def finish(self) -> None:
         """Gives the reducer what a backward has left: the totals, and the parameters that were left out."""
         assert self._mine is not None
-        absent = [index for index, parameter in enumerate(self.parameters, 2) if parameter.grad is None]
+        absent = [index for index, parameter in enumerate(self.parameters, 3) if parameter.grad is None]
         if absent:
             self._mine[absent] = 0
         self._has_absent = bool(absent)
@@ -101,16 +120,25 @@ class Completion:
 
     def take_totals(self) -> tuple[float, float]:
         """What all ranks together announced. Gradients of parameters for which no rank had one become ``None``: the reducer
-        leaves zeros there, and the plain program nothing, which optimizers pass over."""
+        leaves zeros there, and the plain program nothing, which optimizers pass over.
+
+        Raises:
+            RuntimeError: the backward of a rank has failed.
+        """
         assert self._model is not None
         assert self._mine is not None
         assert self.totals.grad is not None
         averages, mine = self.totals.grad, self._mine
         self.totals.grad = self._mine = None
         if self.has_hook:
-            loss, weight, *counts = sum_over_ranks(mine).tolist()
+            loss, weight, failed, *counts = sum_over_ranks(mine).tolist()
         else:
-            loss, weight, *counts = [average * self._model.process_group.size() for average in averages.tolist()]
+            loss, weight, failed, *counts = [average * self._model.process_group.size() for average in averages.tolist()]
+        if failed:
+            raise RuntimeError(
+                f"{failed:.0f} of {self._model.process_group.size()} ranks failed in the backward, expected none: nothing was "
+                "updated, and the step can be repeated"
+            )
         if 0 in counts:
             for parameter, count in zip(self.parameters, counts, strict=True):
                 parameter.grad = parameter.grad if count else None
