@@ -37,6 +37,7 @@ batch. A map of the house, in the order in which its rooms build on each other:
     microbatching a batch over time
     accumulation  what a window holds until it is applied
     update        gradients divided, clipped and stepped on
+    step_settings what a step is given, checked
     step          one effective batch, one exact update     TrainStep
     diagnosis     known reasons for a difference
     examination   what will break or unbalance under replicas

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from . import nesting
-from .criterion_settings import call_weight, check_settings, keywords_of, warn_unknown
+from .criterion_settings import call_weight, check_settings, count_leading, keywords_of, warn_unknown, weigh_without_output
 from .devices import DeviceLike, resolve_device, resolve_devices
 from .dims import Dims, check_dims, is_first
 from .execution import run_replicas
 from .losses import find_torch_loss, has_sum, is_known, refuse_coupled, weight_of_targets
-from .marks import Arguments, mark
+from .marks import Arguments, mark, without_mark
 from .output_rows import as_per_replica, sizes_like
 from .per_replica import PerReplica
 from .precision import Precision
@@ -22,7 +22,7 @@ from .reductions import reduction_in, reduction_of
 from .replication import Replicas
 from .rows import count_rows, cut, move_leaves
 from .terms import Criterion, Shard, Term, Terms, mean_and_weight, merge, sum_and_weight, sum_of_terms, total_of
-from .weighting import Weight, divide_once
+from .weighting import Weight, divide_once, flat_weights, read_weights
 
 __all__: list[str] = []
 
@@ -95,6 +95,7 @@ class DataParallelCriterion(nn.Module):
         self.replicas = Replicas()
         self._reduction = reduction
         self._weight_takes = keywords_of(weight)
+        self._has_one_divisor = False  # as far as is known
         self._warned = False
 
     @property
@@ -144,6 +145,26 @@ class DataParallelCriterion(nn.Module):
         by_sum = self.weight is None and has_sum(self.module)
         return sum_and_weight if by_sum else mean_and_weight(self._weigh(), self.minimum)
 
+    def divisors_of_targets(self, *targets: Any) -> list[float] | None:
+        """What each of several means divides by in all of a batch, where the targets alone say so."""
+        if not callable(self.weight) or self.reduction == "sum" or self._has_one_divisor:
+            return None
+        weights = weigh_without_output(self.weight, tuple(map(without_mark, targets)))
+        if weights is None or isinstance(weights, (torch.Tensor, float, int)):
+            self._has_one_divisor = True  # or some that depend on the outputs
+            return None
+        return flat_weights(read_weights(weights))
+
+    def divided_terms(self, divisors: Sequence[float], outputs: Sequence[Any], *targets: Any) -> Terms:
+        """:meth:`terms` of several means, each divided by one of ``divisors``, which are those of all of a batch."""
+        parts = self._run(self._term(self.reduction), outputs, targets, {})
+        factors = [1 / divisor if divisor else 0.0 for divisor in divisors]
+        sums = [
+            [term.total * factor for (_, term), factor in zip(nesting.leaves(part), factors, strict=True) if term is not None]
+            for part in parts
+        ]
+        return Terms([functools.reduce(torch.add, means) for means in sums], None if any(divisors) else [])
+
     def weigh_targets(self, *targets: Any) -> Weight | None:
         """What :meth:`terms` would find in all of a batch, where the targets alone say so, for whoever cuts it over time."""
         if self.weight is not None or self.reduction != "mean":
@@ -183,13 +204,15 @@ class DataParallelCriterion(nn.Module):
             return of_outputs
         return self.in_dims[0] if isinstance(self.in_dims, Sequence) and self.in_dims else self.in_dims or self.dim
 
-    def mark(self, targets: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims, leading: int = 1) -> tuple[Arguments, int]:
+    def mark(
+        self, targets: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims, leading: int | None = None
+    ) -> tuple[Arguments, int]:
         """What follows the outputs in a call, marked with ``in_dims``, and the dimension of the rows in the rest.
 
         Args:
             targets, kwargs: all rows of the batch.
             dims: of the outputs.
-            leading: how many of the criterion's arguments an output fills.
+            leading: how many of the criterion's arguments an output fills; ``None`` is what the targets leave of them.
 
         Raises:
             ValueError: the rows of the outputs are not in dimension 0, and nobody has said where those of the targets are.
@@ -200,6 +223,7 @@ class DataParallelCriterion(nn.Module):
                 "DataParallelCriterion(..., dim=) or in_dims="
             )
         function = self.module.forward if isinstance(self.module, nn.Module) else self.module
+        leading = leading or count_leading(function, len(targets))
         return mark(Arguments(targets, kwargs), self.in_dims, function, first=1, unnamed=leading - 1), self.dim or 0
 
     def _run(
@@ -250,8 +274,9 @@ def _add_terms(part: Any) -> Term:
     terms = [leaf for _, leaf in nesting.leaves(part) if leaf is not None]
     if len({term.weight for term in terms}) > 1:
         raise ValueError(
-            "the criterion returns means with divisors of their own, which are not known before the last micro-batch: call "
-            "criterion(outputs, targets), add up what it returns, and call backward, in place of TrainStep"
+            "the criterion returns means with divisors of their own, which have to be known before the first micro-batch: call "
+            "step(inputs, targets) with a weight= that looks at the targets alone; or criterion(outputs, targets), add up what "
+            "it returns, and call backward, in place of TrainStep"
         )
     return Term(functools.reduce(torch.add, [term.total for term in terms]), terms[0].weight)
 

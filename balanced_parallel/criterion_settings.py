@@ -47,6 +47,35 @@ def call_weight(weight: Callable[..., Any], takes: set[str] | None, shard: Shard
     return weight(*nesting.spread(shard.output), *shard.targets, **kwargs)
 
 
+def count_leading(function: Callable[..., Any], targets: int) -> int:
+    """Arguments that stand before the ``targets`` last of those that ``function`` requires: an output fills them."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return 1
+    required = [one for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD and one.default is one.empty]
+    return max(len(required) - targets, 1)
+
+
+class _NotThere:
+    """Stands for an output that is not computed yet: whatever is asked of it raises."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise AttributeError("there is no output yet")
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        raise TypeError("there is no output yet")
+
+
+def weigh_without_output(weight: Callable[..., Any], targets: tuple[Any, ...]) -> Any:
+    """What a weight function returns for ``targets``; None where it asks for the output."""
+    try:
+        return weight(*[_NotThere()] * count_leading(weight, len(targets)), *targets)
+    except (TypeError, ValueError, AttributeError):  # of the output that is not there
+        return None
+
+
 def warn_unknown(criterion: Criterion, stacklevel: int) -> None:
     """Warns that a criterion is weighted by rows, and says what would tell more about it."""
     setting = getattr(criterion, "reduction", "mean")

@@ -63,6 +63,13 @@ class Along:
 MARKS = (Whole, Rows, Along)
 
 
+def without_mark(value: Any) -> Any:
+    """What the caller has wrapped in a mark."""
+    if isinstance(value, Rows):
+        return value.entries
+    return value.value if isinstance(value, Whole) else value
+
+
 def mark(arguments: Arguments, dims: Dims, function: Callable[..., Any], *, first: int = 0, unnamed: int = 0) -> Arguments:
     """``arguments`` with the dimensions of their rows, for who counts and cuts them.
 
@@ -97,6 +104,11 @@ def mark(arguments: Arguments, dims: Dims, function: Callable[..., Any], *, firs
         )
     else:
         of_place = dict(enumerate(dims))
+    beyond = [place for place in of_place if isinstance(place, int) and place >= first + len(arguments.inputs)]
+    if beyond and isinstance(dims, Mapping) and beyond[0] in dims:
+        raise ValueError(
+            f"the dimensions {dims!r} name position {beyond[0]}, but {first + len(arguments.inputs)} arguments were given"
+        )
     inputs = [
         _marked(value, of_place[place], f"inputs[{place - first}]") if place in of_place else value
         for place, value in enumerate(arguments.inputs, first)

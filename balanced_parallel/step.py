@@ -22,9 +22,10 @@ from .model import DataParallelModel
 from .nesting import spread
 from .per_replica import PerReplica
 from .precision import Precision
-from .ranks import RankModel, max_over_ranks, world_size
+from .ranks import RankModel, max_over_ranks, sum_over_ranks, world_size
 from .rows import count_rows
 from .scattering import split_sizes
+from .step_settings import check_step
 from .terms import Terms
 from .update import Optimizers, Schedulers, Update, each_optimizer, each_scheduler
 from .weighting import Weight
@@ -73,23 +74,7 @@ class TrainStep:
         max_grad_norm: float | None = None,
         scheduler: Schedulers | None = None,
     ) -> None:
-        if not isinstance(model, DataParallelModel) and not isinstance(model, RankModel):
-            raise TypeError(
-                f"the model is a {type(model).__name__}, expected a DataParallelModel or the model that parallelize returns"
-            )
-        if isinstance(model, DataParallelModel) and model.gather_outputs:
-            raise TypeError("the model has gather_outputs=True, expected outputs that stay on their devices: leave it out")
-        if not isinstance(criterion, DataParallelCriterion):
-            raise TypeError(f"the criterion is a {type(criterion).__name__}, expected a DataParallelCriterion: wrap it in one")
-        if world_size() > 1 and isinstance(model, DataParallelModel):
-            raise TypeError(
-                f"{world_size()} ranks are running, but a DataParallelModel does not reduce over ranks: "
-                "use parallelize(module, criterion)"
-            )
-        if micro_batch_size is not None and (isinstance(micro_batch_size, (bool, str)) or micro_batch_size < 1):
-            raise ValueError(f"micro_batch_size={micro_batch_size!r}, expected a positive number of rows per device, or None")
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ValueError(f"max_grad_norm={max_grad_norm!r}, expected a positive number, or None for no clipping")
+        check_step(model, criterion, micro_batch_size, max_grad_norm)
         each_scheduler(scheduler)
         self.model = model
         self.criterion = criterion
@@ -171,17 +156,28 @@ class TrainStep:
         window = self._window or self._open_window()
         micro_batches = self._cut(as_arguments(inputs), spread(targets))
         accumulating = len(micro_batches) - reduce_last
-        weight = self.criterion.weigh_targets(*spread(targets))
-        losses = self.criterion.terms if weight is None else self.criterion.sums
-        run = functools.partial(self._run, window, losses, scales=self._scales(window), kept=outputs)
         with self._dropping_on_failure():
-            window.weigh([] if weight is None else [weight])
+            losses = self._weigh_before(window, spread(targets), is_whole=reduce_last)
+            run = functools.partial(self._run, window, losses, scales=self._scales(window), kept=outputs)
             # gradients stay where they are: with the replicas, with the rank
             with self.model.no_sync(), self.criterion.replicas.no_sync():
                 for index, micro_batch in enumerate(micro_batches[:accumulating]):
                     run(*micro_batch, left=len(micro_batches) - index, reduce=False)
             for micro_batch in micro_batches[accumulating:]:
                 run(*micro_batch, left=1, reduce=True)
+
+    def _weigh_before(self, window: Window, targets: tuple[Any, ...], *, is_whole: bool) -> Callable[..., Terms]:
+        """Returns how micro-batches compute their losses. What the targets alone say about divisors is counted here, once."""
+        weight = self.criterion.weigh_targets(*targets)
+        if weight is not None:
+            window.weigh([weight])
+            return self.criterion.sums
+        divisors = self.criterion.divisors_of_targets(*targets) if is_whole else None
+        if divisors is None:
+            return self.criterion.terms
+        window.divides = False  # each micro-batch divides its sums by what the whole batch counts
+        total = sum_over_ranks(torch.tensor(divisors, dtype=torch.float64)).clamp(min=self.criterion.minimum)
+        return functools.partial(self.criterion.divided_terms, total.tolist())
 
     def _open_window(self) -> Window:
         self._next_update().forget_gradients()

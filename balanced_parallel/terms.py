@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from . import nesting
 from .losses import loss_weight
-from .weighting import Weight, check_weight, weighted_sum, widen, zero_of
+from .weighting import Weight, check_weight, map_weights, read_weights, weighted_sum, widen, zero_of
 
 __all__: list[str] = []
 
@@ -81,21 +81,31 @@ def mean_and_weight(weigh: Callable[[Shard], Any], minimum: float) -> Callable[[
 
     def term(shard: Shard) -> Any:
         with torch.no_grad():
-            weights = nesting.map_leaves(check_weight, weigh(shard))
-        if not any(max(weight, minimum) for _, weight in nesting.leaves(weights)):
+            weights = read_weights(weigh(shard))
+        if not shard.rows or weights == 0 == minimum:
             # whatever the criterion makes of nothing (nan, an error), it counts for nothing
-            return nesting.map_leaves(lambda weight: Term(shard.nothing(), weight), weights)
-        means = shard.call()
-        if isinstance(weights, float):
-            number = weights
-            weights = nesting.map_leaves(lambda _: number, means)
-        return nesting.zip_leaves(lambda _, pair: _weighted(pair[0], pair[1], minimum), [means, weights], "the loss")
+            return map_weights(lambda weight: Term(shard.nothing(), weight), weights)
+        return _weighted(shard.call(), weights, minimum, "the loss")
 
     return term
 
 
-def _weighted(mean: Any, weight: Any, minimum: float) -> Term | None:
-    return None if mean is None else Term(weighted_sum(mean, max(weight, minimum)), weight)
+def _weighted(means: Any, weights: Any, minimum: float, place: str) -> Any:
+    if isinstance(weights, float):
+        return nesting.map_leaves(
+            lambda mean: None if mean is None else Term(weighted_sum(mean, max(weights, minimum)), weights), means
+        )
+    container = nesting.open_container(means)
+    names = [] if container is None else [name.strip(".[]'\"") for name in container.places]
+    given = [*map(str, weights)] if isinstance(weights, dict) else [*map(str, range(len(weights)))]
+    if container is None or (names if isinstance(weights, dict) else [*map(str, range(len(names)))]) != given:
+        raise ValueError(
+            f"{place} is {nesting.describe(means)}, and its weights have the entries {', '.join(given)}: expected one weight for "
+            "each mean, in the same order"
+        )
+    children = weights.values() if isinstance(weights, dict) else weights
+    pairs = zip(container.children, children, container.places, strict=True)
+    return container.rebuild([_weighted(mean, weight, minimum, place + where) for mean, weight, where in pairs])
 
 
 def sum_and_weight(shard: Shard) -> Term:

@@ -4,10 +4,11 @@ The mean of the replicas' means is the mean of the batch only when every replica
 not with an uneven split, ignored labels or class weights, and one replica without a single counted label makes it nan.
 """
 
+import dataclasses
 import functools
 import math
 import numbers
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -74,6 +75,29 @@ def check_weight(weight: Any) -> float:
     if not 0 <= value < math.inf:
         raise ValueError(f"a weight is {value}, expected what the mean divides by: finite, and not negative")
     return value
+
+
+def read_weights(weights: Any) -> Any:
+    """A weight as a number, or the weights in a sequence, mapping or dataclass as a list or dict of numbers."""
+    if dataclasses.is_dataclass(weights) and not isinstance(weights, type):
+        weights = {field.name: getattr(weights, field.name) for field in dataclasses.fields(weights)}
+    return map_weights(check_weight, weights)
+
+
+def map_weights(function: Callable[[Any], Any], weights: Any) -> Any:
+    """``function(weight)`` for each weight, in lists and dicts like theirs."""
+    if isinstance(weights, Mapping):
+        return {name: map_weights(function, weight) for name, weight in weights.items()}
+    if isinstance(weights, (list, tuple)):
+        return [map_weights(function, weight) for weight in weights]
+    return function(weights)
+
+
+def flat_weights(weights: Any) -> list[float]:
+    """The numbers that :func:`read_weights` returns, in their order."""
+    found: list[float] = []
+    map_weights(found.append, weights)
+    return found
 
 
 def weighted_sum(mean: Tensor, weight: Weight) -> Tensor:

@@ -45,6 +45,7 @@ CORRIDOR = [
     "microbatching",
     "accumulation",
     "update",
+    "step_settings",
     "step",
     "diagnosis",
     "examination",

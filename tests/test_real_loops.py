@@ -15,6 +15,7 @@ from balanced_parallel import (
     DataParallelModel,
     PerReplica,
     Rows,
+    TrainStep,
     Whole,
     gather,
     provenance,
@@ -185,6 +186,15 @@ class TestWeights:
             [target],
         )
 
+    def test_weights_that_are_not_one_for_each_mean(self):
+        outputs, target = DataParallelModel(build_net(), CPUS)(torch.randn(7, 4)), torch.rand(7, CLASSES)
+        for weights in ([1, 2, 3], {"two": 1, "one": 2}):
+            criterion = DataParallelCriterion(lambda o, t: {"one": o.mean(), "two": t.mean()}, weight=lambda o, t, w=weights: w)
+            with pytest.raises(ValueError, match="expected one weight for each mean, in the same order"):
+                criterion(outputs, target)
+        listed = DataParallelCriterion(lambda o, t: [F.mse_loss(o, t), F.l1_loss(o, t)], weight=lambda o, t: [len(o), o.numel()])
+        torch.testing.assert_close(listed(outputs, target)[1], F.l1_loss(outputs.gather(), target))
+
     def test_several_means_by_rows_and_as_sums(self):
         x, target = torch.randn(7, 4), torch.rand(7, CLASSES)
         net = build_net()
@@ -318,6 +328,8 @@ class TestOtherDimensions:
         model = DataParallelModel(build_net(), CPUS, in_dims={"mask": 1})
         with pytest.raises(ValueError, match="the dimensions name 'mask', expected one of the arguments input"):
             model(torch.zeros(3, 4))
+        with pytest.raises(ValueError, match=r"name position 3, but 1 arguments were given"):
+            DataParallelModel(build_net(), CPUS, in_dims={3: 1})(torch.zeros(3, 4))
         with pytest.raises(ValueError, match=r"those of 2 arguments, but 1 were given by position"):
             DataParallelModel(build_net(), CPUS, in_dims=(0, 1))(torch.zeros(3, 4))
         with pytest.raises(ValueError, match="has 2 entries, but the dimensions"):
@@ -656,3 +668,111 @@ class TestDevices:
             assert [output.device.index for output in outputs] == [0, 1, 2]
             outputs.gather().sum().backward()
             assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+class TestMicroBatches:
+    """``TrainStep`` cuts over time what the model cuts over devices."""
+
+    def assert_step(self, module, criterion, plain, inputs, targets, model=None, micro_batch_size=2):
+        loss = plain(module)
+        loss.backward()
+        expected = gradients(module)
+        module.zero_grad()
+        model = model or DataParallelModel(module, CPUS)
+        step = TrainStep(model, criterion, torch.optim.SGD(module.parameters(), lr=0.0), micro_batch_size=micro_batch_size)
+        found, outputs = step(inputs, targets, return_outputs=True)
+        torch.testing.assert_close(found, loss.detach(), rtol=1e-10, atol=1e-10)
+        assert_same_gradients(gradients(module), expected)
+        return outputs
+
+    def test_time_major_rows_and_whole_arguments(self):
+        def loss(output, target):
+            return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+        module = Calls(lambda net, x, scale: net(x) * scale)
+        x, target, scale = torch.randn(5, 13, 4), torch.randint(CLASSES, (5, 13)), torch.rand(CLASSES)
+        target[1:, :9] = -100
+        model = DataParallelModel(module, CPUS, dim=1, in_dims=(1, None))
+        outputs = self.assert_step(
+            module,
+            DataParallelCriterion(loss, in_dims={"target": 1}, weight=lambda output, target: (target != -100).sum()),
+            lambda module: loss(module(x, scale), target),
+            (x, scale),
+            target,
+            model,
+        )
+        torch.testing.assert_close(outputs.gather(), module(x, scale))
+        with pytest.raises(ValueError, match="the rows of the outputs are in dimension 1"):
+            TrainStep(model, DataParallelCriterion(nn.MSELoss()), torch.optim.SGD(module.parameters()))((x, scale), target)
+
+    def test_named_targets_behind_several_outputs(self):
+        def loss(one, two, target):
+            return F.mse_loss(one * two, target)
+
+        module, x, target = Calls(lambda net, x: (net(x), net(x * 2))), torch.randn(11, 4), torch.rand(CLASSES, 11)
+        criterion = DataParallelCriterion(
+            lambda one, two, target: loss(one, two, target.t()), in_dims={"target": 1}, weight=lambda one, two, target: len(one)
+        )
+        self.assert_step(module, criterion, lambda module: loss(*module(x), target.t()), x, target)
+
+    def test_rows_that_are_not_tensors(self):
+        module = Calls(lambda net, clips, scale: torch.stack([net(clip).mean(0) * scale for clip in clips]))
+        clips = [torch.randn(length, 4) for length in range(1, 12)]
+        scale, target = torch.rand(CLASSES), torch.rand(11, CLASSES)
+        self.assert_step(
+            module,
+            DataParallelCriterion(nn.MSELoss()),
+            lambda module: F.mse_loss(module(clips, scale), target),
+            (Rows(clips), Whole(scale)),
+            target,
+        )
+
+    def test_outputs_of_another_model(self):
+        generator, critic, z = build_net(4), build_net(1), torch.randn(11, 4)
+        with torch.no_grad():
+            fake = DataParallelModel(generator, CPUS, split=[5, 1, 2])(z)
+        target = torch.rand(11, 1)
+        plain = lambda critic: F.mse_loss(critic(generator(z).detach()), target)  # noqa: E731
+        self.assert_step(critic, DataParallelCriterion(nn.MSELoss()), plain, fake, target)
+
+    @pytest.mark.parametrize("positives", [0, 4])
+    def test_a_divisor_with_a_floor(self, positives):
+        def count(output, target):
+            return (target > 0).sum()
+
+        def loss(output, target):
+            return F.cross_entropy(output, target, reduction="sum") / count(output, target).clamp(min=1)
+
+        x, target = torch.randn(11, 4), torch.zeros(11, dtype=torch.long)
+        target[:positives] = 3
+        split = DataParallelCriterion(loss, weight=count, minimum=1)
+        self.assert_step(build_net(), split, lambda net: loss(net(x), target), x, target)
+
+    @pytest.mark.parametrize("kept", [(0, 3, 4, 9), ()])
+    def test_several_means_each_with_a_divisor_of_its_own(self, kept):
+        def loss(output, target):
+            some = target > 0
+            return {"class": F.cross_entropy(output, target), "box": output[some].pow(2).sum() / some.sum().clamp(min=1)}
+
+        x, target = torch.randn(11, 4), torch.zeros(11, dtype=torch.long)
+        target[list(kept)] = 2
+        weight = lambda output, target: {"class": len(target), "box": (target > 0).sum()}  # noqa: E731
+        split = DataParallelCriterion(loss, weight=weight, minimum=1)
+        self.assert_step(build_net(), split, lambda net: sum(loss(net(x), target).values()), x, target)
+
+    def test_divisors_that_depend_on_outputs_are_refused(self):
+        split = DataParallelCriterion(
+            lambda output, target: (output.mean(), output.sum()), weight=lambda output, target: (len(output), output.numel())
+        )
+        step = TrainStep(DataParallelModel(build_net(), CPUS), split, torch.optim.SGD(build_net().parameters()))
+        with pytest.raises(ValueError, match="divisors of their own.*in place of TrainStep"):
+            step(torch.randn(7, 4), torch.rand(7, CLASSES))
+        counted = DataParallelCriterion(split.module, weight=lambda output, target: (len(target), 2 * len(target)))
+        step = TrainStep(DataParallelModel(build_net(), CPUS), counted, torch.optim.SGD(build_net().parameters()))
+        with pytest.raises(ValueError, match=r"divisors of their own.*step\(inputs, targets\)"):
+            step.add(torch.randn(7, 4), torch.rand(7, CLASSES))
+
+    def test_gathered_outputs_are_refused(self):
+        model = DataParallelModel(build_net(), CPUS, gather_outputs=True)
+        with pytest.raises(TypeError, match="gather_outputs=True, expected outputs that stay"):
+            TrainStep(model, DataParallelCriterion(nn.MSELoss()), torch.optim.SGD(model.parameters()))

@@ -187,7 +187,7 @@ def weighted_by_hand(criterion):
         (lambda: nn.CrossEntropyLoss(ignore_index=2), 1),
         (lambda: functools.partial(F.cross_entropy, ignore_index=2, label_smoothing=0.1), 1),
         (lambda: nn.CrossEntropyLoss(torch.linspace(0.5, 2.0, 5), ignore_index=2), 6),
-        (lambda: weighted_by_hand(nn.CrossEntropyLoss(ignore_index=2)), 6),
+        (lambda: weighted_by_hand(nn.CrossEntropyLoss(ignore_index=2)), 7),  # once to see whether it counts several things
     ],
 )
 def test_targets_that_say_what_they_weigh_are_counted_once_per_batch(double, make_criterion, times):
@@ -200,6 +200,9 @@ def test_targets_that_say_what_they_weigh_are_counted_once_per_batch(double, mak
     torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10)
     assert_same_gradients(gradients(net), expected)
     assert comparisons.seen == times  # else for each micro-batch and each replica
+    with Calls(torch.ops.aten.ne.Scalar) as comparisons:
+        step(x, target)
+    assert comparisons.seen == min(times, 6)
     step.add(x[:7], target[:7])
     step.add(x[7:], target[7:])
     torch.testing.assert_close(step.apply(), loss, rtol=1e-10, atol=1e-10)
