@@ -23,6 +23,7 @@ CORRIDOR = [
     "reduction",
     "ownership",
     "shells",
+    "writes",
     "watching",
     "replication",
     "execution",
