@@ -12,6 +12,7 @@ batch. A map of the house, in the order in which its rooms build on each other:
     scattering    rows cut over devices                     scatter
     shares        how many rows for which device
     gathering     pieces put back together                  gather
+    deferral      gradients that stay with the replicas
     reduction     gradients of the replicas, summed in buckets
     ownership     which device owns which elements
     shells        a module's tree, and copies of it

@@ -81,7 +81,8 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Gradients of forwards in this block stay with the replicas, where later ones add to them, until the next backward
-        of a forward outside of it, or :meth:`reduce_gradients`: for micro-batches, whose sum then moves once."""
+        of a forward outside of it, or :meth:`reduce_gradients`: for micro-batches, whose sum then moves once. To read
+        ``parameter.grad`` sums them too; to set it, as ``optimizer.zero_grad()`` does, discards them."""
         return self.replicas.no_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:

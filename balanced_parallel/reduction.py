@@ -1,12 +1,14 @@
 """Sums the gradients of the replicas, bucket by bucket, as soon as a bucket is complete, and always in the same order."""
 
 import contextlib
+import functools
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from . import deferral
 from .streams import SideStreams, Streams, on_streams
 
 __all__: list[str] = []
@@ -74,6 +76,7 @@ class Bucket:
         fresh = [_only(gradients, [want is True for want in wanted]) for gradients in replicas]
         if self.deferred:
             self._hold(fresh)
+            deferral.hold(self)
             if self.side is not None:
                 self.side.expect(computing, computing, [])
             return returned
@@ -89,7 +92,7 @@ class Bucket:
 
     def reduce(self) -> None:
         """Brings what the replicas hold to the parameters' ``grad``, or to the owners."""
-        held, self.held = self.held, []
+        held = self._release()
         if not held:
             return
         with torch.no_grad():
@@ -107,7 +110,26 @@ class Bucket:
 
     def drop(self) -> None:
         """Forgets what the replicas hold."""
-        self.held = []
+        self._release()
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Returns whether the replicas may hold gradients of a parameter."""
+        return bool(self.held) and id(parameter) in self._places
+
+    def discard(self, parameter: Tensor) -> None:
+        """Forgets what the replicas hold of one parameter."""
+        for gradients in self.held:
+            gradients[self._places[id(parameter)]] = None
+
+    @functools.cached_property
+    def _places(self) -> dict[int, int]:
+        return {id(parameter): place for place, parameter in enumerate(self.parameters)}
+
+    def _release(self) -> list[Gradients]:
+        held, self.held = self.held, []
+        if held:
+            deferral.release(self)
+        return held
 
     @torch.no_grad()
     def _hold(self, replicas: list[Gradients]) -> None:

@@ -20,6 +20,7 @@ CORRIDOR = [
     "scattering",
     "shares",
     "gathering",
+    "deferral",
     "reduction",
     "ownership",
     "shells",

@@ -353,7 +353,7 @@ def test_gradients_can_stay_with_the_replicas_and_move_once(double):
         with model.no_sync():
             for start in (0, 3, 6):
                 run(start)
-        assert all(gradient is None for gradient in gradients(net))
+        assert (cluster.moved - before)["sim:1", "sim:0"] < 200
         run(9)
         assert size <= (cluster.moved - before)["sim:1", "sim:0"] < size + 200
         assert_same_gradients([gradient.cpu() for gradient in gradients(net)], expected)
