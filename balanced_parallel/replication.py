@@ -5,7 +5,9 @@ torch's ``replicate`` refuses CPUs, makes everything anew at each forward, and i
 of copies that live on its device and are refreshed where the module has changed.
 """
 
+import contextvars
 import functools
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -22,6 +24,9 @@ from .watching import Watch
 from .writes import Writes
 
 __all__: list[str] = []
+
+# Replicas that are handed out by whoever has called what runs here. Workers carry it.
+_handed_out: contextvars.ContextVar[tuple["Replicas", ...]] = contextvars.ContextVar("handed_out", default=())
 
 State = tuple[int, int, bool]  # where a parameter's values are, how often they were written to, whether it learns
 
@@ -45,6 +50,7 @@ class Replicas:
         self._writes: Writes | None = None  # that the states do not show
         self.watch: Watch | None = Watch()
         self.side: SideStreams | None = None  # where gradients are summed while backward goes on
+        self._alone = threading.Lock()
 
     def __reduce__(self) -> Any:  # a copy of the wrapper makes replicas of its own
         return Replicas, ()
@@ -68,23 +74,47 @@ class Replicas:
         Raises:
             ValueError: a parameter or buffer is not on ``home``, or is not initialised (lazy modules).
             TypeError: the module is a ``ScriptModule``, which cannot be copied part by part; or it was compiled.
+            RuntimeError: the module runs already, further up among the callers.
         """
         modules = [module] if devices[0] == home else []
-        if len(modules) == len(devices):
+        if len(modules) == len(devices) and self.tree is None:
             yield modules
             return
-        tree = self.prepare(module, [home, *devices[len(modules) :]])
-        self._follow_unrecorded_writes(tree)
-        handed = self._hand_out_parameters(tree, [*([home] if modules else []), *devices[len(modules) :]])
-        for shells, device in zip(self._shells, devices[len(modules) :], strict=False):
-            # buffers every time: batch norm writes to its statistics without torch's version counter
-            copy_buffer = functools.partial(torch.Tensor.to, device=device, copy=True)
-            modules.append(tree.fill(shells, handed.get(device), copy_buffer))
-        with tree.lent(handed[home]) if home in handed else nullcontext():
-            yield modules
+        with self._in_turn():
+            if len(modules) == len(devices):
+                yield modules
+                return
+            tree = self._prepare(module, [home, *devices[len(modules) :]])
+            self._follow_unrecorded_writes(tree)
+            handed = self._hand_out_parameters(tree, [*([home] if modules else []), *devices[len(modules) :]])
+            for shells, device in zip(self._shells, devices[len(modules) :], strict=False):
+                # buffers every time: batch norm writes to its statistics without torch's version counter
+                copy_buffer = functools.partial(torch.Tensor.to, device=device, copy=True)
+                modules.append(tree.fill(shells, handed.get(device), copy_buffer))
+            with tree.lent(handed[home]) if home in handed else nullcontext():
+                yield modules
+
+    @contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """Keeps other threads waiting: shells, and the parameters that the module is lent, are those of one forward."""
+        running = _handed_out.get()
+        if any(replicas is self for replicas in running):
+            raise RuntimeError(
+                "a model was called inside of its own forward, expected one forward at a time: call the module itself there"
+            )
+        with self._alone:
+            token = _handed_out.set((*running, self))
+            try:
+                yield
+            finally:
+                _handed_out.reset(token)
 
     def prepare(self, module: nn.Module, devices: Sequence[torch.device]) -> Tree:
         """Brings shells and copies up to date with the module."""
+        with self._in_turn():
+            return self._prepare(module, devices)
+
+    def _prepare(self, module: nn.Module, devices: Sequence[torch.device]) -> Tree:
         if self.tree is None or not self.tree.still_is(module) or self._has_new_sizes():
             self._rebuild(module)
         assert self.tree is not None

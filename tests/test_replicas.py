@@ -535,3 +535,34 @@ def test_reentrant_checkpointing_reaches_every_gradient(double):
         with simulate(3):
             gather(DataParallelModel(net.to("sim:0"))(x.detach())).pow(2).sum().backward()
             assert_same_gradients([gradient.cpu() for gradient in gradients(net)], expected)
+
+
+class WithALearnedBuffer(nn.Module):
+    """Two names for one buffer that learns, and one that does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Linear(4, 4)
+        self.register_buffer("prompt", torch.linspace(1, 2, 4).requires_grad_())
+        self.register_buffer("again", self.prompt)
+        self.register_buffer("offset", torch.ones(4))
+
+    def forward(self, x):
+        return (self.scale(x) * self.prompt + self.offset) * self.again
+
+
+@pytest.mark.parametrize("devices", [["cpu"] * 3, None])
+def test_buffers_that_require_a_gradient_have_that_of_all_replicas(double, devices):
+    x = torch.randn(7, 4)
+    net = WithALearnedBuffer()
+    net(x).square().sum().backward()
+    expected = [*gradients(net), net.prompt.grad]
+    with simulate(3):
+        parallel = copy.deepcopy(net)
+        parallel.zero_grad()
+        parallel.prompt = parallel.again = parallel.prompt.detach().to("cpu" if devices else "sim:0").requires_grad_()
+        model = DataParallelModel(parallel, devices)
+        with torch.no_grad():
+            assert not any(output.requires_grad for output in model(x))
+        gather(model(x)).square().sum().backward()
+        assert_same_gradients([gradient.cpu() for gradient in (*gradients(parallel), parallel.prompt.grad)], expected)
