@@ -17,10 +17,12 @@ batch. A map of the house, in the order in which its rooms build on each other:
     rows          the rows of a batch, counted and cut
     scattering    rows cut over devices                     scatter
     shares        how many rows for which device
+    deferral      gradients that stay with the replicas
     reduction     gradients of the replicas, summed in buckets
     ownership     which device owns which elements
     shells        a module's tree, and copies of it
-    watching      writes that torch does not record
+    writes        writes through .data, and of optimizers
+    watching      writes that nothing records
     replication   replicas that live between steps
     execution     one worker per replica
     batchnorm     statistics over all rows in flight        convert_sync_batchnorm

@@ -1,6 +1,8 @@
 """Runs one worker per replica. The first failure wins and says which replica; the others are joined; nobody hangs."""
 
 import contextlib
+import contextvars
+import functools
 import itertools
 import threading
 import types
@@ -46,6 +48,9 @@ class Meeting:
             if self._collected[number] == self.size:
                 del self._rounds[number]
             return everyone
+
+    def has_left(self, index: int) -> bool:
+        return index in self._ended
 
     def leave(self, index: int) -> None:
         with self._changed:
@@ -101,6 +106,8 @@ def run_replicas(work: Sequence[Callable[[], T]], devices: Sequence[torch.device
             failures.append(locate_failure(error, index, devices[index]))
 
     def call_in_thread(index: int) -> None:
+        if meeting.has_left(index):
+            return
         _thread.replica = Replica(index, meeting)
         try:
             call(index, ambient.enter())
@@ -124,17 +131,31 @@ def run_replicas(work: Sequence[Callable[[], T]], devices: Sequence[torch.device
         call_in_turn()
     else:
         ambient = AmbientState.capture(devices)
-        threads = [threading.Thread(target=call_in_thread, args=(index,), name=f"replica-{index}") for index in range(len(work))]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        contexts = [contextvars.copy_context() for _ in work]
+        _run_threads([functools.partial(context.run, call_in_thread, index) for index, context in enumerate(contexts)], meeting)
     if failures:
         try:
             raise failures[0]
         finally:
             failures.clear()  # else the traceback and this frame hold each other, and with them every tensor of the replica
     return [results[index] for index in range(len(work))]
+
+
+def _run_threads(work: Sequence[Callable[[], None]], meeting: Meeting) -> None:
+    """Runs each in a thread, and joins all of them."""
+    threads = [threading.Thread(target=call, name=f"replica-{index}") for index, call in enumerate(work)]
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    except BaseException:  # Ctrl-C: some may not have been started, and the others are not to wait for them
+        for index in range(len(threads)):
+            meeting.leave(index)
+        for thread in threads:
+            if thread.is_alive():  # one that has not come so far finds that it has left
+                thread.join()
+        raise
 
 
 def _run_alone(work: Callable[[], T], device: torch.device) -> T:
@@ -153,20 +174,43 @@ def _run_alone(work: Callable[[], T], device: torch.device) -> T:
 
 
 def locate_failure(error: BaseException, index: int, device: torch.device) -> BaseException:
-    """``error`` with "in replica ... on device ..." in its message: itself where its message is its only argument, else an
-    instance of a subclass of its type with the same arguments and attributes."""
+    """Returns ``error`` with "in replica ... on device ..." in its message.
+
+    It is itself where its message is its only argument, else an instance of a subclass of its type with the same arguments and
+    attributes. Where its type can be neither changed nor made so, it is itself with a note.
+    """
     place = f"in replica {index} on device {device}"
-    if len(error.args) <= 1:
-        error.args = (f"{error.args[0] if error.args else type(error).__name__} ({place})",)
-    if place in str(error):
+    try:
+        return error if _change_message(error, place) else _as_subclass(error, place)
+    except Exception:  # noqa: BLE001 - from a constructor or a __str__ of its own
+        error.add_note(place)
         return error
+
+
+def _change_message(error: BaseException, place: str) -> bool:
+    """Puts ``place`` into the only argument, if that is the message; else nothing changes."""
+    arguments = error.args
+    if len(arguments) > 1:
+        return False
+    message = arguments[0] if arguments else type(error).__name__
+    with contextlib.suppress(Exception):
+        before = str(error)
+        error.args = (f"{message} ({place})",)
+        if place in (text := str(error)) and before.strip("'") in text:
+            return True
+    error.args = arguments
+    return False
+
+
+def _as_subclass(error: BaseException, place: str) -> BaseException:
     kind = type(error)
     message = f"{error} ({place})"
     located_kind = type(kind.__name__, (kind,), {"__str__": lambda self: message, "__module__": kind.__module__})
     located: BaseException = located_kind.__new__(located_kind, *error.args)
+    located.args = error.args
     located.__dict__.update(error.__dict__)
     for name, descriptor in itertools.chain.from_iterable(vars(base).items() for base in kind.__mro__):
-        if isinstance(descriptor, (types.MemberDescriptorType, types.GetSetDescriptorType)) and name[0] != "_":
-            with contextlib.suppress(AttributeError, TypeError):  # what a built-in type keeps outside of __dict__: errno, reason
+        if isinstance(descriptor, (types.MemberDescriptorType, types.GetSetDescriptorType)) and not name.startswith("__"):
+            with contextlib.suppress(AttributeError, TypeError):  # what is kept outside of __dict__: errno, reason
                 setattr(located, name, getattr(error, name))
     return located.with_traceback(error.__traceback__)

@@ -38,9 +38,8 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
 
     Rows are cut as :func:`scatter` does. Fewer rows than devices use fewer replicas; a batch with no rows, or inputs that
     have no rows, use one. Each replica runs with the caller's gradient mode, inference mode, autocast (flag and dtype) and
-    default device. Replicas live between forwards, and follow every change of the module. One in place through
-    ``parameter.data`` may be found late, with a warning: call :meth:`refresh_replicas` after it. The first replica is the
-    module itself, so what it writes to its buffers stays, as in ``nn.DataParallel``.
+    default device. Replicas live between forwards, and follow every change of the module that Python makes. The first replica
+    is the module itself, so what it writes to its buffers stays, as in ``nn.DataParallel``.
 
     Args:
         module: moved to the first device, where its parameters and their gradients live.
@@ -120,7 +119,8 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Gradients of forwards in this block stay with the replicas, where later ones add to them, until the next backward
-        of a forward outside of it, or :meth:`reduce_gradients`: for micro-batches, whose sum then moves once."""
+        of a forward outside of it, or :meth:`reduce_gradients`: for micro-batches, whose sum then moves once. To read
+        ``parameter.grad`` sums them too; to set it, as ``optimizer.zero_grad()`` does, discards them."""
         return self.replicas.no_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -131,8 +131,8 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         self.replicas.drop()
 
     def refresh_replicas(self) -> None:
-        """Has all parameters copied again before the next forward or update. It is of use after a write in place through
-        ``parameter.data`` (``parameter.data.clamp_(...)``), which torch's version counter does not see, and after no other."""
+        """Copies all parameters again before the next forward or update. Needed only after a write that Python does not see, such
+        as that of a kernel that is given the parameters' addresses."""
         self.replicas.forget_values()
 
     def reduce_gradients(self) -> None:

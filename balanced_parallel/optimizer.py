@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .deferral import bring_together
 from .model import DataParallelModel
 from .ownership import BucketOwners, Piece, Spread, spread_gradient, spread_parameter, unite_parameter
 from .ranks import world_size
@@ -105,6 +106,8 @@ class BalancedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in () if set_to_none else self._spread:
+            bring_together(parameter)  # to be zeros then, and not nothing
         self._inner.zero_grad(set_to_none)
         for parameter in self._spread if set_to_none else ():
             parameter.grad = None

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .deferral import bring_together, discard, own_gradient
 from .reduction import Gradients, accumulate, add_up, move_together
 
 __all__: list[str] = []
@@ -101,9 +102,6 @@ def _cut(piece: Piece, gradient: Tensor | None) -> Tensor | None:
     return None if gradient is None else piece.cut(gradient)
 
 
-_own_gradient: Any = torch.Tensor.grad  # the slot that autograd fills
-
-
 class Spread:
     """A parameter whose gradient lies with its owners. Who asks for ``grad`` finds it here all the same: it is brought together
     then, and spread again before the update. So clipping by hand works, at the price of the traffic."""
@@ -116,10 +114,15 @@ class Spread:
         return _gather_gradient(self)
 
     @grad.setter
-    def grad(self, value: Tensor | None) -> None:
+    def grad(self: Any, value: Tensor | None) -> None:
+        discard(self)
         for piece in self.pieces:
             piece.values.grad = None
-        _own_gradient.__set__(self, value)
+        own_gradient.__set__(self, value)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
 
     def __deepcopy__(self: Any, memo: dict[int, Any]) -> nn.Parameter:
         copied = nn.Parameter(self.detach().clone(), self.requires_grad)
@@ -158,25 +161,27 @@ def repoint(parameter: nn.Parameter, copies: dict[torch.device, Tensor]) -> None
 @torch.no_grad()
 def _gather_gradient(parameter: Any) -> Tensor | None:
     """Brings a parameter's gradient together on its own device."""
-    own: Tensor | None = _own_gradient.__get__(parameter)
+    bring_together(parameter)
+    own: Tensor | None = own_gradient.__get__(parameter)
     spread = [(piece, piece.values.grad) for piece in parameter.pieces if piece.values.grad is not None]
     if spread:
         own = torch.zeros_like(parameter) if own is None else own.clone()
         for piece, gradient in spread:
             piece.cut(own).add_(gradient.to(parameter.device))
             piece.values.grad = None
-        _own_gradient.__set__(parameter, own)
+        own_gradient.__set__(parameter, own)
     return own
 
 
 @torch.no_grad()
 def spread_gradient(parameter: Any) -> None:
-    """Brings what lies in a parameter's own ``grad`` to the owners."""
-    own = _own_gradient.__get__(parameter)
+    """Brings what lies in a parameter's own ``grad``, and what replicas hold of it, to the owners."""
+    bring_together(parameter)
+    own = own_gradient.__get__(parameter)
     if own is None:
         return
     for piece in parameter.pieces:
         gradient = _cut(piece, own)
         assert gradient is not None
         piece.add_gradient(gradient.to(piece.owner, copy=True))
-    _own_gradient.__set__(parameter, None)
+    own_gradient.__set__(parameter, None)

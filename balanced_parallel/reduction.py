@@ -1,12 +1,15 @@
 """Sums the gradients of the replicas, bucket by bucket, as soon as a bucket is complete, and always in the same order."""
 
 import contextlib
+import functools
+import threading
 from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from . import deferral
 from .streams import SideStreams, Streams, on_streams
 
 __all__: list[str] = []
@@ -37,6 +40,7 @@ class Bucket:
         self.deferred = False  # gradients stay with the replicas until reduce()
         self.held: list[Gradients] = []  # not reduced yet
         self.side: SideStreams | None = None  # where devices have streams
+        self._lock = threading.RLock()  # backwards may run in several threads
         self.is_last = False  # nothing is left that its sums could overlap with
 
     def hand_out(self, replicas: Sequence[Sequence[Tensor]], computing: Streams) -> list[tuple[Tensor, ...]]:
@@ -73,7 +77,9 @@ class Bucket:
         returned = add_up([_only(gradients, [want is None for want in wanted]) for gradients in replicas], device)
         fresh = [_only(gradients, [want is True for want in wanted]) for gradients in replicas]
         if self.deferred:
-            self._hold(fresh)
+            with self._lock:
+                self._hold(fresh)
+                deferral.hold(self)
             if self.side is not None:
                 self.side.expect(computing, computing, [])
             return returned
@@ -89,7 +95,7 @@ class Bucket:
 
     def reduce(self) -> None:
         """Brings what the replicas hold to the parameters' ``grad``, or to the owners."""
-        held, self.held = self.held, []
+        held = self._release()
         if not held:
             return
         with torch.no_grad():
@@ -103,21 +109,44 @@ class Bucket:
 
     def scale(self, factor: float) -> None:
         """Multiplies what the replicas hold."""
-        self.held = [[None if gradient is None else gradient * factor for gradient in held] for held in self.held]
+        with self._lock:
+            self.held = [[None if gradient is None else gradient * factor for gradient in held] for held in self.held]
 
     def drop(self) -> None:
         """Forgets what the replicas hold."""
-        self.held = []
+        self._release()
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Returns whether the replicas may hold gradients of a parameter."""
+        return bool(self.held) and id(parameter) in self._places
+
+    def discard(self, parameter: Tensor) -> None:
+        """Forgets what the replicas hold of one parameter."""
+        with self._lock:
+            for gradients in self.held:
+                gradients[self._places[id(parameter)]] = None
+
+    @functools.cached_property
+    def _places(self) -> dict[int, int]:
+        return {id(parameter): place for place, parameter in enumerate(self.parameters)}
+
+    def _release(self) -> list[Gradients]:
+        with self._lock:
+            held, self.held = self.held, []
+            if held:
+                deferral.release(self)
+        return held
 
     @torch.no_grad()
     def _hold(self, replicas: list[Gradients]) -> None:
-        for held, fresh in zip(self.held, replicas, strict=False):
-            both = [i for i, gradient in enumerate(fresh) if gradient is not None and held[i] is not None]
-            for i, total in zip(both, _add([held[i] for i in both], [fresh[i] for i in both]), strict=True):
-                held[i] = total
-            for i, gradient in enumerate(fresh):
-                held[i] = gradient if held[i] is None else held[i]
-        self.held += replicas[len(self.held) :]
+        with self._lock:
+            for held, fresh in zip(self.held, replicas, strict=False):
+                both = [i for i, gradient in enumerate(fresh) if gradient is not None and held[i] is not None]
+                for i, total in zip(both, _add([held[i] for i in both], [fresh[i] for i in both]), strict=True):
+                    held[i] = total
+                for i, gradient in enumerate(fresh):
+                    held[i] = gradient if held[i] is None else held[i]
+            self.held += replicas[len(self.held) :]
 
 
 class _HandOut(torch.autograd.Function):

@@ -5,7 +5,9 @@ torch's ``replicate`` refuses CPUs, makes everything anew at each forward, and i
 of copies that live on its device and are refreshed where the module has changed.
 """
 
+import contextvars
 import functools
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -19,8 +21,12 @@ from .reduction import Bucket, make_buckets
 from .shells import Shells, Tree
 from .streams import SideStreams, current_streams
 from .watching import Watch
+from .writes import Writes
 
 __all__: list[str] = []
+
+# Replicas that are handed out by whoever has called what runs here. Workers carry it.
+_handed_out: contextvars.ContextVar[tuple["Replicas", ...]] = contextvars.ContextVar("handed_out", default=())
 
 State = tuple[int, int, bool]  # where a parameter's values are, how often they were written to, whether it learns
 
@@ -41,8 +47,10 @@ class Replicas:
         self._shells: list[Shells] = []
         self._states: list[State] = []  # of the parameters when they were copied
         self._changed: list[int] = []  # of the parameters, those that the last refresh found changed
+        self._writes: Writes | None = None  # that the states do not show
         self.watch: Watch | None = Watch()
         self.side: SideStreams | None = None  # where gradients are summed while backward goes on
+        self._alone = threading.Lock()
 
     def __reduce__(self) -> Any:  # a copy of the wrapper makes replicas of its own
         return Replicas, ()
@@ -66,23 +74,47 @@ class Replicas:
         Raises:
             ValueError: a parameter or buffer is not on ``home``, or is not initialised (lazy modules).
             TypeError: the module is a ``ScriptModule``, which cannot be copied part by part; or it was compiled.
+            RuntimeError: the module runs already, further up among the callers.
         """
         modules = [module] if devices[0] == home else []
-        if len(modules) == len(devices):
+        if len(modules) == len(devices) and self.tree is None:
             yield modules
             return
-        tree = self.prepare(module, [home, *devices[len(modules) :]])
-        self._follow_unrecorded_writes(tree)
-        handed = self._hand_out_parameters(tree, [*([home] if modules else []), *devices[len(modules) :]])
-        for shells, device in zip(self._shells, devices[len(modules) :], strict=False):
-            # buffers every time: batch norm writes to its statistics without torch's version counter
-            copy_buffer = functools.partial(torch.Tensor.to, device=device, copy=True)
-            modules.append(tree.fill(shells, handed.get(device), copy_buffer))
-        with tree.lent(handed[home]) if home in handed else nullcontext():
-            yield modules
+        with self._in_turn():
+            if len(modules) == len(devices):
+                yield modules
+                return
+            tree = self._prepare(module, [home, *devices[len(modules) :]])
+            self._follow_unrecorded_writes(tree)
+            handed = self._hand_out_parameters(tree, [*([home] if modules else []), *devices[len(modules) :]])
+            for shells, device in zip(self._shells, devices[len(modules) :], strict=False):
+                # buffers every time: batch norm writes to its statistics without torch's version counter
+                copy_buffer = functools.partial(torch.Tensor.to, device=device, copy=True)
+                modules.append(tree.fill(shells, handed.get(device), copy_buffer))
+            with tree.lent(handed[home]) if home in handed else nullcontext():
+                yield modules
+
+    @contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """Keeps other threads waiting: shells, and the parameters that the module is lent, are those of one forward."""
+        running = _handed_out.get()
+        if any(replicas is self for replicas in running):
+            raise RuntimeError(
+                "a model was called inside of its own forward, expected one forward at a time: call the module itself there"
+            )
+        with self._alone:
+            token = _handed_out.set((*running, self))
+            try:
+                yield
+            finally:
+                _handed_out.reset(token)
 
     def prepare(self, module: nn.Module, devices: Sequence[torch.device]) -> Tree:
         """Brings shells and copies up to date with the module."""
+        with self._in_turn():
+            return self._prepare(module, devices)
+
+    def _prepare(self, module: nn.Module, devices: Sequence[torch.device]) -> Tree:
         if self.tree is None or not self.tree.still_is(module) or self._has_new_sizes():
             self._rebuild(module)
         assert self.tree is not None
@@ -133,7 +165,7 @@ class Replicas:
         if not same:
             self._refuse_spread()
             self.reduce()
-            self.copies, self._states, self.buckets = {}, [], []
+            self.copies, self._states, self._writes, self.buckets = {}, [], None, []
             self.watch = self.watch and Watch()
         self.tree, self._shells = tree, []
 
@@ -155,12 +187,13 @@ class Replicas:
             copies = next(iter(self.copies.values()))
             found = self.watch.look(tree.parameters, copies, self._changed, goes_on=self.deferred)
             for device, tensors in self.copies.items() if found else ():
-                _copy_into(tensors, tree.parameters, found, device)
+                _copy_into(tensors, tree.parameters, found, device, recorded=False)
 
     def _refresh(self, tree: Tree, devices: Sequence[torch.device]) -> None:
         states = _states(tree.parameters)
+        written = [] if self._writes is None else self._writes.take()
         self._changed = []
-        if states != self._states or not states:
+        if states != self._states or written or not states:
             _check_places(tree, devices[0])
             before = self._states or [(0, 0, False)] * len(states)
             if self.spread:
@@ -169,10 +202,13 @@ class Replicas:
                     self._refuse_spread()
             elif any(now[2] != then[2] for now, then in zip(states, before, strict=True)) or not self.buckets:
                 self.make_buckets([[parameter for parameter in tree.parameters if parameter.requires_grad]])
-            self._changed = changed = [i for i, (now, then) in enumerate(zip(states, before, strict=True)) if now[:2] != then[:2]]
+            changed = [i for i, (now, then) in enumerate(zip(states, before, strict=True)) if now[:2] != then[:2]]
+            unrecorded = sorted({*written}.difference(changed))
+            self._changed = [*changed, *unrecorded]
             self.copies.pop(devices[0], None)
             for device, tensors in self.copies.items():
                 _copy_into(tensors, tree.parameters, changed, device)
+                _copy_into(tensors, tree.parameters, unrecorded, device, recorded=False)
             for parameter in (tree.parameters[i] for i in changed if states[i][0] != before[i][0]):
                 repoint(parameter, {device: tensors[tree.place[id(parameter)]] for device, tensors in self.copies.items()})
             self._states = states
@@ -180,6 +216,7 @@ class Replicas:
             if device != devices[0] and device not in self.copies:
                 with torch.inference_mode(False), torch.no_grad():
                     self.copies[device] = [move(parameter.detach(), device) for parameter in tree.parameters]
+                self._writes = self._writes or Writes(tree.parameters)
 
     def _hand_out_parameters(self, tree: Tree, devices: Sequence[torch.device]) -> dict[torch.device, list[Tensor]]:
         """For each device its tensors, in the order of the tree's parameters. None where all are the module's own: the
@@ -233,11 +270,18 @@ def _states(parameters: Sequence[Tensor]) -> list[State]:
 
 
 @torch.no_grad()
-def _copy_into(copies: list[Tensor], parameters: Sequence[Tensor], changed: list[int], device: torch.device) -> None:
+def _copy_into(
+    copies: list[Tensor], parameters: Sequence[Tensor], changed: list[int], device: torch.device, *, recorded: bool = True
+) -> None:
+    """Copies the values of some parameters.
+
+    Args:
+        recorded: whether the copies' version counters move, as the parameters' have. Where they have not, a graph of an earlier
+            forward may still be run backward, of the new values.
+    """
     alike = [i for i in changed if copies[i].shape == parameters[i].shape and copies[i].dtype == parameters[i].dtype]
     for i in set(changed).difference(alike):
         copies[i] = move(parameters[i].detach(), device)
     if alike:
-        torch._foreach_copy_(
-            [copies[i] for i in alike], [parameters[i].detach() for i in alike], non_blocking=device.type != "cpu"
-        )
+        targets = [copies[i] if recorded else copies[i].data for i in alike]
+        torch._foreach_copy_(targets, [parameters[i].detach() for i in alike], non_blocking=device.type != "cpu")

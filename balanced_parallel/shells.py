@@ -77,7 +77,8 @@ class Tree:
             if buffers := state["_buffers"]:
                 for buffer in buffers.values():
                     if buffer is not None and id(buffer) not in copied:
-                        copied[id(buffer)] = copy_buffer(buffer.detach())
+                        # with a graph where it learns, through which all replicas' gradients come to it
+                        copied[id(buffer)] = copy_buffer(buffer if buffer.requires_grad else buffer.detach())
                 state["_buffers"] = {name: None if held is None else copied[id(held)] for name, held in buffers.items()}
             if tensors is not None:
                 if places:

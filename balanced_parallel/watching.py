@@ -1,4 +1,4 @@
-"""Finds the parameters that are written to in place through ``.data``, which torch's version counter does not record."""
+"""Finds the parameters that are written to by what Python does not see, such as a kernel that is given their address."""
 
 import warnings
 from collections.abc import Sequence
@@ -15,8 +15,8 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Watch:
     """Compares a module's parameters with the copies that should equal them, in the windows 2, 4, 8, ...
 
-    A teacher that follows by ``.data.mul_()``, or an optimizer that writes so, is found before the second window, and its
-    parameters are copied at every forward from then on. One that begins late is found before twice as many windows.
+    Writes that begin early are found before the second window, and their parameters are copied at every forward from then on.
+    Writes that begin late are found before twice as many windows. :class:`~.writes.Writes` knows of all that Python sees.
     """
 
     def __init__(self) -> None:
@@ -26,12 +26,12 @@ class Watch:
         self._unrecorded: list[int] = []
 
     def look(self, parameters: Sequence[Tensor], copies: Sequence[Tensor], changed: Sequence[int], *, goes_on: bool) -> list[int]:
-        """The places of the parameters to copy, beyond what the version counters say.
+        """Returns the places of the parameters to copy, beyond those that are known to have changed.
 
         Args:
             parameters: the module's.
-            copies: on one other device, as fresh as the version counters have them.
-            changed: the places of those whose version counters have moved, which have just been copied.
+            copies: on one other device, as fresh as recorded writes have them.
+            changed: the places of those that have just been copied.
             goes_on: the next forward will be of the same window of micro-batches, between which nobody writes.
         """
         begins, self._inside = not self._inside, goes_on
@@ -42,9 +42,9 @@ class Watch:
             found = [still[i] for i in _differing([parameters[i] for i in still], [copies[i] for i in still])]
             if set(found).difference(self._unrecorded):
                 warnings.warn(
-                    f"{len(found)} parameters were written to in place through .data, which torch does not record: they are "
-                    "copied to the other devices at every forward from now on; write to the parameter itself under "
-                    "torch.no_grad() instead, or call model.refresh_replicas() after it",
+                    f"{len(found)} parameters were written to without torch's version counter, and neither through .data nor in "
+                    "the step of an optimizer of torch: they are copied to the other devices at every forward from now on; call "
+                    "model.refresh_replicas() after such a write instead",
                     stacklevel=2,
                 )
             self._unrecorded = sorted({*found, *self._unrecorded})

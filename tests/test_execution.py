@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from balanced_parallel.execution import run_replicas
+from balanced_parallel.execution import current_replica, run_replicas
 
 CPUS = [torch.device("cpu")] * 3
 
@@ -101,3 +101,94 @@ def test_workers_carry_the_callers_state():
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         found = run_replicas([lambda: (torch.is_grad_enabled(), torch.get_autocast_dtype("cpu"))] * 3, CPUS)
     assert found == [(False, torch.bfloat16)] * 3
+
+
+class ByKeyword(Exception):
+    def __new__(cls, *, code):
+        return super().__new__(cls, code, "detail")
+
+    def __init__(self, *, code):
+        self.code = code
+
+
+class ByMapping(Exception):
+    """Its message is made of its argument, which is no string."""
+
+    def __str__(self):
+        return f"code {self.args[0]['code']}"
+
+
+class Slotted(Exception):
+    __slots__ = ("_code",)
+
+    def __init__(self, code, detail):
+        super().__init__(code, detail)
+        self._code = code
+
+    def __str__(self):
+        return f"code {self._code}"
+
+
+class Indexed(Exception):
+    """Cannot be printed without what its constructor has found."""
+
+    def __new__(cls, *found):
+        made = super().__new__(cls)
+        made.found = dict(enumerate(found))
+        return made
+
+    def __init__(self, *found):
+        super().__init__()
+        self.first = self.found[0]
+
+    def __str__(self):
+        return f"first {self.found[0]}"
+
+
+def _invalid():
+    pydantic = pytest.importorskip("pydantic")
+    with pytest.raises(pydantic.ValidationError) as caught:
+        pydantic.TypeAdapter(int).validate_python("x")
+    return caught.value
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize(
+    "make", [lambda: ByKeyword(code=3), lambda: ByMapping({"code": 3}), lambda: Slotted(3, 4), lambda: Indexed(3), _invalid]
+)
+def test_a_failure_with_a_constructor_of_its_own_keeps_its_type_and_arguments(make, replicas):
+    error = make()
+    text, arguments = str(error), error.args
+    with pytest.raises(type(error)) as caught:
+        run_replicas([failing(error), int, int][:replicas], CPUS[:replicas])
+    found = caught.value
+    assert text in str(found)
+    assert found.args == arguments
+    for name in ("code", "_code", "first"):
+        assert getattr(found, name, None) == getattr(error, name, None)
+    assert "in replica 0 on device cpu" in "".join([str(found), *getattr(found, "__notes__", [])])
+
+
+@pytest.mark.parametrize("moment", ["before a start", "in a start", "in a join"])
+def test_ctrl_c_leaves_nobody_waiting(monkeypatch, moment):
+    calls = []
+    name = "join" if moment == "in a join" else "start"
+    own = getattr(threading.Thread, name)
+
+    def interrupted(thread, *arguments):
+        calls.append(thread)
+        if len(calls) != 2:
+            return own(thread, *arguments)
+        if moment == "in a start":
+            own(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, name, interrupted)
+    meets = moment != "in a join"  # where all have been started, they meet
+
+    def work():
+        return (current_replica().exchange(1), time.sleep(0.1 * (not meets)))
+
+    with pytest.raises(KeyboardInterrupt):
+        run_replicas([work] * 3, CPUS)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("replica")]

@@ -402,7 +402,6 @@ def test_changes_of_values_between_steps_are_kept():
         for value, change in changes.items():
             optimizer.zero_grad()
             change(net[0].weight)
-            model.refresh_replicas()  # for .data.mul_, which no version counter sees
             with torch.no_grad():
                 net[0].bias.fill_(2)
             optimizer.step()  # no gradients: nothing else changes

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..criterion import DataParallelCriterion
+from ..deferral import own_gradient
 from ..marks import Arguments
 from ..model import DataParallelModel
 from ..optimizer import BalancedOptimizer
@@ -78,14 +79,18 @@ class Job:
     close: Callable[[], None] = lambda: None
 
     def gradients(self) -> Iterator[Any]:
-        groups = self.optimizer.param_groups
-        yield from (p.grad for p in (*self.parameters, *(q for group in groups for q in group["params"])) if p.is_leaf)
+        updated = [parameter for group in self._inner.param_groups for parameter in group["params"]]
+        # a plain look: to whoever asks for grad, replicas sum what they hold
+        yield from (own_gradient.__get__(parameter) for parameter in (*self.parameters, *updated) if parameter.is_leaf)
         yield from self.held()
 
     def states(self) -> Iterator[Any]:
-        inner = self.optimizer._inner if isinstance(self.optimizer, BalancedOptimizer) else self.optimizer
-        for state in inner.state.values():
+        for state in self._inner.state.values():
             yield from state.values()
+
+    @property
+    def _inner(self) -> torch.optim.Optimizer:
+        return self.optimizer._inner if isinstance(self.optimizer, BalancedOptimizer) else self.optimizer
 
 
 def one_device(module: nn.Module, criterion: Any, optimizer: OptimizerChoice, precision: str) -> Job:

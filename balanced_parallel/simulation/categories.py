@@ -15,6 +15,8 @@ from torch.utils._pytree import tree_leaves
 
 __all__: list[str] = []
 
+_gradient: Any = torch.Tensor.grad  # without summing what lies elsewhere, as replicas and optimizers do for a reader
+
 
 class Category(IntEnum):
     """In the order of ``native/ledger.h``."""
@@ -56,9 +58,8 @@ class Labels:
     def label_gradients(self) -> None:
         """Gradients of the modules that ran, for a peak that no optimizer has followed yet."""
         for module in list(self.modules.values()):
-            self.label(
-                (held.grad for held in module._parameters.values() if held is not None and held.is_leaf), Category.GRADIENTS
-            )
+            leaves = [held for held in module._parameters.values() if held is not None and held.is_leaf]
+            self.label(map(_gradient.__get__, leaves), Category.GRADIENTS)
 
     def label(self, tensors: Iterable[Any], category: Category) -> None:
         for tensor in tensors:
