@@ -108,6 +108,9 @@ class Measured:
             measure([self], several)
         return self._lines[several]
 
+    def is_measured(self, several: int) -> bool:
+        return several in self._lines
+
     def jobs(self, several: int) -> list[tuple[Request, int]]:
         """What has to be traced for one micro-batch per update, or for several."""
         request = dataclasses.replace(self.request, micro_batches=several)  # of replicas, one that adds and reduces tells all
@@ -124,7 +127,9 @@ class Measured:
 
     @property
     def flops(self) -> float:
-        return self.lines(2).first.flops / self.lines(2).first.rows
+        """Operations per row, of whichever trace there is."""
+        first = next(iter(self._lines.values())).first
+        return first.flops / (first.rows * first.micro_batches)
 
     def most_rows(self, device: int, micro_batches: int, share: int) -> int:
         """Rows that fit on a device in one forward, at most ``share``."""
@@ -134,11 +139,17 @@ class Measured:
             low, high = (middle, high) if self.reserved(device, middle, micro_batches, self.capacity[device]) else (low, middle)
         return low
 
-    def _may_fit_at_once(self, share: int) -> bool:
-        """Whether it is worth another trace: one micro-batch needs less than several, at most by what holds gradients."""
+    def may_fit_at_once(self, share: int, several: int) -> bool:
+        """Whether lines that are known leave it open that some option runs the batch in one micro-batch. It needs less than
+        several do, and sharding saves something, both at most what holds gradients."""
         gradients: int = 2 * sum(parameter.nbytes for parameter in self.request.module.parameters())
-        peaks = [self.lines(2).peak(i, share * self.request.devices) for i in range(self.request.devices)]
+        peaks = [self.lines(several).peak(i, share * self.request.devices) for i in range(self.request.devices)]
         return sum(peaks) <= sum(self.capacity) + gradients * self.request.devices
+
+    def fits_at_once(self, batch_size: int) -> bool:
+        """Whether equal devices hold the whole batch, as one micro-batch per update shows."""
+        share = -(-batch_size // self.request.devices)
+        return all(self.reserved(i, share, 1, limit) is not None for i, limit in enumerate(self.capacity))
 
     def reserved(self, device: int, rows: int, micro_batches: int, capacity: int | None = None) -> int | None:
         limit = None if capacity is None else capacity - SCALARS
@@ -150,11 +161,15 @@ class Measured:
         unequal = len(set(self.capacity)) > 1
         share = -(-batch_size // len(devices))
         most_share = batch_size if unequal else share
-        rows = [self.most_rows(i, 2, most_share) for i in devices]
-        unequal = unequal and min(rows) < share  # else equal shares fit
-        if not _holds(batch_size, rows, unequal) and self._may_fit_at_once(share):
-            at_once = [self.most_rows(i, 1, most_share) for i in devices]
-            rows = at_once if _holds(batch_size, at_once, unequal) else rows
+        if 1 in self._lines and not unequal and self.fits_at_once(batch_size):
+            rows = [share for _ in devices]
+        else:
+            rows = [self.most_rows(i, 2, most_share) for i in devices]
+            unequal = unequal and min(rows) < share  # else equal shares fit
+            untried = 1 not in self._lines or unequal
+            if untried and not _holds(batch_size, rows, unequal) and self.may_fit_at_once(share, 2):
+                at_once = [self.most_rows(i, 1, most_share) for i in devices]
+                rows = at_once if _holds(batch_size, at_once, unequal) else rows
         fits = all(rows)
         split = tuple(float(count) for count in rows) if unequal and fits else None
         rows = rows if split else [min(count, share) for count in rows]
@@ -179,9 +194,24 @@ class Measured:
         )
 
 
+def measure_what_decides(options: Sequence[Measured], batch_size: int, plain: Measured) -> None:
+    """Traces each option for one micro-batch per update, where the batch may fit at once, and for several only where it does
+    not. Of unequal devices the rows depend on the traces, so that several come first."""
+    if len(set(plain.capacity)) > 1:
+        measure(options, 2)
+        return
+    share = -(-batch_size // plain.request.devices)
+    plain.lines(1)
+    likely = plain.may_fit_at_once(share, 1)
+    measure([each for each in options if each is not plain and (likely or each.option.blocks)], 1)
+    measure([each for each in options if not each.is_measured(1) or not each.fits_at_once(batch_size)], 2)
+
+
 def measure(options: Sequence[Measured], several: int) -> None:
     """Traces all of them together."""
     jobs = [job for option in options for job in option.jobs(several)]
+    if not jobs:
+        return
     try:
         traces = run_traces(jobs)
     except UnknownMemory:

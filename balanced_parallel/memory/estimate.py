@@ -18,7 +18,7 @@ from .layouts import OptimizerChoice
 from .lines import Lines
 from .recurrence import SOURCE as RECURRENCE
 from .report import PARTS, Holder, MemoryReport
-from .tracing import TRACED, Request, Trace, run_traces
+from .tracing import Request, Trace, run_traces
 from .unknown import UnknownMemory
 
 __all__: list[str] = []
@@ -140,10 +140,20 @@ def report_of(request: Request, rows: int, step: int) -> MemoryReport:
     traces, why = _trace_lines(request, sorted({rows, base, 2 * base}))
     mine = Lines(traces[0], None, request.kind, request.devices, 1)
     lines = Lines(traces[-2], traces[-1], request.kind, request.devices, step, request.split) if len(traces) > 1 else mine
-    # ranks are alike; of the replicas each is traced
-    traced = range(request.devices) if request.layout in ("replicas", "torch_data_parallel") else [0] * request.devices
     if not lines.is_affine:
         warnings.warn(f"{why}, so memory is no line in the rows: at() and largest() trace each number of them", stacklevel=3)
+    return make_report(request, rows, mine, None, lines)
+
+
+def make_report(request: Request, rows: int, mine: Lines, asked: int | None, lines: Lines) -> MemoryReport:
+    """The report on micro-batches of ``rows`` rows.
+
+    Args:
+        mine, asked: lines, and the rows to read them at; ``None`` reads the rows that were traced.
+        lines: for other numbers of rows.
+    """
+    # ranks are alike; of the replicas each is traced
+    traced = range(request.devices) if request.layout in ("replicas", "torch_data_parallel") else [0] * request.devices
 
     @functools.cache
     def trace_at(count: int) -> Lines:
@@ -151,7 +161,7 @@ def report_of(request: Request, rows: int, step: int) -> MemoryReport:
 
     def peak_at(count: int) -> tuple[int, ...]:
         # one row broadcasts, and has other strides; oneDNN rounds the workspace of a recurrent layer up in its own way
-        special = count == 1 or not lines.is_affine or _has(traces[0], "mkldnn_rnn_layer")
+        special = count == 1 or not lines.is_affine or _has(mine.first, "mkldnn_rnn_layer")
         return tuple(trace_at(count).peak(i) if special else lines.peak(i, count) for i in traced)
 
     def most_rows(limits: Sequence[int]) -> int | None:
@@ -161,9 +171,9 @@ def report_of(request: Request, rows: int, step: int) -> MemoryReport:
         return min((most for most in found if most is not None), default=None)
 
     def fits(count: int, limits: Sequence[int]) -> bool:
-        known, asked = (lines, count) if lines.is_affine else (trace_at(count), None)
+        known, at = (lines, count) if lines.is_affine else (trace_at(count), None)
         asking = dict.fromkeys(zip(traced, limits, strict=True))
-        return all(known.reserved(i, asked, limit) is not None for i, limit in asking)
+        return all(known.reserved(i, at, limit) is not None for i, limit in asking)
 
     return MemoryReport(
         layout=request.layout,
@@ -172,14 +182,14 @@ def report_of(request: Request, rows: int, step: int) -> MemoryReport:
         devices=request.devices,
         rows=rows,
         micro_batches=request.micro_batches,
-        peak=tuple(mine.peak(i) for i in traced),
-        reserved=tuple(mine.reserved(i) or 0 for i in traced),
-        parts=tuple(_parts(mine, i) for i in traced),
-        assumed=_assumed(traces[0], request.kind),
-        timeline=tuple(tuple(mine.levels(i)[mine.start :].tolist()) for i in traced),
-        where=tuple(_holders(mine, i) for i in traced),
+        peak=tuple(mine.peak(i, asked) for i in traced),
+        reserved=tuple(mine.reserved(i, asked) or 0 for i in traced),
+        parts=tuple(_parts(mine, i, asked) for i in traced),
+        assumed=_assumed(mine.first, request.kind),
+        timeline=tuple(tuple(mine.levels(i, asked)[mine.start :].tolist()) for i in traced),
+        where=tuple(_holders(mine, i, asked) for i in traced),
         phases={name: mine.first.marks[name] - mine.start for name in ("backward", "update")},
-        flops=_flops(traces[0], request.micro_batches),
+        flops=mine.flops(asked) * request.micro_batches // mine.first.micro_batches,
         affine=lines.is_affine,
         _peak_at=peak_at,
         _traced_at=lambda count: tuple(trace_at(count).peak(i) for i in traced),
@@ -210,22 +220,17 @@ def _trace_lines(request: Request, counts: Sequence[int]) -> tuple[list[Trace], 
         return alone, f"with {counts[-1]} rows the module raises {type(error).__name__}: {error}"
 
 
-def _parts(lines: Lines, device: int) -> dict[str, int]:
+def _parts(lines: Lines, device: int, rows: int | None) -> dict[str, int]:
     parts = dict.fromkeys(PARTS, 0)
     unit = lines.kind.rounds_to
-    event, _, scratch = lines.summit(device)
-    for block in lines.blocks_at(device, event):
+    event, _, scratch = lines.summit(device, rows)
+    for block in lines.blocks_at(device, event, rows):
         parts[block.kind] += -(-block.size // unit) * unit
     return parts | {"workspace": lines.kind.workspace + scratch, "context": lines.kind.context}
 
 
-def _holders(lines: Lines, device: int, most: int = 12) -> tuple[Holder, ...]:
+def _holders(lines: Lines, device: int, rows: int | None, most: int = 12) -> tuple[Holder, ...]:
     held: collections.Counter[tuple[str, str, str]] = collections.Counter()
-    for block in lines.blocks_at(device, lines.summit(device)[0]):
+    for block in lines.blocks_at(device, lines.summit(device, rows)[0], rows):
         held[block.kind, block.module, block.line or block.operator] += block.size
     return tuple(Holder(count, *key) for key, count in held.most_common(most))
-
-
-def _flops(trace: Trace, micro_batches: int) -> int:
-    traced = min(micro_batches, TRACED)
-    return trace.flops * micro_batches // traced

@@ -17,8 +17,8 @@ from ..precision import Precision
 from ..sizes import format_bytes, parse_each
 from ..step import TrainStep
 from .blocks import checkpoint_blocks, find_blocks
-from .choices import SCALARS, Choice, Measured, Option, choice_of, measure, row_of
-from .estimate import read_batch, report_of
+from .choices import SCALARS, Choice, Measured, Option, choice_of, measure, measure_what_decides, row_of
+from .estimate import make_report, read_batch, report_of
 from .kinds import DeviceKind, find_kind
 from .layouts import OptimizerChoice
 from .report import MemoryReport
@@ -201,7 +201,7 @@ def plan(
     )
     measured = [Measured(request, option, limits) for option in _options(module, devices, precision, exact=True)]
     plain = measured[0]
-    measure(measured, 2)
+    measure_what_decides(measured, batch_size, plain)
     choices = [each.choose(batch_size, plain) for each in measured]
     if not any(choice.fits for choice in choices) and precision == "fp32":
         measured += [Measured(request, option, limits) for option in _options(module, devices, "bf16", exact=False)]
@@ -218,7 +218,7 @@ def plan(
         choices=tuple(choice for choice, _ in ranked),
         fits=best.fits,
         needs=None if best.fits else _needs(measured, max(limits)),
-        report=_report(how.request, best, batch_size) if best.fits else None,
+        report=_report(how, best, batch_size) if best.fits else None,
     )
 
 
@@ -265,7 +265,12 @@ def _needs(measured: Sequence[Measured], capacity: int) -> tuple[int, int | None
     return lowest(least), count
 
 
-def _report(request: Request, choice: Choice, batch_size: int) -> MemoryReport:
-    count = choice.micro_batches
-    chosen = dataclasses.replace(request, micro_batches=count, split=choice.split)
-    return report_of(chosen, -(-batch_size // count), step=1 if choice.split else request.devices)
+def _report(measured: Measured, choice: Choice, batch_size: int) -> MemoryReport:
+    """From the traces that decided; unequal shares, and less than two rows per device, are traced themselves."""
+    count, devices = choice.micro_batches, measured.request.devices
+    rows = -(-batch_size // count)
+    request = dataclasses.replace(measured.request, micro_batches=count, split=choice.split)
+    if choice.split or rows < 2 * devices:
+        return report_of(request, rows, step=1 if choice.split else devices)
+    lines = measured.lines(count)
+    return make_report(request, rows, lines, -(-rows // devices) * devices, lines)

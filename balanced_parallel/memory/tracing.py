@@ -68,6 +68,7 @@ class Trace:
     """What happened: ``events`` as :class:`Count` has them, the second update from ``marks["second"]`` on."""
 
     rows: int
+    micro_batches: int
     blocks: list[Block]
     events: list[int]
     operators: list[str]
@@ -187,7 +188,8 @@ def _trace(request: Request, rows: int) -> Trace:
             name = str(error).partition("registered for ")[2].partition(". ")[0]
             raise UnknownMemory(f"the operator {name} {_NO_KERNEL}") from error
     events = _ordered(count.events, {call.position for call in count.calls})
-    return Trace(rows, count.blocks, events, count.operators, count.marks, count.flops, count.calls)
+    traced = min(request.micro_batches, TRACED)
+    return Trace(rows, traced, count.blocks, events, count.operators, count.marks, count.flops, count.calls)
 
 
 def _ordered(events: list[int], places: set[int]) -> list[int]:
