@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
+from ..examination import batch_norms
 from ..microbatching import count_micro_batches
 from ..scattering import split_sizes
 from ..sizes import format_bytes
@@ -32,6 +35,7 @@ class Choice:
         recomputed: operations that are made twice, as a fraction of those of the step without.
         traffic: bytes in and out of the busiest device per update, for parameters and gradients.
         changes_result: whether loss and gradients are those of another arithmetic.
+        statistics: of which rows batch norm takes them, where these are not all: ``"replica"`` or ``"micro-batch"``.
     """
 
     name: str
@@ -48,6 +52,12 @@ class Choice:
     traffic: int
     changes_result: bool
     fits: bool
+    statistics: str | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether loss and gradients are those of the plain program on the whole batch, up to rounding."""
+        return not self.changes_result and self.statistics is None
 
     @property
     def cost(self) -> tuple[Any, ...]:
@@ -72,9 +82,24 @@ def row_of(choice: Choice) -> list[str]:
         format_bytes(choice.saved),
         f"{choice.recomputed:.0%}",
         format_bytes(choice.traffic),
-        "other arithmetic" if choice.changes_result else "exact",
+        _result_of(choice),
         "yes" if choice.fits else "no",
     ]
+
+
+def _result_of(choice: Choice) -> str:
+    said = ["other arithmetic"] * choice.changes_result
+    said += [f"batch norm by {choice.statistics}"] if choice.statistics else []
+    return ", ".join(said) or "exact"
+
+
+def statistics_of(module: nn.Module, devices: int, micro_batches: int) -> str | None:
+    """Of which rows the batch norms of ``module`` take statistics, where these are not all rows of the batch."""
+    if devices > 1 and batch_norms(module, over_all_rows=False):
+        return "replica"
+    if micro_batches > 1 and any(batch_norms(module, over_all_rows=over_all) for over_all in (False, True)):
+        return "micro-batch"
+    return None
 
 
 @dataclass(frozen=True)
@@ -191,6 +216,7 @@ class Measured:
             traffic=_traffic(self.request, self.option.balanced),
             changes_result=self.option.changes_result,
             fits=fits,
+            statistics=statistics_of(self.request.module, len(devices), count),
         )
 
 

@@ -42,6 +42,7 @@ def estimate(
     checkpoint: str | Iterable[str] | None = None,
     device_kind: str | None = None,
     split: Sequence[float] | None = None,
+    dim: int = 0,
     scalar: int | float | bool | None = None,
 ) -> MemoryReport:
     """Runs two updates on tensors without memory, in a process of their own, and counts. Nothing of the caller's is touched.
@@ -52,7 +53,7 @@ def estimate(
     Args:
         module: on any device, ``meta`` included.
         criterion: a module or a function of output and targets.
-        inputs, targets: real, meta or fake tensors with rows along dimension 0: what a process passes to one step.
+        inputs, targets: real, meta or fake tensors with rows along ``dim``: what a process passes to one step.
         optimizer: a class of ``torch.optim``, a ``functools.partial`` of one, or a function of the parameters.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``: autocast, as in :class:`TrainStep`.
         micro_batch_size: rows per device in one forward; ``None`` is all of them.
@@ -65,6 +66,7 @@ def estimate(
         device_kind: ``"h200"``, ``"a100"``, ..., ``"cpu"``, or ``"sim"`` for what :func:`simulate` counts; ``None`` is this
             machine's accelerator, else ``"h200"``.
         split: the weight of each device, as in :class:`DataParallelModel`.
+        dim: the dimension of the rows in inputs, outputs and targets.
         scalar: what the module finds where it reads a value of a tensor (``.item()``, ``if``); without it that is an error.
 
     Raises:
@@ -82,7 +84,7 @@ def estimate(
         raise ValueError(f"devices={devices} with layout='single', expected one device, or another layout")
     if balanced_optimizer and layout not in ("replicas", "ddp"):
         raise ValueError(f"balanced_optimizer=True with layout={layout!r}, expected 'replicas' or 'ddp'")
-    arguments, following, rows = read_batch(inputs, targets)
+    arguments, following, rows = read_batch(inputs, targets, dim)
     over = devices if layout in ("replicas", "torch_data_parallel") else 1
     count = count_micro_batches(rows, micro_batch_size, split or over)
     request = Request(
@@ -102,21 +104,22 @@ def estimate(
         shards=find_blocks(module) if layout == "fsdp" else (),
         split=None if split is None else tuple(split),
         kind=kind,
+        dim=dim,
         scalar=scalar,
     )
     return report_of(request, -(-rows // count), step=1 if split is not None else over)
 
 
-def read_batch(inputs: Any, targets: Any) -> tuple[Arguments, tuple[Any, ...], int]:
+def read_batch(inputs: Any, targets: Any, dim: int) -> tuple[Arguments, tuple[Any, ...], int]:
     """The arguments of the module, what follows the output in those of the criterion, and how many rows there are.
 
     Raises:
         ValueError: there are none.
     """
     arguments = as_arguments(inputs)
-    if rows := count_rows(arguments):
+    if rows := count_rows(arguments, dim):
         return arguments, spread(targets), rows
-    raise ValueError("the inputs have no rows, expected tensors with rows along dimension 0")
+    raise ValueError(f"the inputs have no rows, expected tensors with rows along dimension {dim}")
 
 
 def checkpointed(module: torch.nn.Module, checkpoint: str | Iterable[str] | None) -> tuple[str, ...]:
@@ -145,15 +148,16 @@ def report_of(request: Request, rows: int, step: int) -> MemoryReport:
     return make_report(request, rows, mine, None, lines)
 
 
-def make_report(request: Request, rows: int, mine: Lines, asked: int | None, lines: Lines) -> MemoryReport:
+def make_report(request: Request, rows: int, mine: Lines, asked: Sequence[int] | None, lines: Lines) -> MemoryReport:
     """The report on micro-batches of ``rows`` rows.
 
     Args:
-        mine, asked: lines, and the rows to read them at; ``None`` reads the rows that were traced.
+        mine, asked: lines, and the rows to read them at for each device; ``None`` reads the rows that were traced.
         lines: for other numbers of rows.
     """
     # ranks are alike; of the replicas each is traced
     traced = range(request.devices) if request.layout in ("replicas", "torch_data_parallel") else [0] * request.devices
+    read = [(i, None if asked is None else asked[i]) for i in traced]
 
     @functools.cache
     def trace_at(count: int) -> Lines:
@@ -182,14 +186,14 @@ def make_report(request: Request, rows: int, mine: Lines, asked: int | None, lin
         devices=request.devices,
         rows=rows,
         micro_batches=request.micro_batches,
-        peak=tuple(mine.peak(i, asked) for i in traced),
-        reserved=tuple(mine.reserved(i, asked) or 0 for i in traced),
-        parts=tuple(_parts(mine, i, asked) for i in traced),
+        peak=tuple(mine.peak(i, at) for i, at in read),
+        reserved=tuple(mine.reserved(i, at) or 0 for i, at in read),
+        parts=tuple(_parts(mine, i, at) for i, at in read),
         assumed=_assumed(mine.first, request.kind),
-        timeline=tuple(tuple(mine.levels(i, asked)[mine.start :].tolist()) for i in traced),
-        where=tuple(_holders(mine, i, asked) for i in traced),
+        timeline=tuple(tuple(mine.levels(i, at)[mine.start :].tolist()) for i, at in read),
+        where=tuple(_holders(mine, i, at) for i, at in read),
         phases={name: mine.first.marks[name] - mine.start for name in ("backward", "update")},
-        flops=mine.flops(asked) * request.micro_batches // mine.first.micro_batches,
+        flops=mine.flops(None if asked is None else rows) * request.micro_batches // mine.first.micro_batches,
         affine=lines.is_affine,
         _peak_at=peak_at,
         _traced_at=lambda count: tuple(trace_at(count).peak(i) for i in traced),
