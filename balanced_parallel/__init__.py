@@ -28,6 +28,7 @@ batch. A map of the house, in the order in which its rooms build on each other:
     batchnorm     statistics over all rows in flight        convert_sync_batchnorm
     losses        what each loss of torch divides by        loss_weight
     reductions    the reduction of a criterion
+    summation     whether a criterion's source is a sum
     weighting     sums and counts, divided once             weighted_mean
     terms         one replica's part of a loss
     precision     autocast and gradient scaling             Precision
@@ -41,6 +42,8 @@ batch. A map of the house, in the order in which its rooms build on each other:
     update        gradients divided, clipped and stepped on
     step_settings what a step is given, checked
     step          one effective batch, one exact update     TrainStep
+    partition     a loss and those of its parts
+    recording     what each module of a program gives
     diagnosis     known reasons for a difference
     examination   what will break or unbalance under replicas
     verification  the plain program beside the split one    verify

@@ -40,6 +40,12 @@ def positive(text: str) -> int:
     return int(text)
 
 
+def dimension(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} was given, expected a dimension: 0, 1, ...")
+    return int(text)
+
+
 def make_parser() -> OneLineParser:
     raw = argparse.RawDescriptionHelpFormatter
     parser = OneLineParser("python -m balanced_parallel", description=__doc__, formatter_class=raw)
@@ -80,15 +86,17 @@ def _add_step(parser: OneLineParser) -> None:
         required=True,
         action="append",
         metavar="SHAPE",
-        help="of one row, such as 3x224x224, or 128:int64 for token ids (default dtype: float32); once for each input",
+        help="of one row, such as 3x224x224, or 128:int64 for token ids (default dtype: float32); once for each input. "
+        "NAME=SHAPE is a keyword argument; dots nest: pair.0=4 and pair.1=4 make a tuple, batch.ids=4 and batch.mask=4 a dict",
     )
     add(
         "--target",
         action="append",
         default=[],
         metavar="SHAPE",
-        help="of one row, as for --input; ':int64' is one number per row (default: what suits output and criterion)",
+        help="of one row, as for --input (names make a dict); ':int64' is one number per row (default: what suits the output)",
     )
+    add("--dim", type=dimension, default=0, metavar="N", help="the dimension of the rows, which shapes leave out (default: 0)")
     add("--batch-size", required=True, type=positive, metavar="N", help="rows per update, over all devices and ranks")
     add("--devices", type=positive, default=1, metavar="N", help="how many, or how many ranks (default: 1)")
     add("--optimizer", default="AdamW", metavar="NAME", help="a class of torch.optim, in any case (default: adamw)")
@@ -118,6 +126,7 @@ def estimate(flags: argparse.Namespace) -> int:
             balanced_optimizer=flags.balanced_optimizer,
             checkpoint=checkpoint,
             device_kind=flags.device_kind,
+            dim=flags.dim,
         )
     _show(flags, problem, report, report, find_kind(report.device_kind).capacity)
     return 0
@@ -139,6 +148,7 @@ def plan(flags: argparse.Namespace) -> int:
             optimizer=find_optimizer(flags.optimizer),
             precision=flags.precision,
             device_kind=flags.device_kind,
+            dim=flags.dim,
         )
     _show(flags, problem, found, found.report, found.capacity)
     return 0 if found.fits else 1
@@ -160,7 +170,7 @@ def _build(flags: argparse.Namespace, rows: int) -> Problem:
         load_pyplot()
         flags.plot.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.redirect_stdout(sys.stderr):
-        return build_problem(flags.model, flags.input, flags.target, flags.criterion, rows)
+        return build_problem(flags.model, flags.input, flags.target, flags.criterion, rows, flags.dim)
 
 
 def _show(flags: argparse.Namespace, problem: Problem, found: Any, report: Any, capacity: Any) -> None:

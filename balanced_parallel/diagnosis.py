@@ -2,9 +2,7 @@
 
 import ast
 import inspect
-import textwrap
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,11 +12,11 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from .batchnorm import AllRowsBatchNorm
 from .criterion import DataParallelCriterion
-from .nesting import first_tensor, is_plain, spread
-from .rows import count_rows, cut, move_leaves
-from .scattering import split_sizes
+from .dims import Dims
+from .nesting import is_plain
+from .partition import loss_in_parts
+from .summation import read_source
 from .terms import Criterion
-from .weighting import Weight, divide_once
 
 __all__: list[str] = []
 
@@ -31,37 +29,45 @@ def find_reasons(
     ran: nn.Module,
     output: Any,
     untouched: nn.Module,
-    criterion: Criterion,
-    weight: Callable[..., Weight] | None,
+    criteria: tuple[Criterion, Criterion],
+    wrapped: DataParallelCriterion,
     targets: Any,
-    shards: int,
+    dims: Dims,
+    devices: int,
+    micro_batches: int,
 ) -> tuple[str, ...]:
     """The reasons that apply.
 
     Args:
-        ran: a copy of the model after one forward, whose ``output`` this is.
+        ran: a copy of the model after its forwards, the last of which gave this ``output``.
         untouched: the model as it was before.
-        criterion, weight, targets: what the output was given to.
-        shards: into how many parts the batch was cut.
+        criteria: the criterion before and after it was given ``output`` and ``targets``.
+        wrapped: a copy of it, as the split program has it.
+        targets: what the output was compared with.
+        dims: of the rows in the output.
+        devices, micro_batches: into how many parts the batch was cut.
     """
     return (
-        *_mixing_layers(untouched, shards),
+        *_mixing_layers(untouched, devices, micro_batches),
         *_random_layers(untouched),
-        *_coupled_loss(output, criterion, weight, targets),
+        *(tuple(_state_of_criterion(*criteria)) or loss_in_parts(output, criteria[0], wrapped, targets, dims)),
         *_written_state(untouched, ran),
         *fixed_devices(untouched),
     )
 
 
-def _mixing_layers(module: nn.Module, shards: int) -> Iterator[str]:
+def _mixing_layers(module: nn.Module, devices: int, micro_batches: int) -> Iterator[str]:
     for name, layer in module.named_modules():
-        if isinstance(layer, _BatchNorm) and shards > 1 and (layer.training or layer.running_mean is None):
-            how = (
-                "uses the statistics of each micro-batch, not of the whole batch"
-                if isinstance(layer, AllRowsBatchNorm)
-                else "uses the statistics of its replica's rows: use convert_sync_batchnorm(module), or a norm that mixes no rows"
-            )
-            yield f"batch norm: {name or type(layer).__name__} {how}"
+        if not isinstance(layer, _BatchNorm) or not (layer.training or layer.running_mean is None):
+            continue
+        over_all = isinstance(layer, AllRowsBatchNorm)
+        if devices > 1 and not over_all:
+            how = "uses the statistics of its replica's rows: use convert_sync_batchnorm(module), or a norm that mixes no rows"
+        elif micro_batches > 1:
+            how = "uses the statistics of each micro-batch, not of the whole batch"
+        else:
+            continue  # it sees all rows
+        yield f"batch norm: {name or type(layer).__name__} {how}"
 
 
 def _random_layers(module: nn.Module) -> Iterator[str]:
@@ -71,43 +77,40 @@ def _random_layers(module: nn.Module) -> Iterator[str]:
             yield f"dropout: {name or type(layer).__name__} draws other random numbers for each shard: compare in eval mode"
 
 
-def _coupled_loss(output: Any, criterion: Criterion, weight: Callable[..., Weight] | None, targets: Any) -> Iterator[str]:
-    """Cuts the plain output in two, and compares the loss in parts with the loss of the whole."""
-    tensor = first_tensor(output)
-    if tensor is None or count_rows(targets) is None or tensor.dim() == 0 or tensor.size(0) < 2:
-        return
-    sizes = split_sizes(tensor.size(0), 2)
-    outputs = cut(output, sizes)
-    following = move_leaves(spread(targets), tensor.device)
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            parts = DataParallelCriterion(criterion, weight=weight).terms(outputs, *following)
-        except (ValueError, RuntimeError):  # outputs whose rows lie elsewhere: nothing can be said
-            return
-        whole = criterion(*spread(output), *following)
-        whole = whole if isinstance(whole, Tensor) else whole.loss
-    if not torch.allclose(divide_once(*parts, tensor.device).to(whole.dtype), whole, rtol=1e-4, equal_nan=True):
-        yield (
-            "the loss: in parts it is not the loss of the whole, so its rows depend on each other (compute it as "
-            "criterion(gather(outputs), targets)), or its mean divides by something else (say weight=)"
-        )
+def _state_of_criterion(before: Criterion, after: Criterion) -> Iterator[str]:
+    told = "replicas see their own rows only, and differ afterwards"
+    if isinstance(before, nn.Module) and isinstance(after, nn.Module):
+        for written in _changes(before, after):
+            yield f"state written by the criterion: {written}; {told}"
+    elif not inspect.isroutine(before):
+        for key in _changed_attributes(before, after):
+            yield f"state written by the criterion: {key}; {told}"
 
 
 def _written_state(before: nn.Module, after: nn.Module) -> Iterator[str]:
+    for written in _changes(before, after):
+        yield f"state written in forward: {written}; replicas but the first lose it"
+
+
+def _changes(before: nn.Module, after: nn.Module) -> Iterator[str]:
+    """The attributes and buffers that differ."""
     layers = dict(after.named_modules())
     for name, layer in before.named_modules():
         found = layers[name]
         where = f"{name}." if name else ""
-        for key, value in found.__dict__.items():
-            old = layer.__dict__.get(key)
-            simple = is_plain(value) or isinstance(value, (Tensor, list)) or value is None
-            if simple and not _same(old, value):
-                yield f"state written in forward: {where}{key}; replicas but the first lose it"
+        for key in _changed_attributes(layer, found):
+            yield f"{where}{key}"
         if not isinstance(layer, _BatchNorm):
             for key, buffer in layer.named_buffers(recurse=False):
                 if not _same(buffer, found.get_buffer(key)):
-                    yield f"state written in forward: buffer {where}{key}; replicas but the first lose it"
+                    yield f"buffer {where}{key}"
+
+
+def _changed_attributes(before: Any, after: Any) -> Iterator[str]:
+    for key, value in getattr(after, "__dict__", {}).items():
+        simple = is_plain(value) or isinstance(value, (Tensor, list)) or value is None
+        if simple and not _same(before.__dict__.get(key), value):
+            yield key
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -132,14 +135,6 @@ def fixed_devices(module: nn.Module) -> Iterator[str]:
         for node in ast.walk(tree) if tree else ():
             if isinstance(node, ast.Call) and (what := _fixes_device(node)):
                 yield f"a fixed device in forward: {what} in {kind.__name__} ({name or 'the model'}): use the device of the input"
-
-
-def read_source(function: Any) -> ast.Module | None:
-    """The syntax tree of a function, or ``None`` where its source is not at hand."""
-    try:
-        return ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):
-        return None
 
 
 def _fixes_device(call: ast.Call) -> str | None:

@@ -10,9 +10,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from .batchnorm import AllRowsBatchNorm
-from .diagnosis import fixed_devices, read_source
+from .diagnosis import fixed_devices
 from .losses import is_known, refuse_coupled
 from .shells import refuse_compiled
+from .summation import is_sum, read_source
 
 __all__: list[str] = []
 
@@ -92,14 +93,19 @@ def _tensors_that_stay(module: nn.Module) -> Iterator[str]:
                     break
 
 
-def _batch_norms(module: nn.Module) -> Iterator[str]:
-    names = [
+def batch_norms(module: nn.Module, *, over_all_rows: bool) -> list[str]:
+    """The names of the layers that normalise by the rows they see: of those over all rows in flight, or of the plain ones."""
+    return [
         name or type(layer).__name__
         for name, layer in module.named_modules()
         if isinstance(layer, _BatchNorm)
-        and not isinstance(layer, AllRowsBatchNorm)
+        and isinstance(layer, AllRowsBatchNorm) == over_all_rows
         and (layer.training or layer.running_mean is None)
     ]
+
+
+def _batch_norms(module: nn.Module) -> Iterator[str]:
+    names = batch_norms(module, over_all_rows=False)
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         yield (
@@ -200,7 +206,11 @@ def _coupled_rows(criterion: Any) -> Iterator[str]:
     except TypeError as error:
         yield f"the loss: {error}"
         return
-    if not is_known(criterion):
+    if is_known(criterion):
+        return
+    if is_sum(criterion):
+        yield f'the loss: {name} is a sum: give DataParallelCriterion reduction="sum", else it is taken for a mean'
+    else:
         yield (
             f"the loss: what {name} divides its mean by is not known: give DataParallelCriterion weight=, a function "
             "(output, *targets) -> scalar; if its rows depend on each other, compute criterion(gather(outputs), targets)"
@@ -209,8 +219,8 @@ def _coupled_rows(criterion: Any) -> Iterator[str]:
 
 def _recurrent_layers(module: nn.Module) -> Iterator[str]:
     for name, layer in module.named_modules():
-        if isinstance(layer, nn.RNNBase):
+        if isinstance(layer, (nn.LSTM, nn.GRU)):
             yield (
-                f"note: {_called(name, layer)} runs as replicas, but memory.estimate refuses recurrent layers, whose "
-                "workspace nobody can tell: measure one step"
+                f"note: {_called(name, layer)} runs as replicas; memory.estimate assumes what cuDNN takes for it on a GPU, and "
+                "has no estimate on simulated devices"
             )

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from balanced_parallel import DataParallelCriterion, memory
+from balanced_parallel import DataParallelCriterion, memory, nesting
 from balanced_parallel.__main__ import main
-from balanced_parallel.memory import building, picture
+from balanced_parallel.memory import building, picture, shapes
 
 NETS = """
 import sys
@@ -52,6 +52,23 @@ class Two(nn.Module):
 class Pair(Two):
     def forward(self, x):
         return self.linear(x), x
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 5)
+
+    def forward(self, pair, mask, extra=None):
+        first, second = pair
+        return self.linear(first + second + extra["shift"]) * mask[:, None]
+
+class TimeMajor(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rnn, self.head = nn.RNN(3, 4), nn.Linear(4, 5)
+
+    def forward(self, x):
+        return self.head(self.rnn(x)[0])
 
 class Sum(nn.Module):
     def forward(self, x):
@@ -263,7 +280,7 @@ def test_a_plan_is_asked_for_with_what_was_said(nets, capsys, monkeypatch):
     assert isinstance(asked.pop("criterion"), nn.BCEWithLogitsLoss)
     assert (asked.pop("inputs").shape, asked.pop("targets").shape) == ((16, 4), (16, 1))
     expected = {"batch_size": 16, "capacity": ["24GiB", "8GiB"], "devices": 2, "device_kind": "a10"}
-    assert asked == expected | {"precision": "fp32", "optimizer": torch.optim.RAdam}
+    assert asked == expected | {"precision": "fp32", "optimizer": torch.optim.RAdam, "dim": 0}
 
 
 @pytest.mark.parametrize(("flags", "capacity"), [([], None), (["--memory", "2GiB"], "2GiB")])
@@ -336,7 +353,73 @@ def test_models_are_built_without_memory_where_that_is_possible(nets):
     ],
 )
 def test_shapes(text, shape, dtype):
-    assert building.parse_shape(text, torch.float32) == (shape, dtype)
+    assert shapes.parse_shape(text, torch.float32) == (shape, dtype)
+
+
+def test_shapes_with_places_make_a_batch():
+    def shape(*texts, dim=0):
+        batch = shapes.build_batch(texts, 8, dim, torch.float32)
+        return nesting.map_leaves(lambda leaf: tuple(leaf.shape), batch)
+
+    assert shape("4") == (8, 4)
+    assert shape("4", "3x5") == ((8, 4), (8, 3, 5))
+    assert shape("ids=4:int64", "mask=4") == {"ids": (8, 4), "mask": (8, 4)}
+    assert shape("pair.1=3", "pair.0=:int64", "pair.2.a=2") == {"pair": ((8,), (8, 3), {"a": (8, 2)})}
+    assert shape("0.a=1", "0.b=2", "1=3") == ({"a": (8, 1), "b": (8, 2)}, (8, 3))
+    assert shape("4x5", dim=1) == (4, 8, 5)
+    assert shape("4", dim=1) == (4, 8)
+
+
+MASKED = ["--input", "pair.0=3", "--input", "pair.1=3", "--input", "mask=:float32", "--input", "extra.shift=3"]
+
+
+def test_keyword_arguments_and_nested_inputs(nets, capsys):
+    assert estimate("--model", nets("Masked"), *MASKED, "--device-kind", "cpu", "--devices", "2", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == 8
+    line = said(capsys, "estimate", "--batch-size", 8, "--model", nets("Masked"), *MASKED[:-1], "extra.shift=4")
+    assert "Masked from" in line
+    assert (
+        "refuses pair [0] (8, 3) float32, [1] (8, 3) float32, mask (8,) float32, extra ['shift'] (8, 4) float32: Runtime" in line
+    )
+
+
+def test_rows_in_another_dimension(nets, capsys):
+    flags = ["--model", nets("TimeMajor"), "--input", "7x3", "--dim", "1", "--device-kind", "cpu"]
+    assert estimate(*flags, "--devices", "2", "--json") == 0
+    output, errors = capsys.readouterr()
+    found = json.loads(output)
+    assert (found["rows"], found["devices"]) == (8, 2)
+    assert "targets: (7, 8) int64" in errors
+    assert estimate(*flags, "--micro-batch-size", "2", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["micro_batches"] == 4
+
+
+def test_the_dimension_of_the_rows_is_kept_in_the_plan(nets, capsys, monkeypatch):
+    asked = []
+    monkeypatch.setattr(memory, "plan", lambda *args, **settings: asked.append(settings["dim"]) or planned())
+    assert main(["plan", "--model", nets("TimeMajor"), "--input", "7x3", "--dim", "1", "--batch-size", "8"]) == 0
+    assert asked == [1]
+
+
+@pytest.mark.parametrize(
+    ("flags", "wanted"),
+    [
+        (["--input", "x=4", "--input", "4"], "'4' has no name where 'x' has one, expected a name for each, or for none"),
+        (["--input", "x=4", "--input", "x=4"], "'x' is given twice"),
+        (["--input", "x=4", "--input", "x.y=4"], "'x.y' lies in 'x', which has a shape of its own"),
+        (["--input", "x.0=4", "--input", "x.2=4"], "the places in 'x' are 0, 2, expected names, or the numbers from 0 on"),
+        (["--input", "0=4", "--input", "y=4"], "the places are 0, y, expected names, or the numbers from 0 on"),
+        (["--input", "x-y=4"], "'x-y' is no place of an input, expected names and numbers with dots between"),
+        (["--input", "=4"], "'' is no place of an input"),
+        (["--input", "input=four"], "'four' is no shape of a row"),
+        (["--input", "output=4"], "refuses output (8, 4) float32: TypeError"),
+        (["--input", "4", "--dim", "2"], "'4' has 1 sizes beside the rows, expected at least 2 for rows in dimension 2"),
+        (["--input", "4", "--dim", "first"], "'first' was given, expected a dimension: 0, 1, ..."),
+        (["--input", "4", "--dim", "-1"], "'-1' was given, expected a dimension"),
+    ],
+)
+def test_bad_places_are_one_line(nets, capsys, flags, wanted):
+    assert wanted in said(capsys, "estimate", "--batch-size", 8, "--model", nets("small"), *flags)
 
 
 def problem(model, inputs, targets=(), criterion=None):

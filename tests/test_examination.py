@@ -203,8 +203,95 @@ def test_criteria_that_cannot_be_taken_apart_are_found(criterion, wanted):
     assert wanted in finding
 
 
-def test_recurrent_layers_are_a_note():
-    finding = only(examine(nn.Sequential(nn.LSTM(3, 3))))
+def vae_loss(reconstruction, x, mean, log_variance):
+    cross = F.binary_cross_entropy(reconstruction, x, reduction="sum")
+    divergence = -0.5 * torch.sum(1 + log_variance - mean.pow(2) - log_variance.exp())
+    return cross + divergence
+
+
+def old_sum(output, target):
+    return F.mse_loss(output, target, size_average=False)
+
+
+total = nn.MSELoss(reduction="sum")
+
+
+def by_name(output, target):
+    loss = total(output, target)
+    return 0.1 * loss / 2
+
+
+class SumOfTwo(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner, self.scale = nn.L1Loss(reduction="sum"), 3.0
+
+    def forward(self, output, target):
+        loss = 0
+        loss += self.scale * self.inner(output, target)
+        loss += (output - target).pow(2).sum()
+        return loss
+
+
+class Callable:
+    def __call__(self, output, target):
+        return nn.BCELoss(reduction="sum")(output, target)
+
+
+def mean_by_count(output, target):
+    return F.cross_entropy(output, target, reduction="sum") / (target != 0).sum()
+
+
+def mean_by_length(output, target):
+    loss = F.cross_entropy(output, target, reduction="sum")
+    loss /= len(output)
+    return loss
+
+
+def mean_by_factor(output, target):
+    scale = 1 / len(output)
+    return scale * (output - target).sum()
+
+
+def sum_of_rows(output, target):
+    return (output - target).sum(1).mean()
+
+
+def mixed(output, target):
+    if len(output) > 3:
+        return output.sum()
+    return output.mean()
+
+
+SUMS = [vae_loss, old_sum, by_name, SumOfTwo(), Callable(), functools.partial(vae_loss, x=1)]
+NO_SUMS = [mean_by_count, mean_by_length, mean_by_factor, sum_of_rows, mixed]
+
+
+@pytest.mark.parametrize("criterion", SUMS, ids=lambda one: getattr(one, "__name__", type(one).__name__))
+def test_sums_are_told_from_means(criterion):
+    finding = only(examine(nn.Linear(3, 3), criterion))
+    assert finding.startswith("the loss: ")
+    assert 'is a sum: give DataParallelCriterion reduction="sum"' in finding
+    assert "weight=" not in finding
+
+
+@pytest.mark.parametrize("criterion", NO_SUMS, ids=lambda one: one.__name__)
+def test_means_are_no_sums(criterion):
+    assert "weight=" in only(examine(nn.Linear(3, 3), criterion))
+
+
+def test_a_lambda_is_read_too():
+    assert "is a sum" in only(examine(nn.Linear(3, 3), lambda output, target: (output - target).pow(2).sum()))
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM(3, 3), nn.GRU(3, 3)])
+def test_recurrent_layers_are_a_note(layer):
+    finding = only(examine(nn.Sequential(layer)))
     assert is_note(finding)
-    assert "0 (LSTM)" in finding
+    assert f"0 ({type(layer).__name__}) runs as replicas" in finding
+    assert "refuses" not in finding
     assert not any(map(is_note, examine(Stateful())))
+
+
+def test_what_memory_takes_without_a_word_is_no_note():
+    assert examine(nn.Sequential(nn.RNN(3, 3))) == ()

@@ -8,7 +8,7 @@ import torch
 from test_memory import VOCABULARY, conv_net, tokens
 from torch import nn
 
-from balanced_parallel import memory, simulate
+from balanced_parallel import convert_sync_batchnorm, memory, simulate
 from balanced_parallel.memory import MemoryPlan
 from balanced_parallel.memory.blocks import Checkpointed
 
@@ -156,6 +156,9 @@ def test_plans_are_values():
     assert again == plan
     assert again.report is None
     assert plan.report.peak == pytest.approx(plan.chosen.peak, rel=0.02)
+    equal = planned("1GiB", 2, 25)
+    assert equal.report.peak == equal.chosen.peak
+    assert equal.report.rows == 25
     with pytest.raises(dataclasses.FrozenInstanceError):
         plan.batch_size = 3
     for text in ("rows per update", "recomputed", "exact", "chosen:"):
@@ -170,6 +173,49 @@ def test_other_networks_and_optimizers():
     )
     assert plan.fits
     assert plan.capacity == (141 * 10**9,) * 2
+
+
+class Normalised(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize(
+    ("convert", "devices", "capacity", "statistics", "result"),
+    [
+        (False, 2, "1MiB", "replica", "batch norm by replica"),
+        (False, 1, "1MiB", None, "exact"),
+        (False, 1, "64KiB", "micro-batch", "batch norm by micro-batch"),
+        (True, 2, "1MiB", None, "exact"),
+        (True, 2, "64KiB", "micro-batch", "batch norm by micro-batch"),
+    ],
+)
+def test_batch_norm_over_some_rows_is_not_called_exact(convert, devices, capacity, statistics, result):
+    net = convert_sync_batchnorm(Normalised()) if convert else Normalised()
+    settings = {"batch_size": 640, "capacity": capacity, "devices": devices, **KINDS}
+    plan = memory.plan(net, nn.CrossEntropyLoss(), torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64), **settings)
+    assert plan.fits
+    assert (plan.chosen.micro_batches > 1) == (capacity == "64KiB")
+    assert plan.chosen.statistics == statistics
+    assert plan.chosen.exact == (statistics is None)
+    assert result in str(plan)
+    assert ("convert_sync_batchnorm(module)" in str(plan)) == (statistics == "replica")
+    assert ("the result is not that of the whole batch" in str(plan)) == (statistics is not None)
+    assert MemoryPlan.from_json(plan.to_json()).chosen.statistics == statistics
+
+
+def test_rows_in_another_dimension():
+    settings = {"batch_size": 12, "capacity": "1MiB", "devices": 2, "dim": 1, **KINDS}
+    loss = nn.MSELoss()
+    plan = memory.plan(nn.Sequential(nn.Linear(64, 256)), loss, torch.zeros(3, 2, 64), torch.zeros(3, 2, 256), **settings)
+    assert plan.fits
+    assert plan.micro_batch_size == 6
+    assert MemoryPlan.from_json(plan.to_json()).dim == 1
+    with simulate(2) as cluster:
+        _, _, _, step = plan.apply(nn.Sequential(nn.Linear(64, 256)), loss, lr=0.0)
+        for _ in range(2):
+            step(torch.randn(3, 12, 64), torch.randn(3, 12, 256))
+        assert max(cluster.peak) == pytest.approx(max(plan.chosen.peak), rel=0.05)
 
 
 BAD = {

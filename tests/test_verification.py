@@ -1,3 +1,4 @@
+import collections
 import functools
 
 import pytest
@@ -8,7 +9,8 @@ from torch import nn
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, convert_sync_batchnorm, verify
 from balanced_parallel.diagnosis import _random_layers
-from balanced_parallel.verification import _relative_error
+from balanced_parallel.partition import scalar_of
+from balanced_parallel.recording import relative_error
 
 CPUS = ["cpu"] * 3
 
@@ -124,14 +126,16 @@ def test_rounding_is_told_from_mistakes():
 
 def test_nan_is_never_close():
     one, nan = torch.tensor([1.0, 2.0]), torch.tensor([1.0, torch.nan])
-    assert _relative_error(nan, one) == _relative_error(one, nan) == float("inf")
-    assert _relative_error(nan, nan) == 0.0
-    assert _relative_error(torch.tensor([1.0, 3.0]), one) == 0.5
+    assert relative_error(nan, one) == relative_error(one, nan) == float("inf")
+    assert relative_error(nan, nan) == 0.0
+    assert relative_error(torch.tensor([1.0, 3.0]), one) == 0.5
 
 
 def test_a_wrong_weight_is_found():
     criterion = functools.partial(F.cross_entropy)
-    assert "say weight=" in " ".join(check(build_net(), criterion, weight=lambda output, target: len(target)).reasons)
+    assert "give DataParallelCriterion weight=" in " ".join(
+        check(build_net(), criterion, weight=lambda output, target: len(target)).reasons
+    )
 
 
 class Counting(nn.Module):
@@ -195,3 +199,223 @@ def test_the_tolerance_follows_the_precision():
     assert report.tolerance == 1e-4
     assert report.equal
     assert check(build_net(), tolerance=0.0).tolerance == 0.0
+
+
+# Losses that are sums, means of something else, or coupled
+
+
+def variational_loss(output, target):
+    cross = F.binary_cross_entropy_with_logits(output, target, reduction="sum")
+    return cross + 0.5 * torch.sum(output.pow(2))
+
+
+def mean_of_few(output, target):
+    counted = target > 1
+    return F.cross_entropy(output[counted], target[counted], reduction="sum") / counted.sum()
+
+
+def reasons_of(criterion, rows=9, targets=None, **settings):
+    targets = class_targets(rows) if targets is None else targets
+    return verify(build_net(), criterion, torch.randn(rows, 4), targets, device_ids=CPUS, **settings).reasons
+
+
+def test_a_sum_is_told_to_be_one():
+    (reason,) = reasons_of(variational_loss, targets=torch.rand(9, 5))
+    assert reason == 'the loss is a sum (its parts add up to the whole): give DataParallelCriterion reduction="sum"'
+
+
+def test_a_mean_of_something_else_is_told_from_rows_that_depend_on_each_other():
+    (reason,) = reasons_of(mean_of_few)
+    assert reason == (
+        "the loss is a mean, but not over rows: give DataParallelCriterion weight=, a function (output, *targets) -> scalar that "
+        "counts what it divides by"
+    )
+    assert reasons_of(mean_of_few, weight=lambda output, target: (target > 1).sum()) == ()
+    (reason,) = reasons_of(contrastive_loss)
+    assert reason == (
+        "the loss: its rows depend on each other, so that its parts do not make up the whole: compute it as "
+        "criterion(gather(outputs), targets)"
+    )
+
+
+def test_a_mean_over_rows_with_another_weight():
+    def loss(output, target):
+        return F.cross_entropy(output, target)
+
+    (reason,) = reasons_of(loss, weight=lambda output, target: (target + 1).sum())
+    assert reason == 'the loss is a mean over rows: give DataParallelCriterion weight="rows"'
+
+
+def test_a_loss_that_nothing_can_be_said_of():
+    (reason,) = reasons_of(contrastive_loss, rows=2)
+    assert reason.startswith("the loss: in parts it is not the loss of the whole, so ")
+    assert "criterion(gather(outputs), targets)" in reason
+    assert "weight=" in reason
+
+
+# State
+
+
+class Centering(nn.Module):
+    """As in DINO: what the loss subtracts is a mean of the outputs before."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("center", torch.zeros(5))
+
+    def forward(self, output, target):
+        loss = F.cross_entropy(output - self.center, target)
+        self.center = 0.5 * self.center + 0.5 * output.detach().mean(0)
+        return loss
+
+
+class PlainCentering:
+    """The same as an object that is no module."""
+
+    def __init__(self):
+        self.center = torch.zeros(5)
+
+    def __call__(self, output, target):
+        return Centering.forward(self, output, target)
+
+
+@pytest.mark.parametrize(
+    ("kind", "what", "step"),
+    [(Centering, "buffer center", 2), (PlainCentering, "center", 1)],  # replicas share the second at once
+)
+def test_state_that_the_criterion_writes_is_found(kind, what, step):
+    criterion = kind()
+    report = check(build_net(), criterion, weight=lambda output, target: (target != -100).sum())
+    assert not report.equal
+    assert report.step == step
+    assert report.reasons == (f"state written by the criterion: {what}; replicas see their own rows only, and differ afterwards",)
+    assert f"of step {step}" in str(report)
+    assert torch.equal(criterion.center, torch.zeros(5))
+
+
+class Remembers(nn.Module):
+    """It is equal in the first step, whatever the rows are."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = build_net()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        before = self.seen.clone()
+        self.seen.add_(x.sum())
+        return self.net(x) * (1 + before)
+
+
+def test_state_that_the_model_writes_is_found_in_the_second_step():
+    report = check(Remembers())
+    assert report.step == 2
+    assert report.first_difference.startswith("the model (Remembers)")
+    assert report.reasons == ("state written in forward: buffer seen; replicas but the first lose it",)
+
+
+def test_a_program_that_is_equal_is_run_twice():
+    report = check(build_net())
+    assert report.equal
+    assert report.step == 2
+
+
+# Rows in another dimension, and other programs
+
+
+class TimeMajor(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.output = nn.LSTM(4, 6), nn.Linear(6, 5)
+
+    def forward(self, x):
+        return self.output(self.lstm(x)[0])
+
+
+def flat_loss(output, target):
+    return F.cross_entropy(output.reshape(-1, 5), target.reshape(-1))
+
+
+def time_major(rows=7):
+    return TimeMajor(), torch.randn(3, rows, 4), torch.randint(5, (3, rows))
+
+
+def test_rows_in_dimension_1():
+    net, inputs, targets = time_major()
+
+    def kept(output, target):
+        return target.numel()
+
+    settings = {"device_ids": CPUS, "dim": 1, "weight": kept}
+    assert verify(net, flat_loss, inputs, targets, **settings).equal
+    report = verify(net, flat_loss, inputs, targets, micro_batch_size=1, **settings)
+    assert report.equal
+    assert report.micro_batches == 3
+    wrapped = DataParallelModel(net, CPUS, dim=1), DataParallelCriterion(flat_loss, dim=1, weight=kept)
+    assert verify(*wrapped, inputs, targets).equal
+
+
+def test_reasons_for_rows_in_dimension_1():
+    net, inputs, targets = time_major()
+
+    def total(output, target):
+        return flat_loss(output, target) * target.numel()
+
+    report = verify(net, total, inputs, targets, device_ids=CPUS, dim=1)
+    assert report.first_difference is None
+    (reason,) = report.reasons
+    assert reason.startswith("the loss is a sum")
+
+
+def test_a_criterion_that_refuses_its_parts_is_no_reason():
+    def picky(output, target):
+        if len(output) < 3:
+            raise ZeroDivisionError("too few rows")
+        return contrastive_loss(output, target)
+
+    report = verify(build_net(), picky, torch.randn(9, 4), class_targets(9), device_ids=CPUS)
+    assert not report.equal
+
+
+def test_synchronised_batch_norm_is_not_blamed_for_one_micro_batch():
+    net = nn.Sequential(nn.Linear(4, 6), convert_sync_batchnorm(nn.BatchNorm1d(6)), nn.Linear(6, 5))
+    assert all(reason.startswith("the loss") for reason in check(net, contrastive_loss).reasons)
+    assert check(net, micro_batch_size=1).reasons == (
+        "batch norm: 1 uses the statistics of each micro-batch, not of the whole batch",
+    )
+
+
+class OwnLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = build_net()
+
+    def forward(self, x, labels):
+        return {"loss": F.cross_entropy(self.net(x), labels), "labels": labels}
+
+
+def test_a_model_with_a_loss_of_its_own_and_no_targets():
+    inputs = {"x": torch.randn(7, 4), "labels": class_targets(7)}
+    settings = {"device_ids": CPUS, "weight": lambda output: len(output["labels"])}
+    report = verify(OwnLoss(), lambda output: output["loss"], inputs, **settings)
+    assert report.equal
+    assert "labels" not in report.gradient_errors
+
+
+def test_the_plain_loss_of_several_terms_is_their_sum():
+    Record = collections.namedtuple("Record", ["output", "loss"])
+    one, two = torch.tensor(1.0), torch.tensor(2.0)
+    assert scalar_of(one) is one
+    assert scalar_of(Record(one, two)) is two
+    assert scalar_of((one, two)) == 3
+    assert scalar_of({"a": one, "b": {"c": two}}) == 3
+    with pytest.raises(TypeError, match="returned str 'x', expected a scalar or several"):
+        scalar_of("x")
+
+
+def test_the_table_has_the_ten_largest_differences():
+    report = check(nn.Sequential(*(nn.Linear(4, 4) for _ in range(9)), nn.Linear(4, 5)), contrastive_loss)
+    lines = str(report).splitlines()
+    assert sum("<-" in line for line in lines) == 1 + 10  # the loss, and ten gradients
+    assert "... and 10 more" in lines
+    assert len(report.gradient_errors) == 20

@@ -19,9 +19,12 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..losses import find_torch_loss, loss_weight
-from ..nesting import spread
+from ..marks import Arguments
+from ..microbatching import as_arguments
+from ..nesting import leaves, spread
 from .counting import Count
 from .fakes import fake_batch, fake_copy
+from .shapes import build_batch
 from .unknown import UnknownMemory
 
 __all__: list[str] = []
@@ -73,35 +76,38 @@ def _weigh_sequences(criterion: SequenceLoss, output: Any, targets: Tensor) -> T
     return loss_weight(criterion.loss, *criterion.flat(output, targets))
 
 
-def build_problem(model: str, inputs: Sequence[str], targets: Sequence[str], criterion: str | None, rows: int) -> Problem:
+def build_problem(
+    model: str, inputs: Sequence[str], targets: Sequence[str], criterion: str | None, rows: int, dim: int = 0
+) -> Problem:
     """The model at its place, and a batch of ``rows`` rows on the meta device.
 
     Args:
         model: as for :func:`build_model`.
-        inputs, targets: one row of each, as for :func:`parse_shape`; no targets means those that suit the criterion.
+        inputs, targets: one row of each, as for :func:`build_batch`; no targets means those that suit the criterion.
         criterion: as for :func:`build_criterion`; ``None`` is the model's own, else ``nn.CrossEntropyLoss()``.
+        dim: the dimension of the rows.
 
     Raises:
         ValueError: something cannot be found or built; the model refuses the inputs; no targets are known that suit.
     """
-    arguments = tuple(_tensor(rows, *parse_shape(text, torch.float32)) for text in inputs)
+    batch = build_batch(inputs, rows, dim, torch.float32)
+    arguments = as_arguments(batch)
     module, own = build_model(model)
     loss = build_criterion(criterion) if criterion is not None else own or nn.CrossEntropyLoss()
     named = "" if criterion or own else "criterion: CrossEntropyLoss"
     index = torch.int64 if find_torch_loss(loss) in _OF_CLASSES else torch.float32
-    following = tuple(_tensor(rows, *parse_shape(text, index)) for text in targets)
+    following = spread(build_batch(targets, rows, dim, index)) if targets else ()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     output = _run(module, arguments, rows, mode, f"{_name(module)} from {model}")
-    if find_torch_loss(loss) in _OF_CLASSES and _has_classes_last(output, arguments, following):
+    if find_torch_loss(loss) in _OF_CLASSES and _has_classes_last(output, arguments, following, dim):
         loss, named = SequenceLoss(loss), f"criterion: {_name(loss)} over the flattened logits {_shape(_logits(output))}"
     assumed = [named] if named else []
     if not following:
-        following = (_suit(loss, output, rows),)
+        following = (_suit(loss, output, rows, dim),)
         what = "like the output" if following[0].is_floating_point() else f"class indices for the output {_shape(output)}"
         assumed.append(f"targets: {_shape(following[0])} {_dtype(following[0])}, {what}")
-    _run(loss, (*spread(output), *following), rows, mode, _name(loss))
-    one = [held if len(held) > 1 else held[0] for held in (arguments, following)]
-    return Problem(module, loss, one[0], one[1], tuple(assumed))
+    _run(loss, Arguments((*spread(output), *following), {}), rows, mode, _name(loss))
+    return Problem(module, loss, batch, following if len(following) > 1 else following[0], tuple(assumed))
 
 
 def build_model(place: str) -> tuple[nn.Module, Callable[..., Any] | None]:
@@ -143,28 +149,6 @@ def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
     """
     found: type[torch.optim.Optimizer] = _find_class(name, torch.optim, torch.optim.Optimizer, "")
     return found
-
-
-def parse_shape(text: str, dtype: torch.dtype) -> tuple[tuple[int, ...], torch.dtype]:
-    """Sizes and dtype of one row: ``"3x224x224"``, ``"128:int64"``; no sizes, as in ``":int64"``, is one number per row.
-
-    Raises:
-        ValueError: it is none, or there is no such dtype.
-    """
-    sizes, colon, name = text.partition(":")
-    if colon:
-        found = getattr(torch, name, None)
-        if not isinstance(found, torch.dtype):
-            raise ValueError(f"{text!r} has the dtype {name!r}, expected one of torch's, such as float32, bfloat16 or int64")
-        dtype = found
-    numbers = [int(size) for size in sizes.split("x")] if re.fullmatch(r"\d+(x\d+)*", sizes) else []
-    if (not numbers and (sizes or not colon)) or 0 in numbers:
-        raise ValueError(f"{text!r} is no shape of a row, expected sizes such as 3x224x224, 128:int64, or :int64 for one number")
-    return tuple(numbers), dtype
-
-
-def _tensor(rows: int, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.empty((rows, *sizes), dtype=dtype, device="meta")
 
 
 def _find(place: str) -> Any:
@@ -228,17 +212,18 @@ def _make(place: str, make: Any) -> Any:
         raise ValueError(f"{place} cannot be built: {_said(error)}{hint}") from error
 
 
-def _run(call: Callable[..., Any], arguments: tuple[Any, ...], rows: int, mode: FakeTensorMode, what: str) -> Any:
+def _run(call: Callable[..., Any], arguments: Arguments, rows: int, mode: FakeTensorMode, what: str) -> Any:
     """What a copy of ``call`` gives, with fake tensors in and out."""
     home = torch.device("cpu")
     copied, batch = fake_copy(call, mode, home), fake_batch(arguments, rows, rows, mode, home)
     try:
         with warnings.catch_warnings(action="ignore"), torch.no_grad(), mode, Count({}):
-            return copied(*batch)
+            return copied(*batch.inputs, **batch.kwargs)
     except UnknownMemory:
         raise
     except Exception as error:  # both may raise whatever they like
-        shapes = ", ".join(f"{_shape(one)} {_dtype(one)}".strip() for one in arguments)
+        given = [*map(_listed, arguments.inputs), *(f"{name} {_listed(one)}" for name, one in arguments.kwargs.items())]
+        shapes = ", ".join(given)
         raise ValueError(f"{what} refuses {shapes}: {_said(error)}") from error
 
 
@@ -246,23 +231,26 @@ def _logits(output: Any) -> Any:
     return output if isinstance(output, Tensor) else getattr(output, "logits", output)
 
 
-def _has_classes_last(output: Any, inputs: tuple[Tensor, ...], targets: tuple[Tensor, ...]) -> bool:
+def _has_classes_last(output: Any, inputs: Any, targets: Any, dim: int) -> bool:
     """Whether each position of a sequence has its classes, where torch's losses expect the classes in dimension 1."""
     logits = _logits(output)
     if not isinstance(logits, Tensor) or logits.dim() < 3:
         return logits is not output and isinstance(logits, Tensor)
-    is_index = [one.shape == logits.shape[:-1] and not one.is_floating_point() for one in (*inputs, *targets)]
+    if logits is not output or dim == 1:  # the rows are where torch expects the classes
+        return True
+    given, wanted = ([leaf for _, leaf in leaves(held) if isinstance(leaf, Tensor)] for held in (inputs, targets))
+    is_index = [one.shape == logits.shape[:-1] and not one.is_floating_point() for one in (*given, *wanted)]
     first = logits.shape[:1] + logits.shape[2:]
-    return logits is not output or any(is_index[: len(inputs)]) or (any(is_index) and targets[0].shape != first)
+    return any(is_index[: len(given)]) or (any(is_index) and wanted[0].shape != first)
 
 
-def _suit(criterion: Any, output: Any, rows: int) -> Tensor:
+def _suit(criterion: Any, output: Any, rows: int, dim: int) -> Tensor:
     """Targets that suit the criterion and the output."""
     logits, function = _logits(output), find_torch_loss(getattr(criterion, "loss", criterion))
     if not isinstance(logits, Tensor):
         raise ValueError(f"the model's output is {_name(output)}: give --target, and a --criterion of it and the targets")
-    if logits.dim() == 0 or logits.size(0) != rows:
-        raise ValueError(f"the model's output {_shape(logits)} has not {rows} rows along dimension 0: give --target")
+    if logits.dim() <= dim or logits.size(dim) != rows:
+        raise ValueError(f"the model's output {_shape(logits)} has not {rows} rows along dimension {dim}: give --target")
     if function in _LIKE_OUTPUT:
         return torch.empty(logits.shape, dtype=logits.dtype, device="meta")
     if function not in _OF_CLASSES:
@@ -275,6 +263,12 @@ def _suit(criterion: Any, output: Any, rows: int) -> Tensor:
 
 def _shape(value: Any) -> str:
     return str(tuple(getattr(_logits(value), "shape", ())))
+
+
+def _listed(value: Any) -> str:
+    """Shapes and dtypes of what is given to a module."""
+    inner = list(leaves(value)) if isinstance(value, (dict, tuple)) and not hasattr(value, "logits") else [("", value)]
+    return ", ".join(" ".join(part for part in (place, _shape(one), _dtype(one)) if part) for place, one in inner)
 
 
 def _dtype(value: Any) -> str:

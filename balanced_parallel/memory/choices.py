@@ -5,6 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
+
+from ..examination import batch_norms
 from ..microbatching import count_micro_batches
 from ..scattering import split_sizes
 from ..sizes import format_bytes
@@ -32,6 +35,7 @@ class Choice:
         recomputed: operations that are made twice, as a fraction of those of the step without.
         traffic: bytes in and out of the busiest device per update, for parameters and gradients.
         changes_result: whether loss and gradients are those of another arithmetic.
+        statistics: of which rows batch norm takes them, where these are not all: ``"replica"`` or ``"micro-batch"``.
     """
 
     name: str
@@ -48,6 +52,12 @@ class Choice:
     traffic: int
     changes_result: bool
     fits: bool
+    statistics: str | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether loss and gradients are those of the plain program on the whole batch, up to rounding."""
+        return not self.changes_result and self.statistics is None
 
     @property
     def cost(self) -> tuple[Any, ...]:
@@ -72,9 +82,24 @@ def row_of(choice: Choice) -> list[str]:
         format_bytes(choice.saved),
         f"{choice.recomputed:.0%}",
         format_bytes(choice.traffic),
-        "other arithmetic" if choice.changes_result else "exact",
+        _result_of(choice),
         "yes" if choice.fits else "no",
     ]
+
+
+def _result_of(choice: Choice) -> str:
+    said = ["other arithmetic"] * choice.changes_result
+    said += [f"batch norm by {choice.statistics}"] if choice.statistics else []
+    return ", ".join(said) or "exact"
+
+
+def statistics_of(module: nn.Module, devices: int, micro_batches: int) -> str | None:
+    """Of which rows the batch norms of ``module`` take statistics, where these are not all rows of the batch."""
+    if devices > 1 and batch_norms(module, over_all_rows=False):
+        return "replica"
+    if micro_batches > 1 and any(batch_norms(module, over_all_rows=over_all) for over_all in (False, True)):
+        return "micro-batch"
+    return None
 
 
 @dataclass(frozen=True)
@@ -108,6 +133,9 @@ class Measured:
             measure([self], several)
         return self._lines[several]
 
+    def is_measured(self, several: int) -> bool:
+        return several in self._lines
+
     def jobs(self, several: int) -> list[tuple[Request, int]]:
         """What has to be traced for one micro-batch per update, or for several."""
         request = dataclasses.replace(self.request, micro_batches=several)  # of replicas, one that adds and reduces tells all
@@ -124,7 +152,9 @@ class Measured:
 
     @property
     def flops(self) -> float:
-        return self.lines(2).first.flops / self.lines(2).first.rows
+        """Operations per row, of whichever trace there is."""
+        first = next(iter(self._lines.values())).first
+        return first.flops / (first.rows * first.micro_batches)
 
     def most_rows(self, device: int, micro_batches: int, share: int) -> int:
         """Rows that fit on a device in one forward, at most ``share``."""
@@ -134,11 +164,17 @@ class Measured:
             low, high = (middle, high) if self.reserved(device, middle, micro_batches, self.capacity[device]) else (low, middle)
         return low
 
-    def _may_fit_at_once(self, share: int) -> bool:
-        """Whether it is worth another trace: one micro-batch needs less than several, at most by what holds gradients."""
+    def may_fit_at_once(self, share: int, several: int) -> bool:
+        """Whether lines that are known leave it open that some option runs the batch in one micro-batch. It needs less than
+        several do, and sharding saves something, both at most what holds gradients."""
         gradients: int = 2 * sum(parameter.nbytes for parameter in self.request.module.parameters())
-        peaks = [self.lines(2).peak(i, share * self.request.devices) for i in range(self.request.devices)]
+        peaks = [self.lines(several).peak(i, share * self.request.devices) for i in range(self.request.devices)]
         return sum(peaks) <= sum(self.capacity) + gradients * self.request.devices
+
+    def fits_at_once(self, batch_size: int) -> bool:
+        """Whether equal devices hold the whole batch, as one micro-batch per update shows."""
+        share = -(-batch_size // self.request.devices)
+        return all(self.reserved(i, share, 1, limit) is not None for i, limit in enumerate(self.capacity))
 
     def reserved(self, device: int, rows: int, micro_batches: int, capacity: int | None = None) -> int | None:
         limit = None if capacity is None else capacity - SCALARS
@@ -150,11 +186,15 @@ class Measured:
         unequal = len(set(self.capacity)) > 1
         share = -(-batch_size // len(devices))
         most_share = batch_size if unequal else share
-        rows = [self.most_rows(i, 2, most_share) for i in devices]
-        unequal = unequal and min(rows) < share  # else equal shares fit
-        if not _holds(batch_size, rows, unequal) and self._may_fit_at_once(share):
-            at_once = [self.most_rows(i, 1, most_share) for i in devices]
-            rows = at_once if _holds(batch_size, at_once, unequal) else rows
+        if 1 in self._lines and not unequal and self.fits_at_once(batch_size):
+            rows = [share for _ in devices]
+        else:
+            rows = [self.most_rows(i, 2, most_share) for i in devices]
+            unequal = unequal and min(rows) < share  # else equal shares fit
+            untried = 1 not in self._lines or unequal
+            if untried and not _holds(batch_size, rows, unequal) and self.may_fit_at_once(share, 2):
+                at_once = [self.most_rows(i, 1, most_share) for i in devices]
+                rows = at_once if _holds(batch_size, at_once, unequal) else rows
         fits = all(rows)
         split = tuple(float(count) for count in rows) if unequal and fits else None
         rows = rows if split else [min(count, share) for count in rows]
@@ -176,12 +216,28 @@ class Measured:
             traffic=_traffic(self.request, self.option.balanced),
             changes_result=self.option.changes_result,
             fits=fits,
+            statistics=statistics_of(self.request.module, len(devices), count),
         )
+
+
+def measure_what_decides(options: Sequence[Measured], batch_size: int, plain: Measured) -> None:
+    """Traces each option for one micro-batch per update, where the batch may fit at once, and for several only where it does
+    not. Of unequal devices the rows depend on the traces, so that several come first."""
+    if len(set(plain.capacity)) > 1:
+        measure(options, 2)
+        return
+    share = -(-batch_size // plain.request.devices)
+    plain.lines(1)
+    likely = plain.may_fit_at_once(share, 1)
+    measure([each for each in options if each is not plain and (likely or each.option.blocks)], 1)
+    measure([each for each in options if not each.is_measured(1) or not each.fits_at_once(batch_size)], 2)
 
 
 def measure(options: Sequence[Measured], several: int) -> None:
     """Traces all of them together."""
     jobs = [job for option in options for job in option.jobs(several)]
+    if not jobs:
+        return
     try:
         traces = run_traces(jobs)
     except UnknownMemory:

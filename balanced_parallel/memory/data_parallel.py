@@ -17,7 +17,7 @@ __all__: list[str] = []
 
 
 def torch_data_parallel(
-    module: nn.Module, criterion: Any, optimizer: OptimizerChoice, precision: str, devices: list[torch.device]
+    module: nn.Module, criterion: Any, optimizer: OptimizerChoice, precision: str, devices: list[torch.device], dim: int
 ) -> Job:
     """``nn.DataParallel``, which refuses CPUs, retold: parameters are copied at each forward, outputs are gathered on the first
     device, and the loss, the gradients and the optimizer's state are there."""
@@ -25,7 +25,9 @@ def torch_data_parallel(
 
     def loss(arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
         with Precision(precision).autocast([HOME]):
-            return loss_of(criterion, gather(_run_everywhere(module, names, arguments, devices), HOME), moved(targets, HOME))
+            return loss_of(
+                criterion, gather(_run_everywhere(module, names, arguments, devices, dim), HOME, dim), moved(targets, HOME)
+            )
 
     def moved(batch: Any, device: torch.device) -> Any:
         return move_leaves(batch, device)
@@ -34,10 +36,12 @@ def torch_data_parallel(
     return Job(loss, optimizer(learned), learned)
 
 
-def _run_everywhere(module: nn.Module, names: list[str], arguments: Arguments, devices: list[torch.device]) -> list[Any]:
-    rows = count_rows(arguments)
+def _run_everywhere(
+    module: nn.Module, names: list[str], arguments: Arguments, devices: list[torch.device], dim: int
+) -> list[Any]:
+    rows = count_rows(arguments, dim)
     sizes = [size for size in split_sizes(rows or 1, len(devices)) if size]
-    pieces = cut(arguments, sizes) if rows else [arguments]
+    pieces = cut(arguments, sizes, dim) if rows else [arguments]
     size, copied = len(names), _Broadcast.apply(devices[: len(pieces)], *module.parameters())
     outputs = []
     for index, (piece, device) in enumerate(zip(pieces, devices, strict=False)):

@@ -19,7 +19,7 @@ from .layouts import OptimizerChoice
 from .lines import Lines
 from .recurrence import SOURCE as RECURRENCE
 from .report import PARTS, Holder, MemoryReport
-from .tracing import TRACED, Request, Trace, run_traces
+from .tracing import Request, Trace, run_traces
 from .unknown import UnknownMemory
 
 __all__: list[str] = []
@@ -43,6 +43,7 @@ def estimate(
     checkpoint: str | Iterable[str] | None = None,
     device_kind: str | None = None,
     split: Sequence[float] | None = None,
+    dim: int = 0,
     scalar: int | float | bool | None = None,
 ) -> MemoryReport:
     """Runs two updates on tensors without memory, in a process of their own, and counts. Nothing of the caller's is touched.
@@ -53,7 +54,7 @@ def estimate(
     Args:
         module: on any device, ``meta`` included.
         criterion: a module or a function of output and targets.
-        inputs, targets: real, meta or fake tensors with rows along dimension 0: what a process passes to one step.
+        inputs, targets: real, meta or fake tensors with rows along ``dim``: what a process passes to one step.
         optimizer: a class of ``torch.optim``, a ``functools.partial`` of one, or a function of the parameters.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``: autocast, as in :class:`TrainStep`.
         micro_batch_size: rows per device in one forward; ``None`` is all of them.
@@ -66,6 +67,7 @@ def estimate(
         device_kind: ``"h200"``, ``"a100"``, ..., ``"cpu"``, or ``"sim"`` for what :func:`simulate` counts; ``None`` is this
             machine's accelerator, else ``"h200"``.
         split: the weight of each device, as in :class:`DataParallelModel`.
+        dim: the dimension of the rows in inputs, outputs and targets.
         scalar: what the module finds where it reads a value of a tensor (``.item()``, ``if``); without it that is an error.
 
     Raises:
@@ -83,7 +85,7 @@ def estimate(
         raise ValueError(f"devices={devices} with layout='single', expected one device, or another layout")
     if balanced_optimizer and layout not in ("replicas", "ddp"):
         raise ValueError(f"balanced_optimizer=True with layout={layout!r}, expected 'replicas' or 'ddp'")
-    arguments, following, rows = read_batch(inputs, targets)
+    arguments, following, rows = read_batch(inputs, targets, dim)
     over = devices if layout in ("replicas", "torch_data_parallel") else 1
     count = count_micro_batches(rows, micro_batch_size, split or over)
     request = Request(
@@ -103,21 +105,22 @@ def estimate(
         shards=find_blocks(module) if layout == "fsdp" else (),
         split=None if split is None else tuple(split),
         kind=kind,
+        dim=dim,
         scalar=scalar,
     )
     return report_of(request, -(-rows // count), step=1 if split is not None else over)
 
 
-def read_batch(inputs: Any, targets: Any) -> tuple[Arguments, tuple[Any, ...], int]:
+def read_batch(inputs: Any, targets: Any, dim: int) -> tuple[Arguments, tuple[Any, ...], int]:
     """The arguments of the module, what follows the output in those of the criterion, and how many rows there are.
 
     Raises:
         ValueError: there are none.
     """
     arguments = as_arguments(inputs)
-    if rows := count_rows(arguments):
+    if rows := count_rows(arguments, dim):
         return arguments, spread(targets), rows
-    raise ValueError("the inputs have no rows, expected tensors with rows along dimension 0")
+    raise ValueError(f"the inputs have no rows, expected tensors with rows along dimension {dim}")
 
 
 def checkpointed(module: torch.nn.Module, checkpoint: str | Iterable[str] | None) -> tuple[str, ...]:
@@ -141,10 +144,21 @@ def report_of(request: Request, rows: int, step: int) -> MemoryReport:
     traces, why = _trace_lines(request, sorted({rows, base, 2 * base}))
     mine = Lines(traces[0], None, request.kind, request.devices, 1)
     lines = Lines(traces[-2], traces[-1], request.kind, request.devices, step, request.split) if len(traces) > 1 else mine
-    # ranks are alike; of the replicas each is traced
-    traced = range(request.devices) if request.layout in ("replicas", "torch_data_parallel") else [0] * request.devices
     if not lines.is_affine:
         warnings.warn(f"{why}, so memory is no line in the rows: at() and largest() trace each number of them", stacklevel=3)
+    return make_report(request, rows, mine, None, lines)
+
+
+def make_report(request: Request, rows: int, mine: Lines, asked: Sequence[int] | None, lines: Lines) -> MemoryReport:
+    """The report on micro-batches of ``rows`` rows.
+
+    Args:
+        mine, asked: lines, and the rows to read them at for each device; ``None`` reads the rows that were traced.
+        lines: for other numbers of rows.
+    """
+    # ranks are alike; of the replicas each is traced
+    traced = range(request.devices) if request.layout in ("replicas", "torch_data_parallel") else [0] * request.devices
+    read = [(i, None if asked is None else asked[i]) for i in traced]
 
     @functools.cache
     def trace_at(count: int) -> Lines:
@@ -152,7 +166,7 @@ def report_of(request: Request, rows: int, step: int) -> MemoryReport:
 
     def peak_at(count: int) -> tuple[int, ...]:
         # one row broadcasts, and has other strides; oneDNN rounds the workspace of a recurrent layer up in its own way
-        special = count == 1 or not lines.is_affine or _has(traces[0], "mkldnn_rnn_layer")
+        special = count == 1 or not lines.is_affine or _has(mine.first, "mkldnn_rnn_layer")
         return tuple(trace_at(count).peak(i) if special else lines.peak(i, count) for i in traced)
 
     def most_rows(limits: Sequence[int]) -> int | None:
@@ -162,9 +176,9 @@ def report_of(request: Request, rows: int, step: int) -> MemoryReport:
         return min((most for most in found if most is not None), default=None)
 
     def fits(count: int, limits: Sequence[int]) -> bool:
-        known, asked = (lines, count) if lines.is_affine else (trace_at(count), None)
+        known, at = (lines, count) if lines.is_affine else (trace_at(count), None)
         asking = dict.fromkeys(zip(traced, limits, strict=True))
-        return all(known.reserved(i, asked, limit) is not None for i, limit in asking)
+        return all(known.reserved(i, at, limit) is not None for i, limit in asking)
 
     return MemoryReport(
         layout=request.layout,
@@ -173,14 +187,14 @@ def report_of(request: Request, rows: int, step: int) -> MemoryReport:
         devices=request.devices,
         rows=rows,
         micro_batches=request.micro_batches,
-        peak=tuple(mine.peak(i) for i in traced),
-        reserved=tuple(mine.reserved(i) or 0 for i in traced),
-        parts=tuple(_parts(mine, i) for i in traced),
-        assumed=_assumed(traces[0], request.kind),
-        timeline=tuple(tuple(mine.levels(i)[mine.start :].tolist()) for i in traced),
-        where=tuple(_holders(mine, i) for i in traced),
+        peak=tuple(mine.peak(i, at) for i, at in read),
+        reserved=tuple(mine.reserved(i, at) or 0 for i, at in read),
+        parts=tuple(_parts(mine, i, at) for i, at in read),
+        assumed=_assumed(mine.first, request.kind),
+        timeline=tuple(tuple(mine.levels(i, at)[mine.start :].tolist()) for i, at in read),
+        where=tuple(_holders(mine, i, at) for i, at in read),
         phases={name: mine.first.marks[name] - mine.start for name in ("backward", "update")},
-        flops=_flops(traces[0], request.micro_batches),
+        flops=mine.flops(None if asked is None else rows) * request.micro_batches // mine.first.micro_batches,
         affine=lines.is_affine,
         _peak_at=peak_at,
         _traced_at=lambda count: tuple(trace_at(count).peak(i) for i in traced),
@@ -211,22 +225,17 @@ def _trace_lines(request: Request, counts: Sequence[int]) -> tuple[list[Trace], 
         return alone, f"with {counts[-1]} rows the module raises {type(error).__name__}: {error}"
 
 
-def _parts(lines: Lines, device: int) -> dict[str, int]:
+def _parts(lines: Lines, device: int, rows: int | None) -> dict[str, int]:
     parts = dict.fromkeys(PARTS, 0)
     unit = lines.kind.rounds_to
-    event, _, scratch = lines.summit(device)
-    for block in lines.blocks_at(device, event):
+    event, _, scratch = lines.summit(device, rows)
+    for block in lines.blocks_at(device, event, rows):
         parts[block.kind] += -(-block.size // unit) * unit
     return parts | {"workspace": lines.kind.workspace + scratch, "context": lines.kind.context}
 
 
-def _holders(lines: Lines, device: int, most: int = 12) -> tuple[Holder, ...]:
+def _holders(lines: Lines, device: int, rows: int | None, most: int = 12) -> tuple[Holder, ...]:
     held: collections.Counter[tuple[str, str, str]] = collections.Counter()
-    for block in lines.blocks_at(device, lines.summit(device)[0]):
+    for block in lines.blocks_at(device, lines.summit(device, rows)[0], rows):
         held[block.kind, block.module, block.line or block.operator] += block.size
     return tuple(Holder(count, *key) for key, count in held.most_common(most))
-
-
-def _flops(trace: Trace, micro_batches: int) -> int:
-    traced = min(micro_batches, TRACED)
-    return trace.flops * micro_batches // traced

@@ -59,14 +59,14 @@ def _fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device, shape
         return made.requires_grad_() if tensor.requires_grad else made
 
 
-def fake_batch(batch: Any, rows: int, of: int, mode: FakeTensorMode, device: torch.device) -> Any:
-    """``batch``, which has ``of`` rows, with ``rows`` of them (or as many times more as it had more), all fake."""
+def fake_batch(batch: Any, rows: int, of: int, mode: FakeTensorMode, device: torch.device, dim: int = 0) -> Any:
+    """``batch``, which has ``of`` rows along ``dim``, with ``rows`` of them (or as many times more as it had more), all fake."""
 
     def resize(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             shape = list(leaf.shape)
             if shape:
-                shape[0] = shape[0] * rows // of
+                shape[dim] = shape[dim] * rows // of
             return _fake_like(leaf, mode, device, torch.Size(shape))
         if is_row_list(leaf) and leaf:
             return [leaf[i % len(leaf)] for i in range(len(leaf) * rows // of)]

@@ -182,14 +182,15 @@ def replicas(
     balanced: bool,
     split: Sequence[float] | None,
     has_streams: bool,
+    dim: int,
 ) -> Job:
     """This package in one process, itself."""
     for part in (module, criterion):
         if isinstance(part, nn.Module):
             part.__dict__["to"] = functools.partial(_stay, part)  # fake tensors cannot be swapped, and are there already
-    model = DataParallelModel(module, ["cpu"] * len(devices), precision=precision, split=split)
+    model = DataParallelModel(module, ["cpu"] * len(devices), dim=dim, precision=precision, split=split)
     model.devices = devices
-    losses = DataParallelCriterion(criterion, precision=precision)
+    losses = DataParallelCriterion(criterion, dim=dim, precision=precision)
     model.replicas.watch = losses.replicas.watch = None  # there are no values to compare
     if has_streams:  # as the devices that these stand for, which keep gradients until another stream has read them
         model.replicas.side, losses.replicas.side = SideStreams(), SideStreams()

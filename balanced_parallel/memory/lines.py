@@ -4,6 +4,7 @@ Each block's size is affine in the rows, so what lives after each event is too, 
 convex and piecewise linear, which is why one line through two peaks would be wrong.
 """
 
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -136,15 +137,24 @@ class Lines:
         found = replay(events, sizes, None if capacity is None else capacity - self.kind.context)
         return None if found is None else found + self.kind.context
 
-    def blocks_at(self, device: int, event: int) -> list[Block]:
-        """What is in use after an event."""
+    def flops(self, rows: int | None = None) -> int:
+        """Operations of the second update."""
+        if rows is None or self.second is None:
+            return self.first.flops
+        one, two = self.first, self.second
+        return one.flops + (two.flops - one.flops) * (rows - one.rows) // (two.rows - one.rows)
+
+    def blocks_at(self, device: int, event: int, rows: int | None = None) -> list[Block]:
+        """The blocks in use after an event, with their sizes for ``rows`` rows."""
         live: set[int] = set()
         for number in self.first.events[: event + 1]:
             if number > 0:
                 live.add(number)
             else:
                 live.discard(-number)
-        return [block for block in (self.first.blocks[n - 1] for n in sorted(live)) if block.device == self.device_name(device)]
+        mine, sizes = self.device_name(device), self.sizes(rows)
+        held = [number for number in sorted(live) if self.first.blocks[number - 1].device == mine]
+        return [dataclasses.replace(self.first.blocks[n - 1], size=int(sizes[n - 1])) for n in held]
 
     @property
     def start(self) -> int:

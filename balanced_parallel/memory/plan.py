@@ -14,11 +14,12 @@ from ..criterion import DataParallelCriterion
 from ..devices import DeviceLike
 from ..model import DataParallelModel
 from ..precision import Precision
+from ..scattering import split_sizes
 from ..sizes import format_bytes, parse_each
 from ..step import TrainStep
 from .blocks import checkpoint_blocks, find_blocks
-from .choices import SCALARS, Choice, Measured, Option, choice_of, measure, row_of
-from .estimate import read_batch, report_of
+from .choices import SCALARS, Choice, Measured, Option, choice_of, measure, measure_what_decides, row_of
+from .estimate import make_report, read_batch, report_of
 from .kinds import DeviceKind, find_kind
 from .layouts import OptimizerChoice
 from .report import MemoryReport
@@ -28,6 +29,12 @@ __all__: list[str] = []
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 TRACED_DEVICES = 16  # more of them take long
+_TOLD = {
+    "replica": "batch norm uses the statistics of each replica's rows, so the result is not that of the whole batch: "
+    "convert_sync_batchnorm(module) has it use all rows in flight",
+    "micro-batch": "batch norm uses the statistics of each micro-batch, so the result is not that of the whole batch: "
+    "a norm that mixes no rows has none",
+}
 
 
 @dataclass(frozen=True)
@@ -41,6 +48,7 @@ class MemoryPlan:
         fits: whether the first choice does.
         needs: where none fits, what would: the capacity in bytes with one row per device, and the number of devices (None
             where no number would do).
+        dim: the dimension of the rows.
         report: the estimate of the chosen one.
     """
 
@@ -50,6 +58,7 @@ class MemoryPlan:
     choices: tuple[Choice, ...]
     fits: bool
     needs: tuple[int, int | None] | None = None
+    dim: int = 0
     report: MemoryReport | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
@@ -107,8 +116,8 @@ class MemoryPlan:
         devices = list(range(self.devices)) if device_ids is None and torch.accelerator.is_available() else device_ids
         if devices is not None and len(devices) != self.devices:
             raise ValueError(f"device_ids has {len(devices)} devices, expected the {self.devices} that were planned for")
-        model = DataParallelModel(module, devices, split=chosen.split)
-        wrapped = DataParallelCriterion(criterion, weight=weight)
+        model = DataParallelModel(module, devices, dim=self.dim, split=chosen.split)
+        wrapped = DataParallelCriterion(criterion, dim=self.dim, weight=weight)
         choice = OptimizerChoice(functools.partial(optimizer, **defaults), foreach=False)  # torch decides on these devices
         learned = [*model.parameters(), *wrapped.parameters()]
         trained = choice.balanced(model, learned) if chosen.balanced_optimizer else choice(learned)
@@ -140,7 +149,9 @@ class MemoryPlan:
         first = f"{self.batch_size} rows per update on {self.devices} x {self.device_kind} with {shown}\n\n"
         headers = ["", "rows at most x micro-batches", "peak", "reserved", "saved", "recomputed", "traffic", "result", "fits"]
         table = tabulate(map(row_of, self.choices), headers, "simple", disable_numparse=True)
-        return first + table + (f"\n\nnothing fits: {self.advice}" if not self.fits else f"\n\nchosen: {self.chosen.name}")
+        last = f"chosen: {self.chosen.name}" if self.fits else f"nothing fits: {self.advice}"
+        told = _TOLD.get(self.choices[0].statistics or "", "")
+        return "\n\n".join([first + table, *([told] if told else []), last])
 
 
 def plan(
@@ -155,16 +166,17 @@ def plan(
     optimizer: MakeOptimizer = torch.optim.AdamW,
     precision: str = "fp32",
     device_kind: str | None = None,
+    dim: int = 0,
     scalar: int | float | bool | None = None,
 ) -> MemoryPlan:
-    """The cheapest plan for an effective batch that fits, exact ones first.
+    """The cheapest plan for an effective batch that fits, those in the given precision first.
 
     It chooses among micro-batches, the split over unequal devices, :class:`BalancedOptimizer` and torch's checkpointing of the
     module's repeated blocks; if none of these suffices, among the same in bf16, which changes the result. The fewest operations
     come first, then the fewest micro-batches, then the least traffic.
 
     Args:
-        module, criterion, inputs, targets, optimizer, device_kind, scalar: as for :func:`estimate`; of inputs and targets
+        module, criterion, inputs, targets, optimizer, device_kind, dim, scalar: as for :func:`estimate`; of inputs and targets
             only the shapes count, for any number of rows.
         batch_size: rows per update over all devices; it need not divide.
         capacity: of each device, or one per device: bytes, or text such as ``"24GiB"``; ``None`` is the device kind's.
@@ -179,7 +191,7 @@ def plan(
     Precision(precision)
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(f"batch_size={batch_size!r}, expected a positive number of rows per update")
-    arguments, following, rows = read_batch(inputs, targets)
+    arguments, following, rows = read_batch(inputs, targets, dim)
     request = Request(
         module=module,
         criterion=criterion,
@@ -197,11 +209,12 @@ def plan(
         shards=(),
         split=None,
         kind=kind,
+        dim=dim,
         scalar=scalar,
     )
     measured = [Measured(request, option, limits) for option in _options(module, devices, precision, exact=True)]
     plain = measured[0]
-    measure(measured, 2)
+    measure_what_decides(measured, batch_size, plain)
     choices = [each.choose(batch_size, plain) for each in measured]
     if not any(choice.fits for choice in choices) and precision == "fp32":
         measured += [Measured(request, option, limits) for option in _options(module, devices, "bf16", exact=False)]
@@ -218,7 +231,8 @@ def plan(
         choices=tuple(choice for choice, _ in ranked),
         fits=best.fits,
         needs=None if best.fits else _needs(measured, max(limits)),
-        report=_report(how.request, best, batch_size) if best.fits else None,
+        dim=dim,
+        report=_report(how, best, batch_size) if best.fits else None,
     )
 
 
@@ -265,7 +279,12 @@ def _needs(measured: Sequence[Measured], capacity: int) -> tuple[int, int | None
     return lowest(least), count
 
 
-def _report(request: Request, choice: Choice, batch_size: int) -> MemoryReport:
-    count = choice.micro_batches
-    chosen = dataclasses.replace(request, micro_batches=count, split=choice.split)
-    return report_of(chosen, -(-batch_size // count), step=1 if choice.split else request.devices)
+def _report(measured: Measured, choice: Choice, batch_size: int) -> MemoryReport:
+    """From the traces that decided; unequal shares, and less than two rows per device, are traced themselves."""
+    count, devices = choice.micro_batches, measured.request.devices
+    rows = -(-batch_size // count)
+    request = dataclasses.replace(measured.request, micro_batches=count, split=choice.split)
+    if choice.split or rows < 2 * devices:
+        return report_of(request, rows, step=1 if choice.split else devices)
+    lines = measured.lines(count)
+    return make_report(request, rows, lines, [size * devices for size in split_sizes(rows, devices)], lines)

@@ -60,6 +60,7 @@ class Request:
     shards: tuple[str, ...]  # to be sharded one by one, under fsdp
     split: tuple[float, ...] | None
     kind: DeviceKind
+    dim: int = 0  # of the rows
     scalar: int | float | bool | None = None  # what the model finds where it reads a value
 
 
@@ -68,6 +69,7 @@ class Trace:
     """What happened: ``events`` as :class:`Count` has them, the second update from ``marks["second"]`` on."""
 
     rows: int
+    micro_batches: int
     blocks: list[Block]
     events: list[int]
     operators: list[str]
@@ -169,7 +171,7 @@ def _trace(request: Request, rows: int) -> Trace:
     criterion = fake_copy(request.criterion, mode, home)
     checkpoint_blocks(module, request.blocks)
     whole, place = rows * (request.micro_batches // request.batches), host if on_host else home
-    batch = fake_batch((request.inputs, request.targets), whole, request.rows, mode, place)
+    batch = fake_batch((request.inputs, request.targets), whole, request.rows, mode, place, request.dim)
     count = Count(names_of({"": module, "criterion": criterion}), request.scalar, notes=request.kind.scratch)
     choices = cuda_choices(request.kind.fuses) if request.kind.like_cuda else contextlib.nullcontext()
     with undisturbed(), meeting_alone(), devices_that_mix(), rows_of_one_sequence(), choices, mode:
@@ -187,7 +189,8 @@ def _trace(request: Request, rows: int) -> Trace:
             name = str(error).partition("registered for ")[2].partition(". ")[0]
             raise UnknownMemory(f"the operator {name} {_NO_KERNEL}") from error
     events = _ordered(count.events, {call.position for call in count.calls})
-    return Trace(rows, count.blocks, events, count.operators, count.marks, count.flops, count.calls)
+    traced = min(request.micro_batches, TRACED)
+    return Trace(rows, traced, count.blocks, events, count.operators, count.marks, count.flops, count.calls)
 
 
 def _ordered(events: list[int], places: set[int]) -> list[int]:
@@ -215,7 +218,7 @@ def _run(request: Request, count: Count, module: Any, criterion: Any, batch: Any
     for part in (module, criterion):
         if isinstance(part, torch.nn.Module):
             count.see_all([*part.parameters(), *part.buffers()], "parameters")
-    pieces = cut_batch(arguments, targets, [rows] * (request.micro_batches // request.batches), (0, 0))
+    pieces = cut_batch(arguments, targets, [rows] * (request.micro_batches // request.batches), (request.dim, request.dim))
     micro_batches = (pieces * request.batches)[:TRACED]
     with count, contextlib.nullcontext() if request.kind.like_cuda else counting_random_states(count):
         job = _make_job(request, module, criterion)
@@ -240,8 +243,8 @@ def _make_job(request: Request, module: Any, criterion: Any) -> Job:
     if request.layout == "fsdp":
         return layouts.fully_sharded(*common, request.devices, request.shards)
     if request.layout == "torch_data_parallel":
-        return torch_data_parallel(*common, devices)
-    return layouts.replicas(*common, devices, request.balanced, request.split, request.kind.like_cuda)
+        return torch_data_parallel(*common, devices, request.dim)
+    return layouts.replicas(*common, devices, request.balanced, request.split, request.kind.like_cuda, request.dim)
 
 
 def _update(job: Job, count: Count, micro_batches: list[tuple[Arguments, tuple[Any, ...]]], host: torch.device | None) -> None:
