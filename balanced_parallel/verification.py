@@ -132,8 +132,6 @@ def verify(
             cuts = len(wrapped.devices), split.rounds
             criteria = inner, plain.criterion
             reasons = find_reasons(plain.module, plain.output, module, criteria, fresh, targets, wrapped.out_dims, *cuts)
-                plain.module, plain.output, module, (inner, plain.criterion), fresh, targets, wrapped.out_dims, *cuts
-            )
     if not equal and dtype == torch.float64 and worst < 1e-5:
         reasons += ("rounding: the errors are those of float32, to which a part of the model or of the loss seems to cast",)
     return VerificationReport(
