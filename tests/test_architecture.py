@@ -20,6 +20,7 @@ CORRIDOR = [
     "scattering",
     "shares",
     "gathering",
+    "adding",
     "deferral",
     "reduction",
     "ownership",
