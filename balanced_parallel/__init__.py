@@ -17,8 +17,9 @@ batch. A map of the house, in the order in which its rooms build on each other:
     rows          the rows of a batch, counted and cut
     scattering    rows cut over devices                     scatter
     shares        how many rows for which device
+    adding        gradients of the replicas, added up
     deferral      gradients that stay with the replicas
-    reduction     gradients of the replicas, summed in buckets
+    reduction     buckets of gradients, reduced as they come
     ownership     which device owns which elements
     shells        a module's tree, and copies of it
     writes        writes through .data, and of optimizers

@@ -7,10 +7,12 @@ Autograd does not go through this attribute. Between windows it is torch's own a
 
 import threading
 import weakref
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
+
+from .adding import own_gradient
 
 __all__: list[str] = []
 
@@ -29,7 +31,6 @@ class Holder(Protocol):
 
 _holders: weakref.WeakSet[Holder] = weakref.WeakSet()
 _lock = threading.Lock()
-own_gradient: Any = torch.Tensor.grad  # the slot that autograd fills
 
 
 def hold(holder: Holder) -> None:

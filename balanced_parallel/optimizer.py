@@ -14,6 +14,7 @@ from .model import DataParallelModel
 from .ownership import BucketOwners, Piece, Spread, spread_gradient, spread_parameter, unite_parameter
 from .ranks import world_size
 from .replication import Replicas
+from .writes import note_written
 
 __all__: list[str] = []
 
@@ -56,7 +57,10 @@ class BalancedOptimizer(torch.optim.Optimizer):
     ) -> None:
         _refuse_others(optimizer_class)
         self._model = model
+        self._made_of = optimizer_class, defaults
         self._groups = _as_groups(model.parameters() if params is None else params)
+        if not any(group["params"] for group in self._groups):
+            raise ValueError("BalancedOptimizer got an empty parameter list, expected parameters to update")
         self._owners: list[BucketOwners] = []
         self._spread: list[nn.Parameter] = []
         self._ready = False
@@ -76,6 +80,10 @@ class BalancedOptimizer(torch.optim.Optimizer):
         super().__init__(inner.param_groups, inner.defaults)
         self.state = inner.state
         self._ready = True
+
+    def __reduce__(self) -> Any:
+        """A copy belongs to the copy of the model that is made with it. Under torchrun every rank makes one."""
+        return _rebuild, (self._model, *self._made_of, self._groups, self.state_dict())
 
     @property
     def param_groups(self) -> Groups:
@@ -102,6 +110,7 @@ class BalancedOptimizer(torch.optim.Optimizer):
         if self._owners and isinstance(self._model, DataParallelModel):
             for owners in self._owners:
                 owners.publish()
+            note_written(self._spread)  # for other replicas of the same parameters
             self._model.replicas.mark_fresh()
         return loss
 
@@ -114,6 +123,15 @@ class BalancedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """That of the plain optimizer over the same parameters, its tensors on the CPU. Under torchrun every rank calls it."""
+        for prepare in self._optimizer_state_dict_pre_hooks.values():
+            prepare(self)
+        state = self._whole_state()
+        for change in self._optimizer_state_dict_post_hooks.values():
+            changed = change(self, state)
+            state = state if changed is None else changed
+        return state
+
+    def _whole_state(self) -> dict[str, Any]:
         if not isinstance(self._model, DataParallelModel):
             return _consolidated(self._inner)
         number = {id(held): i for i, held in enumerate(held for group in self._inner.param_groups for held in group["params"])}
@@ -132,6 +150,15 @@ class BalancedOptimizer(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes the state of a plain optimizer over the same parameters."""
+        state_dict = dict(state_dict)
+        for change in self._optimizer_load_state_dict_pre_hooks.values():
+            changed = change(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        self._take_state(state_dict)
+        for finish in self._optimizer_load_state_dict_post_hooks.values():
+            finish(self)
+
+    def _take_state(self, state_dict: Mapping[str, Any]) -> None:
         if not isinstance(self._model, DataParallelModel):
             self._inner.load_state_dict(dict(state_dict))
             return
@@ -157,6 +184,8 @@ class BalancedOptimizer(torch.optim.Optimizer):
         replicas = model.replicas
         if replicas.spread:
             raise ValueError("the model has a BalancedOptimizer already, expected one: give it all param groups, or delete it")
+        if any(isinstance(parameter, Spread) for parameter in model.parameters()):
+            raise ValueError("the module's parameters belong to another BalancedOptimizer, expected one: delete it first")
         tree = replicas.prepare(model.module, model.devices)
         given = {id(parameter) for group in self._groups for parameter in group["params"]}
         learned = [parameter for parameter in tree.parameters if parameter.requires_grad]
@@ -186,6 +215,12 @@ class BalancedOptimizer(torch.optim.Optimizer):
             for parameter in self._spread:
                 if isinstance(parameter, Spread):
                     spread_gradient(parameter)
+
+
+def _rebuild(model: nn.Module, optimizer_class: Any, defaults: dict[str, Any], groups: Groups, state: Any) -> BalancedOptimizer:
+    optimizer = BalancedOptimizer(model, optimizer_class, groups, **defaults)
+    optimizer._take_state(state)
+    return optimizer
 
 
 def _give_back(replicas: Replicas, parameters: Sequence[nn.Parameter]) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .deferral import bring_together, discard, own_gradient
-from .reduction import Gradients, accumulate, add_up, move_together
+from .adding import Gradients, accumulate, add_up, move_together, own_gradient
+from .deferral import bring_together, discard
 
 __all__: list[str] = []
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from . import deferral
+from .adding import Gradients, accumulate, add, add_up
 from .streams import SideStreams, Streams, on_streams
 
 __all__: list[str] = []
@@ -17,8 +18,6 @@ __all__: list[str] = []
 BUCKET_BYTES = 25 * 2**20  # as in torch's DistributedDataParallel
 
 FIRST = 2**63  # before anything else that a device's thread of the engine could do: backward runs the highest number first
-
-Gradients = list[Tensor | None]  # one replica's, in the order of a bucket's parameters
 
 
 class Owners(Protocol):
@@ -142,7 +141,7 @@ class Bucket:
         with self._lock:
             for held, fresh in zip(self.held, replicas, strict=False):
                 both = [i for i, gradient in enumerate(fresh) if gradient is not None and held[i] is not None]
-                for i, total in zip(both, _add([held[i] for i in both], [fresh[i] for i in both]), strict=True):
+                for i, total in zip(both, add([held[i] for i in both], [fresh[i] for i in both]), strict=True):
                     held[i] = total
                 for i, gradient in enumerate(fresh):
                     held[i] = gradient if held[i] is None else held[i]
@@ -206,67 +205,3 @@ def make_buckets(parameters: Sequence[nn.Parameter]) -> list[Bucket]:
 
 def _only(gradients: Gradients, chosen: list[bool]) -> Gradients:
     return [gradient if choose else None for gradient, choose in zip(gradients, chosen, strict=True)]
-
-
-def accumulate(leaf: Tensor, gradient: Tensor) -> None:
-    """Adds to ``grad`` as autograd does: in place where that can be."""
-    if leaf.grad is None:
-        leaf.grad = gradient
-    elif _is_dense(leaf.grad) and _is_dense(gradient):
-        leaf.grad += gradient
-    else:
-        leaf.grad = leaf.grad + gradient
-
-
-def add_up(replicas: Sequence[Gradients], device: torch.device, *, own: bool = False) -> Gradients:
-    """The sum over the replicas, in their order, on ``device``; None where no replica has a gradient.
-
-    Args:
-        own: whether nobody else may have what is returned: where only one replica has a gradient, a copy of it. Autograd may
-            have given the same tensor to two parameters.
-    """
-    totals: list[Any] = [None] * len(replicas[0])
-    ours: set[int] = set()  # made here, so that nobody else sees them change
-    theirs: set[int] = set()
-    for gradients in replicas:
-        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        moved = dict(zip(present, move_together([gradients[i] for i in present], device), strict=True))
-        first, again = [i for i in present if totals[i] is None], [i for i in present if i in ours]
-        second = [i for i in present if totals[i] is not None and i not in ours]
-        for i, total in zip(second, _add([totals[i] for i in second], [moved[i] for i in second]), strict=True):
-            totals[i] = total
-        if again and all(_is_dense(tensor) for i in again for tensor in (totals[i], moved[i])):
-            torch._foreach_add_([totals[i] for i in again], [moved[i] for i in again])
-        else:
-            for i in again:
-                totals[i] = totals[i] + moved[i]
-        ours.update(second)
-        for i in first:
-            totals[i] = moved[i]
-            if own and moved[i] is gradients[i]:
-                theirs.add(i)
-    for i in theirs.difference(ours):
-        totals[i] = totals[i].clone()
-    return totals
-
-
-def _add(left: list[Any], right: list[Any]) -> list[Tensor]:
-    """Elementwise sums, in one call for all that are dense. Nothing is overwritten."""
-    if left and all(map(_is_dense, (*left, *right))):
-        return list(torch._foreach_add(left, right))
-    return [one + other for one, other in zip(left, right, strict=True)]
-
-
-def _is_dense(tensor: Any) -> bool:
-    return bool(tensor.layout == torch.strided)
-
-
-def move_together(tensors: list[Any], device: torch.device) -> list[Tensor]:
-    """``tensors``, all on one device and of one dtype, on ``device``: dense ones in a single copy."""
-    if not tensors or tensors[0].device == device:
-        return tensors
-    if len(tensors) == 1 or any(tensor.layout != torch.strided for tensor in tensors):
-        return [tensor.to(device, non_blocking=device.type != "cpu") for tensor in tensors]
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(device, non_blocking=device.type != "cpu")
-    pieces = flat.split([tensor.numel() for tensor in tensors])
-    return [piece.view(tensor.shape) for piece, tensor in zip(pieces, tensors, strict=True)]

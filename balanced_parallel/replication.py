@@ -152,6 +152,8 @@ class Replicas:
         """Says that every copy has been given the values that the parameters have now."""
         assert self.tree is not None
         self._states = _states(self.tree.parameters)
+        if self._writes is not None:
+            self._writes.take()
 
     def make_buckets(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
         """Gradients of each group are reduced on their own."""
@@ -209,7 +211,7 @@ class Replicas:
             for device, tensors in self.copies.items():
                 _copy_into(tensors, tree.parameters, changed, device)
                 _copy_into(tensors, tree.parameters, unrecorded, device, recorded=False)
-            for parameter in (tree.parameters[i] for i in changed if states[i][0] != before[i][0]):
+            for parameter in (tree.parameters[i] for i in changed if self.spread and states[i][0] != before[i][0]):
                 repoint(parameter, {device: tensors[tree.place[id(parameter)]] for device, tensors in self.copies.items()})
             self._states = states
         for device in devices[1:]:

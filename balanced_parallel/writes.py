@@ -8,7 +8,7 @@ reads it. Forward, backward, clipping, optimizers and ``state_dict()`` never do.
 
 import functools
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -51,11 +51,11 @@ class Writes:
             alive = [known for known in self._noted.get(place, ()) if known() is not None]
             self._noted[place] = [*alive, weakref.ref(alias)]
 
-    def note_step(self, parameters: Sequence[Tensor]) -> None:
-        """Notes the step of an optimizer, which leaves out the parameters that have no gradient."""
+    def note_all(self, parameters: Iterable[Tensor], *, with_gradients: bool) -> None:
+        """Notes several parameters, or those of them that have a gradient, which are all that an optimizer steps."""
         for identity in self._places.keys() & map(id, parameters):
             place = self._places[identity]
-            if self._parameters[place].grad is not None:
+            if not with_gradients or self._parameters[place].grad is not None:
                 self._noted.setdefault(place, [])
 
 
@@ -80,11 +80,16 @@ def _note(parameter: Tensor, alias: Tensor) -> None:
             writes.note(parameter, alias)
 
 
-def _note_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+def note_written(parameters: Iterable[Tensor], *, with_gradients: bool = False) -> None:
+    """Has every replica of the parameters refreshed."""
     for listener in tuple(_listening):
         if (writes := listener()) is not None:
-            for group in optimizer.__dict__.get("param_groups", ()):  # a BalancedOptimizer has those of another, stepped before
-                writes.note_step(group["params"])
+            writes.note_all(parameters, with_gradients=with_gradients)
+
+
+def _note_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+    for group in optimizer.__dict__.get("param_groups", ()):  # a BalancedOptimizer has those of another, stepped before
+        note_written(group["params"], with_gradients=True)
 
 
 @functools.cache

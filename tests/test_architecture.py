@@ -25,6 +25,7 @@ CORRIDOR = [
     "rows",
     "scattering",
     "shares",
+    "adding",
     "deferral",
     "reduction",
     "ownership",

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..adding import own_gradient
 from ..criterion import DataParallelCriterion
-from ..deferral import own_gradient
 from ..marks import Arguments
 from ..model import DataParallelModel
 from ..optimizer import BalancedOptimizer
