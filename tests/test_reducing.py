@@ -333,3 +333,72 @@ def check_sparse(rank):
 
 def test_sparse_gradients_of_ranks_that_have_none():
     assert run_ranks(3, check_sparse) == [True] * 3
+
+
+def quantize(state, bucket):
+    """Rounds a whole bucket to 7 bits, by its largest entry."""
+    buffer = bucket.buffer()
+    unit = buffer.abs().max() / 127
+    buffer.copy_((buffer / unit).round() * unit if unit else buffer)
+    return torch.distributed.all_reduce(buffer, async_op=True).get_future().then(lambda future: future.value()[0] / 2)
+
+
+def check_bucketwise(rank):
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(600, 4, dtype=torch.float64), class_targets(600)
+    mine = slice(0, 200) if rank == 0 else slice(200, None)
+    for way in ["step", "criterion"]:
+        plain, (model, update) = Chosen(), make_update(way, Chosen(), nn.CrossEntropyLoss())
+        model.register_comm_hook(None, quantize)
+        loss = nn.functional.cross_entropy(plain(inputs), targets)
+        loss.backward()
+        for _ in range(3):
+            torch.testing.assert_close(update(inputs[mine], targets[mine]), loss.detach(), rtol=1e-10, atol=1e-10)
+            largest = max(gradient.abs().max() for gradient in gradients(plain) if gradient is not None)
+            assert_same_gradients(gradients(model.module), gradients(plain), 0.02 * largest.item())
+    return True
+
+
+def test_a_hook_that_compresses_whole_buckets_finds_gradients_alone_in_them():
+    assert run_ranks(2, check_bucketwise) == [True, True]
+
+
+def check_batched(rank):
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook
+
+    model, _ = parallelize(Chosen(), nn.CrossEntropyLoss())
+    with pytest.warns(UserWarning, match="torch raises an AssertionError without a message.*use powerSGD_hook"):
+        model.register_comm_hook(PowerSGDState(None), batched_powerSGD_hook)
+    return True
+
+
+def test_a_hook_that_torch_cannot_run_is_named():
+    assert run_ranks(2, check_batched) == [True, True]
+
+
+class Layouts(nn.Module):
+    """Convolutions of several layouts and dtypes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        kinds = [(torch.channels_last, torch.half), (torch.contiguous_format, torch.half), (torch.channels_last, torch.float)]
+        self.layers = nn.ModuleList(nn.Conv2d(4, 4, 2).to(memory_format=layout, dtype=dtype) for layout, dtype in kinds)
+
+    def forward(self, inputs):
+        for layer in self.layers:
+            inputs = layer(inputs.to(layer.weight.dtype))
+        return inputs.float()
+
+
+def check_strides(rank):
+    for way in WAYS:
+        model, update = make_update(way, Layouts(), nn.MSELoss())
+        for _ in range(3):
+            update(torch.randn(4 * rank, 4, 5, 5), torch.randn(4 * rank, 4, 2, 2))
+            assert all(parameter.grad.stride() == parameter.stride() for parameter in model.parameters())
+    return True
+
+
+def test_gradients_have_the_strides_of_their_parameters():
+    assert run_ranks(2, check_strides) == [True, True]

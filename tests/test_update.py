@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -92,14 +93,21 @@ def run():
         ranks.__exit__()
 
 
-def check_shared(rank, ranks, precision, is_outside):
-    """Loss and gradients of a window, where the head is in the optimizer, and where it is not."""
+def check_shared(rank, ranks, precision, given):
+    """Loss and gradients of a window, where the head is in the optimizer, where it is not, and where it is given twice."""
     torch.set_default_dtype(torch.float32 if precision == "fp16" else torch.float64)
     loss, expected = shared_gradients()
     net, head = make_shared()
     model, criterion = parallelize(net, head, CPUS if ranks == 1 else None, weight=counted)
-    optimized = learned(net.first) if is_outside else learned(net, head)
-    step = TrainStep(model, criterion, torch.optim.SGD(optimized, lr=0.0), micro_batch_size=2, precision=precision)
+    optimized = {
+        "once": learned(net, head),
+        "outside": learned(net.first),
+        "twice": [*net.parameters(), *head.parameters()],  # torch warns
+    }
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "optimizer contains a parameter group with duplicate parameters")
+        optimizer = torch.optim.SGD(optimized[given], lr=0.0)
+    step = TrainStep(model, criterion, optimizer, micro_batch_size=2, precision=precision)
     inputs, targets = shared_batch()
     mine = slice(None) if ranks == 1 else slice(sum(SIZES[:rank]), sum(SIZES[: rank + 1]))
     for _ in range(3):
@@ -109,11 +117,11 @@ def check_shared(rank, ranks, precision, is_outside):
     return True
 
 
-@pytest.mark.parametrize("is_outside", [False, True])
+@pytest.mark.parametrize("given", ["once", "outside", "twice"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_parameter_of_model_and_criterion_is_divided_once(ranks, precision, is_outside, run):
-    run(ranks, check_shared, precision, is_outside)
+def test_a_parameter_of_model_and_criterion_is_divided_once(ranks, precision, given, run):
+    run(ranks, check_shared, precision, given)
 
 
 def check_added_group(rank, ranks, precision):

@@ -109,7 +109,9 @@ class Completion:
             self._mine[absent] = 0
         self._has_absent = bool(absent)
         self.totals.grad = None
-        torch.autograd.backward([self.totals], [self._mine.to(self.totals)])
+        # a hook that compresses whole buckets would lose the gradients beside numbers as large as these
+        given = torch.zeros_like(self.totals) if self.has_hook else self._mine.to(self.totals)
+        torch.autograd.backward([self.totals], [given])
         while awaited := self._awaited():
             self._left_out.update(awaited)
             torch.autograd.backward([self._zero_leading_to(awaited)])

@@ -1,6 +1,7 @@
 """``DistributedModel``: torch's ``DistributedDataParallel``, with the list of outputs that the replicas of one process give."""
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -121,6 +122,12 @@ class DistributedModel(DistributedDataParallel):
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         super().register_comm_hook(state, hook)
         self.completion.has_hook = True
+        if getattr(hook, "__name__", "") == "batched_powerSGD_hook":
+            warnings.warn(
+                "batched_powerSGD_hook was given: torch raises an AssertionError without a message where it begins to compress, "
+                "from step start_powerSGD_iter on (https://github.com/pytorch/pytorch/pull/75157); use powerSGD_hook",
+                stacklevel=2,
+            )
 
 
 class _Skipped(nn.Module):
