@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import importlib
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from test_memory import VOCABULARY, conv_net, tokens
 from torch import nn
 
 from balanced_parallel import convert_sync_batchnorm, memory, simulate
-from balanced_parallel.memory import MemoryPlan
+from balanced_parallel.memory import MemoryPlan, choices
 from balanced_parallel.memory.blocks import Checkpointed
 
 
@@ -25,6 +26,7 @@ class LanguageModel(nn.Module):
         return self.output(self.layers(self.embedding(tokens))).transpose(1, 2)
 
 
+estimating = importlib.import_module("balanced_parallel.memory.estimate")  # whose name is that of the function
 KINDS = {"device_kind": "sim", "optimizer": torch.optim.AdamW}
 
 
@@ -112,9 +114,29 @@ def test_the_cheapest_exact_plan_comes_first():
     assert {"replicas", "BalancedOptimizer"} <= set(names)
     costs = [choice.cost for choice in plenty.choices if choice.fits]
     assert costs == sorted(costs)
-    checkpointed = next(choice for choice in plenty.choices if choice.checkpoint)
-    assert 0 < checkpointed.recomputed < 0.5
-    assert checkpointed.saved > 0
+    assert plenty.untried == (
+        "checkpointed blocks",
+        "BalancedOptimizer, checkpointed blocks",
+        "bf16",
+        "BalancedOptimizer, bf16",
+        "checkpointed blocks, bf16",
+        "BalancedOptimizer, checkpointed blocks, bf16",
+    )
+    assert "not tried, because less fits: checkpointed blocks; BalancedOptimizer, checkpointed blocks; bf16" in str(plenty)
+
+
+def test_what_the_first_traces_decide_needs_no_others(monkeypatch):
+    traced = []
+    run = choices.run_traces
+    monkeypatch.setattr(choices, "run_traces", lambda jobs: traced.extend(jobs) or run(jobs))
+    monkeypatch.setattr(estimating, "run_traces", None)  # the report needs none
+    assert make_plan("1GiB", 2, 24).report is not None
+    assert len(traced) == 4  # two options with two numbers of rows, of one micro-batch each
+    assert {request.micro_batches for request, _ in traced} == {1}
+    traced.clear()
+    assert make_plan("1500KiB", 3, 60).chosen.micro_batches > 1
+    assert [request.micro_batches for request, _ in traced].count(1) <= 4
+    assert not any(request.blocks for request, _ in traced)
 
 
 def test_checkpointing_is_applied_where_nothing_less_fits():
@@ -122,6 +144,8 @@ def test_checkpointing_is_applied_where_nothing_less_fits():
     assert plan.fits
     assert plan.chosen.checkpoint == ("layers.0", "layers.1")
     assert not plan.choices[1].fits
+    assert 0 < plan.chosen.recomputed < 0.5
+    assert plan.chosen.saved > 0
     with simulate(1, plan.capacity[0]):
         net = LanguageModel()
         plan.apply(net, nn.CrossEntropyLoss(), optimizer=torch.optim.SGD, lr=0.1)[3](*batch(6))

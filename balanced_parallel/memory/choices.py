@@ -221,15 +221,15 @@ class Measured:
 
 
 def measure_what_decides(options: Sequence[Measured], batch_size: int, plain: Measured) -> None:
-    """Traces each option for one micro-batch per update, where the batch may fit at once, and for several only where it does
-    not. Of unequal devices the rows depend on the traces, so that several come first."""
-    if len(set(plain.capacity)) > 1:
+    """Traces each of ``options`` for one micro-batch per update, where the batch may fit at once, and for several only where it
+    does not. Of unequal devices the rows depend on the traces, so that several come first; and where plain replicas, which
+    are not among ``options``, do not fit, the whole batch hardly will."""
+    if len(set(plain.capacity)) > 1 or plain not in options:
         measure(options, 2)
         return
-    share = -(-batch_size // plain.request.devices)
     plain.lines(1)
-    likely = plain.may_fit_at_once(share, 1)
-    measure([each for each in options if each is not plain and (likely or each.option.blocks)], 1)
+    if plain.may_fit_at_once(-(-batch_size // plain.request.devices), 1):
+        measure([each for each in options if each is not plain], 1)
     measure([each for each in options if not each.is_measured(1) or not each.fits_at_once(batch_size)], 2)
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,17 +18,17 @@ from ..scattering import split_sizes
 from ..sizes import format_bytes, parse_each
 from ..step import TrainStep
 from .blocks import checkpoint_blocks, find_blocks
-from .choices import SCALARS, Choice, Measured, Option, choice_of, measure, measure_what_decides, row_of
+from .choices import Choice, Measured, Option, choice_of, measure_what_decides, row_of
 from .estimate import make_report, read_batch, report_of
 from .kinds import DeviceKind, find_kind
 from .layouts import OptimizerChoice
+from .needs import what_would_fit
 from .report import MemoryReport
 from .tracing import Request
 
 __all__: list[str] = []
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
-TRACED_DEVICES = 16  # more of them take long
 _TOLD = {
     "replica": "batch norm uses the statistics of each replica's rows, so the result is not that of the whole batch: "
     "convert_sync_batchnorm(module) has it use all rows in flight",
@@ -49,6 +49,7 @@ class MemoryPlan:
         needs: where none fits, what would: the capacity in bytes with one row per device, and the number of devices (None
             where no number would do).
         dim: the dimension of the rows.
+        untried: what was not traced, because it costs more operations, or changes the result, and less fits.
         report: the estimate of the chosen one.
     """
 
@@ -59,6 +60,7 @@ class MemoryPlan:
     fits: bool
     needs: tuple[int, int | None] | None = None
     dim: int = 0
+    untried: tuple[str, ...] = ()
     report: MemoryReport | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
@@ -142,7 +144,10 @@ class MemoryPlan:
         values: dict[str, Any] = json.loads(text)
         choices = tuple(choice_of(choice) for choice in values.pop("choices"))
         needs = None if values["needs"] is None else tuple(values["needs"])
-        return cls(**values | {"choices": choices, "capacity": tuple(values["capacity"]), "needs": needs})
+        return cls(
+            **values
+            | {"choices": choices, "capacity": tuple(values["capacity"]), "needs": needs, "untried": tuple(values["untried"])}
+        )
 
     def __str__(self) -> str:
         shown = ", ".join(map(format_bytes, dict.fromkeys(self.capacity)))
@@ -151,7 +156,8 @@ class MemoryPlan:
         table = tabulate(map(row_of, self.choices), headers, "simple", disable_numparse=True)
         last = f"chosen: {self.chosen.name}" if self.fits else f"nothing fits: {self.advice}"
         told = _TOLD.get(self.choices[0].statistics or "", "")
-        return "\n\n".join([first + table, *([told] if told else []), last])
+        untried = f"not tried, because less fits: {'; '.join(self.untried)}" if self.untried else ""
+        return "\n\n".join([first + table, *filter(None, [told, untried]), last])
 
 
 def plan(
@@ -212,14 +218,15 @@ def plan(
         dim=dim,
         scalar=scalar,
     )
-    measured = [Measured(request, option, limits) for option in _options(module, devices, precision, exact=True)]
-    plain = measured[0]
-    measure_what_decides(measured, batch_size, plain)
-    choices = [each.choose(batch_size, plain) for each in measured]
-    if not any(choice.fits for choice in choices) and precision == "fp32":
-        measured += [Measured(request, option, limits) for option in _options(module, devices, "bf16", exact=False)]
-        measure(measured[len(choices) :], 2)
-        choices += [each.choose(batch_size, plain) for each in measured[len(choices) :]]
+    stages = list(_stages(module, devices, precision))
+    measured: list[Measured] = []
+    choices: list[Choice] = []
+    while stages and not any(choice.fits for choice in choices):
+        some = [Measured(request, option, limits) for option in stages.pop(0)]
+        measured += some
+        plain = measured[0]
+        measure_what_decides(some, batch_size, plain)
+        choices += [each.choose(batch_size, plain) for each in some]
     whole = max(plain.lines(1).peak(i, -(-batch_size // devices) * devices) for i in range(devices))
     choices = [dataclasses.replace(choice, saved=whole - max(choice.peak)) for choice in choices]
     ranked = sorted(zip(choices, measured, strict=True), key=lambda pair: (not pair[0].fits, pair[0].cost))
@@ -230,8 +237,9 @@ def plan(
         device_kind=kind.name,
         choices=tuple(choice for choice, _ in ranked),
         fits=best.fits,
-        needs=None if best.fits else _needs(measured, max(limits)),
+        needs=None if best.fits else what_would_fit(measured, max(limits)),
         dim=dim,
+        untried=tuple(option.name for stage in stages for option in stage),
         report=_report(how, best, batch_size) if best.fits else None,
     )
 
@@ -246,37 +254,14 @@ def _capacities(capacity: int | str | Sequence[int | str] | None, devices: int, 
     return parse_each(capacity, devices)
 
 
-def _options(module: torch.nn.Module, devices: int, precision: str, *, exact: bool) -> list[Option]:
-    blocks = find_blocks(module)
+def _stages(module: torch.nn.Module, devices: int, precision: str) -> Iterator[list[Option]]:
+    """The options, the cheapest first: each stage costs more operations, or changes the result, so that it is traced only where
+    nothing in the stages before fits."""
     spread_state = [False, True] if devices > 1 else [False]
-    kept: list[tuple[str, ...]] = [(), blocks] if blocks else [()]
-    return [Option(balanced, names, precision, not exact) for names in kept for balanced in spread_state]
-
-
-def _needs(measured: Sequence[Measured], capacity: int) -> tuple[int, int | None]:
-    """The capacity at which one row per device fits, and the number of devices at which it fits this one: what is spread falls
-    with their number, ``fixed + spread / n``. Up to 16 that is traced, and the neighbours tried."""
-
-    def lowest(each: Measured) -> int:
-        return max(each.reserved(i, 1, 2) or 0 for i in range(each.request.devices)) + SCALARS
-
-    least = min(measured, key=lowest)
-    balanced = dataclasses.replace(least.option, balanced=True)
-
-    @functools.cache
-    def lowest_of(count: int) -> int:
-        return lowest(Measured(dataclasses.replace(least.request, devices=count), balanced, (capacity,) * count))
-
-    share = (lowest_of(2) - lowest_of(4)) * 4  # of 1 / n, which falls from 1 / 2 to 1 / 4
-    room = capacity - (lowest_of(4) - share // 4)
-    if room <= 0 or share <= 0:
-        return lowest(least), None
-    count = max(least.request.devices + 1, -(-share // room))
-    while count < TRACED_DEVICES and lowest_of(count) > capacity:
-        count += 1
-    while least.request.devices + 1 < count <= TRACED_DEVICES and lowest_of(count - 1) <= capacity:
-        count -= 1
-    return lowest(least), count
+    blocks = find_blocks(module)
+    for used in dict.fromkeys((precision, "bf16" if precision == "fp32" else precision)):
+        for names in ((), blocks) if blocks else ((),):
+            yield [Option(balanced, names, used, used != precision) for balanced in spread_state]
 
 
 def _report(measured: Measured, choice: Choice, batch_size: int) -> MemoryReport:
