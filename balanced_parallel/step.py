@@ -43,6 +43,9 @@ class TrainStep:
     Under torchrun each rank passes its own rows, which may be fewer than another rank's, or none; every rank makes the same
     sequence of ``step(...)`` or ``apply()`` calls, and gradients are reduced once per update.
 
+    A step that failed before its update can be repeated, with the result that it would have had. Under torchrun, a backward
+    that fails while gradients are reduced raises on every rank.
+
     A window without a single counted target (on any rank) changes nothing: no update, no step of the scheduler or the
     scaler; its loss is nan, and a warning says so.
 
