@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from . import nesting, provenance
-from .devices import DeviceLike, move, resolve_device
+from .devices import DeviceLike, move, resolve_device, visible_devices
 from .dims import Dims, leaf_dims
 from .ranks import gather_objects, gather_rows, world_size
 
@@ -23,7 +23,8 @@ def gather(outputs: Sequence[Any], device: DeviceLike | None = None, dim: int | 
     Tensors are concatenated along ``dim``, 0-dim tensors stacked; lists of plain values are concatenated, a plain value per
     replica becomes a list of them, ``None`` stays ``None``. Tuples, named tuples, lists, mappings and dataclasses keep their
     type. Gradients flow back to every piece. Where a process group with several ranks is running, the pieces of all ranks
-    are gathered, in the order of the ranks, on every rank: each rank must call it. Sizes may differ, nothing is padded.
+    are gathered, in the order of the ranks, on every rank: each rank must call it. Sizes may differ, nothing is padded; a rank
+    without rows passes an empty list.
 
     Args:
         outputs: one entry per replica, as :class:`DataParallelModel` returns.
@@ -45,11 +46,13 @@ def gather(outputs: Sequence[Any], device: DeviceLike | None = None, dim: int | 
             f"gather was given {nesting.describe(outputs)}, expected a list with one output per replica; "
             "for the output of a single one write gather([output])"
         )
-    if not outputs:
+    if not outputs and world_size() == 1:
         raise ValueError("gather was given no outputs, expected at least one")
     dims = provenance.dims_of(outputs) if dim is None else dim
-    whole = join(outputs, device, dims)
-    return _gather_ranks(whole, list(leaf_dims(whole, dims, 0))) if world_size() > 1 else whole
+    mine = [join(outputs, device, dims)] if outputs else []
+    if world_size() == 1:
+        return mine[0]
+    return _gather_ranks(mine, dims, visible_devices()[0] if device is None else resolve_device(device))
 
 
 def join(outputs: Sequence[Any], device: DeviceLike | None, dims: Dims) -> Any:
@@ -105,32 +108,60 @@ def _layout(tensor: torch.Tensor, dim: int) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _gather_ranks(whole: Any, dims: list[int | None]) -> Any:
-    """``whole`` with its rows of every rank. One exchange of layouts (and of plain values) first, then a tensor at a time."""
-    mine = [(place, _header(leaf, dim)) for (place, leaf), dim in zip(nesting.leaves(whole, "output"), dims, strict=True)]
-    everyone = gather_objects(mine)
-    for rank, other in enumerate(everyone):
-        if [(place, header[:2]) for place, header in other] != [(place, header[:2]) for place, header in everyone[0]]:
-            raise ValueError(
-                f"the ranks' outputs differ: {everyone[0]} on rank 0, {other} on rank {rank}; expected the same layout"
-            )
-    columns = iter([[other[index][1][2] for other in everyone] for index in range(len(mine))])
-    of_leaf = iter(dims)
+class _Header(nesting.Leaf):
+    """A leaf of one rank's outputs, as the other ranks are told of it before its rows are sent."""
 
-    def join_ranks(leaf: Any) -> Any:
-        parts, dim = next(columns), next(of_leaf)
+    def __init__(self, leaf: Any, dim: int | None) -> None:
+        self.kind: Any = leaf.dtype if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+        self.dim = dim if not isinstance(leaf, torch.Tensor) or leaf.dim() > 1 or dim is None else 0
+        self.layout = _layout(leaf, len(leaf.shape) if self.dim is None else self.dim) if isinstance(leaf, torch.Tensor) else ()
+        # what may differ: the rows of a tensor, the values of a list
+        self.rows: Any = leaf
         if isinstance(leaf, torch.Tensor):
-            return leaf if dim is None else gather_rows(leaf, parts, dim if leaf.dim() > 1 else 0)
-        return None if leaf is None else type(leaf)(entry for part in parts for entry in part)
+            self.rows = 0 if self.dim is None else leaf.size(self.dim)
 
-    return nesting.map_leaves(join_ranks, whole)
+    def __repr__(self) -> str:
+        return f"{self.kind} {self.layout}"
+
+    def nothing(self, device: torch.device) -> Any:
+        """A leaf like it without rows."""
+        if isinstance(self.kind, torch.dtype) and self.dim is None:
+            raise ValueError(
+                f"{self} is the same in each replica, and a rank without outputs has none: leave it out of the outputs"
+            )
+        if isinstance(self.kind, torch.dtype):
+            return torch.empty([max(size, 0) for size in self.layout], dtype=self.kind, device=device)
+        return None if self.rows is None else type(self.rows)()
 
 
-def _header(leaf: Any, dim: int | None) -> tuple[Any, ...]:
-    """What must be alike on every rank, and what may differ: the rows of a tensor, the values of a list."""
-    if isinstance(leaf, torch.Tensor):
-        if dim is None:
-            return tuple(leaf.shape), str(leaf.dtype), None
-        dim = dim if leaf.dim() > 1 else 0
-        return _layout(leaf, dim), str(leaf.dtype), leaf.size(dim)
-    return type(leaf).__name__, "", leaf
+def _gather_ranks(mine: list[Any], dims: Dims, device: torch.device) -> Any:
+    """The rows of every rank. One exchange of layouts (and of plain values) first, then a tensor at a time.
+
+    Args:
+        mine: the whole of this rank; empty where it has no outputs.
+        dims: of the rows.
+        device: where a rank without outputs has those of the others.
+    """
+    of_leaf = (dim for whole in mine for dim in leaf_dims(whole, dims, 0))
+    everyone = gather_objects([nesting.map_leaves(lambda leaf: _Header(leaf, next(of_leaf)), whole) for whole in mine])
+    known = [headers for rank in everyone for headers in rank]
+    if not known:
+        raise ValueError("gather was given no outputs on any rank, expected at least one")
+    first = list(nesting.leaves(known[0], "output"))
+    columns: list[list[Any]] = []
+    for rank, headers in enumerate(everyone):
+        theirs = list(nesting.leaves(headers[0], "output")) if headers else first
+        if [(place, str(header)) for place, header in theirs] != [(place, str(header)) for place, header in first]:
+            raise ValueError(f"the ranks' outputs differ: {first} on rank 0, {theirs} on rank {rank}; expected the same layout")
+        columns.append([header.rows if headers else header.nothing(device) for _, header in theirs])
+    parts = zip(*columns, strict=True)
+
+    def join_ranks(leaf: Any, header: _Header, rows: tuple[Any, ...]) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            sizes = [0 if isinstance(size, torch.Tensor) else size for size in rows]
+            return leaf if header.dim is None else gather_rows(leaf, sizes, header.dim)
+        return None if leaf is None else type(leaf)(entry for part in rows for entry in part)
+
+    whole = mine[0] if mine else nesting.map_leaves(lambda header: header.nothing(device), known[0])
+    headers = iter(first)
+    return nesting.map_leaves(lambda leaf: join_ranks(leaf, next(headers)[1], next(parts)), whole)

@@ -11,6 +11,7 @@ from ranks import run_ranks
 from balanced_parallel import (
     DataParallelCriterion,
     DataParallelModel,
+    PerReplica,
     TrainStep,
     gather,
     parallelize,
@@ -243,6 +244,13 @@ def check_gather(rank):
     torch.testing.assert_close(mine.grad, 3 * 3 * mine.detach() ** 2)
     with pytest.raises(ValueError, match="on rank 0"):
         gather([torch.zeros(2, 3 + rank)])
+    without = gather([] if rank == 1 else [{"x": mine.detach(), "names": names, "none": None}])
+    assert torch.equal(without["x"], whole), without
+    assert without["names"] == result["names"]
+    time_major = PerReplica([] if rank == 1 else [mine.detach().t()], [] if rank == 1 else [sizes[rank]], 1)
+    assert torch.equal(time_major.gather(), whole.t())
+    with pytest.raises(ValueError, match="no outputs on any rank"):
+        gather([])
     mean = weighted_mean([torch.tensor(float("nan") if rank == 1 else rank + 1.0)], [[2, 0, 1][rank]])
     torch.testing.assert_close(mean, torch.tensor(5.0 / 3))
     return True
