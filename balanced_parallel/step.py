@@ -27,7 +27,7 @@ from .rows import count_rows
 from .scattering import split_sizes
 from .step_settings import check_step
 from .terms import Terms
-from .update import Optimizers, Schedulers, Update, each_optimizer, each_scheduler
+from .update import Optimizers, Schedulers, Update, each_optimizer, each_scheduler, trained_tensors
 from .weighting import Weight
 
 __all__: list[str] = []
@@ -88,8 +88,7 @@ class TrainStep:
         self.scheduler = scheduler
         self._ranks = None if isinstance(model, DataParallelModel) else model
         self._replicas = [model.replicas, criterion.replicas] if isinstance(model, DataParallelModel) else [criterion.replicas]
-        named = nn.ModuleDict({"model": cast(nn.Module, model), "criterion": criterion}).named_parameters()
-        self._trained = {name.replace(".module", "", 1): parameter for name, parameter in named}  # each once
+        self._trained = trained_tensors(cast(nn.Module, model), criterion)
         dtypes = {parameter.dtype for parameter in self._trained.values()}
         self._has_half = torch.float16 in dtypes
         self._dtype = torch.float64 if torch.float64 in dtypes else torch.float32

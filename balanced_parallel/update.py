@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
@@ -20,6 +20,13 @@ _Kind = TypeVar("_Kind")
 
 Optimizers = Optimizer | Sequence[Optimizer]
 Schedulers = LRScheduler | Sequence[LRScheduler]
+
+
+def trained_tensors(model: nn.Module, criterion: nn.Module) -> dict[str, Tensor]:
+    """The parameters of both by name, each once, and the buffers that require a gradient."""
+    both = nn.ModuleDict({"model": model, "criterion": criterion})
+    learning = [(name, buffer) for name, buffer in both.named_buffers() if buffer.requires_grad]
+    return {name.replace(".module", "", 1): tensor for name, tensor in (*both.named_parameters(), *learning)}
 
 
 class Update:

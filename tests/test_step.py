@@ -316,3 +316,27 @@ def test_a_scaler_only_where_it_belongs():
     step = make_step(build_net(), precision=Precision("fp16", scaler))
     step(torch.randn(4, 4), class_targets(4))
     assert step.precision.scaler is scaler
+
+
+class Prompted(torch.nn.Module):
+    """A buffer that learns, which no optimizer has."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = build_net()
+        self.register_buffer("prompt", torch.ones(4).requires_grad_())
+
+    def forward(self, x):
+        return self.net(x * self.prompt)
+
+
+def test_the_gradient_of_a_buffer_is_that_of_the_window(double):
+    module, x, target = Prompted(), torch.randn(11, 4), class_targets(11, 3)
+    F.cross_entropy(module(x), target).backward()
+    expected, module.prompt.grad = module.prompt.grad.clone(), None
+    step = make_step(
+        module, nn.CrossEntropyLoss(torch.ones(5)), torch.optim.SGD(module.net.parameters(), lr=0.0), micro_batch_size=2
+    )
+    for _ in range(2):
+        step(x, target)
+        torch.testing.assert_close(module.prompt.grad, expected)
