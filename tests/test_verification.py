@@ -367,6 +367,13 @@ def test_reasons_for_rows_in_dimension_1():
     assert reason.startswith("the loss is a sum")
 
 
+def test_the_first_difference_of_rows_in_dimension_1():
+    net, inputs, targets = time_major()
+    net.output = nn.Sequential(nn.Dropout(0.5), net.output)
+    report = verify(net, flat_loss, inputs, targets, device_ids=CPUS, dim=1)
+    assert report.first_difference.startswith("output.0 (Dropout): relative error")
+
+
 def test_a_criterion_that_refuses_its_parts_is_no_reason():
     def picky(output, target):
         if len(output) < 3:
