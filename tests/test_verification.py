@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from problems import build_net, class_targets
 from torch import nn
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, convert_sync_batchnorm, verify
+from balanced_parallel import DataParallelCriterion, DataParallelModel, Rows, Whole, convert_sync_batchnorm, verify
 from balanced_parallel.diagnosis import _random_layers
 from balanced_parallel.partition import scalar_of
 from balanced_parallel.recording import relative_error
@@ -426,3 +426,44 @@ def test_the_table_has_the_ten_largest_differences():
     assert sum("<-" in line for line in lines) == 1 + 10  # the loss, and ten gradients
     assert "... and 10 more" in lines
     assert len(report.gradient_errors) == 20
+
+
+class OfClips(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = build_net()
+
+    def forward(self, clips, scale):
+        return torch.stack([self.net(clip).mean(0) * scale for clip in clips])
+
+
+def two_means(output, target):
+    some = target.sum(1) > 2.5
+    return {"all": F.mse_loss(output, target), "some": output[some].pow(2).sum() / some.sum().clamp(min=1)}
+
+
+def counts(output, target):
+    return {"all": len(target), "some": (target.sum(1) > 2.5).sum()}
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 2])
+def test_settings_of_the_wrappers_are_those_of_the_split_program(double, micro_batch_size):
+    x, target, clips = torch.randn(11, 4), torch.rand(11, 5), [torch.randn(length, 4) for length in range(1, 12)]
+    several = DataParallelCriterion(two_means, weight=counts, minimum=1)
+    assert verify(DataParallelModel(build_net(), CPUS), several, x, target, micro_batch_size=micro_batch_size).equal
+    whole = DataParallelModel(OfClips(), CPUS, in_dims={"scale": None})
+    for model, scale in ((whole, torch.rand(5)), (DataParallelModel(OfClips(), CPUS), Whole(torch.rand(5)))):
+        report = verify(model, nn.MSELoss(), (Rows(clips), scale), target, micro_batch_size=micro_batch_size)
+        assert report.equal, report
+
+    def flat_loss(output, target):
+        return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    x, target = torch.randn(5, 11, 4), torch.randint(5, (5, 11))
+    said = DataParallelCriterion(flat_loss, in_dims=(1, 1), weight="rows")
+    for model, criterion in (
+        (DataParallelModel(build_net(), CPUS, dim=1), flat_loss),
+        (DataParallelModel(build_net(), CPUS, in_dims=1, out_dims=1), said),
+    ):
+        report = verify(model, criterion, x, target, micro_batch_size=micro_batch_size)
+        assert report.equal, report
