@@ -85,30 +85,21 @@ def mark(arguments: Arguments, dims: Dims, function: Callable[..., Any], *, firs
     """
     if dims is None:
         return arguments
+    count = first + len(arguments.inputs)
     of_place: dict[int | str, Dims] = {}
     if isinstance(dims, int):
-        of_place = dict.fromkeys([*range(first, first + len(arguments.inputs)), *arguments.kwargs], dims)
+        of_place = dict.fromkeys([*range(first, count), *arguments.kwargs], dims)
     elif isinstance(dims, Mapping):
-        names = _positional_names(function) if any(isinstance(key, str) for key in dims) else None
+        names = _names(function)
         for key, of_argument in dims.items():
-            if names is None or key in arguments.kwargs or not isinstance(key, str):
-                of_place[key] = of_argument
-            elif key in names:
-                of_place[names.index(key) - unnamed] = of_argument
-            else:
-                raise ValueError(f"the dimensions name {key!r}, expected one of the arguments {', '.join(names)}")
-    elif len(dims) > first + len(arguments.inputs):
+            of_place[_place_of(key, names, unnamed, count, arguments.kwargs)] = of_argument
+    elif len(dims) > count:
         raise ValueError(
-            f"the dimensions {dims!r} are those of {len(dims)} arguments, but {first + len(arguments.inputs)} were given by "
-            "position; name the others, as in {'mask': None}"
+            f"the dimensions {dims!r} are those of {len(dims)} arguments, but {count} were given by position; name the others, "
+            "as in {'mask': None}"
         )
     else:
         of_place = dict(enumerate(dims))
-    beyond = [place for place in of_place if isinstance(place, int) and place >= first + len(arguments.inputs)]
-    if beyond and isinstance(dims, Mapping) and beyond[0] in dims:
-        raise ValueError(
-            f"the dimensions {dims!r} name position {beyond[0]}, but {first + len(arguments.inputs)} arguments were given"
-        )
     inputs = [
         _marked(value, of_place[place], f"inputs[{place - first}]") if place in of_place else value
         for place, value in enumerate(arguments.inputs, first)
@@ -120,13 +111,41 @@ def mark(arguments: Arguments, dims: Dims, function: Callable[..., Any], *, firs
     return Arguments(tuple(inputs), kwargs)
 
 
-def _positional_names(function: Callable[..., Any]) -> list[Any] | None:
+def dims_of_method(dims: Dims, method: Callable[..., Any], name: str) -> Dims:
+    """What ``in_dims`` says about another method than ``forward``: what it calls by the names that the method has.
+
+    Raises:
+        ValueError: ``in_dims`` gives positions, which are those of ``forward``.
+    """
+    if dims is None or isinstance(dims, int):
+        return dims
+    if not isinstance(dims, Mapping) or any(isinstance(key, int) for key in dims):
+        raise ValueError(
+            f"in_dims={dims!r} gives positions in forward, which say nothing about {name!r}: give in_dims by name, as in "
+            "{'mask': None}, or wrap arguments in Whole(...) or Rows(...) at the call"
+        )
+    names = _names(method)
+    return {key: of_argument for key, of_argument in dims.items() if names is None or key in names}
+
+
+def _place_of(key: Any, names: list[str] | None, unnamed: int, count: int, kwargs: Mapping[str, Any]) -> int | str:
+    """The position of an argument in the call, or its name where it is given by name."""
+    if names is None or key in kwargs:
+        return key if isinstance(key, int) else str(key)
+    if isinstance(key, str) and key in names:
+        return names.index(key) - unnamed
+    if not isinstance(key, int) or not 0 <= key + unnamed < len(names):
+        raise ValueError(f"the dimensions name {key!r}, expected one of the arguments {', '.join(names)}, or its position")
+    return names[key + unnamed] if key >= count else key
+
+
+def _names(function: Callable[..., Any]) -> list[str] | None:
     """The names of a function's arguments; None where it takes any, or has no signature."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return None
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+    if any(parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL) for parameter in parameters):
         return None
     return [parameter.name for parameter in parameters]
 

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from .devices import DeviceLike, resolve_device, resolve_devices
 from .dims import Dims, check_dims
 from .execution import run_replicas
 from .gathering import join
-from .marks import Arguments, mark
+from .marks import Arguments, dims_of_method, mark
 from .nesting import leaves
 from .per_replica import PerReplica
 from .precision import Precision
@@ -147,7 +147,8 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
 
         Args:
             method: its name.
-            inputs, kwargs: its arguments.
+            inputs, kwargs: its arguments. What ``in_dims`` says by name is true of them too; its positions are those of
+                ``forward``.
 
         Example:
             >>> features = model.call("encode_image", images)  # doctest: +SKIP
@@ -157,7 +158,7 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
 
     def mark(self, arguments: Arguments, method: str | None = None) -> Arguments:
         """The arguments with what ``in_dims`` says about their rows."""
-        return mark_inputs(arguments, self.in_dims, getattr(self.module, method or "forward"))
+        return mark_inputs(arguments, self.in_dims, self.module, method)
 
     def _run(self, method: str | None, arguments: Arguments) -> Any:
         arguments = self.mark(arguments, method)
@@ -197,15 +198,16 @@ def _call(replica: nn.Module, method: str | None, batch: Arguments, device: torc
     return (replica if method is None else getattr(replica, method))(*inputs, **kwargs)
 
 
-def mark_inputs(arguments: Arguments, dims: Dims, function: Callable[..., Any]) -> Arguments:
-    """The arguments of a model, marked with ``dims``.
+def mark_inputs(arguments: Arguments, dims: Dims, module: nn.Module, method: str | None) -> Arguments:
+    """The arguments of a module's ``forward``, or another method, marked with ``dims``.
 
     Raises:
         ValueError: a list of the outputs of replicas that is not a ``PerReplica`` any more.
     """
     for place, value in (*enumerate(arguments.inputs), *arguments.kwargs.items()):
         refuse_list(value, f"inputs[{place}]" if isinstance(place, int) else f"kwargs[{place!r}]")
-    return mark(arguments, dims, function)
+    function = getattr(module, method or "forward")
+    return mark(arguments, dims if method is None else dims_of_method(dims, function, method), function)
 
 
 def check_method(module: nn.Module, name: str) -> None:

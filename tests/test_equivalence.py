@@ -153,7 +153,7 @@ def test_any_cut_of_any_problem_equals_the_plain_program(ranks, all_ranks):
 
 
 def test_the_oracle_sees_a_mean_of_means(monkeypatch):
-    def mean_of_means(sums, weights, device):
+    def mean_of_means(sums, weights, device, minimum):
         return sum(total / weight for total, weight in zip(sums, weights, strict=True)) / len(sums)
 
     monkeypatch.setattr("balanced_parallel.criterion.divide_once", mean_of_means)

@@ -110,10 +110,21 @@ RECURRENT = {
 }
 
 
+def has_bf16_lstm():
+    with torch.autocast("cpu", torch.bfloat16):
+        try:
+            nn.LSTM(2, 2)(torch.zeros(1, 1, 2))
+        except RuntimeError:  # "could not create a primitive descriptor"
+            return False
+    return True
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", RECURRENT)
 def test_recurrent_layers_need_what_the_allocator_says(name, precision):
     build = RECURRENT[name]
+    if name.endswith("lstm") and precision == "bf16" and not has_bf16_lstm():
+        pytest.skip("oneDNN has no bfloat16 LSTM for this processor")
     found = used(build, lambda: sequences(12), torch.optim.AdamW, precision)
     report = memory.estimate(build(), F.cross_entropy, *sequences(12), precision=precision, device_kind="cpu")
     assert abs(report.peak[0] - found) <= 0.001 * found

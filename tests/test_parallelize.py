@@ -25,7 +25,7 @@ class TwoTowers(nn.Module):
     def encode_image(self, x, scale):
         return self.image(x) * scale.sum()
 
-    def forward(self, x):
+    def forward(self, x, scale=None):
         return self.text(x)
 
 
@@ -38,7 +38,7 @@ def train_a_method(rank):
     loss.backward()
     expected = gradients(module)
     module.zero_grad(set_to_none=True)
-    model, criterion = parallelize(module, DataParallelCriterion(nn.MSELoss()), in_dims={1: None})
+    model, criterion = parallelize(module, DataParallelCriterion(nn.MSELoss()), in_dims={"scale": None})
     for _ in range(2):  # the reducer is left as it was
         model.zero_grad(set_to_none=True)
         found = criterion(model.call("encode_image", my_rows(x, rank), scale), my_rows(target, rank))

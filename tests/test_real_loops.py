@@ -324,11 +324,21 @@ class TestOtherDimensions:
         again = model(x, outputs["state"], scale)  # from step to step, on its devices
         torch.testing.assert_close(again.gather(), module(x, expected["state"], scale))
 
+    def test_a_position_is_that_of_an_argument_given_by_name_too(self):
+        class Stateful(Calls):
+            def forward(self, x, state=None):
+                return self.net(x) if state is None else self.net(x + state.sum(0))
+
+        module, x, state = Stateful(None), torch.randn(2, 4), torch.randn(2, 2, 4)  # a wrong dimension would fit
+        model = DataParallelModel(module, CPUS, in_dims={1: 1})
+        torch.testing.assert_close(model(x, state=state).gather(), module(x, state))
+        torch.testing.assert_close(model(x).gather(), module(x))
+
     def test_dimensions_that_name_nothing(self):
         model = DataParallelModel(build_net(), CPUS, in_dims={"mask": 1})
         with pytest.raises(ValueError, match="the dimensions name 'mask', expected one of the arguments input"):
             model(torch.zeros(3, 4))
-        with pytest.raises(ValueError, match=r"name position 3, but 1 arguments were given"):
+        with pytest.raises(ValueError, match=r"the dimensions name 3, expected one of the arguments input, or its position"):
             DataParallelModel(build_net(), CPUS, in_dims={3: 1})(torch.zeros(3, 4))
         with pytest.raises(ValueError, match=r"those of 2 arguments, but 1 were given by position"):
             DataParallelModel(build_net(), CPUS, in_dims=(0, 1))(torch.zeros(3, 4))
@@ -620,6 +630,15 @@ class TestMethods:
         assert outputs.sizes == (3, 2, 2)
         DataParallelCriterion(lambda output: output.pow(2).mean(), weight="rows")(outputs).backward()
         assert_same_gradients(gradients(module), expected)
+
+    def test_dimensions_of_forward_are_not_those_of_a_method(self):
+        module, x = self.TwoTowers(), torch.randn(7, 4)
+        module.scaled = lambda x, scale: module.image(x) * scale.sum()
+        scale = torch.rand(3)
+        named = DataParallelModel(module, CPUS)
+        torch.testing.assert_close(named.call("scaled", x, Whole(scale)).gather(), module.scaled(x, scale))
+        with pytest.raises(ValueError, match="gives positions in forward, which say nothing about 'scaled'"):
+            DataParallelModel(module, CPUS, in_dims=(0, None)).call("scaled", x, scale)
 
     def test_a_method_that_there_is_not(self):
         with pytest.raises(ValueError, match="TwoTowers has no method 'encode_audio' to call"):

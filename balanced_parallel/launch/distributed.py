@@ -76,7 +76,7 @@ class DistributedModel(DistributedDataParallel):
 
     def mark(self, arguments: Arguments, method: str | None = None) -> Arguments:
         """The arguments with what ``in_dims`` says about their rows."""
-        return mark_inputs(arguments, self.in_dims, getattr(self.module, method or "forward"))
+        return mark_inputs(arguments, self.in_dims, self.module, method)
 
     def _run(self, arguments: Arguments) -> PerReplica:
         rows = count_rows(arguments, self.dim)
