@@ -139,14 +139,14 @@ class DataParallelCriterion(nn.Module):
         return Terms([part.total for part in parts], None if reduction == "sum" else weights)
 
     def _term(self, reduction: str) -> Callable[[Shard], Any]:
-        """How one replica's part of the loss is computed."""
+        """Returns the function that computes one replica's part of the loss."""
         if reduction == "sum":
             return total_of
         by_sum = self.weight is None and has_sum(self.module)
         return sum_and_weight if by_sum else mean_and_weight(self._weigh(), self.minimum)
 
     def divisors_of_targets(self, *targets: Any) -> list[float] | None:
-        """What each of several means divides by in all of a batch, where the targets alone say so."""
+        """Returns what each of several means divides by in all of a batch, if the targets alone say so."""
         if not callable(self.weight) or self.reduction == "sum" or self._has_one_divisor:
             return None
         weights = weigh_without_output(self.weight, tuple(map(without_mark, targets)))
@@ -207,7 +207,7 @@ class DataParallelCriterion(nn.Module):
     def mark(
         self, targets: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims, leading: int | None = None
     ) -> tuple[Arguments, int]:
-        """What follows the outputs in a call, marked with ``in_dims``, and the dimension of the rows in the rest.
+        """Marks the arguments behind the outputs with ``in_dims``, and returns the dimension of the rows in the others too.
 
         Args:
             targets, kwargs: all rows of the batch.

@@ -69,7 +69,7 @@ class _NotThere:
 
 
 def weigh_without_output(weight: Callable[..., Any], targets: tuple[Any, ...]) -> Any:
-    """What a weight function returns for ``targets``; None where it asks for the output."""
+    """Calls a weight function with ``targets`` alone. Returns None where it asks for the output."""
     try:
         return weight(*[_NotThere()] * count_leading(weight, len(targets)), *targets)
     except (TypeError, ValueError, AttributeError):  # of the output that is not there

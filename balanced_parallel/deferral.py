@@ -34,7 +34,7 @@ _lock = threading.Lock()
 
 
 def hold(holder: Holder) -> None:
-    """Has the parameters of ``holder`` ask it for their gradients."""
+    """Makes the parameters of ``holder`` ask it for their gradients."""
     with _lock:
         _holders.add(holder)
         nn.Parameter.grad = _asking  # type: ignore[assignment]

@@ -86,7 +86,7 @@ def _names(container: nesting.Container) -> list[str]:
 
 
 def is_first(dims: Dims) -> bool:
-    """Whether all rows are in dimension 0."""
+    """Returns True if all rows are in dimension 0."""
     if dims is None or isinstance(dims, int):
         return not dims
     return all(map(is_first, dims.values() if isinstance(dims, Mapping) else dims))

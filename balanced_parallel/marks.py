@@ -64,7 +64,7 @@ MARKS = (Whole, Rows, Along)
 
 
 def without_mark(value: Any) -> Any:
-    """What the caller has wrapped in a mark."""
+    """Returns the value inside of a mark."""
     if isinstance(value, Rows):
         return value.entries
     return value.value if isinstance(value, Whole) else value
@@ -112,7 +112,7 @@ def mark(arguments: Arguments, dims: Dims, function: Callable[..., Any], *, firs
 
 
 def dims_of_method(dims: Dims, method: Callable[..., Any], name: str) -> Dims:
-    """What ``in_dims`` says about another method than ``forward``: what it calls by the names that the method has.
+    """Returns the part of ``in_dims`` that names arguments of another method than ``forward``.
 
     Raises:
         ValueError: ``in_dims`` gives positions, which are those of ``forward``.

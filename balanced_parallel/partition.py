@@ -1,4 +1,4 @@
-"""What kind of a loss a criterion is: a sum, a mean over something, or of rows that depend on each other. Tried on its parts."""
+"""The kind of a loss, tried on its parts: a sum, a mean over something, or one whose rows depend on each other."""
 
 import copy
 import warnings
@@ -93,7 +93,7 @@ class _Parts:
         return [scalar_of(copy_of(self.criterion)(*nesting.spread(one), *mine)) for one, mine in pairs]
 
     def kind(self) -> str | None:
-        """What is to be said of it; nothing where the split program has the loss of the whole."""
+        """Returns the reason for a difference; None where the split program has the loss of the whole."""
         third, rows = max(self.rows // 3, 1), self.rows
         cuts = [[third, rows - third], [rows - third, third], [1, rows - 1]]  # uneven: a mean over rows is none over parts
         (whole,) = self.losses([rows])
@@ -120,7 +120,7 @@ class _Parts:
             return torch.full_like(whole, torch.nan) if whole.isfinite() else torch.zeros_like(whole)
 
     def _is_weighted_mean(self, whole: Tensor) -> bool | None:
-        """Whether three parts have weights, as pairs of them show, of which the whole is the mean; None where they do not say."""
+        """Returns True if the whole is a mean of three parts with weights that pairs of them show; None where they show none."""
         part, rest = self.rows // 4, self.rows - 2 * (self.rows // 4)
         for sizes in ((rest, part, part), (part, rest, part), (part, part, rest)) if part else ():
             answer = self._is_mean_of(sizes, whole)

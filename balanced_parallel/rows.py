@@ -77,7 +77,7 @@ def _leaves(
 
 
 def _are_alike(entries: list[Any]) -> bool:
-    """Whether entries could be rows: all of one type, tensors with one number of dimensions and one dtype."""
+    """Returns True if entries could be rows: all of one type, tensors with one number of dimensions and one dtype."""
     kinds = {(type(entry), entry.dim(), entry.dtype) if isinstance(entry, torch.Tensor) else type(entry) for entry in entries}
     return len(kinds) == 1 and not kinds & {*MARKS, PerReplica, type(None)}
 

@@ -24,8 +24,8 @@ def read_source(function: Any) -> ast.Module | None:
 
 
 def is_sum(criterion: Any) -> bool:
-    """Whether every value that ``criterion`` returns is a sum in its source: ``reduction="sum"`` or ``size_average=False`` of a
-    loss, or ``.sum()``, alone, added up, or scaled by what is no count."""
+    """Returns True if every value that ``criterion`` returns is a sum in its source: a loss with ``reduction="sum"`` or
+    ``size_average=False``, or ``.sum()``; alone, added up, or scaled by something that is not a count."""
     while isinstance(criterion, functools.partial):
         criterion = criterion.func
     kind = type(criterion)
@@ -87,7 +87,7 @@ class _Reading:
         return isinstance(value.op, ast.Div) and isinstance(right, ast.Constant) and self._sums(left)
 
     def _scales(self, value: ast.expr) -> bool:
-        """Whether a factor is given, and not computed here, where it may be one over a count."""
+        """Returns True for a factor that is given. One that is computed here may be one over a count."""
         value = value.operand if isinstance(value, ast.UnaryOp) else value
         named = isinstance(value, ast.Name) and value.id not in self.assigned
         return named or isinstance(value, (ast.Constant, ast.Attribute))
@@ -105,7 +105,7 @@ class _Reading:
         return find_torch_loss(called) is not None and isinstance(called, nn.Module) and reduction_of(called) == "sum"
 
     def _object(self, node: ast.expr) -> Any:
-        """What a name or an attribute stands for, where it was made before."""
+        """Returns the object behind a name or an attribute that was made before."""
         if isinstance(node, ast.Name):
             return self.held.get(node.id)
         return getattr(self._object(node.value), node.attr, None) if isinstance(node, ast.Attribute) else None

@@ -81,7 +81,7 @@ def _note(parameter: Tensor, alias: Tensor) -> None:
 
 
 def note_written(parameters: Iterable[Tensor], *, with_gradients: bool = False) -> None:
-    """Has every replica of the parameters refreshed."""
+    """Marks all replicas of the parameters as outdated."""
     for listener in tuple(_listening):
         if (writes := listener()) is not None:
             writes.note_all(parameters, with_gradients=with_gradients)

@@ -112,7 +112,7 @@ class ByKeyword(Exception):
 
 
 class ByMapping(Exception):
-    """Its message is made of its argument, which is no string."""
+    """An exception whose message is made of an argument that is not a string."""
 
     def __str__(self):
         return f"code {self.args[0]['code']}"

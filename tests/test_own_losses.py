@@ -68,7 +68,7 @@ def test_hugging_face_models(make):
 
 
 class Detector(nn.Module):
-    """In training a mapping of losses, of which one has a divisor of its own, with a floor."""
+    """Returns a mapping of losses. One has a divisor of its own, with a floor."""
 
     def __init__(self):
         super().__init__()

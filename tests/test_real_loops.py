@@ -54,7 +54,7 @@ def assert_equal_program(module, criterion, plain, inputs, targets=(), model=Non
 
 
 class TestReductions:
-    """What a criterion divides by is not believed of a class that computes its loss itself."""
+    """The divisor of a class that computes its loss itself is not believed."""
 
     @pytest.mark.parametrize("setting", ["sum", "none"])
     def test_the_attribute_of_a_class_with_a_forward_of_its_own_is_not_believed(self, setting):
@@ -517,7 +517,7 @@ class TestPerReplica:
             use(self.outputs()["logits"])
 
     def test_a_gradient_penalty(self):
-        """Of WGAN-GP: a gradient with respect to the inputs, of which the gradient is taken."""
+        """WGAN-GP takes the gradient of a gradient with respect to the inputs."""
         net, x = build_net(1), torch.randn(7, 4, requires_grad=True)
         (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
         penalty = (slope.norm(dim=1) - 1).pow(2).mean()

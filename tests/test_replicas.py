@@ -154,7 +154,7 @@ def test_parameters_move_only_when_they_changed():
 
 
 def write_unseen(parameter, factor):
-    """As a kernel that torch knows nothing of."""
+    """Writes as a kernel would that torch knows nothing of."""
     with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(parameter):
         parameter.mul_(factor)
 

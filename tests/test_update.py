@@ -1,4 +1,4 @@
-"""What one update does: each gradient is divided once, whoever has its parameter, and all optimizers step together."""
+"""One update: each gradient is divided once, whoever has its parameter, and all optimizers step together."""
 
 import copy
 import pickle
@@ -17,7 +17,7 @@ CPUS = ["cpu"] * 3
 
 
 class Embedding(nn.Module):
-    """Its last layer is that of the criterion: the head of a face recogniser, or a tied generator."""
+    """A model whose last layer is that of the criterion: the head of a face recogniser, or a tied generator."""
 
     def __init__(self):
         super().__init__()

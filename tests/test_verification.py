@@ -257,7 +257,7 @@ def test_a_loss_that_nothing_can_be_said_of():
 
 
 class Centering(nn.Module):
-    """As in DINO: what the loss subtracts is a mean of the outputs before."""
+    """DINO: the loss subtracts a mean of the outputs before."""
 
     def __init__(self):
         super().__init__()

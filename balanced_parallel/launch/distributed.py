@@ -106,7 +106,7 @@ class DistributedModel(DistributedDataParallel):
 
     @contextlib.contextmanager
     def _standing_in(self, module: nn.Module) -> Iterator[None]:
-        """Has a forward of ``DistributedDataParallel`` run ``module``, which holds the one that the reducer knows."""
+        """Makes a forward of ``DistributedDataParallel`` run ``module``, which holds the one that the reducer knows."""
         before, self.module = self.module, module
         try:
             yield

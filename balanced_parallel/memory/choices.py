@@ -56,7 +56,7 @@ class Choice:
 
     @property
     def exact(self) -> bool:
-        """Whether loss and gradients are those of the plain program on the whole batch, up to rounding."""
+        """True if loss and gradients are those of the plain program on the whole batch, up to rounding."""
         return not self.changes_result and self.statistics is None
 
     @property
@@ -94,7 +94,7 @@ def _result_of(choice: Choice) -> str:
 
 
 def statistics_of(module: nn.Module, devices: int, micro_batches: int) -> str | None:
-    """Of which rows the batch norms of ``module`` take statistics, where these are not all rows of the batch."""
+    """Names the rows that the batch norms of ``module`` take statistics of, if these are not all rows of the batch."""
     if devices > 1 and batch_norms(module, over_all_rows=False):
         return "replica"
     if micro_batches > 1 and any(batch_norms(module, over_all_rows=over_all) for over_all in (False, True)):
@@ -165,14 +165,14 @@ class Measured:
         return low
 
     def may_fit_at_once(self, share: int, several: int) -> bool:
-        """Whether lines that are known leave it open that some option runs the batch in one micro-batch. It needs less than
+        """Returns True if known lines leave it open that some option runs the batch in one micro-batch. It needs less than
         several do, and sharding saves something, both at most what holds gradients."""
         gradients: int = 2 * sum(parameter.nbytes for parameter in self.request.module.parameters())
         peaks = [self.lines(several).peak(i, share * self.request.devices) for i in range(self.request.devices)]
         return sum(peaks) <= sum(self.capacity) + gradients * self.request.devices
 
     def fits_at_once(self, batch_size: int) -> bool:
-        """Whether equal devices hold the whole batch, as one micro-batch per update shows."""
+        """Returns True if equal devices hold the whole batch in one micro-batch."""
         share = -(-batch_size // self.request.devices)
         return all(self.reserved(i, share, 1, limit) is not None for i, limit in enumerate(self.capacity))
 

@@ -1,4 +1,4 @@
-"""What would fit, where nothing does: the capacity of a device, and the number of devices."""
+"""The capacity of a device and the number of devices that would do, where nothing fits."""
 
 import dataclasses
 from collections.abc import Sequence

@@ -265,7 +265,7 @@ def _stages(module: torch.nn.Module, devices: int, precision: str) -> Iterator[l
 
 
 def _report(measured: Measured, choice: Choice, batch_size: int) -> MemoryReport:
-    """From the traces that decided; unequal shares, and less than two rows per device, are traced themselves."""
+    """Makes the report from the traces that decided. Unequal shares, and less than two rows per device, are traced anew."""
     count, devices = choice.micro_batches, measured.request.devices
     rows = -(-batch_size // count)
     request = dataclasses.replace(measured.request, micro_batches=count, split=choice.split)
