@@ -202,7 +202,9 @@ class DataParallelCriterion(nn.Module):
         if isinstance(self.in_dims, Mapping):
             of_outputs: Dims = self.in_dims.get(0, self.dim)
             return of_outputs
-        return self.in_dims[0] if isinstance(self.in_dims, Sequence) and self.in_dims else self.in_dims or self.dim
+        if isinstance(self.in_dims, Sequence):
+            return self.in_dims[0] if self.in_dims else self.dim
+        return self.dim if self.in_dims is None else self.in_dims
 
     def mark(
         self, targets: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims, leading: int | None = None

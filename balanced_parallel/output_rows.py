@@ -23,7 +23,7 @@ def as_per_replica(outputs: Any, dim: Dims = None) -> PerReplica:
         TypeError: something else, such as a tensor.
         ValueError: a list that does not hold one output of each replica, or whose rows are nobody knows where.
     """
-    if isinstance(outputs, PerReplica):
+    if isinstance(outputs, PerReplica) and outputs:
         return outputs
     if not isinstance(outputs, (list, tuple)) or nesting.is_named_tuple(outputs) or not outputs:
         raise TypeError(

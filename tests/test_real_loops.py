@@ -791,6 +791,10 @@ class TestMicroBatches:
         with pytest.raises(ValueError, match=r"divisors of their own.*step\(inputs, targets\)"):
             step.add(torch.randn(7, 4), torch.rand(7, CLASSES))
 
+    def test_no_outputs_are_refused_by_the_criterion(self):
+        with pytest.raises(TypeError, match="the criterion was given an object of type PerReplica, expected the list"):
+            DataParallelCriterion(nn.MSELoss())(PerReplica([], []), torch.zeros(0, CLASSES))
+
     def test_gathered_outputs_are_refused(self):
         model = DataParallelModel(build_net(), CPUS, gather_outputs=True)
         with pytest.raises(TypeError, match="gather_outputs=True, expected outputs that stay"):
