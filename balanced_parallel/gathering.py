@@ -4,7 +4,7 @@ torch's ``gather`` cannot put dataclasses, numbers or strings together; ``all_ga
 first tells the others what it has, so that sizes may differ and a mismatch is the same error on every rank, not a hang.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -78,11 +78,21 @@ def _join(place: str, values: list[Any], device: torch.device, dim: int | None) 
         return type(values[0])(entry for value in values for entry in value)
     if all(nesting.is_plain(value) for value in values):
         return values
+    if len({type(value) for value in values}) == 1 and isinstance(values[0], Iterable):
+        return _join_as_torch(place, values, device, dim)
     raise TypeError(
         f"{place} is {', '.join(dict.fromkeys(map(nesting.describe, values)))}: expected tensors, plain values, lists of plain "
         "values, or containers of them, alike in every replica; pick those before gathering, as in "
         "gather([output.logits for output in outputs])"
     )
+
+
+def _join_as_torch(place: str, values: list[Any], device: torch.device, dim: int | None) -> Any:
+    """Joins what objects give when they are iterated over, and makes an object of that. torch's ``gather`` has this rule for
+    all that it does not know, and the caches of transformers follow it (https://github.com/huggingface/transformers/pull/36373)."""
+    columns = zip(*values, strict=True)
+    parts = [nesting.zip_leaves(lambda at, leaves: _join(at, leaves, device, dim), list(column), place) for column in columns]
+    return type(values[0])(parts)
 
 
 def _join_tensors(place: str, tensors: list[torch.Tensor], device: torch.device, dim: int) -> torch.Tensor:
@@ -112,6 +122,10 @@ class _Header(nesting.Leaf):
     """A leaf of one rank's outputs, as the other ranks are told of it before its rows are sent."""
 
     def __init__(self, leaf: Any, dim: int | None) -> None:
+        if not (leaf is None or isinstance(leaf, torch.Tensor) or nesting.is_row_list(leaf)):
+            raise TypeError(
+                f"{nesting.describe(leaf)} cannot be gathered over ranks: pick tensors before, as in outputs.logits.gather()"
+            )
         self.kind: Any = leaf.dtype if isinstance(leaf, torch.Tensor) else type(leaf).__name__
         self.dim = dim if not isinstance(leaf, torch.Tensor) or leaf.dim() > 1 or dim is None else 0
         self.layout = _layout(leaf, len(leaf.shape) if self.dim is None else self.dim) if isinstance(leaf, torch.Tensor) else ()

@@ -67,6 +67,23 @@ def test_hugging_face_models(make):
     torch.testing.assert_close(outputs.logits.gather(), net(**batch).logits)
 
 
+@pytest.mark.parametrize("make", [bert, gpt2, t5], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("devices", [1, 3])
+def test_gathered_outputs_of_hugging_face_models(make, devices):
+    net, labels, _ = make()
+    net.double().eval()
+    batch = {"input_ids": torch.randint(40, (7, 9)), "labels": torch.randint(labels, (7, 9))}
+    with torch.no_grad():
+        expected = net(**batch)
+        found = DataParallelModel(net, ["cpu"] * devices, gather_outputs=True)(**batch)
+    assert type(found) is type(expected)
+    torch.testing.assert_close(found.logits, expected.logits)
+    assert type(found.get("past_key_values")) is type(expected.get("past_key_values"))
+    if make is gpt2:  # a cache, which is an object with the tensors of each layer
+        for mine, theirs in zip(found.past_key_values, expected.past_key_values, strict=True):
+            torch.testing.assert_close(mine[:2], theirs[:2])
+
+
 class Detector(nn.Module):
     """Returns a mapping of losses. One has a divisor of its own, with a floor."""
 
