@@ -123,7 +123,9 @@ def dims_of(entries: Sequence[Any]) -> Dims:
     tensors = [nesting.first_tensor(entry) for entry in entries]
     returned = [None if tensor is None else _returned(tensor) for tensor in tensors]
     known = returned if None not in returned else origins(entries)
-    last = getattr(_thread, "dims", 0)
+    # a graph shows where tensors come from; where there can be none, the last forward is all that is known
+    has_graph = torch.is_grad_enabled() and all(tensor is None or tensor.is_floating_point() for tensor in tensors)
+    last = 0 if has_graph else getattr(_thread, "dims", 0)
     found = {origin.dim for origin in known if origin is not None} if known else {last if isinstance(last, int) else None}
     (only,) = found if len(found) == 1 else (None,)
     if only == 0 or (known is returned and only is not None):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 
-from balanced_parallel import reduction
+from balanced_parallel import provenance, reduction
 
 settings.register_profile("suite", derandomize=True, deadline=None, database=None)  # the same cases on every machine
 settings.load_profile("suite")
@@ -18,6 +18,7 @@ torch.set_num_threads(1)  # the suite already runs one process per core
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+    vars(provenance._thread).clear()  # the dimension of the rows in the last forward
 
 
 @pytest.fixture(autouse=True)
