@@ -7,7 +7,7 @@ from problems import assert_same_gradients, build_net, gradients
 from ranks import run_ranks
 from torch import nn
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, parallelize
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize
 from balanced_parallel.launch.distributed import DistributedModel
 
 SIZES = [3, 1]
@@ -101,3 +101,39 @@ def test_in_one_process_the_model_comes_alone_without_a_criterion():
         parallelize(build_net(), settings, ["cpu"], weight="rows")
     with pytest.raises(TypeError, match="the module is the class Linear"):
         parallelize(nn.Linear, nn.MSELoss())
+
+
+def two_means(output, target):
+    some = target.sum(1) > 2.5
+    return {"all": F.mse_loss(output, target), "some": output[some].pow(2).sum() / some.sum().clamp(min=1)}
+
+
+def counts(output, target):
+    return {"all": len(target), "some": (target.sum(1) > 2.5).sum()}
+
+
+def several_means(rank, sizes, micro_batch_size):
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    x, target, module = torch.randn(9, 4), torch.rand(9, 5), build_net()
+    loss = sum(two_means(module(x), target).values())
+    loss.backward()
+    expected = gradients(module)
+    model, criterion = parallelize(module, DataParallelCriterion(two_means, weight=counts, minimum=1))
+    step = TrainStep(model, criterion, torch.optim.SGD(module.parameters(), lr=0.0), micro_batch_size=micro_batch_size)
+    mine, targets = x.split(sizes)[rank], target.split(sizes)[rank]
+    for _ in range(2):
+        found, outputs = step(mine, targets, return_outputs=True)
+        torch.testing.assert_close(found, loss.detach())
+        assert_same_gradients(gradients(module), expected)
+        torch.testing.assert_close(outputs.gather(), module(x).detach())
+    module.zero_grad()
+    found = sum(criterion(model(mine), targets).values())
+    found.backward()
+    torch.testing.assert_close(found.detach(), loss.detach())
+    assert_same_gradients(gradients(module), expected)
+
+
+@pytest.mark.parametrize(("sizes", "micro_batch_size"), [([7, 2], 2), ([9, 0], None)])
+def test_several_means_are_divided_by_what_all_ranks_count(sizes, micro_batch_size):
+    run_ranks(2, several_means, sizes, micro_batch_size)
