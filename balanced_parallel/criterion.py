@@ -235,7 +235,8 @@ class DataParallelCriterion(nn.Module):
         entries = as_per_replica(outputs, self._output_dim)
         devices = self._devices_of(entries)
         batch, dim = self.mark(targets, kwargs, entries.dim, len(nesting.spread(entries[0])))
-        rows = count_rows(batch, dim)
+        expected = None if None in entries.sizes else sum(size or 0 for size in entries.sizes)
+        rows = count_rows(batch, dim, expected)
         sizes = sizes_like(entries, rows)
         batches = [batch] * len(entries) if rows is None else cut(batch, sizes, dim)
 

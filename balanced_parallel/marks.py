@@ -128,6 +128,18 @@ def dims_of_method(dims: Dims, method: Callable[..., Any], name: str) -> Dims:
     return {key: of_argument for key, of_argument in dims.items() if names is None or key in names}
 
 
+def mark_lists(node: Any, dim: int) -> Any:
+    """Marks what lists hold, of which it is known that each entry has the rows. Their pieces may have as many rows as entries."""
+    if isinstance(node, list) and nesting.open_container(node) is not None:
+        return _marked(node, dim, "")
+    container = None if isinstance(node, torch.Tensor) else nesting.open_container(node)
+    if container is None:
+        return node
+    children = [mark_lists(child, dim) for child in container.children]
+    changed = any(one is not other for one, other in zip(children, container.children, strict=True))
+    return container.rebuild(children) if changed else node
+
+
 def _place_of(key: Any, names: list[str] | None, unnamed: int, count: int, kwargs: Mapping[str, Any]) -> int | str:
     """The position of an argument in the call, or its name where it is given by name."""
     if names is None or key in kwargs:

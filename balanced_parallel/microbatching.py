@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from .dims import Dims
-from .marks import Arguments
+from .marks import Arguments, mark_lists
 from .nesting import map_leaves, spread
 from .per_replica import PerReplica
 from .rows import count_rows, cut
@@ -46,8 +46,9 @@ def cut_batch(
     Raises:
         ValueError: the targets' rows are not those of the arguments, or a multiple of them.
     """
-    target_rows = count_rows(targets, dims[1])
+    target_rows = count_rows(targets, dims[1], sum(sizes))
     target_sizes = sizes if target_rows is None else proportional_sizes(target_rows, sizes)
+    arguments, targets = mark_lists(arguments, dims[0]), mark_lists(targets, dims[1])
     return list(zip(cut(arguments, sizes, dims[0]), cut(targets, target_sizes, dims[1]), strict=True))
 
 

@@ -19,12 +19,13 @@ from .per_replica import PerReplica
 __all__: list[str] = []
 
 
-def count_rows(node: Any, dim: int = 0) -> int | None:
+def count_rows(node: Any, dim: int = 0, expected: int | None = None) -> int | None:
     """The rows of every part of ``node`` that has any; ``None`` where nothing has rows.
 
     Args:
         node: arguments, or another structure.
         dim: the dimension of the rows in tensors that are not marked.
+        expected: the rows of what belongs to ``node``, which tell parts with as many rows from rows.
 
     Raises:
         ValueError: two parts disagree, or a tensor has no dimension ``dim``; names the places and shapes. Or it cannot be told
@@ -53,7 +54,7 @@ def count_rows(node: Any, dim: int = 0) -> int | None:
             known = place, leaf, rows
     for place, entries in doubtful.items():
         assert known is not None
-        if known[0].startswith(place) or len(entries) == known[2]:
+        if (known[0].startswith(place) and known[2] != expected) or len(entries) == known[2]:
             raise ValueError(
                 f"{place} is a list of {len(entries)} entries that are alike (the first is {nesting.describe(entries[0])}): they "
                 "may be rows, or parts that have rows each: wrap it in Rows(...) if its entries are the rows, make it a tuple or "

@@ -230,6 +230,20 @@ class TestListOutputs:
         with torch.no_grad(), pytest.raises(ValueError, match="3 outputs of one replica, number 0"):
             criterion(DataParallelModel(self.stacks(), CPUS)(x)[0], target)
 
+    @pytest.mark.parametrize("micro_batch_size", [None, 1, 2])
+    def test_a_list_of_targets_has_the_rows_of_the_outputs(self, micro_batch_size):
+        def loss(outputs, targets):
+            return sum(F.mse_loss(output, target) for output, target in zip(outputs, targets, strict=True))
+
+        module, x, targets = self.stacks(), torch.randn(11, 4), [torch.rand(11, CLASSES) for _ in range(3)]
+        split = DataParallelCriterion(loss, weight="rows")
+        assert_equal_program(module, split, lambda module: loss(module(x), targets), [x], [targets])
+        model, optimizer = DataParallelModel(module, CPUS), torch.optim.SGD(module.parameters(), lr=0.0)
+        step = TrainStep(model, split, optimizer, micro_batch_size=micro_batch_size)
+        torch.testing.assert_close(step(x, targets), loss(module(x), targets).detach())
+        with pytest.raises(ValueError, match="a list of 3 entries that are alike"):  # they may be the three rows
+            split(DataParallelModel(module, CPUS)(x[:3]), [target[:3] for target in targets])
+
     def test_the_error_shows_the_way(self):
         x, target = torch.randn(7, 4), torch.rand(7, CLASSES)
         split = DataParallelCriterion(nn.MSELoss())
