@@ -1,4 +1,4 @@
-"""What a window of micro-batches has accumulated since the last update: losses, weights, and gradients of sums."""
+"""Losses, weights and gradients of sums that a window of micro-batches has accumulated since the last update."""
 
 import math
 from collections.abc import Iterable, Sequence

@@ -166,7 +166,7 @@ class DataParallelCriterion(nn.Module):
         return Terms([functools.reduce(torch.add, means) for means in sums], None if any(divisors) else [])
 
     def weigh_targets(self, *targets: Any) -> Weight | None:
-        """What :meth:`terms` would find in all of a batch, where the targets alone say so, for whoever cuts it over time."""
+        """Returns the total weight of a batch, if it depends on the targets alone; otherwise None."""
         if self.weight is not None or self.reduction != "mean":
             return None
         return weight_of_targets(self.module, targets)
@@ -183,7 +183,7 @@ class DataParallelCriterion(nn.Module):
         return {**others, "reduction": reduction_in(kwargs)}
 
     def _weigh(self) -> Callable[[Shard], Any]:
-        """How one replica's mean is weighted where torch's own sum cannot be asked for."""
+        """Returns the function that weighs one replica's mean. Used where torch's own sum cannot be asked for."""
         given = self.weight
         if callable(given):
             return functools.partial(call_weight, given, self._weight_takes)

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Meeting:
-    """Where the replicas of one forward exchange values. Who waits for a replica that has ended is told, and does not hang."""
+    """Exchange of values between the replicas of one forward. Waiting for a replica that has ended is an error, not a hang."""
 
     def __init__(self, size: int) -> None:
         self.size = size
