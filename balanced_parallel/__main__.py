@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from . import memory
-from .examination import examine, is_note
-from .memory.building import Problem, build_criterion, build_model, build_problem, find_optimizer
-from .memory.estimate import LAYOUTS
-from .memory.kinds import find_kind
-from .memory.picture import draw_report, load_pyplot
+from .diagnostics.doctor import examine, is_note
+from .memory.device_specs import find_kind
+from .memory.estimation import LAYOUTS
+from .memory.model_loading import Problem, build_criterion, build_model, build_problem, find_optimizer
+from .memory.plot import draw_report, load_pyplot
 
 __all__: list[str] = []
 

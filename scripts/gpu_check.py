@@ -18,15 +18,7 @@ import torch
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from balanced_parallel import (
-    BalancedOptimizer,
-    DataParallelCriterion,
-    DataParallelModel,
-    Precision,
-    TrainStep,
-    memory,
-    simulate,
-)
+from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, Precision, TrainStep, memory, simulate
 
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}
 

@@ -32,9 +32,9 @@ from tqdm import tqdm
 
 import balanced_parallel
 from balanced_parallel import BalancedOptimizer, DataParallelCriterion, TrainStep, gather, memory, parallelize, simulate
-from balanced_parallel.devices import peak_bytes, visible_devices
+from balanced_parallel.batch.scattering import split_sizes
 from balanced_parallel.memory import MemoryPlan
-from balanced_parallel.scattering import split_sizes
+from balanced_parallel.runtime.devices import peak_bytes, visible_devices
 from balanced_parallel.simulation import Cluster
 
 

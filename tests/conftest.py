@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 
-from balanced_parallel import provenance, reduction
+from balanced_parallel.batch import provenance
+from balanced_parallel.replicas import gradient_buckets
 
 settings.register_profile("suite", derandomize=True, deadline=None, database=None)  # the same cases on every machine
 settings.load_profile("suite")
@@ -47,7 +48,7 @@ def double():
 @pytest.fixture(params=[25 * 2**20, 1], ids=["large buckets", "small buckets"])
 def buckets(request, monkeypatch):
     """One bucket for all parameters of a small model, or one for each, whose sums run beside the backward."""
-    monkeypatch.setattr(reduction, "BUCKET_BYTES", request.param)
+    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", request.param)
 
 
 def pytest_sessionfinish(session, exitstatus):

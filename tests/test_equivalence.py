@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 import torch
+from helpers.problems import BODIES, LOSSES, OnTop, assert_same_gradients, gradients, make_targets, plain_program, zero_gradients
+from helpers.ranks import Ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import BODIES, LOSSES, OnTop, assert_same_gradients, gradients, make_targets, plain_program, zero_gradients
-from ranks import Ranks
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize
-from balanced_parallel.terms import Terms
+from balanced_parallel.loss.partial_sums import Terms
 
 pytestmark = pytest.mark.usefixtures("double")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from tabulate import tabulate
 
-from ..sizes import format_bytes, parse_each
+from ..runtime.byte_sizes import format_bytes, parse_each
 
 __all__: list[str] = []
 

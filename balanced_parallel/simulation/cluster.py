@@ -11,7 +11,7 @@ import torch.distributed as dist
 from tabulate import tabulate
 from torch.utils.backend_registration import rename_privateuse1_backend
 
-from ..sizes import format_bytes, parse_bytes
+from ..runtime.byte_sizes import format_bytes, parse_bytes
 from . import device_module
 from .categories import Category, Labels
 from .compilation import load_native

@@ -15,7 +15,7 @@ from torch.multiprocessing.spawn import spawn
 from truth import allocator_peak, live_peak
 
 from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, Precision, simulate
-from balanced_parallel.memory.blocks import find_blocks
+from balanced_parallel.savings.activation_checkpointing import find_blocks
 
 RANKS = 2
 REPEATS = 3

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from balanced_parallel import Precision
-from balanced_parallel.memory.blocks import checkpoint_blocks, find_blocks
+from balanced_parallel.savings.activation_checkpointing import checkpoint_blocks, find_blocks
 
 
 def run_step(

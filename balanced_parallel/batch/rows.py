@@ -1,0 +1,181 @@
+"""The rows of a batch: which parts of the arguments have them, how many there are, and how they are cut.
+
+torch's ``scatter`` zips what it cut without looking, so that a second input with fewer rows silently drops samples, and hands
+an object that it does not know to every device. Here inputs that disagree are an error, and so is what cannot be told.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from ..runtime.devices import move
+from . import nested
+from .per_replica import PerReplica
+from .row_marks import MARKS, Along, Arguments, Rows, Whole
+
+__all__: list[str] = []
+
+
+def count_rows(node: Any, dim: int = 0, expected: int | None = None) -> int | None:
+    """The rows of every part of ``node`` that has any; ``None`` where nothing has rows.
+
+    Args:
+        node: arguments, or another structure.
+        dim: the dimension of the rows in tensors that are not marked.
+        expected: the rows of what belongs to ``node``, which tell parts with as many rows from rows.
+
+    Raises:
+        ValueError: two parts disagree, or a tensor has no dimension ``dim``; names the places and shapes. Or it cannot be told
+            whether the entries of a list are rows.
+        TypeError: what could only go whole to every replica by mistake: an array, a PackedSequence, an object with tensors.
+    """
+    only = node.inputs[0] if type(node) is Arguments and len(node.inputs) == 1 and not node.kwargs else node
+    only = only[0] if type(only) is tuple and len(only) == 1 else only
+    if type(only) is torch.Tensor and 0 <= dim < only.dim():  # as most often
+        return only.size(dim)
+    known: tuple[str, Any, int] | None = None
+    doubtful: dict[str, list[Any]] = {}
+    for place, leaf, holder in _leaves(node, "" if isinstance(node, Arguments) else "inputs"):
+        rows = _leaf_rows(leaf, dim, place)
+        if rows is None:
+            continue
+        if holder is not None:
+            doubtful[holder[0]] = holder[1]
+        if known is not None and known[2] != rows:
+            raise ValueError(
+                f"the inputs disagree about the number of rows along dimension {dim}: {known[0]} is {_described(known[1])} "
+                f"({known[2]} rows), {place} is {_described(leaf)} ({rows} rows); give each the same number of rows, wrap what "
+                "every replica needs whole in Whole(...), and a list whose entries are rows in Rows(...), or say in_dims="
+            )
+        if known is None or known[0].startswith(tuple(doubtful)):
+            known = place, leaf, rows
+    for place, entries in doubtful.items():
+        assert known is not None
+        if (known[0].startswith(place) and known[2] != expected) or len(entries) == known[2]:
+            raise ValueError(
+                f"{place} is a list of {len(entries)} entries that are alike (the first is {nested.describe(entries[0])}): they "
+                "may be rows, or parts that have rows each: wrap it in Rows(...) if its entries are the rows, make it a tuple or "
+                "say in_dims= if each entry has the rows, or wrap it in Whole(...)"
+            )
+    return None if known is None else known[2]
+
+
+def _leaves(
+    node: Any, name: str, holder: tuple[str, list[Any]] | None = None
+) -> Iterator[tuple[str, Any, tuple[str, list[Any]] | None]]:
+    """Each leaf, its place, and the outermost list around it whose entries could be rows."""
+    container = nested.open_container(node)
+    if container is None:
+        yield name.removeprefix("."), node, holder
+        return
+    if holder is None and isinstance(node, list) and _are_alike(node):
+        holder = name.removeprefix("."), node
+    for place, child in zip(container.places, container.children, strict=True):
+        yield from _leaves(child, name + place, holder)
+
+
+def _are_alike(entries: list[Any]) -> bool:
+    """Returns True if entries could be rows: all of one type, tensors with one number of dimensions and one dtype."""
+    kinds = {(type(entry), entry.dim(), entry.dtype) if isinstance(entry, torch.Tensor) else type(entry) for entry in entries}
+    return len(kinds) == 1 and not kinds & {*MARKS, PerReplica, type(None)}
+
+
+def _described(leaf: Any) -> str:
+    leaf = leaf.leaf if type(leaf) is Along else leaf
+    if isinstance(leaf, Rows):
+        return f"Rows of {len(leaf.entries)} entries"
+    return f"outputs of {len(leaf)} replicas" if isinstance(leaf, PerReplica) else nested.describe(leaf)
+
+
+def _leaf_rows(leaf: Any, dim: int, place: str) -> int | None:
+    if isinstance(leaf, torch.Tensor):
+        return _tensor_rows(leaf, dim, place)
+    if type(leaf) is Along:
+        return _tensor_rows(leaf.leaf, leaf.dim, place) if isinstance(leaf.leaf, torch.Tensor) else len(leaf.leaf)
+    if isinstance(leaf, Rows):
+        return len(leaf.entries)
+    if isinstance(leaf, PerReplica):
+        return None if None in leaf.sizes else sum(size or 0 for size in leaf.sizes)
+    if nested.is_row_list(leaf):
+        return len(leaf) or None
+    if isinstance(leaf, PackedSequence):
+        raise TypeError(f"{place} is a PackedSequence, which cannot be cut by rows: pass the padded tensor and the lengths")
+    if getattr(leaf, "ndim", 0) and hasattr(leaf, "__array__"):
+        raise TypeError(f"{place} is an array of shape {tuple(leaf.shape)}, expected a tensor: use torch.as_tensor")
+    if _holds_tensors(leaf, 3):
+        raise TypeError(
+            f"{place} is {nested.describe(leaf)} that holds tensors, which cannot be cut by rows: pass its tensors, or a "
+            "dataclass or a mapping of them, Rows(list) for a list with one object per row, or Whole(...) to hand it to every "
+            "replica as it is"
+        )
+    return None
+
+
+def _holds_tensors(value: Any, depth: int) -> bool:
+    if isinstance(value, torch.Tensor):
+        return True
+    if depth == 0 or isinstance(value, (*MARKS, torch.nn.Module, type)) or callable(value):
+        return False
+    if isinstance(value, Mapping):
+        held = list(value.values())
+    elif isinstance(value, (list, tuple)):
+        held = list(value)
+    else:
+        held = list(getattr(value, "__dict__", {}).values())
+    return any(_holds_tensors(one, depth - 1) for one in held)
+
+
+def _tensor_rows(tensor: torch.Tensor, dim: int, place: str) -> int | None:
+    if tensor.dim() == 0:
+        return None
+    if not -tensor.dim() <= dim < tensor.dim():
+        raise ValueError(
+            f"{place} is {nested.describe(tensor)}, expected a dimension {dim} to cut along: say in_dims= for arguments whose "
+            "rows are elsewhere, or wrap it in Whole(...)"
+        )
+    return tensor.size(dim)
+
+
+def cut(node: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
+    """``node`` cut into ``len(sizes)`` pieces of ``sizes[i]`` rows, all rows together. Views: nothing is copied. What has no
+    rows is in each piece. Marks stay, for pieces that are cut again; :func:`move_leaves` takes them off."""
+    if len(sizes) == 1:
+        return [node]
+    if type(node) is Arguments and not node.kwargs:
+        return [Arguments(inputs, {}) for inputs in cut(node.inputs, sizes, dim)]
+    starts = [0, *itertools.accumulate(sizes)][: len(sizes)]
+
+    def cut_leaf(leaf: Any) -> list[Any]:
+        if isinstance(leaf, torch.Tensor):
+            return [leaf.narrow(dim, *at) for at in zip(starts, sizes, strict=True)] if leaf.dim() else [leaf] * len(sizes)
+        if type(leaf) is Along:
+            return [Along(piece, leaf.dim) for piece in cut(leaf.leaf, sizes, leaf.dim)]
+        if nested.is_row_list(leaf):
+            return [leaf[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+        if isinstance(leaf, Rows):
+            return [Rows(leaf.entries[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
+        if isinstance(leaf, PerReplica) and None not in leaf.sizes:
+            return [leaf.narrow(*at) for at in zip(starts, sizes, strict=True)]
+        return [leaf] * len(sizes)
+
+    return nested.unzip_leaves(cut_leaf, node, len(sizes))
+
+
+def move_leaves(node: Any, device: torch.device) -> Any:
+    """``node`` with every tensor on ``device``, and without marks."""
+
+    def move_leaf(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return move(leaf, device)
+        if isinstance(leaf, Whole):
+            return move_leaves(leaf.value, device)
+        if isinstance(leaf, Rows):
+            return [move_leaves(entry, device) for entry in leaf.entries]
+        if type(leaf) is Along:
+            return move_leaf(leaf.leaf)
+        return leaf.on(device) if isinstance(leaf, PerReplica) else leaf
+
+    return nested.map_leaves(move_leaf, node)

@@ -1,0 +1,1 @@
+"""Comparison with the plain program, and problems found before training."""

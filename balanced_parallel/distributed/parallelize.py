@@ -1,0 +1,133 @@
+"""The same script in one process or, under torchrun, in one process per device."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, overload
+
+import torch
+from torch import nn
+
+from ..batch.dims import Dims
+from ..loss.criterion import DataParallelCriterion
+from ..loss.partial_sums import Criterion
+from ..replicas.model import DataParallelModel, check_module
+from ..replicas.sync_batchnorm import use_torch_sync_batchnorm
+from ..runtime.collectives import world_size
+from ..runtime.devices import DeviceLike
+from ..runtime.precision import Precision
+from .ddp import DistributedModel
+from .process_group import join_process_group, rank_device
+from .torchrun import TorchrunEnvironment
+
+__all__: list[str] = []
+
+Model = DataParallelModel | DistributedModel
+
+
+@overload
+def parallelize(
+    module: nn.Module,
+    criterion: None = None,
+    device_ids: Sequence[DeviceLike] | None = None,
+    *,
+    dim: int = 0,
+    precision: str | Precision | None = None,
+    split: Sequence[float] | None = None,
+    in_dims: Dims = None,
+    out_dims: Dims = None,
+) -> Model: ...
+
+
+@overload
+def parallelize(
+    module: nn.Module,
+    criterion: Criterion,
+    device_ids: Sequence[DeviceLike] | None = None,
+    *,
+    dim: int = 0,
+    weight: Callable[..., Any] | str | None = None,
+    precision: str | Precision | None = None,
+    split: Sequence[float] | None = None,
+    in_dims: Dims = None,
+    out_dims: Dims = None,
+) -> tuple[Model, DataParallelCriterion]: ...
+
+
+def parallelize(
+    module: nn.Module,
+    criterion: Criterion | None = None,
+    device_ids: Sequence[DeviceLike] | None = None,
+    *,
+    dim: int = 0,
+    weight: Callable[..., Any] | str | None = None,
+    precision: str | Precision | None = None,
+    split: Sequence[float] | None = None,
+    in_dims: Dims = None,
+    out_dims: Dims = None,
+) -> Model | tuple[Model, DataParallelCriterion]:
+    """A model and a criterion for all the devices there are: the same script, the same numbers, in one process or many.
+
+    In one process: :class:`DataParallelModel` and :class:`DataParallelCriterion`, also where torchrun started only one: a rank
+    that is alone has nothing to reduce, and needs no second place for its gradients. With more ranks: torch's
+    ``DistributedDataParallel`` on this rank's device, whose forward returns a list too, and a criterion whose value is the
+    loss over all ranks. The process group is started where torchrun's environment is there and none runs (NCCL for CUDA,
+    gloo for CPUs), and ended at exit.
+
+    Args:
+        module: moved to the first device, or to this rank's. One without a parameter to train, such as a frozen teacher, has
+            nothing to reduce, and is a :class:`DataParallelModel` on this rank's device.
+        criterion: a module or a function, or a :class:`DataParallelCriterion` with settings of its own; ``None`` for a model that
+            goes without one.
+        device_ids: as in :class:`DataParallelModel`; under torchrun, one device for each process of this machine.
+        dim, precision, split, in_dims, out_dims: as in :class:`DataParallelModel`.
+        weight: as in :class:`DataParallelCriterion`.
+
+    Returns:
+        The model and the criterion; the model alone where no criterion was given.
+
+    Raises:
+        ValueError: torchrun's environment is incomplete, disagrees with the running process group, or has more processes
+            than devices; ``split`` under torchrun, where each rank brings its own rows; ``weight`` for a criterion that has its
+            settings. At the forward of a rank: a parameter that was frozen here requires a gradient.
+    """
+    check_module(module)
+    environment = TorchrunEnvironment.detect()
+    wrapped = None if criterion is None else _wrap(criterion, dim, weight, precision)
+    settings: dict[str, Any] = {"dim": dim, "precision": precision, "in_dims": in_dims, "out_dims": out_dims}
+    if environment is None and world_size() > 1:
+        raise ValueError(
+            f"a process group with {world_size()} ranks is running, but torchrun's environment is not there: start the "
+            "script with torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
+        )
+    if environment is None:
+        model: Model = DataParallelModel(module, device_ids, split=split, **settings)
+    else:
+        if split is not None:
+            raise ValueError(
+                f"split={split!r} was given under torchrun, expected None: each rank brings as many rows as it is to have"
+            )
+        device = rank_device(environment, device_ids)
+        join_process_group(environment, device)
+        model = _rank_model(module, wrapped, device, settings)
+    return model if wrapped is None else (model, wrapped)
+
+
+def _wrap(
+    criterion: Criterion, dim: int, weight: Callable[..., Any] | str | None, precision: str | Precision | None
+) -> DataParallelCriterion:
+    if not isinstance(criterion, DataParallelCriterion):
+        return DataParallelCriterion(criterion, dim=dim, weight=weight, precision=precision)
+    if weight is not None:
+        raise ValueError("weight= was given beside a DataParallelCriterion, expected it among that criterion's own settings")
+    return criterion
+
+
+def _rank_model(
+    module: nn.Module, criterion: DataParallelCriterion | None, device: torch.device, settings: dict[str, Any]
+) -> Model:
+    is_frozen = criterion is None and not any(parameter.requires_grad for parameter in module.parameters())
+    if world_size() == 1 or is_frozen:
+        return DataParallelModel(module, [device], **settings)
+    if device.type == "cuda":
+        use_torch_sync_batchnorm(module)
+    plain = None if criterion is None else criterion.to(device).module
+    return DistributedModel(module.to(device), device, criterion=plain, **settings)

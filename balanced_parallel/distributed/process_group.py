@@ -1,0 +1,67 @@
+"""Starts the process group that torchrun prepared, and ends it at exit."""
+
+import atexit
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from ..runtime.devices import DeviceLike, resolve_devices, visible_devices
+from .torchrun import TorchrunEnvironment
+
+__all__: list[str] = []
+
+
+def rank_device(environment: TorchrunEnvironment, device_ids: Sequence[DeviceLike] | None) -> torch.device:
+    """The device of this rank: its own visible accelerator, else the CPU, which ranks share.
+
+    Args:
+        environment: this rank's place.
+        device_ids: one device for each local rank, or a single one; a CPU is shared, an accelerator is not.
+
+    Raises:
+        ValueError: fewer devices than local ranks.
+    """
+    devices = visible_devices() if device_ids is None else resolve_devices(device_ids)
+    if len(devices) == 1 and devices[0].type == "cpu":
+        return devices[0]
+    if environment.local_world_size > len(devices):
+        raise ValueError(
+            f"torchrun started {environment.local_world_size} processes on this machine for {len(devices)} devices "
+            f"({', '.join(map(str, devices))}), expected at most one process per device: lower --nproc-per-node"
+        )
+    return devices[environment.local_rank]
+
+
+def join_process_group(environment: TorchrunEnvironment, device: torch.device) -> None:
+    """Makes ``device`` current and starts the process group (NCCL for CUDA, gloo for CPUs), to be ended at exit.
+
+    A group that is already running is left as it is, its end included.
+
+    Raises:
+        ValueError: the running group has another rank or size than torchrun's environment.
+    """
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
+    if dist.is_initialized():
+        running = dist.get_rank(), dist.get_world_size()
+        if running != (environment.rank, environment.world_size):
+            raise ValueError(
+                f"a process group is running with rank {running[0]} of {running[1]}, but torchrun's environment says rank "
+                f"{environment.rank} of {environment.world_size}: start only one of them, or unset RANK and WORLD_SIZE"
+            )
+        return
+    backend = dist.get_default_backend_for_device(device)
+    dist.init_process_group("gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}")
+    atexit.register(end_process_group)
+
+
+def end_process_group() -> None:
+    """Ends the running process group, where there is one, and leaves its threads the time to let go of their last tensors."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    # A model keeps the group's threads alive. One that drops the last collective's tensors after the interpreter began to
+    # end asks for its lock and aborts the process ("terminate called without an active exception"). Nothing says when they
+    # have, https://github.com/pytorch/pytorch/issues/190489: it takes them microseconds, once they get a core.
+    time.sleep(0.2)

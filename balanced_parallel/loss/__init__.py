@@ -1,0 +1,1 @@
+"""A loss as a sum and a weight, divided once."""

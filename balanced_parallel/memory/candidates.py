@@ -1,0 +1,263 @@
+"""One way to run an effective batch: what it needs on each device, and what it costs. The rows of a plan's table."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from ..batch.microbatches import count_micro_batches
+from ..batch.scattering import split_sizes
+from ..diagnostics.doctor import batch_norms
+from ..runtime.byte_sizes import format_bytes
+from .errors import UnknownMemory
+from .extrapolation import Lines
+from .trace.tracer import Request, Trace, run_traces
+
+__all__: list[str] = []
+
+SCALARS = 4096  # TrainStep's sums of losses and weights, which are in no trace
+BASE = 2  # rows per device in the first of two traces
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Bytes and rows per device.
+
+    Attributes:
+        micro_batch_size: the most rows of a device in one forward; 0 where not even one fits.
+        micro_batches: how many make an update.
+        split: the weight of each device, where they are unequal.
+        checkpoint: the names of the modules whose activations are computed again in the backward.
+        peak: in use at most; ``reserved`` is what the allocator has to have for it.
+        saved: of the peak of the whole batch at once, by the plain replicas.
+        recomputed: operations that are made twice, as a fraction of those of the step without.
+        traffic: bytes in and out of the busiest device per update, for parameters and gradients.
+        changes_result: whether loss and gradients are those of another arithmetic.
+        statistics: of which rows batch norm takes them, where these are not all: ``"replica"`` or ``"micro-batch"``.
+    """
+
+    name: str
+    precision: str
+    balanced_optimizer: bool
+    checkpoint: tuple[str, ...]
+    micro_batch_size: int
+    micro_batches: int
+    split: tuple[float, ...] | None
+    peak: tuple[int, ...]
+    reserved: tuple[int, ...]
+    saved: int
+    recomputed: float
+    traffic: int
+    changes_result: bool
+    fits: bool
+    statistics: str | None = None
+
+    @property
+    def exact(self) -> bool:
+        """True if loss and gradients are those of the plain program on the whole batch, up to rounding."""
+        return not self.changes_result and self.statistics is None
+
+    @property
+    def cost(self) -> tuple[Any, ...]:
+        """Orders choices: exact ones first, then by operations, micro-batches and traffic."""
+        return self.changes_result, self.recomputed, self.micro_batches, self.traffic
+
+
+def choice_of(values: dict[str, Any]) -> Choice:
+    """The choice that was written as JSON."""
+    settings: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return Choice(**settings)
+
+
+def row_of(choice: Choice) -> list[str]:
+    """For a table."""
+    rows = " + ".join(f"{weight:.0f}" for weight in choice.split) if choice.split else f"{choice.micro_batch_size} per device"
+    return [
+        choice.name,
+        f"{rows} x {choice.micro_batches}" if choice.micro_batches else "not one row",
+        format_bytes(max(choice.peak)),
+        format_bytes(max(choice.reserved)),
+        format_bytes(choice.saved),
+        f"{choice.recomputed:.0%}",
+        format_bytes(choice.traffic),
+        _result_of(choice),
+        "yes" if choice.fits else "no",
+    ]
+
+
+def _result_of(choice: Choice) -> str:
+    said = ["other arithmetic"] * choice.changes_result
+    said += [f"batch norm by {choice.statistics}"] if choice.statistics else []
+    return ", ".join(said) or "exact"
+
+
+def statistics_of(module: nn.Module, devices: int, micro_batches: int) -> str | None:
+    """Names the rows that the batch norms of ``module`` take statistics of, if these are not all rows of the batch."""
+    if devices > 1 and batch_norms(module, over_all_rows=False):
+        return "replica"
+    if micro_batches > 1 and any(batch_norms(module, over_all_rows=over_all) for over_all in (False, True)):
+        return "micro-batch"
+    return None
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a choice can be made of, before it is known how many rows fit."""
+
+    balanced: bool
+    blocks: tuple[str, ...]
+    precision: str
+    changes_result: bool
+
+    @property
+    def name(self) -> str:
+        said = ["BalancedOptimizer"] * self.balanced + ["checkpointed blocks"] * bool(self.blocks)
+        return ", ".join([*said, *([self.precision] if self.changes_result else [])]) or "replicas"
+
+
+class Measured:
+    """An option's memory as lines in the rows: for one micro-batch per update, and for several."""
+
+    def __init__(self, request: Request, option: Option, capacity: tuple[int, ...]) -> None:
+        self.option, self.capacity = option, capacity
+        self.request = dataclasses.replace(
+            request, balanced=option.balanced, blocks=option.blocks, precision=option.precision, micro_batches=1
+        )
+        self._lines: dict[int, Lines] = {}
+
+    def lines(self, micro_batches: int) -> Lines:
+        several = min(micro_batches, 2)
+        if several not in self._lines:
+            measure([self], several)
+        return self._lines[several]
+
+    def is_measured(self, several: int) -> bool:
+        return several in self._lines
+
+    def jobs(self, several: int) -> list[tuple[Request, int]]:
+        """What has to be traced for one micro-batch per update, or for several."""
+        request = dataclasses.replace(self.request, micro_batches=several)  # of replicas, one that adds and reduces tells all
+        return [(request, BASE * request.devices), (request, 2 * BASE * request.devices)]
+
+    def take(self, several: int, first: Trace, second: Trace) -> None:
+        devices = self.request.devices
+        self._lines[several] = Lines(first, second, self.request.kind, devices, devices)
+        if not self._lines[several].is_affine:
+            raise ValueError(
+                "with twice the rows the module runs other operators, so that no plan can be made: see memory.estimate for each "
+                "number of rows"
+            )
+
+    @property
+    def flops(self) -> float:
+        """Operations per row, of whichever trace there is."""
+        first = next(iter(self._lines.values())).first
+        return first.flops / (first.rows * first.micro_batches)
+
+    def most_rows(self, device: int, micro_batches: int, share: int) -> int:
+        """Rows that fit on a device in one forward, at most ``share``."""
+        low, high = 0, share + 1
+        while high - low > 1:
+            middle = (low + high) // 2 if low or high <= share else share
+            low, high = (middle, high) if self.reserved(device, middle, micro_batches, self.capacity[device]) else (low, middle)
+        return low
+
+    def may_fit_at_once(self, share: int, several: int) -> bool:
+        """Returns True if known lines leave it open that some option runs the batch in one micro-batch. It needs less than
+        several do, and sharding saves something, both at most what holds gradients."""
+        gradients: int = 2 * sum(parameter.nbytes for parameter in self.request.module.parameters())
+        peaks = [self.lines(several).peak(i, share * self.request.devices) for i in range(self.request.devices)]
+        return sum(peaks) <= sum(self.capacity) + gradients * self.request.devices
+
+    def fits_at_once(self, batch_size: int) -> bool:
+        """Returns True if equal devices hold the whole batch in one micro-batch."""
+        share = -(-batch_size // self.request.devices)
+        return all(self.reserved(i, share, 1, limit) is not None for i, limit in enumerate(self.capacity))
+
+    def reserved(self, device: int, rows: int, micro_batches: int, capacity: int | None = None) -> int | None:
+        limit = None if capacity is None else capacity - SCALARS
+        return self.lines(micro_batches).reserved(device, rows * self.request.devices, limit)
+
+    def choose(self, batch_size: int, plain: "Measured") -> Choice:
+        """The fewest micro-batches with which ``batch_size`` rows fit."""
+        devices = range(self.request.devices)
+        unequal = len(set(self.capacity)) > 1
+        share = -(-batch_size // len(devices))
+        most_share = batch_size if unequal else share
+        if 1 in self._lines and not unequal and self.fits_at_once(batch_size):
+            rows = [share for _ in devices]
+        else:
+            rows = [self.most_rows(i, 2, most_share) for i in devices]
+            unequal = unequal and min(rows) < share  # else equal shares fit
+            untried = 1 not in self._lines or unequal
+            if untried and not _holds(batch_size, rows, unequal) and self.may_fit_at_once(share, 2):
+                at_once = [self.most_rows(i, 1, most_share) for i in devices]
+                rows = at_once if _holds(batch_size, at_once, unequal) else rows
+        fits = all(rows)
+        split = tuple(float(count) for count in rows) if unequal and fits else None
+        rows = rows if split else [min(count, share) for count in rows]
+        most = max(rows) if split else min(rows)
+        count = count_micro_batches(batch_size, most, split or len(devices)) if fits else 0
+        largest = split_sizes(-(-batch_size // count), split or len(devices)) if fits else [1] * len(devices)
+        return Choice(
+            name=self.option.name,
+            precision=self.option.precision,
+            balanced_optimizer=self.option.balanced,
+            checkpoint=self.option.blocks,
+            micro_batch_size=most if fits else 0,
+            micro_batches=count,
+            split=split,
+            peak=tuple(self.lines(count or 2).peak(i, max(largest[i], 1) * len(devices)) for i in devices),
+            reserved=tuple(self.reserved(i, max(largest[i], 1), count or 2) or 0 for i in devices),
+            saved=0,
+            recomputed=self.flops / plain.flops - 1 if plain.flops else 0.0,
+            traffic=_traffic(self.request, self.option.balanced),
+            changes_result=self.option.changes_result,
+            fits=fits,
+            statistics=statistics_of(self.request.module, len(devices), count),
+        )
+
+
+def measure_what_decides(options: Sequence[Measured], batch_size: int, plain: Measured) -> None:
+    """Traces each of ``options`` for one micro-batch per update, where the batch may fit at once, and for several only where it
+    does not. Of unequal devices the rows depend on the traces, so that several come first; and where plain replicas, which
+    are not among ``options``, do not fit, the whole batch hardly will."""
+    if len(set(plain.capacity)) > 1 or plain not in options:
+        measure(options, 2)
+        return
+    plain.lines(1)
+    if plain.may_fit_at_once(-(-batch_size // plain.request.devices), 1):
+        measure([each for each in options if each is not plain], 1)
+    measure([each for each in options if not each.is_measured(1) or not each.fits_at_once(batch_size)], 2)
+
+
+def measure(options: Sequence[Measured], several: int) -> None:
+    """Traces all of them together."""
+    jobs = [job for option in options for job in option.jobs(several)]
+    if not jobs:
+        return
+    try:
+        traces = run_traces(jobs)
+    except UnknownMemory:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"with {jobs[0][1]} to {jobs[-1][1]} rows over {jobs[0][0].devices} devices is {type(error).__name__}: {error}; "
+            "a plan needs a module, a criterion and an optimizer that take any number of rows"
+        ) from error
+    for option, first, second in zip(options, traces[::2], traces[1::2], strict=True):
+        option.take(several, first, second)
+
+
+def _holds(batch_size: int, rows: list[int], unequal: bool) -> bool:
+    return sum(rows) >= batch_size if unequal else min(rows) * len(rows) >= batch_size
+
+
+def _traffic(request: Request, balanced: bool) -> int:
+    """Reduce-scatter and all-gather, ``4 (n - 1) / n`` times the parameters; else ``n - 1`` copies out of the first device, and
+    as many gradients into it."""
+    size: int = sum(parameter.nbytes for parameter in request.module.parameters())
+    n = request.devices
+    return 4 * (n - 1) * size // n if balanced else 2 * (n - 1) * size

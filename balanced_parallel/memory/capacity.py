@@ -1,0 +1,47 @@
+"""The capacity of a device and the number of devices that would do, where nothing fits."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from .candidates import SCALARS, Measured, measure
+
+__all__: list[str] = []
+
+TRACED_DEVICES = 16  # more of them take long
+
+
+def what_would_fit(measured: Sequence[Measured], capacity: int) -> tuple[int, int | None]:
+    """The capacity at which one row per device fits, and the number of devices at which it fits this one: what is spread falls
+    with their number, ``fixed + spread / n``. Up to 16 that is traced, and the neighbours tried."""
+
+    def lowest(each: Measured) -> int:
+        return max(each.reserved(i, 1, 2) or 0 for i in range(each.request.devices)) + SCALARS
+
+    least = min(measured, key=lowest)
+    balanced = dataclasses.replace(least.option, balanced=True)
+
+    counted = {each.request.devices: each for each in measured if each.option == balanced}
+
+    def trace(*counts: int) -> None:
+        asked = [n for n in counts if n not in counted]
+        new = {n: Measured(dataclasses.replace(least.request, devices=n), balanced, (capacity,) * n) for n in asked}
+        measure(list(new.values()), 2)
+        counted.update(new)
+
+    def lowest_of(count: int) -> int:
+        trace(count)
+        return lowest(counted[count])
+
+    trace(2, 4)
+    share = (lowest_of(2) - lowest_of(4)) * 4  # of 1 / n, which falls from 1 / 2 to 1 / 4
+    room = capacity - (lowest_of(4) - share // 4)
+    if room <= 0 or share <= 0:
+        return lowest(least), None
+    count = max(least.request.devices + 1, -(-share // room))
+    if least.request.devices + 1 < count <= TRACED_DEVICES:
+        trace(count - 1, count)
+    while count < TRACED_DEVICES and lowest_of(count) > capacity:
+        count += 1
+    while least.request.devices + 1 < count <= TRACED_DEVICES and lowest_of(count - 1) <= capacity:
+        count -= 1
+    return lowest(least), count

@@ -1,0 +1,289 @@
+"""Turns what a command line says (a place in a file, ``3x224x224``) into a module and a batch that have no memory."""
+
+import contextlib
+import importlib
+import importlib.util
+import re
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ..batch.microbatches import as_arguments
+from ..batch.nested import leaves, spread
+from ..batch.row_marks import Arguments
+from ..loss.rules import find_torch_loss, loss_weight
+from .batch_shapes import build_batch
+from .errors import UnknownMemory
+from .trace.allocations import Count
+from .trace.fake_tensors import fake_batch, fake_copy
+
+__all__: list[str] = []
+
+# Whose lines say nothing about the user's mistake: torch's, this package's, Python's
+_OTHERS = (*(str(Path(place).parent) for place in (torch.__file__, Path(__file__).parent, traceback.__file__)), "<")
+_OF_CLASSES = (F.cross_entropy, F.nll_loss)
+_LIKE_OUTPUT = (
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+    F.kl_div,
+    F.multilabel_soft_margin_loss,
+    F.poisson_nll_loss,
+    F.soft_margin_loss,
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What :func:`estimate` and :func:`plan` take; ``assumed`` says in words what nobody stated."""
+
+    module: nn.Module
+    criterion: Callable[..., Any]
+    inputs: Any
+    targets: Any
+    assumed: tuple[str, ...]
+
+
+class SequenceLoss(nn.Module):
+    """``loss`` of classes in the last dimension, for each position: logits (rows, length, classes), targets (rows, length)."""
+
+    def __init__(self, loss: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, output: Any, targets: Tensor) -> Tensor:
+        return self.loss(*self.flat(output, targets))
+
+    def flat(self, output: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return _logits(output).flatten(0, -2), targets.flatten()
+
+
+@loss_weight.register(SequenceLoss)
+def _weigh_sequences(criterion: SequenceLoss, output: Any, targets: Tensor) -> Tensor:
+    return loss_weight(criterion.loss, *criterion.flat(output, targets))
+
+
+def build_problem(
+    model: str, inputs: Sequence[str], targets: Sequence[str], criterion: str | None, rows: int, dim: int = 0
+) -> Problem:
+    """The model at its place, and a batch of ``rows`` rows on the meta device.
+
+    Args:
+        model: as for :func:`build_model`.
+        inputs, targets: one row of each, as for :func:`build_batch`; no targets means those that suit the criterion.
+        criterion: as for :func:`build_criterion`; ``None`` is the model's own, else ``nn.CrossEntropyLoss()``.
+        dim: the dimension of the rows.
+
+    Raises:
+        ValueError: something cannot be found or built; the model refuses the inputs; no targets are known that suit.
+    """
+    batch = build_batch(inputs, rows, dim, torch.float32)
+    arguments = as_arguments(batch)
+    module, own = build_model(model)
+    loss = build_criterion(criterion) if criterion is not None else own or nn.CrossEntropyLoss()
+    named = "" if criterion or own else "criterion: CrossEntropyLoss"
+    index = torch.int64 if find_torch_loss(loss) in _OF_CLASSES else torch.float32
+    following = spread(build_batch(targets, rows, dim, index)) if targets else ()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    output = _run(module, arguments, rows, mode, f"{_name(module)} from {model}")
+    if find_torch_loss(loss) in _OF_CLASSES and _has_classes_last(output, arguments, following, dim):
+        loss, named = SequenceLoss(loss), f"criterion: {_name(loss)} over the flattened logits {_shape(_logits(output))}"
+    assumed = [named] if named else []
+    if not following:
+        following = (_suit(loss, output, rows, dim),)
+        what = "like the output" if following[0].is_floating_point() else f"class indices for the output {_shape(output)}"
+        assumed.append(f"targets: {_shape(following[0])} {_dtype(following[0])}, {what}")
+    _run(loss, Arguments((*spread(output), *following), {}), rows, mode, _name(loss))
+    return Problem(module, loss, batch, following if len(following) > 1 else following[0], tuple(assumed))
+
+
+def build_model(place: str) -> tuple[nn.Module, Callable[..., Any] | None]:
+    """The module that is made at ``place``, and its criterion if it comes with one. On the meta device where that is possible.
+
+    Args:
+        place: ``my_file.py:build`` or ``package.module:build``, a function without required arguments that returns a module or
+            (module, criterion); or a class of modules; or a module.
+
+    Raises:
+        ValueError: there is nothing such, or it fails.
+    """
+    made = _make(place, _find(place))
+    module, criterion = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(module, nn.Module) or not (criterion is None or callable(criterion)):
+        raise ValueError(f"{place} gave {_name(made)}, expected a torch.nn.Module, or a pair (module, criterion)")
+    return module, criterion
+
+
+def build_criterion(name: str) -> Callable[..., Any]:
+    """A loss of ``torch.nn`` by the name of its class, in any case; or what is at a place: a class, a module, or a function of
+    output and targets.
+
+    Raises:
+        ValueError: there is none of that name, or it needs arguments.
+    """
+    found = _find(name) if ":" in name else _find_class(name, torch.nn, nn.Module, "Loss", "or my_file.py:name")
+    criterion = _make(name, found) if isinstance(found, type) else found
+    if not callable(criterion):
+        raise ValueError(f"{name} is {_name(criterion)}, expected a module or a function of output and targets")
+    return criterion  # type: ignore[no-any-return]
+
+
+def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
+    """A class of ``torch.optim`` by its name, in any case.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    found: type[torch.optim.Optimizer] = _find_class(name, torch.optim, torch.optim.Optimizer, "")
+    return found
+
+
+def _find(place: str) -> Any:
+    where, _, name = place.rpartition(":")
+    if not where or not name:
+        raise ValueError(f"{place!r} is no place, expected my_file.py:name or package.module:name")
+    arguments, sys.argv = sys.argv, [where]  # what a script that reads its flags at once would find
+    try:
+        found: Any = _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
+    except (Exception, SystemExit) as error:  # the file may raise whatever it likes
+        raise ValueError(f"{where} cannot be imported: {_said(error)}") from error
+    finally:
+        sys.argv = arguments
+    for part in name.split("."):
+        if not hasattr(found, part):
+            own = [key for key, value in vars(found).items() if getattr(value, "__module__", None) == found.__name__]
+            raise ValueError(f"{where} has no {name!r}; what it defines: {', '.join(own[:20]) or 'nothing'}")
+        found = getattr(found, part)
+    return found
+
+
+def _load_file(path: Path) -> ModuleType:
+    path = path.resolve(strict=True)
+    name = re.sub(r"\W", "_", str(path))  # its own name may be that of another module
+    if name not in sys.modules:
+        if str(path.parent) not in sys.path:
+            sys.path.insert(0, str(path.parent))  # as python does for a script: its neighbours can be imported
+        spec = importlib.util.spec_from_file_location(name, path)
+        assert spec is not None
+        assert spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        try:
+            spec.loader.exec_module(sys.modules[name])
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
+
+
+def _find_class(name: str, package: ModuleType, base: type, ending: str, *others: str) -> Any:
+    held = [
+        value for value in vars(package).values() if isinstance(value, type) and issubclass(value, base) and value is not base
+    ]
+    names = {kind.__name__.lower(): kind for kind in held if kind.__name__.endswith(ending)}
+    if name.lower() not in names:
+        expected = ", ".join([*(kind.__name__ for kind in names.values()), *others])
+        raise ValueError(f"{package.__name__} has no {name!r}, expected one of {expected}")
+    return names[name.lower()]
+
+
+def _make(place: str, make: Any) -> Any:
+    """What ``make()`` gives; a module, or what cannot be called, is already made."""
+    if isinstance(make, nn.Module) or not callable(make):
+        return make
+    with contextlib.suppress(Exception, SystemExit), torch.device("meta"):  # what reads values is built for real
+        return make()
+    try:
+        return make()
+    except (Exception, SystemExit) as error:
+        hint = ": expected a function without required arguments, or a class of modules" if isinstance(error, TypeError) else ""
+        raise ValueError(f"{place} cannot be built: {_said(error)}{hint}") from error
+
+
+def _run(call: Callable[..., Any], arguments: Arguments, rows: int, mode: FakeTensorMode, what: str) -> Any:
+    """What a copy of ``call`` gives, with fake tensors in and out."""
+    home = torch.device("cpu")
+    copied, batch = fake_copy(call, mode, home), fake_batch(arguments, rows, rows, mode, home)
+    try:
+        with warnings.catch_warnings(action="ignore"), torch.no_grad(), mode, Count({}):
+            return copied(*batch.inputs, **batch.kwargs)
+    except UnknownMemory:
+        raise
+    except Exception as error:  # both may raise whatever they like
+        given = [*map(_listed, arguments.inputs), *(f"{name} {_listed(one)}" for name, one in arguments.kwargs.items())]
+        shapes = ", ".join(given)
+        raise ValueError(f"{what} refuses {shapes}: {_said(error)}") from error
+
+
+def _logits(output: Any) -> Any:
+    return output if isinstance(output, Tensor) else getattr(output, "logits", output)
+
+
+def _has_classes_last(output: Any, inputs: Any, targets: Any, dim: int) -> bool:
+    """Whether each position of a sequence has its classes, where torch's losses expect the classes in dimension 1."""
+    logits = _logits(output)
+    if not isinstance(logits, Tensor) or logits.dim() < 3:
+        return logits is not output and isinstance(logits, Tensor)
+    if logits is not output or dim == 1:  # the rows are where torch expects the classes
+        return True
+    given, wanted = ([leaf for _, leaf in leaves(held) if isinstance(leaf, Tensor)] for held in (inputs, targets))
+    is_index = [one.shape == logits.shape[:-1] and not one.is_floating_point() for one in (*given, *wanted)]
+    first = logits.shape[:1] + logits.shape[2:]
+    return any(is_index[: len(given)]) or (any(is_index) and wanted[0].shape != first)
+
+
+def _suit(criterion: Any, output: Any, rows: int, dim: int) -> Tensor:
+    """Targets that suit the criterion and the output."""
+    logits, function = _logits(output), find_torch_loss(getattr(criterion, "loss", criterion))
+    if not isinstance(logits, Tensor):
+        raise ValueError(f"the model's output is {_name(output)}: give --target, and a --criterion of it and the targets")
+    if logits.dim() <= dim or logits.size(dim) != rows:
+        raise ValueError(f"the model's output {_shape(logits)} has not {rows} rows along dimension {dim}: give --target")
+    if function in _LIKE_OUTPUT:
+        return torch.empty(logits.shape, dtype=logits.dtype, device="meta")
+    if function not in _OF_CLASSES:
+        raise ValueError(f"the targets of {_name(criterion)} are not known: give the shape of one row as --target")
+    if logits.dim() < 2:
+        raise ValueError(f"the model's output {_shape(logits)} has no classes: give a --criterion, such as BCEWithLogitsLoss")
+    shape = logits.shape[:-1] if isinstance(criterion, SequenceLoss) else logits.shape[:1] + logits.shape[2:]
+    return torch.empty(shape, dtype=torch.int64, device="meta")
+
+
+def _shape(value: Any) -> str:
+    return str(tuple(getattr(_logits(value), "shape", ())))
+
+
+def _listed(value: Any) -> str:
+    """Shapes and dtypes of what is given to a module."""
+    inner = list(leaves(value)) if isinstance(value, (dict, tuple)) and not hasattr(value, "logits") else [("", value)]
+    return ", ".join(" ".join(part for part in (place, _shape(one), _dtype(one)) if part) for place, one in inner)
+
+
+def _dtype(value: Any) -> str:
+    return str(getattr(_logits(value), "dtype", _name(value))).removeprefix("torch.")
+
+
+def _name(value: Any) -> str:
+    return str(getattr(value, "__name__", None) or type(value).__name__)
+
+
+def _said(error: BaseException) -> str:
+    """The error in a line, with the last line of the user's file."""
+    if isinstance(error, SystemExit):
+        return "it ends the program: put what runs under if __name__ == '__main__'"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OTHERS)]
+    where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+    text = " ".join(str(error).split())
+    return f"{type(error).__name__}: {text if len(text) < 400 else text[:400] + ' ...'}{where}"

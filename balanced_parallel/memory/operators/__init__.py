@@ -1,0 +1,1 @@
+"""Allocations of single operators that a trace on fake CPU tensors does not show."""

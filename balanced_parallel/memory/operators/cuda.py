@@ -1,0 +1,143 @@
+"""What operators choose on CUDA, for tensors that are fake CPU tensors: autocast's lists, dropout's mask, attention."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from .rnn import cudnn_recurrence, refused_recurrence
+
+__all__: list[str] = []
+
+# torch/include/ATen/autocast_mode.h: AT_FORALL_FP32, and AT_FORALL_FP32_SET_OPT_DTYPE, as far as autocast on the CPU differs
+_FP32 = (  # noqa: SIM905
+    "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor "
+    "pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim "
+    "cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d hinge_embedding_loss kl_div l1_loss "
+    "smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss soft_margin_loss triplet_margin_loss "
+    "multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d "
+    "upsample_nearest2d upsample_bilinear2d upsample_trilinear3d upsample_bicubic2d"
+).split()
+_FP32_UNLESS_TOLD = (  # noqa: SIM905
+    "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm sum sum.dim_IntList"
+).split()
+_KEY = torch._C.DispatchKey.AutocastCPU
+
+
+@contextlib.contextmanager
+def cuda_choices(fuses: bool) -> Iterator[None]:
+    """In this block fake CPU tensors are treated as torch treats those on CUDA, attention included if ``fuses``."""
+    with _cuda_autocast(), _cuda_operators(fuses), cudnn_recurrence() if fuses else refused_recurrence():
+        yield
+
+
+@contextlib.contextmanager
+def _cuda_operators(fuses: bool) -> Iterator[None]:
+    """Dropout keeps a mask of one byte per element, and attention is fused, with dropout too. Registered, not a mode: what is
+    computed again in the backward has to choose the same."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        library.impl("dropout", _dropout, "AutogradCPU")
+        if fuses:
+            library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
+        yield
+    finally:
+        library._destroy()
+
+
+@contextlib.contextmanager
+def _cuda_autocast() -> Iterator[None]:
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        for name in (*_FP32, *_FP32_UNLESS_TOLD):
+            base, _, overload = name.partition(".")
+            packet = getattr(torch.ops.aten, base, None)
+            operator = getattr(packet, overload or "default", None)
+            if operator is not None and not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "AutocastCPU"):
+                library.impl(name, _in_float32(operator, unless_told=name in _FP32_UNLESS_TOLD), "AutocastCPU")
+        for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU"):
+            if name.startswith("aten::") and not torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA"):
+                library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU", allow_override=True)
+        yield
+    finally:
+        library._destroy()
+
+
+def _in_float32(operator: Any, unless_told: bool) -> Callable[..., Any]:
+    def widen(leaf: Any) -> Any:
+        return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in (torch.float16, torch.bfloat16) else leaf
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_KEY)):
+            if unless_told and any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
+                return operator(*args, **kwargs)
+            return operator(*tree_map(widen, args), **tree_map(widen, kwargs))
+
+    return kernel
+
+
+@torch.library.custom_op("balanced_parallel::fused_attention", mutates_args=())
+def fused_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Stands for the fused kernels: an output, and one float32 per query and head for the backward."""
+    raise NotImplementedError
+
+
+@fused_attention.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    *rows, heads, length, _ = query.shape
+    # as the flash kernel: laid out like the query
+    same = query.shape[-1] == value.shape[-1]
+    out = torch.empty_like(query) if same else query.new_empty((*rows, length, heads, value.shape[-1])).transpose(-3, -2)
+    return out, query.new_empty((*rows, heads, length), dtype=torch.float32)
+
+
+@torch.library.custom_op("balanced_parallel::fused_attention_backward", mutates_args=())
+def fused_attention_backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Its backward keeps no matrix of probabilities either."""
+    raise NotImplementedError
+
+
+@fused_attention_backward.register_fake
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    ctx.save_for_backward(*inputs, *output)
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
+    return fused_attention_backward(grad, *ctx.saved_tensors)
+
+
+fused_attention.register_autograd(_backward, setup_context=_save)
+
+
+def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
+    if train and 0 < p < 1:
+        result: Tensor = torch.native_dropout(input, p, True)[0]
+        return result
+    return input * 0 if train and p == 1 else input
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    flat = query.dim() < 4
+    if flat:
+        query, key, value = query[None], key[None], value[None]
+    fused: Tensor = fused_attention(query, key, value)[0]
+    return fused[0] if flat else fused

@@ -1,0 +1,128 @@
+"""What an operator gives whose result depends on values, where there are none: the worst case, or an error that names it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import HINT, UnknownMemory
+from .rnn import lstm_on_cpu
+
+__all__: list[str] = []
+
+_aten = torch.ops.aten
+_SCALARS = {_aten._local_scalar_dense.default, _aten.is_nonzero.default}
+
+
+def answer(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], scalar: int | float | bool | None, user_line: Callable[[], str]
+) -> tuple[bool, Any]:
+    """Whether there is a rule for this call, and its result.
+
+    Selections (boolean masks, ``nonzero``, ``unique``) select everything: no batch needs more. Scalars that an optimizer or
+    this package reads are one; those that the model reads are ``scalar``, if it was stated.
+
+    Raises:
+        UnknownMemory: the model reads a value, on which sizes may depend; or packs sequences, whose lengths are values.
+    """
+    if func in _SCALARS:
+        line = user_line()
+        if line and scalar is None:
+            raise UnknownMemory(
+                f"{line} reads a value of a tensor ({func}), on which sizes may depend: state the largest that it can be with "
+                f"scalar=, or {HINT}"
+            )
+        asked = True if func is _aten.is_nonzero.default or args[0].dtype == torch.bool else _one(args[0])
+        return True, type(asked)(scalar) if line and scalar is not None else asked
+    if func is _aten._pack_padded_sequence.default:
+        raise UnknownMemory(
+            f"{func} packs sequences by their lengths, which are values: give memory.estimate the module with padded sequences, "
+            "of which packing never needs more"
+        )
+    rule = _RULES.get(func)
+    return (False, None) if rule is None else rule(func, args, kwargs)
+
+
+def selected(func: Any, args: tuple[Any, ...], *, measured: bool) -> int:
+    """Bytes that an operator takes for itself, if every element is selected: the indices that it makes of boolean masks; and
+    the second table of the CTC loss, unless that is ``measured``."""
+    if func in _CTC_BACKWARD:
+        return 0 if measured else int(args[6].nbytes)
+    indices = args[1] if func in _INDEXES else ()
+    masks = [index for index in indices if index is not None and index.dtype in (torch.bool, torch.uint8)]
+    return sum(2 * 8 * mask.numel() * mask.dim() for mask in masks)  # once as nonzero gives them, once each for itself
+
+
+def _ctc(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    scores, targets = args[:2]
+    steps, rows, _ = scores.shape
+    longest = targets.size(1) if targets.dim() == 2 else targets.numel()  # of concatenated targets one could have them all
+    return True, (scores.new_empty(rows), scores.new_empty((rows, steps, 2 * longest + 1)))
+
+
+def _ctc_backward(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    return True, torch.empty_like(args[1])
+
+
+def _group_norm_backward(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    """torch's fake kernel gives float32 for an input in bfloat16, and the real one does not."""
+    inputs, weight, mask = args[1], args[4], args[9]
+    learned = (inputs if weight is None else weight).new_empty(args[6])
+    results = (torch.empty_like(inputs), learned, torch.empty_like(learned))
+    return True, tuple(result if asked else None for result, asked in zip(results, mask, strict=True))
+
+
+def _one(tensor: Tensor) -> int | float:
+    return 0.9 if tensor.is_floating_point() else 1  # NAdam divides by one minus a product of its momenta
+
+
+def _nonzero(func: Any, args: Any, kwargs: Any) -> tuple[bool, Tensor]:
+    (mask,) = args
+    return True, mask.new_empty((mask.numel(), mask.dim()), dtype=torch.int64)
+
+
+def _masked_select(func: Any, args: Any, kwargs: Any) -> tuple[bool, Tensor]:
+    tensor, mask = args
+    return True, tensor.new_empty(torch.broadcast_shapes(tensor.shape, mask.shape).numel())
+
+
+def _index(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    tensor, indices = args[0], args[1]
+    if not any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):
+        return False, None
+    expanded: list[Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            expanded += [index.new_empty(index.numel(), dtype=torch.int64) for _ in range(index.dim())]
+        else:
+            expanded.append(index)
+    return True, func(tensor, expanded, *args[2:], **kwargs)
+
+
+def _unique(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    tensor = args[0]
+    flat = tensor.new_empty(tensor.numel())
+    index, counts = (tensor.new_empty(shape, dtype=torch.int64) for shape in (tensor.shape, (tensor.numel(),)))
+    return True, (flat, index, counts)
+
+
+_INDEXES = {
+    _aten.index.Tensor,
+    _aten.index_put.default,
+    _aten.index_put_.default,
+    _aten._index_put_impl_.default,
+    _aten._unsafe_index.Tensor,
+}
+_CTC_BACKWARD = {_aten._ctc_loss_backward.default, _aten._ctc_loss_backward.Tensor}
+_RULES: dict[Any, Callable[[Any, Any, Any], tuple[bool, Any]]] = {
+    _aten.nonzero.default: _nonzero,
+    _aten.masked_select.default: _masked_select,
+    _aten.index.Tensor: _index,
+    _aten._unique2.default: _unique,
+    _aten._ctc_loss.default: _ctc,
+    _aten._ctc_loss.Tensor: _ctc,
+    **dict.fromkeys(_CTC_BACKWARD, _ctc_backward),
+    _aten.mkldnn_rnn_layer.default: lstm_on_cpu,
+    _aten.native_group_norm_backward.default: _group_norm_backward,
+}

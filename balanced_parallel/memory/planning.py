@@ -1,0 +1,275 @@
+"""``memory.plan``: the cheapest way in which an effective batch fits the devices there are."""
+
+import dataclasses
+import functools
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tabulate import tabulate
+
+from ..batch.scattering import split_sizes
+from ..loss.criterion import DataParallelCriterion
+from ..replicas.model import DataParallelModel
+from ..runtime.byte_sizes import format_bytes, parse_each
+from ..runtime.devices import DeviceLike
+from ..runtime.precision import Precision
+from ..savings.activation_checkpointing import checkpoint_blocks, find_blocks
+from ..training.step import TrainStep
+from .candidates import Choice, Measured, Option, choice_of, measure_what_decides, row_of
+from .capacity import what_would_fit
+from .device_specs import DeviceKind, find_kind
+from .estimation import make_report, read_batch, report_of
+from .report import MemoryReport
+from .trace.strategies import OptimizerChoice
+from .trace.tracer import Request
+
+__all__: list[str] = []
+
+MakeOptimizer = Callable[..., torch.optim.Optimizer]
+_TOLD = {
+    "replica": "batch norm uses the statistics of each replica's rows, so the result is not that of the whole batch: "
+    "convert_sync_batchnorm(module) has it use all rows in flight",
+    "micro-batch": "batch norm uses the statistics of each micro-batch, so the result is not that of the whole batch: "
+    "a norm that mixes no rows has none",
+}
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """How to run an effective batch within the capacity of each device.
+
+    Attributes:
+        batch_size: rows per update.
+        capacity: bytes of each device.
+        choices: what was considered, the chosen one first where one fits.
+        fits: whether the first choice does.
+        needs: where none fits, what would: the capacity in bytes with one row per device, and the number of devices (None
+            where no number would do).
+        dim: the dimension of the rows.
+        untried: what was not traced, because it costs more operations, or changes the result, and less fits.
+        report: the estimate of the chosen one.
+    """
+
+    batch_size: int
+    capacity: tuple[int, ...]
+    device_kind: str
+    choices: tuple[Choice, ...]
+    fits: bool
+    needs: tuple[int, int | None] | None = None
+    dim: int = 0
+    untried: tuple[str, ...] = ()
+    report: MemoryReport | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    @property
+    def chosen(self) -> Choice:
+        """The first choice.
+
+        Raises:
+            ValueError: nothing fits.
+        """
+        if not self.fits:
+            raise ValueError(f"nothing fits: {self.advice}")
+        return self.choices[0]
+
+    @property
+    def devices(self) -> int:
+        return len(self.capacity)
+
+    @property
+    def micro_batch_size(self) -> int:
+        """The most rows of a device in one forward."""
+        return self.chosen.micro_batch_size
+
+    @property
+    def advice(self) -> str:
+        """What would fit."""
+        assert self.needs is not None
+        size, count = self.needs
+        more = "no number of such devices would do" if count is None else f"or {count} devices"
+        return f"one row per device needs devices of {format_bytes(size)}, {more}"
+
+    def apply(
+        self,
+        module: torch.nn.Module,
+        criterion: Callable[..., Any],
+        *,
+        optimizer: MakeOptimizer = torch.optim.AdamW,
+        device_ids: Sequence[DeviceLike] | None = None,
+        weight: Callable[..., Any] | None = None,
+        max_grad_norm: float | None = None,
+        **defaults: Any,
+    ) -> tuple[DataParallelModel, DataParallelCriterion, torch.optim.Optimizer, TrainStep]:
+        """Model, criterion, optimizer and step as the plan has them; the module is changed where blocks are checkpointed.
+
+        Args:
+            module, criterion: those that were planned for.
+            optimizer: its class, with ``defaults``: ``lr`` and so on.
+            device_ids: as many as were planned for; ``None`` takes the first of the visible ones.
+            weight, max_grad_norm: as in :class:`DataParallelCriterion` and :class:`TrainStep`.
+
+        Raises:
+            ValueError: nothing fits, or another number of devices.
+        """
+        chosen = self.chosen
+        checkpoint_blocks(module, chosen.checkpoint)
+        devices = list(range(self.devices)) if device_ids is None and torch.accelerator.is_available() else device_ids
+        if devices is not None and len(devices) != self.devices:
+            raise ValueError(f"device_ids has {len(devices)} devices, expected the {self.devices} that were planned for")
+        model = DataParallelModel(module, devices, dim=self.dim, split=chosen.split)
+        wrapped = DataParallelCriterion(criterion, dim=self.dim, weight=weight)
+        choice = OptimizerChoice(functools.partial(optimizer, **defaults), foreach=False)  # torch decides on these devices
+        learned = [*model.parameters(), *wrapped.parameters()]
+        trained = choice.balanced(model, learned) if chosen.balanced_optimizer else choice(learned)
+        step = TrainStep(
+            model,
+            wrapped,
+            trained,
+            micro_batch_size=chosen.micro_batch_size,
+            precision=chosen.precision,
+            max_grad_norm=max_grad_norm,
+        )
+        return model, wrapped, trained, step
+
+    def to_json(self) -> str:
+        """The plan as text, without its report."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "report"}
+        return json.dumps(values | {"choices": [dataclasses.asdict(choice) for choice in self.choices]}, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> "MemoryPlan":
+        """A plan that :meth:`to_json` wrote."""
+        values: dict[str, Any] = json.loads(text)
+        choices = tuple(choice_of(choice) for choice in values.pop("choices"))
+        needs = None if values["needs"] is None else tuple(values["needs"])
+        return cls(
+            **values
+            | {"choices": choices, "capacity": tuple(values["capacity"]), "needs": needs, "untried": tuple(values["untried"])}
+        )
+
+    def __str__(self) -> str:
+        shown = ", ".join(map(format_bytes, dict.fromkeys(self.capacity)))
+        first = f"{self.batch_size} rows per update on {self.devices} x {self.device_kind} with {shown}\n\n"
+        headers = ["", "rows at most x micro-batches", "peak", "reserved", "saved", "recomputed", "traffic", "result", "fits"]
+        table = tabulate(map(row_of, self.choices), headers, "simple", disable_numparse=True)
+        last = f"chosen: {self.chosen.name}" if self.fits else f"nothing fits: {self.advice}"
+        told = _TOLD.get(self.choices[0].statistics or "", "")
+        untried = f"not tried, because less fits: {'; '.join(self.untried)}" if self.untried else ""
+        return "\n\n".join([first + table, *filter(None, [told, untried]), last])
+
+
+def plan(
+    module: torch.nn.Module,
+    criterion: Callable[..., Any],
+    inputs: Any,
+    targets: Any,
+    *,
+    batch_size: int,
+    capacity: int | str | Sequence[int | str] | None = None,
+    devices: int = 1,
+    optimizer: MakeOptimizer = torch.optim.AdamW,
+    precision: str = "fp32",
+    device_kind: str | None = None,
+    dim: int = 0,
+    scalar: int | float | bool | None = None,
+) -> MemoryPlan:
+    """The cheapest plan for an effective batch that fits, those in the given precision first.
+
+    It chooses among micro-batches, the split over unequal devices, :class:`BalancedOptimizer` and torch's checkpointing of the
+    module's repeated blocks; if none of these suffices, among the same in bf16, which changes the result. The fewest operations
+    come first, then the fewest micro-batches, then the least traffic.
+
+    Args:
+        module, criterion, inputs, targets, optimizer, device_kind, dim, scalar: as for :func:`estimate`; of inputs and targets
+            only the shapes count, for any number of rows.
+        batch_size: rows per update over all devices; it need not divide.
+        capacity: of each device, or one per device: bytes, or text such as ``"24GiB"``; ``None`` is the device kind's.
+        devices: how many, in one process.
+        precision: the one to start from.
+
+    Raises:
+        ValueError: a setting out of its range, or what :func:`estimate` refuses.
+    """
+    kind = find_kind(device_kind)
+    limits = _capacities(capacity, devices, kind)
+    Precision(precision)
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"batch_size={batch_size!r}, expected a positive number of rows per update")
+    arguments, following, rows = read_batch(inputs, targets, dim)
+    request = Request(
+        module=module,
+        criterion=criterion,
+        inputs=arguments,
+        targets=following,
+        rows=rows,
+        optimizer=OptimizerChoice(optimizer, foreach=kind.like_cuda),
+        precision=precision,
+        micro_batches=1,
+        batches=1,
+        layout="replicas",
+        devices=devices,
+        balanced=False,
+        blocks=(),
+        shards=(),
+        split=None,
+        kind=kind,
+        dim=dim,
+        scalar=scalar,
+    )
+    stages = list(_stages(module, devices, precision))
+    measured: list[Measured] = []
+    choices: list[Choice] = []
+    while stages and not any(choice.fits for choice in choices):
+        some = [Measured(request, option, limits) for option in stages.pop(0)]
+        measured += some
+        plain = measured[0]
+        measure_what_decides(some, batch_size, plain)
+        choices += [each.choose(batch_size, plain) for each in some]
+    whole = max(plain.lines(1).peak(i, -(-batch_size // devices) * devices) for i in range(devices))
+    choices = [dataclasses.replace(choice, saved=whole - max(choice.peak)) for choice in choices]
+    ranked = sorted(zip(choices, measured, strict=True), key=lambda pair: (not pair[0].fits, pair[0].cost))
+    best, how = ranked[0]
+    return MemoryPlan(
+        batch_size=batch_size,
+        capacity=limits,
+        device_kind=kind.name,
+        choices=tuple(choice for choice, _ in ranked),
+        fits=best.fits,
+        needs=None if best.fits else what_would_fit(measured, max(limits)),
+        dim=dim,
+        untried=tuple(option.name for stage in stages for option in stage),
+        report=_report(how, best, batch_size) if best.fits else None,
+    )
+
+
+def _capacities(capacity: int | str | Sequence[int | str] | None, devices: int, kind: DeviceKind) -> tuple[int, ...]:
+    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
+        raise ValueError(f"devices={devices!r}, expected a positive number")
+    if capacity is None:
+        if kind.capacity is None:
+            raise ValueError(f"capacity=None with device_kind={kind.name!r}, which has none: expected a size, as '24GiB'")
+        capacity = kind.capacity
+    return parse_each(capacity, devices)
+
+
+def _stages(module: torch.nn.Module, devices: int, precision: str) -> Iterator[list[Option]]:
+    """The options, the cheapest first: each stage costs more operations, or changes the result, so that it is traced only where
+    nothing in the stages before fits."""
+    spread_state = [False, True] if devices > 1 else [False]
+    blocks = find_blocks(module)
+    for used in dict.fromkeys((precision, "bf16" if precision == "fp32" else precision)):
+        for names in ((), blocks) if blocks else ((),):
+            yield [Option(balanced, names, used, used != precision) for balanced in spread_state]
+
+
+def _report(measured: Measured, choice: Choice, batch_size: int) -> MemoryReport:
+    """Makes the report from the traces that decided. Unequal shares, and less than two rows per device, are traced anew."""
+    count, devices = choice.micro_batches, measured.request.devices
+    rows = -(-batch_size // count)
+    request = dataclasses.replace(measured.request, micro_batches=count, split=choice.split)
+    if choice.split or rows < 2 * devices:
+        return report_of(request, rows, step=1 if choice.split else devices)
+    lines = measured.lines(count)
+    return make_report(request, rows, lines, [size * devices for size in split_sizes(rows, devices)], lines)

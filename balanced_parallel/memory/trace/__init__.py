@@ -1,0 +1,1 @@
+"""One update traced on fake tensors: every allocation, in order."""

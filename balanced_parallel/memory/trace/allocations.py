@@ -1,0 +1,185 @@
+"""Counts the bytes of every tensor that lives, through a step that computes nothing: each allocation, each release, in order."""
+
+import dataclasses
+import sys
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from ..operators.data_dependent import answer, selected
+from ..operators.workspaces import Call, note_call
+
+__all__: list[str] = []
+
+_TORCH, _MEMORY, _HERE = str(Path(torch.__file__).parent), str(Path(__file__).parent), str(Path(__file__).parent.parent)
+_OPTIMIZERS = (f"{_TORCH}/optim", f"{_TORCH}/amp")
+
+
+@dataclass
+class Block:
+    """The memory of one storage: on which device, of how many bytes, what it is for, and which line of which module made it."""
+
+    device: str
+    size: int
+    kind: str
+    operator: str
+    module: str
+    line: str
+
+
+_DEVICE = torch.ops.prim.device.default
+_COMMUNICATES = ("fsdp", "c10d", "_c10d_functional")
+
+
+class Count(TorchDispatchMode):
+    """Logs allocations and releases of storages, real or fake, while it is entered. It sits above the fake mode.
+
+    ``events`` are the numbers of blocks, counted from 1: positive where it is allocated, negative where it is released.
+    """
+
+    def __init__(self, names: dict[int, str], scalar: int | float | bool | None = None, notes: bool = False) -> None:
+        super().__init__()
+        self.scalar = scalar  # what a model finds that reads a value
+        self.names = names  # of modules, by identity
+        self.notes = notes  # calls that may need scratch
+        self.blocks: list[Block] = []
+        self.events: list[int] = []
+        self.operators: list[str] = []
+        self.marks: dict[str, int] = {}
+        self.flops = 0
+        self.calls: list[Call] = []
+        self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is _DEVICE:  # every look at .device: two thirds of all calls
+            fake = args[0]
+            if type(fake) is FakeTensor and not fake.fake_mode.in_kernel_invocation:
+                return fake.fake_device  # as the fake mode would answer, without asking it
+            return func(*args, **(kwargs or {}))
+        if any(hasattr(kind, "to_local") for kind in types):  # DTensor, whose import takes its time
+            return NotImplemented  # its local tensor comes by again
+        found, result = answer(func, args, kwargs or {}, self.scalar, _user_line)
+        result = result if found else func(*args, **(kwargs or {}))
+        self.operators.append(str(func))
+        if (formula := flop_registry.get(func._overloadpacket)) is not None:
+            self.flops += int(formula(*args, **(kwargs or {}), out_val=result))
+        for leaf in [result] if isinstance(result, Tensor) else tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.see(leaf, "communication buckets" if func.namespace in _COMMUNICATES else "temporaries", str(func))
+        if self.notes and (call := note_call(func, args, kwargs or {}, result, len(self.events))) is not None:
+            self.calls.append(call)
+        if size := selected(func, args, measured=self.notes):
+            self._borrow(args[0], size, str(func))
+        return result
+
+    def __enter__(self) -> "Count":
+        self._resize = torch.UntypedStorage.resize_
+
+        def resize(storage: Any, size: int, original: Any = self._resize) -> Any:
+            result = original(storage, size)  # how FSDP frees and allocates
+            if (known := self._live.get(storage._cdata)) is not None:
+                block = self.blocks[known[1] - 1]
+                self._release(storage._cdata)
+                self._allocate(storage, dataclasses.replace(block, size=storage.nbytes(), kind="communication buckets"))
+            return result
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]
+        super().__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        super().__exit__(*exception)
+
+    def see(self, tensor: Tensor, kind: str, operator: str = "") -> None:
+        """Counts the storage of a tensor, once. What is known already only gets another ``kind``, unless it is temporary."""
+        for storage in _storages(tensor):
+            known = self._live.get(storage._cdata)
+            if known is None:
+                module, line = _where(self.names)
+                self._allocate(storage, Block(str(tensor.device), storage.nbytes(), kind, operator, module, line))
+            elif kind != "temporaries":
+                self.blocks[known[1] - 1].kind = kind
+
+    def see_all(self, tensors: Iterable[Any], kind: str) -> None:
+        for tensor in tensors:
+            if isinstance(tensor, Tensor):
+                self.see(tensor, kind)
+
+    def move(self, tensor: Tensor, device: torch.device) -> None:
+        """Says that a tensor is on another device than a fake one can be."""
+        for storage in _storages(tensor):
+            self.blocks[self._live[storage._cdata][1] - 1].device = str(device)
+
+    def turn(self, before: str, after: str) -> None:
+        """What lives of one kind is of another from here on."""
+        for _, number in self._live.values():
+            if self.blocks[number - 1].kind == before:
+                self.blocks[number - 1].kind = after
+
+    def mark(self, name: str) -> None:
+        """Remembers this moment."""
+        self.marks[name] = len(self.events)
+
+    def _borrow(self, tensor: Tensor, size: int, operator: str) -> None:
+        """What an operator allocates and releases before it returns."""
+        self.blocks.append(Block(str(tensor.device), size, "temporaries", operator, *_where(self.names)))
+        self.events += [len(self.blocks), -len(self.blocks)]
+
+    def _allocate(self, storage: Any, block: Block) -> None:
+        key = storage._cdata
+        self.blocks.append(block)
+        self.events.append(len(self.blocks))
+        self._live[key] = (weakref.ref(storage, lambda _: self._release(key)), len(self.blocks))
+
+    def _release(self, key: int) -> None:
+        _, number = self._live.pop(key)
+        self.events.append(-number)
+
+
+def _storages(tensor: Tensor) -> list[Any]:
+    if hasattr(tensor, "to_local"):
+        return _storages(tensor._local_tensor)  # type: ignore[attr-defined]
+    if tensor.layout == torch.sparse_coo:
+        return [*_storages(tensor._indices()), *_storages(tensor._values())]
+    return [tensor.untyped_storage()]
+
+
+def _where(names: dict[int, str]) -> tuple[str, str]:
+    """The innermost running module, and the innermost line that is neither torch's nor ours; in backward, the node."""
+    module, line = "", ""
+    node = torch._C._current_autograd_node()
+    if node is not None:
+        return "", f"backward: {node.name()}"
+    frame: Any = sys._getframe(2)
+    while frame is not None and not (module and line):
+        code = frame.f_code
+        if not line and not code.co_filename.startswith((_TORCH, _HERE, "<")):
+            line = f"{code.co_filename}:{frame.f_lineno}"
+        if not module and code.co_name == "forward":
+            owner = frame.f_locals.get("self")
+            if isinstance(owner, nn.Module):
+                module = names.get(id(owner), "")
+        frame = frame.f_back
+    return module, line if module else ""
+
+
+def _user_line() -> str:
+    """The line of the model or the criterion that asks for a value, or nothing where an optimizer or this package asks."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _MEMORY, "<")):
+        if frame.f_code.co_filename.startswith(_OPTIMIZERS):
+            return ""
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_filename.startswith(_HERE):
+        return ""
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,0 +1,85 @@
+"""Stand-ins without memory: a copy of a module whose tensors have shapes only, and batches of any number of rows."""
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ...batch.nested import is_row_list, map_leaves
+
+__all__: list[str] = []
+
+
+def fake_copy(thing: Any, mode: FakeTensorMode, device: torch.device) -> Any:
+    """A deep copy of ``thing`` (a module, a criterion, a function) whose tensors are fake ones on ``device``. What is tied
+    stays tied; nothing of the original is touched, and no value is copied."""
+
+    def fake(tensor: Tensor, memo: dict[int, Any]) -> Any:
+        if id(tensor) not in memo:
+            memo[id(tensor)] = _fake_like(tensor, mode, device)
+        return memo[id(tensor)]
+
+    with _copying_tensors_by(fake):
+        try:
+            return copy.deepcopy(thing)
+        except TypeError:  # something in it cannot be copied (a registered operator, a lock): then what is no module is shared
+            return copy.deepcopy(thing, _shared(thing))
+
+
+def _shared(thing: Any) -> dict[int, Any]:
+    """A memo that keeps what modules hold beside modules, tensors and plain containers."""
+    copied = (nn.Module, Tensor, list, dict, tuple, set)
+    modules = list(thing.modules()) if isinstance(thing, nn.Module) else []
+    held = [value for module in modules for value in vars(module).values() if not isinstance(value, copied)]
+    return {id(value): value for value in held}
+
+
+@contextmanager
+def _copying_tensors_by(function: Any) -> Iterator[None]:
+    before = Tensor.__deepcopy__, nn.Parameter.__deepcopy__
+    Tensor.__deepcopy__ = nn.Parameter.__deepcopy__ = function  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Tensor.__deepcopy__, nn.Parameter.__deepcopy__ = before  # type: ignore[method-assign]
+
+
+def _fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device, shape: torch.Size | None = None) -> Any:
+    with mode, torch.no_grad():
+        if shape is None and tensor.layout == torch.strided:
+            made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+        else:
+            made = torch.empty(shape or tensor.shape, dtype=tensor.dtype, device=device)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(made, requires_grad=tensor.requires_grad)
+        return made.requires_grad_() if tensor.requires_grad else made
+
+
+def fake_batch(batch: Any, rows: int, of: int, mode: FakeTensorMode, device: torch.device, dim: int = 0) -> Any:
+    """``batch``, which has ``of`` rows along ``dim``, with ``rows`` of them (or as many times more as it had more), all fake."""
+
+    def resize(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            shape = list(leaf.shape)
+            if shape:
+                shape[dim] = shape[dim] * rows // of
+            return _fake_like(leaf, mode, device, torch.Size(shape))
+        if is_row_list(leaf) and leaf:
+            return [leaf[i % len(leaf)] for i in range(len(leaf) * rows // of)]
+        return leaf
+
+    return map_leaves(resize, batch)
+
+
+def names_of(modules: Mapping[str, Any]) -> dict[int, str]:
+    """The names of all modules under some roots, by identity."""
+    names: dict[int, str] = {}
+    for root, held in modules.items():
+        if isinstance(held, nn.Module):
+            for name, module in held.named_modules():
+                names.setdefault(id(module), ".".join(part for part in (root, name) if part) or type(module).__name__)
+    return names

@@ -1,0 +1,1 @@
+"""Optimizer state spread over devices or ranks."""

@@ -1,0 +1,1 @@
+"""One module on several devices of one process."""

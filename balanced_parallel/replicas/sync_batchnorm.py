@@ -1,0 +1,142 @@
+"""Batch statistics over all rows in flight: those of every replica of this process and of every rank.
+
+torch's ``SyncBatchNorm`` needs a process group, falls back to local statistics without one (pytorch#38940) and refuses the
+CPU. Here replicas meet in the forward: each computes count, mean and sum of squares of its own rows, and all combine them
+(Chan, Golub and LeVeque 1979). The graph of each replica then reaches the statistics of the others, so the backward is one
+ordinary backward, in which nobody waits for anybody.
+"""
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..runtime.collectives import gather_rows, world_size
+from .workers import current_replica
+
+__all__: list[str] = []
+
+
+def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
+    """Makes every batch norm in ``module`` use the statistics of all rows in flight, and returns ``module``.
+
+    In place: layers keep their identity, parameters, buffers, hooks and names in the ``state_dict()``. Outputs, gradients and
+    running statistics are then those of the plain program on the same rows, with uneven shards, one row in a shard, or
+    none. Under torchrun on CUDA, :func:`parallelize` hands these layers to torch's own ``SyncBatchNorm``.
+
+    The rows in flight are those of one forward: with micro-batches, the statistics are those of each micro-batch over all
+    devices and ranks, as they would be in the plain program that runs the same micro-batches. Under torchrun every rank
+    takes part in every forward, with no rows where it has none left: ``TrainStep`` sees to it within ``step(...)``, and
+    ``step.add(...)`` is to be called as often on each.
+
+    Raises:
+        ValueError: a lazy layer that is not initialised yet.
+    """
+    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)}
+    lazy = [name or "the module" for name, layer in layers.items() if isinstance(layer, nn.modules.lazy.LazyModuleMixin)]
+    if lazy:
+        raise ValueError(f"{lazy[0]} is not initialised yet: run the module once on a few rows before it is converted")
+    for layer in layers.values():
+        layer.__class__ = AllRowsBatchNorm
+    return module
+
+
+def use_torch_sync_batchnorm(module: nn.Module) -> None:
+    """Hands layers that were converted here to torch's ``SyncBatchNorm``, which has kernels for CUDA."""
+    for layer in module.modules():
+        if isinstance(layer, AllRowsBatchNorm):
+            layer.__class__ = nn.SyncBatchNorm  # type: ignore[assignment]
+            layer.__dict__["process_group"] = None
+
+
+def meets_other_ranks(layers: Iterable[nn.Module]) -> bool:
+    """Whether a forward of these layers waits for the same forward of every other rank."""
+    return any(isinstance(layer, (AllRowsBatchNorm, nn.SyncBatchNorm)) for layer in layers)
+
+
+def has_layers_over_all_rows(layers: Iterable[nn.Module]) -> bool:
+    """Whether the replicas of such a module wait for each other in their forward."""
+    return any(isinstance(layer, AllRowsBatchNorm) for layer in layers)
+
+
+class AllRowsBatchNorm(_BatchNorm):
+    """Batch norm over the rows of all replicas and ranks, for any number of dimensions."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"batch norm was given {input.dim()} dimensions, expected at least 2: rows and channels")
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        replica = current_replica()
+        uses_batch = self.training or self.running_mean is None
+        if uses_batch and replica is None:
+            self._refuse_recomputation()
+        if not uses_batch or (replica is None and world_size() == 1):
+            return super().forward(input)
+        dims = [0, *range(2, input.dim())]
+        values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+        count, mean, squares = _combine(_gather_statistics(_local_statistics(values, dims)))
+        self.__dict__["_met"] = replica is not None
+        if count <= 1:
+            raise ValueError(f"batch norm was given {tuple(input.shape)}, expected more than 1 value per channel in training")
+        self._update_running(mean.detach(), squares.detach() / (count - 1))
+        shape = [1, -1, *(1 for _ in dims[1:])]
+        scale = torch.rsqrt(squares / count + self.eps)
+        scale = scale if self.weight is None else scale * self.weight
+        shift = -mean * scale if self.bias is None else self.bias - mean * scale
+        return (values * scale.view(shape) + shift.view(shape)).to(input.dtype)
+
+    def _refuse_recomputation(self) -> None:
+        """Activation checkpointing runs the forward again in the backward, where no other replica comes to meet."""
+        if self.__dict__.get("_met") and torch._C._current_graph_task_id() != -1:
+            raise RuntimeError("a synchronised batch norm cannot be recomputed in the backward: keep it out of checkpointing")
+
+    def _update_running(self, mean: Tensor, variance: Tensor) -> None:
+        if not self.training or self.running_mean is None or self.running_var is None:
+            return
+        factor: float | Tensor = 0.0 if self.momentum is None else self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                factor = 1.0 / self.num_batches_tracked.to(mean.dtype)
+        for running, value in ((self.running_mean, mean), (self.running_var, variance)):
+            running.copy_(running * (1 - factor) + value.to(running.dtype) * factor)
+
+
+class Statistics(NamedTuple):
+    """Of some rows: how many values per channel (known to the host), and [2, channels]: mean, and sum of squared differences
+    from it. Zeros where there are no rows."""
+
+    size: int
+    moments: Tensor
+
+
+def _local_statistics(values: Tensor, dims: list[int]) -> Statistics:
+    count = values.numel() // max(values.size(1), 1)
+    mean = values.sum(dims) / max(count, 1)
+    squares = (values - mean.view(1, -1, *(1 for _ in dims[1:]))).square().sum(dims)
+    return Statistics(count, torch.stack([mean, squares]))
+
+
+def _gather_statistics(mine: Statistics) -> list[Statistics]:
+    """Those of every replica and rank, on the device of ``mine``."""
+    replica = current_replica()
+    everyone: list[Statistics] = [mine] if replica is None else replica.exchange(mine)
+    moved = [Statistics(part.size, part.moments.to(mine.moments.device)) for part in everyone]
+    if world_size() == 1:
+        return moved
+    packed = torch.stack([torch.cat([part.moments, torch.full_like(part.moments[:1], part.size)]) for part in moved])
+    gathered = gather_rows(packed, [len(packed)] * world_size(), 0)
+    return [Statistics(int(part[2, 0]), part[:2]) for part in gathered]
+
+
+def _combine(statistics: list[Statistics]) -> tuple[int, Tensor, Tensor]:
+    """Count, mean and sum of squared differences of all rows together. No device has to be waited for."""
+    count = sum(part.size for part in statistics)
+    means, squares = torch.stack([part.moments for part in statistics]).unbind(1)
+    counts = torch.tensor([[part.size] for part in statistics], dtype=means.dtype).to(means.device)
+    mean = (counts / max(count, 1) * means).sum(0)
+    return count, mean, (squares + counts * (means - mean).square()).sum(0)

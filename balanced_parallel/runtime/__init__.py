@@ -1,0 +1,1 @@
+"""Torch and the machine: devices, streams, threads, process groups, precision."""

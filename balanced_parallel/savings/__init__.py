@@ -1,0 +1,1 @@
+"""Lower memory, the same result."""

@@ -1,0 +1,1 @@
+"""One effective batch, one exact update."""

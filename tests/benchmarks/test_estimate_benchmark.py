@@ -1,0 +1,63 @@
+"""What the page about predicted memory claims, measured again in small."""
+
+import importlib.util
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "estimate"
+TABLES = [
+    "| group | cases |",
+    "| model | checkpoint |",
+    "| model | cpu | h200 |",
+    "| layout | model | fp32: first, MiB |",
+    "| layout | model | | tensors, MiB |",
+    "| model | used, MiB | memory.estimate |",
+    "| model | first call, s |",
+]
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    if "transformers" not in sys.modules:
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    spec = importlib.util.spec_from_file_location("estimate_benchmark", FOLDER / "main.py")
+    module = importlib.util.module_from_spec(spec)
+    path, sys.modules[spec.name] = [*sys.path], module
+    spec.loader.exec_module(module)
+    yield module
+    sys.path[:] = path
+    for name in (spec.name, "models", "pretrained", "truth", "layouts"):
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize(("precision", "checkpoint"), [("fp32", False), ("bf16", False), ("bf16", True)])
+@pytest.mark.parametrize("name", ["MLP", "GPT", "BERT (transformers)", "MobileNet-like"])
+def test_the_prediction_is_what_the_allocator_sees(benchmark, name, precision, checkpoint):
+    if "transformers" in name:
+        pytest.importorskip("transformers")
+    problem = benchmark.build(name, rows=4)
+    used, error = benchmark.single_error(problem, precision, checkpoint)
+    assert used > sum(parameter.nbytes for parameter in problem.module.parameters()) * 3
+    assert abs(error) <= benchmark.LIMITS[benchmark.MODELS[name].group]
+
+
+@pytest.mark.parametrize("kind", ["cpu", "h200"])
+def test_one_report_knows_other_numbers_of_rows(benchmark, kind):
+    assert benchmark.rows_error("MLP", kind, (1, 17)) <= 1e-4
+
+
+def test_replicas_use_on_simulated_devices_what_is_predicted(benchmark):
+    problem = benchmark.build("MLP", rows=64)
+    used = benchmark.layouts.simulated_peaks(problem, "replicas", True, "fp32")
+    guess = benchmark.estimate(problem, layout="replicas", devices=4, balanced_optimizer=True, device_kind="sim").peak
+    assert guess == pytest.approx(used, rel=1e-3)
+
+
+def test_the_page_has_all_tables():
+    page = re.sub(" +", " ", (FOLDER / "README.md").read_text())
+    assert [table for table in TABLES if table not in page] == []
+    assert "Environment: " in page

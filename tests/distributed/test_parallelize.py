@@ -1,0 +1,139 @@
+"""``parallelize`` under torchrun: models without a criterion, other methods than forward, rows in other dimensions."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.problems import assert_same_gradients, build_net, gradients
+from helpers.ranks import run_ranks
+from torch import nn
+
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize
+from balanced_parallel.distributed.ddp import DistributedModel
+
+SIZES = [3, 1]
+
+
+def my_rows(batch, rank, dim=0):
+    return batch.split(SIZES, dim)[rank]
+
+
+class TwoTowers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.image, self.text = build_net(), build_net()
+
+    def encode_image(self, x, scale):
+        return self.image(x) * scale.sum()
+
+    def forward(self, x, scale=None):
+        return self.text(x)
+
+
+def train_a_method(rank):
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    x, target, scale = torch.randn(4, 4), torch.randn(4, 5), torch.rand(3)
+    module = TwoTowers()
+    loss = F.mse_loss(module.encode_image(x, scale), target)
+    loss.backward()
+    expected = gradients(module)
+    module.zero_grad(set_to_none=True)
+    model, criterion = parallelize(module, DataParallelCriterion(nn.MSELoss()), in_dims={"scale": None})
+    for _ in range(2):  # the reducer is left as it was
+        model.zero_grad(set_to_none=True)
+        found = criterion(model.call("encode_image", my_rows(x, rank), scale), my_rows(target, rank))
+        found.backward()
+        torch.testing.assert_close(found.detach(), loss.detach())
+        assert_same_gradients(gradients(module), expected)
+    assert model(my_rows(x, rank)).sizes == (SIZES[rank],)
+
+
+def test_another_method_than_forward_is_reduced():
+    run_ranks(2, train_a_method)
+
+
+def teach(rank):
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    x = torch.randn(4, 4)
+    student, teacher = build_net(), build_net().requires_grad_(False)
+    loss = F.mse_loss(student(x), teacher(x * 2))
+    loss.backward()
+    expected = gradients(student)
+    student.zero_grad(set_to_none=True)
+    teaching = parallelize(teacher)
+    assert isinstance(teaching, DataParallelModel)  # nothing to reduce
+    model = parallelize(student)
+    assert isinstance(model, DistributedModel)
+    wanted = teaching(my_rows(x * 2, rank))
+    found = DataParallelCriterion(nn.MSELoss())(model(my_rows(x, rank)), wanted)
+    found.backward()
+    torch.testing.assert_close(found.detach(), loss.detach())
+    assert_same_gradients(gradients(student), expected)
+
+
+def test_a_frozen_teacher_needs_no_criterion_and_no_reducer():
+    run_ranks(2, teach)
+
+
+def time_major(rank):
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    x = torch.randn(5, 4, 4)
+    module = build_net()
+    expected = module(x)
+    model = parallelize(module, dim=1)
+    outputs = model(my_rows(x, rank, 1))
+    assert outputs.sizes == (SIZES[rank],)
+    torch.testing.assert_close(outputs.gather(), expected)  # rows of both ranks
+
+
+def test_rows_in_another_dimension_are_gathered_along_it():
+    run_ranks(2, time_major)
+
+
+def test_in_one_process_the_model_comes_alone_without_a_criterion():
+    model = parallelize(build_net(), device_ids=["cpu"] * 2)
+    assert isinstance(model, DataParallelModel)
+    settings = DataParallelCriterion(nn.MSELoss(), minimum=1)
+    assert parallelize(build_net(), settings, ["cpu"])[1] is settings
+    with pytest.raises(ValueError, match="weight= was given beside a DataParallelCriterion"):
+        parallelize(build_net(), settings, ["cpu"], weight="rows")
+    with pytest.raises(TypeError, match="the module is the class Linear"):
+        parallelize(nn.Linear, nn.MSELoss())
+
+
+def two_means(output, target):
+    some = target.sum(1) > 2.5
+    return {"all": F.mse_loss(output, target), "some": output[some].pow(2).sum() / some.sum().clamp(min=1)}
+
+
+def counts(output, target):
+    return {"all": len(target), "some": (target.sum(1) > 2.5).sum()}
+
+
+def several_means(rank, sizes, micro_batch_size):
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    x, target, module = torch.randn(9, 4), torch.rand(9, 5), build_net()
+    loss = sum(two_means(module(x), target).values())
+    loss.backward()
+    expected = gradients(module)
+    model, criterion = parallelize(module, DataParallelCriterion(two_means, weight=counts, minimum=1))
+    step = TrainStep(model, criterion, torch.optim.SGD(module.parameters(), lr=0.0), micro_batch_size=micro_batch_size)
+    mine, targets = x.split(sizes)[rank], target.split(sizes)[rank]
+    for _ in range(2):
+        found, outputs = step(mine, targets, return_outputs=True)
+        torch.testing.assert_close(found, loss.detach())
+        assert_same_gradients(gradients(module), expected)
+        torch.testing.assert_close(outputs.gather(), module(x).detach())
+    module.zero_grad()
+    found = sum(criterion(model(mine), targets).values())
+    found.backward()
+    torch.testing.assert_close(found.detach(), loss.detach())
+    assert_same_gradients(gradients(module), expected)
+
+
+@pytest.mark.parametrize(("sizes", "micro_batch_size"), [([7, 2], 2), ([9, 0], None)])
+def test_several_means_are_divided_by_what_all_ranks_count(sizes, micro_batch_size):
+    run_ranks(2, several_means, sizes, micro_batch_size)

@@ -1,0 +1,63 @@
+import pytest
+import torch
+
+from balanced_parallel.distributed.process_group import rank_device
+from balanced_parallel.distributed.torchrun import TorchrunEnvironment
+
+COMPLETE = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+}
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    for name in COMPLETE:
+        monkeypatch.delenv(name, raising=False)
+
+    def set_to(**changes):
+        for name, value in (COMPLETE | changes).items():
+            if value is not None:
+                monkeypatch.setenv(name, value)
+
+    return set_to
+
+
+def test_outside_of_torchrun_there_is_none(environment):
+    assert TorchrunEnvironment.detect() is None
+
+
+def test_it_reads_what_torchrun_sets(environment):
+    environment()
+    assert TorchrunEnvironment.detect() == TorchrunEnvironment(rank=3, world_size=4, local_rank=1, local_world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"LOCAL_RANK": None, "MASTER_PORT": None}, "lacks LOCAL_RANK, MASTER_PORT: start the script with torchrun"),
+        ({"RANK": "one"}, "has RANK='one', .*expected integers"),
+        ({"RANK": "4"}, "RANK=4 of WORLD_SIZE=4 .*expected each rank below"),
+        ({"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9, expected"),
+    ],
+)
+def test_an_environment_that_makes_no_sense_is_an_error(environment, changes, message):
+    environment(**changes)
+    with pytest.raises(ValueError, match=message):
+        TorchrunEnvironment.detect()
+
+
+def test_each_rank_has_its_device():
+    second = TorchrunEnvironment(rank=1, world_size=2, local_rank=1, local_world_size=2)
+    cpu = torch.device("cpu")
+    assert rank_device(second, ["cpu"]) == cpu
+    assert rank_device(second, ["cpu", "cpu"]) == cpu
+    third = TorchrunEnvironment(rank=2, world_size=3, local_rank=2, local_world_size=3)
+    with pytest.raises(
+        ValueError, match=r"started 3 processes on this machine for 2 devices \(cpu, cpu\).*lower --nproc-per-node"
+    ):
+        rank_device(third, ["cpu", "cpu"])

@@ -1,0 +1,283 @@
+import functools
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.problems import assert_same_gradients, build_net, class_targets, gradients, plain_program
+from torch import nn
+from transformers.modeling_outputs import SequenceClassifierOutput
+
+from balanced_parallel import DataParallelCriterion, DataParallelModel, gather
+
+pytestmark = pytest.mark.usefixtures("double")
+
+CPUS = ["cpu"] * 3
+
+
+class Outputs(NamedTuple):
+    main: torch.Tensor
+    other: torch.Tensor
+
+
+class Shaped(nn.Module):
+    """The net's output in another form."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.net = build_net()
+        self.form = form
+
+    def forward(self, x):
+        return self.form(self.net(x))
+
+
+def cross_entropy_of(pick):
+    return lambda output, target: F.cross_entropy(pick(output), target)
+
+
+FORMS = {
+    "bare": (lambda out: out, F.cross_entropy),
+    "tuple of one": (lambda out: (out,), F.cross_entropy),
+    "tuple": (lambda out: (out, out * 2), lambda one, two, target: F.cross_entropy(one + two, target)),
+    "list": (lambda out: [out, out * 2], cross_entropy_of(lambda out: out[0] + out[1])),
+    "mapping": (lambda out: {"logits": out}, cross_entropy_of(lambda out: out["logits"])),
+    "named tuple": (lambda out: Outputs(out, out), cross_entropy_of(lambda out: out.main)),
+    "ModelOutput": (lambda out: SequenceClassifierOutput(logits=out), cross_entropy_of(lambda out: out.logits)),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("ignored", [0, 3])
+def test_every_form_of_output(name, ignored):
+    form, criterion = FORMS[name]
+    module, x, target = Shaped(form), torch.randn(7, 4), class_targets(7, ignored)
+    plain = criterion if not name.startswith("tuple") else lambda out, target: criterion(*out, target)
+    loss, expected = plain_program(module, plain, x, target)
+    known = name in ("bare", "tuple of one")
+    weight = None if known else lambda *given: (given[-1] != -100).sum()
+    found = DataParallelCriterion(criterion, weight=weight)(DataParallelModel(module, CPUS)(x), target)
+    found.backward()
+    torch.testing.assert_close(found.detach(), loss, rtol=1e-10, atol=1e-10)
+    assert_same_gradients(gradients(module), expected)
+
+
+def test_a_criterion_that_is_not_known_is_weighted_by_rows_and_says_so_once():
+    net, x, target = build_net(), torch.randn(7, 4), torch.rand(7, 5)
+    loss, expected = plain_program(net, lambda out, target: ((out - target) ** 2).mean(), x, target)
+    criterion = DataParallelCriterion(lambda out, target: ((out - target) ** 2).mean())
+    model = DataParallelModel(net, CPUS)
+    with pytest.warns(UserWarning, match="weighted by rows.*weight=") as caught:
+        found = criterion(model(x), target)
+        criterion(model(x), target)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    found.backward()
+    torch.testing.assert_close(found.detach(), loss)
+    assert_same_gradients(gradients(net), expected)
+
+
+def test_a_subclass_with_a_forward_of_its_own_is_not_known():
+    class Focal(nn.CrossEntropyLoss):
+        def forward(self, output, target):
+            return (F.cross_entropy(output, target, reduction="none") ** 2).mean()
+
+    net, x, target = build_net(), torch.randn(7, 4), class_targets(7)
+    loss, _ = plain_program(net, Focal(), x, target)
+    with pytest.warns(UserWarning, match="Focal"):
+        found = DataParallelCriterion(Focal())(DataParallelModel(net, CPUS)(x), target)
+    torch.testing.assert_close(found.detach(), loss)
+
+
+def test_a_shard_that_divides_zero_by_zero_poisons_nothing():
+    def masked_mean(output, target, mask):
+        return ((output - target).pow(2).mean(1) * mask).sum() / mask.sum()
+
+    net, x, target = build_net(), torch.randn(6, 4), torch.rand(6, 5)
+    mask = torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 0.0])  # the second of three shards counts nothing
+    loss = masked_mean(net(x), target, mask)
+    loss.backward()
+    expected = gradients(net)
+    net.zero_grad()
+    criterion = DataParallelCriterion(masked_mean, weight=lambda output, target, mask: mask.sum())
+    found = criterion(DataParallelModel(net, CPUS)(x), target, mask)
+    found.backward()
+    torch.testing.assert_close(found, loss)
+    assert_same_gradients(gradients(net), expected)
+
+
+def test_a_loss_that_couples_rows_is_refused_and_the_way_shown_works():
+    def contrastive_loss(output, target):
+        return F.cross_entropy(output @ target.t(), torch.arange(len(output)))
+
+    net, x, target = build_net(), torch.randn(7, 4), torch.rand(7, 5)
+    loss, expected = plain_program(net, contrastive_loss, x, target)
+    outputs = DataParallelModel(net, CPUS)(x)
+    with pytest.raises(TypeError, match=r"contrastive_loss looks like.*criterion\(gather\(outputs\), targets\)"):
+        DataParallelCriterion(contrastive_loss)(outputs, target)
+    found = contrastive_loss(gather(outputs), target)
+    found.backward()
+    torch.testing.assert_close(found.detach(), loss)
+    assert_same_gradients(gradients(net), expected)
+    by_hand = DataParallelCriterion(contrastive_loss, weight=lambda output, target: len(output))
+    assert by_hand(DataParallelModel(net, CPUS)(x), target).isfinite()  # whoever says weight= has decided
+
+
+def test_no_reduction_returns_the_losses_for_gather():
+    net, x, target = build_net(), torch.randn(7, 4), class_targets(7)
+    for criterion in (nn.CrossEntropyLoss(reduction="none"), functools.partial(F.cross_entropy, reduction="none")):
+        losses = DataParallelCriterion(criterion)(DataParallelModel(net, CPUS)(x), target)
+        assert [len(loss) for loss in losses] == [3, 2, 2]
+        torch.testing.assert_close(gather(losses), F.cross_entropy(net(x), target, reduction="none"))
+
+
+def test_two_outputs_with_two_losses():
+    module = Shaped(lambda out: (out, out * 2))
+    x, target = torch.randn(7, 4), class_targets(7, 2)
+    outputs = DataParallelModel(module, CPUS)(x)
+    first, second = zip(*outputs, strict=True)
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss())
+    one, two = module(x)
+    torch.testing.assert_close(
+        criterion(first, target) + 0.4 * criterion(second, target),
+        F.cross_entropy(one, target) + 0.4 * F.cross_entropy(two, target),
+    )
+
+
+def test_keyword_targets_and_two_targets():
+    net, x = build_net(), torch.randn(7, 4)
+    target, scale = torch.rand(7, 5), torch.rand(7, 1)
+    criterion = DataParallelCriterion(
+        lambda output, target, *, scale: (scale * (output - target) ** 2).mean(), weight=lambda output, target: output.numel()
+    )
+    found = criterion(DataParallelModel(net, CPUS)(x), target, scale=scale)
+    torch.testing.assert_close(found, (scale * (net(x) - target) ** 2).mean())
+
+
+def test_flattened_targets_and_outputs():
+    class Words(nn.Module):
+        def __init__(self, flat):
+            super().__init__()
+            self.net, self.flat = build_net(), flat
+
+        def forward(self, x):
+            return self.net(x).flatten(0, 1) if self.flat else self.net(x).transpose(1, 2)
+
+    x, target = torch.randn(5, 3, 4), torch.randint(5, (5, 3))
+    target[:2] = -100
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss())
+    flat, deep = DataParallelModel(Words(True), CPUS), DataParallelModel(Words(False), CPUS)
+    expected = F.cross_entropy(flat.module(x), target.flatten())
+    torch.testing.assert_close(criterion(flat(x), target.flatten()), expected)
+    torch.testing.assert_close(criterion(list(flat(x)), target.flatten()), expected)
+    torch.testing.assert_close(criterion(deep(x), target), expected)
+    with pytest.raises(ValueError, match="the targets have 4 rows where the inputs have 5"):
+        criterion(deep(x), target[:4])
+
+
+def test_targets_are_cut_as_unequal_inputs_were():
+    net, x, target = build_net(), torch.randn(9, 4), class_targets(9, 4)
+    model = DataParallelModel(net, CPUS, split=[5, 0, 1])
+    scalars = DataParallelModel(Shaped(lambda out: out.sum()), CPUS, split=[5, 0, 1])
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss())
+    torch.testing.assert_close(criterion(model(x), target), F.cross_entropy(net(x), target))
+    by_rows = DataParallelCriterion(lambda total, target: total + target.sum(), weight=lambda total, target: len(target))
+    assert by_rows(scalars(x), torch.ones(9)).isfinite()
+
+
+def test_a_criterion_with_parameters_gets_its_gradients():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, output, target):
+            return F.mse_loss(self.scale * output, target)
+
+    net, x, target = build_net(), torch.randn(7, 4), torch.rand(7, 5)
+    plain = Scaled()
+    loss, expected = plain_program(net, plain, x, target)
+    found = DataParallelCriterion(plain, weight=lambda output, target: output.numel())(DataParallelModel(net, CPUS)(x), target)
+    found.backward()
+    torch.testing.assert_close(found.detach(), loss)
+    assert_same_gradients(gradients(net, plain), expected)
+
+
+def test_bare_losses_count_the_same_where_nobody_knows_their_rows():
+    losses = [torch.tensor(1.0), torch.tensor(2.0), torch.tensor(6.0)]
+    with pytest.warns(UserWarning, match="weighted by rows"):
+        assert DataParallelCriterion(lambda loss: loss)(losses).item() == 3.0
+
+
+def test_a_model_that_returns_its_own_loss():
+    module = Shaped(lambda out: SequenceClassifierOutput(loss=out.mean(), logits=out))
+    x = torch.randn(7, 4)
+    labels = torch.ones(7)
+    criterion = DataParallelCriterion(lambda out, labels: out.loss, weight=lambda out, labels: (labels == 1).sum())
+    torch.testing.assert_close(criterion(DataParallelModel(module, CPUS)(x), labels), module.net(x).mean())
+
+
+def test_half_precision_overflows_only_where_the_plain_program_does():
+    output = torch.full((64, 4), 50.0, dtype=torch.float16)
+    target = torch.zeros(64, 4, dtype=torch.float16)
+    expected = F.mse_loss(output, target)
+    assert expected.isfinite()  # 2500, though the sum of the squares is past 65504
+    found = DataParallelCriterion(nn.MSELoss())([output[:40], output[40:]], target)
+    assert found.item() == expected.item()
+    with torch.autocast("cpu", torch.float16):
+        assert DataParallelCriterion(nn.MSELoss())([output[:40], output[40:]], target).item() == expected.item()
+
+
+def test_a_criterion_in_half_precision_stays_in_it():
+    output, target = torch.randn(7, 5).half(), class_targets(7, 2)
+    criterion = nn.CrossEntropyLoss(weight=torch.rand(5).half())
+    found = DataParallelCriterion(criterion)([output[:4], output[4:]], target)
+    torch.testing.assert_close(found, criterion(output, target).float(), rtol=2e-3, atol=0)
+
+
+def test_its_precision_reaches_the_replicas():
+    seen = []
+
+    def criterion(output, target):
+        seen.append(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None)
+        return output.mean()
+
+    DataParallelCriterion(criterion, weight=lambda *_: 1, precision="bf16")([torch.zeros(2), torch.zeros(1)], torch.zeros(3))
+    assert seen == [torch.bfloat16] * 2
+
+
+def test_errors():
+    net, x = build_net(), torch.randn(7, 4)
+    model = DataParallelModel(net, CPUS)
+    with pytest.raises(TypeError, match="expected a module or a function"):
+        DataParallelCriterion("cross entropy")
+    with pytest.raises(TypeError, match=r"given a tensor of shape \(7, 5\), expected the list.*criterion\(\[output\]"):
+        DataParallelCriterion(F.mse_loss)(net(x), x)
+    with pytest.raises(ValueError, match=r"the loss has shape \(3, 5\), expected a scalar.*replica 0"):
+        DataParallelCriterion(lambda out, y: out, weight=lambda *_: 1)(model(x), x)
+    with pytest.raises(TypeError, match=r"returned an object of type str, expected a tensor with one element .in replica"):
+        DataParallelCriterion(lambda out, y: {"loss": "high"}, weight=lambda *_: 1)(model(x), x)
+    with pytest.raises(IndexError, match=r"in replica \d on device cpu"):
+        DataParallelCriterion(F.cross_entropy)(model(x), torch.full((7,), 99))
+    with pytest.raises(ValueError, match=r"an output is on meta, expected one of device_ids=\['cpu'\]"):
+        DataParallelCriterion(F.mse_loss, ["cpu"])([torch.zeros(2, device="meta")], torch.zeros(2))
+
+
+def test_class_weights_follow_the_outputs():
+    """Nobody has to move nn.CrossEntropyLoss(weight=...) to the first device by hand."""
+    meta = torch.device("meta")
+    with DataParallelCriterion(functools.partial(F.cross_entropy, weight=torch.rand(5)))._copies([meta]) as (moved,):
+        assert moved.keywords["weight"].device == meta
+    with DataParallelCriterion(nn.CrossEntropyLoss(weight=torch.rand(5)))._copies([meta, meta]) as (first, second):
+        assert first.weight.device == second.weight.device == meta
+
+
+def test_no_rows_are_zero_and_not_what_memory_held_before():
+    """torch's multi_margin_loss of no rows leaves its result uninitialised."""
+    criterion = DataParallelCriterion(nn.MultiMarginLoss())
+    outputs = [torch.empty(0, 5, requires_grad=True)]
+    for _ in range(20):
+        held = [torch.full((), 7e120) for _ in range(8)]
+        del held
+        sums, _ = criterion.terms(outputs, torch.empty(0, dtype=torch.long))
+        assert sums[0].item() == 0

@@ -1,0 +1,123 @@
+"""Models that compute their own loss: the count is taken from the labels as they are cut."""
+
+import pytest
+import torch
+from helpers.problems import assert_same_gradients, gradients
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForTokenClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from balanced_parallel import DataParallelCriterion, DataParallelModel, Rows, weighted_mean
+
+pytestmark = pytest.mark.usefixtures("double")
+
+CPUS = ["cpu"] * 3
+
+
+def bert():
+    config = BertConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_labels=5
+    )
+    return BertForTokenClassification(config), 5, lambda labels: (labels != -100).sum()
+
+
+def gpt2():
+    return (
+        GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2)),
+        40,
+        lambda labels: (labels[:, 1:] != -100).sum(),
+    )
+
+
+def t5():
+    config = T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    return T5ForConditionalGeneration(config), 40, lambda labels: (labels != -100).sum()
+
+
+@pytest.mark.parametrize("make", [bert, gpt2, t5], ids=lambda make: make.__name__)
+def test_hugging_face_models(make):
+    torch.manual_seed(0)
+    net, labels, count = make()
+    net.double().eval()
+    batch = {"input_ids": torch.randint(40, (7, 9)), "labels": torch.randint(labels, (7, 9))}
+    batch["attention_mask"] = torch.ones(7, 9, dtype=torch.long)
+    for row, length in enumerate([9, 2, 1, 5, 9, 1, 3]):
+        batch["labels"][row, length:] = -100
+    batch["labels"][3:5] = -100  # a replica that counts nothing: its own loss is nan
+    loss = net(**batch).loss
+    loss.backward()
+    expected = gradients(net)
+    net.zero_grad()
+
+    model = DataParallelModel(net, CPUS)
+    criterion = DataParallelCriterion(lambda out, labels: out.loss, weight=lambda out, labels: count(labels))
+    found = criterion(model(**batch), batch["labels"])
+    found.backward()
+    torch.testing.assert_close(found.detach(), loss.detach(), rtol=1e-10, atol=1e-10)
+    assert_same_gradients(gradients(net), expected)
+    outputs = model(**batch)
+    weights = [count(piece) for piece in batch["labels"].split(outputs.sizes)]
+    torch.testing.assert_close(weighted_mean(outputs.loss, weights), loss)
+    torch.testing.assert_close(outputs.logits.gather(), net(**batch).logits)
+
+
+@pytest.mark.parametrize("make", [bert, gpt2, t5], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("devices", [1, 3])
+def test_gathered_outputs_of_hugging_face_models(make, devices):
+    net, labels, _ = make()
+    net.double().eval()
+    batch = {"input_ids": torch.randint(40, (7, 9)), "labels": torch.randint(labels, (7, 9))}
+    with torch.no_grad():
+        expected = net(**batch)
+        found = DataParallelModel(net, ["cpu"] * devices, gather_outputs=True)(**batch)
+    assert type(found) is type(expected)
+    torch.testing.assert_close(found.logits, expected.logits)
+    assert type(found.get("past_key_values")) is type(expected.get("past_key_values"))
+    if make is gpt2:  # a cache, which is an object with the tensors of each layer
+        for mine, theirs in zip(found.past_key_values, expected.past_key_values, strict=True):
+            torch.testing.assert_close(mine[:2], theirs[:2])
+
+
+class Detector(nn.Module):
+    """Returns a mapping of losses. One has a divisor of its own, with a floor."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 5)
+
+    def forward(self, images, targets):
+        scores = torch.stack([self.net(image.mean((1, 2))) for image in images])
+        boxes = [target["boxes"].sum() * score.sum() for target, score in zip(targets, scores, strict=True)]
+        return {
+            "loss_class": scores.pow(2).mean(),
+            "loss_box": torch.stack(boxes).sum() / max(sum(len(target["boxes"]) for target in targets), 1),
+        }
+
+
+@pytest.mark.parametrize("counts", [(1, 0, 3, 2), (0, 0, 0, 0), (0, 0, 5, 0)])
+def test_the_losses_of_a_detector(counts):
+    torch.manual_seed(0)
+    net = Detector()
+    images = [torch.rand(4, height, 5) for height in (4, 5, 6, 7)]
+    targets = [{"boxes": torch.rand(count, 4)} for count in counts]
+    losses = net(images, targets)
+    sum(losses.values()).backward()
+    expected = gradients(net)
+    net.zero_grad()
+
+    model = DataParallelModel(net, CPUS)
+    criterion = DataParallelCriterion(
+        lambda losses, targets: losses,
+        weight=lambda losses, targets: {"loss_class": len(targets), "loss_box": sum(len(target["boxes"]) for target in targets)},
+        minimum=1,
+    )
+    found = criterion(model(Rows(images), Rows(targets)), Rows(targets))
+    sum(found.values()).backward()
+    torch.testing.assert_close(found, {name: loss.detach() for name, loss in losses.items()})
+    assert_same_gradients(gradients(net), expected)

@@ -1,0 +1,168 @@
+import copy
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.problems import LOSSES, OnTop, make_targets
+from torch import nn
+
+from balanced_parallel import DataParallelCriterion, loss_weight, weighted_mean
+from balanced_parallel.loss.reduction import reduction_of
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")  # of KLDivLoss, about its future
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_mean_is_the_sum_over_the_weight(name):
+    """The definition, checked against torch's own mean and sum."""
+    make_criterion, kind = LOSSES[name]
+    criterion = make_criterion()
+    for ignored in (0, 3) if kind == "classes" else (0,):
+        output, targets = OnTop(name)(torch.randn(7, 4)), make_targets(kind, 7, ignored)
+        mean, total = reduced(criterion, "mean", output, targets), reduced(criterion, "sum", output, targets)
+        weight = loss_weight(criterion, output, *targets)
+        assert weight.dim() == 0
+        torch.testing.assert_close(total / weight, mean)
+
+
+def reduced(criterion, reduction, output, targets):
+    if isinstance(criterion, nn.AdaptiveLogSoftmaxWithLoss):
+        result = criterion(output, *targets)
+        return result.loss if reduction == "mean" else -result.output.sum()
+    if "ctc" in str(criterion).lower():
+        losses = F.ctc_loss(output, *targets, reduction="none") / targets[-1]
+        return losses.mean() if reduction == "mean" else losses.sum()
+    if reduction == "mean" and reduction_of(criterion) == "batchmean":
+        reduction = "batchmean"
+    if isinstance(criterion, nn.Module):
+        criterion = copy.copy(criterion)
+        criterion.reduction = reduction
+        return criterion(output, *targets)
+    return functools.partial(criterion, reduction=reduction)(output, *targets)
+
+
+def test_dense_targets_and_other_ignored_labels():
+    output, target = torch.randn(2, 5, 3, 4), torch.randint(5, (2, 3, 4))
+    kept = (target != 1).sum()
+    assert loss_weight(nn.CrossEntropyLoss(ignore_index=1), output, target) == kept
+    weights = torch.rand(5)
+    torch.testing.assert_close(
+        loss_weight(nn.CrossEntropyLoss(weights, ignore_index=1), output, target),
+        weights[target[target != 1]].sum(),
+    )
+    assert loss_weight(nn.CrossEntropyLoss(), output, torch.rand(2, 5, 3, 4)) == 24
+
+
+def test_weights_of_elements():
+    output, target, weight = torch.rand(4, 3), torch.rand(4, 3), torch.rand(4, 3)
+    assert loss_weight(F.mse_loss, output, target) == 12
+    torch.testing.assert_close(loss_weight(F.mse_loss, output, target, weight=weight), weight.sum())
+    assert loss_weight(F.binary_cross_entropy, output, target, weight) == 12
+    with pytest.raises(ValueError, match=r"weight of shape \(9, 3\) for an output of shape \(4, 3\).*with the targets"):
+        loss_weight(nn.BCELoss(weight=torch.rand(9, 3)), output, target)
+
+
+class Mine(nn.Module):
+    def forward(self, output, target):
+        return (output - target).abs().sum() / 2
+
+
+class Focal(nn.CrossEntropyLoss):
+    def forward(self, output, target):
+        return (F.cross_entropy(output, target, reduction="none") ** 2).mean()
+
+
+class SoftDiceLoss(nn.Module):
+    def forward(self, output, target):
+        return 1 - 2 * (output * target).sum() / (output.sum() + target.sum())
+
+
+def info_nce(output, target):
+    return F.cross_entropy(output @ target.t(), torch.arange(len(output)))
+
+
+@pytest.mark.parametrize("criterion", [SoftDiceLoss(), info_nce, functools.partial(info_nce)])
+def test_a_loss_that_couples_rows_is_refused(criterion):
+    with pytest.raises(TypeError, match=r"rows depend on each other.*criterion\(gather\(outputs\), targets\)"):
+        loss_weight(criterion, torch.rand(4, 2), torch.rand(4, 2))
+
+
+@pytest.mark.parametrize("criterion", [Mine(), Focal(), lambda output, target: output.sum(), max, functools.partial(max)])
+def test_an_unknown_criterion_is_an_error_that_names_the_way(criterion):
+    with pytest.raises(TypeError, match=r"weight=.*loss_weight\.register"):
+        loss_weight(criterion, torch.zeros(2), torch.zeros(2))
+
+
+def test_a_weight_can_be_registered():
+    class Registered(Mine):
+        pass
+
+    @loss_weight.register(Registered)
+    def _(criterion, output, target):
+        return torch.tensor(2)
+
+    assert loss_weight(Registered(), torch.zeros(2), torch.zeros(2)) == 2
+
+
+def test_a_weight_registered_for_a_loss_of_torch_goes_with_its_mean():
+    class Halved(nn.CrossEntropyLoss):
+        pass
+
+    @loss_weight.register(Halved)
+    def _(criterion, output, target):
+        return output.new_tensor(len(target) / 2)
+
+    output, target = torch.randn(6, 5), torch.randint(5, (6,))
+    criterion = DataParallelCriterion(Halved())
+    sums, weights = criterion.terms([output[:2], output[2:]], target)
+    assert weights == [1, 2]
+    torch.testing.assert_close(sums[0], F.cross_entropy(output[:2], target[:2]))
+    assert criterion.weigh_targets(target) is None
+
+
+def test_deprecated_reductions_are_refused():
+    with pytest.raises(ValueError, match="size_average= or reduce=.*use reduction="):
+        loss_weight(functools.partial(F.mse_loss, size_average=False), torch.zeros(2), torch.zeros(2))
+
+
+def test_weighted_mean():
+    losses = [torch.tensor(value, requires_grad=True) for value in (1.0, 2.0, 6.0)]
+    mean = weighted_mean(losses, [1, torch.tensor(2), 3.0])
+    mean.backward()
+    assert mean.item() == pytest.approx(23 / 6)
+    assert [loss.grad.item() for loss in losses] == pytest.approx([1 / 6, 2 / 6, 3 / 6])
+    assert weighted_mean([torch.tensor(2.0)], [0]).isnan()
+
+
+def test_a_weight_of_zero_counts_for_nothing_even_where_the_loss_is_nan():
+    x = torch.randn(3, requires_grad=True)
+    mask = torch.tensor([0.0, 0.0, 0.0])
+    nothing = (x * mask).sum() / mask.sum()  # 0 / 0: its backward makes nan even of a gradient of zero
+    assert nothing.isnan()
+    mean = weighted_mean([nothing, (x * 2).sum()], [mask.sum(), torch.tensor(5)])
+    mean.backward()
+    torch.testing.assert_close(mean, (x * 2).sum())
+    assert x.grad.tolist() == [2, 2, 2]
+
+
+def test_half_precision_is_summed_in_single():
+    losses = [torch.tensor(60000.0, dtype=torch.float16) for _ in range(4)]
+    mean = weighted_mean(losses, [1000] * 4)
+    assert mean.dtype == torch.float32
+    assert mean.item() == 60000
+
+
+def test_counts_beyond_what_single_precision_can_hold():
+    mean = weighted_mean([torch.tensor(0.0), torch.tensor(1.0)], [torch.tensor(2**40), torch.tensor(1)])
+    assert mean.item() == pytest.approx(1 / (2**40 + 1), rel=1e-12)
+
+
+def test_weighted_mean_errors():
+    with pytest.raises(ValueError, match="2 losses and 1 weights"):
+        weighted_mean([torch.zeros(()), torch.zeros(())], [1])
+    with pytest.raises(ValueError, match="0 losses and 0 weights"):
+        weighted_mean([], [])
+    with pytest.raises(ValueError, match=r"shape \(2,\), expected a scalar"):
+        weighted_mean([torch.zeros(2)], [1])

@@ -1,0 +1,151 @@
+import copy
+import dataclasses
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from helpers.problems import assert_same_gradients, build_net, gradients
+from torch import nn
+
+from balanced_parallel import DataParallelModel, gather
+
+CPUS = ["cpu"] * 3
+
+
+class Recorder(nn.Module):
+    """Notes what each replica was called with, and returns it."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, *inputs, **kwargs):
+        return {"inputs": inputs, "kwargs": kwargs, "state": (torch.is_grad_enabled(), torch.is_inference_mode_enabled())}
+
+
+def test_it_is_torchs_data_parallel_with_its_state_dict():
+    model = DataParallelModel(build_net(), CPUS)
+    assert isinstance(model, nn.DataParallel)
+    other = nn.DataParallel(build_net())
+    assert list(model.state_dict()) == list(other.state_dict())
+    model.load_state_dict(other.state_dict())
+    other.load_state_dict(model.state_dict())
+    assert all(name.startswith("module.") for name in model.state_dict())
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 7])
+def test_one_output_per_replica_that_had_rows(rows):
+    net = build_net()
+    outputs = DataParallelModel(net, CPUS)(torch.randn(rows, 4))
+    assert isinstance(outputs, list)
+    assert [len(output) for output in outputs] == [size for size in (-(-(rows - i) // 3) for i in range(3)) if size > 0] or [0]
+
+
+def test_one_device_gives_a_list_too():
+    x = torch.randn(3, 4)
+    net = build_net()
+    (output,) = DataParallelModel(net, ["cpu"])(x)
+    assert torch.equal(output, net(x))
+
+
+def test_gathered_outputs_and_input_gradients_are_those_of_the_plain_program():
+    net, x = build_net(), torch.randn(7, 4, requires_grad=True)
+    net(x).pow(2).sum().backward()
+    expected, expected_input = gradients(net), x.grad.clone()
+    net.zero_grad()
+    x.grad = None
+    gather(DataParallelModel(net, CPUS)(x)).pow(2).sum().backward()
+    assert_same_gradients(gradients(net), expected, 1e-5)
+    torch.testing.assert_close(x.grad, expected_input)
+
+
+def test_keyword_arguments_scalars_and_plain_values():
+    outputs = DataParallelModel(Recorder(), CPUS)(mask=torch.arange(4), scale=torch.tensor(2.0), names=list("abcd"), flag=True)
+    assert [output["kwargs"]["mask"].tolist() for output in outputs] == [
+        [0, 1],
+        [2],
+        [3],
+    ]  # torch: missing argument, pytorch#16432
+    assert [output["kwargs"]["names"] for output in outputs] == [["a", "b"], ["c"], ["d"]]
+    assert all(output["kwargs"]["scale"] == 2 and output["kwargs"]["flag"] is True for output in outputs)
+
+
+def test_no_rows_anywhere_runs_one_replica():
+    assert len(DataParallelModel(Recorder(), CPUS)()) == 1
+    assert len(DataParallelModel(Recorder(), CPUS)(torch.tensor(1.0), 3, flag=None)) == 1
+
+
+def test_a_dataclass_is_split():
+    @dataclasses.dataclass
+    class Batch:
+        x: torch.Tensor
+        extra: Any = None
+
+    outputs = DataParallelModel(Recorder(), CPUS)(Batch(torch.arange(6)))
+    assert [output["inputs"][0].x.tolist() for output in outputs] == [[0, 1], [2, 3], [4, 5]]  # torch: each has all six
+
+
+def test_rows_that_disagree_name_both_shapes():
+    model = DataParallelModel(Recorder(), CPUS)
+    with pytest.raises(
+        ValueError, match=r"inputs\[0\] is a tensor of shape \(4, 2\).*kwargs\['mask'\] is a tensor of shape \(3,\)"
+    ):
+        model(torch.zeros(4, 2), mask=torch.zeros(3))
+
+
+@pytest.mark.parametrize(("block", "state"), [(torch.no_grad, (False, False)), (torch.inference_mode, (False, True))])
+def test_gradient_and_inference_mode_reach_the_replicas(block, state):
+    model = DataParallelModel(Recorder(), CPUS)
+    with block():
+        assert [output["state"] for output in model(torch.zeros(3, 2))] == [state] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_reaches_the_replicas_with_its_dtype(dtype):
+    net = build_net()
+    with torch.autocast("cpu", dtype):  # torch's own threads would compute in float16 either way (pytorch#125186)
+        outputs = DataParallelModel(net, CPUS)(torch.randn(6, 4))
+    assert {output.dtype for output in outputs} == {dtype}
+    precision = "bf16" if dtype == torch.bfloat16 else "fp16"
+    outputs = DataParallelModel(net, CPUS, precision=precision)(torch.randn(6, 4))
+    assert {output.dtype for output in outputs} == {dtype}
+
+
+def test_unequal_shares():
+    outputs = DataParallelModel(build_net(), CPUS, split=[2, 0, 1])(torch.randn(9, 4))
+    assert [len(output) for output in outputs] == [6, 3]
+    with pytest.raises(ValueError, match="split='sped', expected None or one weight per device"):
+        DataParallelModel(build_net(), CPUS, split="sped")
+
+
+def test_a_failing_replica_is_named():
+    class Fails(nn.Module):
+        def forward(self, x):
+            if 2.0 in x:
+                raise LookupError("no such row")
+            return x
+
+    with pytest.raises(LookupError, match=r"no such row \(in replica 2 on device cpu\)"):
+        DataParallelModel(Fails(), CPUS)(torch.arange(3.0))
+
+
+def test_the_batch_can_be_along_another_dimension():
+    outputs = DataParallelModel(nn.RNN(4, 6), CPUS, dim=1)(torch.randn(5, 7, 4))
+    assert [output.shape for output, _ in outputs] == [(5, 3, 6), (5, 2, 6), (5, 2, 6)]
+
+
+def test_it_can_be_copied_and_pickled():
+    model, x = DataParallelModel(build_net(), CPUS), torch.randn(4, 4)
+    expected = gather(model(x))
+    assert torch.equal(gather(copy.deepcopy(model)(x)), expected)
+    assert torch.equal(gather(pickle.loads(pickle.dumps(model))(x)), expected)
+    outputs = model(x)
+    assert copy.copy(outputs).sizes == pickle.loads(pickle.dumps(outputs)).sizes == (2, 1, 1)
+
+
+def test_nothing_is_warned_about():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        DataParallelModel(nn.LSTM(4, 6, batch_first=True), CPUS)(torch.randn(7, 5, 4))

@@ -1,0 +1,191 @@
+"""Statistics over all rows in flight: outputs, gradients and running statistics of the plain program."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from helpers.problems import assert_same_gradients, class_targets, gradients
+from helpers.ranks import run_ranks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, convert_sync_batchnorm, gather, parallelize
+
+CPUS = ["cpu"] * 3
+
+
+def build(momentum=0.1, affine=True, **settings):
+    torch.manual_seed(5)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.BatchNorm2d(4, momentum=momentum, affine=affine, **settings),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(4 * 9, 5),
+        nn.BatchNorm1d(5, momentum=momentum, affine=affine, **settings),
+    )
+
+
+def plain_run(net, x, weights):
+    output = net(x)
+    (output * weights).pow(3).sum().backward()
+    return output.detach(), gradients(net)
+
+
+def assert_same_buffers(one, other):
+    for (name, left), right in zip(one.named_buffers(), other.buffers(), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("rows", [2, 3, 4, 7, 9])  # three replicas: one row in a shard, uneven shards, fewer replicas
+@pytest.mark.parametrize("settings", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}], ids=str)
+def test_three_replicas_equal_the_plain_program(rows, settings, double):
+    plain, x, weights = build(**settings), torch.randn(rows, 2, 3, 3, requires_grad=True), torch.randn(rows, 5)
+    net = convert_sync_batchnorm(copy.deepcopy(plain))
+    for _ in range(3):
+        output, expected = plain_run(plain, x, weights)
+        expected_input, x.grad = x.grad, None
+        found = gather(DataParallelModel(net, CPUS)(x))
+        (found * weights).pow(3).sum().backward()
+        torch.testing.assert_close(found.detach(), output, rtol=1e-10, atol=1e-10)
+        assert_same_gradients(gradients(net), expected, 1e-9)
+        torch.testing.assert_close(x.grad, expected_input, rtol=1e-9, atol=1e-9)
+        assert_same_buffers(net, plain)
+        x.grad = None
+    plain.eval()
+    net.eval()
+    torch.testing.assert_close(gather(DataParallelModel(net, CPUS)(x)), plain(x), rtol=1e-10, atol=1e-10)
+
+
+def test_plain_batch_norm_would_not(double):
+    plain, x = build(), torch.randn(7, 2, 3, 3)
+    assert not torch.allclose(gather(DataParallelModel(copy.deepcopy(plain), CPUS)(x)), plain(x))
+
+
+def test_conversion_keeps_names_parameters_and_hooks():
+    net = build()
+    names, first = list(net.state_dict()), net[1].weight
+    net[1].register_forward_hook(lambda *_: None)
+    assert convert_sync_batchnorm(net) is net
+    assert list(net.state_dict()) == names
+    assert net[1].weight is first
+    assert len(net[1]._forward_hooks) == 1
+    assert isinstance(convert_sync_batchnorm(nn.BatchNorm1d(3)), nn.modules.batchnorm._BatchNorm)
+
+
+def test_a_lazy_layer_is_refused():
+    with pytest.raises(ValueError, match="1 is not initialised yet: run the module once"):
+        convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.LazyBatchNorm1d()))
+
+
+def test_one_device_and_no_torchrun_is_the_plain_layer(double):
+    plain, x = build(), torch.randn(5, 2, 3, 3)
+    net = convert_sync_batchnorm(copy.deepcopy(plain))
+    assert torch.equal(net(x), plain(x))
+
+
+def test_half_precision_is_normalised_in_single():
+    net = convert_sync_batchnorm(nn.BatchNorm1d(3))
+    x = torch.randn(7, 3)
+    outputs = DataParallelModel(net, CPUS)(x.bfloat16())
+    assert {output.dtype for output in outputs} == {torch.bfloat16}
+    torch.testing.assert_close(gather(outputs).float(), nn.BatchNorm1d(3)(x), rtol=0.05, atol=0.05)
+
+
+def test_what_accumulation_means(double):
+    """Statistics are those of each micro-batch over all devices: as the plain program that runs the same micro-batches."""
+    plain = build()
+    net = convert_sync_batchnorm(copy.deepcopy(plain))
+    x, target = torch.randn(8, 2, 3, 3), class_targets(8)
+    total = sum(
+        nn.functional.cross_entropy(plain(some), labels, reduction="sum")
+        for some, labels in zip(x.split(4), target.split(4), strict=True)
+    )
+    (total / 8).backward()
+    step = TrainStep(
+        DataParallelModel(net, ["cpu"] * 2),
+        DataParallelCriterion(nn.CrossEntropyLoss()),
+        torch.optim.SGD(net.parameters(), lr=0.0),
+        micro_batch_size=2,
+    )
+    torch.testing.assert_close(step(x, target), (total / 8).detach())
+    assert_same_gradients(gradients(net), gradients(plain))
+    assert_same_buffers(net, plain)
+
+
+def test_one_value_per_channel_is_the_error_it_is_in_torch():
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        DataParallelModel(convert_sync_batchnorm(nn.BatchNorm1d(3)), CPUS)(torch.randn(1, 3))
+
+
+class Uneven(nn.Module):
+    """Its second replica does not come to the layer: it fails, or goes another way."""
+
+    def __init__(self, fails):
+        super().__init__()
+        self.norm, self.fails = nn.BatchNorm1d(2), fails
+
+    def forward(self, x):
+        if 2.0 in x:
+            if self.fails:
+                raise LookupError("no such row")
+            return x
+        return self.norm(x)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("fails", "error", "message"),
+    [
+        (True, LookupError, "no such row .in replica 1"),
+        (False, RuntimeError, "replica 1 ended without the exchange that replica . waits in"),
+    ],
+)
+def test_nobody_hangs_where_one_replica_does_not_come(fails, error, message):
+    model = DataParallelModel(convert_sync_batchnorm(Uneven(fails)), CPUS)
+    with pytest.raises(error, match=message):
+        model(torch.arange(6.0).view(3, 2))
+    assert threading.active_count() < 10
+
+
+def test_recomputing_in_the_backward_is_refused():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+
+        def forward(self, x):
+            return checkpoint(self.norm, x, use_reentrant=False)
+
+    outputs = DataParallelModel(convert_sync_batchnorm(Checkpointed()), CPUS)(torch.randn(6, 2, requires_grad=True))
+    with pytest.raises(RuntimeError, match="cannot be recomputed in the backward"):
+        gather(outputs).pow(2).sum().backward()
+
+
+def check_ranks(rank, sizes, micro_batch_size):
+    torch.set_default_dtype(torch.float64)
+    plain, x, target = build(), torch.randn(7, 2, 3, 3, generator=torch.Generator().manual_seed(6)), class_targets(7, 2)
+    net = convert_sync_batchnorm(copy.deepcopy(plain))
+    model, criterion = parallelize(net, nn.CrossEntropyLoss())
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=micro_batch_size)
+    mine, labels = x.split(sizes)[rank], target.split(sizes)[rank]
+    counts = [-(-size // micro_batch_size) if micro_batch_size else min(size, 1) for size in sizes]
+    total, pieces = 0, max(counts)
+    for _ in range(3):
+        plain.zero_grad()
+        total = 0
+        for piece in range(pieces):  # the rows that are in flight together, of all ranks
+            rows = torch.cat([torch.arange(7).split(sizes)[other].tensor_split(pieces)[piece] for other in range(len(sizes))])
+            total = total + nn.functional.cross_entropy(plain(x[rows]), target[rows], reduction="sum")
+        loss = total / (target != -100).sum()
+        loss.backward()
+        torch.testing.assert_close(step(mine, labels), loss.detach(), rtol=1e-10, atol=1e-10)
+        assert_same_gradients(gradients(net), gradients(plain), 1e-9)
+        assert_same_buffers(net, plain)
+    return True
+
+
+@pytest.mark.parametrize(("sizes", "micro_batch_size"), [([4, 3], None), ([6, 1], 2), ([5, 0, 2], None)])
+def test_ranks_equal_the_plain_program(sizes, micro_batch_size):
+    assert run_ranks(len(sizes), check_ranks, sizes, micro_batch_size) == [True] * len(sizes)

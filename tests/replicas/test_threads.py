@@ -1,0 +1,145 @@
+"""One model used from several threads, inside of others, and inside of itself."""
+
+import contextvars
+import threading
+
+import pytest
+import torch
+from helpers.problems import CLASSES, assert_same_gradients, build_net, gradients
+from torch import nn
+
+from balanced_parallel import BalancedOptimizer, DataParallelModel, gather, simulate
+from balanced_parallel.replicas.workers import run_replicas
+
+pytestmark = pytest.mark.usefixtures("double", "buckets")
+
+LAYOUTS = [["sim:0", "sim:1", "sim:2"], ["cpu", "sim:0", "sim:1"]]
+
+
+def together(*work):
+    failures = []
+
+    def call(one):
+        try:
+            one()
+        except BaseException as error:  # noqa: BLE001
+            failures.append(error)
+
+    threads = [threading.Thread(target=call, args=(one,)) for one in work]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+    if failures:
+        raise failures[0]
+
+
+@pytest.mark.parametrize("devices", LAYOUTS, ids=str)
+@pytest.mark.parametrize("deferred", [False, True])
+def test_threads_share_a_model_in_turn(devices, deferred):
+    x = [torch.randn(rows, 4) for rows in (7, 2, 5)]
+    net = build_net()
+    for batch in x:
+        (net(batch).square().sum() * 10).backward()
+    expected = gradients(net)
+    with simulate(3):
+        net = build_net().to(devices[0])
+        own = [*net.parameters()]
+        model = DataParallelModel(net, devices)
+
+        def work(batch):
+            for _ in range(10):
+                gather(model(batch), "cpu").square().sum().backward()
+
+        def run():
+            together(*(lambda batch=batch: work(batch) for batch in x))
+
+        if deferred:
+            with model.no_sync():
+                run()
+            model.reduce_gradients()
+        else:
+            run()
+        assert [*map(id, net.parameters())] == [*map(id, own)]
+        assert_same_gradients([gradient.cpu() for gradient in gradients(net)], expected)
+
+
+def test_an_optimizer_may_step_while_another_thread_runs_the_model():
+    with simulate(3):
+        model = DataParallelModel(build_net())
+        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.0)
+        x = torch.randn(7, 4)
+        gather(model(x)).sum().backward()
+        own = [*map(id, model.parameters())]
+
+        def run():
+            for _ in range(20):
+                model(x)
+
+        def update():
+            for _ in range(20):
+                optimizer.step()
+
+        together(run, update)
+        assert [*map(id, model.parameters())] == own
+
+
+def test_a_model_inside_of_another_one():
+    class Asks(nn.Module):
+        def __init__(self, teacher):
+            super().__init__()
+            self.own, self.ask = nn.Linear(4, CLASSES), teacher
+
+        def forward(self, x):
+            return self.own(x) * self.ask(x).to(x.device)
+
+    x = torch.randn(7, 4)
+    torch.manual_seed(0)
+    teacher, net = build_net(), Asks(build_net())
+    plain = net(x)
+    plain.square().sum().backward()
+    expected = [*gradients(net), *gradients(teacher)]
+    with simulate(3):
+        teacher = build_net()
+        teach = DataParallelModel(teacher)
+        torch.manual_seed(0)
+        build_net()
+        outer = Asks(build_net())
+        outer.ask = None
+        outer.own.load_state_dict(net.own.state_dict())
+        object.__setattr__(outer, "ask", lambda x: gather(teach(x)))  # not a part of it, and asked by every replica
+        model = DataParallelModel(outer)
+        gather(model(x)).square().sum().backward()
+        found = [*gradients(outer), *gradients(teacher)]
+        assert_same_gradients([gradient.cpu() for gradient in found], [*expected[:2], *gradients(net.ask)])
+
+
+@pytest.mark.parametrize("rows", [7, 1])
+def test_a_model_inside_of_itself_is_refused(rows):
+    class Itself(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.own = nn.Linear(4, 4)
+
+        def forward(self, x):
+            x = self.own(x)
+            return self.call(x) if len(x) > 1 else x
+
+    x = torch.randn(7, 4)
+    with simulate(3):
+        net = Itself()
+        own = [*map(id, net.parameters())]
+        model = DataParallelModel(net)
+        object.__setattr__(net, "call", lambda x: gather(model(x[:rows])))
+        with pytest.raises(RuntimeError, match="inside of its own forward, expected .* call the module itself"):
+            model(x)
+        assert [*map(id, net.parameters())] == own
+        object.__setattr__(net, "call", lambda x: x)
+        model(x)
+
+
+def test_workers_carry_context_variables():
+    variable = contextvars.ContextVar("variable", default=0)
+    variable.set(7)
+    assert run_replicas([variable.get] * 3, [torch.device("cpu")] * 3) == [7] * 3

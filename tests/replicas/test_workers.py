@@ -1,0 +1,194 @@
+import gc
+import threading
+import time
+import weakref
+
+import pytest
+import torch
+
+from balanced_parallel.replicas.workers import current_replica, run_replicas
+
+CPUS = [torch.device("cpu")] * 3
+
+
+class Custom(Exception):
+    """An error whose message is not its arguments."""
+
+    def __init__(self, code, *, detail):
+        super().__init__(code, detail)
+        self.code, self.detail = code, detail
+
+    def __str__(self):
+        return f"code {self.code}"
+
+
+def failing(error):
+    def work():
+        raise error
+
+    return work
+
+
+def test_results_come_in_order_and_at_once():
+    barrier = threading.Barrier(3, timeout=20)
+    work = [lambda index=index: (barrier.wait(), index)[1] for index in range(3)]
+    assert run_replicas(work, CPUS) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("wrong shape"),
+        KeyError("name"),
+        RuntimeError(),
+        torch.OutOfMemoryError("out of memory"),
+        FileNotFoundError(2, "No such file", "x"),
+        UnicodeDecodeError("utf-8", b"x", 0, 1, "bad"),
+        Custom(7, detail="why"),
+        KeyboardInterrupt("stop"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_failure_keeps_its_type_and_names_its_replica(error):
+    text = str(error)
+    with pytest.raises(type(error), match="in replica 1 on device cpu") as caught:
+        run_replicas([int, failing(error), int], CPUS)
+    assert text.strip("'") in str(caught.value)
+    assert type(caught.value).__name__ == type(error).__name__
+    for name in ("code", "detail", "errno", "filename", "reason"):
+        assert getattr(caught.value, name, None) == getattr(error, name, None)
+
+
+def test_one_replica_fails_the_same_way():
+    with pytest.raises(ValueError, match=r"bad \(in replica 0 on device cpu\)"):
+        run_replicas([failing(ValueError("bad"))], CPUS[:1])
+
+
+def test_the_first_failure_wins_and_the_others_are_joined():
+    finished = threading.Event()
+
+    def slow():
+        time.sleep(0.2)
+        finished.set()
+        raise TypeError("the second failure")
+
+    with pytest.raises(ValueError, match="the first"):
+        run_replicas([slow, failing(ValueError("the first")), int], CPUS)
+    assert finished.is_set()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("replica")]
+
+
+def test_a_failure_that_was_handled_holds_no_tensor():
+    tensor = torch.zeros(10)
+    seen = weakref.ref(tensor)
+
+    def work(tensor=tensor):
+        raise ValueError("bad")
+
+    try:
+        run_replicas([work, int], CPUS[:2])
+    except ValueError:
+        pass
+    gc.disable()  # only reference counts: what a cycle would hold on to until the collector runs is memory not returned
+    try:
+        del work, tensor
+        assert seen() is None
+    finally:
+        gc.enable()
+
+
+def test_workers_carry_the_callers_state():
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        found = run_replicas([lambda: (torch.is_grad_enabled(), torch.get_autocast_dtype("cpu"))] * 3, CPUS)
+    assert found == [(False, torch.bfloat16)] * 3
+
+
+class ByKeyword(Exception):
+    def __new__(cls, *, code):
+        return super().__new__(cls, code, "detail")
+
+    def __init__(self, *, code):
+        self.code = code
+
+
+class ByMapping(Exception):
+    """An exception whose message is made of an argument that is not a string."""
+
+    def __str__(self):
+        return f"code {self.args[0]['code']}"
+
+
+class Slotted(Exception):
+    __slots__ = ("_code",)
+
+    def __init__(self, code, detail):
+        super().__init__(code, detail)
+        self._code = code
+
+    def __str__(self):
+        return f"code {self._code}"
+
+
+class Indexed(Exception):
+    """Cannot be printed without what its constructor has found."""
+
+    def __new__(cls, *found):
+        made = super().__new__(cls)
+        made.found = dict(enumerate(found))
+        return made
+
+    def __init__(self, *found):
+        super().__init__()
+        self.first = self.found[0]
+
+    def __str__(self):
+        return f"first {self.found[0]}"
+
+
+def _invalid():
+    pydantic = pytest.importorskip("pydantic")
+    with pytest.raises(pydantic.ValidationError) as caught:
+        pydantic.TypeAdapter(int).validate_python("x")
+    return caught.value
+
+
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize(
+    "make", [lambda: ByKeyword(code=3), lambda: ByMapping({"code": 3}), lambda: Slotted(3, 4), lambda: Indexed(3), _invalid]
+)
+def test_a_failure_with_a_constructor_of_its_own_keeps_its_type_and_arguments(make, replicas):
+    error = make()
+    text, arguments = str(error), error.args
+    with pytest.raises(type(error)) as caught:
+        run_replicas([failing(error), int, int][:replicas], CPUS[:replicas])
+    found = caught.value
+    assert text in str(found)
+    assert found.args == arguments
+    for name in ("code", "_code", "first"):
+        assert getattr(found, name, None) == getattr(error, name, None)
+    assert "in replica 0 on device cpu" in "".join([str(found), *getattr(found, "__notes__", [])])
+
+
+@pytest.mark.parametrize("moment", ["before a start", "in a start", "in a join"])
+def test_ctrl_c_leaves_nobody_waiting(monkeypatch, moment):
+    calls = []
+    name = "join" if moment == "in a join" else "start"
+    own = getattr(threading.Thread, name)
+
+    def interrupted(thread, *arguments):
+        calls.append(thread)
+        if len(calls) != 2:
+            return own(thread, *arguments)
+        if moment == "in a start":
+            own(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, name, interrupted)
+    meets = moment != "in a join"  # where all have been started, they meet
+
+    def work():
+        return (current_replica().exchange(1), time.sleep(0.1 * (not meets)))
+
+    with pytest.raises(KeyboardInterrupt):
+        run_replicas([work] * 3, CPUS)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("replica")]

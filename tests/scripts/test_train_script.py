@@ -1,0 +1,154 @@
+"""The main job, run as a user runs it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "train.py"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+def run(*flags, launcher=(sys.executable,), timeout=200):
+    return subprocess.run([*launcher, str(SCRIPT), *map(str, flags)], capture_output=True, text=True, timeout=timeout)
+
+
+def train(out, *flags, **settings):
+    done = run("--out", out, *flags, **settings)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return done.stdout, lines, json.loads((out / "summary.json").read_text())
+
+
+@pytest.mark.parametrize("task", ["text", "digits"])
+def test_one_device_three_replicas_and_two_processes_give_the_same_losses(task, tmp_path):
+    common = ["--task", task, "--steps", 12, "--batch-size", 24]
+    layouts = {
+        "one": (["--devices", "cpu"], {}),
+        "replicas": (["--devices", "cpu,cpu,cpu", "--micro-batch-size", 3], {}),
+        "torchrun": (["--micro-batch-size", 5], {"launcher": TORCHRUN}),
+    }
+    losses, validation = {}, {}
+    for name, (flags, settings) in layouts.items():
+        _, lines, summary = train(tmp_path / name, *common, *flags, **settings)
+        losses[name] = [line["loss"] for line in lines if "loss" in line]
+        validation[name] = summary["validation_loss"]
+        assert [line["step"] for line in lines if "loss" in line] == list(range(1, 13))
+        assert summary["ranks"] == (2 if name == "torchrun" else 1)
+        assert (tmp_path / name / "model.pt").exists()
+    assert losses["one"][-1] < losses["one"][0]
+    for name in ("replicas", "torchrun"):
+        assert losses[name] == pytest.approx(losses["one"], rel=1e-4)
+        assert validation[name] == pytest.approx(validation["one"], rel=1e-4)
+
+
+def test_digits_reach_95_percent(tmp_path):
+    output, lines, summary = train(tmp_path / "run", "--task", "digits")
+    assert summary["accuracy"] >= 0.95
+    assert lines[-1] == {"step": 300, "validation_loss": summary["validation_loss"], "accuracy": summary["accuracy"]}
+    assert "1 process, 1 device" in output
+    assert "waiting for data" in output
+
+
+def test_a_text_of_ones_own_and_the_last_short_batch(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat . the dog ate the cat ; " * 200)
+    flags = ["--data", text, "--epochs", 2, "--batch-size", 13, "--precision", "bf16", "--workers", 1]
+    _, lines, summary = train(tmp_path / "run", *flags, "--devices", "cpu,cpu")
+    assert len([line for line in lines if "validation_loss" in line]) == 2
+    assert summary["validation_loss"] < summary["baseline_loss"]
+    assert summary["steps"] == 2 * -(-35 // 13)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--batch-size", "0"], "argument --batch-size: '0' was given, expected a whole number of at least 1"),
+        (["--steps", "many"], "argument --steps: 'many' was given"),
+        (["--micro-batch-size", "-1"], "argument --micro-batch-size"),
+        (["--learning-rate", "nan"], "expected a number greater than 0"),
+        (["--devices", "cpu,cuda:99"], "there is no device 'cuda:99'"),
+        (["--data", "/no/such/file"], "No such file or directory: '/no/such/file'"),
+        (["--data", str(SCRIPT), "--vocabulary", "100000"], "a vocabulary of 100000 is larger than the text"),
+        (["--data", str(SCRIPT.parent.parent / "setup.py")], "expected at least 1300"),
+        (["--task", "digits", "--data", "x"], "--data and --vocabulary are for --task text"),
+        (["--precision", "int8"], "invalid choice: 'int8'"),
+        (["--memory", "1GiB"], "expected --simulate N beside them"),
+        (["--simulate", "2", "--memory", "3 parsecs"], "'3 parsecs' is no size of memory"),
+        (["--simulate", "3", "--memory", "1GiB,2GiB"], "memory has 2 entries for 3 devices"),
+        (["--simulate", "65"], "devices=65, expected a whole number from 1 to 64"),
+        (["--simulate", "2", "--devices", "sim:2"], "there is no device 'sim:2': this machine has 2 sim devices"),
+    ],
+)
+def test_bad_input_is_one_clear_line(flags, message, tmp_path):
+    done = run("--out", tmp_path, *flags)
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("train.py: error: ")
+    assert message in done.stderr
+    assert not done.stdout
+
+
+def test_help_shows_the_defaults():
+    done = run("--help")
+    assert done.returncode == 0
+    assert "(default: 24)" in " ".join(done.stdout.split())
+
+
+def test_simulated_gpus_with_a_table_and_a_picture(tmp_path):
+    flags = ["--simulate", 4, "--memory", "2GiB", "--steps", 3, "--batch-size", 8, "--vocabulary", 500, "--micro-batch-size", 1]
+    output, lines, summary = train(tmp_path / "sim", *flags, "--plot", tmp_path / "plots" / "peak.png")
+    assert summary["devices"] == [f"sim:{index}" for index in range(4)]
+    table = [line.split() for line in output.splitlines() if line.lstrip().startswith("sim:")]
+    assert [row[0] for row in table] == summary["devices"]
+    assert "optimizer state" in output
+    assert (tmp_path / "plots" / "peak.png").read_bytes().startswith(b"\x89PNG")
+    _, plain, _ = train(tmp_path / "cpu", "--devices", "cpu", "--steps", 3, "--batch-size", 8, "--vocabulary", 500)
+    losses, expected = ([line["loss"] for line in each if "loss" in line] for each in (lines, plain))
+    assert losses == pytest.approx(expected, rel=1e-4)
+
+
+def test_simulated_gpus_under_torchrun(tmp_path):
+    flags = ["--task", "digits", "--steps", 3, "--precision", "bf16"]
+    output, _, summary = train(tmp_path / "sim", "--simulate", 2, *flags, launcher=TORCHRUN)
+    assert (summary["ranks"], len(summary["peak_bytes"])) == (2, 2)
+    assert sum(line.lstrip().startswith("sim:") for line in output.splitlines()) == 2
+
+
+def test_a_job_that_does_not_fit_says_so_in_one_line_after_the_table(tmp_path):
+    done = run("--simulate", 2, "--memory", "4MiB", "--steps", 2, "--vocabulary", 2000, "--out", tmp_path)
+    assert done.returncode == 1
+    assert "optimizer state" in done.stdout
+    assert len(done.stderr.splitlines()) == 1
+    assert "out of memory. Tried to allocate" in done.stderr
+    assert "Give --micro-batch-size fewer rows" in done.stderr
+
+
+def test_the_plan_of_the_job_is_printed_without_training(tmp_path):
+    flags = ["--plan", "--simulate", 2, "--memory", "3MiB", "--task", "digits", "--out", tmp_path / "nothing"]
+    done = run(*flags)
+    assert done.returncode == 0, done.stderr
+    assert "rows per update on 2 x sim with 3.00 MiB" in done.stdout
+    assert "chosen: " in done.stdout
+    assert not (tmp_path / "nothing").exists()
+    done = run("--plan", "--simulate", 2, "--task", "digits")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+
+
+def test_the_gpu_check_runs_on_simulated_devices_and_says_where_there_is_no_gpu():
+    script = SCRIPT.with_name("gpu_check.py")
+    done = subprocess.run([sys.executable, str(script), "--simulate"], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count(" ok\n") == 12
+    assert "nn.DataParallel" in done.stdout
+    flags = ["memory", "--simulate", "--only", "embedding"]
+    done = subprocess.run([sys.executable, str(script), *flags], capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [line for line in done.stdout.splitlines() if line.startswith("| embedding")]
+    assert len(rows) == 2
+    assert all(row.count("0.00%") == 2 for row in rows)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200)
+    assert done.returncode in (0, 1)
+    assert done.returncode == 0 or "there is no GPU here; --simulate" in done.stderr

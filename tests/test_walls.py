@@ -1,0 +1,139 @@
+"""Walls between the folders, each kept by a test; and the rules for all files: sizes, names, what importing does."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import balanced_parallel
+
+PACKAGE = Path(balanced_parallel.__file__).parent
+ROOT = {"__init__", "__main__"}  # the public names and the command line may import everything
+
+MAY_IMPORT = {
+    "runtime": set(),
+    "savings": set(),
+    "batch": {"runtime"},
+    "replicas": {"batch", "runtime"},
+    "loss": {"replicas", "batch", "runtime"},
+    "optim": {"replicas", "runtime"},
+    "training": {"optim", "loss", "replicas", "batch", "runtime"},
+    "distributed": {"training", "optim", "loss", "replicas", "batch", "runtime"},
+    "memory": {"diagnostics", "savings", "distributed", "training", "optim", "loss", "replicas", "batch", "runtime"},
+    "diagnostics": {"savings", "distributed", "training", "optim", "loss", "replicas", "batch", "runtime"},
+    "simulation": {"runtime"},
+}
+TORCH_ONLY = [Path("loss/rules.py")]
+
+
+def imported_modules(source, package):
+    """Returns the modules of this package that a file imports, as paths below it.
+
+    Args:
+        package: names of the folders that the file is in: ``("memory", "trace")``.
+    """
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")]
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "balanced_parallel":
+            base = node.module.split(".")[1:]
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.partition(".")[2] for alias in node.names if alias.name.startswith("balanced_parallel.")}
+            continue
+        else:
+            continue
+        prefix = [part for part in base if part]
+        found |= {".".join([*prefix, alias.name]) for alias in node.names}
+    return found
+
+
+def forbidden_imports(source, package):
+    """Returns the modules that a file in ``package`` imports and may not."""
+    allowed = MAY_IMPORT[package[0]] | {package[0]}
+    return {module for module in imported_modules(source, package) if module.split(".")[0] not in allowed}
+
+
+def files():
+    for path in sorted(PACKAGE.rglob("*.py")):
+        inside = path.relative_to(PACKAGE)
+        if inside.with_suffix("").name not in ROOT or len(inside.parts) > 1:
+            yield pytest.param(path, inside.parts[:-1], id=str(inside))
+
+
+def test_every_folder_has_its_walls():
+    assert {path.name for path in PACKAGE.iterdir() if path.is_dir()} - {"__pycache__"} == set(MAY_IMPORT)
+    assert {path.stem for path in PACKAGE.glob("*.py")} == ROOT
+
+
+def test_walls_have_no_cycles():
+    left = dict(MAY_IMPORT)
+    while left:
+        free = [folder for folder, needs in left.items() if not needs & left.keys()]
+        assert free, f"these folders import each other: {sorted(left)}"
+        for folder in free:
+            del left[folder]
+
+
+@pytest.mark.parametrize(("path", "package"), list(files()))
+def test_files_import_only_what_their_folder_may(path, package):
+    assert not forbidden_imports(path.read_text(), package)
+
+
+@pytest.mark.parametrize("path", TORCH_ONLY, ids=str)
+def test_some_files_import_torch_only(path):
+    assert not imported_modules((PACKAGE / path).read_text(), path.parts[:-1])
+
+
+def test_a_wall_can_be_hit():
+    assert forbidden_imports("from ..replicas.model import DataParallelModel", ("batch",)) == {"replicas.model.DataParallelModel"}
+    assert forbidden_imports("from ..distributed import ddp", ("training",)) == {"distributed.ddp"}
+    assert forbidden_imports("from .. import simulation", ("memory",)) == {"simulation"}
+    assert forbidden_imports("from ...simulation import simulate", ("memory", "trace")) == {"simulation.simulate"}
+    assert forbidden_imports("import balanced_parallel.distributed.ddp", ("training",)) == {"distributed.ddp"}
+    assert forbidden_imports("from balanced_parallel import gather", ("savings",)) == {"gather"}
+    assert not forbidden_imports("from ..runtime.devices import move\nfrom .torchrun import x", ("distributed",))
+
+
+def test_files_stay_small():
+    sources = [*PACKAGE.rglob("*.py"), *(PACKAGE / "simulation" / "native").iterdir()]
+    lines = sorted(len(path.read_text().splitlines()) for path in sources if path.name != "__init__.py")
+    assert max(lines) <= 300
+    assert lines[len(lines) // 2] <= 135
+
+
+def test_no_public_name_hides_a_module():
+    for folder in ["", *MAY_IMPORT]:
+        module = __import__(f"balanced_parallel.{folder}".rstrip("."), fromlist=["__name__"])
+        names = {path.stem for path in (PACKAGE / folder).iterdir()}
+        hidden = [name for name in names & set(vars(module)) if not isinstance(vars(module)[name], type(ast))]
+        assert not hidden, f"{module.__name__} hides its modules {hidden}"
+
+
+IMPORT = """
+import os, sys
+import torch, torch.distributed.algorithms.ddp_comm_hooks.default_hooks, torch.nn.parallel, torch.optim
+import torch._subclasses.fake_tensor, torch.utils.flop_counter
+class Watched(type(os.environ)):
+    def __getitem__(self, key): raise AssertionError("read " + str(key))
+    def __setitem__(self, key, value): raise AssertionError("wrote " + str(key))
+before = dict(os.environ)
+os.environ.__class__ = Watched
+import balanced_parallel
+os.environ.__class__ = Watched.__base__
+assert dict(os.environ) == before
+assert not torch.cuda.is_initialized()
+assert not torch.distributed.is_initialized()
+"""
+
+
+def test_importing_prints_nothing_reads_no_variable_and_starts_nothing():
+    done = subprocess.run([sys.executable, "-W", "error", "-c", IMPORT], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_only_one_file_reads_the_environment():
+    readers = [path.name for path in PACKAGE.rglob("*.py") if "environ" in path.read_text() and "os." in path.read_text()]
+    assert readers == ["torchrun.py"]
