@@ -58,6 +58,7 @@ class DistributedModel(DistributedDataParallel):
         super().__init__(wrapped, gradient_as_bucket_view=True, find_unused_parameters=True)
         self._wrapped = [wrapped]  # in a list, so that the state_dict() has the names of the module alone
         self._frozen = {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
+        self._has_run = False
         self.module = module
         self.devices = [device]
         self.split = None
@@ -116,7 +117,9 @@ class DistributedModel(DistributedDataParallel):
         """Makes ``DistributedDataParallel`` run the module that its reducer was built for."""
         before, self.module = self.module, self._wrapped[0]
         try:
-            yield self._wrapped[0]
+            with contextlib.nullcontext() if self._has_run else _without_advice():
+                yield self._wrapped[0]
+            self._has_run = True
         finally:
             self.module = before
 
@@ -171,6 +174,14 @@ class _Wrapped(nn.Module):
         """Returns the output of the last forward, and forgets it."""
         output, self._output = self._output, None
         return output
+
+
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    """Suppresses the advice to leave out ``find_unused_parameters=True`` where every parameter is reached."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
+        yield
 
 
 @dataclass

@@ -73,6 +73,10 @@ class DDPSync:
         with self._model.no_sync():
             yield
 
+    def forward_without_rows(self) -> list[Tensor]:
+        """Takes part in the forward of the ranks that have rows: buffers are broadcast."""
+        return [self._model.forward_without_rows()]
+
     def start(self, local: LossSum) -> None:
         """Starts the all-reduce of loss and weight."""
         weight = torch.as_tensor(local.weight, dtype=torch.float64).to(local.total.device)
@@ -80,7 +84,7 @@ class DDPSync:
         self._whole = None
 
     def backward(self, losses: Sequence[Tensor], divisor: float, *, last: bool) -> None:
-        """Runs one backward. The last one completes the reduction, whatever this rank has used, or if it has no rows.
+        """Runs one backward. The last one completes the reduction, whatever this rank has used.
 
         Raises:
             RuntimeError: the last backward of another rank has failed.
@@ -90,8 +94,6 @@ class DDPSync:
             return
         self._forget_untouched()
         roots = [loss for loss in losses if loss.requires_grad]
-        if not losses:
-            roots = [self._model.forward_without_rows()]
         try:
             run_backward(roots or [zero_of_parameters(self._model.reduced_parameters)], divisor)
         except Exception:

@@ -74,7 +74,8 @@ class Accumulation:
         if last:
             self._sync.start(self.loss_sum)
         self._predict_divisor(weight * followers, last=last)
-        self._sync.backward(self._scaled([one.total for one in losses]), self._divisor, last=last)
+        roots = [one.total if self._scaler is None else self._scaler.scale(one.total) for one in losses]
+        self._sync.backward(roots, self._divisor, last=last)
         self._has_gradients, self.is_reduced = True, last
 
     def finish(self, minimum: float) -> tuple[Tensor, float, float]:
@@ -87,7 +88,7 @@ class Accumulation:
             The loss over everything, its weight, and the factor for the gradients.
         """
         if not self.is_reduced:
-            self.backward([], 0, last=True)
+            self.backward([LossSum(zero, 0.0) for zero in self._sync.forward_without_rows()], 0, last=True)
         whole = self._sync.finish(self.loss_sum)
         weight = max(float(whole.weight or 0.0), minimum)
         divisor = weight if self._is_mean and weight else 1.0
@@ -97,12 +98,6 @@ class Accumulation:
     def _add(self, some: LossSum) -> None:
         weights = [self.loss_sum.weight or 0.0, some.weight or 0.0]
         self.loss_sum = LossSum(self.loss_sum.total + some.total, _sum(weights, some.total.device))
-
-    def _scaled(self, totals: list[Tensor]) -> list[Tensor]:
-        if self._scaler is None:
-            return totals
-        self._scaler.scale(self.loss_sum.total)  # makes the scale on a rank without rows, too
-        return [self._scaler.scale(total) for total in totals]
 
     def _predict_divisor(self, to_come: Weight, *, last: bool) -> None:
         expected = self.loss_sum.weight + to_come if self.loss_sum.weight is not None else to_come

@@ -45,11 +45,14 @@ class GradientSync(Protocol):
     def accumulating(self) -> AbstractContextManager[None]:
         """Surrounds micro-batches before the last, whose gradients stay where they are."""
 
+    def forward_without_rows(self) -> list[Tensor]:
+        """Takes part in the last forward of other processes, without rows. Returns zeros for :meth:`backward`."""
+
     def start(self, local: LossSum) -> None:
         """Starts to sum loss and weight over everything, before the last backward."""
 
     def backward(self, losses: Sequence[Tensor], divisor: float, *, last: bool) -> None:
-        """Runs backward from the losses over ``divisor``. The last one reduces all gradients, also without a loss."""
+        """Runs backward from the losses over ``divisor``. The last one reduces all gradients."""
 
     def finish(self, local: LossSum) -> LossSum:
         """Returns loss and weight over everything. All gradients are reduced."""

@@ -51,6 +51,10 @@ class ReplicaSync:
                 stack.enter_context(buckets.no_sync())
             yield
 
+    def forward_without_rows(self) -> list[Tensor]:
+        """Returns nothing: there is no other process."""
+        return []
+
     def start(self, local: LossSum) -> None:
         """Does nothing: the loss of this process is the whole loss."""
 

@@ -1,0 +1,87 @@
+"""``DistributedDataParallel`` as parallelize sets it up: compiled graphs, memory of gradients, warnings."""
+
+import warnings
+
+import torch
+from helpers.problems import CLASSES, build_net, class_targets
+from helpers.ranks import run_ranks
+from torch import nn
+
+from balanced_parallel import TrainStep, parallelize
+
+
+def check_compiled(rank):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    net = nn.Sequential(*[nn.Linear(700, 700) for _ in range(16)])  # 30 MiB in several buckets
+    model, criterion = parallelize(torch.compile(net, backend=backend), nn.MSELoss())
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2)
+    step.add(torch.randn(2, 700), torch.randn(2, 700))
+    count = len(graphs)
+    assert count > 1, "the graph is not split at the buckets"
+    for _ in range(2):
+        step(torch.randn(4, 700), torch.randn(4, 700))
+    assert len(graphs) == count
+    return True
+
+
+def test_accumulation_compiles_the_graphs_of_the_reducing_forward():
+    assert run_ranks(2, check_compiled, timeout=200) == [True, True]
+
+
+def check_memory(rank):
+    net = nn.Sequential(*[nn.Linear(500, 500, bias=False) for _ in range(8)])
+    model, criterion = parallelize(net, nn.MSELoss())
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2)
+    step(torch.randn(6, 500), torch.randn(6, 500))
+    buckets = {parameter.grad.untyped_storage().data_ptr() for parameter in net.parameters()}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        for _ in range(3):
+            step.add(torch.randn(2, 500), torch.randn(2, 500))
+            assert {parameter.grad.untyped_storage().data_ptr() for parameter in net.parameters()} == buckets
+        step.apply()
+    now = peak = 0
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak / sum(parameter.nbytes for parameter in net.parameters())
+
+
+def test_gradients_exist_once_while_micro_batches_accumulate():
+    """Buckets are allocated before. A backward makes one gradient at a time, an eighth of all, and adds it there."""
+    assert max(run_ranks(2, check_memory)) < 0.3
+
+
+def check_unused(rank):
+    net = build_net()
+    net.never = nn.Linear(2, 2)
+    net.forward = lambda inputs: net[1](net[0](inputs))
+    model, criterion = parallelize(net, nn.MSELoss())
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=1)
+    for _ in range(3):
+        step(torch.randn(3, 4), torch.randn(3, 6))
+        assert net.never.weight.grad is None
+        assert net[0].weight.grad is not None
+    return True
+
+
+def test_unused_parameters_have_no_gradient_after_an_accumulation():
+    assert run_ranks(2, check_unused) == [True, True]
+
+
+def check_quiet(rank):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model, criterion = parallelize(build_net(), nn.CrossEntropyLoss())
+        step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1))
+        step(torch.randn(3, 4), class_targets(3) % CLASSES)
+    return [str(warning.message) for warning in caught]
+
+
+def test_nobody_is_told_to_leave_out_the_search_for_unused_parameters():
+    assert run_ranks(2, check_quiet) == [[], []]
