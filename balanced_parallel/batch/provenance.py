@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..runtime.tensors import base_of
 from . import nested
 from .dims import Dims, leaf_dims
 
@@ -58,7 +59,7 @@ def _note(tensor: torch.Tensor, origin: Origin, seen: set[int]) -> None:
 
 def find(tensor: torch.Tensor) -> Origin | None:
     """The origin of a tensor that a replica returned, of a view of one, or of what was computed from those of one replica."""
-    origin = _returned(tensor) or (None if tensor._base is None else _returned(tensor._base))
+    origin = _returned(tensor) or _returned(base_of(tensor))
     if origin is not None:
         return origin
     nodes, seen, found = deque([tensor.grad_fn]), set[Any](), set[Origin]()

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..loss.rules import is_known, refuse_coupled
 from ..loss.sum_detection import is_sum, read_source
 from ..replicas.module_tree import refuse_compiled
 from ..replicas.sync_batchnorm import AllRowsBatchNorm
+from ..runtime.modules import BatchNorm
 from .mismatch import fixed_devices
 
 __all__: list[str] = []
@@ -98,7 +98,7 @@ def batch_norms(module: nn.Module, *, over_all_rows: bool) -> list[str]:
     return [
         name or type(layer).__name__
         for name, layer in module.named_modules()
-        if isinstance(layer, _BatchNorm)
+        if isinstance(layer, BatchNorm)
         and isinstance(layer, AllRowsBatchNorm) == over_all_rows
         and (layer.training or layer.running_mean is None)
     ]

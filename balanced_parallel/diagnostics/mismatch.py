@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 
 from ..batch.dims import Dims
 from ..batch.nested import is_plain
@@ -16,6 +14,7 @@ from ..loss.criterion import DataParallelCriterion
 from ..loss.partial_sums import Criterion
 from ..loss.sum_detection import read_source
 from ..replicas.sync_batchnorm import AllRowsBatchNorm
+from ..runtime.modules import BatchNorm, Dropout
 from .loss_parts import loss_in_parts
 
 __all__: list[str] = []
@@ -58,7 +57,7 @@ def find_reasons(
 
 def _mixing_layers(module: nn.Module, devices: int, micro_batches: int) -> Iterator[str]:
     for name, layer in module.named_modules():
-        if not isinstance(layer, _BatchNorm) or not (layer.training or layer.running_mean is None):
+        if not isinstance(layer, BatchNorm) or not (layer.training or layer.running_mean is None):
             continue
         over_all = isinstance(layer, AllRowsBatchNorm)
         if devices > 1 and not over_all:
@@ -72,7 +71,7 @@ def _mixing_layers(module: nn.Module, devices: int, micro_batches: int) -> Itera
 
 def _random_layers(module: nn.Module) -> Iterator[str]:
     for name, layer in module.named_modules():
-        rate = layer.p if isinstance(layer, _DropoutNd) else getattr(layer, "dropout", 0)
+        rate = layer.p if isinstance(layer, Dropout) else getattr(layer, "dropout", 0)
         if layer.training and isinstance(rate, float) and rate > 0:
             yield f"dropout: {name or type(layer).__name__} draws other random numbers for each shard: compare in eval mode"
 
@@ -100,7 +99,7 @@ def _changes(before: nn.Module, after: nn.Module) -> Iterator[str]:
         where = f"{name}." if name else ""
         for key in _changed_attributes(layer, found):
             yield f"{where}{key}"
-        if not isinstance(layer, _BatchNorm):
+        if not isinstance(layer, BatchNorm):
             for key, buffer in layer.named_buffers(recurse=False):
                 if not _same(buffer, found.get_buffer(key)):
                     yield f"buffer {where}{key}"

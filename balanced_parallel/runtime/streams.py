@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from . import autograd
 from .devices import current_stream
 
 __all__: list[str] = []
@@ -60,7 +61,7 @@ class SideStreams:
         """Has ``computing`` streams, and those of who called backward, wait for ``working`` ones, at its end at the latest."""
         pairs = [(device, stream, working[device]) for device, stream in computing.items()]
         self._due.append(([(device, stream, work.record_event()) for device, stream, work in pairs if stream and work], uses))
-        torch.autograd.Variable._execution_engine.queue_callback(self.join)
+        autograd.run_after_backward(self.join)
 
     def join(self) -> None:
         """Makes the waits that are due, and lets go what was kept for them. Nested backwards may call it from several threads."""
