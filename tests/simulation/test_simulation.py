@@ -231,8 +231,8 @@ def test_the_table_and_the_numbers_stay_after_the_block():
         ((True,), "devices=True, expected a whole number"),
         ((65,), "from 1 to 64"),
         ((2, ["1GiB"]), "memory has 1 entries for 2 devices"),
-        ((2, "24 gigs"), "'24 gigs' is no size of memory, expected a positive number of bytes, or text with a unit"),
-        ((2, -1), "-1 is no size of memory"),
+        ((2, "24 gigs"), "'24 gigs' is not a memory size, expected a positive number of bytes, or text with a unit"),
+        ((2, -1), "-1 is not a memory size"),
     ],
 )
 def test_bad_arguments(arguments, message):
