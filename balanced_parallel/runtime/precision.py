@@ -44,7 +44,7 @@ class Precision:
         if name not in _DTYPES:
             raise ValueError(f"precision={name!r}, expected one of {', '.join(map(repr, _DTYPES))}")
         if scaler is not None and name != "fp16":
-            raise ValueError(f"precision {name!r} was given a gradient scaler, expected None: only 'fp16' needs one")
+            raise ValueError(f"precision {name!r} was given a gradient scaler, expected none: only 'fp16' needs one")
         self.name = name
         self.scaler = scaler
 

@@ -171,7 +171,7 @@ def test_flattened_targets_and_outputs():
     torch.testing.assert_close(criterion(flat(x), target.flatten()), expected)
     torch.testing.assert_close(criterion(list(flat(x)), target.flatten()), expected)
     torch.testing.assert_close(criterion(deep(x), target), expected)
-    with pytest.raises(ValueError, match="the targets have 4 rows where the inputs have 5"):
+    with pytest.raises(ValueError, match="the targets have 4 rows, but the inputs have 5"):
         criterion(deep(x), target[:4])
 
 

@@ -241,7 +241,7 @@ class TestListOutputs:
         model, optimizer = DataParallelModel(module, CPUS), torch.optim.SGD(module.parameters(), lr=0.0)
         step = TrainStep(model, split, optimizer, micro_batch_size=micro_batch_size)
         torch.testing.assert_close(step(x, targets), loss(module(x), targets).detach())
-        with pytest.raises(ValueError, match="a list of 3 entries that are alike"):  # they may be the three rows
+        with pytest.raises(ValueError, match="a list of 3 entries of one type"):  # they may be the three rows
             split(DataParallelModel(module, CPUS)(x[:3]), [target[:3] for target in targets])
 
     def test_the_error_shows_the_way(self):
@@ -350,9 +350,11 @@ class TestOtherDimensions:
 
     def test_dimensions_that_name_nothing(self):
         model = DataParallelModel(build_net(), CPUS, in_dims={"mask": 1})
-        with pytest.raises(ValueError, match="the dimensions name 'mask', expected one of the arguments input"):
+        with pytest.raises(ValueError, match="dimensions are given for 'mask', expected one of the arguments input"):
             model(torch.zeros(3, 4))
-        with pytest.raises(ValueError, match=r"the dimensions name 3, expected one of the arguments input, or its position"):
+        with pytest.raises(
+            ValueError, match=r"dimensions are given for 3, expected one of the arguments input, or the position of one"
+        ):
             DataParallelModel(build_net(), CPUS, in_dims={3: 1})(torch.zeros(3, 4))
         with pytest.raises(ValueError, match=r"those of 2 arguments, but 1 were given by position"):
             DataParallelModel(build_net(), CPUS, in_dims=(0, 1))(torch.zeros(3, 4))
@@ -398,7 +400,7 @@ class TestRowsThatAreNotTensors:
 
     def test_lists_that_may_be_rows_or_parts(self):
         pair = [torch.zeros(3, 2), torch.ones(3, 2)]
-        with pytest.raises(ValueError, match=r"inputs\[0\] is a list of 2 entries that are alike.*Rows.*tuple.*Whole"):
+        with pytest.raises(ValueError, match=r"inputs\[0\] is a list of 2 entries of one type.*Rows.*tuple.*Whole"):
             self.seen(pair)
         assert [len(inputs[0][1]) for inputs, _ in self.seen(tuple(pair))] == [1, 1, 1]
         assert [len(inputs[1][1]) for inputs, _ in self.seen(torch.zeros(3, 4), pair)] == [1, 1, 1]  # three rows say it
