@@ -112,7 +112,7 @@ class TestReductions:
             ({"reduction": "total"}, "reduction='total', expected 'sum', 'mean' or 'none'"),
             ({"weight": "row"}, "weight='row', expected a function .* or 'rows'"),
             ({"minimum": -1}, "minimum=-1, expected the floor"),
-            ({"in_dims": "rows"}, "in_dims has 'rows', expected the dimension"),
+            ({"in_dims": "rows"}, "in_dims contains 'rows', expected the dimension"),
         ],
     )
     def test_settings_out_of_their_range(self, settings, message):
@@ -261,7 +261,7 @@ class TestListOutputs:
 
     def test_outputs_in_another_order_are_refused(self):
         outputs = DataParallelModel(build_net(), CPUS)(torch.randn(7, 4))
-        with pytest.raises(ValueError, match="outputs of replicas 2, 1, 0 of 3, expected one of each in their order"):
+        with pytest.raises(ValueError, match="outputs of replicas 2, 1, 0 of 3, expected one of each, in order"):
             DataParallelCriterion(nn.MSELoss())(list(outputs)[::-1], torch.rand(7, CLASSES))
 
     def test_one_of_several_outputs_is_refused(self):
@@ -356,7 +356,7 @@ class TestOtherDimensions:
             ValueError, match=r"dimensions are given for 3, expected one of the arguments input, or the position of one"
         ):
             DataParallelModel(build_net(), CPUS, in_dims={3: 1})(torch.zeros(3, 4))
-        with pytest.raises(ValueError, match=r"those of 2 arguments, but 1 were given by position"):
+        with pytest.raises(ValueError, match=r"given for 2 arguments, but 1 were passed by position"):
             DataParallelModel(build_net(), CPUS, in_dims=(0, 1))(torch.zeros(3, 4))
         with pytest.raises(ValueError, match="has 2 entries, but the dimensions"):
             DataParallelModel(Calls(lambda net, x: (net(x), net(x))), CPUS, out_dims=(0,))(torch.zeros(3, 4))
@@ -656,7 +656,7 @@ class TestMethods:
         scale = torch.rand(3)
         named = DataParallelModel(module, CPUS)
         torch.testing.assert_close(named.call("scaled", x, Whole(scale)).gather(), module.scaled(x, scale))
-        with pytest.raises(ValueError, match="gives positions in forward, which say nothing about 'scaled'"):
+        with pytest.raises(ValueError, match="has positions of arguments of forward, which do not apply to 'scaled'"):
             DataParallelModel(module, CPUS, in_dims=(0, None)).call("scaled", x, scale)
 
     def test_a_method_that_there_is_not(self):
