@@ -67,7 +67,7 @@ class TestReductions:
         assert_equal_program(
             module, DataParallelCriterion(criterion, weight="rows"), lambda net: criterion(net(x), target), [x], [target]
         )
-        with pytest.warns(UserWarning, match=f"weighted by rows.*reduction='{setting}' says nothing"):
+        with pytest.warns(UserWarning, match=f"weighted by rows.*reduction='{setting}' has no effect"):
             DataParallelCriterion(criterion)(DataParallelModel(module, CPUS)(x), target)
 
     def test_a_focal_loss_with_none_inside_is_a_scalar(self):
@@ -111,7 +111,7 @@ class TestReductions:
         [
             ({"reduction": "total"}, "reduction='total', expected 'sum', 'mean' or 'none'"),
             ({"weight": "row"}, "weight='row', expected a function .* or 'rows'"),
-            ({"minimum": -1}, "minimum=-1, expected the floor"),
+            ({"minimum": -1}, "minimum=-1, expected the smallest divisor"),
             ({"in_dims": "rows"}, "in_dims contains 'rows', expected the dimension"),
         ],
     )

@@ -325,7 +325,7 @@ def test_doctor_lists_what_will_break(nets, capsys):
     assert main(["doctor", "--model", nets("with_norm"), "--criterion", nets("distance")]) == 1
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("- batch norm: 1: ")
-    assert second.startswith("- the loss: what distance divides its mean by is not known")
+    assert second.startswith("- the loss: the divisor of the mean of distance is unknown")
 
 
 def test_doctor_does_not_fail_for_a_note(nets, capsys):
