@@ -90,7 +90,7 @@ class Job:
 
     @property
     def _inner(self) -> torch.optim.Optimizer:
-        return self.optimizer._inner if isinstance(self.optimizer, BalancedOptimizer) else self.optimizer
+        return self.optimizer.shards.inner if isinstance(self.optimizer, BalancedOptimizer) else self.optimizer
 
 
 def one_device(module: nn.Module, criterion: Any, optimizer: OptimizerChoice, precision: str) -> Job:
@@ -191,9 +191,9 @@ def replicas(
     model = DataParallelModel(module, ["cpu"] * len(devices), dim=dim, precision=precision, split=split)
     model.devices = devices
     losses = DataParallelCriterion(criterion, dim=dim, precision=precision)
-    model.replicas.watch = losses.replicas.watch = None  # there are no values to compare
+    model.replicas.copies._watch = losses.replicas.copies._watch = None  # there are no values to compare
     if has_streams:  # as the devices that these stand for, which keep gradients until another stream has read them
-        model.replicas.side, losses.replicas.side = SideStreams(), SideStreams()
+        model.replicas.gradients.side, losses.replicas.gradients.side = SideStreams(), SideStreams()
 
     def loss(arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
         total: Tensor = losses(model(*arguments.inputs, **arguments.kwargs), *targets)
@@ -201,17 +201,17 @@ def replicas(
 
     @contextlib.contextmanager
     def no_sync() -> Iterator[None]:
-        with model.no_sync(), losses.replicas.no_sync():
+        with model.no_sync(), losses.replicas.gradients.no_sync():
             yield
 
     def held() -> Iterator[Any]:
-        for bucket in (*model.replicas.buckets, *losses.replicas.buckets):
+        for bucket in (*model.replicas.gradients.buckets, *losses.replicas.gradients.buckets):
             for gradients in bucket.held:
                 yield from gradients
 
     def copies() -> Iterator[Tensor]:
         for kept in (model.replicas, losses.replicas):
-            for tensors in kept.copies.values():
+            for tensors in kept.copies.by_device.values():
                 yield from tensors
 
     learned = learned_parameters(module, criterion)
