@@ -33,7 +33,7 @@ PREPOSITIONS = (
     "after at before beside beyond by down during for from in inside into like of on out outside over through till to toward "
     "under unlike up upon with within without"
 )
-OTHERS = "are can had has have having here is just less more most much never no not once only rather said then there too was were would"
+OTHERS = "are can had has have having here is just less more most much no not once only rather said then there too was were"
 FORBIDDEN = {word for words in (PRONOUNS, QUESTIONS, CONJUNCTIONS, PREPOSITIONS, OTHERS) for word in words.split()}
 
 

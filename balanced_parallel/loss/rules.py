@@ -26,24 +26,16 @@ _COUPLED = re.compile(
 def loss_weight(criterion: Any, output: Any, *targets: Any, **kwargs: Any) -> Tensor:
     """Returns the divisor of the mean that ``criterion(output, *targets)`` computes, as a 0-dim tensor.
 
-    The divisor depends on the loss:
+    Elementwise losses divide by elements, margin and embedding losses and CTC by rows. Class losses divide by the number of
+    targets other than ``ignore_index``, or by the sum of their class weights. The divisor is the same for all values of
+    ``reduction`` except ``"batchmean"``, which divides by rows.
 
-    - elementwise losses: number of elements;
-    - margin and embedding losses, CTC: number of rows;
-    - class losses: number of targets other than ``ignore_index``, or the sum of their class weights.
-
-    It is the same for all values of ``reduction`` except ``"batchmean"``, which divides by rows. A criterion is a module of
-    ``torch.nn``, a function of ``torch.nn.functional``, or a ``functools.partial`` of one. Register other criteria::
+    A criterion is a module of ``torch.nn``, a function of ``torch.nn.functional``, or a ``functools.partial`` of one. Register
+    other criteria::
 
         @loss_weight.register(MyLoss)
         def _(criterion, output, target):
             return (target != criterion.padding).sum()
-
-    Args:
-        criterion: a module or a function.
-        output: output of the model, with the form that ``criterion`` takes.
-        targets: further positional arguments of ``criterion``.
-        kwargs: keyword arguments of ``criterion``.
 
     Raises:
         TypeError: if the weight of this criterion is unknown, or its rows depend on each other.
