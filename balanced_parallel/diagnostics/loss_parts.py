@@ -18,7 +18,7 @@ from ..loss.partial_sums import Criterion
 
 __all__: list[str] = []
 
-_WEIGHT = "give DataParallelCriterion weight=, a function (output, *targets) -> scalar that counts what it divides by"
+_WEIGHT = "give DataParallelCriterion weight=, a function (output, *targets) -> scalar that returns the divisor"
 _WHOLE = "compute it as criterion(gather(outputs), targets)"
 
 

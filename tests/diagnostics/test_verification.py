@@ -230,7 +230,7 @@ def test_weighted_means_are_distinguished_from_losses_that_couple_rows():
     (reason,) = reasons_of(mean_of_few)
     assert reason == (
         "the loss is a mean, but not over rows: give DataParallelCriterion weight=, a function (output, *targets) -> scalar that "
-        "counts what it divides by"
+        "returns the divisor"
     )
     assert reasons_of(mean_of_few, weight=lambda output, target: (target > 1).sum()) == ()
     (reason,) = reasons_of(contrastive_loss)

@@ -253,9 +253,9 @@ def test_tensors_can_only_be_copied_to_the_cpu_or_freed_after_the_block():
     assert old.cpu().eq(1).all()
     with simulate(2) as cluster:
         assert cluster.live == [0, 0]
-        with pytest.raises(RuntimeError, match="of a cluster that was left"):
+        with pytest.raises(RuntimeError, match="of a cluster that has ended"):
             old + 1
-        with pytest.raises(RuntimeError, match="of a cluster that was left"):
+        with pytest.raises(RuntimeError, match="of a cluster that has ended"):
             old.to("sim:0")
         del old
         assert cluster.live == [0, 0]
