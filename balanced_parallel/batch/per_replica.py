@@ -56,7 +56,7 @@ class PerReplica(list[Any], nested.Leaf):
     def of_forward(cls, entries: Iterable[Any], sizes: Sequence[int | None], dim: Dims) -> "PerReplica":
         """Creates the outputs of a forward, and records their origin. Lists that a user makes of them can then be recognized."""
         outputs = cls(entries, sizes, dim)
-        provenance.note(outputs, outputs.sizes, dim)
+        provenance.record(outputs, outputs.sizes, dim)
         return outputs
 
     def gather(self, device: DeviceLike | None = None) -> Any:

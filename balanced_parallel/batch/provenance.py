@@ -39,20 +39,20 @@ _known: dict[int, tuple["weakref.ref[torch.Tensor]", Origin]] = {}  # by id: ten
 _thread = threading.local()
 
 
-def note(outputs: Sequence[Any], sizes: tuple[int | None, ...], dims: Dims) -> None:
+def record(outputs: Sequence[Any], sizes: tuple[int | None, ...], dims: Dims) -> None:
     """Records the origin of each tensor in ``outputs``, which has one entry per replica."""
     _thread.dims = dims
     seen: set[int] = set()
     for index, output in enumerate(outputs):
         if type(output) is torch.Tensor and isinstance(dims, int):  # shortcut for the most frequent output
-            _note(output, Origin(index, sizes, dims), seen)
+            _record(output, Origin(index, sizes, dims), seen)
             continue
         for (_, leaf), dim in zip(nested.leaves(output), leaf_dims(output, dims, 0, "output"), strict=True):
             if isinstance(leaf, torch.Tensor):
-                _note(leaf, Origin(index, sizes, dim), seen)
+                _record(leaf, Origin(index, sizes, dim), seen)
 
 
-def _note(tensor: torch.Tensor, origin: Origin, seen: set[int]) -> None:
+def _record(tensor: torch.Tensor, origin: Origin, seen: set[int]) -> None:
     key = id(tensor)
     if key in seen:  # the same tensor in several replicas has no rows of its own
         _known.pop(key, None)

@@ -10,15 +10,15 @@ import torch
 
 __all__: list[str] = []
 
-Node = Any  # torch.autograd.graph.Node; its stub lacks what custom functions have
+Node = Any  # torch.autograd.graph.Node; its stub lacks attributes of custom functions
 _HIGHEST_PRIORITY = 2**63
 
 
 def run_first(node: Node) -> None:
     """Makes backward run ``node`` before all other nodes that are ready in the same thread of the engine.
 
-    The engine has one thread per device and picks the ready node with the highest sequence number, which is otherwise the order
-    of the forward. There is no public way to change it (pytorch#114120 added this one).
+    The engine has one thread per device. It runs the ready node with the highest sequence number first. Numbers follow the order
+    of the forward, and there is no public way to change one (pytorch#114120 added this one).
     """
     node._set_sequence_nr(_HIGHEST_PRIORITY)
 

@@ -1,8 +1,8 @@
-"""Contents of one module as the dictionaries that ``nn.Module`` keeps, by name, with entries that are None.
+"""Dictionaries of one module: its children, parameters and buffers by name. Base classes of batch norms and dropouts.
 
-``named_children``, ``named_parameters`` and ``named_buffers`` leave out entries that are None, and ``named_children`` a child
-that has two names. They copy, where a replica has to replace entries. There are no public functions for this. The common base
-classes of batch norms and of dropouts are private as well.
+``named_children``, ``named_parameters`` and ``named_buffers`` omit entries that are None, and the second name of a child. They
+also give no way to replace an entry in a replica. No public functions do this. The common base classes of batch norms and of
+dropouts are private as well.
 """
 
 from torch import Tensor, nn

@@ -31,7 +31,7 @@ def base_of(tensor: Tensor) -> Tensor:
 def mark_as_parameter(tensor: Tensor) -> None:
     """Makes ``isinstance(tensor, nn.Parameter)`` True. Unlike a parameter, the tensor may be the result of an operator.
 
-    The attribute is the one that ``nn.Parameter`` sets on tensor subclasses. No public function sets it.
+    ``nn.Parameter`` sets this attribute on tensor subclasses. No public function sets it.
     """
     tensor._is_param = True
 

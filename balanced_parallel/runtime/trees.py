@@ -1,7 +1,7 @@
 """Nested containers as torch flattens them, such as the state of an optimizer.
 
-torch has no public module for them yet (pytorch#65761; pytorch#175082 proposes ``torch.utils.pytree``). Batches do not come
-here: ``batch.nested`` knows named tuples and dataclasses as well.
+torch has no public module for them yet (pytorch#65761; pytorch#175082 proposes ``torch.utils.pytree``). For batches, use
+``batch.nested``, which supports dataclasses and mappings of other types.
 """
 
 from collections.abc import Callable

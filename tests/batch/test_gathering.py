@@ -30,7 +30,7 @@ def test_gather_concatenates_tensors_scalars_strings_and_numbers():
     assert whole.names == ["a", "b", "c"]
     assert whole.count == [2, 1]
     assert whole.extra[0].tolist() == [1.5, 2.5]
-    assert whole.extra[1] == ["first", "second"]  # torch makes "<map object at ...>" of a string
+    assert whole.extra[1] == ["first", "second"]  # torch returns "<map object at ...>" for strings
     assert gather([{"x": None}, {"x": None}]) == {"x": None}
     assert gather([["a"], []]) == ["a"]
     assert gather([1.0, 2.0]) == [1.0, 2.0]
@@ -63,7 +63,7 @@ def test_gather_is_the_inverse_of_scatter():
 def test_gather_along_another_dimension_and_with_empty_shards():
     assert gather([torch.ones(2, 3), torch.zeros(2, 1)], dim=1).tolist() == [[1, 1, 1, 0]] * 2
     assert gather([torch.ones(0, 3), torch.zeros(1, 3)], "cpu").shape == (1, 3)
-    assert gather([torch.tensor(3.0)], dim=1).tolist() == [3.0]  # torch refuses scalars unless dim is 0
+    assert gather([torch.tensor(3.0)], dim=1).tolist() == [3.0]  # torch raises for scalars unless dim is 0
 
 
 def test_gradients_flow_back_to_all_outputs():

@@ -31,7 +31,7 @@ def test_every_split_equals_the_plain_program(double, split):
 
 def test_split_by_memory_gives_rows_in_proportion_to_free_bytes():
     with simulate(3, memory=["40MiB", "20MiB", "20MiB"]):
-        net = nn.Linear(512, 512).to("sim:0")  # a megabyte on each
+        net = nn.Linear(512, 512).to("sim:0")  # one MiB per device
         allocated = torch.empty(5 * 2**20, dtype=torch.uint8, device="sim:2")
         model = DataParallelModel(net, split="memory")
         assert model.split is None
@@ -68,7 +68,7 @@ def test_split_by_speed_measures_rarely_after_the_first_forwards():
         for _ in range(40):
             model(torch.ones(4, 1))
             seen.append(model.split)
-        assert len(set(seen)) <= 6  # forwards 2, 4, 8, 16, 32
+        assert len(set(seen)) <= 6  # measured in forwards 2, 4, 8, 16, 32
 
 
 def test_replicas_on_one_device_share_its_memory():

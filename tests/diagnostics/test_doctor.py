@@ -114,7 +114,7 @@ class Stateful(nn.Module):
 )
 def test_state_written_in_forward_is_found_in_its_source(written, effect):
     findings = examine(nn.Sequential(Stateful(), Stateful()))
-    assert len(findings) == 9  # one for each class, not for each module
+    assert len(findings) == 9  # one per class, not per module
     finding = only(one for one in findings if one.startswith(f"state written in forward: {written}"))
     assert f"{effect}" in finding
 

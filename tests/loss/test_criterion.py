@@ -96,7 +96,7 @@ def test_a_shard_of_weight_zero_whose_loss_is_nan_is_ignored():
         return ((output - target).pow(2).mean(1) * mask).sum() / mask.sum()
 
     net, x, target = build_net(), torch.randn(6, 4), torch.rand(6, 5)
-    mask = torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 0.0])  # the second of three shards counts nothing
+    mask = torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 0.0])  # the second of three shards has weight zero
     loss = masked_mean(net(x), target, mask)
     loss.backward()
     expected = gradients(net)
@@ -223,7 +223,7 @@ def test_sums_of_half_precision_losses_do_not_overflow():
     output = torch.full((64, 4), 50.0, dtype=torch.float16)
     target = torch.zeros(64, 4, dtype=torch.float16)
     expected = F.mse_loss(output, target)
-    assert expected.isfinite()  # 2500, though the sum of the squares is past 65504
+    assert expected.isfinite()  # 2500, although the sum of the squares exceeds 65504
     found = DataParallelCriterion(nn.MSELoss())([output[:40], output[40:]], target)
     assert found.item() == expected.item()
     with torch.autocast("cpu", torch.float16):

@@ -79,7 +79,7 @@ def test_gathered_outputs_of_hugging_face_models_equal_the_plain_outputs(make, d
     assert type(found) is type(expected)
     torch.testing.assert_close(found.logits, expected.logits)
     assert type(found.get("past_key_values")) is type(expected.get("past_key_values"))
-    if make is gpt2:  # a cache, which is an object with the tensors of each layer
+    if make is gpt2:  # a cache object with the tensors of each layer
         for layer, expected_layer in zip(found.past_key_values, expected.past_key_values, strict=True):
             torch.testing.assert_close(layer[:2], expected_layer[:2])
 

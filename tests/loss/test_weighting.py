@@ -141,7 +141,7 @@ def test_weighted_mean_and_its_gradients_are_exact():
 def test_weighted_mean_ignores_nan_with_weight_zero():
     x = torch.randn(3, requires_grad=True)
     mask = torch.tensor([0.0, 0.0, 0.0])
-    nothing = (x * mask).sum() / mask.sum()  # 0 / 0: its backward makes nan even of a gradient of zero
+    nothing = (x * mask).sum() / mask.sum()  # 0 / 0: its backward gives nan even for a gradient of zero
     assert nothing.isnan()
     mean = weighted_mean([nothing, (x * 2).sum()], [mask.sum(), torch.tensor(5)])
     mean.backward()

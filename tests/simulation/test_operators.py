@@ -89,7 +89,7 @@ def test_networks_give_the_results_of_the_cpu(name, training):
             if one is not None:
                 torch.testing.assert_close(one.cpu(), other, rtol=1e-5, atol=1e-6)
         with torch.no_grad():
-            evaluated = net.eval()(inputs.to("sim:1"))  # the fast path of transformers
+            evaluated = net.eval()(inputs.to("sim:1"))  # the fast path of nn.TransformerEncoderLayer
         assert (evaluated[0] if isinstance(evaluated, tuple) else evaluated).device == torch.device("sim:1")
 
 
@@ -128,7 +128,7 @@ def test_checkpointing_repeats_the_random_numbers_of_dropout(use_reentrant):
         assert all(parameter.grad.equal(other) for parameter, other in zip(net.parameters(), plain, strict=True))
 
 
-CASTS = {  # as CUDA casts under bfloat16: https://docs.pytorch.org/docs/stable/amp.html
+CASTS = {  # dtypes of CUDA under bfloat16: https://docs.pytorch.org/docs/stable/amp.html
     "linear": (lambda x: F.linear(x, x), torch.bfloat16),
     "matmul": (lambda x: x @ x, torch.bfloat16),
     "conv": (lambda x: F.conv1d(x[None], x[None]), torch.bfloat16),
@@ -198,7 +198,7 @@ def test_optimizers_give_the_results_of_the_cpu(name, way):
     try:
         getattr(torch.optim, name)([nn.Parameter(torch.ones(1))], lr=0.1, **OPTIMIZERS[name], **way)
     except (TypeError, RuntimeError):
-        return  # torch has it not this way
+        return  # this optimizer has no such implementation
 
     def trained(device):
         torch.manual_seed(0)

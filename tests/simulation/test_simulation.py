@@ -104,7 +104,7 @@ def test_allocations_above_the_capacity_raise_and_earlier_tensors_stay_valid():
         with pytest.raises(torch.OutOfMemoryError, match="GPU 0"):
             kept.sqrt()
         assert kept.eq(7).all()
-        assert cluster.live[0] == 3 * MIB < cluster.peak[0] < 4 * MIB  # the comparison's booleans fitted
+        assert cluster.live[0] == 3 * MIB < cluster.peak[0] < 4 * MIB  # the booleans of the comparison fit
         assert torch.accelerator.get_memory_info("sim:0") == (MIB, 4 * MIB)
         fits = floats(1, "sim:0")
         assert len({fits.device, floats(8, "sim:1").device}) == 2
@@ -267,9 +267,9 @@ def public_and_private_names(module):
 
 def test_the_end_of_the_block_removes_patches_hooks_and_devices():
     net = nn.Linear(2, 2)
-    optimizer = importlib.import_module("torch.optim.optimizer")  # torch.optim hides it
+    optimizer = importlib.import_module("torch.optim.optimizer")  # torch.optim has no attribute for this module
     with simulate(1):
-        pass  # what cannot be undone is done now
+        pass  # makes the changes that torch cannot undo
     places = [torch, torch._C, torch.Tensor, nn.Module, nn.parallel.comm, torch.cuda.nccl, nn.modules.module, optimizer]
     names = [public_and_private_names(place) for place in places]
     hooks = len(nn.modules.module._global_forward_pre_hooks), len(optimizer._global_optimizer_pre_hooks)
@@ -287,7 +287,7 @@ def test_the_end_of_the_block_removes_patches_hooks_and_devices():
     torch.manual_seed(3)
     plain = nn.Linear(2, 2)
     plain(torch.ones(1, 2)).sum().backward()
-    torch.optim.Adam(plain.parameters()).step()  # asks which accelerator there is
+    torch.optim.Adam(plain.parameters()).step()  # queries the accelerator
     assert balanced_parallel.DataParallelModel(plain).devices == [torch.device("cpu")]
 
 
@@ -394,12 +394,12 @@ def test_each_device_has_its_own_random_state():
     with simulate(2):
         torch.manual_seed(5)
         zero, one = (torch.rand(8, device=device) for device in ("sim:0", "sim:1"))
-        assert zero.cpu().equal(one.cpu())  # one seed for all, as in CUDA
+        assert zero.cpu().equal(one.cpu())  # the same seed for all devices, as in CUDA
         host = torch.get_rng_state()
         state = torch.sim.get_rng_state(1)
         first = nn.functional.dropout(one, 0.5)
         assert torch.get_rng_state().equal(host)
-        assert torch.sim.get_rng_state(0).equal(state)  # as many numbers were drawn there
+        assert torch.sim.get_rng_state(0).equal(state)  # the same number of draws
         torch.sim.set_rng_state(state, 1)
         assert nn.functional.dropout(one, 0.5).equal(first)
         generator = torch.Generator("sim:1").manual_seed(3)
@@ -446,7 +446,7 @@ def test_moving_a_module_keeps_tied_parameters():
 LATE = """
 import torch
 x = torch.ones(3, requires_grad=True)
-(x * 2).sum().backward()                      # torch starts its autograd threads here, one per device that it has: none
+(x * 2).sum().backward()                      # torch starts its autograd threads here, one per device: none
 import balanced_parallel
 from balanced_parallel import simulate
 for devices in (2, 5):

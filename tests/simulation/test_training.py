@@ -76,7 +76,7 @@ def test_scatter_and_gather_move_all_tensors_of_a_structure():
         back = gather(pieces, "cpu")
         assert back["x"].equal(batch["x"])
         assert back["sample"].name == list("abcdefg")
-        assert {ends for ends in cluster.moved if "cpu" not in ends} == set()  # straight from the host, and back to it
+        assert {ends for ends in cluster.moved if "cpu" not in ends} == set()  # only between the CPU and each device
         assert devices_of(scatter(torch.ones(6, device="sim:1"), cluster.devices)) == NAMES
 
 
@@ -184,7 +184,7 @@ def test_default_devices_are_all_simulated_devices():
 def test_a_module_on_another_device_raises_an_error():
     message = "weight is on cpu, expected every parameter and buffer on the first device, sim:0"
     with simulate(2):
-        model = DataParallelModel(build_net())  # moves it there
+        model = DataParallelModel(build_net())  # moves the module to sim:0
         model.module.cpu()
         with pytest.raises(ValueError, match=message):
             model(torch.randn(4, 4))
