@@ -11,6 +11,7 @@ FOLDERS = ("balanced_parallel", "benchmarks", "examples", "scripts")
 NOT_YET_DONE = {  # to be emptied
     "balanced_parallel/__main__.py",
     "balanced_parallel/distributed",
+    "balanced_parallel/loss/batch_losses.py",
     "balanced_parallel/loss/criterion.py",
     "balanced_parallel/loss/partial_sums.py",
     "balanced_parallel/loss/weighting.py",

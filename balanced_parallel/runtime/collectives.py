@@ -28,7 +28,7 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
 
 def start_sum_over_ranks(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Starts to sum ``tensor`` over all ranks. Returns a function that waits for the sum and returns it."""
-    total = _carried(tensor.detach()).clone()
+    total = _to_backend_device(tensor.detach()).clone()
     work = dist.all_reduce(total, async_op=True)
 
     def wait() -> torch.Tensor:
