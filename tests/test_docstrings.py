@@ -19,7 +19,6 @@ NOT_YET_DONE = {  # to be emptied
     "balanced_parallel/optim",
     "balanced_parallel/replicas",
     "balanced_parallel/savings",
-    "balanced_parallel/training",
     "benchmarks",
     "scripts",
 }
