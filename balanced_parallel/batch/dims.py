@@ -1,4 +1,4 @@
-"""Dimensions of the rows, said for a whole structure or entry by entry, as ``in_dims`` and ``out_dims`` of ``torch.vmap``."""
+"""Dimensions of the rows, for a whole structure or entry by entry, like ``in_dims`` and ``out_dims`` of ``torch.vmap``."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,7 +11,7 @@ Dims = int | None | Sequence[Any] | Mapping[Any, Any]
 
 
 def check_dims(dims: Any, name: str) -> None:
-    """Raises ``TypeError`` where ``dims`` is not made of integers, ``None``, sequences and mappings."""
+    """Raises ``TypeError`` if ``dims`` contains anything but integers, ``None``, sequences and mappings."""
     if isinstance(dims, Mapping):
         entries = list(dims.values())
     elif isinstance(dims, Sequence) and not isinstance(dims, (str, bytes)):
@@ -20,25 +20,25 @@ def check_dims(dims: Any, name: str) -> None:
         return
     else:
         raise TypeError(
-            f"{name} has {dims!r}, expected the dimension of the rows, None for what has no rows, or a sequence or a mapping of "
-            "these"
+            f"{name} contains {dims!r}, expected the dimension of the rows, None for a value without rows, or a sequence or a "
+            "mapping of these"
         )
     for entry in entries:
         check_dims(entry, name)
 
 
 def leaf_dims(node: Any, dims: Dims, default: int | None, place: str = "") -> Iterator[int | None]:
-    """The dimension of the rows of each leaf of ``node``, in the order of :func:`nested.leaves`.
+    """Yields the dimension of the rows of each leaf of ``node``, in the order of :func:`nested.leaves`.
 
     Args:
         node: any structure.
-        dims: one dimension for all leaves, or a sequence or mapping of them, entry by entry. ``None`` is a leaf without rows.
-            Entries that a mapping leaves out have ``default``.
-        default: an ``int``.
-        place: what errors call ``node``.
+        dims: one dimension for all leaves, or a sequence or mapping with one entry per entry of ``node``. ``None`` stands for a
+            leaf without rows.
+        default: dimension of the entries that a mapping does not contain.
+        place: name of ``node`` in error messages.
 
     Raises:
-        ValueError: ``dims`` and ``node`` differ in their entries.
+        ValueError: if the entries of ``dims`` and ``node`` differ.
 
     Example:
         >>> list(leaf_dims({"x": 1, "state": (2, 3)}, {"state": (1, None)}, 0))
@@ -50,27 +50,29 @@ def leaf_dims(node: Any, dims: Dims, default: int | None, place: str = "") -> It
         return
     if container is None:
         raise ValueError(
-            f"{place or 'the value'} is {nested.describe(node)}, but the dimensions {dims!r} are those of a container"
+            f"{place or 'the value'} is {nested.describe(node)}, but the dimensions {dims!r} are given for a container"
         )
     names = _names(container)
     if isinstance(dims, Mapping):
         unknown = [key for key in dims if str(key) not in names]
         if unknown:
-            raise ValueError(f"{place or 'the value'} has entries {', '.join(names)}, but the dimensions name {unknown[0]!r}")
+            raise ValueError(
+                f"{place or 'the value'} has entries {', '.join(names)}, but dimensions are given for {unknown[0]!r}"
+            )
         given = {str(key): entry for key, entry in dims.items()}
         entries = [given.get(name, default) for name in names]
     else:
         entries = list(dims)
         if len(entries) != len(names):
             raise ValueError(
-                f"{place or 'the value'} has {len(names)} entries, but the dimensions {dims!r} are those of {len(entries)}"
+                f"{place or 'the value'} has {len(names)} entries, but the dimensions {dims!r} are given for {len(entries)}"
             )
-    for where, child, entry in zip(container.places, container.children, entries, strict=True):
-        yield from leaf_dims(child, entry, default, place + where)
+    for key, child, entry in zip(container.places, container.children, entries, strict=True):
+        yield from leaf_dims(child, entry, default, place + key)
 
 
 def dims_at(node: Any, dims: Dims, key: Any) -> Dims:
-    """The part of ``dims`` for the entry of ``node`` that is called ``key``; 0 where they do not say."""
+    """Returns the part of ``dims`` for the entry ``key`` of ``node``, or 0 if ``dims`` has none."""
     if dims is None or isinstance(dims, int):
         return dims
     if isinstance(dims, Mapping):
@@ -82,6 +84,7 @@ def dims_at(node: Any, dims: Dims, key: Any) -> Dims:
 
 
 def _names(container: nested.Container) -> list[str]:
+    """Returns the names of the entries as a user writes them in ``dims``: ``logits`` for ``.logits``, ``0`` for ``[0]``."""
     return [place.strip(".[]'\"") for place in container.places]
 
 

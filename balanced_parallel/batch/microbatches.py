@@ -1,4 +1,12 @@
-"""Cuts an effective batch over time: as few micro-batches as fit, their sizes differing by at most one row."""
+"""Splits an effective batch into micro-batches: as few as possible, with sizes that differ by at most one row.
+
+14 rows in micro-batches of at most 3 rows per device, on two devices::
+
+                 time ->
+                 micro-batch 0   micro-batch 1   micro-batch 2
+    device 0     rows 0-2        rows 5-7        rows 10-11
+    device 1     rows 3-4        rows 8-9        rows 12-13
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,24 +24,24 @@ __all__: list[str] = []
 
 
 def as_arguments(inputs: Any) -> Arguments:
-    """The call of a model with ``inputs``: a mapping is spread over its keyword arguments, a tuple over its positional ones."""
+    """Converts ``inputs`` to the arguments of a call: a mapping to keyword arguments, a tuple to positional arguments."""
     if isinstance(inputs, Mapping):
         return Arguments((), dict(inputs))
     return Arguments(spread(inputs), {})
 
 
 def count_micro_batches(rows: int, micro_batch_size: int | None, shares: int | Sequence[float]) -> int:
-    """How many micro-batches give no device more than ``micro_batch_size`` rows at once; none for no rows.
+    """Returns the smallest number of micro-batches with at most ``micro_batch_size`` rows per device; 0 without rows.
 
     Args:
-        rows: of the whole batch.
-        micro_batch_size: rows per device at most; ``None`` is no limit.
-        shares: how many equal devices there are, or the weight of each.
+        rows: number of rows of the whole batch.
+        micro_batch_size: largest number of rows per device; ``None`` means no limit.
+        shares: number of equal devices, or the weight of each device.
     """
     if micro_batch_size is None or rows == 0:
         return min(rows, 1)
     count = -(-rows // (micro_batch_size * (shares if isinstance(shares, int) else len(shares))))
-    while max(split_sizes(-(-rows // count), shares)) > micro_batch_size:  # of unequal devices the largest share decides
+    while max(split_sizes(-(-rows // count), shares)) > micro_batch_size:  # the largest share decides
         count += 1
     return count
 
@@ -41,10 +49,10 @@ def count_micro_batches(rows: int, micro_batch_size: int | None, shares: int | S
 def cut_batch(
     arguments: Arguments, targets: tuple[Any, ...], sizes: Sequence[int], dims: tuple[int, int]
 ) -> list[tuple[Arguments, tuple[Any, ...]]]:
-    """Views of ``sizes[i]`` rows of the arguments along ``dims[0]``, and of as many of the targets along ``dims[1]``.
+    """Splits arguments along ``dims[0]`` and targets along ``dims[1]`` into micro-batches of ``sizes[i]`` rows. Copies nothing.
 
     Raises:
-        ValueError: the targets' rows are not those of the arguments, or a multiple of them.
+        ValueError: if the number of rows of the targets is not that of the arguments, or a multiple of it.
     """
     target_rows = count_rows(targets, dims[1], sum(sizes))
     target_sizes = sizes if target_rows is None else proportional_sizes(target_rows, sizes)
@@ -53,7 +61,7 @@ def cut_batch(
 
 
 def detach_outputs(outputs: PerReplica) -> PerReplica:
-    """The replicas' outputs without their graph."""
+    """Returns the outputs of the replicas, detached from the autograd graph."""
 
     def detach(leaf: Any) -> Any:
         return leaf.detach() if isinstance(leaf, Tensor) else leaf
@@ -62,6 +70,6 @@ def detach_outputs(outputs: PerReplica) -> PerReplica:
 
 
 def join_outputs(micro_batches: Sequence[PerReplica], dims: Dims) -> PerReplica:
-    """The outputs of all micro-batches as those of one batch, in the order of the rows."""
+    """Joins the outputs of all micro-batches as the outputs of one batch, in the order of the rows."""
     entries = [output for outputs in micro_batches for output in outputs]
     return PerReplica(entries, [size for outputs in micro_batches for size in outputs.sizes], dims)

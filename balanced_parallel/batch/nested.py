@@ -1,8 +1,8 @@
-"""Nested structures, seen as rows: what is a leaf, what is a container, and how to take a container apart and rebuild it.
+"""Nested containers of a batch: leaves, and functions that map, split and merge them.
 
-torch's ``scatter`` and ``gather`` know tuples, lists and dicts, hand a dataclass whole to every replica, fail on gathering
-one, and turn a string into the text of an iterator (pytorch#41327, #62466, #13447). Here every container keeps its own
-type: tuples, named tuples, lists, mappings (Hugging Face's ``ModelOutput`` and ``BatchEncoding`` included) and dataclasses.
+torch's ``scatter`` and ``gather`` support tuples, lists and dicts only. They pass a dataclass whole to every replica, cannot
+gather one, and break strings (pytorch#41327, #62466, #13447). Here all containers keep their type: tuples, named tuples, lists,
+mappings (including ``ModelOutput`` and ``BatchEncoding`` of Hugging Face) and dataclasses.
 """
 
 import copy
@@ -18,11 +18,17 @@ __all__: list[str] = []
 
 
 class Leaf:
-    """Base of containers that count as one leaf, because what they hold is not a structure of the batch."""
+    """Base class of containers that count as one leaf."""
 
 
 class Container(NamedTuple):
-    """A container taken apart: where each child sits (as one would write it), the children, and the way back."""
+    """A container that was taken apart.
+
+    Attributes:
+        places: key or attribute of each child as code: ``['mask']``, ``.logits``, ``[0]``.
+        children: the values, one per place.
+        rebuild: function that makes a container of the same type from new children.
+    """
 
     places: list[str]
     children: list[Any]
@@ -33,13 +39,16 @@ _PLACES = [f"[{index}]" for index in range(16)]
 
 
 def is_plain(value: object) -> bool:
-    """Whether ``value`` is a string, bytes, a number, or a bool."""
+    """Returns True for a string, bytes, a number, or a bool."""
     return isinstance(value, (str, bytes, numbers.Number)) and not isinstance(value, torch.Tensor)
 
 
 def is_row_list(value: object) -> TypeGuard[Sequence[Any]]:
-    """Returns True for one plain value per row: a list of them, some of which may be ``None``, an empty list, or the tuple of
-    strings that ``default_collate`` makes of names."""
+    """Returns True for a sequence with one plain value per row.
+
+    This is a list of plain values, in which some entries may be ``None``; an empty list; or a tuple of strings, which
+    ``default_collate`` makes of strings.
+    """
     if isinstance(value, Leaf):
         return False
     if type(value) is tuple:
@@ -50,12 +59,12 @@ def is_row_list(value: object) -> TypeGuard[Sequence[Any]]:
 
 
 def open_container(node: Any) -> Container | None:
-    """Takes ``node`` apart, or returns ``None`` where it is a leaf: a tensor, a list of plain values, any other object."""
-    if type(node) is tuple and not is_row_list(node):  # most of what there is; the questions below take their time
+    """Takes a container apart. Returns None for a leaf: a tensor, a list of plain values, or any other object."""
+    if type(node) is tuple and not is_row_list(node):  # the most frequent container: skips the slower checks below
         return Container(_PLACES[: len(node)], list(node), tuple) if len(node) <= len(_PLACES) else _open_sequence(node)
     if isinstance(node, (torch.Tensor, PackedSequence, Leaf)) or is_row_list(node):  # a PackedSequence's fields have no rows
         return None
-    if isinstance(node, Mapping):  # before dataclasses: a ModelOutput is both, and its mapping leaves out what is None
+    if isinstance(node, Mapping):  # before dataclasses: a ModelOutput is both, and its mapping has no entries that are None
         return Container([f"[{key!r}]" for key in node], list(node.values()), lambda new: _with_items(node, new))
     if dataclasses.is_dataclass(node) and not isinstance(node, type):
         names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
@@ -71,44 +80,45 @@ def _open_sequence(node: Any) -> Container:
 
 
 def is_named_tuple(node: object) -> bool:
+    """Returns True for an instance of a named tuple."""
     return isinstance(node, tuple) and hasattr(node, "_fields") and hasattr(node, "_make")
 
 
 def spread(value: Any) -> tuple[Any, ...]:
-    """``value`` as leading arguments: a tuple fills several; a named tuple is a record, and stays whole."""
+    """Converts ``value`` to positional arguments: one per entry of a tuple, else a single one, also for a named tuple."""
     return value if isinstance(value, tuple) and not is_named_tuple(value) else (value,)
 
 
 def _with_items(node: Any, values: Sequence[Any]) -> Any:
     if not hasattr(node, "__setitem__"):
         return type(node)(dict(zip(node, values, strict=True)))
-    new = copy.copy(node)  # keeps what a constructor would ask for: the factory of a defaultdict, the fields of a ModelOutput
+    new = copy.copy(node)  # keeps the factory of a defaultdict and the fields of a ModelOutput, which a constructor would need
     for key, value in zip(list(node), values, strict=True):
         new[key] = value
     return new
 
 
 def _with_fields(node: Any, names: Sequence[str], values: Sequence[Any]) -> Any:
-    new = copy.copy(node)  # not dataclasses.replace, which refuses init=False fields and runs __post_init__ on pieces
+    new = copy.copy(node)  # dataclasses.replace would refuse init=False fields and run __post_init__ on pieces
     for name, value in zip(names, values, strict=True):
         object.__setattr__(new, name, value)
     return new
 
 
 def leaves(node: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Every leaf of ``node`` with the place where it sits, such as ``inputs[0]['mask']``."""
+    """Yields each leaf of ``node`` with its key path, such as ``inputs[0]['mask']``."""
     container = open_container(node)
     if container is None:
         yield place, node
         return
-    for where, child in zip(container.places, container.children, strict=True):
-        yield from leaves(child, place + where)
+    for key, child in zip(container.places, container.children, strict=True):
+        yield from leaves(child, place + key)
 
 
 def map_leaves(function: Callable[[Any], Any], node: Any) -> Any:
-    """``node`` with ``function`` applied to each leaf."""
+    """Returns a copy of ``node`` with ``function`` applied to each leaf."""
     kind = type(node)
-    if kind is torch.Tensor:  # most of what there is, and the two containers that hold most of it
+    if kind is torch.Tensor:  # shortcuts for the most frequent leaf and the two most frequent containers
         return function(node)
     if kind is tuple and not is_row_list(node):
         return tuple([map_leaves(function, child) for child in node])
@@ -121,7 +131,7 @@ def map_leaves(function: Callable[[Any], Any], node: Any) -> Any:
 
 
 def unzip_leaves(function: Callable[[Any], Sequence[Any]], node: Any, count: int) -> list[Any]:
-    """``count`` structures like ``node``, whose leaves are the ``count`` values that ``function`` makes of each leaf."""
+    """Splits each leaf into ``count`` values with ``function``, and returns ``count`` structures like ``node`` of them."""
     if type(node) is torch.Tensor:  # as in map_leaves
         return list(function(node))
     if type(node) is tuple and not is_row_list(node):
@@ -136,10 +146,10 @@ def unzip_leaves(function: Callable[[Any], Sequence[Any]], node: Any, count: int
 
 
 def zip_leaves(function: Callable[[str, list[Any]], Any], nodes: Sequence[Any], place: str = "") -> Any:
-    """One structure like each of ``nodes``, whose leaves are ``function(place, values)`` of theirs.
+    """Merges structures of the same form: each leaf of the result is ``function(place, values)`` of the leaves at that place.
 
     Raises:
-        ValueError: the nodes are not built alike; names the place and both forms.
+        ValueError: if the structures differ. The message has the place and both forms.
     """
     first = nodes[0]
     containers = [open_container(node) for node in nodes]
@@ -148,26 +158,26 @@ def zip_leaves(function: Callable[[str, list[Any]], Any], nodes: Sequence[Any], 
         return function(place, list(nodes))
     for index, node in enumerate(nodes[1:], 1):
         container = containers[index]
-        alike = container is not None and containers[0] is not None and type(node) is type(first)
-        if not alike or container is None or container.places != opened[0].places:
+        same_type = container is not None and containers[0] is not None and type(node) is type(first)
+        if not same_type or container is None or container.places != opened[0].places:
             raise ValueError(
                 f"the structures differ at {place or 'the top'}: {describe(first)} in the first, {describe(node)} in number "
                 f"{index}; expected the same type with the same entries in each"
             )
     columns = zip(*(container.children for container in opened), strict=True)
-    merged = [zip_leaves(function, list(column), place + where) for where, column in zip(opened[0].places, columns, strict=True)]
+    merged = [zip_leaves(function, list(column), place + key) for key, column in zip(opened[0].places, columns, strict=True)]
     return opened[0].rebuild(merged)
 
 
 def first_tensor(node: Any) -> torch.Tensor | None:
-    """The first tensor among the leaves of ``node``."""
+    """Returns the first tensor among the leaves of ``node``, or None."""
     if isinstance(node, torch.Tensor):
         return node
     return next((leaf for _, leaf in leaves(node) if isinstance(leaf, torch.Tensor)), None)
 
 
 def describe(node: Any) -> str:
-    """A value as error messages name it: the shape of a tensor, the type and the entries of a container."""
+    """Describes a value for error messages: the shape of a tensor, the type and the entries of a container."""
     if isinstance(node, torch.Tensor):
         return f"a tensor of shape {tuple(node.shape)}"
     if is_row_list(node):

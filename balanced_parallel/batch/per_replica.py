@@ -1,4 +1,4 @@
-"""``PerReplica``: one value per replica of a batch, each on its own device, with the rows that each belongs to."""
+"""``PerReplica``: one value per replica, each on its own device, with the number of rows of each."""
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -15,6 +15,8 @@ __all__: list[str] = []
 
 
 def _operator(symbol: str) -> Any:
+    """Returns a method for an operator that a list does not have, with an error that explains it."""
+
     def refuse(self: Any, *others: Any) -> NoReturn:
         _refuse(symbol, TypeError)
 
@@ -22,22 +24,27 @@ def _operator(symbol: str) -> Any:
 
 
 class PerReplica(list[Any], nested.Leaf):
-    """A list with one entry per replica, as :class:`DataParallelModel` returns it.
+    """A list of outputs, one per replica, as :class:`DataParallelModel` returns it.
 
-    It is an ordinary list to ``len``, ``for``, ``zip`` and indexing with a number. A key or an attribute reaches into every
-    entry: ``outputs["logits"]`` and ``outputs.logits`` are a ``PerReplica`` of the replicas' logits. It is not a tensor: what a
-    tensor would do raises an error that says so. :class:`DataParallelCriterion` takes it, and so does a
-    :class:`DataParallelModel`, whose replicas then find their rows where they are.
+    ``len``, ``for``, ``zip`` and indexing with a number work as for any list. A key or an attribute applies to each entry:
+    ``outputs["logits"]`` and ``outputs.logits`` return a ``PerReplica`` of the logits. Operators and functions of tensors raise
+    an error. :class:`DataParallelCriterion` accepts a ``PerReplica``. So does another :class:`DataParallelModel`, without moving
+    rows that are on the right device already.
 
     Args:
-        entries: one per replica that had rows.
-        sizes: how many rows each belongs to; None where the batch had no rows.
-        dim: the dimension of the rows in the entries, or one for each part of them.
+        entries: one entry per replica that had rows.
+        sizes: number of rows of each entry; None if the batch had no rows.
+        dim: dimension of the rows in the entries, or one dimension per part of an entry.
 
     Example:
         >>> outputs = PerReplica([torch.zeros(3, 10), torch.zeros(2, 10)], [3, 2])
+        >>> len(outputs), outputs[0].shape
+        (2, torch.Size([3, 10]))
         >>> outputs.map(lambda output: output.argmax(1)).gather().shape
         torch.Size([5])
+        >>> outputs = PerReplica([{"logits": torch.zeros(3, 10)}, {"logits": torch.zeros(2, 10)}], [3, 2])
+        >>> outputs["logits"].gather().shape
+        torch.Size([5, 10])
     """
 
     def __init__(self, entries: Iterable[Any], sizes: Sequence[int | None], dim: Dims = 0) -> None:
@@ -47,33 +54,33 @@ class PerReplica(list[Any], nested.Leaf):
 
     @classmethod
     def of_forward(cls, entries: Iterable[Any], sizes: Sequence[int | None], dim: Dims) -> "PerReplica":
-        """The outputs of a forward, which lists that are made of them by hand are traced back to."""
+        """Creates the outputs of a forward, and records their origin. Lists that a user makes of them can then be recognized."""
         outputs = cls(entries, sizes, dim)
-        provenance.note(outputs, outputs.sizes, dim)
+        provenance.record(outputs, outputs.sizes, dim)
         return outputs
 
     def gather(self, device: DeviceLike | None = None) -> Any:
-        """All rows together, as :func:`balanced_parallel.gather` returns them."""
+        """Concatenates the entries, as :func:`balanced_parallel.gather` does."""
         return gather(self, device)
 
     def map(self, function: Callable[[Any], Any], dim: Dims = None) -> "PerReplica":
-        """``function(entry)`` for each entry, as a ``PerReplica`` with the same rows.
+        """Returns a ``PerReplica`` of ``function(entry)`` for each entry, with the same rows.
 
         Args:
-            function: leaves the rows in their order.
-            dim: where the rows are in what it returns; ``None`` for where they were.
+            function: must keep the order of the rows.
+            dim: dimension of the rows in the results; ``None`` means that of the entries.
 
         Raises:
-            ValueError: ``dim`` is to be said: that of the entries is not one number, and does not fit what ``function`` returns.
+            ValueError: if ``dim`` is needed: entries have several dimensions, and the results another structure.
         """
         mapped = PerReplica(map(function, self), self.sizes, self.dim if dim is None else dim)
         if not isinstance(mapped.dim, int):
-            for _ in leaf_dims(mapped[0], mapped.dim, 0, "what map(function, dim=...) makes of an output"):
+            for _ in leaf_dims(mapped[0], mapped.dim, 0, "the result of map(function, dim=...) for an output"):
                 pass
         return mapped
 
     def unzip(self) -> tuple["PerReplica", ...]:
-        """The parts of outputs that are tuples or lists, each as a ``PerReplica``.
+        """Splits outputs that are tuples or lists into one ``PerReplica`` per part.
 
         Example:
             >>> outputs = PerReplica([(torch.zeros(3), torch.ones(3)), (torch.zeros(2), torch.ones(2))], [3, 2])
@@ -85,7 +92,7 @@ class PerReplica(list[Any], nested.Leaf):
         return tuple(PerReplica(part, self.sizes, dims_at(self[0], self.dim, index)) for index, part in enumerate(parts))
 
     def narrow(self, start: int, rows: int) -> "PerReplica":
-        """The rows from ``start`` on, on the devices where they are. Views: nothing is copied."""
+        """Returns views of ``rows`` rows from ``start`` on. They stay on their devices."""
         entries: list[Any] = []
         sizes: list[int] = []
         ends = list(itertools.accumulate(size or 0 for size in self.sizes))
@@ -98,7 +105,7 @@ class PerReplica(list[Any], nested.Leaf):
         return PerReplica(entries, sizes, self.dim)
 
     def on(self, device: torch.device) -> Any:
-        """All rows together on ``device``. Only rows that are elsewhere move."""
+        """Concatenates the entries on ``device``. Rows on that device do not move."""
         if len(self) > 1:
             return join(self, device, self.dim)
         return nested.map_leaves(lambda leaf: move(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, self[0])
@@ -110,25 +117,25 @@ class PerReplica(list[Any], nested.Leaf):
             return list.__getitem__(self, key)
         if any(isinstance(entry, torch.Tensor) for entry in self):
             _refuse(f"[{key!r}]", TypeError)
-        return self._reach(key, lambda entry: entry[key])
+        return self._select(key, lambda entry: entry[key])
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("sizes", "dim"):  # asked by copy and pickle before they are there
+        if name.startswith("__") or name in ("sizes", "dim"):  # copy and pickle ask for them before they are set
             raise AttributeError(name)
         entries = list(self)
         if any(isinstance(entry, torch.Tensor) for entry in entries) or not all(hasattr(entry, name) for entry in entries):
             _refuse(f".{name}", AttributeError)
-        found = self._reach(name, lambda entry: getattr(entry, name))
-        if any(callable(value) and not isinstance(value, torch.Tensor) for value in found):
+        values = self._select(name, lambda entry: getattr(entry, name))
+        if any(callable(value) and not isinstance(value, torch.Tensor) for value in values):
             _refuse(f".{name}()", AttributeError)
-        return found
+        return values
 
-    def _reach(self, key: Any, pick: Callable[[Any], Any]) -> "PerReplica":
-        return PerReplica(map(pick, self), self.sizes, dims_at(self[0], self.dim, key) if self else 0)
+    def _select(self, key: Any, select: Callable[[Any], Any]) -> "PerReplica":
+        return PerReplica(map(select, self), self.sizes, dims_at(self[0], self.dim, key) if self else 0)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is torch.autograd.grad:  # takes a list of outputs
+        if function is torch.autograd.grad:  # accepts a list of outputs
             outputs = [entry for output in args[0] for entry in (output if isinstance(output, cls) else [output])]
             return function(outputs, *args[1:], **kwargs or {})
         return _refuse(f"{getattr(function, '__name__', function)}()", TypeError)
@@ -138,7 +145,7 @@ class PerReplica(list[Any], nested.Leaf):
             _refuse("==", TypeError)
         return list.__eq__(self, other)
 
-    __hash__ = None  # type: ignore[assignment]  # as lists
+    __hash__ = None  # type: ignore[assignment]  # like list
     __add__ = _operator("+")
     __mul__ = __rmul__ = _operator("*")
     __sub__ = __rsub__ = _operator("-")
@@ -148,20 +155,20 @@ class PerReplica(list[Any], nested.Leaf):
     __neg__ = _operator("-")
 
 
-def _refuse(what: str, error: type[Exception]) -> NoReturn:
+def _refuse(operation: str, error: type[Exception]) -> NoReturn:
     raise error(
-        f"{what} was asked of a PerReplica, which is the list of the replicas' outputs and not a tensor: call .gather() for one "
-        "tensor, .map(function) for each output, or give it to a DataParallelCriterion"
+        f"{operation} is not defined for a PerReplica, which is the list of the outputs of the replicas and not a tensor: call "
+        ".gather() for one tensor, .map(function) for each output, or pass it to a DataParallelCriterion"
     )
 
 
 def _narrow(entry: Any, start: int, rows: int, dims: Dims, size: int) -> Any:
     if rows == size:
         return entry
-    of_leaf = leaf_dims(entry, dims, 0, "output")
+    dims_of_leaves = leaf_dims(entry, dims, 0, "output")
 
     def narrow(leaf: Any) -> Any:
-        dim = next(of_leaf)
+        dim = next(dims_of_leaves)
         if dim is None:
             return leaf
         if isinstance(leaf, torch.Tensor) and leaf.dim():

@@ -1,4 +1,4 @@
-"""Marks on the arguments of a call that say where their rows are: :class:`Whole`, :class:`Rows`, and ``in_dims``."""
+"""Marks for the rows of arguments: :class:`Whole`, :class:`Rows`, and the dimensions of ``in_dims``."""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -14,20 +14,23 @@ __all__: list[str] = []
 
 
 class Arguments(NamedTuple):
-    """The arguments of one call, so that messages can name them: ``inputs[0]``, ``kwargs['mask']``."""
+    """Arguments of one call. Error messages name them ``inputs[0]`` or ``kwargs['mask']``."""
 
     inputs: tuple[Any, ...]
     kwargs: dict[str, Any]
 
 
 class Whole:
-    """Hands ``value`` to every replica as it is, with its tensors on the replica's device.
+    """Marks an argument that every replica gets whole. Its tensors are copied to the device of each replica.
 
     Args:
-        value: anything; its tensors are not cut.
+        value: any value.
 
     Example:
-        >>> outputs = model(images, Whole(anchors))  # doctest: +SKIP
+        >>> images, anchors = torch.zeros(5, 3), torch.zeros(7, 4)
+        >>> pieces = scatter((images, Whole(anchors)), ["cpu", "cpu"])
+        >>> [(shard.shape, whole.shape) for shard, whole in pieces]
+        [(torch.Size([3, 3]), torch.Size([7, 4])), (torch.Size([2, 3]), torch.Size([7, 4]))]
     """
 
     def __init__(self, value: Any) -> None:
@@ -35,15 +38,20 @@ class Whole:
 
 
 class Rows:
-    """A list whose entries are the rows of the batch: images of different sizes, one mapping per image, names.
+    """Marks a list with one entry per row: images of different sizes, one mapping per image, names.
 
     Each replica gets a list of its entries.
 
     Args:
-        entries: one per row, of any kind.
+        entries: one entry per row, of any type.
+
+    Raises:
+        TypeError: if ``entries`` is a tensor or not a sequence.
 
     Example:
-        >>> losses = model(Rows(images), Rows(targets))  # doctest: +SKIP
+        >>> images = [torch.zeros(3, 20, 30), torch.zeros(3, 40, 40), torch.zeros(3, 10, 60)]
+        >>> [len(shard) for shard in scatter(Rows(images), ["cpu", "cpu"])]
+        [2, 1]
     """
 
     def __init__(self, entries: Sequence[Any]) -> None:
@@ -64,24 +72,25 @@ MARKS = (Whole, Rows, Along)
 
 
 def without_mark(value: Any) -> Any:
-    """Returns the value inside of a mark."""
+    """Returns the value inside a mark, or ``value`` itself if it has none."""
     if isinstance(value, Rows):
         return value.entries
     return value.value if isinstance(value, Whole) else value
 
 
 def mark(arguments: Arguments, dims: Dims, function: Callable[..., Any], *, first: int = 0, unnamed: int = 0) -> Arguments:
-    """``arguments`` with the dimensions of their rows, for who counts and cuts them.
+    """Marks ``arguments`` with the dimensions of their rows.
 
     Args:
-        arguments: of a call.
-        dims: by position, as a sequence; by position or name, as a mapping; one for all. ``None`` marks nothing.
-        function: its signature says which position a name has.
-        first: the position in the call of the first of ``arguments.inputs``.
-        unnamed: how many more arguments of the function than of the call stand before it.
+        arguments: arguments of a call.
+        dims: a sequence by position, a mapping by position or name, or one dimension for all. ``None`` marks nothing.
+        function: the function that is called. Its signature gives the position of a name.
+        first: position in the call of ``arguments.inputs[0]``.
+        unnamed: number of further arguments that the function has before ``arguments.inputs[0]``. An output that is a tuple fills
+            several arguments of a criterion, but is one argument of the call.
 
     Raises:
-        ValueError: ``dims`` names an argument that there is not.
+        ValueError: if ``dims`` has an entry for an argument that does not exist.
     """
     if dims is None:
         return arguments
@@ -95,8 +104,8 @@ def mark(arguments: Arguments, dims: Dims, function: Callable[..., Any], *, firs
             of_place[_place_of(key, names, unnamed, count, arguments.kwargs)] = of_argument
     elif len(dims) > count:
         raise ValueError(
-            f"the dimensions {dims!r} are those of {len(dims)} arguments, but {count} were given by position; name the others, "
-            "as in {'mask': None}"
+            f"the dimensions {dims!r} are given for {len(dims)} arguments, but {count} were passed by position; give the others "
+            "by name, as in {'mask': None}"
         )
     else:
         of_place = dict(enumerate(dims))
@@ -112,47 +121,52 @@ def mark(arguments: Arguments, dims: Dims, function: Callable[..., Any], *, firs
 
 
 def dims_of_method(dims: Dims, method: Callable[..., Any], name: str) -> Dims:
-    """Returns the part of ``in_dims`` that names arguments of another method than ``forward``.
+    """Returns the part of ``in_dims`` for the arguments of a method other than ``forward``.
 
     Raises:
-        ValueError: ``in_dims`` gives positions, which are those of ``forward``.
+        ValueError: if ``in_dims`` has positions, which are those of ``forward``.
     """
     if dims is None or isinstance(dims, int):
         return dims
     if not isinstance(dims, Mapping) or any(isinstance(key, int) for key in dims):
         raise ValueError(
-            f"in_dims={dims!r} gives positions in forward, which say nothing about {name!r}: give in_dims by name, as in "
-            "{'mask': None}, or wrap arguments in Whole(...) or Rows(...) at the call"
+            f"in_dims={dims!r} has positions of arguments of forward, which do not apply to {name!r}: give in_dims by name, as "
+            "in {'mask': None}, or wrap arguments in Whole(...) or Rows(...) at the call"
         )
     names = _names(method)
     return {key: of_argument for key, of_argument in dims.items() if names is None or key in names}
 
 
 def mark_lists(node: Any, dim: int) -> Any:
-    """Marks what lists hold, of which it is known that each entry has the rows. Their pieces may have as many rows as entries."""
+    """Marks the entries of lists whose entries are known to have rows each.
+
+    Without marks, a shard with as many rows as the list has entries would be ambiguous.
+    """
     if isinstance(node, list) and nested.open_container(node) is not None:
         return _marked(node, dim, "")
     container = None if isinstance(node, torch.Tensor) else nested.open_container(node)
     if container is None:
         return node
     children = [mark_lists(child, dim) for child in container.children]
-    changed = any(one is not other for one, other in zip(children, container.children, strict=True))
+    changed = any(new is not old for new, old in zip(children, container.children, strict=True))
     return container.rebuild(children) if changed else node
 
 
 def _place_of(key: Any, names: list[str] | None, unnamed: int, count: int, kwargs: Mapping[str, Any]) -> int | str:
-    """The position of an argument in the call, or its name where it is given by name."""
+    """Returns the position of an argument in the call, or its name if it is passed by name."""
     if names is None or key in kwargs:
         return key if isinstance(key, int) else str(key)
     if isinstance(key, str) and key in names:
         return names.index(key) - unnamed
     if not isinstance(key, int) or not 0 <= key + unnamed < len(names):
-        raise ValueError(f"the dimensions name {key!r}, expected one of the arguments {', '.join(names)}, or its position")
+        raise ValueError(
+            f"dimensions are given for {key!r}, expected one of the arguments {', '.join(names)}, or the position of one"
+        )
     return names[key + unnamed] if key >= count else key
 
 
 def _names(function: Callable[..., Any]) -> list[str] | None:
-    """The names of a function's arguments; None where it takes any, or has no signature."""
+    """Returns the names of a function's arguments, or None if it accepts any arguments or has no signature."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -163,14 +177,14 @@ def _names(function: Callable[..., Any]) -> list[str] | None:
 
 
 def _marked(value: Any, dims: Dims, place: str) -> Any:
-    if isinstance(value, (*MARKS, PerReplica)):  # they say it themselves
+    if isinstance(value, (*MARKS, PerReplica)):  # they carry their own dimensions
         return value
     if dims is None:
         return Whole(value)
-    of_leaf = leaf_dims(value, dims, 0, place)
+    dims_of_leaves = leaf_dims(value, dims, 0, place)
 
     def mark_leaf(leaf: Any) -> Any:
-        dim = next(of_leaf)
+        dim = next(dims_of_leaves)
         if isinstance(leaf, (*MARKS, PerReplica)):
             return leaf
         has_rows = (isinstance(leaf, torch.Tensor) and leaf.dim() > 0) or nested.is_row_list(leaf)

@@ -1,7 +1,7 @@
-"""The rows of a batch: which parts of the arguments have them, how many there are, and how they are cut.
+"""Rows of a batch: counts the rows of arguments, and splits arguments by rows.
 
-torch's ``scatter`` zips what it cut without looking, so that a second input with fewer rows silently drops samples, and hands
-an object that it does not know to every device. Here inputs that disagree are an error, and so is what cannot be told.
+torch's ``scatter`` silently drops samples if a second input has fewer rows, and passes objects of unknown types whole to every
+device. Here inputs with different numbers of rows are an error, and so are ambiguous inputs.
 """
 
 import itertools
@@ -20,45 +20,46 @@ __all__: list[str] = []
 
 
 def count_rows(node: Any, dim: int = 0, expected: int | None = None) -> int | None:
-    """The rows of every part of ``node`` that has any; ``None`` where nothing has rows.
+    """Returns the number of rows, which all parts of ``node`` with rows must have; None if no part has rows.
 
     Args:
         node: arguments, or another structure.
-        dim: the dimension of the rows in tensors that are not marked.
-        expected: the rows of what belongs to ``node``, which tell parts with as many rows from rows.
+        dim: dimension of the rows in tensors that are not marked.
+        expected: number of rows of the inputs that ``node`` belongs to. It decides if the entries of a list are rows or have rows
+            each.
 
     Raises:
-        ValueError: two parts disagree, or a tensor has no dimension ``dim``; names the places and shapes. Or it cannot be told
-            whether the entries of a list are rows.
-        TypeError: what could only go whole to every replica by mistake: an array, a PackedSequence, an object with tensors.
+        ValueError: if two parts have different numbers of rows, a tensor has no dimension ``dim``, or the entries of a list may
+            be rows or have rows.
+        TypeError: for an array, a PackedSequence, or an object that holds tensors. Replicas would get them whole by mistake.
     """
     only = node.inputs[0] if type(node) is Arguments and len(node.inputs) == 1 and not node.kwargs else node
     only = only[0] if type(only) is tuple and len(only) == 1 else only
-    if type(only) is torch.Tensor and 0 <= dim < only.dim():  # as most often
+    if type(only) is torch.Tensor and 0 <= dim < only.dim():  # shortcut for the most frequent input
         return only.size(dim)
     known: tuple[str, Any, int] | None = None
-    doubtful: dict[str, list[Any]] = {}
+    ambiguous: dict[str, list[Any]] = {}
     for place, leaf, holder in _leaves(node, "" if isinstance(node, Arguments) else "inputs"):
         rows = _leaf_rows(leaf, dim, place)
         if rows is None:
             continue
         if holder is not None:
-            doubtful[holder[0]] = holder[1]
+            ambiguous[holder[0]] = holder[1]
         if known is not None and known[2] != rows:
             raise ValueError(
-                f"the inputs disagree about the number of rows along dimension {dim}: {known[0]} is {_described(known[1])} "
-                f"({known[2]} rows), {place} is {_described(leaf)} ({rows} rows); give each the same number of rows, wrap what "
-                "every replica needs whole in Whole(...), and a list whose entries are rows in Rows(...), or say in_dims="
+                f"the inputs have different numbers of rows along dimension {dim}: {known[0]} is {_described(known[1])} "
+                f"({known[2]} rows), {place} is {_described(leaf)} ({rows} rows); give all the same number of rows, wrap an "
+                "input that every replica needs whole in Whole(...), a list with one entry per row in Rows(...), or give in_dims="
             )
-        if known is None or known[0].startswith(tuple(doubtful)):
+        if known is None or known[0].startswith(tuple(ambiguous)):
             known = place, leaf, rows
-    for place, entries in doubtful.items():
+    for place, entries in ambiguous.items():
         assert known is not None
         if (known[0].startswith(place) and known[2] != expected) or len(entries) == known[2]:
             raise ValueError(
-                f"{place} is a list of {len(entries)} entries that are alike (the first is {nested.describe(entries[0])}): they "
-                "may be rows, or parts that have rows each: wrap it in Rows(...) if its entries are the rows, make it a tuple or "
-                "say in_dims= if each entry has the rows, or wrap it in Whole(...)"
+                f"{place} is a list of {len(entries)} entries of one type (the first is {nested.describe(entries[0])}): each "
+                "entry may be a row, or have all rows. Wrap the list in Rows(...) if its entries are rows, make it a tuple or "
+                "give in_dims= if each entry has all rows, or wrap it in Whole(...)"
             )
     return None if known is None else known[2]
 
@@ -66,19 +67,19 @@ def count_rows(node: Any, dim: int = 0, expected: int | None = None) -> int | No
 def _leaves(
     node: Any, name: str, holder: tuple[str, list[Any]] | None = None
 ) -> Iterator[tuple[str, Any, tuple[str, list[Any]] | None]]:
-    """Each leaf, its place, and the outermost list around it whose entries could be rows."""
+    """Yields each leaf with its key path, and with the outermost list around it whose entries could be rows."""
     container = nested.open_container(node)
     if container is None:
         yield name.removeprefix("."), node, holder
         return
-    if holder is None and isinstance(node, list) and _are_alike(node):
+    if holder is None and isinstance(node, list) and _may_be_rows(node):
         holder = name.removeprefix("."), node
     for place, child in zip(container.places, container.children, strict=True):
         yield from _leaves(child, name + place, holder)
 
 
-def _are_alike(entries: list[Any]) -> bool:
-    """Returns True if entries could be rows: all of one type, tensors with one number of dimensions and one dtype."""
+def _may_be_rows(entries: list[Any]) -> bool:
+    """Returns True if the entries have one type, and tensors among them one number of dimensions and one dtype."""
     kinds = {(type(entry), entry.dim(), entry.dtype) if isinstance(entry, torch.Tensor) else type(entry) for entry in entries}
     return len(kinds) == 1 and not kinds & {*MARKS, PerReplica, type(None)}
 
@@ -102,14 +103,14 @@ def _leaf_rows(leaf: Any, dim: int, place: str) -> int | None:
     if nested.is_row_list(leaf):
         return len(leaf) or None
     if isinstance(leaf, PackedSequence):
-        raise TypeError(f"{place} is a PackedSequence, which cannot be cut by rows: pass the padded tensor and the lengths")
+        raise TypeError(f"{place} is a PackedSequence, which cannot be split by rows: pass the padded tensor and the lengths")
     if getattr(leaf, "ndim", 0) and hasattr(leaf, "__array__"):
         raise TypeError(f"{place} is an array of shape {tuple(leaf.shape)}, expected a tensor: use torch.as_tensor")
     if _holds_tensors(leaf, 3):
         raise TypeError(
-            f"{place} is {nested.describe(leaf)} that holds tensors, which cannot be cut by rows: pass its tensors, or a "
-            "dataclass or a mapping of them, Rows(list) for a list with one object per row, or Whole(...) to hand it to every "
-            "replica as it is"
+            f"{place} is {nested.describe(leaf)} that holds tensors, which cannot be split by rows: pass its tensors, or a "
+            "dataclass or a mapping of them, Rows(list) for a list with one object per row, or Whole(...) to pass it whole to "
+            "every replica"
         )
     return None
 
@@ -120,12 +121,12 @@ def _holds_tensors(value: Any, depth: int) -> bool:
     if depth == 0 or isinstance(value, (*MARKS, torch.nn.Module, type)) or callable(value):
         return False
     if isinstance(value, Mapping):
-        held = list(value.values())
+        children = list(value.values())
     elif isinstance(value, (list, tuple)):
-        held = list(value)
+        children = list(value)
     else:
-        held = list(getattr(value, "__dict__", {}).values())
-    return any(_holds_tensors(one, depth - 1) for one in held)
+        children = list(getattr(value, "__dict__", {}).values())
+    return any(_holds_tensors(child, depth - 1) for child in children)
 
 
 def _tensor_rows(tensor: torch.Tensor, dim: int, place: str) -> int | None:
@@ -133,15 +134,17 @@ def _tensor_rows(tensor: torch.Tensor, dim: int, place: str) -> int | None:
         return None
     if not -tensor.dim() <= dim < tensor.dim():
         raise ValueError(
-            f"{place} is {nested.describe(tensor)}, expected a dimension {dim} to cut along: say in_dims= for arguments whose "
-            "rows are elsewhere, or wrap it in Whole(...)"
+            f"{place} is {nested.describe(tensor)}, expected rows in dimension {dim}: give in_dims= for arguments with rows in "
+            "another dimension, or wrap it in Whole(...)"
         )
     return tensor.size(dim)
 
 
 def cut(node: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
-    """``node`` cut into ``len(sizes)`` pieces of ``sizes[i]`` rows, all rows together. Views: nothing is copied. What has no
-    rows is in each piece. Marks stay, for pieces that are cut again; :func:`move_leaves` takes them off."""
+    """Splits ``node`` into ``len(sizes)`` pieces of ``sizes[i]`` rows. Tensors become views, nothing is copied.
+
+    Values without rows are in all pieces. Marks stay, so that pieces can be split again. :func:`move_leaves` removes them.
+    """
     if len(sizes) == 1:
         return [node]
     if type(node) is Arguments and not node.kwargs:
@@ -165,7 +168,7 @@ def cut(node: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
 
 
 def move_leaves(node: Any, device: torch.device) -> Any:
-    """``node`` with every tensor on ``device``, and without marks."""
+    """Returns ``node`` with all tensors on ``device``, and without marks."""
 
     def move_leaf(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):

@@ -1,7 +1,7 @@
-"""Cuts a batch into rows for each replica.
+"""Splits a batch by rows over replicas.
 
-torch's ``scatter`` leaves devices idle (9 rows on 4 devices: 3, 3, 3) and zips what it cut without looking, so that a second
-input with fewer rows silently drops samples. Here sizes differ by at most one row, and inputs that disagree are an error.
+torch's ``scatter`` leaves devices idle (9 rows on 4 devices: 3, 3, 3), and silently drops samples if a second input has fewer
+rows. Here sizes differ by at most one row, and inputs with different numbers of rows are an error.
 """
 
 import math
@@ -18,16 +18,22 @@ __all__: list[str] = []
 
 
 def split_sizes(rows: int, shares: int | Sequence[float]) -> list[int]:
-    """Rows for each part: ``split_sizes(9, 4)`` is ``[3, 2, 2, 2]``.
+    """Returns the number of rows of each part.
 
     Args:
-        rows: how many rows there are.
-        shares: how many equal parts, or the weight of each part. With weights each part gets its proportion rounded down,
-            and the rows that are left go to the largest remainders, the first part first among equals.
+        rows: total number of rows.
+        shares: number of equal parts, or the weight of each part. With weights, each part gets its proportion rounded down. The
+            remaining rows go to the parts with the largest remainders, to the first ones among equals.
+
+    Example:
+        >>> split_sizes(9, 4)
+        [3, 2, 2, 2]
+        >>> split_sizes(9, [2, 1])
+        [6, 3]
     """
     if isinstance(shares, int):
         return [rows // shares + (index < rows % shares) for index in range(shares)]
-    weights = [Fraction(share) for share in shares]  # exact: a rounded quotient could hand out a row too many
+    weights = [Fraction(share) for share in shares]  # exact: with rounded quotients the sizes could exceed the total
     exact = [rows * weight / sum(weights) for weight in weights]
     sizes = [math.floor(part) for part in exact]
     by_remainder = sorted(range(len(sizes)), key=lambda index: sizes[index] - exact[index])
@@ -37,19 +43,20 @@ def split_sizes(rows: int, shares: int | Sequence[float]) -> list[int]:
 
 
 def proportional_sizes(rows: int, shares: Sequence[int]) -> list[int]:
-    """``rows`` in the proportion of ``shares``: the rows of the targets beside those of the inputs, or a multiple of them
-    where the targets were flattened.
+    """Splits the rows of the targets in proportion to ``shares``, the rows of the inputs.
+
+    Targets have as many rows as the inputs, or a multiple of them if they were flattened.
 
     Raises:
-        ValueError: they do not divide.
+        ValueError: if a size would not be an integer.
     """
     total = sum(shares)
     if rows == total:
         return list(shares)
     if total == 0 or any(rows * share % total for share in shares):
         raise ValueError(
-            f"the targets have {rows} rows where the inputs have {total} (cut into {', '.join(map(str, shares))}), expected as "
-            "many, or a multiple"
+            f"the targets have {rows} rows, but the inputs have {total} (split into {', '.join(map(str, shares))}): expected the "
+            "same number, or a multiple"
         )
     return [rows * share // total for share in shares]
 
@@ -57,7 +64,10 @@ def proportional_sizes(rows: int, shares: Sequence[int]) -> list[int]:
 def assign_rows(
     rows: int | None, devices: Sequence[torch.device], weights: Sequence[float] | None
 ) -> tuple[list[torch.device], list[int] | None]:
-    """The devices that get rows, and how many each; the first device alone where there are none, or nothing has rows."""
+    """Returns the devices that get rows, and the number of rows of each.
+
+    Without rows, the first device alone is used. If no input has rows (``rows`` is None), the sizes are None.
+    """
     if rows is None:
         return [devices[0]], None
     sizes = split_sizes(rows, len(devices) if weights is None else weights)
@@ -72,23 +82,32 @@ def scatter(
     *,
     split: Sequence[float] | None = None,
 ) -> list[Any]:
-    """Cuts ``inputs`` by rows over devices.
+    """Splits ``inputs`` by rows over devices.
 
-    Tensors with at least one dimension are cut along ``dim`` into views that are moved to their device (gradients flow
-    back through both); a list of strings or numbers is cut the same way, one entry per row. 0-dim tensors, plain values
-    and other objects go to every replica. Containers keep their type.
+    Tensors with at least one dimension are split along ``dim``, and their shards are moved to the devices. Gradients flow back
+    to ``inputs``. Lists of strings or numbers are split in the same way, one entry per row. 0-dim tensors, plain values and other
+    objects go to every replica. Containers keep their type.
 
     Args:
         inputs: a tensor, or tuples, named tuples, lists, mappings and dataclasses of tensors.
-        device_ids: as in :class:`DataParallelModel`.
-        dim: the dimension of the rows.
-        split: one weight per device for unequal parts; ``None`` cuts into sizes that differ by at most one row.
+        device_ids: devices, as in :class:`DataParallelModel`.
+        dim: dimension of the rows.
+        split: one weight per device. ``None`` means sizes that differ by at most one row.
 
     Returns:
-        One structure like ``inputs`` per device that got rows. With no rows at all, one with no rows.
+        A list with one structure like ``inputs`` per device that gets rows. Without rows, a list with one structure.
 
     Raises:
-        ValueError: inputs disagree about the number of rows; names both places and shapes.
+        ValueError: if inputs have different numbers of rows. The message names both inputs and their shapes.
+
+    Example:
+        >>> shards = scatter({"x": torch.zeros(9, 5), "scale": 2.0}, ["cpu"] * 4)
+        >>> [shard["x"].shape[0] for shard in shards]
+        [3, 2, 2, 2]
+        >>> shards[3]["x"].shape, shards[3]["scale"]
+        (torch.Size([2, 5]), 2.0)
+        >>> [shard.shape for shard in scatter(torch.zeros(8, 5), ["cpu", "cpu"], split=[3, 1])]
+        [torch.Size([6, 5]), torch.Size([2, 5])]
     """
     devices = resolve_devices(device_ids)
     check_split(split, len(devices))
@@ -98,7 +117,7 @@ def scatter(
 
 
 def check_split(split: Sequence[float] | str | None, devices: int) -> None:
-    """Raises ``ValueError`` where ``split`` is not one finite weight per device, none negative, not all zero."""
+    """Raises ``ValueError`` unless ``split`` is None or has one finite weight per device, none negative, not all zero."""
     if split is None:
         return
     weights = [] if isinstance(split, str) else list(split)

@@ -1,4 +1,4 @@
-"""Which device gets how many rows: equal parts, given weights, or what the devices have shown of themselves."""
+"""Shares of the devices in a batch: equal, given by weights, or measured."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -15,70 +15,70 @@ T = TypeVar("T")
 
 
 class Shares:
-    """The weight of each device, which may change from forward to forward.
+    """Weights of the devices, which may change between forwards.
 
     Args:
-        split: ``None`` for equal parts, one weight per device, ``"memory"`` for the free bytes of each, ``"speed"`` for the
-            rows per second that each has shown. The last two are measured in the forwards whose number is a power of two:
-            often at first, then rarely, so that a training pays nothing for it.
-        devices: a device that is named several times shares what it has.
+        split: ``None`` for equal parts, one weight per device, ``"memory"`` for the free bytes of each device, or ``"speed"`` for
+            its measured rows per second. A forward measures if its number is a power of two: often at first, then rarely, so the
+            cost vanishes in a long training.
+        devices: one device per replica. Replicas on one device share its memory equally.
 
     Raises:
-        ValueError: ``split`` is none of these.
+        ValueError: if ``split`` has another value.
     """
 
     def __init__(self, split: Sequence[float] | str | None, devices: Sequence[torch.device]) -> None:
         self.devices = list(devices)
-        self.by = split if split in ("memory", "speed") else None
+        self.measure = split if split in ("memory", "speed") else None
         self.weights: tuple[float, ...] | None = None
-        if self.by is None and split is not None:
-            check_split(split, len(devices))  # refuses any other text
+        if self.measure is None and split is not None:
+            check_split(split, len(devices))  # raises for any other text
             self.weights = tuple(float(weight) for weight in split)
         self.forwards = 0
 
     def begin(self) -> None:
-        """Counts a forward, and looks at the devices' memory where it is time."""
+        """Counts a forward, and measures free memory in the forwards that measure."""
         self.forwards += 1
-        if self.by == "memory" and self._is_time():
+        if self.measure == "memory" and self._measures_now():
             free = [free_bytes(device) / self.devices.count(device) for device in self.devices]
             self.weights = _normalised(free)
 
     def timed(
         self, work: list[Callable[[], T]], devices: Sequence[torch.device], rows: Sequence[int] | None
     ) -> list[Callable[[], T]]:
-        """The replicas' work, with a clock around it where it is time, which waits for what the device still has to do."""
-        if self.by != "speed" or not self._is_time() or rows is None or list(devices) != self.devices:
+        """Wraps the work of each replica in a timer, in the forwards that measure. A timer waits until its device is idle."""
+        if self.measure != "speed" or not self._measures_now() or rows is None or list(devices) != self.devices:
             return work
         seconds: dict[int, float] = {}
 
-        def clock(index: int) -> T:
+        def timed_work(index: int) -> T:
             started = time.perf_counter()
             result = work[index]()
             if devices[index].type != "cpu":
                 torch.accelerator.synchronize(devices[index])
             seconds[index] = time.perf_counter() - started
             if len(seconds) == len(work):
-                self._learn([rows[i] / max(seconds[i], 1e-9) for i in range(len(work))])
+                self._update_weights([rows[i] / max(seconds[i], 1e-9) for i in range(len(work))])
             return result
 
-        return [lambda index=index: clock(index) for index in range(len(work))]  # type: ignore[misc]
+        return [lambda index=index: timed_work(index) for index in range(len(work))]  # type: ignore[misc]
 
-    def _learn(self, rates: list[float]) -> None:
-        found = _normalised(rates)
-        known = self.weights
-        # half of what was known: a single slow forward (the first, a busy moment) does not decide
-        self.weights = found if known is None else tuple((old + new) / 2 for old, new in zip(known, found, strict=True))
+    def _update_weights(self, rates: list[float]) -> None:
+        measured = _normalised(rates)
+        weights = self.weights
+        # The mean with the previous weights limits the effect of a single slow forward.
+        self.weights = measured if weights is None else tuple((old + new) / 2 for old, new in zip(weights, measured, strict=True))
 
-    def _is_time(self) -> bool:
-        return self.forwards & (self.forwards - 1) == 0 and self.forwards > (1 if self.by == "speed" else 0)
+    def _measures_now(self) -> bool:
+        return self.forwards & (self.forwards - 1) == 0 and self.forwards > (1 if self.measure == "speed" else 0)
 
     def __repr__(self) -> str:
-        shown = "equal" if self.weights is None else ", ".join(f"{weight / sum(self.weights):.1%}" for weight in self.weights)
-        return shown if self.by is None else f"{shown} by {self.by}"
+        weights = "equal" if self.weights is None else ", ".join(f"{weight / sum(self.weights):.1%}" for weight in self.weights)
+        return weights if self.measure is None else f"{weights} by {self.measure}"
 
 
 def _normalised(values: Sequence[float]) -> tuple[float, ...]:
-    """Parts of one. A device that shows nothing keeps a hundredth of an equal part, to be asked again."""
+    """Scales values to a sum of one. Each device keeps at least a hundredth of an equal share, so that it is measured again."""
     least = sum(values) / len(values) / 100 or 1.0
     raised = [max(value, least) for value in values]
     return tuple(value / sum(raised) for value in raised)

@@ -1,4 +1,4 @@
-"""What will break or unbalance when a model runs as replicas, read from the model and its sources. Nothing runs."""
+"""Static checks of a model before it runs as replicas: reads modules and their source code, and runs nothing."""
 
 import ast
 import collections
@@ -7,42 +7,42 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..loss.rules import is_known, refuse_coupled
 from ..loss.sum_detection import is_sum, read_source
 from ..replicas.module_tree import refuse_compiled
 from ..replicas.sync_batchnorm import AllRowsBatchNorm
+from ..runtime.modules import BatchNorm
 from .mismatch import fixed_devices
 
 __all__: list[str] = []
 
-_KNOWN = ("torch.", "balanced_parallel.")  # whose modules are known to run as replicas
-_CHANGES = frozenset(
+_KNOWN = ("torch.", "balanced_parallel.")  # packages whose modules run as replicas
+_MUTATING_METHODS = frozenset(
     ("add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update")
 )
 _IN_PLACE = re.compile(r"[a-z]\w*[a-z0-9]_")
-_LOST = "replicas but the first lose it: return it, or write it outside"
-_REGISTERED = {
-    nn.Parameter: "holds parameters that the model does not know: make it an nn.ParameterList or an nn.ParameterDict",
+_LOST = "all replicas but the first lose it: return it, or write it outside of forward"
+_UNREGISTERED = {
+    nn.Parameter: "holds parameters that are not registered: make it an nn.ParameterList or an nn.ParameterDict",
     Tensor: "holds tensors, which stay on the first device: use register_buffer",
-    nn.Module: "holds modules that the model does not know: make it an nn.ModuleList or an nn.ModuleDict",
+    nn.Module: "holds modules that are not registered: make it an nn.ModuleList or an nn.ModuleDict",
 }
-_REGISTERS = frozenset(("add_module", "register_buffer", "register_module", "register_parameter"))
+_REGISTER_METHODS = frozenset(("add_module", "register_buffer", "register_module", "register_parameter"))
 
 
 def examine(module: nn.Module, criterion: Callable[..., Any] | None = None) -> tuple[str, ...]:
-    """One line for each thing found: where it is, and what to do. Those of :func:`is_note` ask for nothing.
+    """Returns one line per finding, with its place and a fix. Findings for which :func:`is_note` is True need no fix.
 
-    State that forward writes is looked for in its source and in that of the methods that it calls on ``self``.
+    State that is written in forward is found in the source of ``forward`` and of the methods that it calls on ``self``.
 
     Args:
-        module: on any device, ``meta`` included. Neither it nor its forward runs.
-        criterion: a module or a function of output and targets; ``None`` is not looked at.
+        module: a module on any device, including ``meta``. Its forward does not run.
+        criterion: a module or a function of output and targets, or ``None``.
     """
     return (
-        *_weights_that_cannot_be_copied(module),
-        *_tensors_that_stay(module),
+        *_weights_without_copies(module),
+        *_unregistered_tensors(module),
         *_batch_norms(module),
         *_written_state(module),
         *fixed_devices(module),
@@ -52,18 +52,19 @@ def examine(module: nn.Module, criterion: Callable[..., Any] | None = None) -> t
 
 
 def is_note(finding: str) -> bool:
-    """Whether a line of :func:`examine` is about something that replicas leave as it is."""
+    """Returns True if a line of :func:`examine` is information only."""
     return finding.startswith("note: ")
 
 
-def _called(name: str, layer: nn.Module) -> str:
+def _described(name: str, layer: nn.Module) -> str:
     return f"{name} ({type(layer).__name__})" if name else type(layer).__name__
 
 
-def _weights_that_cannot_be_copied(module: nn.Module) -> Iterator[str]:
+def _weights_without_copies(module: nn.Module) -> Iterator[str]:
+    """Yields modules that cannot be replicated, uninitialized parameters, and weights on several devices."""
     refused = None
     for name, layer in module.named_modules():
-        if refused is None or not name.startswith(refused):  # a script's parts are scripts
+        if refused is None or not name.startswith(refused):  # submodules of a script are scripts
             try:
                 refuse_compiled(layer)
             except TypeError as error:
@@ -71,34 +72,39 @@ def _weights_that_cannot_be_copied(module: nn.Module) -> Iterator[str]:
                 yield f"weights: {name or 'the model'}: {error}"
         for key, tensor in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)):
             if nn.parameter.is_lazy(tensor):
-                yield f"weights: {key} of {_called(name, layer)} is not initialised yet: run the model once on a few rows first"
-    places = {tensor.device for tensor in (*module.parameters(), *module.buffers()) if tensor.device.type != "meta"}
-    if len(places) > 1:
-        shown = ", ".join(sorted(map(str, places)))
-        yield f"weights: they are on {shown}: move the model to one device, of which every replica has a copy"
+                yield f"weights: {key} of {_described(name, layer)} is not initialised yet: run the model once first"
+    devices = {tensor.device for tensor in (*module.parameters(), *module.buffers()) if tensor.device.type != "meta"}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        yield f"weights: they are on {names}: move the model to one device, from which all replicas are copied"
 
 
-def _tensors_that_stay(module: nn.Module) -> Iterator[str]:
-    """Plain attributes: a replica shares them with the first, wherever it is."""
-    known = {id(held) for held in (*module.parameters(), *module.buffers(), *module.modules())}
+def _unregistered_tensors(module: nn.Module) -> Iterator[str]:
+    """Yields plain attributes with tensors or modules. All replicas share them, whatever their device."""
+    registered = {id(entry) for entry in (*module.parameters(), *module.buffers(), *module.modules())}
     for name, layer in module.named_modules():
         if type(layer).__module__.startswith(_KNOWN):
             continue
         for key, value in layer.__dict__.items():
-            held = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else [value]
-            apart = [] if key.startswith("_") else [one for one in held if id(one) not in known]
-            for wanted, what in _REGISTERED.items():
-                if any(isinstance(one, wanted) for one in apart):
-                    yield f"unregistered: {key} of {_called(name, layer)} {what}"
+            entries = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else [value]
+            unregistered = [] if key.startswith("_") else [entry for entry in entries if id(entry) not in registered]
+            for kind, finding in _UNREGISTERED.items():
+                if any(isinstance(entry, kind) for entry in unregistered):
+                    yield f"unregistered: {key} of {_described(name, layer)} {finding}"
                     break
 
 
 def batch_norms(module: nn.Module, *, over_all_rows: bool) -> list[str]:
-    """The names of the layers that normalise by the rows they see: of those over all rows in flight, or of the plain ones."""
+    """Returns the names of the batch norms that use statistics of the batch.
+
+    Args:
+        module: the model.
+        over_all_rows: if True, those that :func:`convert_sync_batchnorm` has converted, else the others.
+    """
     return [
         name or type(layer).__name__
         for name, layer in module.named_modules()
-        if isinstance(layer, _BatchNorm)
+        if isinstance(layer, BatchNorm)
         and isinstance(layer, AllRowsBatchNorm) == over_all_rows
         and (layer.training or layer.running_mean is None)
     ]
@@ -109,8 +115,8 @@ def _batch_norms(module: nn.Module) -> Iterator[str]:
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         yield (
-            f"batch norm: {', '.join(names[:3])}{more}: statistics would be those of each replica's rows, and a single row has "
-            "none: use convert_sync_batchnorm(module), or a norm that mixes no rows"
+            f"batch norm: {', '.join(names[:3])}{more}: each replica would use the statistics of its own rows, and a single row "
+            "has none: use convert_sync_batchnorm(module), or a norm that does not mix rows"
         )
 
 
@@ -122,17 +128,17 @@ def _written_state(module: nn.Module) -> Iterator[str]:
             continue
         seen.add(kind)
         for method in _methods_of_forward(kind):
-            own = _first_argument(method)
+            self_name = _first_argument(method)
             for node in ast.walk(method):
-                for target in _writes(node, own):
+                for target in _written_targets(node, self_name):
                     called = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
-                    if (loss := _loss_of(target, own, layer, called)) is not None:
-                        what = f"{ast.unparse(node)} in {method.name} of {_called(name, layer)}"
-                        yield f"state written in forward: {what}; {loss}"
+                    if (effect := _effect_of_write(target, self_name, layer, called)) is not None:
+                        code = f"{ast.unparse(node)} in {method.name} of {_described(name, layer)}"
+                        yield f"state written in forward: {code}; {effect}"
 
 
 def _methods_of_forward(kind: type) -> Iterator[ast.FunctionDef]:
-    """``forward``, and the methods of a class that it calls on ``self``."""
+    """Yields ``forward``, and the methods that it calls on ``self``, directly or indirectly."""
     names, done = ["forward"], {"forward"}
     while names:
         function = getattr(kind, names.pop(), None)
@@ -140,9 +146,9 @@ def _methods_of_forward(kind: type) -> Iterator[ast.FunctionDef]:
         if tree is None or not isinstance(method := tree.body[0], ast.FunctionDef) or not method.args.args:
             continue
         yield method
-        own = _first_argument(method)
+        self_name = _first_argument(method)
         for node in ast.walk(method):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_name(node.func.value, own):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_name(node.func.value, self_name):
                 names += {node.func.attr} - done
                 done.add(node.func.attr)
 
@@ -155,17 +161,17 @@ def _is_name(node: ast.AST, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name
 
 
-def _attribute_of(node: ast.AST | None, own: str) -> str | None:
-    """The ``x`` of ``self.x``, ``self.x[i]``, ``self.x.y``; ``None`` for what is not reached through attributes of ``self``."""
+def _attribute_of(node: ast.AST | None, self_name: str) -> str | None:
+    """Returns ``x`` for ``self.x``, ``self.x[i]`` and ``self.x.y``, and None for expressions without ``self``."""
     while isinstance(node, (ast.Attribute, ast.Subscript, ast.Starred)):
-        if isinstance(node, ast.Attribute) and _is_name(node.value, own):
+        if isinstance(node, ast.Attribute) and _is_name(node.value, self_name):
             return node.attr
         node = node.value
     return None
 
 
-def _writes(node: ast.AST, own: str) -> list[ast.expr]:
-    """What a statement or a call writes to."""
+def _written_targets(node: ast.AST, self_name: str) -> list[ast.expr]:
+    """Returns the expressions that a statement or a call writes to."""
     if isinstance(node, (ast.Assign, ast.Delete)):
         return [part for target in node.targets for part in getattr(target, "elts", [target])]
     if isinstance(node, ast.AugAssign) or (isinstance(node, ast.AnnAssign) and node.value is not None):
@@ -175,26 +181,26 @@ def _writes(node: ast.AST, own: str) -> list[ast.expr]:
     targets = [keyword.value for keyword in node.keywords if keyword.arg == "out"]
     if isinstance(node.func, ast.Name) and node.func.id == "setattr" and len(node.args) > 1:
         targets.append(ast.Attribute(node.args[0], ast.unparse(node.args[1])))
-    if isinstance(node.func, ast.Attribute) and node.func.attr in _REGISTERS and _is_name(node.func.value, own):
+    if isinstance(node.func, ast.Attribute) and node.func.attr in _REGISTER_METHODS and _is_name(node.func.value, self_name):
         targets.append(ast.Attribute(node.func.value, node.func.attr))
-    elif isinstance(node.func, ast.Attribute) and (node.func.attr in _CHANGES or _IN_PLACE.fullmatch(node.func.attr)):
-        targets.append(ast.Subscript(node.func.value, node.func))  # as x.append(1) writes to a part of x
+    elif isinstance(node.func, ast.Attribute) and (node.func.attr in _MUTATING_METHODS or _IN_PLACE.fullmatch(node.func.attr)):
+        targets.append(ast.Subscript(node.func.value, node.func))  # x.append(1) writes to an entry of x
     return targets
 
 
-def _loss_of(target: ast.expr, own: str, layer: nn.Module, call: str) -> str | None:
-    """What becomes of a write to ``target``; ``None`` where replicas have no attribute of ``self`` in it."""
-    name = _attribute_of(target, own)
+def _effect_of_write(target: ast.expr, self_name: str, layer: nn.Module, call: str) -> str | None:
+    """Returns the effect of a write to ``target`` in replicas, or None if ``target`` is not state of a replica."""
+    name = _attribute_of(target, self_name)
     if name is None:
         return None
-    if isinstance(target, ast.Attribute) and _is_name(target.value, own):
+    if isinstance(target, ast.Attribute) and _is_name(target.value, self_name):
         return _LOST
-    held = getattr(layer, name, None)
-    if isinstance(held, (Tensor, nn.Module)):
-        return None if call in _CHANGES else _LOST  # add() of a tensor gives another
-    if isinstance(held, (list, dict, set, collections.deque)):
-        return "all replicas write to the same one, in any order: return it, or write it outside"
-    return _LOST if held is None else None  # an object that replicas share, such as a config, is written for all of them
+    value = getattr(layer, name, None)
+    if isinstance(value, (Tensor, nn.Module)):
+        return None if call in _MUTATING_METHODS else _LOST  # add() of a tensor returns another tensor
+    if isinstance(value, (list, dict, set, collections.deque)):
+        return "all replicas write to the same object, in any order: return it, or write it outside of forward"
+    return _LOST if value is None else None  # replicas share other objects, such as a config, so writes are kept
 
 
 def _coupled_rows(criterion: Any) -> Iterator[str]:
@@ -209,10 +215,10 @@ def _coupled_rows(criterion: Any) -> Iterator[str]:
     if is_known(criterion):
         return
     if is_sum(criterion):
-        yield f'the loss: {name} is a sum: give DataParallelCriterion reduction="sum", else it is taken for a mean'
+        yield f'the loss: {name} is a sum: give DataParallelCriterion reduction="sum", otherwise it is treated as a mean'
     else:
         yield (
-            f"the loss: what {name} divides its mean by is not known: give DataParallelCriterion weight=, a function "
+            f"the loss: the divisor of the mean of {name} is unknown: give DataParallelCriterion weight=, a function "
             "(output, *targets) -> scalar; if its rows depend on each other, compute criterion(gather(outputs), targets)"
         )
 
@@ -221,6 +227,6 @@ def _recurrent_layers(module: nn.Module) -> Iterator[str]:
     for name, layer in module.named_modules():
         if isinstance(layer, (nn.LSTM, nn.GRU)):
             yield (
-                f"note: {_called(name, layer)} runs as replicas; memory.estimate assumes what cuDNN takes for it on a GPU, and "
-                "has no estimate on simulated devices"
+                f"note: {_described(name, layer)} runs as replicas; memory.estimate assumes the memory of cuDNN on a GPU, and "
+                "has no estimate for simulated devices"
             )

@@ -1,4 +1,4 @@
-"""The kind of a loss, tried on its parts: a sum, a mean over something, or one whose rows depend on each other."""
+"""Classification of a loss by its values on parts of a batch: a sum, a mean, or a loss whose rows depend on each other."""
 
 import copy
 import warnings
@@ -18,15 +18,15 @@ from ..loss.partial_sums import Criterion
 
 __all__: list[str] = []
 
-_WEIGHT = "give DataParallelCriterion weight=, a function (output, *targets) -> scalar that counts what it divides by"
+_WEIGHT = "give DataParallelCriterion weight=, a function (output, *targets) -> scalar that returns the divisor"
 _WHOLE = "compute it as criterion(gather(outputs), targets)"
 
 
 def scalar_of(result: Any) -> Tensor:
-    """The loss that a criterion returned: a tensor, its ``loss``, or the sum of its terms.
+    """Returns the loss in the result of a criterion: a tensor, the attribute ``loss``, or the sum of several terms.
 
     Raises:
-        TypeError: it is none of these.
+        TypeError: if the result has another form.
     """
     result = getattr(result, "loss", result)
     if isinstance(result, Tensor):
@@ -37,24 +37,24 @@ def scalar_of(result: Any) -> Tensor:
     return torch.stack([term.reshape(()) for term in terms]).sum()
 
 
-def copy_of(thing: Any) -> Any:
-    """A deep copy; of what is no module and cannot be copied, ``thing`` itself."""
+def copy_of(criterion: Any) -> Any:
+    """Returns a deep copy, or the object itself if it is not a module and cannot be copied."""
     try:
-        return copy.deepcopy(thing)
-    except TypeError:  # something in it has no copy: a lock, a generator
-        if isinstance(thing, nn.Module):
+        return copy.deepcopy(criterion)
+    except TypeError:  # a lock or a generator inside, for example
+        if isinstance(criterion, nn.Module):
             raise
-        return thing
+        return criterion
 
 
 def loss_in_parts(output: Any, criterion: Criterion, wrapped: DataParallelCriterion, targets: Any, dims: Dims) -> Iterator[str]:
-    """A reason where the loss in parts is not the loss of the whole.
+    """Yields a reason if the loss computed in parts differs from the loss of the whole batch.
 
     Args:
-        output, targets: those of the plain program.
-        criterion: as the plain program calls it.
-        wrapped: what the split program puts its parts together with.
-        dims: of the rows in the output.
+        output, targets: output and targets of the plain program.
+        criterion: criterion of the plain program.
+        wrapped: criterion of the split program.
+        dims: dimensions of the rows in the output.
     """
     tensor, dim = nested.first_tensor(output), dims if isinstance(dims, int) else 0
     if tensor is None or not -tensor.dim() <= dim < tensor.dim() or tensor.size(dim) < 2:
@@ -64,14 +64,14 @@ def loss_in_parts(output: Any, criterion: Criterion, wrapped: DataParallelCriter
         try:
             parts = _Parts(criterion, wrapped, output, nested.spread(targets), dim, rows)
             kind = parts.kind()
-        except Exception:  # noqa: BLE001 - a criterion may raise whatever it likes of a part, or rows lie elsewhere
+        except Exception:  # noqa: BLE001 - a criterion may raise any error for a part
             return
     if kind:
         yield kind
 
 
 class _Parts:
-    """The loss of runs of rows."""
+    """Losses of contiguous parts of the rows."""
 
     def __init__(
         self, criterion: Criterion, wrapped: DataParallelCriterion, output: Any, targets: tuple[Any, ...], dim: int, rows: int
@@ -83,44 +83,50 @@ class _Parts:
         self.counted = count_rows(self.targets, self.target_dim) if targets else None
 
     def losses(self, sizes: Sequence[int]) -> list[Tensor]:
-        """The loss of each run of ``sizes[i]`` rows, by itself."""
+        """Returns the loss of each part of ``sizes[i]`` rows, computed separately."""
         outputs = cut(self.output, sizes, self.dim)
-        pieces = [self.targets] * len(sizes)
+        targets = [self.targets] * len(sizes)
         if self.counted is not None:
-            pieces = cut(self.targets, proportional_sizes(self.counted, sizes), self.target_dim)
+            targets = cut(self.targets, proportional_sizes(self.counted, sizes), self.target_dim)
         device = nested.first_tensor(self.output).device  # type: ignore[union-attr]
-        pairs = zip(outputs, [move_leaves(piece, device) for piece in pieces], strict=True)
-        return [scalar_of(copy_of(self.criterion)(*nested.spread(one), *mine)) for one, mine in pairs]
+        pairs = zip(outputs, [move_leaves(target, device) for target in targets], strict=True)
+        return [scalar_of(copy_of(self.criterion)(*nested.spread(output), *target)) for output, target in pairs]
 
     def kind(self) -> str | None:
-        """Returns the reason for a difference; None where the split program has the loss of the whole."""
+        """Returns the reason for a difference, or None if the split program has the loss of the whole batch."""
         third, rows = max(self.rows // 3, 1), self.rows
-        cuts = [[third, rows - third], [rows - third, third], [1, rows - 1]]  # uneven: a mean over rows is none over parts
+        cuts = [[third, rows - third], [rows - third, third], [1, rows - 1]]  # uneven: the mean of the parts differs
         (whole,) = self.losses([rows])
-        if all(_close(self._put_together(sizes, whole), whole) for sizes in cuts):
+        if all(_close(self._combined(sizes, whole), whole) for sizes in cuts):
             return None
         parts = [self.losses(sizes) for sizes in cuts]
-        if all(_close(one + other, whole) for one, other in parts):
+        if all(_close(first + second, whole) for first, second in parts):
             return 'the loss is a sum (its parts add up to the whole): give DataParallelCriterion reduction="sum"'
         if all(_close((pair[0] * sizes[0] + pair[1] * sizes[1]) / rows, whole) for pair, sizes in zip(parts, cuts, strict=True)):
             return 'the loss is a mean over rows: give DataParallelCriterion weight="rows"'
         is_mean = self._is_weighted_mean(whole)
         if is_mean is None:
             return (
-                f"the loss: in parts it is not the loss of the whole, so its rows depend on each other ({_WHOLE}), or {_WEIGHT}"
+                "the loss: computed in parts it differs from the loss of the whole batch, so its rows depend on each other "
+                f"({_WHOLE}), or {_WEIGHT}"
             )
         if is_mean:
             return f"the loss is a mean, but not over rows: {_WEIGHT}"
-        return f"the loss: its rows depend on each other, so that its parts do not make up the whole: {_WHOLE}"
+        return f"the loss: its rows depend on each other, so it cannot be computed in parts: {_WHOLE}"
 
-    def _put_together(self, sizes: Sequence[int], whole: Tensor) -> Tensor:
+    def _combined(self, sizes: Sequence[int], whole: Tensor) -> Tensor:
+        """Returns the loss that ``wrapped`` computes from the parts, or a different value if it raises an error."""
         try:
             return scalar_of(copy_of(self.wrapped)(PerReplica(cut(self.output, sizes, self.dim), sizes, self.dim), *self.targets))
-        except (ValueError, RuntimeError, TypeError):  # it refuses what the criterion itself takes
+        except (ValueError, RuntimeError, TypeError):
             return torch.full_like(whole, torch.nan) if whole.isfinite() else torch.zeros_like(whole)
 
     def _is_weighted_mean(self, whole: Tensor) -> bool | None:
-        """Returns True if the whole is a mean of three parts with weights that pairs of them show; None where they show none."""
+        """Returns True if the loss is a mean with one weight per part, None if its values do not determine the weights.
+
+        The losses of three parts and of their two adjacent pairs determine the weights. The weighted mean of the three parts must
+        then be the loss of the whole batch.
+        """
         part, rest = self.rows // 4, self.rows - 2 * (self.rows // 4)
         for sizes in ((rest, part, part), (part, rest, part), (part, part, rest)) if part else ():
             answer = self._is_mean_of(sizes, whole)
@@ -129,18 +135,16 @@ class _Parts:
         return None
 
     def _is_mean_of(self, sizes: Sequence[int], whole: Tensor) -> bool | None:
-        one, two, three = map(float, self.losses(sizes))
-        first, last = (
-            float(self.losses([sizes[0] + sizes[1], sizes[2]])[0]),
-            float(self.losses([sizes[0], sizes[1] + sizes[2]])[1]),
-        )
-        above = one - first, last - three, one - two, two - three
-        if not all(abs(difference) > 1e-6 * abs(float(whole)) for difference in above):  # nor where one of them is nan
+        loss_1, loss_2, loss_3 = map(float, self.losses(sizes))
+        loss_12 = float(self.losses([sizes[0] + sizes[1], sizes[2]])[0])
+        loss_23 = float(self.losses([sizes[0], sizes[1] + sizes[2]])[1])
+        differences = loss_1 - loss_12, loss_23 - loss_3, loss_1 - loss_2, loss_2 - loss_3
+        if not all(abs(difference) > 1e-6 * abs(float(whole)) for difference in differences):  # also if one of them is nan
             return None
-        of_one, of_three = (first - two) / above[0], (two - last) / above[1]  # in units of the second's weight
-        mean = (of_one * one + two + of_three * three) / (of_one + 1 + of_three)
-        return of_one >= 0 and of_three >= 0 and _close(torch.tensor(mean), whole)
+        weight_1, weight_3 = (loss_12 - loss_2) / differences[0], (loss_2 - loss_23) / differences[1]  # with weight_2 = 1
+        mean = (weight_1 * loss_1 + loss_2 + weight_3 * loss_3) / (weight_1 + 1 + weight_3)
+        return weight_1 >= 0 and weight_3 >= 0 and _close(torch.tensor(mean), whole)
 
 
-def _close(one: Tensor, other: Tensor) -> bool:
-    return torch.allclose(one.to(other), other, rtol=1e-4, equal_nan=True)
+def _close(found: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(found.to(expected), expected, rtol=1e-4, equal_nan=True)

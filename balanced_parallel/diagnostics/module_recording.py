@@ -1,4 +1,4 @@
-"""A copy of model and criterion that notes what each module gives, and where two of them part."""
+"""Recording of the outputs of all modules, and the first module whose output differs between two programs."""
 
 import math
 from collections.abc import Callable
@@ -16,52 +16,54 @@ __all__: list[str] = []
 
 
 class Program:
-    """A copy of model and criterion that notes the output of each module, by forward and replica."""
+    """A copy of model and criterion that records the output of each module, by forward and replica."""
 
     def __init__(self, module: nn.Module, criterion: Criterion) -> None:
         self.module, self.criterion = copy_of(module), copy_of(criterion)
         self.output: Any = None
         for name, layer in self.module.named_modules():
-            layer.register_forward_hook(self._note(name or "the model", type(layer).__name__))
-        self.module.register_forward_pre_hook(self._open)
-        self.module.register_forward_hook(self._close)
+            layer.register_forward_hook(self._recording_hook(name or "the model", type(layer).__name__))
+        self.module.register_forward_pre_hook(self._start_forward)
+        self.module.register_forward_hook(self._end_forward)
         self.begin()
 
     def begin(self) -> None:
-        """Forgets the step before."""
-        self.noted: dict[tuple[int, int], list[tuple[str, Tensor]]] = {}
-        self._forwards: dict[int, int] = {}  # of each replica
+        """Deletes the outputs and gradients of the previous step."""
+        self.outputs: dict[tuple[int, int], list[tuple[str, Tensor]]] = {}
+        self._forwards: dict[int, int] = {}  # number of forwards per replica
         self._running: set[int] = set()
         for parameter in self.parameters().values():
             parameter.grad = None
 
     @property
     def rounds(self) -> int:
-        """Forwards in this step."""
+        """Number of forwards in this step."""
         return max(self._forwards.values(), default=0)
 
-    def _open(self, *_: Any) -> None:
-        replica = _index()
+    def _start_forward(self, *_: Any) -> None:
+        replica = _replica_index()
         self._forwards[replica] = self._forwards.get(replica, 0) + 1
         self._running.add(replica)
 
-    def _close(self, *_: Any) -> None:
-        self._running.discard(_index())
+    def _end_forward(self, *_: Any) -> None:
+        self._running.discard(_replica_index())
 
-    def _note(self, name: str, kind: str) -> Callable[..., None]:
+    def _recording_hook(self, name: str, kind: str) -> Callable[..., None]:
         def hook(layer: nn.Module, inputs: Any, output: Any) -> None:
-            tensor, replica = nested.first_tensor(output), _index()
-            if tensor is not None and replica in self._running:  # not what a checkpoint computes again in the backward
-                noted = self.noted.setdefault((self._forwards[replica], replica), [])
-                noted.append((f"{name} ({kind})", tensor.detach().clone()))
+            tensor, replica = nested.first_tensor(output), _replica_index()
+            if tensor is not None and replica in self._running:  # False for recomputation by a checkpoint in the backward
+                outputs = self.outputs.setdefault((self._forwards[replica], replica), [])
+                outputs.append((f"{name} ({kind})", tensor.detach().clone()))
 
         return hook
 
     def parameters(self) -> dict[str, nn.Parameter]:
+        """Returns the parameters of the model, and those of the criterion with the prefix ``criterion.``."""
         own = self.criterion.named_parameters() if isinstance(self.criterion, nn.Module) else ()
         return dict(self.module.named_parameters()) | {f"criterion.{name}": parameter for name, parameter in own}
 
     def gradients(self) -> dict[str, Tensor]:
+        """Returns the gradients of all trainable parameters, with zeros for a gradient that is None."""
         return {
             name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
             for name, parameter in self.parameters().items()
@@ -69,13 +71,20 @@ class Program:
         }
 
 
-def _index() -> int:
+def _replica_index() -> int:
     replica = current_replica()
     return 0 if replica is None else replica.index
 
 
 def relative_error(found: Tensor, expected: Tensor, floor: float = 0.0) -> float:
-    """Infinite where only one of them is nan: a comparison with nan would pass for small."""
+    """Returns the largest absolute difference over the largest absolute value of ``expected``.
+
+    The error is infinite if only one of two elements is nan, because nan is not greater than any tolerance.
+
+    Args:
+        found, expected: tensors of the same shape.
+        floor: smallest value to divide by.
+    """
     if expected.numel() == 0:
         return 0.0
     found, expected = found.to(expected.device).double(), expected.double()
@@ -88,22 +97,22 @@ def relative_error(found: Tensor, expected: Tensor, floor: float = 0.0) -> float
 
 
 def first_difference(plain: Program, split: Program, dim: int, tolerance: float) -> str | None:
-    """The first module, in the order in which forwards end, whose pieces put together are not the plain output."""
-    parts = [split.noted[place] for place in sorted(split.noted)]
-    for index, (name, expected) in enumerate(plain.noted.get((1, 0), [])):
-        pieces = [part[index][1].to(expected.device) for part in parts if index < len(part) and part[index][0] == name]
-        if len(pieces) < len(parts):
+    """Returns the first module, in the order in which forwards end, whose joined outputs differ from the plain output."""
+    parts = [split.outputs[key] for key in sorted(split.outputs)]
+    for index, (name, expected) in enumerate(plain.outputs.get((1, 0), [])):
+        shards = [part[index][1].to(expected.device) for part in parts if index < len(part) and part[index][0] == name]
+        if len(shards) < len(parts):
             return f"{name}, which the replicas did not run in the same order"
-        whole = _join(pieces, expected.shape, dim)
-        if whole is not None and (error := relative_error(whole, expected)) > tolerance:
+        joined = _join(shards, expected.shape, dim)
+        if joined is not None and (error := relative_error(joined, expected)) > tolerance:
             return f"{name}: relative error {error:.1e}"
     return None
 
 
-def _join(pieces: list[Tensor], shape: torch.Size, dim: int) -> Tensor | None:
-    """The pieces in the dimension, ``dim`` first, in which they make up ``shape``; None where they do in none."""
+def _join(shards: list[Tensor], shape: torch.Size, dim: int) -> Tensor | None:
+    """Concatenates shards along the first dimension that gives ``shape``, ``dim`` before others; None if there is none."""
     for along in dict.fromkeys([dim % max(len(shape), 1), *range(len(shape))]):
-        rests = {(*piece.shape[:along], *piece.shape[along + 1 :]) for piece in pieces if piece.dim() == len(shape)}
-        if rests == {(*shape[:along], *shape[along + 1 :])} and sum(piece.size(along) for piece in pieces) == shape[along]:
-            return torch.cat(pieces, along)
+        rests = {(*shard.shape[:along], *shard.shape[along + 1 :]) for shard in shards if shard.dim() == len(shape)}
+        if rests == {(*shape[:along], *shape[along + 1 :])} and sum(shard.size(along) for shard in shards) == shape[along]:
+            return torch.cat(shards, along)
     return None

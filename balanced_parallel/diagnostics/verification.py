@@ -1,4 +1,4 @@
-"""``verify``: the plain program beside the split one, on the caller's own model and batch, and where they part."""
+"""``verify``: comparison of the split program with the plain program, on the user's own model and batch."""
 
 import copy
 import warnings
@@ -26,16 +26,28 @@ from .module_recording import Program, first_difference, relative_error
 
 __all__: list[str] = []
 
-_SHOWN = 10  # gradients in the table
+_MAX_GRADIENTS = 10  # gradients in the table
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """How far the split program is from the plain one. Errors are relative; ``print(report)`` shows a table.
+    """Relative errors of the split program. ``print(report)`` prints a table.
 
-    The error of a gradient is its largest absolute difference over the largest entry of the plain gradient (of at least a
-    thousandth of the largest of all gradients, so that what is zero but for rounding does not count as far off).
+    The error of a gradient is its largest absolute difference over the largest entry of the plain gradient. The divisor is at
+    least a thousandth of the largest entry of all gradients, so rounding errors in a gradient near zero do not count.
+
+    Attributes:
+        devices: one device per replica.
+        micro_batches: number of micro-batches.
+        tolerance: largest relative error that counts as equal.
+        plain_loss: loss of the plain program.
+        split_loss: loss of the split program.
+        loss_error: relative error of the loss.
+        gradient_errors: relative error of each gradient, by the name of the parameter.
+        first_difference: first module whose output differs, with its error; None if there is none.
+        reasons: known reasons for a difference that apply.
+        step: number of the step that the errors belong to: the first of two that differs, else the second.
     """
 
     devices: tuple[str, ...]
@@ -47,28 +59,27 @@ class VerificationReport:
     gradient_errors: dict[str, float]
     first_difference: str | None
     reasons: tuple[str, ...]
-    step: int = 1  # of two on the same batch, the one that the numbers are of: the first that differs, else the second
+    step: int = 1
 
     @property
     def equal(self) -> bool:
-        """Whether loss and all gradients agree within the tolerance."""
+        """True if the errors of the loss and of all gradients are within the tolerance."""
         return max([self.loss_error, *self.gradient_errors.values()]) <= self.tolerance
 
     def __str__(self) -> str:
         rows = [("loss", self.loss_error), *sorted(self.gradient_errors.items(), key=lambda item: -item[1])]
-        shown, more = rows[: _SHOWN + 1], len(rows) - _SHOWN - 1
+        shown, more = rows[: _MAX_GRADIENTS + 1], len(rows) - _MAX_GRADIENTS - 1
         width = max(len(name) for name, _ in shown)
         lines = [
             f"{'equal' if self.equal else 'DIFFERENT'} within {self.tolerance:.0e}: {len(self.devices)} replicas "
             f"({', '.join(self.devices)}), {self.micro_batches} micro-batch(es)",
-            f"loss of the plain program {self.plain_loss:.8g}, of the split one {self.split_loss:.8g}, of step {self.step} "
-            "on the same batch",
+            f"loss in step {self.step} on the same batch: {self.plain_loss:.8g} (plain), {self.split_loss:.8g} (split)",
             f"{'':{width}}  relative error",
             *(f"{name:{width}}  {error:.1e}{'' if error <= self.tolerance else '  <-'}" for name, error in shown),
             *([f"... and {more} more"] if more > 0 else []),
         ]
         if self.first_difference is not None:
-            lines.append(f"the first output that differs is that of {self.first_difference}")
+            lines.append(f"first output that differs: {self.first_difference}")
         lines += [f"known reason: {reason}" for reason in self.reasons]
         return "\n".join(lines)
 
@@ -86,39 +97,49 @@ def verify(
     in_dims: Dims = None,
     tolerance: float | None = None,
 ) -> VerificationReport:
-    """Runs two steps of the plain program and of the split one on the same batch, and compares losses and gradients.
+    """Runs the plain and the split program on the same batch, and compares losses and gradients.
 
-    The second step finds what the first one wrote: state of the model or of the criterion. No step changes a parameter.
-    Nothing of the caller's is changed: both programs run on copies. They start from different random states, so that a model
-    which draws random numbers in forward cannot look equal by luck. float64 gives the clearest answer (``model.double()``).
+    Each program runs two steps, without updates of parameters. The second step shows state of the model or the criterion that the
+    first step has written. Both programs run on copies, so the caller's model and criterion do not change. The programs start
+    with different random states, so a model that draws random numbers in forward is not equal by chance. Use float64
+    (``model.double()``) for the clearest result.
 
     Args:
-        model: a module, or the :class:`DataParallelModel` around it, whose devices and dimensions are then used.
-        criterion: a module or a function, or the :class:`DataParallelCriterion` around it. Several terms are added up.
-        inputs, targets: as :class:`TrainStep` takes them; no targets, as for a model that computes its own loss, are ``()``.
-        device_ids: as in :class:`DataParallelModel`.
-        micro_batch_size: rows per device in one forward; ``None`` runs the whole batch at once.
+        model: a module, or a :class:`DataParallelModel`, whose devices and dimensions are then used.
+        criterion: a module, a function, or a :class:`DataParallelCriterion`. Several terms are added up.
+        inputs, targets: a batch, as for :class:`TrainStep`. Targets are ``()`` for a model that computes its own loss.
+        device_ids: devices, as in :class:`DataParallelModel`.
+        micro_batch_size: number of rows per device in one forward. ``None`` means the whole batch in one forward.
         weight: as in :class:`DataParallelCriterion`.
-        dim: the dimension of the rows in inputs, outputs and targets; ``None`` is that of the wrappers, else 0.
+        dim: dimension of the rows in inputs, outputs and targets. ``None`` means that of the given wrappers, else 0.
         in_dims: as in :class:`DataParallelModel`.
-        tolerance: relative; ``None`` is 1e-10 for float64, 1e-4 for float32, 2e-2 for float16 and 5e-2 for bfloat16.
+        tolerance: relative tolerance. ``None`` means 1e-10 for float64, 1e-4 for float32, 2e-2 for float16 and 5e-2 for bfloat16.
 
     Returns:
-        The errors of loss and gradients and, where they are too large, the first module whose output differs and the known
-        reasons that apply.
+        A :class:`VerificationReport` with the errors of loss and gradients. If they exceed the tolerance, it has the first module
+        whose output differs, and the known reasons that apply.
+
+    Example:
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)).double()
+        >>> inputs, targets = torch.randn(7, 4, dtype=torch.float64), torch.randint(3, (7,))
+        >>> report = verify(net, torch.nn.CrossEntropyLoss(), inputs, targets, device_ids=["cpu"] * 3)
+        >>> report.equal, report.devices
+        (True, ('cpu', 'cpu', 'cpu'))
+        >>> sorted(report.gradient_errors)
+        ['0.bias', '0.weight', '2.bias', '2.weight']
     """
     module = model.module if isinstance(model, DataParallelModel) else model
     inner: Criterion = criterion.module if isinstance(criterion, DataParallelCriterion) else criterion
     dtype = next((parameter.dtype for parameter in module.parameters()), torch.float32)
     limit = _TOLERANCES.get(dtype, 1e-4) if tolerance is None else tolerance
     with keep_random_state(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="it is not known what .* divides its mean by")
+        warnings.filterwarnings("ignore", message="the divisor of the mean of .* is unknown")
         plain, split = Program(module, inner), Program(module, inner)
         wrapped = _wrap_model(split.module, model, device_ids, dim, in_dims)
         if dim is None and not isinstance(criterion, DataParallelCriterion):
             dim = wrapped.dim
         losses = _wrap_criterion(split.criterion, criterion, weight, dim)
-        step = TrainStep(wrapped, losses, _Still(split.parameters().values()), micro_batch_size=micro_batch_size)
+        step = TrainStep(wrapped, losses, _NoUpdate(split.parameters().values()), micro_batch_size=micro_batch_size)
         number, equal = 0, True
         while equal and number < 2:
             number += 1
@@ -133,7 +154,7 @@ def verify(
             criteria = inner, plain.criterion
             reasons = find_reasons(plain.module, plain.output, module, criteria, fresh, targets, wrapped.out_dims, *cuts)
     if not equal and dtype == torch.float64 and worst < 1e-5:
-        reasons += ("rounding: the errors are those of float32, to which a part of the model or of the loss seems to cast",)
+        reasons += ("rounding: the errors are of the size of float32; a part of the model or of the loss may cast to float32",)
     return VerificationReport(
         devices=tuple(map(str, wrapped.devices)),
         micro_batches=split.rounds,
@@ -148,8 +169,8 @@ def verify(
     )
 
 
-class _Still(torch.optim.Optimizer):
-    """It updates nothing, not even where a gradient is nan."""
+class _NoUpdate(torch.optim.Optimizer):
+    """An optimizer without updates. SGD with a learning rate of 0 would write nan for gradients that are nan."""
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(parameters, {})
@@ -161,7 +182,7 @@ class _Still(torch.optim.Optimizer):
 def _wrap_model(
     module: nn.Module, like: nn.Module, device_ids: Sequence[DeviceLike] | None, dim: int | None, in_dims: Dims
 ) -> DataParallelModel:
-    """``module`` as ``like`` is wrapped, if it is, with what the caller names put in its place."""
+    """Wraps ``module`` with the settings of ``like``, if that is wrapped. Settings of the caller take precedence."""
     split = None
     settings: dict[str, Any] = {}
     if isinstance(like, DataParallelModel):
@@ -175,7 +196,7 @@ def _wrap_model(
 def _wrap_criterion(
     module: Criterion, like: Criterion, weight: Callable[..., Any] | str | None, dim: int | None
 ) -> DataParallelCriterion:
-    """``module`` as ``like`` is wrapped, if it is: with all of its settings but those of devices and precision."""
+    """Wraps ``module`` with the settings of ``like``, if that is wrapped, except devices and precision."""
     if isinstance(like, DataParallelCriterion):
         wrapped = copy.deepcopy(like)
         wrapped.module, wrapped.devices, wrapped.output_device, wrapped.precision = module, None, None, Precision("fp32")
@@ -186,7 +207,7 @@ def _wrap_criterion(
     try:
         if wrapped.weight is None and not is_known(module):
             refuse_coupled(module)
-    except TypeError:  # refused elsewhere; here its error is to be shown
+    except TypeError:  # a loss whose rows depend on each other: the report shows its error
         wrapped.weight = lambda output, *targets: count_rows(targets, wrapped.dim or 0) or 1
     return wrapped
 

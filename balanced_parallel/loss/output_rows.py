@@ -1,4 +1,4 @@
-"""The rows of a criterion's outputs, found again where a list of them was made by hand."""
+"""Numbers of rows in the outputs that a criterion is called with, including lists that a user made of outputs."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,23 +12,23 @@ __all__: list[str] = []
 
 
 def as_per_replica(outputs: Any, dim: Dims = None) -> PerReplica:
-    """The outputs of a criterion's call, one per replica.
+    """Converts the outputs in a call of a criterion to a ``PerReplica``.
 
     Args:
-        outputs: a ``PerReplica``, a list or tuple with one entry per replica, or a tuple of ``PerReplica``, which fill the
-            criterion's leading arguments.
-        dim: the dimension of the rows in a list; ``None`` is 0, unless the outputs that it was made of say otherwise.
+        outputs: a ``PerReplica``, a list or tuple with one entry per replica, or a tuple of several ``PerReplica``, one per
+            leading argument of the criterion.
+        dim: dimension of the rows in a list. ``None`` means that of the outputs in the list, else 0.
 
     Raises:
-        TypeError: something else, such as a tensor.
-        ValueError: a list that does not hold one output of each replica, or whose rows are nobody knows where.
+        TypeError: if ``outputs`` has another type, such as a tensor.
+        ValueError: if a list does not have one output per replica, or the dimension of its rows is unknown.
     """
     if isinstance(outputs, PerReplica) and outputs:
         return outputs
     if not isinstance(outputs, (list, tuple)) or nested.is_named_tuple(outputs) or not outputs:
         raise TypeError(
             f"the criterion was given {nested.describe(outputs)}, expected the list that DataParallelModel returns, with "
-            "one output per replica; for a single output write criterion([output], ...)"
+            "one output per replica; for the output of one replica write criterion([output], ...)"
         )
     if all(isinstance(part, PerReplica) for part in outputs):
         return _zipped(outputs)
@@ -41,8 +41,8 @@ def _zipped(parts: Sequence[PerReplica]) -> PerReplica:
     sizes = {part.sizes for part in parts}
     if len(sizes) > 1:
         raise ValueError(
-            f"the criterion was given outputs with {' and '.join(str(list(one)) for one in sizes)} rows per replica, expected "
-            "the same rows in each"
+            f"the criterion was given outputs with {' and '.join(str(list(each)) for each in sizes)} rows per replica, expected "
+            "the same numbers of rows in each"
         )
     return PerReplica(zip(*parts, strict=True), parts[0].sizes, tuple(part.dim for part in parts))
 
@@ -55,14 +55,14 @@ def _rows(output: Any, dims: Dims) -> int | None:
 
 
 def sizes_like(outputs: PerReplica, rows: int | None) -> list[int]:
-    """The rows of the targets for each output, in proportion to the rows that its replica was given.
+    """Returns the number of rows of the targets for each output, in proportion to the rows of the outputs.
 
     Args:
-        outputs: one per replica.
-        rows: of the targets; ``None`` where these have none.
+        outputs: one output per replica.
+        rows: number of rows of the targets; ``None`` if they have no rows.
 
     Raises:
-        ValueError: they do not divide so.
+        ValueError: if a number would not be an integer.
     """
     known = [size for size in outputs.sizes if size is not None]
     if len(known) < len(outputs):

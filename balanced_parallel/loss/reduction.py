@@ -1,4 +1,4 @@
-"""The reduction of a criterion, as far as its settings can be believed."""
+"""Reduction of a criterion, from its settings."""
 
 import inspect
 from typing import Any
@@ -9,8 +9,11 @@ __all__: list[str] = []
 
 
 def reduction_of(criterion: Any) -> str:
-    """``"mean"``, ``"batchmean"``, ``"sum"`` or ``"none"``: the setting of a loss of torch, of one that was registered, of a
-    partial, or a function's default. Another module's attribute says nothing about what its ``forward`` returns."""
+    """Returns the reduction of a criterion: ``"mean"``, ``"batchmean"``, ``"sum"`` or ``"none"``.
+
+    It is the keyword argument of a partial, the default of a function, or the attribute of a loss of torch or of a registered
+    loss. The attribute of another module does not determine the result of its ``forward``, which is assumed to be a mean.
+    """
     function, _, settings = unwrap(criterion)
     if "reduction" in settings or "size_average" in settings or "reduce" in settings:
         return str(reduction_in(settings))
@@ -25,8 +28,7 @@ def reduction_of(criterion: Any) -> str:
 
 
 def reduction_in(settings: dict[str, Any]) -> str:
-    """The reduction that keyword arguments of a function of torch ask for, also by ``size_average=`` and ``reduce=``, which
-    torch deprecated and still obeys."""
+    """Returns the reduction that keyword arguments select, including the deprecated ``size_average=`` and ``reduce=``."""
     if settings.get("size_average") is None and settings.get("reduce") is None:
         return str(settings.get("reduction", "mean"))
     if settings.get("reduce") is False:

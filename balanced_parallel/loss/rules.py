@@ -1,4 +1,4 @@
-"""What the mean of each loss of torch divides by: elements, rows, kept targets, or the sum of their class weights."""
+"""Divisors of the losses of torch: the number of elements, rows or kept targets, or the sum of the targets' class weights."""
 
 import functools
 import inspect
@@ -15,7 +15,7 @@ __all__: list[str] = []
 
 Rule = Callable[..., Tensor]
 
-# Parts of the names of losses whose rows depend on each other. Their sum over shards is not their value on the batch.
+# Parts of the names of losses whose rows depend on each other. Their value on the batch is not a mean over shards.
 _COUPLED = re.compile(
     "barlowtwins|batchall|batchhard|cliploss|concordance|contrastive|dice|hardtriplet|infonce|jaccard|lovasz|mining|miner|"
     "multiplenegatives|npair|ntxent|pearson|siglip|simclr|supcon|tversky|vicreg"
@@ -24,52 +24,63 @@ _COUPLED = re.compile(
 
 @functools.singledispatch
 def loss_weight(criterion: Any, output: Any, *targets: Any, **kwargs: Any) -> Tensor:
-    """What the mean that ``criterion(output, *targets)`` computes divides by, as a 0-dim tensor.
+    """Returns the divisor of the mean that ``criterion(output, *targets)`` computes, as a 0-dim tensor.
 
-    Elements for the elementwise losses, rows for the margin and embedding losses and CTC, kept targets for the class losses
-    (their ``ignore_index`` left out), the sum of the kept targets' class weights where those are given. The same for every
-    ``reduction`` but ``"batchmean"``, which divides by rows. Criteria are modules of ``torch.nn``, functions of
-    ``torch.nn.functional``, or a ``functools.partial`` of one. For a criterion of your own, register its weight::
+    Elementwise losses divide by elements, margin and embedding losses and CTC by rows. Class losses divide by the number of
+    targets other than ``ignore_index``, or by the sum of their class weights. The divisor is the same for all values of
+    ``reduction`` except ``"batchmean"``, which divides by rows.
+
+    A criterion is a module of ``torch.nn``, a function of ``torch.nn.functional``, or a ``functools.partial`` of one. Register
+    other criteria::
 
         @loss_weight.register(MyLoss)
         def _(criterion, output, target):
             return (target != criterion.padding).sum()
 
     Raises:
-        TypeError: the weight of this criterion is not known; or its rows depend on each other, so that it has none.
+        TypeError: if the weight of this criterion is unknown, or its rows depend on each other.
+
+    Example:
+        >>> output, target = torch.zeros(4, 3), torch.tensor([0, 1, 2, -100])
+        >>> loss_weight(torch.nn.CrossEntropyLoss(), output, target)
+        tensor(3)
+        >>> loss_weight(torch.nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 4.0])), output, target)
+        tensor(7.)
+        >>> loss_weight(torch.nn.MSELoss(), output, torch.zeros(4, 3))
+        tensor(12)
     """
     refuse_coupled(criterion)
     raise TypeError(
-        f"loss_weight does not know what {_name(criterion)} divides its mean by; give DataParallelCriterion weight=, a function "
-        "(output, *targets) -> scalar, or register one with @loss_weight.register"
+        f"loss_weight does not know the divisor of the mean of {_name(criterion)}; give DataParallelCriterion weight=, a "
+        "function (output, *targets) -> scalar, or register one with @loss_weight.register"
     )
 
 
 def refuse_coupled(criterion: Any) -> None:
-    """Raises ``TypeError`` for a loss whose name says that its rows depend on each other."""
+    """Raises ``TypeError`` if the name of a loss shows that its rows depend on each other."""
     function, _, _ = unwrap(criterion)
     plain_name = re.sub(r"[^a-z]", "", _name(function).lower())
     if _COUPLED.search(plain_name) or type(function).__module__.startswith("pytorch_metric_learning."):
         raise TypeError(
-            f"{_name(function)} looks like a loss whose rows depend on each other: its parts do not add up to its value on the "
-            "batch. Compute it whole, as criterion(gather(outputs), targets), which is differentiable across devices; where "
-            "its rows are independent, give DataParallelCriterion weight=, a function (output, *targets) -> scalar"
+            f"{_name(function)} appears to be a loss whose rows depend on each other, so it cannot be computed in parts. Compute "
+            "it as criterion(gather(outputs), targets), which is differentiable across devices. If its rows are independent, "
+            "give DataParallelCriterion weight=, a function (output, *targets) -> scalar"
         )
 
 
 def _count(number: int) -> Tensor:
-    return torch.tensor(number)  # on the host: reading it waits for no device
+    return torch.tensor(number)  # on the CPU: reading it does not wait for a device
 
 
 def _broadcast(*tensors: Tensor) -> torch.Size:
     first = tensors[0].shape
-    if all(tensor.shape == first for tensor in tensors):  # torch.broadcast_shapes takes its time
+    if all(tensor.shape == first for tensor in tensors):  # torch.broadcast_shapes is slow
         return first
     return torch.Size(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)))
 
 
 def _classes(*, target: Tensor, weight: Tensor | None = None, ignore_index: int | None = -100, **_: Any) -> Tensor:
-    """Source: the formulas of ``nn.CrossEntropyLoss`` (probability targets divide by how many there are) and ``nn.NLLLoss``."""
+    """Divisor of ``nn.CrossEntropyLoss`` and ``nn.NLLLoss``. Targets that are probabilities divide by their number."""
     if target.is_floating_point():
         return _count(target.numel() // max(target.size(1 if target.dim() > 1 else 0), 1))
     kept = torch.ones_like(target, dtype=torch.bool) if ignore_index is None else target != ignore_index
@@ -79,17 +90,17 @@ def _classes(*, target: Tensor, weight: Tensor | None = None, ignore_index: int 
 
 
 def _elements(*, input: Tensor, target: Tensor, weight: Tensor | None = None, **_: Any) -> Tensor:
-    """Elements after broadcasting. A ``weight`` rescales the terms but not the divisor."""
+    """Number of elements after broadcasting. A ``weight`` scales the terms, not the divisor."""
     if weight is not None and weight.dim() == input.dim() and weight.size(0) not in (1, input.size(0)):
         raise ValueError(
             f"the loss has a weight of shape {tuple(weight.shape)} for an output of shape {tuple(input.shape)}: a weight per row "
-            "has to be cut like the rows; pass it with the targets, as in criterion(outputs, target, weight)"
+            "must be split like the rows; pass it with the targets, as in criterion(outputs, target, weight)"
         )
     return _count(_broadcast(input, target).numel())
 
 
 def _weighted_elements(*, input: Tensor, target: Tensor, weight: Tensor | None = None, **_: Any) -> Tensor:
-    """``F.mse_loss`` and ``F.l1_loss`` divide by the sum of their ``weight``."""
+    """Divisor of ``F.mse_loss`` and ``F.l1_loss``: the sum of ``weight`` if it is given."""
     return _elements(input=input, target=target) if weight is None else weight.sum()
 
 
@@ -101,12 +112,12 @@ def _divergence(*, input: Tensor, target: Tensor, reduction: str = "mean", **_: 
 
 def _gaussian(*, input: Tensor, target: Tensor, var: Tensor | float, **_: Any) -> Tensor:
     if isinstance(var, Tensor) and var.shape == input.shape[:-1] and var.shape != input.shape:
-        var = var.unsqueeze(-1)  # as gaussian_nll_loss does
+        var = var.unsqueeze(-1)  # like gaussian_nll_loss
     return _count(_broadcast(input, target, *([var] if isinstance(var, Tensor) else [])).numel())
 
 
 def _rows(*, input: Tensor, **_: Any) -> Tensor:
-    """All but the last dimension, which holds the classes."""
+    """Number of rows: the elements of all dimensions but the last, the classes."""
     return _count(input.shape[:-1].numel())
 
 
@@ -132,12 +143,12 @@ def _triplets(
 
 
 def _sequences(*, log_probs: Tensor, target_lengths: Tensor | tuple[int, ...] | list[int], **_: Any) -> Tensor:
-    """``F.ctc_loss`` divides each sequence's loss by its length, and the sum of those by the number of sequences."""
+    """Divisor of ``F.ctc_loss``, the number of sequences. It divides the loss of each sequence by its length before."""
     lengths = target_lengths.numel() if isinstance(target_lengths, Tensor) else len(target_lengths)
     return _count(1 if log_probs.dim() == 2 else lengths)
 
 
-# Each loss as a module and as a function, with what its mean divides by.
+# Each loss as a module and as a function, with the divisor of its mean.
 _LOSSES: list[tuple[type[nn.Module], Callable[..., Tensor], Rule]] = [
     (nn.CrossEntropyLoss, F.cross_entropy, _classes),
     (nn.NLLLoss, F.nll_loss, _classes),
@@ -173,18 +184,19 @@ def _signature(function: Callable[..., Tensor]) -> inspect.Signature:
 
 
 def _bind(function: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """The arguments by their names, as the function would take them."""
-    names, required = _plain_names(function)
-    if not kwargs and required <= len(args) <= len(names):  # as always; inspect takes ten times as long
+    """Returns the arguments of a call by name."""
+    names, required = _positional_names(function)
+    if not kwargs and required <= len(args) <= len(names):  # the common case; inspect takes ten times as long
         return dict(zip(names, args, strict=False))
     return _signature(function).bind(*args, **kwargs).arguments
 
 
 @functools.cache
-def _plain_names(function: Callable[..., Tensor]) -> tuple[list[str], int]:
-    """The leading arguments that may be given by position, and how many of them have to be."""
-    plain = [one for one in _signature(function).parameters.values() if one.kind is one.POSITIONAL_OR_KEYWORD]
-    return [one.name for one in plain], sum(one.default is one.empty for one in plain)
+def _positional_names(function: Callable[..., Tensor]) -> tuple[list[str], int]:
+    """Returns the names of the arguments that may be given by position, and the number of those without a default."""
+    parameters = _signature(function).parameters.values()
+    positional = [parameter for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    return [parameter.name for parameter in positional], sum(parameter.default is parameter.empty for parameter in positional)
 
 
 def _register(module: type[nn.Module], function: Callable[..., Tensor], rule: Rule) -> None:
@@ -194,13 +206,13 @@ def _register(module: type[nn.Module], function: Callable[..., Tensor], rule: Ru
     @loss_weight.register(module)
     def weigh(criterion: Any, output: Any, *targets: Any, **kwargs: Any) -> Tensor:
         if type(criterion).forward is not module.forward:
-            return loss_weight.dispatch(object)(criterion, output)  # a subclass with a forward of its own is another loss
+            return loss_weight.dispatch(object)(criterion, output)  # a subclass with its own forward is another loss
         settings = {name: value for name in names if (value := getattr(criterion, name, _MISSING)) is not _MISSING}
         bound = _bind(module.forward, criterion, output, *targets, **kwargs)
         del bound["self"]
-        if "log_input" in bound:  # what PoissonNLLLoss.forward calls the function's input
+        if "log_input" in bound:  # name of the argument in PoissonNLLLoss.forward
             bound["input"] = bound.pop("log_input")
-        return rule(**settings, **bound).detach()  # takes less time than torch.no_grad()
+        return rule(**settings, **bound).detach()  # faster than torch.no_grad()
 
 
 for _entry in _LOSSES:
@@ -212,7 +224,7 @@ def _weigh_adaptive(criterion: Any, output: Any, *targets: Any) -> Tensor:
     return _pairs(target=targets[0])
 
 
-# Handlers of torch's losses. One that a user registers in the place of such a handler knows another loss
+# Handlers of torch's losses. A handler that a user registers for one of them replaces it here.
 _FORMS = {loss_weight.dispatch(module): (module, form) for module, form, _ in _LOSSES}
 FUNCTIONS = types.FunctionType, types.BuiltinFunctionType
 
@@ -231,12 +243,12 @@ def _weigh_function(criterion: Any, output: Any, *targets: Any, **kwargs: Any) -
     return _RULES[function](**bound).detach()
 
 
-# Handlers that decide only after a look at the criterion, and may not know it
+# Handlers for many criteria, which may raise TypeError.
 _GENERAL = {loss_weight.dispatch(object), loss_weight.dispatch(types.FunctionType), *_FORMS}
 
 
 def unwrap(criterion: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The function in nested partials, with their positional and keyword arguments."""
+    """Returns the function inside nested partials, with their positional and keyword arguments."""
     if not isinstance(criterion, functools.partial):
         return criterion, (), {}
     function, arguments, settings = unwrap(criterion.func)
@@ -244,7 +256,7 @@ def unwrap(criterion: Any) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 
 def find_torch_loss(criterion: Any) -> Rule | None:
-    """The function of ``torch.nn.functional`` that ``criterion`` computes, as a module, as a partial or itself."""
+    """Returns the function of ``torch.nn.functional`` that a module, a partial or a function computes, or None."""
     function, _, _ = unwrap(criterion)
     if isinstance(function, FUNCTIONS):
         return function if function in _RULES else None
@@ -253,7 +265,7 @@ def find_torch_loss(criterion: Any) -> Rule | None:
 
 
 def weight_of_targets(criterion: Any, targets: tuple[Any, ...]) -> Tensor | None:
-    """:func:`loss_weight` for ``targets``, however they are cut, where it takes no more than them; else ``None``."""
+    """Returns :func:`loss_weight` if it depends on the targets alone, otherwise None."""
     function, arguments, settings = unwrap(criterion)
     if find_torch_loss(criterion) not in (F.cross_entropy, F.nll_loss) or arguments or len(targets) != 1:
         return None
@@ -264,15 +276,15 @@ def weight_of_targets(criterion: Any, targets: tuple[Any, ...]) -> Tensor | None
 
 
 def is_known(criterion: Any) -> bool:
-    """Whether :func:`loss_weight` has a rule for ``criterion``."""
+    """Returns True if :func:`loss_weight` has a rule for ``criterion``."""
     function, _, _ = unwrap(criterion)
     return find_torch_loss(criterion) is not None or loss_weight.dispatch(type(function)) not in _GENERAL
 
 
 def has_sum(criterion: Any) -> bool:
-    """Whether ``reduction="sum"`` makes ``criterion`` the plain sum of the terms whose mean it is."""
+    """Returns True if ``reduction="sum"`` gives the sum of the terms of the mean."""
     function = find_torch_loss(criterion)
-    return function is not None and function is not F.ctc_loss  # whose sum leaves out the division by each length
+    return function is not None and function is not F.ctc_loss  # its sum omits the division by the length of each sequence
 
 
 def _name(criterion: Any) -> str:

@@ -20,19 +20,31 @@ __all__: list[str] = []
 
 
 def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
-    """Makes every batch norm in ``module`` use the statistics of all rows in flight, and returns ``module``.
+    """Converts all batch norms in ``module`` to use statistics over the rows of all devices and ranks, and returns ``module``.
 
-    In place: layers keep their identity, parameters, buffers, hooks and names in the ``state_dict()``. Outputs, gradients and
-    running statistics are then those of the plain program on the same rows, with uneven shards, one row in a shard, or
-    none. Under torchrun on CUDA, :func:`parallelize` hands these layers to torch's own ``SyncBatchNorm``.
+    Layers are converted in place. They keep their identity, parameters, buffers, hooks and names in the ``state_dict()``.
+    Outputs, gradients and running statistics equal those of the plain program on the same rows, also for uneven shards and for
+    shards with one row or none. Under torchrun on CUDA, :func:`parallelize` replaces these layers by ``nn.SyncBatchNorm``.
 
-    The rows in flight are those of one forward: with micro-batches, the statistics are those of each micro-batch over all
-    devices and ranks, as they would be in the plain program that runs the same micro-batches. Under torchrun every rank
-    takes part in every forward, with no rows where it has none left: ``TrainStep`` sees to it within ``step(...)``, and
-    ``step.add(...)`` is to be called as often on each.
+    Statistics are computed over the rows of one forward. With micro-batches, they are the statistics of each micro-batch over all
+    devices and ranks, as in the plain program with the same micro-batches. Under torchrun, all ranks take part in every forward,
+    without rows if they have none left. ``TrainStep`` takes care of this in ``step(...)``, but ``step.add(...)`` must be called
+    equally often on all ranks.
+
+    Args:
+        module: a module, on any device.
 
     Raises:
-        ValueError: a lazy layer that is not initialised yet.
+        ValueError: if a lazy layer is not initialised yet.
+
+    Example:
+        >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
+        >>> model = DataParallelModel(convert_sync_batchnorm(net), ["cpu", "cpu"])
+        >>> output = model(torch.randn(5, 3, 8, 8)).gather()
+        >>> output.shape
+        torch.Size([5, 8, 6, 6])
+        >>> bool(output.mean((0, 2, 3)).abs().max() < 1e-6)  # all 5 rows are normalized together
+        True
     """
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)}
     lazy = [name or "the module" for name, layer in layers.items() if isinstance(layer, nn.modules.lazy.LazyModuleMixin)]

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..runtime.devices import current_stream, on_device
-from ..runtime.thread_state import AmbientState
+from ..runtime.thread_state import ThreadState
 
 __all__: list[str] = []
 
@@ -84,7 +84,7 @@ def run_replicas(work: Sequence[Callable[[], T]], devices: Sequence[torch.device
     """Calls ``work[i]()`` for replica ``i`` with ``devices[i]`` current, all at once, and returns the results in order.
 
     A single replica runs in the calling thread. Several run in a thread each, which carries the caller's
-    :class:`AmbientState` and its stream on that device. On the CPU, where each operator has all cores to itself already,
+    :class:`ThreadState` and its stream on that device. On the CPU, where each operator has all cores to itself already,
     they run one after the other in the calling thread unless they have to meet (``together``): threads would only take turns
     at the interpreter, and draw random numbers in an order of their own.
 
@@ -130,7 +130,7 @@ def run_replicas(work: Sequence[Callable[[], T]], devices: Sequence[torch.device
     if not together and all(device.type == "cpu" for device in devices):
         call_in_turn()
     else:
-        ambient = AmbientState.capture(devices)
+        ambient = ThreadState.capture(devices)
         contexts = [contextvars.copy_context() for _ in work]
         _run_threads([functools.partial(context.run, call_in_thread, index) for index, context in enumerate(contexts)], meeting)
     if failures:

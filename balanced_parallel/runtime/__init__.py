@@ -1,1 +1,1 @@
-"""Torch and the machine: devices, streams, threads, process groups, precision."""
+"""Queries and settings of torch and the machine: devices, streams, threads, process groups, precision."""

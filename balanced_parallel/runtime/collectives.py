@@ -1,5 +1,7 @@
-"""Collectives of the running process group: sums over ranks, rows of all ranks. Without a group there is one rank, and nothing
-communicates."""
+"""Collectives of the default process group: sums over ranks, rows of all ranks.
+
+Without a process group there is one rank, and no function communicates.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,22 +13,22 @@ __all__: list[str] = []
 
 
 def world_size() -> int:
-    """The number of ranks; 1 where no process group is running."""
+    """Returns the number of ranks, which is 1 without a process group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
 def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of ``tensor`` over all ranks, on its own device, without a gradient."""
+    """Returns the sum of ``tensor`` over all ranks, on the device of ``tensor``. The sum has no gradient."""
     if world_size() == 1:
         return tensor.detach().clone()
-    total = _carried(tensor.detach()).clone()
+    total = _to_backend_device(tensor.detach()).clone()
     dist.all_reduce(total)
     return total.to(tensor.device)
 
 
 def start_sum_over_ranks(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
     """Starts to sum ``tensor`` over all ranks. Returns a function that waits for the sum and returns it."""
-    total = _carried(tensor.detach()).clone()
+    total = _to_backend_device(tensor.detach()).clone()
     work = dist.all_reduce(total, async_op=True)
 
     def wait() -> torch.Tensor:
@@ -37,43 +39,52 @@ def start_sum_over_ranks(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
 
 
 def max_over_ranks(number: int) -> int:
-    """The largest ``number`` of any rank."""
+    """Returns the largest ``number`` of all ranks."""
     numbers: list[int] = gather_objects(number)
     return max(numbers)
 
 
 def gather_objects(value: Any) -> list[Any]:
-    """What each rank passed, in the order of the ranks; anything that can be pickled."""
-    everyone: list[Any] = [None] * world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
+    """Returns the ``value`` of each rank, in the order of the ranks. Values must be picklable."""
+    values: list[Any] = [None] * world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def gather_rows(tensor: torch.Tensor, sizes: list[int], dim: int) -> torch.Tensor:
-    """The rows of all ranks, ``sizes[rank]`` along ``dim`` from each, on this tensor's device. Differentiable."""
+    """Concatenates the rows of all ranks on the device of ``tensor``. The result is differentiable.
+
+    Args:
+        tensor: the rows of this rank.
+        sizes: number of rows of each rank along ``dim``.
+        dim: dimension of the rows.
+    """
     gathered: torch.Tensor = _GatherRows.apply(tensor, sizes, dim)
     return gathered
 
 
-def _carried(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` where the group can carry it: a group that has no backend for the CPU takes only the accelerator's."""
+def _to_backend_device(tensor: torch.Tensor) -> torch.Tensor:
+    """Moves a CPU tensor to the accelerator if the process group has no backend for the CPU."""
     if tensor.device.type != "cpu" or any(name in dist.get_backend_config() for name in ("gloo", "mpi", "ucc", "fake")):
         return tensor
     return tensor.to(torch.accelerator.current_accelerator())
 
 
 class _GatherRows(torch.autograd.Function):
-    """Backward sums the ranks' gradients and keeps this rank's rows. As gradients are averaged over ranks afterwards
-    (DistributedDataParallel), a loss that every rank computes from the gathered whole comes out exact."""
+    """All-gather of rows. Backward sums the gradients over the ranks and keeps the rows of this rank.
+
+    DistributedDataParallel averages gradients over ranks afterwards. So a loss that each rank computes from all rows has the
+    exact gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, sizes: list[int], dim: int) -> torch.Tensor:
         ctx.sizes, ctx.dim = sizes, dim
         shape = list(tensor.shape)
-        shape[dim] = max(sizes)  # collectives want equal sizes: pad, then drop the padding
+        shape[dim] = max(sizes)  # all_gather needs equal sizes: pad, then drop the padding
         padded = tensor.new_zeros(shape)
         padded.narrow(dim, 0, tensor.size(dim)).copy_(tensor)
-        padded = _carried(padded)
+        padded = _to_backend_device(padded)
         received = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(received, padded)
         rows = [part.narrow(dim, 0, size) for part, size in zip(received, sizes, strict=True)]

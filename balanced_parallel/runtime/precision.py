@@ -1,4 +1,4 @@
-"""Autocast inside every replica, and one gradient scaler over all of them."""
+"""Precision of a training step: autocast in every replica, and one gradient scaler for all of them."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -11,18 +11,27 @@ _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Precision:
-    """The arithmetic of a step: ``"fp32"`` (nothing is cast), ``"bf16"`` or ``"fp16"`` (``torch.autocast`` with that dtype).
+    """Mixed precision of a training step.
 
-    ``"fp32"`` leaves an autocast block around the call as it is, and that block reaches every replica.
+    ``"bf16"`` and ``"fp16"`` run forward and criterion under ``torch.autocast`` with that dtype, in every replica. ``"fp32"``
+    casts nothing itself. An autocast block around the call still applies, and reaches every replica.
 
     Args:
-        name: ``"fp32"``, ``"bf16"`` or ``"fp16"``; a ``Precision`` is taken as it is.
-        scaler: the gradient scaler of ``"fp16"``; ``None`` makes one where it is first asked for. Gradients meet on one device
-            before they are checked, so one scaler takes one decision for all replicas, and, because ranks check the sum of
-            all ranks' gradients, all ranks take the same.
+        name: ``"fp32"``, ``"bf16"``, ``"fp16"``, or another ``Precision``.
+        scaler: gradient scaler for ``"fp16"``. ``None`` creates one on first use. The gradients of all replicas and ranks are
+            summed before the scaler checks them, so all replicas and ranks skip the same updates.
 
     Raises:
-        ValueError: an unknown name, or a scaler with a precision that needs none: bfloat16 has the range of float32.
+        ValueError: if ``name`` is unknown, or if a scaler is given with another precision than ``"fp16"``. bfloat16 has the
+            range of float32 and needs no scaler.
+
+    Example:
+        >>> net = torch.nn.Linear(4, 2)
+        >>> with Precision("bf16").autocast([torch.device("cpu")]):
+        ...     net(torch.zeros(8, 4)).dtype
+        torch.bfloat16
+        >>> Precision("fp16", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**10))
+        Precision('fp16')
     """
 
     name: str
@@ -35,7 +44,7 @@ class Precision:
         if name not in _DTYPES:
             raise ValueError(f"precision={name!r}, expected one of {', '.join(map(repr, _DTYPES))}")
         if scaler is not None and name != "fp16":
-            raise ValueError(f"precision {name!r} was given a gradient scaler, expected none: only 'fp16' can underflow")
+            raise ValueError(f"precision {name!r} was given a gradient scaler, expected none: only 'fp16' needs one")
         self.name = name
         self.scaler = scaler
 
@@ -43,12 +52,12 @@ class Precision:
         return f"Precision({self.name!r})"
 
     def autocast(self, devices: Iterable[torch.device]) -> contextlib.AbstractContextManager[None]:
-        """Autocast for every type of device among ``devices``, in this thread; workers carry it on."""
+        """Returns a context manager that enables autocast for the types of ``devices``. Workers of replicas inherit it."""
         dtype = _DTYPES[self.name]
         return contextlib.nullcontext() if dtype is None else _autocast(dtype, devices)
 
     def scaler_on(self, device: torch.device) -> torch.amp.GradScaler | None:
-        """The gradient scaler where there is one, made for ``device`` on first use."""
+        """Returns the gradient scaler of ``"fp16"``, created for ``device`` on first use; otherwise None."""
         if self.name == "fp16" and self.scaler is None:
             self.scaler = torch.amp.GradScaler(device.type)
         return self.scaler

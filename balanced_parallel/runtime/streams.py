@@ -1,9 +1,15 @@
-"""Streams beside those that compute: gradients are summed there while backward goes on.
+"""Side streams, on which gradients are summed while the backward continues on the compute streams.
 
-Memory that is freed goes at once to whoever asks next on the stream that it was allocated on, which may be long before a
-kernel of another stream has read it. ``Tensor.record_stream`` would keep it until that kernel has run, whenever that is, and
-memory would be what the timing makes it. Here a tensor is kept until its own stream has waited for the other one, which happens
-before the next piece of work is put beside, as in torch's FSDP2: at most one piece is held at a time.
+A freed tensor's memory is reused at once by the stream that allocated it. A kernel of a side stream may still have to read it.
+``Tensor.record_stream`` delays the reuse until that kernel has run, so peak memory would depend on timing. As in torch's FSDP2,
+the tensor is kept alive until its own stream has waited for the side stream. That happens before the next work is put on the
+side stream, so the tensors of at most one piece of work are kept.
+
+::
+
+    compute stream   | backward of bucket 2 | backward of bucket 1 | wait | ...
+    side stream                             | sum of bucket 2      |
+    kept alive                              gradients of bucket 2  ^ freed
 """
 
 import contextlib
@@ -13,21 +19,22 @@ from typing import Any
 
 import torch
 
+from . import autograd
 from .devices import current_stream
 
 __all__: list[str] = []
 
-Streams = Mapping[torch.device, torch.Stream | None]  # None where a device has none
+Streams = Mapping[torch.device, torch.Stream | None]  # None for a device without streams
 
 
 def current_streams(devices: list[torch.device]) -> Streams:
-    """The stream of the calling thread on each device."""
+    """Returns the current stream of the calling thread on each device."""
     return {device: current_stream(device) for device in devices}
 
 
 @contextlib.contextmanager
 def on_streams(streams: Streams) -> Iterator[None]:
-    """Makes all of ``streams`` current in this thread, each on its device."""
+    """Makes each stream of ``streams`` current on its device, in this thread."""
     with contextlib.ExitStack() as stack:
         for stream in streams.values():
             if stream is not None:
@@ -36,20 +43,21 @@ def on_streams(streams: Streams) -> Iterator[None]:
 
 
 class SideStreams:
-    """One stream for each device, beside the one that computes. Only for calls from inside of a backward."""
+    """One side stream per device. Methods may be called only inside a backward."""
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.Stream] = {}
-        self._due: deque[tuple[list[tuple[torch.device, torch.Stream, torch.Event]], list[Any]]] = deque()
+        self._pending: deque[tuple[list[tuple[torch.device, torch.Stream, torch.Event]], list[Any]]] = deque()
 
     @contextlib.contextmanager
     def entered(self, computing: Streams, uses: list[Any]) -> Iterator[None]:
-        """What is called in this block runs beside, after what ``computing`` streams have been given so far.
+        """Runs the kernels of the block on the side streams, after the work that the compute streams have been given so far.
 
         Args:
-            uses: tensors of the computing streams, kept until these have waited.
+            computing: the compute streams, one per device.
+            uses: tensors of the compute streams, kept alive until these have waited for the side streams.
         """
-        sides = {device: self._beside(device, stream) for device, stream in computing.items()}
+        sides = {device: self._side_stream(device, stream) for device, stream in computing.items()}
         try:
             with on_streams(sides):
                 yield
@@ -57,22 +65,31 @@ class SideStreams:
             self.expect(computing, sides, uses)
 
     def expect(self, computing: Streams, working: Streams, uses: list[Any]) -> None:
-        """Has ``computing`` streams, and those of who called backward, wait for ``working`` ones, at its end at the latest."""
+        """Makes the compute streams and the current streams wait for other streams, at the end of the backward at the latest.
+
+        Args:
+            computing: the compute streams, one per device.
+            working: the streams to wait for, up to the work that they have been given so far.
+            uses: tensors to keep alive until then.
+        """
         pairs = [(device, stream, working[device]) for device, stream in computing.items()]
-        self._due.append(([(device, stream, work.record_event()) for device, stream, work in pairs if stream and work], uses))
-        torch.autograd.Variable._execution_engine.queue_callback(self.join)
+        self._pending.append(([(device, stream, work.record_event()) for device, stream, work in pairs if stream and work], uses))
+        autograd.run_after_backward(self.join)
 
     def join(self) -> None:
-        """Makes the waits that are due, and lets go what was kept for them. Nested backwards may call it from several threads."""
+        """Makes the pending waits, and releases the tensors that were kept for them.
+
+        Nested backwards may call this from several threads.
+        """
         with contextlib.suppress(IndexError):
             while True:
-                waits, uses = self._due.popleft()
+                waits, uses = self._pending.popleft()
                 for device, stream, event in waits:
                     stream.wait_event(event)
                     torch.accelerator.current_stream(device).wait_event(event)
                 del uses
 
-    def _beside(self, device: torch.device, stream: torch.Stream | None) -> torch.Stream | None:
+    def _side_stream(self, device: torch.device, stream: torch.Stream | None) -> torch.Stream | None:
         if stream is None:
             return None
         if device not in self._streams:

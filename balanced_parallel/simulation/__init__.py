@@ -1,4 +1,4 @@
-"""Accelerators that are simulated on the CPU: real numbers, and every byte counted."""
+"""Simulated accelerators: kernels run on the CPU, and memory and traffic are counted in bytes."""
 
 from .cluster import Cluster, simulate
 

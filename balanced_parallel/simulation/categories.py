@@ -1,4 +1,4 @@
-"""What the bytes are for. The ledger sees inputs and activations by itself; modules and optimizers say which are theirs."""
+"""Categories of memory. The ledger detects inputs and activations, hooks report the tensors of modules and optimizers."""
 
 import ctypes
 import weakref
@@ -11,15 +11,16 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
+
+from ..runtime.modules import buffers_of, parameters_of
+from ..runtime.tensors import get_gradient, storage_id
+from ..runtime.trees import leaves
 
 __all__: list[str] = []
 
-_gradient: Any = torch.Tensor.grad  # without summing what lies elsewhere, as replicas and optimizers do for a reader
-
 
 class Category(IntEnum):
-    """In the order of ``native/ledger.h``."""
+    """Category of an allocation. The numbers are those of ``native/ledger.h``."""
 
     PARAMETERS = 0
     GRADIENTS = 1
@@ -30,14 +31,15 @@ class Category(IntEnum):
 
     @property
     def title(self) -> str:
+        """Name in tables: ``optimizer state``."""
         return self.name.lower().replace("_", " ")
 
 
 class Labels:
-    """Tells the ledger, while :meth:`watching`, which memory holds parameters, gradients and optimizer state.
+    """Labels memory of parameters, gradients and optimizer state in the ledger, inside :meth:`watching`.
 
-    It listens to every module's forward and every optimizer's step. What it says holds for the past too: a peak before the
-    optimizer saw its gradients is shown with gradients.
+    Hooks on the forward of all modules and on the step of all optimizers find the tensors. A label applies to past peaks as
+    well: a peak in the backward shows gradients, although the optimizer labels them later.
     """
 
     def __init__(self, native: ctypes.CDLL) -> None:
@@ -46,6 +48,7 @@ class Labels:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
+        """Installs the hooks for the duration of the block."""
         with ExitStack() as hooks:
             hooks.enter_context(register_module_forward_pre_hook(self._before_forward))
             for handle in (
@@ -56,23 +59,24 @@ class Labels:
             yield
 
     def label_gradients(self) -> None:
-        """Gradients of the modules that ran, for a peak that no optimizer has followed yet."""
+        """Labels the gradients of all modules that ran, for a peak before the first step of an optimizer."""
         for module in list(self.modules.values()):
-            leaves = [held for held in module._parameters.values() if held is not None and held.is_leaf]
-            self.label(map(_gradient.__get__, leaves), Category.GRADIENTS)
+            leaves = [parameter for parameter in parameters_of(module).values() if parameter is not None and parameter.is_leaf]
+            self.label(map(get_gradient, leaves), Category.GRADIENTS)  # reading .grad may sum gradients of the replicas
 
     def label(self, tensors: Iterable[Any], category: Category) -> None:
+        """Labels the memory of all tensors on simulated devices. Other values are ignored."""
         for tensor in tensors:
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "sim" and tensor.layout == torch.strided:
-                self.native.simulation_tag(tensor.untyped_storage()._cdata, category)
+                self.native.simulation_tag(storage_id(tensor.untyped_storage()), category)
 
     def _before_forward(self, module: nn.Module, args: object) -> None:
-        self.native.simulation_in_optimizer(False)  # a step that failed did not say that it ended
+        self.native.simulation_in_optimizer(False)  # _after_step does not run if a step fails
         is_new = self.modules.get(id(module)) is not module
         self.modules[id(module)] = module
-        # all below it the first time: some modules use their children's parameters without calling the children
-        self.label(module.parameters() if is_new else module._parameters.values(), Category.PARAMETERS)
-        self.label(module.buffers() if is_new else module._buffers.values(), Category.PARAMETERS)
+        # The first time with all submodules: some modules use parameters of their children without calling the children.
+        self.label(module.parameters() if is_new else parameters_of(module).values(), Category.PARAMETERS)
+        self.label(module.buffers() if is_new else buffers_of(module).values(), Category.PARAMETERS)
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -82,4 +86,4 @@ class Labels:
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         self.native.simulation_in_optimizer(False)
-        self.label(tree_leaves(list(optimizer.state.values())), Category.OPTIMIZER_STATE)
+        self.label(leaves(list(optimizer.state.values())), Category.OPTIMIZER_STATE)

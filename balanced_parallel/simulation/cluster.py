@@ -1,4 +1,4 @@
-"""``simulate``: devices ``sim:0``, ``sim:1``, ... for the length of a ``with`` block, and what was seen on them."""
+"""``simulate``: devices ``sim:0``, ``sim:1``, ... for the duration of a ``with`` block, with their memory and traffic."""
 
 import ctypes
 import threading
@@ -19,19 +19,19 @@ from .torch_data_parallel import comm_for_simulated_devices
 
 __all__: list[str] = []
 
-MOST_DEVICES = 64  # kDevices of native/ledger.h
-NO_LIMIT = 2**50  # 1 PiB: more than any simulation reaches
+MAX_DEVICES = 64  # kDevices of native/ledger.h
+NO_LIMIT = 2**50  # 1 PiB, more than any simulation reaches
 Memory = int | str | Sequence[int | str | None] | None
 _entering = threading.Lock()
 _active = False
 
 
 class Cluster:
-    """The simulated devices of one :func:`simulate` block. After the block its numbers stay as they were at its end.
+    """Simulated devices of one :func:`simulate` block. All numbers can still be read after the block.
 
     Attributes:
         devices: ``sim:0`` and so on.
-        memory: bytes that each device has; ``None`` without a limit.
+        memory: capacity of each device in bytes; ``None`` means no limit.
     """
 
     def __init__(self, memory: Sequence[int | None], native: ctypes.CDLL, labels: Labels) -> None:
@@ -43,38 +43,45 @@ class Cluster:
 
     @property
     def live(self) -> list[int]:
-        """Bytes in use now, per device. Each allocation is rounded up to 512 bytes, as CUDA's caching allocator does."""
+        """Bytes in use now, per device. Each allocation is rounded up to 512 bytes, as in torch's CUDA caching allocator."""
         return self._ended[0] if self._ended else [self._native.simulation_live(device.index) for device in self.devices]
 
     @property
     def peak(self) -> list[int]:
-        """The most bytes that were in use at one time, per device, since the beginning or :meth:`reset_peak`."""
+        """Largest number of bytes in use at one time, per device, since the start or :meth:`reset_peak`."""
         return self._ended[1] if self._ended else [self._native.simulation_peak(device.index) for device in self.devices]
 
     @property
     def moved(self) -> Counter[tuple[str, str]]:
-        """Bytes copied so far, by source and target: ``moved["cpu", "sim:0"]``. Subtract two of them to measure a part."""
+        """Bytes copied so far, by source and target: ``moved["cpu", "sim:0"]``. Subtract two values to measure a section."""
         if self._ended:
             return self._ended[2]
-        places = [*enumerate(map(str, self.devices)), (MOST_DEVICES, "cpu")]
-        moved = {(here, there): self._native.simulation_moved(i, j) for i, here in places for j, there in places}
+        places = [*enumerate(map(str, self.devices)), (MAX_DEVICES, "cpu")]
+        moved = {(source, target): self._native.simulation_moved(i, j) for i, source in places for j, target in places}
         return Counter({ends: count for ends, count in moved.items() if count})
 
     def reset_peak(self) -> None:
-        """From here on, :attr:`peak` and :meth:`categories` tell of what happens next."""
+        """Restarts the measurement of :attr:`peak` and :meth:`categories`.
+
+        Raises:
+            RuntimeError: after the :func:`simulate` block.
+        """
         if self._ended:
-            raise RuntimeError("the cluster was left: its peaks can be read, and not reset")
+            raise RuntimeError("the simulate() block has ended: peaks can be read, but not reset")
         self._native.simulation_reset_peak()
 
     def categories(self, device: int) -> dict[str, int]:
-        """What the bytes at the peak of one device were for; they add up to its ``peak``.
+        """Returns the bytes of each category at the peak of one device. They add up to its ``peak``.
 
         ``"parameters"`` (with buffers), ``"gradients"`` (the ``grad`` of parameters), ``"optimizer state"``, ``"inputs"`` (copied
-        from the CPU, or made on the device from no other tensor), ``"activations"`` (results of operators in a forward) and
-        ``"other"`` (gradients of activations, and what a backward or an update holds for a moment).
+        from the CPU, or created on the device from no other tensor), ``"activations"`` (results of operators in a forward) and
+        ``"other"`` (gradients of activations, and temporary tensors of a backward or an update).
+
+        Args:
+            device: index of the device.
 
         Raises:
-            IndexError: there is no such device.
+            IndexError: if there is no such device.
         """
         index = range(len(self.devices))[device]
         if self._ended:
@@ -85,15 +92,15 @@ class Cluster:
         return {category.title: counts[category] for category in Category}
 
     def __str__(self) -> str:
-        """A table: a row per device, with its bytes now and at the peak, what these were for, and what came and went."""
+        """Returns a table with one row per device: bytes now and at the peak, categories of the peak, and bytes moved."""
         moved = self.moved
         rows = []
         for index, (device, memory) in enumerate(zip(map(str, self.devices), self.memory, strict=True)):
             parts = self.categories(index)
             into = sum(count for (_, target), count in moved.items() if target == device)
             out = sum(count for (source, _), count in moved.items() if source == device)
-            shown = [self.live[index], self.peak[index], *parts.values(), into, out]
-            rows.append([device, "no limit" if memory is None else format_bytes(memory), *map(format_bytes, shown)])
+            counts = [self.live[index], self.peak[index], *parts.values(), into, out]
+            rows.append([device, "no limit" if memory is None else format_bytes(memory), *map(format_bytes, counts)])
         headers = ["device", "memory", "now", "peak", *(category.title for category in Category), "moved in", "moved out"]
         return tabulate(rows, headers, tablefmt="simple", stralign="right")
 
@@ -103,52 +110,63 @@ class Cluster:
 
 @contextmanager
 def simulate(devices: int, memory: Memory = None, *, strict: bool = True) -> Iterator[Cluster]:
-    """Gives this process accelerators ``sim:0`` to ``sim:N-1``: real numbers, computed by the CPU, and every byte counted.
+    """Simulates accelerators ``sim:0`` to ``sim:N-1`` in this process. Kernels run on the CPU, and memory is counted in bytes.
 
-    They behave as GPUs do in placement, memory and traffic, so that a program for several GPUs can be run, tested and measured
-    without one. torch takes them for its accelerator: ``DataParallelModel(net)``, ``torch.accelerator`` and
-    ``torch.nn.DataParallel`` find them. What they do not show is speed: kernels run one after the other on the CPU. Streams are
-    checked instead: memory that is used, or given back, on a stream that has not waited for another one that works with it is an
-    error, for a GPU may come too early there. Numbers are those of the CPU's kernels, to the bit. Workspaces inside a kernel
-    (cuDNN's, say) and fragmentation are not counted. Under torchrun each rank has a cluster of its own; torch.distributed reaches
-    the others through gloo, and what it sends is not in :attr:`Cluster.moved`.
+    Simulated devices behave like GPUs in placement, memory and traffic. So a program for several GPUs can be run, tested and
+    measured without a GPU. torch treats them as its accelerator: ``DataParallelModel(net)``, ``torch.accelerator`` and
+    ``torch.nn.DataParallel`` find them. Results are bitwise equal to those of the CPU.
 
-    On first use a C++ extension is compiled, in about fifteen seconds, and kept in ``~/.cache/balanced_parallel``.
+    Speed is not simulated: kernels run one after the other on the CPU. Instead, streams are checked. It is an error to use or
+    free memory on a stream that has not waited for another stream that uses it, because a GPU might do it too early. Workspaces
+    inside a kernel (such as cuDNN's) and fragmentation are not counted. Under torchrun, each rank has its own cluster.
+    torch.distributed communicates through gloo, and :attr:`Cluster.moved` does not count that traffic.
+
+    On first use a C++ extension is compiled, in about fifteen seconds, and cached in ``~/.cache/balanced_parallel``.
 
     Args:
-        devices: how many, at most 64.
-        memory: bytes of each device (``24 * 2**30`` or ``"24GiB"``), or a list with one entry per device; ``None`` is no limit.
-            Above it an allocation raises ``torch.OutOfMemoryError``, and what was allocated before stays valid.
-        strict: a tensor on another device than the rest is an error, as on a GPU. ``False`` copies it, counts the copy and
-            warns: to find every such place of a script in one run.
+        devices: number of devices, at most 64.
+        memory: capacity of each device in bytes (``24 * 2**30`` or ``"24GiB"``), or a list with one capacity per device. ``None``
+            means no limit. An allocation above it raises ``torch.OutOfMemoryError``; earlier allocations stay valid.
+        strict: if True, operators on tensors of different devices raise an error, as on GPUs. If False, tensors are copied, with
+            a count in :attr:`Cluster.moved` and a warning. One run then finds all such operators of a script.
 
     Returns:
-        A context manager that gives a :class:`Cluster`. Tensors on its devices cannot be used after the block, only freed or
-        copied to the CPU.
+        A context manager that returns a :class:`Cluster`. After the block, tensors on its devices can only be freed or copied to
+        the CPU.
 
-    At the end of the block the devices, the patched functions of ``nn.DataParallel`` and all hooks are gone, and torch's random
-    state is as it was. What torch has no way to undo: the name ``sim`` of its one kind of device from outside
-    (``privateuse1``), so that ``torch.accelerator.current_accelerator()`` names it ever after, on a machine with GPUs too (asked
-    with ``check_available=True``, it says None); the module ``torch.sim``, which it needs for that answer; the operators
-    registered for such devices; and one idle autograd thread for each. On a machine with GPUs, simulate in its own process.
+    The end of the block removes the devices, the patches of ``nn.DataParallel`` and all hooks, and restores the random state of
+    torch. torch cannot undo the following. The name ``sim`` of its one out-of-tree device type (``privateuse1``) remains, so
+    ``torch.accelerator.current_accelerator()`` returns it from then on, on a machine with GPUs too (with ``check_available=True``
+    it returns None). The module ``torch.sim`` remains, which that function needs. So do the operators registered for such
+    devices, and one idle autograd thread per device. On a machine with GPUs, simulate in a process of its own.
 
     Raises:
-        ValueError: ``devices`` or ``memory`` is not as above.
-        RuntimeError: a cluster is active already, another library has taken torch's place for such devices, or the extension
+        ValueError: if ``devices`` or ``memory`` is invalid.
+        RuntimeError: if a cluster is active already, another library uses the out-of-tree device type of torch, or the extension
             cannot be compiled.
+
+    Example:
+        >>> with simulate(devices=2, memory="1GiB") as cluster:
+        ...     shards = [shard.shape for shard in scatter(torch.zeros(6, 256))]
+        >>> shards
+        [torch.Size([3, 256]), torch.Size([3, 256])]
+        >>> cluster.peak
+        [3072, 3072]
+        >>> cluster.moved["cpu", "sim:1"]
+        3072
     """
     global _active
     limits = _limits(devices, memory)
     with _entering:
         if _active:
             raise RuntimeError(
-                "simulate() inside simulate(): torch has room for one kind of simulated device, leave the first block"
+                "simulate() inside simulate(): torch supports one type of simulated devices, leave the first block before"
             )
         _active = True
     try:
         with ExitStack() as undo:
             native = load_native()
-            _give_name()
+            _rename_backend()
             labels = Labels(native)
             capacities = (ctypes.c_int64 * devices)(*(NO_LIMIT if limit is None else limit for limit in limits))
             native.simulation_start(devices, capacities, strict, torch.initial_seed() % 2**64)
@@ -165,21 +183,27 @@ def simulate(devices: int, memory: Memory = None, *, strict: bool = True) -> Ite
 
 
 def _limits(devices: int, memory: Memory) -> list[int | None]:
-    if not isinstance(devices, int) or isinstance(devices, bool) or not 1 <= devices <= MOST_DEVICES:
-        raise ValueError(f"devices={devices!r}, expected a whole number from 1 to {MOST_DEVICES}")
-    each = [memory] * devices if memory is None or isinstance(memory, (int, str)) else list(memory)
-    if len(each) != devices:
-        raise ValueError(f"memory has {len(each)} entries for {devices} devices, expected one size for all, or one per device")
-    return [None if size is None else parse_bytes(size) for size in each]
+    """Returns the capacity of each device in bytes.
+
+    Raises:
+        ValueError: as for :func:`simulate`.
+    """
+    if not isinstance(devices, int) or isinstance(devices, bool) or not 1 <= devices <= MAX_DEVICES:
+        raise ValueError(f"devices={devices!r}, expected an integer from 1 to {MAX_DEVICES}")
+    sizes = [memory] * devices if memory is None or isinstance(memory, (int, str)) else list(memory)
+    if len(sizes) != devices:
+        raise ValueError(f"memory has {len(sizes)} entries for {devices} devices, expected one size for all, or one per device")
+    return [None if size is None else parse_bytes(size) for size in sizes]
 
 
-def _give_name() -> None:
+def _rename_backend() -> None:
+    """Renames the out-of-tree device type of torch to ``sim``."""
     name = torch._C._get_privateuse1_backend_name()
     if name == "privateuseone":
         rename_privateuse1_backend("sim")
         torch._register_device_module("sim", device_module)
     elif name != "sim":
         raise RuntimeError(
-            f"another library has given torch's one kind of device from outside the name {name!r}: simulate() needs a process "
-            "in which it is not imported"
+            f"another library uses the out-of-tree device type of torch, with the name {name!r}: call simulate() in a process "
+            "that does not import it"
         )

@@ -1,6 +1,6 @@
-"""Builds the C++ half of the simulation on first use and keeps it in a cache, one file per version of torch and of the sources.
+"""Compilation of the C++ extension of the simulation, on first use, with a cache for each version of torch and of the sources.
 
-It is compiled against the headers that come with torch, with the machine's compiler, in about fifteen seconds.
+The compiler of the machine builds it against the headers that come with torch, in about fifteen seconds.
 """
 
 import ctypes
@@ -19,17 +19,17 @@ __all__: list[str] = []
 
 SOURCES = Path(__file__).parent / "native"
 TORCH = Path(torch.__file__).parent
-# Most of the time goes into torch's headers, so they are read twice and no more: two compilers run side by side.
+# Parsing torch's headers takes most of the time. Two translation units, compiled in parallel, parse them twice only.
 UNITS = (("streams", "ledger", "device", "storage", "composites", "operators"), ("autocast", "collectives"))
 COMPILERS = ("c++", "g++", "clang++")
 
 
 @functools.cache
 def load_native() -> ctypes.CDLL:
-    """The compiled library, with the types of its functions declared. Processes that start at once compile it once.
+    """Loads the compiled library, and declares the types of its functions. Several processes that start together compile it once.
 
     Raises:
-        RuntimeError: there is no C++ compiler, or it failed; the message has what to install, or what it said.
+        RuntimeError: if there is no C++ compiler, or it fails. The message has the packages to install, or its errors.
     """
     path = cache_folder() / f"simulation-{fingerprint()}.so"
     if not path.exists():
@@ -49,13 +49,14 @@ def load_native() -> ctypes.CDLL:
 
 
 def fingerprint() -> str:
+    """Returns a hash of the versions of torch, of the platform and of the sources."""
     parts = [torch.__version__, platform.machine(), platform.system()]
     parts += [path.read_text() for path in sorted(SOURCES.iterdir())]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 def cache_folder() -> Path:
-    """``~/.cache/balanced_parallel``, or where that can't be written a folder that this process alone uses."""
+    """Returns ``~/.cache/balanced_parallel``, or a temporary folder if that is not writable."""
     try:
         folder = Path.home() / ".cache" / "balanced_parallel"
         folder.mkdir(parents=True, exist_ok=True)
@@ -67,13 +68,13 @@ def cache_folder() -> Path:
 
 
 class one_process_at_a_time:
-    """A lock on a folder that ends with the process that holds it."""
+    """Lock on a folder. It is released if its process ends."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "lock"
 
     def __enter__(self) -> None:
-        import fcntl  # not on Windows, where there is no compiler of this kind either
+        import fcntl  # missing on Windows, which has none of the supported compilers either
 
         self.file = self.path.open("w")
         fcntl.flock(self.file, fcntl.LOCK_EX)
@@ -83,6 +84,11 @@ class one_process_at_a_time:
 
 
 def find_compiler() -> str:
+    """Returns the path of the first available compiler of ``COMPILERS``.
+
+    Raises:
+        RuntimeError: if there is none.
+    """
     for name in COMPILERS:
         if found := shutil.which(name):
             return found
@@ -93,7 +99,7 @@ def find_compiler() -> str:
 
 
 def build(path: Path) -> None:
-    """Compiles and links to ``path``, which appears whole or not at all."""
+    """Compiles the sources to the library ``path``, which is created atomically."""
     compiler = find_compiler()
     include = TORCH / "include"
     flags = ["-std=c++20", "-O1", "-fPIC", f"-I{SOURCES}", f"-I{include}", f"-I{include / 'torch/csrc/api/include'}"]
@@ -109,24 +115,25 @@ def build(path: Path) -> None:
             )
             for output in objects
         ]
-        said = [
+        messages = [
             process.communicate("".join(f'#include "{name}.cpp"\n' for name in unit))[1]
             for process, unit in zip(running, UNITS, strict=True)
         ]
-        for process, text in zip(running, said, strict=True):
-            refuse_failure(process.returncode, text)
+        for process, message in zip(running, messages, strict=True):
+            check_status(process.returncode, message)
         linked = f"{scratch}/simulation.so"
         libraries = [f"-L{TORCH / 'lib'}", "-lc10", "-ltorch_cpu"]
-        done = subprocess.run([compiler, "-shared", *objects, *libraries, "-o", linked], capture_output=True, text=True)
-        refuse_failure(done.returncode, done.stderr)
+        linker = subprocess.run([compiler, "-shared", *objects, *libraries, "-o", linked], capture_output=True, text=True)
+        check_status(linker.returncode, linker.stderr)
         os.replace(linked, path)
 
 
-def refuse_failure(status: int, said: str) -> None:
+def check_status(status: int, message: str) -> None:
+    """Raises ``RuntimeError`` with the errors in ``message`` if the exit status of a compiler is not zero."""
     if status:
-        errors = [line for line in said.splitlines() if "error" in line] or said.splitlines()
-        shown = "\n".join(errors[:10])
+        errors = [line for line in message.splitlines() if "error" in line] or message.splitlines()
+        first_errors = "\n".join(errors[:10])
         raise RuntimeError(
-            f"simulate() could not compile its C++ extension for torch {torch.__version__} (exit status {status}); a compiler "
-            f"for C++20 is needed, such as g++ 11 or clang++ 14, and memory for it (1 GiB):\n{shown}"
+            f"simulate() could not compile its C++ extension for torch {torch.__version__} (exit status {status}); it needs a "
+            f"compiler for C++20, such as g++ 11 or clang++ 14, and 1 GiB of memory:\n{first_errors}"
         )

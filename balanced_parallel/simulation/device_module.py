@@ -1,4 +1,4 @@
-"""What torch finds as ``torch.sim``: the functions that it asks of every kind of device."""
+"""The module ``torch.sim``, with the functions that torch expects from the module of any device type."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from .compilation import load_native
 
 __all__: list[str] = []
 
-_initialized = True  # torch.utils.checkpoint keeps a device's random state where its module says so
+_initialized = True  # torch.utils.checkpoint saves the random state of a device if its module has this flag
 DeviceLike = int | str | torch.device | None
 
 
@@ -22,6 +22,7 @@ def _index(device: DeviceLike) -> int:
 
 
 def is_available() -> bool:
+    """Returns True inside a :func:`simulate` block."""
     return device_count() > 0
 
 
@@ -29,75 +30,90 @@ is_initialized = is_available
 
 
 def device_count() -> int:
-    return int(load_native().simulation_device_count())  # torch.accelerator would ask back here
+    """Returns the number of simulated devices."""
+    return int(load_native().simulation_device_count())  # torch.accelerator would call this function
 
 
 def current_device() -> int:
+    """Returns the index of the current device."""
     return torch.accelerator.current_device_index()
 
 
 def set_device(device: DeviceLike) -> None:
+    """Sets the current device."""
     torch.accelerator.set_device_index(_index(device))
 
 
 @contextlib.contextmanager
 def device(device: DeviceLike) -> Iterator[None]:
+    """Sets the current device for the duration of the block."""
     with torch.accelerator.device_index(_index(device)):
         yield
 
 
 def get_device_properties(device: DeviceLike = None) -> SimpleNamespace:
+    """Returns the name, the total memory and the number of multiprocessors of a device."""
     total = torch.accelerator.get_memory_info(_index(device))[1]
     return SimpleNamespace(name="simulated accelerator", total_memory=total, multi_processor_count=1)
 
 
 def get_device_name(device: DeviceLike = None) -> str:
+    """Returns the name of a device."""
     return str(get_device_properties(device).name)
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
+    """Returns the dtypes that autocast supports."""
     return [torch.float16, torch.bfloat16, torch.float32]
 
 
 def synchronize(device: DeviceLike = None) -> None:
-    """Every kernel has finished when its call returns; from here on all streams may count on it."""
+    """Waits for all streams of a device. Kernels have finished already; later uses of their memory count as ordered."""
     torch.accelerator.synchronize(_index(device))
 
 
 def empty_cache() -> None:
-    """Nothing is kept."""
+    """Does nothing: simulated devices have no cache."""
 
 
 def mem_get_info(device: DeviceLike = None) -> tuple[int, int]:
+    """Returns the free and the total bytes of a device."""
     return torch.accelerator.get_memory_info(_index(device))
 
 
 def memory_allocated(device: DeviceLike = None) -> int:
+    """Returns the bytes in use on a device."""
     return torch.accelerator.memory_allocated(_index(device))
 
 
 def max_memory_allocated(device: DeviceLike = None) -> int:
+    """Returns the peak of the bytes in use on a device."""
     return torch.accelerator.max_memory_allocated(_index(device))
 
 
 def reset_peak_memory_stats(device: DeviceLike = None) -> None:
+    """Restarts the measurement of the peak."""
     torch.accelerator.reset_peak_memory_stats(_index(device))
 
 
 def get_rng_state(device: DeviceLike = None) -> torch.Tensor:
+    """Returns the random state of a device."""
     state: torch.Tensor = torch.ops.balanced_parallel_simulation.random_state(_index(device))
     return state
 
 
 def set_rng_state(state: torch.Tensor, device: DeviceLike = None) -> None:
+    """Sets the random state of a device."""
     torch.ops.balanced_parallel_simulation.set_random_state(_index(device), state)
 
 
 def manual_seed(seed: int) -> None:
+    """Seeds the random number generator of the current device."""
     load_native().simulation_seed(current_device(), seed % 2**64)
 
 
 def manual_seed_all(seed: int) -> None:
+    """Seeds the random number generators of all devices."""
     for index in range(device_count()):
         load_native().simulation_seed(index, seed % 2**64)
 
@@ -107,4 +123,4 @@ def _is_in_bad_fork() -> bool:
 
 
 def _lazy_init() -> None:
-    """Devices exist as soon as the cluster does."""
+    """Does nothing: devices are initialized with the cluster."""

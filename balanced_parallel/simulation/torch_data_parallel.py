@@ -1,7 +1,7 @@
-"""Lets ``torch.nn.DataParallel`` run on simulated devices, so that it can be measured beside this library.
+"""Support for ``torch.nn.DataParallel`` on simulated devices, for comparisons with this library.
 
-Its copies between devices are written in C++ for CUDA alone (torch/csrc/cuda/comm.cpp). Here are the same copies, in the same
-buffers. Tensors of other devices go to torch's own functions, where this build of torch has them.
+torch implements its copies between devices for CUDA only (torch/csrc/cuda/comm.cpp). The functions here make the same copies, in
+buffers of the same size. Tensors of other devices go to torch's own functions, if this build of torch has them.
 """
 
 import functools
@@ -23,43 +23,48 @@ __all__: list[str] = []
 def broadcast_coalesced(
     labels: Labels, tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int
 ) -> list[list[Tensor]]:
+    """Copies tensors to all devices through buffers of ``buffer_size`` bytes."""
     copies: list[dict[int, Tensor]] = [{} for _ in devices[1:]]
     for chunk in _take_tensors(tensors, buffer_size):
         flat = _flatten_dense_tensors(chunk)
-        for held, device in zip(copies, devices[1:], strict=True):
+        for copy_of, device in zip(copies, devices[1:], strict=True):
             copy = flat.to(f"sim:{device}")
             labels.label([copy], Category.PARAMETERS)
-            pieces = _unflatten_dense_tensors(copy, chunk)
-            held.update((id(tensor), piece.data) for tensor, piece in zip(chunk, pieces, strict=True))
-    return [list(tensors), *([held[id(tensor)] for tensor in tensors] for held in copies)]
+            views = _unflatten_dense_tensors(copy, chunk)
+            copy_of.update((id(tensor), view.data) for tensor, view in zip(chunk, views, strict=True))
+    return [list(tensors), *([copy_of[id(tensor)] for tensor in tensors] for copy_of in copies)]
 
 
 def broadcast(tensor: Tensor, devices: Sequence[int]) -> list[Tensor]:
+    """Copies a tensor to all devices."""
     return [tensor.to(f"sim:{device}") for device in devices]
 
 
 def scatter(tensor: Tensor, devices: Sequence[int], sizes: Sequence[int] | None, dim: int, streams: object) -> tuple[Tensor, ...]:
-    pieces = tensor.split(list(sizes), dim) if sizes else tensor.chunk(len(devices), dim)
-    return tuple(piece.to(f"sim:{device}") for piece, device in zip(pieces, devices, strict=False))
+    """Splits a tensor over the devices."""
+    shards = tensor.split(list(sizes), dim) if sizes else tensor.chunk(len(devices), dim)
+    return tuple(shard.to(f"sim:{device}") for shard, device in zip(shards, devices, strict=False))
 
 
 def gather(tensors: Sequence[Tensor], dim: int, device: int | None) -> Tensor:
+    """Concatenates tensors on a device, or on the CPU for -1."""
     size = list(tensors[0].shape)
     size[dim] = sum(tensor.shape[dim] for tensor in tensors)
-    place = "cpu" if device == -1 else "sim" if device is None else f"sim:{device}"
-    whole = torch.empty(size, dtype=tensors[0].dtype, device=place)
-    for part, tensor in zip(whole.split([tensor.shape[dim] for tensor in tensors], dim), tensors, strict=True):
-        part.copy_(tensor)
-    return whole
+    target = "cpu" if device == -1 else "sim" if device is None else f"sim:{device}"
+    result = torch.empty(size, dtype=tensors[0].dtype, device=target)
+    for view, tensor in zip(result.split([tensor.shape[dim] for tensor in tensors], dim), tensors, strict=True):
+        view.copy_(tensor)
+    return result
 
 
 def no_nccl(tensors: Sequence[Tensor]) -> bool:
-    return False  # torch's own answer is no as well, with a warning about its build
+    """Returns False, as torch's own function does, but without its warning."""
+    return False
 
 
 @contextmanager
 def comm_for_simulated_devices(labels: Labels) -> Iterator[None]:
-    """Puts these functions in the place of torch's, and torch's back at the end."""
+    """Replaces torch's functions by these for the duration of the block."""
     places: list[tuple[Any, str, Callable[..., Any]]] = [
         (torch._C, "_broadcast_coalesced", functools.partial(broadcast_coalesced, labels)),
         (torch._C, "_broadcast", broadcast),
@@ -68,9 +73,9 @@ def comm_for_simulated_devices(labels: Labels) -> Iterator[None]:
         (nccl, "is_available", no_nccl),
     ]
     originals = [(owner, name, getattr(owner, name, None)) for owner, name, _ in places]
-    streams, _functions._streams = _functions._streams, None  # torch keeps one for each device that it once saw
-    for owner, name, ours in places:
-        setattr(owner, name, _either(ours, getattr(owner, name, None)))
+    streams, _functions._streams = _functions._streams, None  # torch caches one stream per device
+    for owner, name, function in places:
+        setattr(owner, name, _dispatch(function, getattr(owner, name, None)))
     try:
         yield
     finally:
@@ -82,10 +87,13 @@ def comm_for_simulated_devices(labels: Labels) -> Iterator[None]:
                 setattr(owner, name, original)
 
 
-def _either(ours: Callable[..., Any], theirs: Callable[..., Any] | None) -> Callable[..., Any]:
-    def choose(tensors: Tensor | Sequence[Tensor], *args: Any) -> Any:
-        first = tensors if isinstance(tensors, Tensor) else tensors[0]
-        names_host = first.device.type == "cpu" and torch.accelerator.current_accelerator() == torch.device("sim")
-        return ours(tensors, *args) if theirs is None or names_host or first.device.type == "sim" else theirs(tensors, *args)
+def _dispatch(function: Callable[..., Any], original: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Returns a function that calls ``original`` for tensors of other devices than simulated ones and the CPU."""
 
-    return choose
+    def call(tensors: Tensor | Sequence[Tensor], *args: Any) -> Any:
+        first = tensors if isinstance(tensors, Tensor) else tensors[0]
+        is_host = first.device.type == "cpu" and torch.accelerator.current_accelerator() == torch.device("sim")
+        is_simulated = is_host or first.device.type == "sim"
+        return function(tensors, *args) if original is None or is_simulated else original(tensors, *args)
+
+    return call

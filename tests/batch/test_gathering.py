@@ -1,3 +1,5 @@
+"""Gathering: concatenation of every leaf, containers of every type, errors for outputs that differ."""
+
 import dataclasses
 from typing import Any
 
@@ -17,7 +19,7 @@ class Output:
     extra: Any = None
 
 
-def test_tensors_scalars_strings_numbers_and_none():
+def test_gather_concatenates_tensors_scalars_strings_and_numbers():
     outputs = [
         Output(torch.ones(2, 3), ["a", "b"], 2, (torch.tensor(1.5), "first")),
         Output(torch.zeros(1, 3), ["c"], 1, (torch.tensor(2.5), "second")),
@@ -28,13 +30,13 @@ def test_tensors_scalars_strings_numbers_and_none():
     assert whole.names == ["a", "b", "c"]
     assert whole.count == [2, 1]
     assert whole.extra[0].tolist() == [1.5, 2.5]
-    assert whole.extra[1] == ["first", "second"]  # torch makes "<map object at ...>" of a string
+    assert whole.extra[1] == ["first", "second"]  # torch returns "<map object at ...>" for strings
     assert gather([{"x": None}, {"x": None}]) == {"x": None}
     assert gather([["a"], []]) == ["a"]
     assert gather([1.0, 2.0]) == [1.0, 2.0]
 
 
-def test_hugging_face_outputs_are_cut_and_put_together():
+def test_scatter_and_gather_keep_hugging_face_outputs():
     output = CausalLMOutputWithPast(logits=torch.arange(15.0).view(5, 3), hidden_states=(torch.ones(5, 2), torch.zeros(5, 2)))
     pieces = scatter(output, ["cpu"] * 2)
     assert [type(piece) for piece in pieces] == [CausalLMOutputWithPast] * 2
@@ -49,7 +51,7 @@ def test_hugging_face_outputs_are_cut_and_put_together():
     assert [type(piece) for piece in scatter(batch, ["cpu"] * 2)] == [BatchEncoding] * 2
 
 
-def test_it_undoes_scatter():
+def test_gather_is_the_inverse_of_scatter():
     batch = {"x": torch.randn(7, 2), "t": (torch.randn(7), ["s"] * 7), "nested": [torch.randn(7, 1)]}
     whole = gather(scatter(batch, ["cpu"] * 3))
     assert torch.equal(whole["x"], batch["x"])
@@ -58,13 +60,13 @@ def test_it_undoes_scatter():
     assert torch.equal(whole["nested"][0], batch["nested"][0])
 
 
-def test_another_dimension_and_empty_pieces():
+def test_gather_along_another_dimension_and_with_empty_shards():
     assert gather([torch.ones(2, 3), torch.zeros(2, 1)], dim=1).tolist() == [[1, 1, 1, 0]] * 2
     assert gather([torch.ones(0, 3), torch.zeros(1, 3)], "cpu").shape == (1, 3)
-    assert gather([torch.tensor(3.0)], dim=1).tolist() == [3.0]  # torch refuses scalars unless dim is 0
+    assert gather([torch.tensor(3.0)], dim=1).tolist() == [3.0]  # torch raises for scalars unless dim is 0
 
 
-def test_gradients_flow_to_every_piece():
+def test_gradients_flow_back_to_all_outputs():
     pieces = [torch.ones(2, requires_grad=True), torch.ones(1, requires_grad=True)]
     (gather(pieces) * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
     assert [piece.grad.tolist() for piece in pieces] == [[1, 2], [3]]
@@ -90,6 +92,6 @@ def test_gradients_flow_to_every_piece():
         ([(torch.zeros(1),), (torch.zeros(1), 2)], ValueError, "the structures differ"),
     ],
 )
-def test_errors(outputs, error, message):
+def test_outputs_that_cannot_be_gathered_raise_an_error(outputs, error, message):
     with pytest.raises(error, match=message):
         gather(outputs)

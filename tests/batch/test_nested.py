@@ -1,3 +1,5 @@
+"""Nested containers: types are kept, key paths are readable, structures that differ are an error."""
+
 import collections
 import dataclasses
 import types
@@ -48,18 +50,18 @@ CONTAINERS = [
 
 
 @pytest.mark.parametrize("node", CONTAINERS, ids=lambda node: type(node).__name__)
-def test_containers_keep_their_type_and_every_leaf(node):
+def test_map_leaves_keeps_the_type_and_all_leaves_of_containers(node):
     mapped = nested.map_leaves(lambda leaf: leaf, node)
     assert type(mapped) is type(node)
     assert [place for place, _ in nested.leaves(mapped)] == [place for place, _ in nested.leaves(node)]
     assert all(one is two for (_, one), (_, two) in zip(nested.leaves(mapped), nested.leaves(node), strict=True))
 
 
-def test_a_defaultdict_keeps_its_factory():
+def test_map_leaves_keeps_the_factory_of_a_defaultdict():
     assert nested.map_leaves(str, collections.defaultdict(list, a=1))["new"] == []
 
 
-def test_places_are_what_one_would_write():
+def test_key_paths_are_written_as_code():
     node = Pair({"x": [torch.zeros(1), None]}, Frozen(1))
     assert [place for place, _ in nested.leaves(node, "inputs")] == [
         "inputs.left['x'][0]",
@@ -77,12 +79,12 @@ def test_a_list_of_plain_values_is_one_leaf():
     ("first", "second"),
     [((1, 2), (1, 2, 3)), ({"a": 1}, {"b": 1}), ((1,), [torch.zeros(1)]), (Pair(1, 2), (1, 2)), (torch.zeros(1), (1,))],
 )
-def test_zipping_structures_that_differ_is_an_error(first, second):
+def test_zip_leaves_raises_for_structures_that_differ(first, second):
     with pytest.raises(ValueError, match="the structures differ at .*expected the same type"):
         nested.zip_leaves(lambda place, values: values, [first, second])
 
 
-def test_the_original_is_not_changed():
+def test_map_leaves_does_not_change_its_argument():
     node = {"a": Slotted(1, ["x"])}
     nested.map_leaves(lambda leaf: None, node)
     assert node == {"a": Slotted(1, ["x"])}

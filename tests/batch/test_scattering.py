@@ -1,3 +1,5 @@
+"""Scattering: sizes of shards, values without rows, errors for inputs with different numbers of rows."""
+
 import dataclasses
 from typing import Any, NamedTuple
 
@@ -22,19 +24,19 @@ def test_sizes_differ_by_at_most_one_row(rows, parts):
 
 
 @given(rows=st.integers(0, 10**4), weights=st.lists(st.floats(0, 100), min_size=1, max_size=8).filter(lambda w: sum(w) > 0.1))
-def test_weighted_sizes_are_within_a_row_of_their_share(rows, weights):
+def test_weighted_sizes_differ_from_their_share_by_less_than_one_row(rows, weights):
     sizes = split_sizes(rows, weights)
     assert sum(sizes) == rows
     assert all(abs(size - rows * weight / sum(weights)) < 1 + 1e-6 for size, weight in zip(sizes, weights, strict=True))
 
 
-def test_nine_rows_on_four_devices():
+def test_nine_rows_use_all_four_devices():
     assert split_sizes(9, 4) == [3, 2, 2, 2]  # torch's chunk: 3, 3, 3 and an idle device (pytorch#15161)
     assert [len(piece) for piece in scatter(torch.zeros(9, 2), CPUS)] == [3, 2, 2, 2]
     assert split_sizes(8, [3, 1]) == [6, 2]
 
 
-def test_fewer_rows_than_devices_use_fewer_replicas_and_no_rows_use_one():
+def test_fewer_rows_than_devices_give_fewer_shards_and_no_rows_give_one():
     assert [len(piece) for piece in scatter(torch.zeros(2, 3), CPUS)] == [1, 1]
     assert [piece.shape for piece in scatter(torch.zeros(0, 3), CPUS)] == [(0, 3)]
     assert scatter({"a": 1}, CPUS) == [{"a": 1}]
@@ -53,7 +55,7 @@ class Batch:
     epoch: int = 3
 
 
-def test_everything_with_rows_is_cut_and_the_rest_is_whole():
+def test_scatter_splits_values_with_rows_and_passes_others_whole():
     x = torch.arange(18.0).view(9, 2)
     names = [f"row {row}" for row in range(9)]
     batch = Batch({"a": (x, Point(x + 1, None))}, names, torch.tensor(2.0))
@@ -69,7 +71,7 @@ def test_everything_with_rows_is_cut_and_the_rest_is_whole():
     assert whole.names == names
 
 
-def test_a_row_count_that_disagrees_is_an_error_that_names_both():
+def test_different_numbers_of_rows_raise_an_error_that_names_both_inputs():
     with pytest.raises(
         ValueError, match=r"inputs\[0\] is a tensor of shape \(4, 3\) \(4 rows\).*inputs\[1\]\['mask'\] .*\(2, 3\)"
     ):
@@ -78,37 +80,37 @@ def test_a_row_count_that_disagrees_is_an_error_that_names_both():
         scatter((torch.zeros(4, 3), ["a", "b", "c"]), CPUS)
 
 
-def test_what_would_go_whole_by_mistake_is_an_error():
+def test_inputs_that_cannot_be_split_raise_an_error():
     with pytest.raises(TypeError, match=r"inputs\[1\] is an array of shape \(4,\).*torch.as_tensor"):
         scatter((torch.zeros(4, 3), np.zeros(4)), CPUS)
     packed = torch.nn.utils.rnn.pack_sequence([torch.zeros(3, 2), torch.zeros(2, 2)])
     with pytest.raises(TypeError, match="PackedSequence.*pass the padded tensor"):
         scatter(packed, CPUS)
-    with pytest.raises(ValueError, match=r"shape \(4,\), expected a dimension 1"):
+    with pytest.raises(ValueError, match=r"shape \(4,\), expected rows in dimension 1"):
         scatter((torch.zeros(2, 4), torch.zeros(4)), CPUS, dim=1)
 
 
-def test_another_dimension():
+def test_scatter_splits_along_another_dimension():
     pieces = scatter(torch.arange(10).view(2, 5), ["cpu"] * 2, dim=1)
     assert [piece.shape for piece in pieces] == [(2, 3), (2, 2)]
 
 
-def test_weights_and_devices_without_rows():
+def test_split_by_weights_skips_devices_of_weight_zero():
     assert [len(piece) for piece in scatter(torch.zeros(8, 1), ["cpu"] * 3, split=[3, 0, 1])] == [6, 2]
     for split in ([1], [1, -1, 1], [0, 0, 0], "memory", [1, float("nan"), 1]):
         with pytest.raises(ValueError, match="split=.*expected None or one weight per device"):
             scatter(torch.zeros(8, 1), ["cpu"] * 3, split=split)
 
 
-def test_gradients_flow_back_through_the_pieces():
+def test_gradients_flow_back_through_shards():
     x = torch.arange(6.0).view(3, 2).requires_grad_()
     sum((index + 1) * piece.sum() for index, piece in enumerate(scatter(x, ["cpu"] * 2))).backward()
     assert x.grad.tolist() == [[1, 1], [1, 1], [2, 2]]
 
 
-def test_rows_in_proportion():
+def test_targets_are_split_in_proportion_to_the_inputs():
     assert proportional_sizes(9, [3, 3, 3]) == [3, 3, 3]
     assert proportional_sizes(14, [4, 3]) == [8, 6]
     assert proportional_sizes(0, [0]) == [0]
-    with pytest.raises(ValueError, match=r"the targets have 8 rows where the inputs have 7 \(cut into 4, 3\)"):
+    with pytest.raises(ValueError, match=r"the targets have 8 rows, but the inputs have 7 \(split into 4, 3\)"):
         proportional_sizes(8, [4, 3])

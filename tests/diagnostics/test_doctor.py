@@ -1,4 +1,4 @@
-"""What will break or unbalance under replicas is found in a model that does not run; what will not is not accused."""
+"""Static checks: faults of a model are found without running it, and correct models have no findings."""
 
 import functools
 
@@ -17,8 +17,8 @@ def only(findings):
     return finding
 
 
-class Quiet(nn.Module):
-    """Much that looks like state and is none."""
+class Correct(nn.Module):
+    """A module with writes that are correct under replicas."""
 
     def __init__(self):
         super().__init__()
@@ -42,10 +42,10 @@ class Quiet(nn.Module):
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
-def test_nothing_is_found_in_a_model_without_faults(device):
+def test_correct_models_have_no_findings(device):
     with torch.device(device):
         module = nn.Sequential(
-            Quiet(),
+            Correct(),
             nn.Dropout(0.1),
             nn.LayerNorm(3),
             nn.TransformerEncoderLayer(3, 1, 4),
@@ -56,7 +56,7 @@ def test_nothing_is_found_in_a_model_without_faults(device):
     assert examine(module, functools.partial(F.mse_loss, reduction="sum")) == ()
 
 
-def test_batch_norm_is_found_until_it_is_converted_or_evaluates():
+def test_batch_norms_are_found_unless_converted_or_in_eval_mode():
     module = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Sequential(nn.BatchNorm2d(4)))
     finding = only(examine(module))
     assert finding.startswith("batch norm: 1, 2.0: ")
@@ -66,7 +66,7 @@ def test_batch_norm_is_found_until_it_is_converted_or_evaluates():
     assert examine(convert_sync_batchnorm(module.train())) == ()
 
 
-def test_many_batch_norms_are_one_line():
+def test_many_batch_norms_are_one_finding():
     assert "0, 1, 2 and 47 more" in only(examine(nn.Sequential(*(nn.BatchNorm1d(2) for _ in range(50)))))
 
 
@@ -99,27 +99,27 @@ class Stateful(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("written", "becomes"),
+    ("written", "effect"),
     [
-        ("self.steps += 1 in forward of 0 (Stateful)", "replicas but the first lose it"),
-        ("self.mean.mul_(0.9)", "replicas but the first lose it"),
-        ("self.queue[0] = x.mean(0)", "replicas but the first lose it"),
-        ("torch.add(x.mean(0), 1, out=self.mean)", "replicas but the first lose it"),
-        ("self.first, y = (x, x)", "replicas but the first lose it"),
-        ("self.kept.append(y)", "all replicas write to the same one"),
-        ("self.cache['x'] = y", "all replicas write to the same one"),
-        ("setattr(self, 'name', 3)", "replicas but the first lose it"),
-        ("self.last: object = y in remember of 0 (Stateful)", "replicas but the first lose it"),
+        ("self.steps += 1 in forward of 0 (Stateful)", "all replicas but the first lose it"),
+        ("self.mean.mul_(0.9)", "all replicas but the first lose it"),
+        ("self.queue[0] = x.mean(0)", "all replicas but the first lose it"),
+        ("torch.add(x.mean(0), 1, out=self.mean)", "all replicas but the first lose it"),
+        ("self.first, y = (x, x)", "all replicas but the first lose it"),
+        ("self.kept.append(y)", "all replicas write to the same object"),
+        ("self.cache['x'] = y", "all replicas write to the same object"),
+        ("setattr(self, 'name', 3)", "all replicas but the first lose it"),
+        ("self.last: object = y in remember of 0 (Stateful)", "all replicas but the first lose it"),
     ],
 )
-def test_state_written_in_forward_is_found_in_its_source(written, becomes):
+def test_state_written_in_forward_is_found_in_its_source(written, effect):
     findings = examine(nn.Sequential(Stateful(), Stateful()))
-    assert len(findings) == 9  # one for each class, not for each module
+    assert len(findings) == 9  # one per class, not per module
     finding = only(one for one in findings if one.startswith(f"state written in forward: {written}"))
-    assert f"{becomes}" in finding
+    assert f"{effect}" in finding
 
 
-def test_what_is_said_of_written_state_is_what_happens():
+def test_replicas_treat_written_state_as_the_findings_say():
     module = Stateful()
     DataParallelModel(module, ["cpu"] * 3)(torch.ones(6, 3))
     assert module.steps == 1  # of three
@@ -131,7 +131,7 @@ class Fixed(nn.Module):
         return x.to("cuda:0") + torch.zeros(3) + torch.ones(3, device="cuda") + x.cuda()
 
 
-def test_devices_fixed_in_forward_are_found():
+def test_fixed_devices_in_forward_are_found():
     findings = examine(Fixed())
     assert len(findings) == 4
     assert all(finding.startswith("a fixed device in forward: ") for finding in findings)
@@ -150,7 +150,7 @@ class Unregistered(nn.Module):
         return self.linear(x)
 
 
-def test_tensors_and_modules_that_the_model_does_not_know_are_found():
+def test_unregistered_tensors_and_modules_are_found():
     mask, layers, weights = examine(nn.Sequential(Unregistered()))
     assert "mask of 0 (Unregistered) holds tensors" in mask
     assert "register_buffer" in mask
@@ -170,19 +170,19 @@ def scripted():
         (lambda: torch.compile(nn.Linear(3, 3), backend="eager"), "1: OptimizedModule", "without torch.compile"),
     ],
 )
-def test_modules_that_cannot_be_replicated_are_named(make, where, what):
+def test_modules_that_cannot_be_replicated_are_found(make, where, what):
     finding = only(examine(nn.Sequential(nn.ReLU(), make())))
     assert finding.startswith(f"weights: {where}")
     assert what in finding
 
 
-def test_lazy_parameters_are_named():
+def test_lazy_parameters_are_found():
     weight, bias = examine(nn.Sequential(nn.LazyLinear(3)))
     assert weight.startswith("weights: weight of 0 (LazyLinear) is not initialised yet: run the model once")
     assert "bias of 0" in bias
 
 
-def test_weights_in_several_places_are_found():
+def test_weights_on_several_devices_are_found():
     with FakeTensorMode():
         module = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, device="cpu:1"))
         assert "they are on cpu, cpu:1: move the model to one device" in only(examine(module))
@@ -197,7 +197,7 @@ class ContrastiveLoss(nn.Module):
     ("criterion", "wanted"),
     [(ContrastiveLoss(), "criterion(gather(outputs), targets)"), (lambda output, target: output.mean(), "weight=")],
 )
-def test_criteria_that_cannot_be_taken_apart_are_found(criterion, wanted):
+def test_coupled_and_unknown_criteria_are_found(criterion, wanted):
     finding = only(examine(nn.Linear(3, 3), criterion))
     assert finding.startswith("the loss: ")
     assert wanted in finding
@@ -264,28 +264,28 @@ def mixed(output, target):
 
 
 SUMS = [vae_loss, old_sum, by_name, SumOfTwo(), Callable(), functools.partial(vae_loss, x=1)]
-NO_SUMS = [mean_by_count, mean_by_length, mean_by_factor, sum_of_rows, mixed]
+MEANS = [mean_by_count, mean_by_length, mean_by_factor, sum_of_rows, mixed]
 
 
 @pytest.mark.parametrize("criterion", SUMS, ids=lambda one: getattr(one, "__name__", type(one).__name__))
-def test_sums_are_told_from_means(criterion):
+def test_sums_are_recognized_in_the_source_of_a_criterion(criterion):
     finding = only(examine(nn.Linear(3, 3), criterion))
     assert finding.startswith("the loss: ")
     assert 'is a sum: give DataParallelCriterion reduction="sum"' in finding
     assert "weight=" not in finding
 
 
-@pytest.mark.parametrize("criterion", NO_SUMS, ids=lambda one: one.__name__)
-def test_means_are_no_sums(criterion):
+@pytest.mark.parametrize("criterion", MEANS, ids=lambda one: one.__name__)
+def test_means_are_not_recognized_as_sums(criterion):
     assert "weight=" in only(examine(nn.Linear(3, 3), criterion))
 
 
-def test_a_lambda_is_read_too():
+def test_sums_are_recognized_in_a_lambda():
     assert "is a sum" in only(examine(nn.Linear(3, 3), lambda output, target: (output - target).pow(2).sum()))
 
 
 @pytest.mark.parametrize("layer", [nn.LSTM(3, 3), nn.GRU(3, 3)])
-def test_recurrent_layers_are_a_note(layer):
+def test_lstm_and_gru_give_a_note(layer):
     finding = only(examine(nn.Sequential(layer)))
     assert is_note(finding)
     assert f"0 ({type(layer).__name__}) runs as replicas" in finding
@@ -293,5 +293,5 @@ def test_recurrent_layers_are_a_note(layer):
     assert not any(map(is_note, examine(Stateful())))
 
 
-def test_what_memory_takes_without_a_word_is_no_note():
+def test_rnn_gives_no_note():
     assert examine(nn.Sequential(nn.RNN(3, 3))) == ()

@@ -1,3 +1,5 @@
+"""Comparison of the split with the plain program: equality, errors, and the known reasons for a difference."""
+
 import collections
 import functools
 
@@ -24,7 +26,7 @@ def check(model, criterion=None, rows=7, **settings):
 
 
 @pytest.mark.parametrize("micro_batch_size", [None, 1])
-def test_an_exact_program_is_equal(micro_batch_size):
+def test_an_exact_program_is_reported_as_equal(micro_batch_size):
     net = build_net()
     state = {name: tensor.clone() for name, tensor in net.state_dict().items()}
     report = check(net, micro_batch_size=micro_batch_size)
@@ -40,14 +42,14 @@ def test_an_exact_program_is_equal(micro_batch_size):
     assert all(parameter.grad is None for parameter in net.parameters())
 
 
-def test_the_random_state_of_the_caller_is_kept():
+def test_verify_restores_the_random_state():
     net, x, target = nn.Sequential(nn.Dropout(), nn.Linear(4, 5)), torch.randn(7, 4), class_targets(7)
     before = torch.get_rng_state()
     verify(net, nn.CrossEntropyLoss(), x, target, device_ids=CPUS)
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_wrapped_parts_are_taken_as_they_are():
+def test_settings_of_a_wrapped_criterion_are_used():
     def loss(output, target):
         return F.cross_entropy(output, target)
 
@@ -57,21 +59,21 @@ def test_wrapped_parts_are_taken_as_they_are():
     assert len(report.devices) == 3
 
 
-def test_unequal_shares_are_kept():
+def test_the_split_of_a_wrapped_model_is_used():
     model = DataParallelModel(build_net(), CPUS, split=[3, 0, 1])
     report = verify(model, nn.CrossEntropyLoss(), torch.randn(9, 4), class_targets(9), micro_batch_size=2)
     assert report.equal
     assert report.micro_batches == 3  # the first device has three quarters of the rows
 
 
-def test_batch_norm_is_found():
+def test_batch_norm_is_reported_as_a_reason():
     net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 5))
     report = check(net)
     assert not report.equal
     assert report.first_difference.startswith("1 (BatchNorm1d): relative error")
     assert report.reasons == (
-        "batch norm: 1 uses the statistics of its replica's rows: use convert_sync_batchnorm(module), or a norm that mixes "
-        "no rows",
+        "batch norm: 1 uses the statistics of the rows of each replica: use convert_sync_batchnorm(module), or a norm that does "
+        "not mix rows",
     )
     text = str(report)
     assert "DIFFERENT" in text
@@ -82,14 +84,14 @@ def test_batch_norm_is_found():
     assert accumulated.reasons == ("batch norm: 1 uses the statistics of each micro-batch, not of the whole batch",)
 
 
-def test_dropout_is_found():
+def test_dropout_is_reported_as_a_reason():
     report = check(nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 5)))
     assert report.first_difference.startswith("1 (Dropout)")
-    assert report.reasons == ("dropout: 1 draws other random numbers for each shard: compare in eval mode",)
+    assert report.reasons == ("dropout: 1 draws different random numbers for each shard: compare in eval mode",)
     net = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.LSTM(6, 5, 2, dropout=0.1), nn.Dropout(0.0))
     assert list(_random_layers(net)) == [
-        "dropout: 1 draws other random numbers for each shard: compare in eval mode",
-        "dropout: 2 draws other random numbers for each shard: compare in eval mode",
+        "dropout: 1 draws different random numbers for each shard: compare in eval mode",
+        "dropout: 2 draws different random numbers for each shard: compare in eval mode",
     ]
     assert not list(_random_layers(net.eval()))
 
@@ -99,7 +101,7 @@ def contrastive_loss(output, target):
 
 
 @pytest.mark.parametrize("criterion", [contrastive_loss, lambda output, target: contrastive_loss(output, target)])
-def test_a_loss_that_couples_rows_is_found(criterion):
+def test_a_loss_that_couples_rows_is_reported_as_a_reason(criterion):
     report = check(build_net(), criterion)
     assert not report.equal
     assert report.first_difference is None
@@ -107,8 +109,8 @@ def test_a_loss_that_couples_rows_is_found(criterion):
     assert "criterion(gather(outputs), targets)" in report.reasons[0]
 
 
-class Rounds(nn.Module):
-    """Its output differs by what float32 rounds, and by how many rows there are."""
+class RoundedOutput(nn.Module):
+    """A module whose output depends on the number of rows, with relative differences of the size of float32."""
 
     def __init__(self):
         super().__init__()
@@ -118,28 +120,28 @@ class Rounds(nn.Module):
         return self.net(x) * (1 + 1e-8 * len(x))
 
 
-def test_rounding_is_told_from_mistakes():
-    assert check(Rounds()).reasons == (
-        "rounding: the errors are those of float32, to which a part of the model or of the loss seems to cast",
+def test_rounding_to_float32_is_reported_as_a_reason():
+    assert check(RoundedOutput()).reasons == (
+        "rounding: the errors are of the size of float32; a part of the model or of the loss may cast to float32",
     )
 
 
-def test_nan_is_never_close():
+def test_the_relative_error_of_one_nan_is_infinite():
     one, nan = torch.tensor([1.0, 2.0]), torch.tensor([1.0, torch.nan])
     assert relative_error(nan, one) == relative_error(one, nan) == float("inf")
     assert relative_error(nan, nan) == 0.0
     assert relative_error(torch.tensor([1.0, 3.0]), one) == 0.5
 
 
-def test_a_wrong_weight_is_found():
+def test_a_wrong_weight_is_reported_as_a_reason():
     criterion = functools.partial(F.cross_entropy)
     assert "give DataParallelCriterion weight=" in " ".join(
         check(build_net(), criterion, weight=lambda output, target: len(target)).reasons
     )
 
 
-class Counting(nn.Module):
-    """It scales its output by how often it was called: replicas but the first always begin anew."""
+class Stateful(nn.Module):
+    """A module that writes state in forward. Only the first replica keeps it."""
 
     def __init__(self):
         super().__init__()
@@ -153,14 +155,14 @@ class Counting(nn.Module):
         return self.net(x) * self.total
 
 
-def test_state_written_in_forward_is_found():
-    report = check(Counting())
+def test_state_written_in_forward_is_reported_as_a_reason():
+    report = check(Stateful())
     assert not report.equal
-    assert report.first_difference.startswith("the model (Counting)")
+    assert report.first_difference.startswith("the model (Stateful)")
     assert report.reasons == (
-        "state written in forward: calls; replicas but the first lose it",
-        "state written in forward: seen; replicas but the first lose it",
-        "state written in forward: buffer total; replicas but the first lose it",
+        "state written in forward: calls; all replicas but the first lose it",
+        "state written in forward: seen; all replicas but the first lose it",
+        "state written in forward: buffer total; all replicas but the first lose it",
     )
 
 
@@ -176,7 +178,7 @@ class Fixed(nn.Module):
         return self.norm(self.net(x.to(torch.float64)) + shift)
 
 
-def test_fixed_devices_in_forward_are_found():
+def test_fixed_devices_in_forward_are_reported_as_reasons():
     reasons = [reason for reason in check(Fixed()).reasons if reason.startswith("a fixed device")]
     assert {reason.split(": ")[1].split(" in Fixed")[0] for reason in reasons} == {
         "torch.arange(5, device='cpu').to('cpu')",
@@ -186,14 +188,14 @@ def test_fixed_devices_in_forward_are_found():
     }
 
 
-def test_a_criterion_with_parameters():
+def test_gradients_of_a_criterion_are_compared():
     criterion = nn.AdaptiveLogSoftmaxWithLoss(5, 5, [2], div_value=1.0)
     report = verify(build_net(), criterion, torch.randn(7, 4), class_targets(7), device_ids=CPUS)
     assert report.equal
     assert any(name.startswith("criterion.") for name in report.gradient_errors)
 
 
-def test_the_tolerance_follows_the_precision():
+def test_the_default_tolerance_follows_the_dtype():
     torch.set_default_dtype(torch.float32)
     report = check(build_net())
     assert report.tolerance == 1e-4
@@ -201,7 +203,7 @@ def test_the_tolerance_follows_the_precision():
     assert check(build_net(), tolerance=0.0).tolerance == 0.0
 
 
-# Losses that are sums, means of something else, or coupled
+# Losses that are sums, means over something other than rows, or whose rows depend on each other
 
 
 def variational_loss(output, target):
@@ -219,26 +221,26 @@ def reasons_of(criterion, rows=9, targets=None, **settings):
     return verify(build_net(), criterion, torch.randn(rows, 4), targets, device_ids=CPUS, **settings).reasons
 
 
-def test_a_sum_is_told_to_be_one():
+def test_a_sum_without_reduction_is_reported_as_a_reason():
     (reason,) = reasons_of(variational_loss, targets=torch.rand(9, 5))
     assert reason == 'the loss is a sum (its parts add up to the whole): give DataParallelCriterion reduction="sum"'
 
 
-def test_a_mean_of_something_else_is_told_from_rows_that_depend_on_each_other():
+def test_weighted_means_are_distinguished_from_losses_that_couple_rows():
     (reason,) = reasons_of(mean_of_few)
     assert reason == (
         "the loss is a mean, but not over rows: give DataParallelCriterion weight=, a function (output, *targets) -> scalar that "
-        "counts what it divides by"
+        "returns the divisor"
     )
     assert reasons_of(mean_of_few, weight=lambda output, target: (target > 1).sum()) == ()
     (reason,) = reasons_of(contrastive_loss)
     assert reason == (
-        "the loss: its rows depend on each other, so that its parts do not make up the whole: compute it as "
+        "the loss: its rows depend on each other, so it cannot be computed in parts: compute it as "
         "criterion(gather(outputs), targets)"
     )
 
 
-def test_a_mean_over_rows_with_another_weight():
+def test_a_mean_over_rows_with_a_wrong_weight_is_reported_as_a_reason():
     def loss(output, target):
         return F.cross_entropy(output, target)
 
@@ -246,9 +248,9 @@ def test_a_mean_over_rows_with_another_weight():
     assert reason == 'the loss is a mean over rows: give DataParallelCriterion weight="rows"'
 
 
-def test_a_loss_that_nothing_can_be_said_of():
+def test_a_loss_that_two_rows_cannot_classify_names_both_fixes():
     (reason,) = reasons_of(contrastive_loss, rows=2)
-    assert reason.startswith("the loss: in parts it is not the loss of the whole, so ")
+    assert reason.startswith("the loss: computed in parts it differs from the loss of the whole batch, so ")
     assert "criterion(gather(outputs), targets)" in reason
     assert "weight=" in reason
 
@@ -257,7 +259,7 @@ def test_a_loss_that_nothing_can_be_said_of():
 
 
 class Centering(nn.Module):
-    """DINO: the loss subtracts a mean of the outputs before."""
+    """A loss with state, as in DINO: it subtracts a running mean of earlier outputs."""
 
     def __init__(self):
         super().__init__()
@@ -270,7 +272,7 @@ class Centering(nn.Module):
 
 
 class PlainCentering:
-    """The same as an object that is no module."""
+    """The same loss as an object that is not a module."""
 
     def __init__(self):
         self.center = torch.zeros(5)
@@ -281,20 +283,23 @@ class PlainCentering:
 
 @pytest.mark.parametrize(
     ("kind", "what", "step"),
-    [(Centering, "buffer center", 2), (PlainCentering, "center", 1)],  # replicas share the second at once
+    [
+        (Centering, "buffer center", 2),
+        (PlainCentering, "center", 1),
+    ],  # all replicas share a PlainCentering, so it differs in the first step
 )
-def test_state_that_the_criterion_writes_is_found(kind, what, step):
+def test_state_written_by_the_criterion_is_reported_as_a_reason(kind, what, step):
     criterion = kind()
     report = check(build_net(), criterion, weight=lambda output, target: (target != -100).sum())
     assert not report.equal
     assert report.step == step
-    assert report.reasons == (f"state written by the criterion: {what}; replicas see their own rows only, and differ afterwards",)
-    assert f"of step {step}" in str(report)
+    assert report.reasons == (f"state written by the criterion: {what}; each replica writes its own state, from its own rows",)
+    assert f"loss in step {step}" in str(report)
     assert torch.equal(criterion.center, torch.zeros(5))
 
 
-class Remembers(nn.Module):
-    """It is equal in the first step, whatever the rows are."""
+class StatefulInTheSecondStep(nn.Module):
+    """A module with state that changes the output from the second forward on."""
 
     def __init__(self):
         super().__init__()
@@ -307,14 +312,14 @@ class Remembers(nn.Module):
         return self.net(x) * (1 + before)
 
 
-def test_state_that_the_model_writes_is_found_in_the_second_step():
-    report = check(Remembers())
+def test_state_that_shows_in_the_second_step_is_reported_as_a_reason():
+    report = check(StatefulInTheSecondStep())
     assert report.step == 2
-    assert report.first_difference.startswith("the model (Remembers)")
-    assert report.reasons == ("state written in forward: buffer seen; replicas but the first lose it",)
+    assert report.first_difference.startswith("the model (StatefulInTheSecondStep)")
+    assert report.reasons == ("state written in forward: buffer seen; all replicas but the first lose it",)
 
 
-def test_a_program_that_is_equal_is_run_twice():
+def test_an_equal_program_runs_two_steps():
     report = check(build_net())
     assert report.equal
     assert report.step == 2
@@ -340,7 +345,7 @@ def time_major(rows=7):
     return TimeMajor(), torch.randn(3, rows, 4), torch.randint(5, (3, rows))
 
 
-def test_rows_in_dimension_1():
+def test_programs_with_rows_in_dimension_1_are_equal():
     net, inputs, targets = time_major()
 
     def kept(output, target):
@@ -355,7 +360,7 @@ def test_rows_in_dimension_1():
     assert verify(*wrapped, inputs, targets).equal
 
 
-def test_reasons_for_rows_in_dimension_1():
+def test_reasons_are_found_with_rows_in_dimension_1():
     net, inputs, targets = time_major()
 
     def total(output, target):
@@ -367,14 +372,14 @@ def test_reasons_for_rows_in_dimension_1():
     assert reason.startswith("the loss is a sum")
 
 
-def test_the_first_difference_of_rows_in_dimension_1():
+def test_the_first_difference_is_found_with_rows_in_dimension_1():
     net, inputs, targets = time_major()
     net.output = nn.Sequential(nn.Dropout(0.5), net.output)
     report = verify(net, flat_loss, inputs, targets, device_ids=CPUS, dim=1)
     assert report.first_difference.startswith("output.0 (Dropout): relative error")
 
 
-def test_a_criterion_that_refuses_its_parts_is_no_reason():
+def test_errors_of_a_criterion_on_parts_are_ignored():
     def picky(output, target):
         if len(output) < 3:
             raise ZeroDivisionError("too few rows")
@@ -384,7 +389,7 @@ def test_a_criterion_that_refuses_its_parts_is_no_reason():
     assert not report.equal
 
 
-def test_synchronised_batch_norm_is_not_blamed_for_one_micro_batch():
+def test_sync_batch_norm_is_a_reason_in_micro_batches_only():
     net = nn.Sequential(nn.Linear(4, 6), convert_sync_batchnorm(nn.BatchNorm1d(6)), nn.Linear(6, 5))
     assert all(reason.startswith("the loss") for reason in check(net, contrastive_loss).reasons)
     assert check(net, micro_batch_size=1).reasons == (
@@ -401,7 +406,7 @@ class OwnLoss(nn.Module):
         return {"loss": F.cross_entropy(self.net(x), labels), "labels": labels}
 
 
-def test_a_model_with_a_loss_of_its_own_and_no_targets():
+def test_a_model_that_computes_its_loss_needs_no_targets():
     inputs = {"x": torch.randn(7, 4), "labels": class_targets(7)}
     settings = {"device_ids": CPUS, "weight": lambda output: len(output["labels"])}
     report = verify(OwnLoss(), lambda output: output["loss"], inputs, **settings)
@@ -409,7 +414,7 @@ def test_a_model_with_a_loss_of_its_own_and_no_targets():
     assert "labels" not in report.gradient_errors
 
 
-def test_the_plain_loss_of_several_terms_is_their_sum():
+def test_the_loss_of_several_terms_is_their_sum():
     Record = collections.namedtuple("Record", ["output", "loss"])
     one, two = torch.tensor(1.0), torch.tensor(2.0)
     assert scalar_of(one) is one
@@ -420,7 +425,7 @@ def test_the_plain_loss_of_several_terms_is_their_sum():
         scalar_of("x")
 
 
-def test_the_table_has_the_ten_largest_differences():
+def test_the_table_has_the_ten_largest_errors():
     report = check(nn.Sequential(*(nn.Linear(4, 4) for _ in range(9)), nn.Linear(4, 5)), contrastive_loss)
     lines = str(report).splitlines()
     assert sum("<-" in line for line in lines) == 1 + 10  # the loss, and ten gradients
@@ -428,7 +433,7 @@ def test_the_table_has_the_ten_largest_differences():
     assert len(report.gradient_errors) == 20
 
 
-class OfClips(nn.Module):
+class Clips(nn.Module):
     def __init__(self):
         super().__init__()
         self.net = build_net()
@@ -447,12 +452,12 @@ def counts(output, target):
 
 
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
-def test_settings_of_the_wrappers_are_those_of_the_split_program(double, micro_batch_size):
+def test_settings_of_the_wrappers_are_used_in_the_split_program(double, micro_batch_size):
     x, target, clips = torch.randn(11, 4), torch.rand(11, 5), [torch.randn(length, 4) for length in range(1, 12)]
     several = DataParallelCriterion(two_means, weight=counts, minimum=1)
     assert verify(DataParallelModel(build_net(), CPUS), several, x, target, micro_batch_size=micro_batch_size).equal
-    whole = DataParallelModel(OfClips(), CPUS, in_dims={"scale": None})
-    for model, scale in ((whole, torch.rand(5)), (DataParallelModel(OfClips(), CPUS), Whole(torch.rand(5)))):
+    whole = DataParallelModel(Clips(), CPUS, in_dims={"scale": None})
+    for model, scale in ((whole, torch.rand(5)), (DataParallelModel(Clips(), CPUS), Whole(torch.rand(5)))):
         report = verify(model, nn.MSELoss(), (Rows(clips), scale), target, micro_batch_size=micro_batch_size)
         assert report.equal, report
 
@@ -460,10 +465,10 @@ def test_settings_of_the_wrappers_are_those_of_the_split_program(double, micro_b
         return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
     x, target = torch.randn(5, 11, 4), torch.randint(5, (5, 11))
-    said = DataParallelCriterion(flat_loss, in_dims=(1, 1), weight="rows")
+    explicit = DataParallelCriterion(flat_loss, in_dims=(1, 1), weight="rows")
     for model, criterion in (
         (DataParallelModel(build_net(), CPUS, dim=1), flat_loss),
-        (DataParallelModel(build_net(), CPUS, in_dims=1, out_dims=1), said),
+        (DataParallelModel(build_net(), CPUS, in_dims=1, out_dims=1), explicit),
     ):
         report = verify(model, criterion, x, target, micro_batch_size=micro_batch_size)
         assert report.equal, report

@@ -1,3 +1,5 @@
+"""Losses and gradients of DataParallelCriterion: equality with the plain program, and errors."""
+
 import functools
 from typing import NamedTuple
 
@@ -21,7 +23,7 @@ class Outputs(NamedTuple):
 
 
 class Shaped(nn.Module):
-    """The net's output in another form."""
+    """A network with its output in another form."""
 
     def __init__(self, form):
         super().__init__()
@@ -49,7 +51,7 @@ FORMS = {
 
 @pytest.mark.parametrize("name", FORMS)
 @pytest.mark.parametrize("ignored", [0, 3])
-def test_every_form_of_output(name, ignored):
+def test_all_forms_of_outputs_equal_the_plain_program(name, ignored):
     form, criterion = FORMS[name]
     module, x, target = Shaped(form), torch.randn(7, 4), class_targets(7, ignored)
     plain = criterion if not name.startswith("tuple") else lambda out, target: criterion(*out, target)
@@ -62,7 +64,7 @@ def test_every_form_of_output(name, ignored):
     assert_same_gradients(gradients(module), expected)
 
 
-def test_a_criterion_that_is_not_known_is_weighted_by_rows_and_says_so_once():
+def test_an_unknown_criterion_is_weighted_by_rows_with_one_warning():
     net, x, target = build_net(), torch.randn(7, 4), torch.rand(7, 5)
     loss, expected = plain_program(net, lambda out, target: ((out - target) ** 2).mean(), x, target)
     criterion = DataParallelCriterion(lambda out, target: ((out - target) ** 2).mean())
@@ -77,7 +79,7 @@ def test_a_criterion_that_is_not_known_is_weighted_by_rows_and_says_so_once():
     assert_same_gradients(gradients(net), expected)
 
 
-def test_a_subclass_with_a_forward_of_its_own_is_not_known():
+def test_a_subclass_with_its_own_forward_is_unknown():
     class Focal(nn.CrossEntropyLoss):
         def forward(self, output, target):
             return (F.cross_entropy(output, target, reduction="none") ** 2).mean()
@@ -89,12 +91,12 @@ def test_a_subclass_with_a_forward_of_its_own_is_not_known():
     torch.testing.assert_close(found.detach(), loss)
 
 
-def test_a_shard_that_divides_zero_by_zero_poisons_nothing():
+def test_a_shard_of_weight_zero_whose_loss_is_nan_is_ignored():
     def masked_mean(output, target, mask):
         return ((output - target).pow(2).mean(1) * mask).sum() / mask.sum()
 
     net, x, target = build_net(), torch.randn(6, 4), torch.rand(6, 5)
-    mask = torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 0.0])  # the second of three shards counts nothing
+    mask = torch.tensor([1.0, 1.0, 0.0, 0.0, 1.0, 0.0])  # the second of three shards has weight zero
     loss = masked_mean(net(x), target, mask)
     loss.backward()
     expected = gradients(net)
@@ -106,24 +108,24 @@ def test_a_shard_that_divides_zero_by_zero_poisons_nothing():
     assert_same_gradients(gradients(net), expected)
 
 
-def test_a_loss_that_couples_rows_is_refused_and_the_way_shown_works():
+def test_a_loss_that_couples_rows_raises_an_error_with_a_working_fix():
     def contrastive_loss(output, target):
         return F.cross_entropy(output @ target.t(), torch.arange(len(output)))
 
     net, x, target = build_net(), torch.randn(7, 4), torch.rand(7, 5)
     loss, expected = plain_program(net, contrastive_loss, x, target)
     outputs = DataParallelModel(net, CPUS)(x)
-    with pytest.raises(TypeError, match=r"contrastive_loss looks like.*criterion\(gather\(outputs\), targets\)"):
+    with pytest.raises(TypeError, match=r"contrastive_loss appears to be.*criterion\(gather\(outputs\), targets\)"):
         DataParallelCriterion(contrastive_loss)(outputs, target)
     found = contrastive_loss(gather(outputs), target)
     found.backward()
     torch.testing.assert_close(found.detach(), loss)
     assert_same_gradients(gradients(net), expected)
     by_hand = DataParallelCriterion(contrastive_loss, weight=lambda output, target: len(output))
-    assert by_hand(DataParallelModel(net, CPUS)(x), target).isfinite()  # whoever says weight= has decided
+    assert by_hand(DataParallelModel(net, CPUS)(x), target).isfinite()  # an explicit weight= takes precedence
 
 
-def test_no_reduction_returns_the_losses_for_gather():
+def test_reduction_none_returns_losses_for_gather():
     net, x, target = build_net(), torch.randn(7, 4), class_targets(7)
     for criterion in (nn.CrossEntropyLoss(reduction="none"), functools.partial(F.cross_entropy, reduction="none")):
         losses = DataParallelCriterion(criterion)(DataParallelModel(net, CPUS)(x), target)
@@ -131,7 +133,7 @@ def test_no_reduction_returns_the_losses_for_gather():
         torch.testing.assert_close(gather(losses), F.cross_entropy(net(x), target, reduction="none"))
 
 
-def test_two_outputs_with_two_losses():
+def test_two_outputs_with_two_losses_equal_the_plain_program():
     module = Shaped(lambda out: (out, out * 2))
     x, target = torch.randn(7, 4), class_targets(7, 2)
     outputs = DataParallelModel(module, CPUS)(x)
@@ -144,7 +146,7 @@ def test_two_outputs_with_two_losses():
     )
 
 
-def test_keyword_targets_and_two_targets():
+def test_keyword_targets_are_split_by_rows():
     net, x = build_net(), torch.randn(7, 4)
     target, scale = torch.rand(7, 5), torch.rand(7, 1)
     criterion = DataParallelCriterion(
@@ -154,7 +156,7 @@ def test_keyword_targets_and_two_targets():
     torch.testing.assert_close(found, (scale * (net(x) - target) ** 2).mean())
 
 
-def test_flattened_targets_and_outputs():
+def test_flattened_targets_and_outputs_equal_the_plain_program():
     class Words(nn.Module):
         def __init__(self, flat):
             super().__init__()
@@ -171,11 +173,11 @@ def test_flattened_targets_and_outputs():
     torch.testing.assert_close(criterion(flat(x), target.flatten()), expected)
     torch.testing.assert_close(criterion(list(flat(x)), target.flatten()), expected)
     torch.testing.assert_close(criterion(deep(x), target), expected)
-    with pytest.raises(ValueError, match="the targets have 4 rows where the inputs have 5"):
+    with pytest.raises(ValueError, match="the targets have 4 rows, but the inputs have 5"):
         criterion(deep(x), target[:4])
 
 
-def test_targets_are_cut_as_unequal_inputs_were():
+def test_targets_are_split_like_unequal_inputs():
     net, x, target = build_net(), torch.randn(9, 4), class_targets(9, 4)
     model = DataParallelModel(net, CPUS, split=[5, 0, 1])
     scalars = DataParallelModel(Shaped(lambda out: out.sum()), CPUS, split=[5, 0, 1])
@@ -185,7 +187,7 @@ def test_targets_are_cut_as_unequal_inputs_were():
     assert by_rows(scalars(x), torch.ones(9)).isfinite()
 
 
-def test_a_criterion_with_parameters_gets_its_gradients():
+def test_parameters_of_a_criterion_get_exact_gradients():
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()
@@ -203,13 +205,13 @@ def test_a_criterion_with_parameters_gets_its_gradients():
     assert_same_gradients(gradients(net, plain), expected)
 
 
-def test_bare_losses_count_the_same_where_nobody_knows_their_rows():
+def test_losses_with_an_unknown_number_of_rows_have_equal_weights():
     losses = [torch.tensor(1.0), torch.tensor(2.0), torch.tensor(6.0)]
     with pytest.warns(UserWarning, match="weighted by rows"):
         assert DataParallelCriterion(lambda loss: loss)(losses).item() == 3.0
 
 
-def test_a_model_that_returns_its_own_loss():
+def test_a_model_that_computes_its_own_loss_equals_the_plain_program():
     module = Shaped(lambda out: SequenceClassifierOutput(loss=out.mean(), logits=out))
     x = torch.randn(7, 4)
     labels = torch.ones(7)
@@ -217,25 +219,25 @@ def test_a_model_that_returns_its_own_loss():
     torch.testing.assert_close(criterion(DataParallelModel(module, CPUS)(x), labels), module.net(x).mean())
 
 
-def test_half_precision_overflows_only_where_the_plain_program_does():
+def test_sums_of_half_precision_losses_do_not_overflow():
     output = torch.full((64, 4), 50.0, dtype=torch.float16)
     target = torch.zeros(64, 4, dtype=torch.float16)
     expected = F.mse_loss(output, target)
-    assert expected.isfinite()  # 2500, though the sum of the squares is past 65504
+    assert expected.isfinite()  # 2500, although the sum of the squares exceeds 65504
     found = DataParallelCriterion(nn.MSELoss())([output[:40], output[40:]], target)
     assert found.item() == expected.item()
     with torch.autocast("cpu", torch.float16):
         assert DataParallelCriterion(nn.MSELoss())([output[:40], output[40:]], target).item() == expected.item()
 
 
-def test_a_criterion_in_half_precision_stays_in_it():
+def test_class_weights_in_half_precision_keep_their_dtype():
     output, target = torch.randn(7, 5).half(), class_targets(7, 2)
     criterion = nn.CrossEntropyLoss(weight=torch.rand(5).half())
     found = DataParallelCriterion(criterion)([output[:4], output[4:]], target)
     torch.testing.assert_close(found, criterion(output, target).float(), rtol=2e-3, atol=0)
 
 
-def test_its_precision_reaches_the_replicas():
+def test_precision_sets_autocast_in_all_replicas():
     seen = []
 
     def criterion(output, target):
@@ -246,7 +248,7 @@ def test_its_precision_reaches_the_replicas():
     assert seen == [torch.bfloat16] * 2
 
 
-def test_errors():
+def test_invalid_criteria_and_outputs_raise_an_error():
     net, x = build_net(), torch.randn(7, 4)
     model = DataParallelModel(net, CPUS)
     with pytest.raises(TypeError, match="expected a module or a function"):
@@ -263,8 +265,8 @@ def test_errors():
         DataParallelCriterion(F.mse_loss, ["cpu"])([torch.zeros(2, device="meta")], torch.zeros(2))
 
 
-def test_class_weights_follow_the_outputs():
-    """Nobody has to move nn.CrossEntropyLoss(weight=...) to the first device by hand."""
+def test_class_weights_are_copied_to_the_devices_of_the_outputs():
+    """Unlike in the plain program, the user need not move nn.CrossEntropyLoss(weight=...) to the device."""
     meta = torch.device("meta")
     with DataParallelCriterion(functools.partial(F.cross_entropy, weight=torch.rand(5)))._copies([meta]) as (moved,):
         assert moved.keywords["weight"].device == meta
@@ -272,8 +274,8 @@ def test_class_weights_follow_the_outputs():
         assert first.weight.device == second.weight.device == meta
 
 
-def test_no_rows_are_zero_and_not_what_memory_held_before():
-    """torch's multi_margin_loss of no rows leaves its result uninitialised."""
+def test_the_loss_without_rows_is_zero():
+    """Without rows, torch's multi_margin_loss returns uninitialized memory."""
     criterion = DataParallelCriterion(nn.MultiMarginLoss())
     outputs = [torch.empty(0, 5, requires_grad=True)]
     for _ in range(20):

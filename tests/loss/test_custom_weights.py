@@ -1,4 +1,4 @@
-"""Models that compute their own loss: the count is taken from the labels as they are cut."""
+"""Models that compute their own loss, with a weight function for its divisor."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def t5():
 
 
 @pytest.mark.parametrize("make", [bert, gpt2, t5], ids=lambda make: make.__name__)
-def test_hugging_face_models(make):
+def test_losses_of_hugging_face_models_equal_the_plain_program(make):
     torch.manual_seed(0)
     net, labels, count = make()
     net.double().eval()
@@ -49,7 +49,7 @@ def test_hugging_face_models(make):
     batch["attention_mask"] = torch.ones(7, 9, dtype=torch.long)
     for row, length in enumerate([9, 2, 1, 5, 9, 1, 3]):
         batch["labels"][row, length:] = -100
-    batch["labels"][3:5] = -100  # a replica that counts nothing: its own loss is nan
+    batch["labels"][3:5] = -100  # a replica without counted labels, whose loss is nan
     loss = net(**batch).loss
     loss.backward()
     expected = gradients(net)
@@ -69,7 +69,7 @@ def test_hugging_face_models(make):
 
 @pytest.mark.parametrize("make", [bert, gpt2, t5], ids=lambda make: make.__name__)
 @pytest.mark.parametrize("devices", [1, 3])
-def test_gathered_outputs_of_hugging_face_models(make, devices):
+def test_gathered_outputs_of_hugging_face_models_equal_the_plain_outputs(make, devices):
     net, labels, _ = make()
     net.double().eval()
     batch = {"input_ids": torch.randint(40, (7, 9)), "labels": torch.randint(labels, (7, 9))}
@@ -79,13 +79,13 @@ def test_gathered_outputs_of_hugging_face_models(make, devices):
     assert type(found) is type(expected)
     torch.testing.assert_close(found.logits, expected.logits)
     assert type(found.get("past_key_values")) is type(expected.get("past_key_values"))
-    if make is gpt2:  # a cache, which is an object with the tensors of each layer
-        for mine, theirs in zip(found.past_key_values, expected.past_key_values, strict=True):
-            torch.testing.assert_close(mine[:2], theirs[:2])
+    if make is gpt2:  # a cache object with the tensors of each layer
+        for layer, expected_layer in zip(found.past_key_values, expected.past_key_values, strict=True):
+            torch.testing.assert_close(layer[:2], expected_layer[:2])
 
 
 class Detector(nn.Module):
-    """Returns a mapping of losses. One has a divisor of its own, with a floor."""
+    """A model that returns a mapping of losses. One has its own divisor of at least 1."""
 
     def __init__(self):
         super().__init__()
@@ -101,7 +101,7 @@ class Detector(nn.Module):
 
 
 @pytest.mark.parametrize("counts", [(1, 0, 3, 2), (0, 0, 0, 0), (0, 0, 5, 0)])
-def test_the_losses_of_a_detector(counts):
+def test_losses_of_a_detector_with_their_own_divisors_equal_the_plain_program(counts):
     torch.manual_seed(0)
     net = Detector()
     images = [torch.rand(4, height, 5) for height in (4, 5, 6, 7)]

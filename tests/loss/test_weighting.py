@@ -1,3 +1,5 @@
+"""Divisors of the losses of torch, registered divisors, and the weighted mean of losses."""
+
 import copy
 import functools
 
@@ -13,10 +15,10 @@ from balanced_parallel.loss.reduction import reduction_of
 pytestmark = pytest.mark.usefixtures("double")
 
 
-@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")  # of KLDivLoss, about its future
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")  # a deprecation warning of KLDivLoss
 @pytest.mark.parametrize("name", LOSSES)
-def test_a_mean_is_the_sum_over_the_weight(name):
-    """The definition, checked against torch's own mean and sum."""
+def test_the_mean_is_the_sum_divided_by_the_weight(name):
+    """Definition of the weight, checked with torch's own mean and sum."""
     make_criterion, kind = LOSSES[name]
     criterion = make_criterion()
     for ignored in (0, 3) if kind == "classes" else (0,):
@@ -43,7 +45,7 @@ def reduced(criterion, reduction, output, targets):
     return functools.partial(criterion, reduction=reduction)(output, *targets)
 
 
-def test_dense_targets_and_other_ignored_labels():
+def test_weight_of_dense_targets_excludes_ignored_labels():
     output, target = torch.randn(2, 5, 3, 4), torch.randint(5, (2, 3, 4))
     kept = (target != 1).sum()
     assert loss_weight(nn.CrossEntropyLoss(ignore_index=1), output, target) == kept
@@ -55,7 +57,7 @@ def test_dense_targets_and_other_ignored_labels():
     assert loss_weight(nn.CrossEntropyLoss(), output, torch.rand(2, 5, 3, 4)) == 24
 
 
-def test_weights_of_elements():
+def test_weight_of_elementwise_losses_with_element_weights():
     output, target, weight = torch.rand(4, 3), torch.rand(4, 3), torch.rand(4, 3)
     assert loss_weight(F.mse_loss, output, target) == 12
     torch.testing.assert_close(loss_weight(F.mse_loss, output, target, weight=weight), weight.sum())
@@ -64,7 +66,7 @@ def test_weights_of_elements():
         loss_weight(nn.BCELoss(weight=torch.rand(9, 3)), output, target)
 
 
-class Mine(nn.Module):
+class UnknownLoss(nn.Module):
     def forward(self, output, target):
         return (output - target).abs().sum() / 2
 
@@ -84,19 +86,19 @@ def info_nce(output, target):
 
 
 @pytest.mark.parametrize("criterion", [SoftDiceLoss(), info_nce, functools.partial(info_nce)])
-def test_a_loss_that_couples_rows_is_refused(criterion):
+def test_a_loss_that_couples_rows_raises_an_error(criterion):
     with pytest.raises(TypeError, match=r"rows depend on each other.*criterion\(gather\(outputs\), targets\)"):
         loss_weight(criterion, torch.rand(4, 2), torch.rand(4, 2))
 
 
-@pytest.mark.parametrize("criterion", [Mine(), Focal(), lambda output, target: output.sum(), max, functools.partial(max)])
-def test_an_unknown_criterion_is_an_error_that_names_the_way(criterion):
+@pytest.mark.parametrize("criterion", [UnknownLoss(), Focal(), lambda output, target: output.sum(), max, functools.partial(max)])
+def test_an_unknown_criterion_raises_an_error_with_a_fix(criterion):
     with pytest.raises(TypeError, match=r"weight=.*loss_weight\.register"):
         loss_weight(criterion, torch.zeros(2), torch.zeros(2))
 
 
-def test_a_weight_can_be_registered():
-    class Registered(Mine):
+def test_registered_weights_are_used():
+    class Registered(UnknownLoss):
         pass
 
     @loss_weight.register(Registered)
@@ -106,7 +108,7 @@ def test_a_weight_can_be_registered():
     assert loss_weight(Registered(), torch.zeros(2), torch.zeros(2)) == 2
 
 
-def test_a_weight_registered_for_a_loss_of_torch_goes_with_its_mean():
+def test_weights_registered_for_a_subclass_replace_the_rule_of_torch():
     class Halved(nn.CrossEntropyLoss):
         pass
 
@@ -122,12 +124,12 @@ def test_a_weight_registered_for_a_loss_of_torch_goes_with_its_mean():
     assert criterion.weigh_targets(target) is None
 
 
-def test_deprecated_reductions_are_refused():
+def test_deprecated_reductions_raise_an_error():
     with pytest.raises(ValueError, match="size_average= or reduce=.*use reduction="):
         loss_weight(functools.partial(F.mse_loss, size_average=False), torch.zeros(2), torch.zeros(2))
 
 
-def test_weighted_mean():
+def test_weighted_mean_and_its_gradients_are_exact():
     losses = [torch.tensor(value, requires_grad=True) for value in (1.0, 2.0, 6.0)]
     mean = weighted_mean(losses, [1, torch.tensor(2), 3.0])
     mean.backward()
@@ -136,10 +138,10 @@ def test_weighted_mean():
     assert weighted_mean([torch.tensor(2.0)], [0]).isnan()
 
 
-def test_a_weight_of_zero_counts_for_nothing_even_where_the_loss_is_nan():
+def test_weighted_mean_ignores_nan_with_weight_zero():
     x = torch.randn(3, requires_grad=True)
     mask = torch.tensor([0.0, 0.0, 0.0])
-    nothing = (x * mask).sum() / mask.sum()  # 0 / 0: its backward makes nan even of a gradient of zero
+    nothing = (x * mask).sum() / mask.sum()  # 0 / 0: its backward gives nan even for a gradient of zero
     assert nothing.isnan()
     mean = weighted_mean([nothing, (x * 2).sum()], [mask.sum(), torch.tensor(5)])
     mean.backward()
@@ -147,19 +149,19 @@ def test_a_weight_of_zero_counts_for_nothing_even_where_the_loss_is_nan():
     assert x.grad.tolist() == [2, 2, 2]
 
 
-def test_half_precision_is_summed_in_single():
+def test_weighted_mean_sums_half_precision_in_float32():
     losses = [torch.tensor(60000.0, dtype=torch.float16) for _ in range(4)]
     mean = weighted_mean(losses, [1000] * 4)
     assert mean.dtype == torch.float32
     assert mean.item() == 60000
 
 
-def test_counts_beyond_what_single_precision_can_hold():
+def test_weighted_mean_is_exact_for_counts_beyond_float32():
     mean = weighted_mean([torch.tensor(0.0), torch.tensor(1.0)], [torch.tensor(2**40), torch.tensor(1)])
     assert mean.item() == pytest.approx(1 / (2**40 + 1), rel=1e-12)
 
 
-def test_weighted_mean_errors():
+def test_weighted_mean_of_invalid_arguments_raises_an_error():
     with pytest.raises(ValueError, match="2 losses and 1 weights"):
         weighted_mean([torch.zeros(()), torch.zeros(())], [1])
     with pytest.raises(ValueError, match="0 losses and 0 weights"):

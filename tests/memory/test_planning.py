@@ -243,7 +243,7 @@ BAD = {
     "batch_size=0": {"batch_size": 0},
     "devices=0": {"devices": 0},
     "capacity has 2 sizes for 3 devices": {"capacity": ["1GiB", "2GiB"]},
-    "'7 bananas' is no size of memory": {"capacity": "7 bananas"},
+    "'7 bananas' is not a memory size": {"capacity": "7 bananas"},
     "device_kind='sim', which has none": {"capacity": None},
     "precision='fp7'": {"precision": "fp7"},
 }

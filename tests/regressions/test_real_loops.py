@@ -67,7 +67,7 @@ class TestReductions:
         assert_equal_program(
             module, DataParallelCriterion(criterion, weight="rows"), lambda net: criterion(net(x), target), [x], [target]
         )
-        with pytest.warns(UserWarning, match=f"weighted by rows.*reduction='{setting}' says nothing"):
+        with pytest.warns(UserWarning, match=f"weighted by rows.*reduction='{setting}' has no effect"):
             DataParallelCriterion(criterion)(DataParallelModel(module, CPUS)(x), target)
 
     def test_a_focal_loss_with_none_inside_is_a_scalar(self):
@@ -111,8 +111,8 @@ class TestReductions:
         [
             ({"reduction": "total"}, "reduction='total', expected 'sum', 'mean' or 'none'"),
             ({"weight": "row"}, "weight='row', expected a function .* or 'rows'"),
-            ({"minimum": -1}, "minimum=-1, expected the floor"),
-            ({"in_dims": "rows"}, "in_dims has 'rows', expected the dimension"),
+            ({"minimum": -1}, "minimum=-1, expected the smallest divisor"),
+            ({"in_dims": "rows"}, "in_dims contains 'rows', expected the dimension"),
         ],
     )
     def test_settings_out_of_their_range(self, settings, message):
@@ -241,7 +241,7 @@ class TestListOutputs:
         model, optimizer = DataParallelModel(module, CPUS), torch.optim.SGD(module.parameters(), lr=0.0)
         step = TrainStep(model, split, optimizer, micro_batch_size=micro_batch_size)
         torch.testing.assert_close(step(x, targets), loss(module(x), targets).detach())
-        with pytest.raises(ValueError, match="a list of 3 entries that are alike"):  # they may be the three rows
+        with pytest.raises(ValueError, match="a list of 3 entries of one type"):  # they may be the three rows
             split(DataParallelModel(module, CPUS)(x[:3]), [target[:3] for target in targets])
 
     def test_the_error_shows_the_way(self):
@@ -261,7 +261,7 @@ class TestListOutputs:
 
     def test_outputs_in_another_order_are_refused(self):
         outputs = DataParallelModel(build_net(), CPUS)(torch.randn(7, 4))
-        with pytest.raises(ValueError, match="outputs of replicas 2, 1, 0 of 3, expected one of each in their order"):
+        with pytest.raises(ValueError, match="outputs of replicas 2, 1, 0 of 3, expected one of each, in order"):
             DataParallelCriterion(nn.MSELoss())(list(outputs)[::-1], torch.rand(7, CLASSES))
 
     def test_one_of_several_outputs_is_refused(self):
@@ -350,11 +350,13 @@ class TestOtherDimensions:
 
     def test_dimensions_that_name_nothing(self):
         model = DataParallelModel(build_net(), CPUS, in_dims={"mask": 1})
-        with pytest.raises(ValueError, match="the dimensions name 'mask', expected one of the arguments input"):
+        with pytest.raises(ValueError, match="dimensions are given for 'mask', expected one of the arguments input"):
             model(torch.zeros(3, 4))
-        with pytest.raises(ValueError, match=r"the dimensions name 3, expected one of the arguments input, or its position"):
+        with pytest.raises(
+            ValueError, match=r"dimensions are given for 3, expected one of the arguments input, or the position of one"
+        ):
             DataParallelModel(build_net(), CPUS, in_dims={3: 1})(torch.zeros(3, 4))
-        with pytest.raises(ValueError, match=r"those of 2 arguments, but 1 were given by position"):
+        with pytest.raises(ValueError, match=r"given for 2 arguments, but 1 were passed by position"):
             DataParallelModel(build_net(), CPUS, in_dims=(0, 1))(torch.zeros(3, 4))
         with pytest.raises(ValueError, match="has 2 entries, but the dimensions"):
             DataParallelModel(Calls(lambda net, x: (net(x), net(x))), CPUS, out_dims=(0,))(torch.zeros(3, 4))
@@ -398,7 +400,7 @@ class TestRowsThatAreNotTensors:
 
     def test_lists_that_may_be_rows_or_parts(self):
         pair = [torch.zeros(3, 2), torch.ones(3, 2)]
-        with pytest.raises(ValueError, match=r"inputs\[0\] is a list of 2 entries that are alike.*Rows.*tuple.*Whole"):
+        with pytest.raises(ValueError, match=r"inputs\[0\] is a list of 2 entries of one type.*Rows.*tuple.*Whole"):
             self.seen(pair)
         assert [len(inputs[0][1]) for inputs, _ in self.seen(tuple(pair))] == [1, 1, 1]
         assert [len(inputs[1][1]) for inputs, _ in self.seen(torch.zeros(3, 4), pair)] == [1, 1, 1]  # three rows say it
@@ -654,7 +656,7 @@ class TestMethods:
         scale = torch.rand(3)
         named = DataParallelModel(module, CPUS)
         torch.testing.assert_close(named.call("scaled", x, Whole(scale)).gather(), module.scaled(x, scale))
-        with pytest.raises(ValueError, match="gives positions in forward, which say nothing about 'scaled'"):
+        with pytest.raises(ValueError, match="has positions of arguments of forward, which do not apply to 'scaled'"):
             DataParallelModel(module, CPUS, in_dims=(0, None)).call("scaled", x, scale)
 
     def test_a_method_that_there_is_not(self):

@@ -243,7 +243,7 @@ def test_sums_run_beside_the_backward(small_buckets, monkeypatch):
         def watched(*args, **settings):
             if settings:
                 streams.append({torch.accelerator.current_stream(f"sim:{index}").stream_id for index in range(2)})
-                assert not model.replicas.gradients.side._due  # what the bucket before it used was let go
+                assert not model.replicas.gradients.side._pending  # what the bucket before it used was let go
             return add_up(*args, **settings)
 
         monkeypatch.setattr(bucket, "add_up", watched)
@@ -265,7 +265,7 @@ def no_wait_before(self, device, stream):
 
 
 def no_wait_after(self):
-    self._due.clear()
+    self._pending.clear()
 
 
 reduced = threading.Event()
@@ -273,7 +273,7 @@ reduced = threading.Event()
 
 @pytest.mark.parametrize(
     ("method", "broken"),
-    [("entered", let_go_at_once), ("_beside", no_wait_before), ("join", no_wait_after), ("join", None)],
+    [("entered", let_go_at_once), ("_side_stream", no_wait_before), ("join", no_wait_after), ("join", None)],
 )
 def test_each_wait_is_needed(small_buckets, monkeypatch, method, broken):
     reduced.clear()

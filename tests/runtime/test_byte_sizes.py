@@ -1,4 +1,4 @@
-"""Sizes of memory, read and written."""
+"""Parsing and formatting of memory sizes."""
 
 import pytest
 
@@ -18,17 +18,17 @@ from balanced_parallel.runtime.byte_sizes import format_bytes, parse_bytes
         (12345, 12345),
     ],
 )
-def test_sizes_are_read(text, count):
+def test_parse_bytes_reads_numbers_and_units(text, count):
     assert parse_bytes(text) == count
 
 
 @pytest.mark.parametrize("size", ["", "GiB", "-1GiB", "3 parsecs", "1e9", "0", 0, -5, True, 2.5, None, "1 GiB 2", "0.1 B"])
-def test_what_is_no_size_is_refused_by_name(size):
-    with pytest.raises(ValueError, match="is no size of memory, expected a positive number of bytes, or text with a unit"):
+def test_invalid_sizes_raise_an_error_with_the_value(size):
+    with pytest.raises(ValueError, match="is not a memory size, expected a positive number of bytes, or text with a unit"):
         parse_bytes(size)
 
 
-def test_sizes_are_written_in_the_largest_unit_that_they_fill():
+def test_format_bytes_uses_the_largest_unit_of_at_least_one():
     assert [format_bytes(count) for count in (0, 1023, 1024, 3 * 2**19, 5 * 2**30, 2**40)] == [
         "0 B",
         "1023 B",

@@ -1,16 +1,16 @@
-"""A new thread knows nothing of the with-blocks around the call: each kind of state must be carried."""
+"""Thread-local state of the caller, seen by a new thread: each kind must be carried."""
 
 import threading
 
 import pytest
 import torch
 
-from balanced_parallel.runtime.thread_state import AmbientState
+from balanced_parallel.runtime.thread_state import ThreadState
 
 CPU = [torch.device("cpu")]
 
 
-def seen():
+def current_state():
     return {
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
@@ -21,13 +21,13 @@ def seen():
     }
 
 
-def in_thread(ambient):
+def state_in_thread(state):
     found = {}
 
     def work():
-        with ambient.enter():
-            found.update(seen())
-        found["after"] = seen()
+        with state.enter():
+            found.update(current_state())
+        found["after"] = current_state()
 
     thread = threading.Thread(target=work)
     thread.start()
@@ -46,19 +46,19 @@ def in_thread(ambient):
         lambda: torch.device("meta"),
     ],
 )
-def test_a_worker_sees_what_the_caller_set(block):
-    plain = seen()
+def test_entered_state_equals_the_state_of_the_caller(block):
+    plain = current_state()
     with block():
-        expected = seen()
-        found = in_thread(AmbientState.capture(CPU))
+        expected = current_state()
+        found = state_in_thread(ThreadState.capture(CPU))
     assert found.pop("after") == plain
     assert found == expected
 
 
-def test_a_thread_left_alone_would_not():
+def test_new_threads_do_not_inherit_autocast():
     found = {}
     with torch.autocast("cpu", torch.bfloat16):
-        thread = threading.Thread(target=lambda: found.update(seen()))
+        thread = threading.Thread(target=lambda: found.update(current_state()))
         thread.start()
         thread.join()
     assert not found["autocast"]

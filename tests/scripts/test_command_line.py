@@ -295,11 +295,11 @@ def test_a_plan_that_fits_nowhere_is_exit_code_1(nets, capsys, monkeypatch, flag
 
 def test_what_plan_refuses_is_one_line(nets, capsys, monkeypatch):
     def plan(*args, **settings):
-        raise ValueError("'24QB' is no size of memory,\nexpected another")
+        raise ValueError("'24QB' is not a memory size,\nexpected another")
 
     monkeypatch.setattr(memory, "plan", plan)
     line = said(capsys, "plan", "--model", nets("small"), "--input", 4, "--batch-size", 8, "--memory", "24QB")
-    assert line.endswith("error: '24QB' is no size of memory, expected another")
+    assert line.endswith("error: '24QB' is not a memory size, expected another")
 
 
 def test_a_warning_is_one_line_beside_the_plan(nets, capsys, monkeypatch):
@@ -325,7 +325,7 @@ def test_doctor_lists_what_will_break(nets, capsys):
     assert main(["doctor", "--model", nets("with_norm"), "--criterion", nets("distance")]) == 1
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("- batch norm: 1: ")
-    assert second.startswith("- the loss: what distance divides its mean by is not known")
+    assert second.startswith("- the loss: the divisor of the mean of distance is unknown")
 
 
 def test_doctor_does_not_fail_for_a_note(nets, capsys):

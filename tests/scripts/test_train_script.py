@@ -76,9 +76,9 @@ def test_a_text_of_ones_own_and_the_last_short_batch(tmp_path):
         (["--task", "digits", "--data", "x"], "--data and --vocabulary are for --task text"),
         (["--precision", "int8"], "invalid choice: 'int8'"),
         (["--memory", "1GiB"], "expected --simulate N beside them"),
-        (["--simulate", "2", "--memory", "3 parsecs"], "'3 parsecs' is no size of memory"),
+        (["--simulate", "2", "--memory", "3 parsecs"], "'3 parsecs' is not a memory size"),
         (["--simulate", "3", "--memory", "1GiB,2GiB"], "memory has 2 entries for 3 devices"),
-        (["--simulate", "65"], "devices=65, expected a whole number from 1 to 64"),
+        (["--simulate", "65"], "devices=65, expected an integer from 1 to 64"),
         (["--simulate", "2", "--devices", "sim:2"], "there is no device 'sim:2': this machine has 2 sim devices"),
     ],
 )

@@ -1,4 +1,4 @@
-"""What a network is made of gives on a simulated device, to the bit, what it gives on the CPU; and casts as CUDA casts."""
+"""Operators on simulated devices: results of the CPU, autocast dtypes of CUDA, optimizers, nn.DataParallel."""
 
 import copy
 
@@ -77,7 +77,7 @@ def run(net, inputs):
 
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("name", NETWORKS)
-def test_a_network_gives_what_it_gives_on_the_cpu(name, training):
+def test_networks_give_the_results_of_the_cpu(name, training):
     net = NETWORKS[name]().train(training)
     inputs = torch.randn(3, 72)
     expected = run(copy.deepcopy(net), inputs)
@@ -89,19 +89,19 @@ def test_a_network_gives_what_it_gives_on_the_cpu(name, training):
             if one is not None:
                 torch.testing.assert_close(one.cpu(), other, rtol=1e-5, atol=1e-6)
         with torch.no_grad():
-            evaluated = net.eval()(inputs.to("sim:1"))  # the fast path of transformers
+            evaluated = net.eval()(inputs.to("sim:1"))  # the fast path of nn.TransformerEncoderLayer
         assert (evaluated[0] if isinstance(evaluated, tuple) else evaluated).device == torch.device("sim:1")
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_attention_never_holds_the_matrix_of_probabilities(masked):
+def test_attention_allocates_no_matrix_of_probabilities(masked):
     with simulate(1) as cluster:
         query = torch.randn(1, 2, 2048, 8, device="sim:0", requires_grad=True)
         F.scaled_dot_product_attention(query, query, query, is_causal=not masked).sum().backward()
         assert cluster.peak[0] < 2 * 2048 * 2048 * 4 / 8
 
 
-def test_dropout_is_drawn_on_its_device_and_scales():
+def test_dropout_uses_the_random_state_of_its_device():
     with simulate(2):
         host = torch.get_rng_state()
         inputs = torch.ones(10_000, device="sim:1", requires_grad=True)
@@ -117,7 +117,7 @@ def test_dropout_is_drawn_on_its_device_and_scales():
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing_draws_the_same_dropout_again(use_reentrant):
+def test_checkpointing_repeats_the_random_numbers_of_dropout(use_reentrant):
     with simulate(2):
         net = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 4)).to("sim:1")
         inputs = torch.randn(16, 8, device="sim:1", requires_grad=True)
@@ -128,7 +128,7 @@ def test_checkpointing_draws_the_same_dropout_again(use_reentrant):
         assert all(parameter.grad.equal(other) for parameter, other in zip(net.parameters(), plain, strict=True))
 
 
-CASTS = {  # as CUDA casts under bfloat16: https://docs.pytorch.org/docs/stable/amp.html
+CASTS = {  # dtypes of CUDA under bfloat16: https://docs.pytorch.org/docs/stable/amp.html
     "linear": (lambda x: F.linear(x, x), torch.bfloat16),
     "matmul": (lambda x: x @ x, torch.bfloat16),
     "conv": (lambda x: F.conv1d(x[None], x[None]), torch.bfloat16),
@@ -148,7 +148,7 @@ CASTS = {  # as CUDA casts under bfloat16: https://docs.pytorch.org/docs/stable/
 
 
 @pytest.mark.parametrize("name", CASTS)
-def test_autocast_casts_as_cuda_does(name):
+def test_autocast_uses_the_dtypes_of_cuda(name):
     function, dtype = CASTS[name]
     with simulate(1):
         x = torch.randn(4, 4, device="sim:0")
@@ -157,7 +157,7 @@ def test_autocast_casts_as_cuda_does(name):
         assert (x @ x).dtype == torch.float32
 
 
-def test_autocast_of_the_host_does_not_reach_a_device_and_the_banned_loss_is_refused():
+def test_autocast_of_the_cpu_does_not_apply_and_unsafe_losses_raise_an_error():
     with simulate(1):
         x = torch.rand(4, 4, device="sim:0")
         with torch.autocast("cpu", torch.bfloat16):
@@ -166,7 +166,7 @@ def test_autocast_of_the_host_does_not_reach_a_device_and_the_banned_loss_is_ref
             F.binary_cross_entropy(x, x)
 
 
-def test_autocast_lstm_and_gru_train():
+def test_lstm_and_gru_train_under_autocast():
     with simulate(1):
         for kind in (nn.LSTM, nn.GRU):
             net = kind(4, 3).to("sim:0")
@@ -194,11 +194,11 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("way", [{"foreach": True}, {"foreach": False}, {"fused": True}, {}], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers_step_as_on_the_cpu(name, way):
+def test_optimizers_give_the_results_of_the_cpu(name, way):
     try:
         getattr(torch.optim, name)([nn.Parameter(torch.ones(1))], lr=0.1, **OPTIMIZERS[name], **way)
     except (TypeError, RuntimeError):
-        return  # torch has it not this way
+        return  # this optimizer has no such implementation
 
     def trained(device):
         torch.manual_seed(0)
@@ -222,7 +222,7 @@ def test_optimizers_step_as_on_the_cpu(name, way):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_the_gradient_scaler_scales_unscales_and_skips():
+def test_gradient_scaler_scales_unscales_and_skips_steps():
     with simulate(1):
         net = nn.Linear(4, 4).to("sim:0")
         optimizer, scaler = torch.optim.SGD(net.parameters(), 0.1), torch.amp.GradScaler("sim", init_scale=1024.0)
@@ -250,7 +250,7 @@ def test_backward_crosses_devices():
         assert moved == {("sim:0", "sim:1"): 16, ("sim:1", "sim:2"): 16, ("sim:2", "sim:1"): 16, ("sim:1", "sim:0"): 16}
 
 
-def test_torchs_data_parallel_trains_as_the_plain_program():
+def test_nn_data_parallel_has_the_gradients_of_the_plain_program():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8).eval(), nn.Linear(8, 3))
     inputs, targets = torch.randn(10, 6), torch.randint(3, (10,))
@@ -267,8 +267,8 @@ def test_torchs_data_parallel_trains_as_the_plain_program():
         assert cluster.categories(1)["parameters"] >= sum(parameter.nbytes for parameter in net.parameters())
 
 
-def test_torchs_data_parallel_runs_on_one_cluster_after_another():
-    """torch keeps a list of streams, as long as the first cluster that it saw."""
+def test_nn_data_parallel_runs_in_clusters_of_different_sizes():
+    """torch caches a list of streams with the length of the first cluster."""
     net = nn.Linear(2, 2)
     for devices in (2, 4, 3):
         with simulate(devices):
@@ -277,7 +277,7 @@ def test_torchs_data_parallel_runs_on_one_cluster_after_another():
     assert nn.parallel._functions._streams is None
 
 
-def test_inference_mode_and_double_backward():
+def test_inference_mode_and_double_backward_work():
     with simulate(1):
         net = nn.LSTM(3, 3).to("sim:0")
         with torch.inference_mode():
@@ -288,7 +288,7 @@ def test_inference_mode_and_double_backward():
         assert second.eq(6).all()
 
 
-def test_complex_numbers_and_their_lazy_conjugates():
+def test_complex_tensors_and_lazy_conjugates_give_the_results_of_the_cpu():
     with simulate(1):
         x = torch.randn(8)
         there = x.to("sim:0")

@@ -1,4 +1,4 @@
-"""The simulated devices themselves: bytes, limits, traffic, errors, and what is left of them afterwards."""
+"""Simulated devices: bytes, capacities, traffic, errors, and cleanup at the end of the block."""
 
 import copy
 import gc
@@ -43,7 +43,7 @@ def test_devices_exist_inside_the_block_only():
 
 
 @pytest.mark.parametrize("count", [1, 511, 512, 513, 4 * MIB + 1])
-def test_sizes_are_rounded_as_cuda_rounds_them(count):
+def test_allocations_are_rounded_up_to_512_bytes(count):
     with simulate(2) as cluster:
         held = torch.empty(count, dtype=torch.uint8, device="sim:1")
         rounded = -(-count // 512) * 512
@@ -52,7 +52,7 @@ def test_sizes_are_rounded_as_cuda_rounds_them(count):
         assert (cluster.live, cluster.peak) == ([0, 0], [0, rounded])
 
 
-def test_views_and_aliases_cost_nothing_and_storages_are_freed():
+def test_views_and_aliases_add_no_bytes_and_storages_are_freed():
     with simulate(1) as cluster:
         whole = floats(1, "sim:0")
         pieces = [whole.view(2, -1), whole[5:], whole.detach(), whole.reshape(4, -1).t(), whole.view(torch.int32)]
@@ -66,7 +66,7 @@ def test_views_and_aliases_cost_nothing_and_storages_are_freed():
         assert empty.device == torch.device("sim:0")
 
 
-def test_resizing_and_setting_is_counted():
+def test_resize_and_set_change_the_counted_bytes():
     with simulate(1) as cluster:
         tensor = torch.empty(0, device="sim:0").resize_(1000)
         assert cluster.live == [4096]
@@ -77,7 +77,7 @@ def test_resizing_and_setting_is_counted():
         assert cluster.live == [0]
 
 
-def test_reset_peak_starts_from_what_is_live():
+def test_reset_peak_restarts_from_the_live_bytes():
     with simulate(2) as cluster:
         held = floats(1, "sim:0")
         floats(3, "sim:0")
@@ -92,7 +92,7 @@ def test_reset_peak_starts_from_what_is_live():
         assert cluster.peak == [MIB, 0]
 
 
-def test_above_the_limit_is_an_error_like_cudas_and_what_was_there_stays():
+def test_allocations_above_the_capacity_raise_and_earlier_tensors_stay_valid():
     with simulate(2, memory=["4MiB", 8 * MIB]) as cluster:
         kept = floats(3, "sim:0").fill_(7)
         message = (
@@ -104,13 +104,13 @@ def test_above_the_limit_is_an_error_like_cudas_and_what_was_there_stays():
         with pytest.raises(torch.OutOfMemoryError, match="GPU 0"):
             kept.sqrt()
         assert kept.eq(7).all()
-        assert cluster.live[0] == 3 * MIB < cluster.peak[0] < 4 * MIB  # the comparison's booleans fitted
+        assert cluster.live[0] == 3 * MIB < cluster.peak[0] < 4 * MIB  # the booleans of the comparison fit
         assert torch.accelerator.get_memory_info("sim:0") == (MIB, 4 * MIB)
         fits = floats(1, "sim:0")
         assert len({fits.device, floats(8, "sim:1").device}) == 2
 
 
-def test_out_of_memory_in_the_middle_of_a_backward_leaves_the_parameters_and_a_smaller_batch_runs():
+def test_out_of_memory_in_backward_keeps_parameters_and_a_smaller_batch_runs():
     with simulate(1, memory="3MiB") as cluster:
         net = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 64)).to("sim:0")
         before = copy.deepcopy(net).cpu().state_dict()
@@ -123,7 +123,7 @@ def test_out_of_memory_in_the_middle_of_a_backward_leaves_the_parameters_and_a_s
         assert cluster.peak[0] <= 3 * MIB
 
 
-def test_traffic_is_counted_by_source_and_target():
+def test_moved_bytes_are_counted_by_source_and_target():
     with simulate(2) as cluster:
         x = torch.ones(1000, dtype=torch.float64).to("sim:0")
         y = x.to("sim:1")
@@ -154,7 +154,7 @@ def adam_step(cluster, net, rows=64):
         optimizer.zero_grad()
 
 
-def test_the_peak_is_told_by_category_and_adds_up():
+def test_categories_of_the_peak_add_up_to_it():
     with simulate(1) as cluster:
         net = nn.Sequential(nn.Linear(64, 1024), nn.Tanh(), nn.Linear(1024, 8)).to("sim:0")
         size = sum(-(-parameter.nbytes // 512) * 512 for parameter in net.parameters())
@@ -172,7 +172,7 @@ def test_the_peak_is_told_by_category_and_adds_up():
         assert (parts["parameters"], parts["inputs"]) == (size, 8192 * 64 * 4)
 
 
-def test_gradients_are_known_without_an_optimizer_and_frozen_parameters_and_buffers_are_parameters():
+def test_categories_without_an_optimizer_have_gradients_and_frozen_parameters():
     with simulate(1) as cluster:
         net = nn.Sequential(nn.Linear(512, 512), nn.BatchNorm1d(512)).requires_grad_(False).to("sim:0")
         head = nn.Linear(512, 2048, bias=False).to("sim:0")
@@ -184,7 +184,7 @@ def test_gradients_are_known_without_an_optimizer_and_frozen_parameters_and_buff
         assert parts["inputs"] == inputs.nbytes
 
 
-def test_a_long_run_finds_its_peak_and_keeps_no_long_history():
+def test_categories_of_the_peak_survive_many_later_allocations():
     with simulate(1) as cluster:
         net = nn.Linear(64, 64).to("sim:0")
         adam_step(cluster, net)
@@ -198,7 +198,7 @@ def test_a_long_run_finds_its_peak_and_keeps_no_long_history():
         assert (cluster.peak, cluster.categories(0)) == (peak, expected)
 
 
-def test_recomputed_activations_are_activations():
+def test_recomputed_activations_have_the_category_activations():
     from torch.utils.checkpoint import checkpoint
 
     with simulate(1) as cluster:
@@ -207,7 +207,7 @@ def test_recomputed_activations_are_activations():
         assert cluster.categories(0)["activations"] >= 512 * 2048 * 4
 
 
-def test_the_table_and_the_numbers_stay_after_the_block():
+def test_the_table_and_all_numbers_are_readable_after_the_block():
     with simulate(2, memory=["2GiB", "1GiB"]) as cluster:
         torch.ones(MIB).to("sim:1")
         inside = str(cluster)
@@ -217,7 +217,7 @@ def test_the_table_and_the_numbers_stay_after_the_block():
     lines = inside.splitlines()
     assert re.split(r"\s{2,}", lines[0].strip())[:5] == ["device", "memory", "now", "peak", "parameters"]
     assert re.split(r"\s{2,}", lines[-1].strip())[:4] == ["sim:1", "1.00 GiB", "0 B", "4.00 MiB"]
-    with pytest.raises(RuntimeError, match="the cluster was left"):
+    with pytest.raises(RuntimeError, match="peaks can be read, but not reset"):
         cluster.reset_peak()
     with pytest.raises(IndexError):
         cluster.categories(2)
@@ -226,58 +226,58 @@ def test_the_table_and_the_numbers_stay_after_the_block():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((0,), "devices=0, expected a whole number from 1 to 64"),
-        ((2.0,), "devices=2.0, expected a whole number"),
-        ((True,), "devices=True, expected a whole number"),
+        ((0,), "devices=0, expected an integer from 1 to 64"),
+        ((2.0,), "devices=2.0, expected an integer"),
+        ((True,), "devices=True, expected an integer"),
         ((65,), "from 1 to 64"),
         ((2, ["1GiB"]), "memory has 1 entries for 2 devices"),
-        ((2, "24 gigs"), "'24 gigs' is no size of memory, expected a positive number of bytes, or text with a unit"),
-        ((2, -1), "-1 is no size of memory"),
+        ((2, "24 gigs"), "'24 gigs' is not a memory size, expected a positive number of bytes, or text with a unit"),
+        ((2, -1), "-1 is not a memory size"),
     ],
 )
-def test_bad_arguments(arguments, message):
+def test_invalid_arguments_raise_an_error_with_the_value(arguments, message):
     with pytest.raises(ValueError, match=re.escape(message)), simulate(*arguments):
         pass
 
 
-def test_one_cluster_at_a_time():
+def test_nested_clusters_raise_an_error():
     with simulate(1):
         with pytest.raises(RuntimeError, match="inside simulate"), simulate(2):
             pass
         assert torch.ones(1, device="sim:0").item() == 1
 
 
-def test_tensors_of_a_cluster_that_was_left_can_be_read_and_freed_and_nothing_else():
+def test_tensors_can_only_be_copied_to_the_cpu_or_freed_after_the_block():
     with simulate(2):
         old = torch.ones(MIB, device="sim:1")
     assert old.cpu().eq(1).all()
     with simulate(2) as cluster:
         assert cluster.live == [0, 0]
-        with pytest.raises(RuntimeError, match="of a cluster that was left"):
+        with pytest.raises(RuntimeError, match="of a cluster that has ended"):
             old + 1
-        with pytest.raises(RuntimeError, match="of a cluster that was left"):
+        with pytest.raises(RuntimeError, match="of a cluster that has ended"):
             old.to("sim:0")
         del old
         assert cluster.live == [0, 0]
 
 
-def trace_of(module):
+def public_and_private_names(module):
     return {name for name in dir(module) if not name.startswith("__")}
 
 
-def test_leaving_takes_everything_away_that_torch_lets_go():
+def test_the_end_of_the_block_removes_patches_hooks_and_devices():
     net = nn.Linear(2, 2)
-    optimizer = importlib.import_module("torch.optim.optimizer")  # torch.optim hides it
+    optimizer = importlib.import_module("torch.optim.optimizer")  # torch.optim has no attribute for this module
     with simulate(1):
-        pass  # what cannot be undone is done now
+        pass  # makes the changes that torch cannot undo
     places = [torch, torch._C, torch.Tensor, nn.Module, nn.parallel.comm, torch.cuda.nccl, nn.modules.module, optimizer]
-    names = [trace_of(place) for place in places]
+    names = [public_and_private_names(place) for place in places]
     hooks = len(nn.modules.module._global_forward_pre_hooks), len(optimizer._global_optimizer_pre_hooks)
     modules, state, nccl = set(sys.modules), torch.get_rng_state(), torch.cuda.nccl.is_available
     with simulate(2):
         torch.rand(3, device="sim:1")
         assert nn.DataParallel(net.to("sim:0"))(torch.ones(2, 2)).shape == (2, 2)
-    assert [trace_of(place) for place in places] == names
+    assert [public_and_private_names(place) for place in places] == names
     assert hooks == (len(nn.modules.module._global_forward_pre_hooks), len(optimizer._global_optimizer_pre_hooks))
     assert set(sys.modules) - modules <= {name for name in sys.modules if name.startswith("torch.")}
     assert torch.cuda.nccl.is_available is nccl
@@ -287,7 +287,7 @@ def test_leaving_takes_everything_away_that_torch_lets_go():
     torch.manual_seed(3)
     plain = nn.Linear(2, 2)
     plain(torch.ones(1, 2)).sum().backward()
-    torch.optim.Adam(plain.parameters()).step()  # asks which accelerator there is
+    torch.optim.Adam(plain.parameters()).step()  # queries the accelerator
     assert balanced_parallel.DataParallelModel(plain).devices == [torch.device("cpu")]
 
 
@@ -332,14 +332,14 @@ WRONG_PLACES = {
 
 
 @pytest.mark.parametrize("name", WRONG_PLACES)
-def test_a_tensor_on_the_wrong_device_is_an_error(name):
+def test_operators_on_tensors_of_different_devices_raise_an_error(name):
     with simulate(3):
         x = torch.randn(4, 4, device="sim:1")
         with pytest.raises((RuntimeError, TypeError), match=r"device"):
             WRONG_PLACES[name](x)
 
 
-def test_what_cuda_lets_pass_passes():
+def test_combinations_of_devices_that_cuda_accepts_are_accepted():
     with simulate(2):
         x = torch.randn(4, 4, device="sim:1")
         number = torch.tensor(2.0)
@@ -351,7 +351,7 @@ def test_what_cuda_lets_pass_passes():
         assert x[1].eq(2).all()
 
 
-def test_not_strict_copies_counts_and_warns():
+def test_strict_false_copies_and_warns():
     with simulate(2, strict=False) as cluster:
         x = torch.ones(4, 4, device="sim:1")
         with pytest.warns(UserWarning, match="got mat2 is on cpu, different from other tensors on sim:1.*not strict"):
@@ -361,7 +361,7 @@ def test_not_strict_copies_counts_and_warns():
         assert cluster.moved["cpu", "sim:1"] == 64
 
 
-def test_a_missing_operator_says_its_name_and_how_to_add_it():
+def test_missing_operators_raise_an_error_with_name_and_fix():
     with simulate(1):
         x = torch.ones(3, device="sim:0")
         with pytest.raises(
@@ -372,7 +372,7 @@ def test_a_missing_operator_says_its_name_and_how_to_add_it():
             torch.ops.aten._cudnn_init_dropout_state(0.1, True, 0, dtype=torch.uint8, device="sim:0")
 
 
-def test_a_missing_operator_can_be_added_as_the_error_says():
+def test_missing_operators_can_be_added_with_torch_library():
     with simulate(1), torch.library._scoped_library("aten", "IMPL") as library:
         x = torch.ones(3, device="sim:0")
         with pytest.raises(NotImplementedError, match="batch_norm_stats"):
@@ -381,7 +381,7 @@ def test_a_missing_operator_can_be_added_as_the_error_says():
         assert torch.batch_norm_stats(torch.stack([x, x]), 1.0)[1].eq(1).all()
 
 
-def test_operators_of_other_libraries_run():
+def test_custom_operators_of_other_libraries_run():
     with torch.library._scoped_library("some_library", "DEF") as library, simulate(1):
         library.define("twice(Tensor x) -> Tensor")
         library.impl("twice", lambda x: x * 2, "CPU")
@@ -390,16 +390,16 @@ def test_operators_of_other_libraries_run():
         assert twice.eq(2).all()
 
 
-def test_each_device_has_its_own_random_numbers():
+def test_each_device_has_its_own_random_state():
     with simulate(2):
         torch.manual_seed(5)
         zero, one = (torch.rand(8, device=device) for device in ("sim:0", "sim:1"))
-        assert zero.cpu().equal(one.cpu())  # one seed for all, as in CUDA
+        assert zero.cpu().equal(one.cpu())  # the same seed for all devices, as in CUDA
         host = torch.get_rng_state()
         state = torch.sim.get_rng_state(1)
         first = nn.functional.dropout(one, 0.5)
         assert torch.get_rng_state().equal(host)
-        assert torch.sim.get_rng_state(0).equal(state)  # as many numbers were drawn there
+        assert torch.sim.get_rng_state(0).equal(state)  # the same number of draws
         torch.sim.set_rng_state(state, 1)
         assert nn.functional.dropout(one, 0.5).equal(first)
         generator = torch.Generator("sim:1").manual_seed(3)
@@ -410,7 +410,7 @@ def test_each_device_has_its_own_random_numbers():
         assert torch.rand(3, device="sim:0").equal(inside)
 
 
-def test_a_seed_set_before_the_block_holds_in_it():
+def test_manual_seed_before_the_block_seeds_the_devices():
     drawn = []
     for _ in range(2):
         torch.manual_seed(11)
@@ -419,7 +419,7 @@ def test_a_seed_set_before_the_block_holds_in_it():
     assert drawn[0].equal(drawn[1])
 
 
-def test_tensors_are_copied_saved_and_printed_as_others_are():
+def test_tensors_can_be_copied_saved_and_printed():
     with simulate(2):
         net = nn.Linear(3, 2).to("sim:1")
         assert repr(torch.ones(2, device="sim:1")) == "tensor([1., 1.], device='sim:1')"
@@ -433,7 +433,7 @@ def test_tensors_are_copied_saved_and_printed_as_others_are():
         assert torch.ones(2).pin_memory().to("sim:0", non_blocking=True).device == torch.device("sim:0")
 
 
-def test_moving_a_module_keeps_its_parameters_and_ties():
+def test_moving_a_module_keeps_tied_parameters():
     with simulate(1):
         net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
         net[1].weight = net[0].weight
@@ -446,7 +446,7 @@ def test_moving_a_module_keeps_its_parameters_and_ties():
 LATE = """
 import torch
 x = torch.ones(3, requires_grad=True)
-(x * 2).sum().backward()                      # torch starts its autograd threads here, one per device that it has: none
+(x * 2).sum().backward()                      # torch starts its autograd threads here, one per device: none
 import balanced_parallel
 from balanced_parallel import simulate
 for devices in (2, 5):
@@ -464,14 +464,13 @@ print(x.grad.tolist())
 """
 
 
-def test_a_backward_before_the_first_cluster_does_not_harm_and_forked_processes_work():
+def test_clusters_work_after_a_backward_and_in_forked_processes():
     quiet = ["-W", "error", "-W", "ignore:The AccumulateGrad node's stream:UserWarning"]  # as in pyproject.toml
     done = subprocess.run([sys.executable, *quiet, "-c", LATE], capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[4.0, 4.0, 4.0]\n", "")
 
 
-def test_two_processes_compile_once(tmp_path, monkeypatch):
-    """The second waits for the first, and both find one whole file."""
+def test_concurrent_loads_compile_once(tmp_path, monkeypatch):
     built = []
 
     def build(path):
@@ -489,7 +488,7 @@ def test_two_processes_compile_once(tmp_path, monkeypatch):
     assert len(built) == 1
 
 
-def test_without_a_compiler_the_error_says_what_to_install(monkeypatch):
+def test_a_missing_compiler_raises_an_error_with_the_packages_to_install(monkeypatch):
     monkeypatch.setattr(compilation.shutil, "which", lambda name: None)
     with pytest.raises(
         RuntimeError, match=r"found no compiler \(looked for c\+\+, g\+\+, clang\+\+\): install one, with 'apt install g\+\+'"
@@ -497,7 +496,7 @@ def test_without_a_compiler_the_error_says_what_to_install(monkeypatch):
         compilation.find_compiler()
 
 
-def test_a_compiler_that_fails_is_quoted(tmp_path, monkeypatch):
+def test_a_failing_compiler_raises_an_error_with_its_message(tmp_path, monkeypatch):
     compiler = tmp_path / "c++"
     compiler.write_text("#!/bin/sh\ncat > /dev/null\necho 'x.cpp:1: error: no such thing' >&2\nexit 3\n")
     compiler.chmod(0o755)
@@ -507,21 +506,21 @@ def test_a_compiler_that_fails_is_quoted(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == [compiler]
 
 
-def test_a_home_that_cannot_be_written_is_no_obstacle(monkeypatch, tmp_path):
+def test_a_read_only_home_falls_back_to_a_temporary_folder(monkeypatch, tmp_path):
     monkeypatch.setattr(compilation.Path, "home", lambda: tmp_path / "file")
     (tmp_path / "file").write_text("")
     monkeypatch.setattr(compilation.tempfile, "mkdtemp", lambda prefix: str(tmp_path))
     assert compilation.cache_folder() == tmp_path
 
 
-def test_torchs_own_functions_serve_other_devices():
-    choose = torch_data_parallel._either(lambda tensors: "ours", lambda tensors: "theirs")
+def test_functions_of_data_parallel_dispatch_by_device():
+    dispatched = torch_data_parallel._dispatch(lambda tensors: "simulated", lambda tensors: "original")
     with simulate(1):
-        assert choose([torch.ones(1, device="sim:0")]) == "ours"
-        assert choose(torch.ones(1, device="meta")) == "theirs"
+        assert dispatched([torch.ones(1, device="sim:0")]) == "simulated"
+        assert dispatched(torch.ones(1, device="meta")) == "original"
 
 
-def test_it_works_in_threads():
+def test_devices_can_be_used_from_several_threads():
     with simulate(4) as cluster:
         net = nn.Linear(8, 8).to("sim:0")
         results = {}
@@ -542,7 +541,7 @@ def test_it_works_in_threads():
         assert cluster.live[1:] == [0, 0, 0]
 
 
-def test_nothing_is_printed_or_warned():
+def test_simulation_emits_no_warnings():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with simulate(2):

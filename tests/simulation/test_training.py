@@ -1,4 +1,4 @@
-"""The corridor on simulated GPUs: everything is where it belongs, nothing moves that need not, and the numbers are the same."""
+"""Training on simulated devices: devices of all tensors, traffic between devices, results equal to one device."""
 
 import copy
 from collections import Counter
@@ -25,12 +25,12 @@ from balanced_parallel import (
 NAMES = [f"sim:{index}" for index in range(3)]
 
 
-def places(outputs):
+def devices_of(outputs):
     return [str(output.device) for output in outputs]
 
 
-def watched(net, seen):
-    """Notes where every module's inputs, parameters and results are."""
+def record_devices(net, seen):
+    """Appends the devices of inputs, parameters and outputs of each module to ``seen``."""
 
     def note(module, args, result):
         results = result if isinstance(result, tuple) else (result,)
@@ -44,19 +44,21 @@ def watched(net, seen):
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_every_intermediate_stays_on_its_device(body):
+def test_inputs_parameters_and_outputs_of_layers_are_on_the_device_of_their_replica(body):
     seen = []
     with simulate(3):
-        net = watched(BODIES[body](), seen).to("sim:0")
+        net = record_devices(BODIES[body](), seen).to("sim:0")
         model, criterion = DataParallelModel(net), DataParallelCriterion(nn.CrossEntropyLoss())
         outputs = model(torch.randn(7, 4))
-        assert places(outputs) == NAMES
+        assert devices_of(outputs) == NAMES
         assert {one for one, _ in seen} == set(NAMES)
         assert all(one == other for one, other in seen)
         loss = criterion(outputs, torch.randint(5, (7,)))
         loss.backward()
-        assert set(places([loss, *(parameter.grad for parameter in net.parameters() if parameter.grad is not None)])) == {"sim:0"}
-        assert places([gather(outputs), gather(outputs, "sim:2"), gather(outputs, "cpu")]) == ["sim:0", "sim:2", "cpu"]
+        assert set(devices_of([loss, *(parameter.grad for parameter in net.parameters() if parameter.grad is not None)])) == {
+            "sim:0"
+        }
+        assert devices_of([gather(outputs), gather(outputs, "sim:2"), gather(outputs, "cpu")]) == ["sim:0", "sim:2", "cpu"]
 
 
 @dataclass
@@ -65,21 +67,21 @@ class Sample:
     name: list[str]
 
 
-def test_scatter_and_gather_place_every_tensor_of_a_structure():
+def test_scatter_and_gather_move_all_tensors_of_a_structure():
     with simulate(3) as cluster:
         batch = {"x": torch.arange(7.0), "pair": (torch.ones(7, 2), None), "sample": Sample(torch.zeros(7), list("abcdefg"))}
         pieces = scatter(batch, cluster.devices)
         for piece, name in zip(pieces, NAMES, strict=True):
-            assert places([piece["x"], piece["pair"][0], piece["sample"].pixels]) == [name] * 3
+            assert devices_of([piece["x"], piece["pair"][0], piece["sample"].pixels]) == [name] * 3
         back = gather(pieces, "cpu")
         assert back["x"].equal(batch["x"])
         assert back["sample"].name == list("abcdefg")
-        assert {ends for ends in cluster.moved if "cpu" not in ends} == set()  # straight from the host, and back to it
-        assert places(scatter(torch.ones(6, device="sim:1"), cluster.devices)) == NAMES
+        assert {ends for ends in cluster.moved if "cpu" not in ends} == set()  # only between the CPU and each device
+        assert devices_of(scatter(torch.ones(6, device="sim:1"), cluster.devices)) == NAMES
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_every_loss_is_that_of_the_plain_program(double, name):
+def test_losses_and_gradients_equal_the_plain_program(double, name):
     build, kind = LOSSES[name]
     module, criterion = OnTop(name), build()
     inputs, targets = torch.randn(7, 4), make_targets(kind, 7, ignored=3)
@@ -99,8 +101,8 @@ def traffic(cluster, before):
     return moved - between, between
 
 
-def test_in_a_training_step_nothing_moves_but_the_batch_parameters_gradients_and_scalars():
-    """The outputs (6 MB) never do."""
+def test_a_training_step_moves_only_the_batch_parameters_gradients_and_scalars():
+    """Outputs (6 MB) stay on their devices."""
     with simulate(3) as cluster:
         net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1000)).to("sim:0")
         model, criterion = DataParallelModel(net), DataParallelCriterion(nn.CrossEntropyLoss())
@@ -122,7 +124,7 @@ def test_in_a_training_step_nothing_moves_but_the_batch_parameters_gradients_and
         assert not between
 
 
-def test_over_micro_batches_parameters_and_gradients_move_and_outputs_do_not():
+def test_micro_batches_move_parameters_and_gradients_but_no_outputs():
     with simulate(3) as cluster:
         net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1000)).to("sim:0")
         model, criterion = parallelize(net, nn.CrossEntropyLoss())
@@ -137,7 +139,7 @@ def test_over_micro_batches_parameters_and_gradients_move_and_outputs_do_not():
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("body", BODIES)
-def test_a_step_gives_the_same_parameters_as_one_device(body, precision):
+def test_steps_on_three_devices_give_the_parameters_of_one_device(body, precision):
     inputs, targets = torch.randn(10, 4), torch.randint(5, (10,))
     targets[:3] = -100
     start = BODIES[body]()
@@ -159,36 +161,36 @@ def test_a_step_gives_the_same_parameters_as_one_device(body, precision):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
 
 
-def test_fewer_rows_than_devices_leave_the_other_devices_alone():
+def test_fewer_rows_than_devices_use_no_other_devices():
     with simulate(3) as cluster:
         model, criterion = parallelize(build_net().to("sim:0"), nn.CrossEntropyLoss())
         before = cluster.moved
         outputs = model(torch.randn(1, 4))
-        assert places(outputs) == NAMES[:1]
+        assert devices_of(outputs) == NAMES[:1]
         criterion(outputs, torch.tensor([1])).backward()
         assert traffic(cluster, before)[1] == {}
 
 
-def test_every_visible_device_is_taken_and_devices_can_be_named():
+def test_default_devices_are_all_simulated_devices():
     with simulate(3) as cluster:
         net = build_net().to("sim:0")
         assert DataParallelModel(net).devices == cluster.devices
         assert DataParallelModel(net, device_ids=[0, "sim:2"]).devices == cluster.devices[::2]
-        assert places(DataParallelModel(net, [0, 0])(torch.randn(4, 4))) == ["sim:0"] * 2
+        assert devices_of(DataParallelModel(net, [0, 0])(torch.randn(4, 4))) == ["sim:0"] * 2
         with pytest.raises(ValueError, match="there is no device 3: this machine has 3 sim devices"):
             DataParallelModel(net, device_ids=[3])
 
 
-def test_a_module_on_the_wrong_device_is_refused():
+def test_a_module_on_another_device_raises_an_error():
     message = "weight is on cpu, expected every parameter and buffer on the first device, sim:0"
     with simulate(2):
-        model = DataParallelModel(build_net())  # moves it there
+        model = DataParallelModel(build_net())  # moves the module to sim:0
         model.module.cpu()
         with pytest.raises(ValueError, match=message):
             model(torch.randn(4, 4))
 
 
-def test_synchronised_batch_norm_sees_all_rows(double):
+def test_sync_batch_norm_uses_the_rows_of_all_devices(double):
     net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 5))
     inputs, targets = torch.randn(11, 4), torch.randint(5, (11,))
     loss, expected = plain_program(copy.deepcopy(net), nn.CrossEntropyLoss(), inputs, targets)
@@ -201,7 +203,7 @@ def test_synchronised_batch_norm_sees_all_rows(double):
         assert_same_gradients([parameter.grad.cpu() for parameter in converted.parameters()], expected)
 
 
-def test_a_model_that_computes_its_own_loss():
+def test_weighted_mean_of_losses_on_several_devices_is_exact():
     with simulate(3):
         losses = [
             torch.tensor(value, device=name, requires_grad=True) for value, name in zip((1.0, 2.0, 4.0), NAMES, strict=True)
@@ -213,7 +215,7 @@ def test_a_model_that_computes_its_own_loss():
         assert [loss.grad.item() for loss in losses] == [0.25, 0.25, 0.5]
 
 
-def test_dropout_differs_from_device_to_device_and_can_be_repeated():
+def test_dropout_masks_differ_between_devices_and_follow_the_seed():
     with simulate(3):
         model = DataParallelModel(nn.Dropout(0.5).to("sim:0"))
         torch.manual_seed(1)
@@ -225,7 +227,7 @@ def test_dropout_differs_from_device_to_device_and_can_be_repeated():
         assert not first[0].equal(first[1])
 
 
-def test_running_out_of_memory_on_one_device_names_the_replica_and_leaves_no_thread():
+def test_out_of_memory_on_one_device_names_the_replica():
     with simulate(3, memory=["8MiB", "1MiB", "8MiB"]):
         model = DataParallelModel(nn.Linear(64, 2048).to("sim:0"))
         with pytest.raises(torch.OutOfMemoryError, match="GPU 1 has a total capacity of 1024.00 KiB") as caught:
@@ -233,7 +235,7 @@ def test_running_out_of_memory_on_one_device_names_the_replica_and_leaves_no_thr
         assert "replica 1" in "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
 
 
-def test_verify_proves_equality_there():
+def test_verify_reports_equality_on_simulated_devices():
     with simulate(3):
         net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5)).to("sim:0")
         model, criterion = parallelize(net, nn.CrossEntropyLoss())

@@ -303,7 +303,7 @@ def test_bad_parts():
         TrainStep(DataParallelModel(net, CPUS), nn.MSELoss(), optimizer)
     with pytest.raises(ValueError, match="ReduceLROnPlateau needs a metric"):
         make_step(net, optimizer=optimizer, scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer))
-    with pytest.raises(ValueError, match="inputs have 4 .*|the targets have 5 rows where the inputs have 4"):
+    with pytest.raises(ValueError, match="inputs have 4 .*|the targets have 5 rows, but the inputs have 4"):
         make_step(net)(torch.randn(4, 4), class_targets(5))
     with pytest.raises(ValueError, match="reduction='none', expected a scalar loss"):
         make_step(net, nn.MSELoss(reduction="none"))(torch.randn(4, 4), torch.rand(4, 5))

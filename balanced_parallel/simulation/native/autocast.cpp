@@ -1,4 +1,4 @@
-// Autocast on simulated devices: torch's own lists of operators, as its CUDA devices use them (aten/src/ATen/autocast_mode.cpp).
+// Autocast on simulated devices, with the lists of operators that torch uses for CUDA (aten/src/ATen/autocast_mode.cpp).
 #include <ATen/autocast_mode.h>
 
 namespace at::autocast {

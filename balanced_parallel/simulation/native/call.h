@@ -1,4 +1,4 @@
-// One operator's arguments as CPU tensors on the same memory, and the way back.
+// Conversion of an operator's arguments to CPU tensors on the same memory, and of its results back to simulated devices.
 #pragma once
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
@@ -11,7 +11,7 @@ namespace simulation {
 inline bool is_simulated(const at::Tensor& tensor) { return tensor.defined() && tensor.device().type() == kType; }
 inline int place(const at::Tensor& tensor) { return is_simulated(tensor) ? tensor.device().index() : kHost; }
 
-// Neither autograd nor autocast sees what the CPU's kernels do for a simulated device.
+// Excludes autograd and autocast while a CPU kernel runs for a simulated device.
 struct BelowEverything {
   at::AutoDispatchBelowADInplaceOrView autograd;
   c10::impl::ExcludeDispatchKeyGuard autocast{c10::autocast_dispatch_keyset};
@@ -28,18 +28,18 @@ inline at::Tensor new_tensor(c10::Storage storage, c10::DispatchKey key, const a
   return laid_out(at::detail::make_tensor<c10::TensorImpl>(std::move(storage), c10::DispatchKeySet(key), like.dtype()), like);
 }
 
-// A view is an inference tensor if, and only if, what it is a view of is one: so it has its keys.
+// A view has the keys of its base, so it is an inference tensor if and only if its base is one.
 inline at::Tensor new_view(c10::Storage storage, c10::DispatchKeySet keys, const at::Tensor& like) {
   return laid_out(at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, std::move(storage), keys, like.dtype()), like);
 }
 
-// The memory of a storage, seen from the CPU; it keeps the storage.
+// Returns a CPU pointer to the memory of a storage. The pointer owns a reference to the storage.
 inline c10::DataPtr host_memory(const c10::Storage& storage) {
   return {
       storage.mutable_data(), new c10::Storage(storage), [](void* held) { delete static_cast<c10::Storage*>(held); }, c10::kCPU};
 }
 
-// The arguments of one operator as CPU tensors on the same memory, and the way back for its results.
+// One call of an operator: converts arguments to CPU tensors on the same memory, and results back.
 class Call {
  public:
   explicit Call(int device = -1) : device_(device) {}
@@ -58,7 +58,8 @@ class Call {
     device_ = device.has_index() ? device.index() : c10::impl::VirtualGuardImpl(kType).getDevice().index();
   }
 
-  // The tensor itself if it is on the CPU. One of a cluster that was left can be read and not used.
+  // Returns a CPU tensor on the same memory, or the tensor itself if it is on the CPU. Raises an error for a tensor of an earlier
+  // cluster, unless it is copied to the CPU.
   at::Tensor to_host(const at::Tensor& tensor, bool only_read = false) {
     if (!is_simulated(tensor)) return tensor;
     for (const auto& known : tensors_)
@@ -67,14 +68,14 @@ class Call {
     const Block* block = block_of(storage);
     TORCH_CHECK(
         only_read || !block || block->cluster == current_cluster(),
-        "This tensor lies on ", tensor.device(), " of a cluster that was left: it can be copied to the CPU, with .cpu(), and "
-        "used no more.");
+        "This tensor is on ", tensor.device(), " of a cluster that has ended: it can be copied to the CPU, with .cpu(), but not "
+        "be used.");
     auto host = new_tensor(host_storage(tensor), c10::DispatchKey::CPU, tensor);
     tensors_.push_back({tensor, host});
     return host;
   }
 
-  // What a kernel returned: an argument, a view of one, or new memory, which is counted from here on.
+  // Converts the result of a kernel: an argument, a view of one, or new memory, which is counted from here on.
   at::Tensor from_host(const at::Tensor& host) {
     if (!host.defined() || host.device().type() != c10::kCPU) return host;
     for (const auto& known : tensors_)
@@ -91,7 +92,7 @@ class Call {
     return made;
   }
 
-  // After a kernel wrote to `tensor`: it may have been given another size, and its memory now holds something computed.
+  // Updates a tensor that a kernel has written to: its size may have changed, and its memory has a new category.
   void written(const at::Tensor& tensor) {
     if (!is_simulated(tensor)) return;
     const auto host = to_host(tensor);
@@ -136,7 +137,7 @@ class Call {
   }
 };
 
-// Calls `function` with each tensor in an argument, and with how to put another in its place.
+// Calls `function` with each tensor in an argument, and with a function that replaces it.
 template <typename Function>
 void visit(c10::IValue& value, const Function& function) {
   if (value.isTensor()) {
@@ -152,7 +153,7 @@ void visit(c10::IValue& value, const Function& function) {
       list.push_back(tensor);
     }
     value = std::move(list);
-  } else if (value.isList() && !value.toListRef().empty() && value.toListRef()[0].isTensorList()) {  // of collectives
+  } else if (value.isList() && !value.toListRef().empty() && value.toListRef()[0].isTensorList()) {  // an argument of collectives
     c10::List<c10::List<at::Tensor>> lists;
     for (c10::IValue list : value.toListRef()) {
       visit(list, function);

@@ -1,5 +1,5 @@
-// Collectives of torch.distributed on simulated devices, one process per device: what the CPU's backend (gloo) does with the
-// same memory. What crosses from process to process is not in the table of traffic, which is of one process.
+// Collectives of torch.distributed on simulated devices, one process per device. The CPU backend (gloo) runs them on the same
+// memory. Traffic between processes is not counted, because each process counts its own traffic only.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
@@ -10,7 +10,7 @@
 namespace simulation {
 namespace {
 
-// The CPU's work, with the caller's tensors in its result.
+// The Work of the CPU backend, with the tensors of the caller as its result.
 struct SimulatedWork final : c10d::Work {
   c10::intrusive_ptr<c10d::Work> host;
   std::shared_ptr<Call> call;
@@ -66,9 +66,9 @@ struct Quiet final : c10::WarningHandler {
   void process(const c10::Warning&) override {}
 };
 
-// torch has kernels for this place, which would look for a backend of its own for such devices.
+// Replaces torch's kernels for this dispatch key, which need a separate backend for such devices.
 const auto* collectives = [] {
-  Quiet quiet;  // it warns of a kernel that takes another's place
+  Quiet quiet;  // torch warns about kernels that are replaced
   c10::WarningUtils::WarningHandlerGuard guard(&quiet);
   auto* library = new torch::Library(torch::Library::IMPL, "c10d", c10::DispatchKey::PrivateUse1, __FILE__, __LINE__);
   auto& dispatcher = c10::Dispatcher::singleton();
@@ -84,7 +84,7 @@ const auto* collectives = [] {
 }  // namespace simulation
 
 namespace c10d {
-// DistributedDataParallel warns where a kind of device has no clock.
+// DistributedDataParallel warns about a device type without a timer.
 struct SimulatedTimer final : Timer {
   explicit SimulatedTimer(c10::Device) {}
   std::optional<int64_t> measureDifference(Event, Event) override { return std::nullopt; }

@@ -1,4 +1,4 @@
-// What CUDA has kernels for and the CPU has not, written with operators that it has.
+// Operators with a CUDA kernel but no CPU kernel, written with operators that have a CPU kernel.
 #include <ATen/ATen.h>
 #include <ATen/native/transformers/attention.h>
 #include <torch/library.h>
@@ -11,7 +11,7 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// The CPU's own draws from the CPU's generator.
+// Dropout with the generator of the device. The CPU kernel uses the generator of the CPU.
 std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::optional<bool> train) {
   if (input.numel() == 0 || (train.has_value() && !*train) || p == 0)
     return {input.clone(), at::empty_like(input, input.options().dtype(at::kBool)).fill_(true)};
@@ -22,7 +22,7 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::op
 
 Tensor with_bias(const Tensor& gates, const OptionalTensor& bias) { return bias && bias->defined() ? gates + *bias : gates; }
 
-// The cells of nn.LSTM and nn.GRU (aten/src/ATen/native/RNN.cpp). Autograd sees their parts, so no workspace is handed on.
+// Cells of nn.LSTM and nn.GRU (aten/src/ATen/native/RNN.cpp). Autograd records their operators, so the workspace is empty.
 std::tuple<Tensor, Tensor, Tensor> lstm_cell(
     const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& cx, const OptionalTensor& input_bias,
     const OptionalTensor& hidden_bias) {
@@ -40,7 +40,7 @@ std::tuple<Tensor, Tensor> gru_cell(
   return {fresh + (input[1] + hidden[1]).sigmoid() * (hx - fresh), at::empty({0}, hx.options())};
 }
 
-// Attention that never holds the matrix of probabilities, where the CPU has it; with dropout it has not.
+// Attention without the matrix of probabilities. The CPU has no such kernel with dropout.
 int64_t attention_kind(
     const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask, double dropout, bool causal,
     std::optional<double> scale, bool grouped) {
@@ -79,7 +79,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_scaled_dot_product_fused_attention_overrideable_backward", &attention_backward);
 }
 
-// The operator _fused_sdp_choice is not asked: the table behind it is.
+// torch does not dispatch to the operator _fused_sdp_choice, but uses the table behind it.
 const bool chooses_attention = [] {
   at::native::_fused_sdp_choice_stub.set_privateuse1_dispatch_ptr(&attention_kind);
   return true;

@@ -1,4 +1,4 @@
-// What torch asks of a kind of device: which one is current, its random numbers, and a thread that runs its backward.
+// Functions that torch needs for a device type: the current device, random numbers, and a thread for the backward.
 #include <array>
 #include <mutex>
 #include <thread>
@@ -58,7 +58,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 };
 C10_REGISTER_GUARD_IMPL(PrivateUse1, Guard);
 
-// The random numbers of one device: a CPU generator that says it is elsewhere.
+// Generator of one device: a CPU generator with the type of a simulated device.
 struct Generator final : c10::GeneratorImpl {
   mutable at::Generator host;
   Generator(c10::Device device, at::Generator from)
@@ -117,8 +117,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
 };
 
-// The engine sizes its queues, one per device, at the first backward of the process, which may have been long before the
-// first cluster. So what is missing is added here, as Engine::start_device_threads does.
+// The autograd engine creates its queues, one per device, at the first backward of the process. That may happen before the first
+// cluster. So missing queues and threads are added here, as in Engine::start_device_threads.
 struct Engine : torch::autograd::Engine {
   static auto queues() { return &Engine::device_ready_queues_; }
 };
@@ -127,7 +127,7 @@ void serve_backward(int devices) {
   auto& engine = torch::autograd::Engine::get_default_engine();
   engine.initialize_device_threads_pool();
   auto& queues = engine.*Engine::queues();
-  queues.reserve(kDevices);  // once, so that a backward that runs elsewhere never sees them move
+  queues.reserve(kDevices);  // once, so that they do not move while another thread runs a backward
   for (int i = static_cast<int>(queues.size()); i < devices; ++i) {
     queues.push_back(std::make_shared<torch::autograd::ReadyQueue>());
     std::thread(&torch::autograd::Engine::thread_init, &engine, i, queues.back(), true).detach();

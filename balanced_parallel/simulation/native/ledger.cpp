@@ -20,7 +20,7 @@ struct Event {
   bool freed;
 };
 
-// What one device holds. The blocks at the peak are found by replaying what happened since `base`, and only when asked for.
+// Allocations of one device. The blocks at the peak are found by replaying the log since `base`, on request only.
 struct Device {
   int64_t capacity = 0, live = 0, peak = 0;
   std::vector<Shared> base, at_peak;
@@ -64,7 +64,7 @@ struct Device {
   }
 };
 
-// Never destroyed: tensors may be freed after the statics of this library.
+// Not destroyed: tensors may be freed after the static variables of this library.
 std::mutex& mutex = *new std::mutex;
 std::vector<Device>& devices = *new std::vector<Device>;
 std::atomic<int64_t> moved[kDevices + 1][kDevices + 1];
@@ -73,7 +73,7 @@ std::atomic<int> count{0};
 std::atomic<bool> strict{true};
 thread_local bool in_optimizer = false;
 
-struct Holder {  // what a storage on a simulated device owns
+struct Holder {  // context of the pointer of a storage on a simulated device
   Shared block;
   c10::DataPtr host;
 };
@@ -155,7 +155,7 @@ struct Allocator final : c10::DeviceAllocator {
     }
     return stats;
   }
-  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) {  // no override: torch 2.11 may not ask
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) {  // without `override`: torch 2.11 may not have it
     check_device(device);
     std::lock_guard<std::mutex> lock(mutex);
     return {devices[device].capacity - devices[device].live, devices[device].capacity};
@@ -226,7 +226,7 @@ Category computed() { return in_optimizer || in_backward() ? Category::Other : C
 
 }  // namespace simulation
 
-// What Python calls, through ctypes.
+// Functions for Python, called through ctypes.
 extern "C" {
 int simulation_device_count() { return simulation::count; }
 int64_t simulation_live(int device) {

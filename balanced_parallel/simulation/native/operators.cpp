@@ -1,4 +1,4 @@
-// Operators on simulated devices: the CPU's kernels, run on the same memory, after the checks that a GPU makes.
+// Operators on simulated devices: CPU kernels on the same memory, after the device checks of CUDA.
 #include <algorithm>
 #include <optional>
 
@@ -16,8 +16,8 @@ namespace {
 
 using c10::DispatchKey;
 
-// CUDA's rules for a CPU tensor beside tensors of a device: a number goes with anything elementwise, indices are copied over.
-bool is_welcome(const c10::OperatorHandle& op, const at::Tensor& stray, bool in_list) {
+// Rules of CUDA for a CPU tensor next to tensors of a device: elementwise operators accept a 0-dim tensor, indices are copied.
+bool is_accepted(const c10::OperatorHandle& op, const at::Tensor& stray, bool in_list) {
   const auto& name = op.schema().name();
   if (stray.device().type() != c10::kCPU) return false;
   if (stray.dim() == 0)
@@ -28,7 +28,7 @@ bool is_welcome(const c10::OperatorHandle& op, const at::Tensor& stray, bool in_
 
 void check_devices(const c10::OperatorHandle& op, const c10::Argument& argument, const at::Tensor& tensor, int device, bool in_list) {
   if (!tensor.defined() || place(tensor) == device || tensor.device().is_meta()) return;
-  if (!is_welcome(op, tensor, in_list)) {
+  if (!is_accepted(op, tensor, in_list)) {
     const auto found = c10::str(
         "Expected all tensors to be on the same device, but got ", argument.name(), " is on ", tensor.device(),
         ", different from other tensors on sim:", device, " (when checking argument in method ", op.schema().name(), ")");
@@ -38,7 +38,7 @@ void check_devices(const c10::OperatorHandle& op, const c10::Argument& argument,
   if (tensor.dim() > 0) move_bytes(place(tensor), device, static_cast<int64_t>(tensor.nbytes()));
 }
 
-bool is_view(const c10::OperatorHandle& op) {  // touches no memory
+bool is_view(const c10::OperatorHandle& op) {  // reads and writes no memory
   const auto& returns = op.schema().returns();
   return !returns.empty() && std::all_of(returns.begin(), returns.end(), [](const c10::Argument& result) {
     return result.alias_info() && !result.alias_info()->isWrite();
@@ -48,8 +48,8 @@ bool is_view(const c10::OperatorHandle& op) {  // touches no memory
 void refuse(const c10::OperatorHandle& op) {
   const auto name = c10::toString(op.operator_name());
   TORCH_CHECK_NOT_IMPLEMENTED(
-      false, "The simulated devices run the CPU's kernels, and '", name, "' has none for these tensors (dense ones alone are simulated). Write it with "
-      "operators that exist, and register that: torch.library.impl('", name, "', 'PrivateUse1')(function); where it needs "
+      false, "Simulated devices run the kernels of the CPU, and '", name, "' has none for these tensors (only dense tensors are simulated). Write it "
+      "with existing operators, and register the function: torch.library.impl('", name, "', 'PrivateUse1')(function). If it needs "
       "gradients, register it for 'AutogradPrivateUse1'.");
 }
 
@@ -104,8 +104,8 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* 
     });
 }
 
-// Every operator of torch that has a kernel for the CPU. Convolutions are composites that would ask which library computes
-// them: the CPU's.
+// Registers all operators of torch with a CPU kernel. Convolutions are composites that would select a library of the device, so
+// they are registered too.
 const auto* registered = [] {
   auto* library = new torch::Library(torch::Library::IMPL, "aten", DispatchKey::PrivateUse1, __FILE__, __LINE__);
   auto& dispatcher = c10::Dispatcher::singleton();
@@ -118,7 +118,7 @@ const auto* registered = [] {
   return library;
 }();
 
-// Operators of other libraries; and, for those without a kernel for the CPU, the error that says so.
+// Operators of other libraries, and the error for operators without a CPU kernel.
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run>()); }
 
 void run_nothing(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack*) { refuse(op); }

@@ -1,4 +1,4 @@
-// Memory on simulated devices: where it is made, and what copies it.
+// Allocation and copies of memory on simulated devices.
 #include <ATen/EmptyTensor.h>
 #include <ATen/ops/_local_scalar_dense.h>
 #include <torch/library.h>
@@ -27,7 +27,7 @@ at::Tensor empty_strided(
       size, stride, c10::GetAllocator(kType), kSimulated, c10::dtype_or_default(dtype));
 }
 
-// Zeros without memory, as autograd makes them for a gradient that is zero.
+// Zeros without memory, which autograd uses for gradients that are zero.
 struct NoMemory final : c10::Allocator {
   c10::Device device;
   explicit NoMemory(c10::Device where) : device(where) {}
@@ -44,7 +44,7 @@ at::Tensor zeros_without_memory(
       size, &nothing, kSimulated | c10::DispatchKeySet(c10::DispatchKey::ZeroTensor), c10::dtype_or_default(dtype), std::nullopt);
 }
 
-// What a copy is, its source says: data from the host, or the parameter or the input that it was on another device.
+// Sets the category of a copy: that of a source on another device, else the category of the operator that copies.
 void label_copy(const at::Tensor& target, const at::Tensor& source) {
   Block* to = is_simulated(target) ? block_of(target.storage()) : nullptr;
   Block* from = is_simulated(source) ? block_of(source.storage()) : nullptr;
@@ -56,7 +56,7 @@ void label_copy(const at::Tensor& target, const at::Tensor& source) {
   if (to) to->fresh = false;
 }
 
-// As in torch, a copy between devices runs on the current stream of the one that it comes from.
+// A copy between devices runs on the current stream of the source, as in torch.
 void order_copy(const at::Tensor& self, const at::Tensor& source, int device) {
   const Launch launch(device);
   if (is_simulated(source)) launch.reads(block_of(source.storage()), "A copy");
@@ -128,7 +128,7 @@ void record_stream(at::Tensor& self, c10::Stream stream) {
   if (Block* block = block_of(self.storage())) used_on(*block, stream);
 }
 
-// `.to()` keeps a module's parameters where the types agree, as they do between the CPU and CUDA.
+// Module.to() keeps Parameter objects if the tensor types are compatible, as those of the CPU and CUDA are.
 bool same_type_of_storage(const at::Tensor& self, const at::Tensor& from) {
   return self.layout() == at::kStrided && from.layout() == at::kStrided;
 }

@@ -10,16 +10,16 @@
 namespace simulation {
 namespace {
 
-using Clock = std::vector<uint64_t>;  // by number of the stream: up to when it is known
+using Clock = std::vector<uint64_t>;  // by stream: the time up to which its work is known
 
 std::mutex& ordering = *new std::mutex;
-std::vector<Clock>& clocks = *new std::vector<Clock>;  // by number of the stream: what it knows of all
-Clock& host = *new Clock;                              // what the host has waited for, all know
-std::vector<std::vector<Use>>& returned = *new std::vector<std::vector<Use>>;  // by stream: uses of memory that it has again
-std::vector<int>& made_on = *new std::vector<int>;  // the device of each stream, by its id less 1
+std::vector<Clock>& clocks = *new std::vector<Clock>;  // by stream: its clock
+Clock& host = *new Clock;                              // clock of the host, which all streams know
+std::vector<std::vector<Use>>& returned = *new std::vector<std::vector<Use>>;  // by stream: uses of memory that was freed to it
+std::vector<int>& made_on = *new std::vector<int>;  // device of each stream, by its id minus 1
 thread_local std::array<c10::StreamId, kDevices> chosen{};
 
-int number_of(c10::Stream stream) {  // the default streams first, one for each device
+int number_of(c10::Stream stream) {  // the default stream of each device comes first
   return stream.id() == 0 ? stream.device_index() : kDevices + static_cast<int>(stream.id()) - 1;
 }
 
@@ -123,9 +123,9 @@ void Launch::use(Block* block, bool writes, const char* what) const {
     if (writes && !knows(stream_, read)) early = &read;
   if (early && is_strict()) {
     TORCH_CHECK(
-        false, what, writes ? " writes" : " reads", " on ", name_of(stream_), " what ", name_of(early->stream),
-        early == &block->written ? " wrote" : " reads", ", without having waited for it: a GPU may do so too early. Write ",
-        "stream.wait_stream(other) before it.");
+        false, what, writes ? " writes" : " reads", " on ", name_of(stream_), " memory that ", name_of(early->stream),
+        early == &block->written ? " wrote" : " reads", ", without having waited for it: a GPU may do so too early. Call ",
+        "stream.wait_stream(other) before.");
   }
   if (writes) {
     block->written = {stream_, time_};
@@ -146,8 +146,8 @@ void born(Block& block) {
   const int other = uses.front().stream;
   uses.clear();
   TORCH_CHECK(
-      false, name_of(block.home), " is given memory that was freed while ", name_of(other), " could still use it, without having "
-      "waited for it: on a GPU it may be written to too early. Keep the tensor until the one has waited for the other, or call "
+      false, name_of(block.home), " reuses memory that was freed while ", name_of(other), " could still use it, without having waited "
+      "for it: a GPU may write to it too early. Keep the tensor until the first stream has waited for the other, or call "
       "tensor.record_stream(stream).");
 }
 

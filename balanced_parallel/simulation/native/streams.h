@@ -1,7 +1,7 @@
-// Streams. What runs on one is in order; what runs on two is in order only where one has waited for the other.
+// Streams. Kernels on one stream run in order. Kernels on two streams are ordered only if one has waited for the other.
 //
-// Every kernel has finished when its call returns, so nothing ever goes wrong here. What is kept is which stream could know of
-// what, by a vector clock for each, as torch.cuda._sanitizer does; a use of memory that a GPU might do too early is an error.
+// Simulated kernels have finished when their call returns, so their results are always right. A vector clock per stream, as in
+// torch.cuda._sanitizer, records the order that a GPU would guarantee. A use of memory that a GPU might do too early is an error.
 #pragma once
 #include <c10/core/Stream.h>
 
@@ -17,10 +17,10 @@ void record_event(void** event, c10::Stream stream);
 void destroy_event(void* event);
 void wait_event(void* event, c10::Stream stream);
 void synchronize_event(void* event);
-void synchronize_stream(c10::Stream stream);  // the host has waited, and with it all that is called from here on
+void synchronize_stream(c10::Stream stream);  // orders all later calls after the stream
 void synchronize_device(int device);
 
-// One kernel, or one copy, on the current stream of a device.
+// A kernel or a copy on the current stream of a device.
 class Launch {
  public:
   explicit Launch(int device);
@@ -33,10 +33,10 @@ class Launch {
   void use(Block* block, bool writes, const char* what) const;
 };
 
-void born(Block& block);   // on a stream, which is given any memory that was freed to it
-void freed(Block& block);  // to the stream that it was allocated on
+void born(Block& block);   // allocation on the current stream, which may reuse memory that was freed to it
+void freed(Block& block);  // returns memory to the stream that it was allocated on
 void used_on(Block& block, c10::Stream stream);  // record_stream: the allocator waits for that stream
-void wait_for_each_other(int device, int other);  // what torch does before and after a copy between devices
+void wait_for_each_other(int device, int other);  // as torch does before and after a copy between devices
 
 void reset_streams();
 

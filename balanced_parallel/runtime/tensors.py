@@ -1,0 +1,67 @@
+"""Properties of tensors that torch keeps private: version counters, bases of views, gradient slots, hooks, storages."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__: list[str] = []
+
+_gradient_slot: Any = torch.Tensor.grad
+
+
+def versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Returns the version counter of each tensor, which every write in place increments; 0 for inference tensors.
+
+    ``torch.autograd.graph.increment_version`` is the public way to change a counter. There is none to read it.
+    """
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # inference tensors have no counter
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def base_of(tensor: Tensor) -> Tensor:
+    """Returns the tensor that ``tensor`` is a view of, or ``tensor`` itself. There is no public attribute for it."""
+    base = tensor._base
+    return tensor if base is None else base
+
+
+def mark_as_parameter(tensor: Tensor) -> None:
+    """Makes ``isinstance(tensor, nn.Parameter)`` True. Unlike a parameter, the tensor may be the result of an operator.
+
+    ``nn.Parameter`` sets this attribute on tensor subclasses. No public function sets it.
+    """
+    tensor._is_param = True
+
+
+def get_gradient(tensor: Tensor) -> Tensor | None:
+    """Returns the gradient that autograd has accumulated in a leaf.
+
+    ``nn.Parameter.grad`` and the ``grad`` of a parameter's class may be replaced by a property. Autograd does not call the
+    property, and neither does this function.
+    """
+    gradient: Tensor | None = _gradient_slot.__get__(tensor)
+    return gradient
+
+
+def set_gradient(tensor: Tensor, gradient: Tensor | None) -> None:
+    """Sets the gradient of a leaf as autograd does, past any property in the place of ``grad``."""
+    _gradient_slot.__set__(tensor, gradient)
+
+
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Returns True if a hook was registered on the tensor by ``register_hook`` or ``register_post_accumulate_grad_hook``.
+
+    There is no public way to list hooks.
+    """
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """Returns a number that all Python objects of one storage share, for as long as the storage lives.
+
+    ``data_ptr()`` does not serve: it is 0 for every empty, fake or meta storage.
+    """
+    return int(storage._cdata)

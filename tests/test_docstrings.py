@@ -1,0 +1,140 @@
+"""Docstrings open with a verb or a noun, and every public definition has one."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("balanced_parallel", "benchmarks", "examples", "scripts")
+NOT_YET_DONE = {  # to be emptied
+    "balanced_parallel/__main__.py",
+    "balanced_parallel/distributed",
+    "balanced_parallel/loss/batch_losses.py",
+    "balanced_parallel/loss/criterion.py",
+    "balanced_parallel/loss/partial_sums.py",
+    "balanced_parallel/loss/weighting.py",
+    "balanced_parallel/memory",
+    "balanced_parallel/optim",
+    "balanced_parallel/replicas",
+    "balanced_parallel/savings",
+    "benchmarks",
+    "scripts",
+}
+
+# Words that open a fragment of a sentence, or refer to a word that is not there.
+PRONOUNS = (
+    "he her his it its itself neither nobody none nothing other others same she such that their theirs them these they this those"
+)
+QUESTIONS = "how what whatever when whenever where wherever whether which who whoever whom whose why"
+CONJUNCTIONS = "although and as because but if nor or since so than though unless until while yet"
+PREPOSITIONS = (
+    "after at before beside beyond by down during for from in inside into like of on out outside over through till to toward "
+    "under unlike up upon with within without"
+)
+OTHERS = "are can had has have having here is just less more most much no not once only rather said then there too was were"
+FORBIDDEN = {word for words in (PRONOUNS, QUESTIONS, CONJUNCTIONS, PREPOSITIONS, OTHERS) for word in words.split()}
+
+
+def definitions(source):
+    """Yields the module, and all functions and classes, as ``(node, is_public)``; definitions inside functions are private."""
+    tree = ast.parse(source)
+    waiting = [(tree, True)]
+    while waiting:
+        node, is_public = waiting.pop()
+        yield node, is_public
+        inside_function = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for child in ast.walk(node) if inside_function else _statements(node):
+            if child is not node and isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                public = is_public and not inside_function and not child.name.startswith("_") and not _has_no_docstring(child)
+                waiting.append((child, public))
+
+
+def _statements(node):
+    """Yields the statements of a module or a class, including those under ``if`` and ``try``."""
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if isinstance(child, (ast.If, ast.Try)):
+            yield from _statements(child)
+
+
+def _has_no_docstring(node):
+    """Returns True for setters of properties and for overloads, whose docstring is that of another definition."""
+    decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+    return any(re.fullmatch(r".*\.(setter|deleter)|(typing\.)?overload", decorator) for decorator in decorators)
+
+
+def opens_badly(node):
+    """Returns True for a docstring with a forbidden first word, and for that of a function if it opens with code."""
+    docstring = ast.get_docstring(node) or ""
+    if docstring.startswith(("`", ":")):
+        return isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    word = re.match(r"\W*([A-Za-z']+)", docstring)
+    return word is not None and word[1].lower() in FORBIDDEN
+
+
+def bad_openers(source):
+    """Returns the first lines of docstrings that open neither with a verb nor with a noun."""
+    return [ast.get_docstring(node).splitlines()[0] for node, _ in definitions(source) if opens_badly(node)]
+
+
+def undocumented(source):
+    """Returns the names of public definitions without a docstring."""
+    missing = [node for node, is_public in definitions(source) if is_public and ast.get_docstring(node) is None]
+    return [getattr(node, "name", "module") for node in missing]
+
+
+def checked_files():
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            inside = path.relative_to(ROOT)
+            names = {parent.as_posix() for parent in (inside, *inside.parents)}
+            if not names & NOT_YET_DONE:
+                yield pytest.param(path, id=inside.as_posix())
+
+
+@pytest.mark.parametrize("path", list(checked_files()))
+def test_docstrings_open_with_a_verb_or_a_noun(path):
+    assert bad_openers(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("path", list(checked_files()))
+def test_public_definitions_have_a_docstring(path):
+    assert undocumented(path.read_text(encoding="utf-8")) == []
+
+
+@pytest.mark.parametrize("opener", ["What", "Whether", "Of", "Has", "Its", "How", "As", "Those", "If", "(of", "``x`` of"])
+def test_bad_openers_are_found(opener):
+    assert bad_openers(f'def _f():\n    def g():\n        """{opener} thing."""') == [f"{opener} thing."]
+
+
+@pytest.mark.parametrize("opener", ["Returns", "The", "A bucket of gradients", "One replica's part", "``x``: number"])
+def test_good_openers_are_accepted(opener):
+    assert bad_openers(f'"""{opener} of a thing."""\nclass _C:\n    """{opener} of a thing."""') == []
+
+
+def test_missing_docstrings_of_public_definitions_are_found():
+    source = '''"""Module."""
+def documented():
+    """Returns nothing."""
+def function(): ...
+def _private(): ...
+class Class:
+    """A class."""
+    def method(self):
+        def inner(): ...
+    def _private(self): ...
+    def __repr__(self): ...
+    @property
+    def value(self):
+        """A value."""
+    @value.setter
+    def value(self, new): ...
+class _Private:
+    def method(self): ...
+if True:
+    def conditional(): ...
+'''
+    assert sorted(undocumented(source)) == ["conditional", "function", "method"]
+    assert undocumented("x = 1") == ["module"]
