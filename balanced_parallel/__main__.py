@@ -20,9 +20,9 @@ from typing import Any, NoReturn
 from . import memory
 from .diagnostics.doctor import examine, is_note
 from .memory.device_specs import find_kind
-from .memory.estimation import LAYOUTS
 from .memory.model_loading import Problem, build_criterion, build_model, build_problem, find_optimizer
 from .memory.plot import draw_report, load_pyplot
+from .memory.trace.strategies import LAYOUTS, Replicas, SingleDevice
 
 __all__: list[str] = []
 
@@ -108,8 +108,8 @@ def _add_step(parser: OneLineParser) -> None:
 
 def estimate(flags: argparse.Namespace) -> int:
     """Prints what one update needs."""
-    layout = flags.layout or ("single" if flags.devices == 1 else "replicas")
-    ranks = flags.devices if layout in ("ddp", "fsdp") else 1
+    layout = flags.layout or (SingleDevice.name if flags.devices == 1 else Replicas.name)
+    ranks = flags.devices if LAYOUTS[layout].is_distributed else 1
     problem = _build(flags, -(-flags.batch_size // ranks))
     checkpoint = flags.checkpoint if flags.checkpoint in (None, "blocks") else flags.checkpoint.split(",")
     with contextlib.redirect_stdout(sys.stderr):

@@ -19,12 +19,12 @@ from .errors import UnknownMemory
 from .extrapolation import Lines
 from .operators.rnn import SOURCE as RECURRENCE
 from .report import PARTS, Holder, MemoryReport
-from .trace.strategies import OptimizerChoice
-from .trace.tracer import Request, Trace, run_traces
+from .trace.optimizer_choice import OptimizerChoice
+from .trace.request import Request, Trace
+from .trace.strategies import LAYOUTS, find_layout
+from .trace.tracer import run_traces
 
 __all__: list[str] = []
-
-LAYOUTS = ("single", "replicas", "ddp", "fsdp", "torch_data_parallel")
 
 
 def estimate(
@@ -76,17 +76,17 @@ def estimate(
     """
     kind = find_kind(device_kind)
     Precision(precision)
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout={layout!r}, expected one of {', '.join(LAYOUTS)}")
+    chosen = find_layout(layout)
     for name, number in {"devices": devices, "accumulate": accumulate, "micro_batch_size": micro_batch_size or 1}.items():
         if isinstance(number, bool) or not isinstance(number, int) or number < 1:
             raise ValueError(f"{name}={number!r}, expected a positive number")
-    if layout == "single" and devices > 1:
-        raise ValueError(f"devices={devices} with layout='single', expected one device, or another layout")
-    if balanced_optimizer and layout not in ("replicas", "ddp"):
-        raise ValueError(f"balanced_optimizer=True with layout={layout!r}, expected 'replicas' or 'ddp'")
+    if devices > 1 and not chosen.takes_several_devices:
+        raise ValueError(f"devices={devices} with layout={layout!r}, expected one device, or another layout")
+    if balanced_optimizer and not chosen.takes_balanced_optimizer:
+        others = " or ".join(repr(name) for name, other in LAYOUTS.items() if other.takes_balanced_optimizer)
+        raise ValueError(f"balanced_optimizer=True with layout={layout!r}, expected {others}")
     arguments, following, rows = read_batch(inputs, targets, dim)
-    over = devices if layout in ("replicas", "torch_data_parallel") else 1
+    over = chosen.devices_per_process(devices)
     count = count_micro_batches(rows, micro_batch_size, split or over)
     request = Request(
         module=module,
@@ -98,11 +98,10 @@ def estimate(
         precision=precision,
         micro_batches=count * accumulate,
         batches=accumulate,
-        layout=layout,
+        layout=chosen,
         devices=devices,
         balanced=balanced_optimizer,
         blocks=checkpointed(module, checkpoint),
-        shards=find_blocks(module) if layout == "fsdp" else (),
         split=None if split is None else tuple(split),
         kind=kind,
         dim=dim,
@@ -156,8 +155,7 @@ def make_report(request: Request, rows: int, mine: Lines, asked: Sequence[int] |
         mine, asked: lines, and the rows to read them at for each device; ``None`` reads the rows that were traced.
         lines: for other numbers of rows.
     """
-    # ranks are alike; of the replicas each is traced
-    traced = range(request.devices) if request.layout in ("replicas", "torch_data_parallel") else [0] * request.devices
+    traced = request.layout.traced_devices(request.devices)
     read = [(i, None if asked is None else asked[i]) for i in traced]
 
     @functools.cache
@@ -181,7 +179,7 @@ def make_report(request: Request, rows: int, mine: Lines, asked: Sequence[int] |
         return all(known.reserved(i, at, limit) is not None for i, limit in asking)
 
     return MemoryReport(
-        layout=request.layout,
+        layout=request.layout.name,
         device_kind=request.kind.name,
         precision=request.precision,
         devices=request.devices,

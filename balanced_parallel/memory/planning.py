@@ -23,8 +23,9 @@ from .capacity import what_would_fit
 from .device_specs import DeviceKind, find_kind
 from .estimation import make_report, read_batch, report_of
 from .report import MemoryReport
-from .trace.strategies import OptimizerChoice
-from .trace.tracer import Request
+from .trace.optimizer_choice import OptimizerChoice
+from .trace.request import Request
+from .trace.strategies import Replicas
 
 __all__: list[str] = []
 
@@ -208,11 +209,10 @@ def plan(
         precision=precision,
         micro_batches=1,
         batches=1,
-        layout="replicas",
+        layout=Replicas,
         devices=devices,
         balanced=False,
         blocks=(),
-        shards=(),
         split=None,
         kind=kind,
         dim=dim,

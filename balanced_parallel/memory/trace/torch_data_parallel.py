@@ -1,4 +1,4 @@
-"""``nn.DataParallel`` on fake devices: the layout that others are measured against."""
+"""The forward of ``nn.DataParallel`` on fake devices: torch's own refuses CPUs."""
 
 from typing import Any
 
@@ -6,39 +6,17 @@ import torch
 from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
-from ...batch.gathering import gather
 from ...batch.row_marks import Arguments
 from ...batch.rows import count_rows, cut, move_leaves
 from ...batch.scattering import split_sizes
-from ...runtime.precision import Precision
-from .strategies import HOME, Job, OptimizerChoice, learned_parameters, loss_of
+from .fake_devices import HOME
 
 __all__: list[str] = []
 
 
-def torch_data_parallel(
-    module: nn.Module, criterion: Any, optimizer: OptimizerChoice, precision: str, devices: list[torch.device], dim: int
-) -> Job:
-    """``nn.DataParallel``, which refuses CPUs, retold: parameters are copied at each forward, outputs are gathered on the first
-    device, and the loss, the gradients and the optimizer's state are there."""
+def run_replicas(module: nn.Module, arguments: Arguments, devices: list[torch.device], dim: int) -> list[Any]:
+    """Copies the parameters to each device, runs the module on its rows there, and returns the outputs."""
     names = [name for name, _ in module.named_parameters()]
-
-    def loss(arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
-        with Precision(precision).autocast([HOME]):
-            return loss_of(
-                criterion, gather(_run_everywhere(module, names, arguments, devices, dim), HOME, dim), moved(targets, HOME)
-            )
-
-    def moved(batch: Any, device: torch.device) -> Any:
-        return move_leaves(batch, device)
-
-    learned = learned_parameters(module, criterion)
-    return Job(loss, optimizer(learned), learned)
-
-
-def _run_everywhere(
-    module: nn.Module, names: list[str], arguments: Arguments, devices: list[torch.device], dim: int
-) -> list[Any]:
     rows = count_rows(arguments, dim)
     sizes = [size for size in split_sizes(rows or 1, len(devices)) if size]
     pieces = cut(arguments, sizes, dim) if rows else [arguments]

@@ -9,7 +9,6 @@ import pickle
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,58 +23,18 @@ from ...batch.microbatches import cut_batch
 from ...batch.nested import leaves
 from ...batch.row_marks import Arguments
 from ...savings.activation_checkpointing import checkpoint_blocks
-from ..device_specs import DeviceKind
 from ..errors import HINT, UnknownMemory
 from ..operators.cuda import cuda_choices
-from ..operators.workspaces import Call
-from . import strategies
-from .allocations import Block, Count
+from .allocations import Count
+from .fake_devices import HOME, host_beside
 from .fake_tensors import fake_batch, fake_copy, names_of
 from .patches import counting_random_states, devices_that_mix, meeting_alone, rows_of_one_sequence, undisturbed
-from .strategies import Job, OptimizerChoice
-from .torch_data_parallel import torch_data_parallel
+from .request import Request, Trace
+from .strategies import Layout
 
 __all__: list[str] = []
 
 TRACED = 3  # micro-batches: a first, one that adds, one that reduces; more of them need no more
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is to be traced: micro-batches of some rows, ``micro_batches`` of them, given as a batch of ``rows`` rows."""
-
-    module: Any
-    criterion: Any
-    inputs: Arguments
-    targets: tuple[Any, ...]
-    rows: int
-    optimizer: OptimizerChoice
-    precision: str
-    micro_batches: int
-    batches: int  # the batch is given so many times, each cut into its part of the micro-batches
-    layout: str
-    devices: int
-    balanced: bool
-    blocks: tuple[str, ...]  # to be checkpointed
-    shards: tuple[str, ...]  # to be sharded one by one, under fsdp
-    split: tuple[float, ...] | None
-    kind: DeviceKind
-    dim: int = 0  # of the rows
-    scalar: int | float | bool | None = None  # what the model finds where it reads a value
-
-
-@dataclass(frozen=True)
-class Trace:
-    """What happened: ``events`` as :class:`Count` has them, the second update from ``marks["second"]`` on."""
-
-    rows: int
-    micro_batches: int
-    blocks: list[Block]
-    events: list[int]
-    operators: list[str]
-    marks: dict[str, int]
-    flops: int
-    calls: list[Call]
 
 
 def run_traces(jobs: Sequence[tuple[Request, int]]) -> list[Trace]:
@@ -100,8 +59,8 @@ def run_traces(jobs: Sequence[tuple[Request, int]]) -> list[Trace]:
 
 
 def _trace_all(jobs: Sequence[tuple[Request, int]]) -> list[Trace]:
-    if jobs[0][0].layout == "fsdp":
-        _trace(*jobs[0])  # DTensor runs operators to learn what they do, once in a process
+    if jobs[0][0].layout.needs_warm_up:
+        _trace(*jobs[0])
     return [_trace(*job) for job in jobs]
 
 
@@ -165,12 +124,11 @@ def _pickled(result: Any) -> bytes:
 
 def _trace(request: Request, rows: int) -> Trace:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    home, host = strategies.HOME, torch.device("cpu", request.devices)
-    on_host = request.layout in ("replicas", "torch_data_parallel")
-    module = fake_copy(request.module, mode, home)
-    criterion = fake_copy(request.criterion, mode, home)
+    module = fake_copy(request.module, mode, HOME)
+    criterion = fake_copy(request.criterion, mode, HOME)
     checkpoint_blocks(module, request.blocks)
-    whole, place = rows * (request.micro_batches // request.batches), host if on_host else home
+    whole = rows * (request.micro_batches // request.batches)
+    place = host_beside(request.devices) if request.layout.batch_on_host else HOME
     batch = fake_batch((request.inputs, request.targets), whole, request.rows, mode, place, request.dim)
     count = Count(names_of({"": module, "criterion": criterion}), request.scalar, notes=request.kind.scratch)
     choices = cuda_choices(request.kind.fuses) if request.kind.like_cuda else contextlib.nullcontext()
@@ -221,48 +179,36 @@ def _run(request: Request, count: Count, module: Any, criterion: Any, batch: Any
     pieces = cut_batch(arguments, targets, [rows] * (request.micro_batches // request.batches), (request.dim, request.dim))
     micro_batches = (pieces * request.batches)[:TRACED]
     with count, contextlib.nullcontext() if request.kind.like_cuda else counting_random_states(count):
-        job = _make_job(request, module, criterion)
-        count.see_all(job.parameters, "parameters")  # fsdp has made new ones
+        layout = request.layout(request, module, criterion)
+        count.see_all(layout.parameters, "parameters")  # fsdp has made new ones
         try:
             for name, some in (("first", micro_batches[:1]), ("second", micro_batches)):  # the first makes the optimizer's state
                 gc.collect()
                 count.mark(name)
                 count.flops = 0
-                _update(job, count, some, torch.device("cpu", request.devices) if request.kind.like_cuda else None)
+                _update(layout, count, some, host_beside(request.devices) if request.kind.like_cuda else None)
         finally:
-            job.close()
+            layout.close()
 
 
-def _make_job(request: Request, module: Any, criterion: Any) -> Job:
-    common = module, criterion, request.optimizer, request.precision
-    devices = strategies.fake_devices(request.devices)
-    if request.layout == "single":
-        return strategies.one_device(*common)
-    if request.layout == "ddp":
-        return strategies.distributed_data_parallel(*common, request.devices, request.balanced)
-    if request.layout == "fsdp":
-        return strategies.fully_sharded(*common, request.devices, request.shards)
-    if request.layout == "torch_data_parallel":
-        return torch_data_parallel(*common, devices, request.dim)
-    return strategies.replicas(*common, devices, request.balanced, request.split, request.kind.like_cuda, request.dim)
-
-
-def _update(job: Job, count: Count, micro_batches: list[tuple[Arguments, tuple[Any, ...]]], host: torch.device | None) -> None:
-    count.see_all(job.buckets, "communication buckets")
-    (job.zero_grad or job.optimizer.zero_grad)()
+def _update(
+    layout: Layout, count: Count, micro_batches: list[tuple[Arguments, tuple[Any, ...]]], host: torch.device | None
+) -> None:
+    count.see_all(layout.buckets, "communication buckets")
+    layout.zero_grad()
     for index, (arguments, targets) in enumerate(micro_batches):
         last = index == len(micro_batches) - 1
-        with contextlib.nullcontext() if last else job.accumulating():
-            loss = job.loss(arguments, targets)
+        with contextlib.nullcontext() if last else layout.accumulating():
+            loss = layout.loss(arguments, targets)
             count.turn("temporaries", "saved activations")
-            count.see_all(job.copies(), "parameters")
+            count.see_all(layout.parameter_copies(), "parameters")
             count.mark("backward")
             loss.backward()
-            count.see_all(job.gradients(), "gradients")
+            count.see_all(layout.gradients(), "gradients")
             del loss
     count.mark("update")
-    job.optimizer.step()
-    count.see_all(job.states(), "optimizer state")
-    for state in job.states():
+    layout.optimizer.step()
+    count.see_all(layout.optimizer_states(), "optimizer state")
+    for state in layout.optimizer_states():
         if host is not None and isinstance(state, torch.Tensor) and state.dim() == 0:
             count.move(state, host)  # AdamW's count of steps, which stays with the CPU
