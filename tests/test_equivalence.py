@@ -156,7 +156,7 @@ def test_the_oracle_sees_a_mean_of_means(monkeypatch):
     def mean_of_means(sums, weights, device, minimum):
         return sum(total / weight for total, weight in zip(sums, weights, strict=True)) / len(sums)
 
-    monkeypatch.setattr("balanced_parallel.criterion.divide_once", mean_of_means)
+    monkeypatch.setattr("balanced_parallel.loss.criterion.divide_once", mean_of_means)
     with pytest.raises(AssertionError, match="not close"):
         test_three_replicas_equal_the_plain_program("MSELoss", 7)
 

@@ -17,7 +17,7 @@ from .mismatch import fixed_devices
 
 __all__: list[str] = []
 
-_KNOWN = ("torch.", f"{__package__}.")  # whose modules are known to run as replicas
+_KNOWN = ("torch.", "balanced_parallel.")  # whose modules are known to run as replicas
 _CHANGES = frozenset(
     ("add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update")
 )

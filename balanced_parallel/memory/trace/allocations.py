@@ -20,7 +20,8 @@ from ..operators.workspaces import Call, note_call
 
 __all__: list[str] = []
 
-_TORCH, _MEMORY, _HERE = str(Path(torch.__file__).parent), str(Path(__file__).parent), str(Path(__file__).parent.parent)
+_TORCH = str(Path(torch.__file__).parent)
+_MEMORY, _HERE = str(Path(__file__).parents[1]), str(Path(__file__).parents[2])
 _OPTIMIZERS = (f"{_TORCH}/optim", f"{_TORCH}/amp")
 
 
