@@ -13,8 +13,8 @@ from ..diagnostics.doctor import batch_norms
 from ..runtime.byte_sizes import format_bytes
 from .errors import UnknownMemory
 from .extrapolation import Lines
-from .trace.request import Request, Trace
-from .trace.tracer import run_traces
+from .request import Request
+from .trace.tracer import Trace, run_traces
 
 __all__: list[str] = []
 

@@ -8,21 +8,13 @@ from typing import Any
 
 import torch
 
-from ..batch.microbatches import as_arguments, count_micro_batches
-from ..batch.nested import spread
-from ..batch.row_marks import Arguments
-from ..batch.rows import count_rows
-from ..runtime.precision import Precision
-from ..savings.activation_checkpointing import find_blocks
-from .device_specs import DeviceKind, find_kind
+from .device_specs import DeviceKind
 from .errors import UnknownMemory
 from .extrapolation import Lines
 from .operators.rnn import SOURCE as RECURRENCE
 from .report import PARTS, Holder, MemoryReport
-from .trace.optimizer_choice import OptimizerChoice
-from .trace.request import Request, Trace
-from .trace.strategies import LAYOUTS, find_layout
-from .trace.tracer import run_traces
+from .request import Request
+from .trace.tracer import Trace, run_traces
 
 __all__: list[str] = []
 
@@ -74,71 +66,30 @@ def estimate(
         ValueError: a setting out of its range; inputs without rows; an operator whose memory depends on values.
         BaseException: what the module, the criterion or the optimizer raise on these shapes.
     """
-    kind = find_kind(device_kind)
-    Precision(precision)
-    chosen = find_layout(layout)
-    for name, number in {"devices": devices, "accumulate": accumulate, "micro_batch_size": micro_batch_size or 1}.items():
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(f"{name}={number!r}, expected a positive number")
-    if devices > 1 and not chosen.takes_several_devices:
-        raise ValueError(f"devices={devices} with layout={layout!r}, expected one device, or another layout")
-    if balanced_optimizer and not chosen.takes_balanced_optimizer:
-        others = " or ".join(repr(name) for name, other in LAYOUTS.items() if other.takes_balanced_optimizer)
-        raise ValueError(f"balanced_optimizer=True with layout={layout!r}, expected {others}")
-    arguments, following, rows = read_batch(inputs, targets, dim)
-    over = chosen.devices_per_process(devices)
-    count = count_micro_batches(rows, micro_batch_size, split or over)
-    request = Request(
-        module=module,
-        criterion=criterion,
-        inputs=arguments,
-        targets=following,
-        rows=rows,
-        optimizer=OptimizerChoice(optimizer, foreach=kind.like_cuda),
+    request = Request.of(
+        module,
+        criterion,
+        inputs,
+        targets,
+        optimizer=optimizer,
         precision=precision,
-        micro_batches=count * accumulate,
-        batches=accumulate,
-        layout=chosen,
+        micro_batch_size=micro_batch_size,
+        accumulate=accumulate,
+        layout=layout,
         devices=devices,
-        balanced=balanced_optimizer,
-        blocks=checkpointed(module, checkpoint),
-        split=None if split is None else tuple(split),
-        kind=kind,
+        balanced_optimizer=balanced_optimizer,
+        checkpoint=checkpoint,
+        device_kind=device_kind,
+        split=split,
         dim=dim,
         scalar=scalar,
     )
-    return report_of(request, -(-rows // count), step=1 if split is not None else over)
+    return report_of(request, request.rows_per_micro_batch)
 
 
-def read_batch(inputs: Any, targets: Any, dim: int) -> tuple[Arguments, tuple[Any, ...], int]:
-    """The arguments of the module, what follows the output in those of the criterion, and how many rows there are.
-
-    Raises:
-        ValueError: there are none.
-    """
-    arguments = as_arguments(inputs)
-    if rows := count_rows(arguments, dim):
-        return arguments, spread(targets), rows
-    raise ValueError(f"the inputs have no rows, expected tensors with rows along dimension {dim}")
-
-
-def checkpointed(module: torch.nn.Module, checkpoint: str | Iterable[str] | None) -> tuple[str, ...]:
-    """The names of the modules to checkpoint.
-
-    Raises:
-        ValueError: the module has no repeated blocks.
-    """
-    if checkpoint is None:
-        return ()
-    if checkpoint != "blocks":
-        return (checkpoint,) if isinstance(checkpoint, str) else tuple(checkpoint)
-    if blocks := find_blocks(module):
-        return blocks
-    raise ValueError("checkpoint='blocks', but the module has no repeated blocks: expected names of submodules, or None")
-
-
-def report_of(request: Request, rows: int, step: int) -> MemoryReport:
+def report_of(request: Request, rows: int) -> MemoryReport:
     """Traces micro-batches of ``rows`` rows, and of twice as many."""
+    step = request.row_step
     base = -(-max(rows, 2) // step) * step  # one row is a special case for torch: broadcasting, strides
     traces, why = _trace_lines(request, sorted({rows, base, 2 * base}))
     mine = Lines(traces[0], None, request.kind, request.devices, 1)

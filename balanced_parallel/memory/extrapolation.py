@@ -18,7 +18,7 @@ from .caching_allocator import replay
 from .device_specs import DeviceKind
 from .operators.workspaces import LARGEST, SMALL, Call, may_need_scratch, scratch_of
 from .trace.allocations import Block
-from .trace.request import Trace
+from .trace.tracer import Trace
 
 __all__: list[str] = []
 

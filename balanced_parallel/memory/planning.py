@@ -15,17 +15,15 @@ from ..loss.criterion import DataParallelCriterion
 from ..replicas.model import DataParallelModel
 from ..runtime.byte_sizes import format_bytes, parse_each
 from ..runtime.devices import DeviceLike
-from ..runtime.precision import Precision
 from ..savings.activation_checkpointing import checkpoint_blocks, find_blocks
 from ..training.step import TrainStep
 from .candidates import Choice, Measured, Option, choice_of, measure_what_decides, row_of
 from .capacity import what_would_fit
-from .device_specs import DeviceKind, find_kind
-from .estimation import make_report, read_batch, report_of
+from .device_specs import DeviceKind
+from .estimation import make_report, report_of
 from .report import MemoryReport
+from .request import Request
 from .trace.optimizer_choice import OptimizerChoice
-from .trace.request import Request
-from .trace.strategies import Replicas
 
 __all__: list[str] = []
 
@@ -193,31 +191,22 @@ def plan(
     Raises:
         ValueError: a setting out of its range, or what :func:`estimate` refuses.
     """
-    kind = find_kind(device_kind)
-    limits = _capacities(capacity, devices, kind)
-    Precision(precision)
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise ValueError(f"batch_size={batch_size!r}, expected a positive number of rows per update")
-    arguments, following, rows = read_batch(inputs, targets, dim)
-    request = Request(
-        module=module,
-        criterion=criterion,
-        inputs=arguments,
-        targets=following,
-        rows=rows,
-        optimizer=OptimizerChoice(optimizer, foreach=kind.like_cuda),
+    request = Request.of(
+        module,
+        criterion,
+        inputs,
+        targets,
+        optimizer=optimizer,
         precision=precision,
-        micro_batches=1,
-        batches=1,
-        layout=Replicas,
+        layout="replicas",
         devices=devices,
-        balanced=False,
-        blocks=(),
-        split=None,
-        kind=kind,
+        device_kind=device_kind,
         dim=dim,
         scalar=scalar,
     )
+    limits = _capacities(capacity, devices, request.kind)
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"batch_size={batch_size!r}, expected a positive number of rows per update")
     stages = list(_stages(module, devices, precision))
     measured: list[Measured] = []
     choices: list[Choice] = []
@@ -234,7 +223,7 @@ def plan(
     return MemoryPlan(
         batch_size=batch_size,
         capacity=limits,
-        device_kind=kind.name,
+        device_kind=request.kind.name,
         choices=tuple(choice for choice, _ in ranked),
         fits=best.fits,
         needs=None if best.fits else what_would_fit(measured, max(limits)),
@@ -245,8 +234,6 @@ def plan(
 
 
 def _capacities(capacity: int | str | Sequence[int | str] | None, devices: int, kind: DeviceKind) -> tuple[int, ...]:
-    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
-        raise ValueError(f"devices={devices!r}, expected a positive number")
     if capacity is None:
         if kind.capacity is None:
             raise ValueError(f"capacity=None with device_kind={kind.name!r}, which has none: expected a size, as '24GiB'")
@@ -270,6 +257,6 @@ def _report(measured: Measured, choice: Choice, batch_size: int) -> MemoryReport
     rows = -(-batch_size // count)
     request = dataclasses.replace(measured.request, micro_batches=count, split=choice.split)
     if choice.split or rows < 2 * devices:
-        return report_of(request, rows, step=1 if choice.split else devices)
+        return report_of(request, rows)
     lines = measured.lines(count)
     return make_report(request, rows, lines, [size * devices for size in split_sizes(rows, devices)], lines)

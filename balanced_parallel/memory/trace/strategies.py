@@ -25,7 +25,7 @@ from .fake_devices import HOME, fake_devices
 from .torch_data_parallel import run_replicas
 
 if TYPE_CHECKING:
-    from .request import Request
+    from ..request import Request
 
 __all__: list[str] = []
 
