@@ -255,7 +255,7 @@ class DataParallelCriterion(nn.Module):
                 return contextlib.nullcontext([criterion])
             if any(held.device != devices[0] for held in (*criterion.parameters(), *criterion.buffers())):
                 criterion.to(devices[0])  # only then: it asks for gradients, which micro-batches leave with the replicas
-            return self.replicas.handed_out(criterion, devices, devices[0])
+            return self.replicas.of(criterion, devices, devices[0])
         if isinstance(criterion, functools.partial):
             moved = [(move_leaves(criterion.args, device), move_leaves(criterion.keywords, device)) for device in devices]
             copies = [functools.partial(criterion.func, *arguments, **settings) for arguments, settings in moved]

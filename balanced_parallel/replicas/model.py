@@ -121,23 +121,23 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         """Gradients of forwards in this block stay with the replicas, where later ones add to them, until the next backward
         of a forward outside of it, or :meth:`reduce_gradients`: for micro-batches, whose sum then moves once. To read
         ``parameter.grad`` sums them too; to set it, as ``optimizer.zero_grad()`` does, discards them."""
-        return self.replicas.no_sync()
+        return self.replicas.gradients.no_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         if not set_to_none:
             super().zero_grad(set_to_none)
         for parameter in self.parameters() if set_to_none else ():
             parameter.grad = None  # without a look at what it was, which may lie on other devices
-        self.replicas.drop()
+        self.replicas.gradients.drop()
 
     def refresh_replicas(self) -> None:
         """Copies all parameters again before the next forward or update. Needed only after a write that Python does not see, such
         as that of a kernel that is given the parameters' addresses."""
-        self.replicas.forget_values()
+        self.replicas.copies.forget_values()
 
     def reduce_gradients(self) -> None:
         """Sums what the replicas hold after :meth:`no_sync`, where no other backward did."""
-        self.replicas.reduce()
+        self.replicas.gradients.reduce()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         return self._run(None, Arguments(inputs, kwargs))
@@ -166,7 +166,7 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         self.shares.begin()
         devices, sizes = assign_rows(rows, self.devices, self.split)
         batches = [arguments] if sizes is None else cut(arguments, sizes, self.dim)
-        with self.precision.autocast(devices), self.replicas.handed_out(self.module, devices, self.devices[0]) as modules:
+        with self.precision.autocast(devices), self.replicas.of(self.module, devices, self.devices[0]) as modules:
             work = [
                 functools.partial(_call, replica, method, batch, device)
                 for replica, batch, device in zip(modules, batches, devices, strict=True)

@@ -1,4 +1,4 @@
-"""The tree of a module's submodules, and shells: copies of it that share everything but parameters and buffers."""
+"""The tree of a module's submodules, and skeletons: copies of it that share everything but parameters and buffers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,18 +9,20 @@ from torch import Tensor, nn
 
 __all__: list[str] = []
 
-# Each module with its shell, the shell's children, where its parameters are in the tree, and the names of its lists.
-Shells = list[tuple[nn.Module, nn.Module, dict[str, nn.Module | None], dict[str, int | None], list[str]]]
+# Each module with its skeleton, the skeleton's children, the places of its parameters in the tree, and the names of its lists.
+Skeletons = list[tuple[nn.Module, nn.Module, dict[str, nn.Module | None], dict[str, int | None], list[str]]]
 
 
-class Tree:
+class ModuleTree:
     """The modules of a tree, each once, and its parameters, each once: what is tied stays tied.
 
     Raises:
         TypeError: a module is a ``ScriptModule``, which cannot be copied part by part; or it was compiled.
+        ValueError: a parameter or buffer is not initialised (lazy modules).
     """
 
     def __init__(self, root: nn.Module) -> None:
+        _refuse_lazy(root)
         self.modules = list(root.modules())
         for module in self.modules:
             refuse_compiled(module)
@@ -52,25 +54,46 @@ class Tree:
                 return False
         return True
 
-    def make_shells(self) -> Shells:
-        """An empty copy of each module, to be filled before each forward."""
-        shells = [type(module).__new__(type(module)) for module in self.modules]
-        shell_of = {id(module): shell for module, shell in zip(self.modules, shells, strict=True)}
-        children = [
-            {name: None if child is None else shell_of[id(child)] for name, child in held.items()} for held in self.children
-        ]
-        return list(zip(self.modules, shells, children, self._places, self._lists, strict=True))
+    def has_the_same_shapes(self) -> bool:
+        """Returns whether no parameter was resized. A graph of earlier forwards has the old shapes."""
+        return [parameter.shape for parameter in self.parameters] == self.shapes
 
-    def fill(self, shells: Shells, tensors: list[Tensor] | None, copy_buffer: Callable[[Tensor], Tensor]) -> nn.Module:
-        """Makes the shells what the modules are now (modes, hooks, attributes), and returns the root's.
+    def has_parameters_of(self, other: "ModuleTree") -> bool:
+        """Returns whether both trees have the same parameters, of the same shapes."""
+        return [*map(id, self.parameters)] == [*map(id, other.parameters)] and self.shapes == other.shapes
+
+    def check_device(self, device: torch.device) -> None:
+        """Raises ``ValueError`` if a parameter or buffer is on another device."""
+        buffers = [buffer for module in self.modules for buffer in module._buffers.values() if buffer is not None]
+        if all(tensor.device == device for tensor in (*self.parameters, *buffers)):
+            return
+        root = self.modules[0]
+        for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+            if tensor.device != device:
+                raise ValueError(
+                    f"{name} is on {tensor.device}, expected every parameter and buffer on the first device, {device}: "
+                    f"move the module there with .to({str(device)!r})"
+                )
+
+    def make_skeletons(self) -> Skeletons:
+        """An empty copy of each module, to be filled before each forward."""
+        skeletons = [type(module).__new__(type(module)) for module in self.modules]
+        skeleton_of = {id(module): skeleton for module, skeleton in zip(self.modules, skeletons, strict=True)}
+        children = [
+            {name: None if child is None else skeleton_of[id(child)] for name, child in held.items()} for held in self.children
+        ]
+        return list(zip(self.modules, skeletons, children, self._places, self._lists, strict=True))
+
+    def fill(self, skeletons: Skeletons, tensors: list[Tensor] | None, copy_buffer: Callable[[Tensor], Tensor]) -> nn.Module:
+        """Makes the skeletons what the modules are now (modes, hooks, attributes), and returns the root's.
 
         Args:
-            shells: from :meth:`make_shells`.
+            skeletons: from :meth:`make_skeletons`.
             tensors: what to put in the place of the parameters; ``None`` leaves them.
             copy_buffer: called once for each buffer.
         """
         copied: dict[int, Tensor] = {}
-        for module, shell, children, places, lists in shells:
+        for module, skeleton, children, places, lists in skeletons:
             state = module.__dict__.copy()
             if children:
                 state["_modules"] = children.copy()
@@ -85,11 +108,11 @@ class Tree:
                     state["_parameters"] = {name: None if at is None else tensors[at] for name, at in places.items()}
                 for name in lists:
                     state[name] = self._swapped(state[name], tensors)
-            object.__setattr__(shell, "__dict__", state)
-        return shells[0][1]
+            object.__setattr__(skeleton, "__dict__", state)
+        return skeletons[0][1]
 
     @contextmanager
-    def lent(self, tensors: list[Tensor]) -> Iterator[None]:
+    def parameters_replaced(self, tensors: list[Tensor]) -> Iterator[None]:
         """Puts ``tensors`` in the place of the modules' own parameters, for the length of the block."""
         put: list[tuple[dict[str, Any], str, Any, Any]] = []  # where, as what, in the place of what
         try:
@@ -126,3 +149,9 @@ def refuse_compiled(module: nn.Module) -> None:
             f"{type(module).__name__} is compiled, which binds it to one replica: pass the module without torch.compile, or "
             "use one process per device (torchrun)"
         )
+
+
+def _refuse_lazy(module: nn.Module) -> None:
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise ValueError(f"{name} is not initialised yet: run the module once on a few rows before it is wrapped")

@@ -87,7 +87,11 @@ class TrainStep:
         self.max_grad_norm = max_grad_norm
         self.scheduler = scheduler
         self._ranks = None if isinstance(model, DataParallelModel) else model
-        self._replicas = [model.replicas, criterion.replicas] if isinstance(model, DataParallelModel) else [criterion.replicas]
+        self._replicas = (
+            [model.replicas.gradients, criterion.replicas.gradients]
+            if isinstance(model, DataParallelModel)
+            else [criterion.replicas.gradients]
+        )
         self._trained = trained_tensors(cast(nn.Module, model), criterion)
         dtypes = {parameter.dtype for parameter in self._trained.values()}
         self._has_half = torch.float16 in dtypes
@@ -162,7 +166,7 @@ class TrainStep:
             losses = self._weigh_before(window, spread(targets), is_whole=reduce_last)
             run = functools.partial(self._run, window, losses, scales=self._scales(window), kept=outputs)
             # gradients stay where they are: with the replicas, with the rank
-            with self.model.no_sync(), self.criterion.replicas.no_sync():
+            with self.model.no_sync(), self.criterion.replicas.gradients.no_sync():
                 for index, micro_batch in enumerate(micro_batches[:accumulating]):
                     run(*micro_batch, left=len(micro_batches) - index, reduce=False)
             for micro_batch in micro_batches[accumulating:]:

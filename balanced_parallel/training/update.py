@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..batch.nested import describe
-from ..optim.sharding import Spread
+from ..optim.sharded_parameters import ShardedParameter
 from .accumulation import scale_gradients
 
 __all__: list[str] = []
@@ -58,14 +58,14 @@ class Update:
     def outside(self) -> list[Tensor]:
         """Trained parameters that are not in the optimizers: another one's, which is to find their true gradients."""
         known = set(map(id, self.parameters))
-        return [one for one in self.trained.values() if id(one) not in known and not isinstance(one, Spread)]
+        return [one for one in self.trained.values() if id(one) not in known and not isinstance(one, ShardedParameter)]
 
     def forget_gradients(self) -> None:
         """Drops the gradients of all parameters, in the optimizers and outside."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         for parameter in self.trained.values():
-            if not isinstance(parameter, Spread):  # whose gradient lies with its optimizer
+            if not isinstance(parameter, ShardedParameter):  # whose gradient lies with its optimizer
                 parameter.grad = None
 
     @contextlib.contextmanager

@@ -98,7 +98,7 @@ def replication_times() -> dict[str, float]:
     home = [torch.device("cpu")] * SLICES
 
     def hand_out() -> None:
-        with model.replicas.handed_out(net, home, home[0]):
+        with model.replicas.of(net, home, home[0]):
             pass
 
     theirs: Any = importlib.import_module("torch.nn.parallel.replicate")

@@ -236,7 +236,7 @@ def test_the_report_says_where_it_goes():
     sizes = [holder.bytes for holder in report.where[0]]
     assert sizes == sorted(sizes, reverse=True)
     assert any(holder.module.startswith("layers.") and holder.part == "saved activations" for holder in report.where[0])
-    assert any("test_memory.py:" in holder.line for holder in report.where[0])
+    assert any("test_estimation.py:" in holder.line for holder in report.where[0])
     assert report.flops > 0
     for text in ("parameters", "saved activations", "layers.", "MiB"):
         assert text in str(report)

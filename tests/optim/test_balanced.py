@@ -94,7 +94,7 @@ def test_every_elementwise_optimizer_gives_the_plain_programs_parameters_and_sta
         train(model, optimizer)
         assert_same(net, expected)
         assert_same_state(optimizer.state_dict(), reference.state_dict())
-        for parameters in zip(*(model.replicas.copies.values()), net.parameters(), strict=True):
+        for parameters in zip(*(model.replicas.copies.by_device.values()), net.parameters(), strict=True):
             assert all(parameter.cpu().equal(parameters[-1].detach().cpu()) for parameter in parameters)
 
 
@@ -237,7 +237,7 @@ def test_autograd_grad_still_returns_gradients():
         found = torch.autograd.grad(gather(model(x)).pow(2).sum(), list(net.parameters()))
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one.cpu(), other)
-        assert model.replicas.spread
+        assert model.replicas.gradients.is_sharded
         assert all(parameter.grad is None for group in optimizer.param_groups for parameter in group["params"])
 
 
@@ -493,7 +493,7 @@ def _train_on_ranks(rank, saved):
     for x, target in batches(2):
         mine = slice(0, 7) if rank == 0 else slice(7, ROWS)
         step(x[mine], target[mine])
-    return {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "mine": len(optimizer._inner.optim.state)}
+    return {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "mine": len(optimizer.shards.inner.optim.state)}
 
 
 def test_under_torchrun_it_is_torchs_own_and_checkpoints_move():

@@ -10,6 +10,7 @@ from helpers.problems import CLASSES, assert_same_gradients, build_net, gradient
 from torch import nn
 
 from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, gather, simulate
+from balanced_parallel.replicas.gradient_sums import own_gradient
 
 pytestmark = pytest.mark.usefixtures("double", "buckets")
 
@@ -127,3 +128,21 @@ def test_what_is_held_does_not_keep_the_replicas_alive():
         gc.collect()
         assert seen() is None
         assert parameter.grad is None
+
+
+def test_each_backward_follows_its_own_forward():
+    with simulate(2):
+        net = build_net()
+        model = DataParallelModel(net)
+        first = gather(model(torch.randn(4, 4)), "cpu").sum()
+        with model.no_sync():
+            second = gather(model(torch.randn(4, 4)), "cpu").sum()
+        third = gather(model(torch.randn(4, 4)), "cpu").sum()
+        first.backward()
+        assert all(own_gradient.__get__(parameter) is not None for parameter in net.parameters())
+        before = [own_gradient.__get__(parameter).clone() for parameter in net.parameters()]
+        second.backward()
+        assert all(own_gradient.__get__(one).equal(then) for one, then in zip(net.parameters(), before, strict=True))
+        third.backward()
+        assert not any(own_gradient.__get__(one).equal(then) for one, then in zip(net.parameters(), before, strict=True))
+        assert "grad" not in vars(nn.Parameter)  # nothing is left with the replicas

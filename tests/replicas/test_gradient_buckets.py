@@ -10,7 +10,7 @@ from helpers.problems import assert_same_gradients, build_net, class_targets, gr
 from torch import nn
 
 from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, memory, simulate
-from balanced_parallel.replicas import gradient_buckets
+from balanced_parallel.replicas import bucket, gradient_buckets
 from balanced_parallel.runtime.streams import SideStreams, on_streams
 
 TOO_EARLY = "without having waited for it"
@@ -166,7 +166,7 @@ def test_steps_on_any_streams_equal_the_plain_program(double, small_buckets, bal
         step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), optimizer, micro_batch_size=micro_batch_size)
         for _ in range(3):
             step(inputs, targets)
-        assert len(model.replicas.buckets) == 4
+        assert len(model.replicas.gradients.buckets) == 4
         for one, other in zip(model.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(one.cpu(), other, rtol=1e-9, atol=1e-10)
 
@@ -201,7 +201,7 @@ def test_backward_may_be_called_on_other_streams_than_forward(double, small_buck
         with model.no_sync():
             for _ in range(2):
                 loss().backward()
-        model.replicas.scale(1.0)  # as TrainStep does for float16
+        model.replicas.gradients.scale(1.0)  # as TrainStep does for float16
         model.reduce_gradients()
         for _ in range(2):
             loss().backward()
@@ -238,15 +238,15 @@ def test_gradients_are_ready_on_the_streams_of_who_called_backward(double, small
 def test_sums_run_beside_the_backward(small_buckets, monkeypatch):
     """All but those of the last bucket, with which nothing could overlap."""
     with simulate(2):
-        streams, add_up = [], gradient_buckets.add_up
+        streams, add_up = [], bucket.add_up
 
         def watched(*args, **settings):
             if settings:
                 streams.append({torch.accelerator.current_stream(f"sim:{index}").stream_id for index in range(2)})
-                assert not model.replicas.side._due  # what the bucket before it used was let go
+                assert not model.replicas.gradients.side._due  # what the bucket before it used was let go
             return add_up(*args, **settings)
 
-        monkeypatch.setattr(gradient_buckets, "add_up", watched)
+        monkeypatch.setattr(bucket, "add_up", watched)
         model = DataParallelModel(build_net())
         DataParallelCriterion(nn.MSELoss())(model(torch.ones(4, 4)), torch.ones(4, 5)).backward()
         assert len(streams) == 3
@@ -311,7 +311,7 @@ def test_what_is_kept_for_other_streams_is_estimated(monkeypatch, balanced):
         for _ in range(2):
             cluster.reset_peak()
             step(*batch)
-        assert len(model.replicas.buckets) == 3
+        assert len(model.replicas.gradients.buckets) == 3
         assert report.peak == pytest.approx(cluster.peak, abs=300 * 2**10)
 
 

@@ -14,7 +14,7 @@ from helpers.problems import BODIES, CLASSES, assert_same_gradients, build_net, 
 from torch import nn
 
 from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
-from balanced_parallel.replicas import gradient_buckets
+from balanced_parallel.replicas import bucket, gradient_buckets
 from balanced_parallel.replicas.checksums import CHUNK, _differing
 from balanced_parallel.replicas.gradient_buckets import make_buckets
 
@@ -448,7 +448,7 @@ def test_replicas_are_freed_with_the_wrapper():
         gather(model(torch.ones(6, 64))).sum().backward()
         net.zero_grad()
         assert cluster.live[1] >= net.weight.nbytes
-        shell = weakref.ref(model.replicas._shells[0][0][1])
+        shell = weakref.ref(model.replicas._skeletons[0][0][1])
         gc.collect()
         gc.disable()
         try:
@@ -487,13 +487,13 @@ def test_a_bucket_is_reduced_as_soon_as_every_replica_has_its_gradients(monkeypa
         net = nn.Sequential(nn.Linear(4, 2600), nn.Linear(2600, 2600), nn.Linear(2600, 4)).to("sim:0")  # 27 MB in the middle
         model = DataParallelModel(net)
         events = []
-        add_up = gradient_buckets.add_up
+        add_up = bucket.add_up
 
         def watched(replicas, device):
             events.append(len(replicas[0]))
             return add_up(replicas, device)
 
-        monkeypatch.setattr(gradient_buckets, "add_up", watched)
+        monkeypatch.setattr(bucket, "add_up", watched)
         last = threading.Event()
 
         def watch(module, inputs, output):
@@ -501,9 +501,7 @@ def test_a_bucket_is_reduced_as_soon_as_every_replica_has_its_gradients(monkeypa
             if output.device.index == 1:
                 output.register_hook(lambda gradient: events.append("waited" if last.wait(20) else "in vain"))
 
-        monkeypatch.setattr(
-            gradient_buckets, "add_up", lambda *args, **_: (watched(*args), last.set() if len(events) == 1 else None)[0]
-        )
+        monkeypatch.setattr(bucket, "add_up", lambda *args, **_: (watched(*args), last.set() if len(events) == 1 else None)[0])
         net[0].register_forward_hook(watch)
         gather(model(torch.ones(4, 4))).sum().backward()
         assert events[0] == 3

@@ -49,7 +49,7 @@ class Falsy(nn.Linear):
 def test_a_module_that_is_false_is_copied_too():
     module = nn.Sequential(nn.Identity())
     module.add_module("falsy", Falsy(2, 2))
-    with Replicas().handed_out(module, [CPU, CPU], CPU) as (_, second):
+    with Replicas().of(module, [CPU, CPU], CPU) as (_, second):
         assert second.falsy is not module.falsy
 
 
@@ -108,7 +108,7 @@ def test_buffers_of_the_first_replica_stay_and_the_others_do_not():
 
 def test_the_first_replica_is_the_module_and_the_others_share_no_buffer():
     module = nn.BatchNorm1d(2)
-    with Replicas().handed_out(module, [CPU, CPU], CPU) as (first, second):
+    with Replicas().of(module, [CPU, CPU], CPU) as (first, second):
         assert first is module
         assert second is not module
         assert type(second) is nn.BatchNorm1d

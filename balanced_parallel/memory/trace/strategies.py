@@ -105,7 +105,7 @@ class Layout(abc.ABC):
 
     @property
     def _inner(self) -> torch.optim.Optimizer:
-        return self.optimizer._inner if isinstance(self.optimizer, BalancedOptimizer) else self.optimizer
+        return self.optimizer.shards.inner if isinstance(self.optimizer, BalancedOptimizer) else self.optimizer
 
 
 class SingleDevice(Layout):
@@ -136,9 +136,9 @@ class Replicas(Layout):
         self.losses = DataParallelCriterion(criterion, dim=dim, precision=precision)
         self.kept = self.model.replicas, self.losses.replicas
         for replicas in self.kept:
-            replicas.watch = None  # there are no values to compare
+            replicas.copies._watch = None  # there are no values to compare
             if request.kind.like_cuda:  # as the devices that these stand for
-                replicas.side = SideStreams()
+                replicas.gradients.side = SideStreams()
         super().__init__(request, module, criterion)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
@@ -154,17 +154,17 @@ class Replicas(Layout):
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        with self.model.no_sync(), self.losses.replicas.no_sync():
+        with self.model.no_sync(), self.losses.replicas.gradients.no_sync():
             yield
 
     def gradients(self) -> Iterator[Any]:
         yield from super().gradients()
-        for bucket in (bucket for replicas in self.kept for bucket in replicas.buckets):
+        for bucket in (bucket for replicas in self.kept for bucket in replicas.gradients.buckets):
             for gradients in bucket.held:
                 yield from gradients
 
     def parameter_copies(self) -> Iterator[Tensor]:
-        for tensors in (tensors for replicas in self.kept for tensors in replicas.copies.values()):
+        for tensors in (tensors for replicas in self.kept for tensors in replicas.copies.by_device.values()):
             yield from tensors
 
 

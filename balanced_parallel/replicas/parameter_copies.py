@@ -1,0 +1,134 @@
+"""Copies of a module's parameters on other devices, refreshed where the parameters have changed."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..runtime.devices import move
+from .checksums import Watch
+from .untracked_writes import Writes
+
+__all__: list[str] = []
+
+
+State = tuple[int, int, bool]  # of a parameter when it was copied: address, version counter, requires_grad
+
+
+class Changes(NamedTuple):
+    """Places of the parameters that changed since the last look."""
+
+    written: list[int]  # with torch's version counter, or moved
+    untracked: list[int]  # through ``.data`` or by a fused optimizer
+    moved: list[int]
+    learns: bool  # whether requires_grad of any changed
+
+
+class ParameterCopies:
+    """Copies of parameters, one list per device, in the order of the parameters.
+
+    Writes are found by address and version counter (torch's own record), by a record of ``.data`` (:class:`Writes`), and by
+    checksums for writes that Python does not see (:class:`Watch`).
+
+    Args:
+        checksums: compares checksums of parameters and copies now and then. Tensors without values have none.
+    """
+
+    def __init__(self, checksums: bool = True) -> None:
+        self.by_device: dict[torch.device, list[Tensor]] = {}
+        self._checksums = checksums
+        self.forget()
+
+    def forget(self) -> None:
+        """Drops all copies."""
+        self.by_device.clear()
+        self._writes: Writes | None = None
+        self._watch = Watch() if self._checksums else None
+        self._fresh: list[int] = []  # copied by the last refresh
+        self.forget_values()
+
+    def forget_values(self) -> None:
+        """Marks every copy as outdated."""
+        self._states: list[State] = []
+
+    def mark_fresh(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Marks every copy as equal to its parameter."""
+        self._states = _states_of(parameters)
+        if self._writes is not None:
+            self._writes.take()
+
+    def find_changes(self, parameters: Sequence[nn.Parameter]) -> Changes | None:
+        """Returns what changed since the last call; None if nothing did."""
+        states, before = _states_of(parameters), self._states
+        untracked = [] if self._writes is None else self._writes.take()
+        self._fresh = []
+        if states and states == before and not untracked:
+            return None
+        self._states = states
+        pairs = list(enumerate(zip(states, before or [(0, 0, False)] * len(states), strict=True)))
+        written = [i for i, (now, then) in pairs if now[:2] != then[:2]]
+        moved = [i for i, (now, then) in pairs if now[0] != then[0]]
+        self._fresh = [*written, *sorted({*untracked}.difference(written))]
+        return Changes(written, self._fresh[len(written) :], moved, any(now[2] != then[2] for _, (now, then) in pairs))
+
+    def update(self, parameters: Sequence[nn.Parameter], changes: Changes) -> None:
+        """Copies the parameters that changed."""
+        for parameter in parameters[:1]:
+            self.by_device.pop(parameter.device, None)
+        for device, copies in self.by_device.items():
+            _copy_into(copies, parameters, changes.written, device)
+            _copy_into(copies, parameters, changes.untracked, device, tracked=False)
+
+    def extend_to(self, devices: Iterable[torch.device], parameters: Sequence[nn.Parameter]) -> None:
+        """Makes copies on those of ``devices`` that have none."""
+        for device in devices:
+            if device not in self.by_device:
+                with torch.inference_mode(False), torch.no_grad():
+                    self.by_device[device] = [move(parameter.detach(), device) for parameter in parameters]
+                self._writes = self._writes or Writes(parameters)
+
+    def compare_checksums(self, parameters: Sequence[nn.Parameter], *, goes_on: bool) -> None:
+        """Copies the parameters that were written to without any record.
+
+        Args:
+            goes_on: the next forward is of the same window of micro-batches, between which nobody writes.
+        """
+        if self._watch is not None and self.by_device:
+            copies = next(iter(self.by_device.values()))
+            found = self._watch.look(parameters, copies, self._fresh, goes_on=goes_on)
+            for device, tensors in self.by_device.items() if found else ():
+                _copy_into(tensors, parameters, found, device, tracked=False)
+
+    def everywhere(self, parameters: Sequence[nn.Parameter], place: int) -> dict[torch.device, Tensor]:
+        """Returns one parameter and its copies, by device."""
+        parameter = parameters[place]
+        return {parameter.device: parameter, **{device: copies[place] for device, copies in self.by_device.items()}}
+
+
+def _states_of(parameters: Sequence[Tensor]) -> list[State]:
+    try:
+        versions = [parameter._version for parameter in parameters]
+    except RuntimeError:  # an inference tensor has none
+        versions = [0 if parameter.is_inference() else parameter._version for parameter in parameters]
+    learns = [parameter.requires_grad for parameter in parameters]
+    return list(zip([parameter.data_ptr() for parameter in parameters], versions, learns, strict=True))
+
+
+@torch.no_grad()
+def _copy_into(
+    copies: list[Tensor], parameters: Sequence[Tensor], places: list[int], device: torch.device, *, tracked: bool = True
+) -> None:
+    """Copies the values of some parameters.
+
+    Args:
+        places: of these parameters.
+        tracked: moves the version counters of the copies, as those of the parameters moved. If they did not, a graph of an
+            earlier forward may still run backward, with the new values.
+    """
+    alike = [i for i in places if copies[i].shape == parameters[i].shape and copies[i].dtype == parameters[i].dtype]
+    for i in set(places).difference(alike):
+        copies[i] = move(parameters[i].detach(), device)
+    if alike:
+        targets = [copies[i] if tracked else copies[i].data for i in alike]
+        torch._foreach_copy_(targets, [parameters[i].detach() for i in alike], non_blocking=device.type != "cpu")
