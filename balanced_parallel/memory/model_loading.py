@@ -14,14 +14,13 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..batch.microbatches import as_arguments
 from ..batch.nested import leaves, spread
 from ..batch.row_marks import Arguments
-from ..loss.rules import find_torch_loss, loss_weight
+from ..loss.rules import loss_weight, targets_of
 from .batch_shapes import build_batch
 from .errors import UnknownMemory
 from .trace.allocations import Count
@@ -31,19 +30,6 @@ __all__: list[str] = []
 
 # Whose lines say nothing about the user's mistake: torch's, this package's, Python's
 _OTHERS = (*(str(Path(place).parent) for place in (torch.__file__, Path(__file__).parent, traceback.__file__)), "<")
-_OF_CLASSES = (F.cross_entropy, F.nll_loss)
-_LIKE_OUTPUT = (
-    F.mse_loss,
-    F.l1_loss,
-    F.smooth_l1_loss,
-    F.huber_loss,
-    F.binary_cross_entropy,
-    F.binary_cross_entropy_with_logits,
-    F.kl_div,
-    F.multilabel_soft_margin_loss,
-    F.poisson_nll_loss,
-    F.soft_margin_loss,
-)
 
 
 @dataclass(frozen=True)
@@ -95,11 +81,11 @@ def build_problem(
     module, own = build_model(model)
     loss = build_criterion(criterion) if criterion is not None else own or nn.CrossEntropyLoss()
     named = "" if criterion or own else "criterion: CrossEntropyLoss"
-    index = torch.int64 if find_torch_loss(loss) in _OF_CLASSES else torch.float32
+    index = torch.int64 if targets_of(loss) == "classes" else torch.float32
     following = spread(build_batch(targets, rows, dim, index)) if targets else ()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     output = _run(module, arguments, rows, mode, f"{_name(module)} from {model}")
-    if find_torch_loss(loss) in _OF_CLASSES and _has_classes_last(output, arguments, following, dim):
+    if targets_of(loss) == "classes" and _has_classes_last(output, arguments, following, dim):
         loss, named = SequenceLoss(loss), f"criterion: {_name(loss)} over the flattened logits {_shape(_logits(output))}"
     assumed = [named] if named else []
     if not following:
@@ -246,14 +232,14 @@ def _has_classes_last(output: Any, inputs: Any, targets: Any, dim: int) -> bool:
 
 def _suit(criterion: Any, output: Any, rows: int, dim: int) -> Tensor:
     """Targets that suit the criterion and the output."""
-    logits, function = _logits(output), find_torch_loss(getattr(criterion, "loss", criterion))
+    logits, kind = _logits(output), targets_of(getattr(criterion, "loss", criterion))
     if not isinstance(logits, Tensor):
         raise ValueError(f"the model's output is {_name(output)}: give --target, and a --criterion of it and the targets")
     if logits.dim() <= dim or logits.size(dim) != rows:
         raise ValueError(f"the model's output {_shape(logits)} has not {rows} rows along dimension {dim}: give --target")
-    if function in _LIKE_OUTPUT:
+    if kind == "like the output":
         return torch.empty(logits.shape, dtype=logits.dtype, device="meta")
-    if function not in _OF_CLASSES:
+    if kind != "classes":
         raise ValueError(f"the targets of {_name(criterion)} are not known: give the shape of one row as --target")
     if logits.dim() < 2:
         raise ValueError(f"the model's output {_shape(logits)} has no classes: give a --criterion, such as BCEWithLogitsLoss")

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.cuda import nccl
 from torch.nn.parallel import _functions
 
+from ..runtime import coalesced
 from .categories import Category, Labels
 
 __all__: list[str] = []
@@ -23,15 +23,13 @@ __all__: list[str] = []
 def broadcast_coalesced(
     labels: Labels, tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int
 ) -> list[list[Tensor]]:
-    copies: list[dict[int, Tensor]] = [{} for _ in devices[1:]]
-    for chunk in _take_tensors(tensors, buffer_size):
-        flat = _flatten_dense_tensors(chunk)
-        for held, device in zip(copies, devices[1:], strict=True):
-            copy = flat.to(f"sim:{device}")
-            labels.label([copy], Category.PARAMETERS)
-            pieces = _unflatten_dense_tensors(copy, chunk)
-            held.update((id(tensor), piece.data) for tensor, piece in zip(chunk, pieces, strict=True))
-    return [list(tensors), *([held[id(tensor)] for tensor in tensors] for held in copies)]
+    def transfer(flat: Tensor, device: torch.device) -> Tensor:
+        copy = flat.to(device)
+        labels.label([copy], Category.PARAMETERS)
+        return copy
+
+    others = [torch.device("sim", device) for device in devices[1:]]
+    return [list(tensors), *coalesced.broadcast_coalesced(tensors, others, buffer_size, transfer)]
 
 
 def broadcast(tensor: Tensor, devices: Sequence[int]) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""What a training step uses: the CPU allocator's own events, and the bytes of all tensors that live."""
+"""Memory of a training step: by the events of the CPU's allocator, and by the storages of all live tensors."""
 
 import copy
 import gc
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from models import Problem
 from torch import Tensor, nn
-from torch._C._profiler import _EventType
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from balanced_parallel import Precision
+from balanced_parallel.runtime.allocator_profile import AllocatorProfile
 from balanced_parallel.savings.activation_checkpointing import checkpoint_blocks, find_blocks
 
 
@@ -46,39 +46,21 @@ def plain(module: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def allocator_peak(problem: Problem, precision: str = "fp32", checkpoint: bool = False, prepare: Prepare = plain) -> int:
-    """Bytes in use at most in the second step, with what operators allocate for themselves, as the CPU's allocator reports
-    every allocation and release to torch's profiler. ``prepare`` gives what is trained, and its optimizer."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
+    """Returns the peak of the second step by the CPU's allocator, scratch memory of operators included.
+
+    Args:
+        prepare: makes the module that is trained, and its optimizer.
+    """
+    profile = AllocatorProfile()
+    with profile.recorded():
         mine = copied(problem, checkpoint)
         module, optimizer = prepare(mine.module)
         run_step(module, mine, optimizer, precision)
         gc.collect()
-        with torch.profiler.record_function("second step"):
-            pass
+    profile.reset_peak()
+    with profile.recorded():
         run_step(module, mine, optimizer, precision)
-    now = peak = 0
-    for change in _changes(profile):
-        now += change or 0
-        peak = now if change is None else max(peak, now)
-    return peak
-
-
-def _changes(profile: Any) -> list[int | None]:
-    """Bytes allocated (and, negative, released) in the order in which it happened; None where the second step begins."""
-    found: list[tuple[int, int | None]] = []
-
-    def walk(event: Any) -> None:
-        if event.tag == _EventType.Allocation:
-            found.append((event.start_time_ns, event.extra_fields.alloc_size))
-        elif event.name == "second step":
-            found.append((event.start_time_ns, None))
-        for child in event.children:
-            walk(child)
-
-    for root in profile.profiler.kineto_results.experimental_event_tree():
-        walk(root)
-    return [size for _, size in sorted(found, key=lambda one: one[0])]
+    return profile.peak
 
 
 class LiveBytes(TorchDispatchMode):

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from helpers.allocations import allocations, used
+from helpers.allocations import used
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import pack_padded_sequence
@@ -70,19 +70,10 @@ def test_a_selection_selects_everything(name):
 
 
 def used_by_all_ones(function):
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
-        net, inputs, _ = Applying(function), torch.ones(500, 8), torch.zeros(500)
-        optimizer = torch.optim.AdamW(net.parameters())
-        for _ in range(2):
-            with torch.profiler.record_function("step"):
-                optimizer.zero_grad()
-            net(inputs).backward()
-            optimizer.step()
-    now = peak = 0
-    for size in allocations(profile):
-        peak, now = (now, now) if size is None else (max(peak, now + size), now + size)
-    return peak
+    def batch():
+        return torch.ones(500, 8), torch.zeros(500)
+
+    return used(lambda: Applying(function), batch, torch.optim.AdamW, criterion=lambda out, _: out)
 
 
 class Last(nn.Module):

@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._profiler import _ExperimentalConfig
 from torch.utils._python_dispatch import _disable_current_modes
+
+from ...runtime.allocator_profile import AllocatorProfile
 
 __all__: list[str] = []
 
 LARGEST = 2**28  # bytes of an operator's tensors: beside more than that, its scratch is little, and running it takes long
 SMALL = 2**22  # enough to see whether there is any; where rows cannot be taken away, 16 times as much is tried
 _aten = torch.ops.aten
-_autograd: Any = torch.autograd  # does not say which of its names are for others
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
 _CONVOLUTIONS = {_aten.convolution.default, _aten.convolution_backward.default}
 _LSTM = {_aten.mkldnn_rnn_layer.default, _aten.mkldnn_rnn_layer_backward.default}
@@ -186,17 +186,8 @@ def _measured(operator: str, args: tuple[Any, ...], kwargs: tuple[Any, ...], thr
         return [made(one) for one in value] if isinstance(value, tuple) else value
 
     given, named = made(args), {name: made(value) for name, value in kwargs}
-    with torch.set_grad_enabled(learns):
-        # the older of torch's two profilers: the newer writes lines to the error stream each time it starts
-        config = _autograd.ProfilerConfig(_autograd.ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
-        _autograd._enable_profiler_legacy(config)
-        try:
-            result = function(*given, **named)
-        finally:
-            records = _autograd._disable_profiler_legacy()
+    profile = AllocatorProfile()
+    with torch.set_grad_enabled(learns), profile.recorded():
+        result = function(*given, **named)
     before = {tensor.untyped_storage()._cdata for tensor in _tensors((given, list(named.values())))}
-    now = most = 0
-    for record in (record for thread in records for record in thread if record.kind() == "memory_alloc"):
-        now += record.cpu_memory_usage()
-        most = max(most, now)
-    return most, tuple(_new_bytes(result, before))
+    return profile.peak, tuple(_new_bytes(result, before))
