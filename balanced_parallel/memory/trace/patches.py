@@ -12,7 +12,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from ...replicas import model, workers
 from .allocations import Count
 
 __all__: list[str] = []
@@ -100,13 +99,4 @@ def rows_of_one_sequence() -> Iterator[None]:
         yield
         return
     with _standing_in(masks, "find_packed_sequence_indices", lambda position_ids: None):
-        yield
-
-
-@contextlib.contextmanager
-def meeting_alone() -> Iterator[None]:
-    """Replicas run one after the other, because a fake mode is one thread's; who wants the statistics of all finds its own in
-    their places: as large."""
-    alone = _standing_in(workers.Meeting, "exchange", lambda self, index, number, value: [value] * self.size)
-    with alone, _standing_in(model, "has_layers_over_all_rows", lambda layers: False):
         yield

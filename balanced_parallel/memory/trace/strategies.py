@@ -2,7 +2,6 @@
 
 import abc
 import contextlib
-import functools
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -12,17 +11,15 @@ from torch import Tensor, nn
 from ...batch.gathering import gather
 from ...batch.row_marks import Arguments
 from ...batch.rows import move_leaves
-from ...loss.criterion import DataParallelCriterion
 from ...loss.partial_sums import Shard
 from ...optim.balanced import BalancedOptimizer
 from ...replicas.gradient_sums import own_gradient
-from ...replicas.model import DataParallelModel
 from ...runtime.precision import Precision
-from ...runtime.streams import SideStreams
 from ...savings.activation_checkpointing import find_blocks
 from .ddp_buckets import DDPBuckets, largest_partition
 from .fake_devices import HOME, fake_devices
 from .torch_data_parallel import run_replicas
+from .traced_replicas import TracedCriterion, TracedModel, make_replicas
 
 if TYPE_CHECKING:
     from ..request import Request
@@ -127,18 +124,11 @@ class Replicas(Layout):
     takes_balanced_optimizer = True
 
     def __init__(self, request: "Request", module: nn.Module, criterion: Any) -> None:
-        devices, dim, precision = fake_devices(request.devices), request.dim, request.precision
-        for part in (module, criterion):
-            if isinstance(part, nn.Module):
-                part.__dict__["to"] = functools.partial(_stay, part)  # fake tensors cannot be swapped, and are there already
-        self.model = DataParallelModel(module, ["cpu"] * len(devices), dim=dim, precision=precision, split=request.split)
-        self.model.devices = devices
-        self.losses = DataParallelCriterion(criterion, dim=dim, precision=precision)
-        self.kept = self.model.replicas, self.losses.replicas
-        for replicas in self.kept:
-            replicas.copies._watch = None  # there are no values to compare
-            if request.kind.like_cuda:  # as the devices that these stand for
-                replicas.gradients.side = SideStreams()
+        self.replicas = [make_replicas(have_streams=request.kind.like_cuda) for _ in range(2)]
+        settings: dict[str, Any] = {"dim": request.dim, "precision": request.precision}
+        devices = fake_devices(request.devices)
+        self.model = TracedModel(module, devices, self.replicas[0], split=request.split, **settings)
+        self.parallel_criterion = TracedCriterion(criterion, self.replicas[1], **settings)
         super().__init__(request, module, criterion)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
@@ -149,22 +139,24 @@ class Replicas(Layout):
         return self.request.optimizer.balanced(self.model, [*mine, *beside])
 
     def loss(self, arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
-        total: Tensor = self.losses(self.model(*arguments.inputs, **arguments.kwargs), *targets)
+        total: Tensor = self.parallel_criterion(self.model(*arguments.inputs, **arguments.kwargs), *targets)
         return total
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        with self.model.no_sync(), self.losses.replicas.gradients.no_sync():
+        with contextlib.ExitStack() as stack:
+            for replicas in self.replicas:
+                stack.enter_context(replicas.gradients.no_sync())
             yield
 
     def gradients(self) -> Iterator[Any]:
         yield from super().gradients()
-        for bucket in (bucket for replicas in self.kept for bucket in replicas.gradients.buckets):
+        for bucket in (bucket for replicas in self.replicas for bucket in replicas.gradients.buckets):
             for gradients in bucket.held:
                 yield from gradients
 
     def parameter_copies(self) -> Iterator[Tensor]:
-        for tensors in (tensors for replicas in self.kept for tensors in replicas.copies.by_device.values()):
+        for tensors in (tensors for replicas in self.replicas for tensors in replicas.copies.by_device.values()):
             yield from tensors
 
 
@@ -277,7 +269,3 @@ def learned_parameters(module: nn.Module, criterion: Any) -> list[Tensor]:
     """Returns the parameters of the module and of the criterion, each once."""
     found: Iterable[Tensor] = [*module.parameters(), *(criterion.parameters() if isinstance(criterion, nn.Module) else ())]
     return list(dict.fromkeys(found))
-
-
-def _stay(module: nn.Module, *_: Any, **__: Any) -> nn.Module:
-    return module

@@ -29,7 +29,7 @@ from .allocations import Block, Count
 from .child_process import start_in_child
 from .fake_devices import HOME, host_beside
 from .fake_tensors import fake_batch, fake_copy, names_of
-from .patches import counting_random_states, devices_that_mix, meeting_alone, rows_of_one_sequence, undisturbed
+from .patches import counting_random_states, devices_that_mix, rows_of_one_sequence, undisturbed
 from .strategies import Layout
 
 __all__: list[str] = []
@@ -96,7 +96,7 @@ def _trace(request: Request, rows: int) -> Trace:
     batch = fake_batch((request.inputs, request.targets), whole, request.rows, mode, place, request.dim)
     count = Count(names_of({"": module, "criterion": criterion}), request.scalar, notes=request.kind.scratch)
     choices = cuda_choices(request.kind.fuses) if request.kind.like_cuda else contextlib.nullcontext()
-    with undisturbed(), meeting_alone(), devices_that_mix(), rows_of_one_sequence(), choices, mode, _unknown_memory():
+    with undisturbed(), devices_that_mix(), rows_of_one_sequence(), choices, mode, _unknown_memory():
         _run(request, count, module, criterion, batch, rows)
     events = _ordered(count.events, {call.position for call in count.calls})
     traced = min(request.micro_batches, TRACED)
