@@ -20,7 +20,7 @@ from balanced_parallel.savings.activation_checkpointing import checkpoint_blocks
 def run_step(
     module: Callable[..., Any], problem: Problem, optimizer: torch.optim.Optimizer, precision: str, device: str = "cpu"
 ) -> None:
-    """The plain loop's body: nothing is kept of an output or a loss longer than it is needed."""
+    """Runs one update of the plain loop. The output and the loss are released as soon as possible."""
     inputs = problem.inputs if isinstance(problem.inputs, tuple) else (problem.inputs,)
     optimizer.zero_grad()
     with Precision(precision).autocast([torch.device(device)]):
@@ -31,7 +31,7 @@ def run_step(
 
 
 def copied(problem: Problem, checkpoint: bool = False) -> Problem:
-    """A copy with tensors of its own, its repeated blocks checkpointed or not."""
+    """Returns a copy of a problem, with its repeated blocks checkpointed if asked."""
     problem = copy.deepcopy(problem)
     if checkpoint:
         checkpoint_blocks(problem.module, find_blocks(problem.module))
@@ -64,7 +64,7 @@ def allocator_peak(problem: Problem, precision: str = "fp32", checkpoint: bool =
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages of all tensors that operators return while it is entered; ``held`` are there before."""
+    """A count of the storages of ``held`` and of all tensors that operators return while it is active."""
 
     def __init__(self, held: list[Tensor]) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "to_local") for kind in types):
-            return NotImplemented  # DTensor, whose local tensor comes by again
+            return NotImplemented  # DTensor: its local tensor is dispatched again
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -122,7 +122,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def live_peak(problem: Problem, precision: str = "fp32", prepare: Prepare = plain) -> int:
-    """Bytes of tensors that live at most in the second step."""
+    """Returns the maximum of the bytes of live tensors in the second step."""
     problem = copied(problem)
     module, optimizer = prepare(problem.module)
     inputs = problem.inputs if isinstance(problem.inputs, tuple) else (problem.inputs,)

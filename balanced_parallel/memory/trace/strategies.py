@@ -112,6 +112,7 @@ class SingleDevice(Layout):
     takes_several_devices = False
 
     def loss(self, arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
+        """Runs the forward of one micro-batch."""
         with Precision(self.request.precision).autocast([HOME]):
             return compute_loss(self.criterion, self.module(*arguments.inputs, **arguments.kwargs), targets)
 
@@ -132,30 +133,32 @@ class Replicas(Layout):
         super().__init__(request, module, criterion)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        if not self.request.balanced:
-            return super().make_optimizer()
-        mine = list(self.module.parameters())
-        beside = [parameter for parameter in self.parameters if not any(parameter is one for one in mine)]
-        return self.request.optimizer.balanced(self.model, [*mine, *beside])
+        """Makes the optimizer of the layout."""
+        choice = self.request.optimizer
+        return choice.balanced(self.model, self.parameters) if self.request.balanced else choice(self.parameters)
 
     def loss(self, arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
+        """Runs the forward of one micro-batch."""
         total: Tensor = self.parallel_criterion(self.model(*arguments.inputs, **arguments.kwargs), *targets)
         return total
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
+        """Keeps gradients unreduced during a micro-batch."""
         with contextlib.ExitStack() as stack:
             for replicas in self.replicas:
                 stack.enter_context(replicas.gradients.no_sync())
             yield
 
     def gradients(self) -> Iterator[Any]:
+        """Yields every gradient that exists, those that the replicas hold too."""
         yield from super().gradients()
         for bucket in (bucket for replicas in self.replicas for bucket in replicas.gradients.buckets):
             for gradients in bucket.held:
                 yield from gradients
 
     def parameter_copies(self) -> Iterator[Tensor]:
+        """Yields the copies of the parameters on other devices."""
         for tensors in (tensors for replicas in self.replicas for tensors in replicas.copies.by_device.values()):
             yield from tensors
 
@@ -177,14 +180,17 @@ class DDP(SingleDevice):
         self.buckets = self.reducer.tensors
 
     def make_optimizer(self) -> torch.optim.Optimizer:
+        """Makes the optimizer of the layout."""
         if not self._is_sharded:
             return super().make_optimizer()
         return self.request.optimizer(largest_partition(self._trained, self.request.devices))
 
     def accumulating(self) -> contextlib.AbstractContextManager[Any]:
+        """Keeps gradients unreduced during a micro-batch."""
         return self.reducer.no_sync()
 
     def zero_grad(self) -> None:
+        """Clears the gradients of all parameters."""
         # ZeroRedundancyOptimizer.zero_grad() covers the parameters of all ranks
         (self.module if self._is_sharded else self.optimizer).zero_grad()
 
@@ -225,6 +231,7 @@ class FSDP(SingleDevice):
         super().__init__(request, module, criterion)
 
     def close(self) -> None:
+        """Ends the process group."""
         torch.distributed.destroy_process_group()
 
 
@@ -239,6 +246,7 @@ class TorchDataParallel(Layout):
     batch_on_host = True
 
     def loss(self, arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
+        """Runs the forward of one micro-batch."""
         devices, dim = fake_devices(self.request.devices), self.request.dim
         with Precision(self.request.precision).autocast([HOME]):
             output = gather(run_replicas(self.module, arguments, devices, dim), HOME, dim)

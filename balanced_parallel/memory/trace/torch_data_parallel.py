@@ -26,9 +26,9 @@ def run_replicas(module: nn.Module, arguments: Arguments, devices: list[torch.de
     outputs = []
     for index, (piece, device) in enumerate(zip(pieces, devices, strict=False)):
         inputs, kwargs = move_leaves(piece, device)
-        mine = dict(zip(names, copied[index * size : (index + 1) * size], strict=True))
-        mine |= {name: buffer.to(device) for name, buffer in module.named_buffers()}
-        outputs.append(torch.func.functional_call(module, mine, inputs, kwargs))
+        tensors = dict(zip(names, copied[index * size : (index + 1) * size], strict=True))
+        tensors |= {name: buffer.to(device) for name, buffer in module.named_buffers()}
+        outputs.append(torch.func.functional_call(module, tensors, inputs, kwargs))
     return outputs
 
 
@@ -37,11 +37,13 @@ class _Broadcast(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, devices: list[torch.device], *parameters: Tensor) -> tuple[Tensor, ...]:
+        """Returns the parameters, and copies of them on each other device."""
         ctx.size = len(parameters)
         copies = broadcast_coalesced(parameters, devices[1:], BUFFER)
         return (*(parameter.detach() for parameter in parameters), *(copy for tensors in copies for copy in tensors))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        """Returns the sums of the gradients over the devices."""
         replicas = [gradients[start : start + ctx.size] for start in range(0, len(gradients), ctx.size)]
         return (None, *(gradients if len(replicas) == 1 else reduce_add_coalesced(replicas, HOME, BUFFER)))

@@ -180,4 +180,4 @@ def _unknown_memory() -> Iterator[None]:
 
 
 def _unknown(operator: Any, reason: str) -> UnknownMemory:
-    return UnknownMemory(f"the operator {operator} {reason}, so its memory cannot be told beforehand: {HINT}")
+    return UnknownMemory(f"the operator {operator} {reason}, so its memory is not known beforehand: {HINT}")
