@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize
-from balanced_parallel.loss.partial_sums import Terms
+from balanced_parallel.loss.weighting import LossSum
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -153,8 +153,8 @@ def test_any_cut_of_any_problem_equals_the_plain_program(ranks, all_ranks):
 
 
 def test_the_oracle_sees_a_mean_of_means(monkeypatch):
-    def mean_of_means(sums, weights, device, minimum):
-        return sum(total / weight for total, weight in zip(sums, weights, strict=True)) / len(sums)
+    def mean_of_means(sums, device, minimum):
+        return sum(one.total / one.weight for one in sums) / len(sums)
 
     monkeypatch.setattr("balanced_parallel.loss.criterion.divide_once", mean_of_means)
     with pytest.raises(AssertionError, match="not close"):
@@ -163,13 +163,12 @@ def test_the_oracle_sees_a_mean_of_means(monkeypatch):
 
 def test_the_oracle_sees_a_window_divided_by_its_micro_batches(monkeypatch):
     """What everybody writes by hand: the mean of each micro-batch over the number of micro-batches."""
-    run = DataParallelCriterion.terms
+    run = DataParallelCriterion.loss_sums
 
     def means(self, *arguments):
-        sums, weights = run(self, *arguments)
-        return Terms([total / weight for total, weight in zip(sums, weights, strict=True)], [1] * len(sums))
+        return [LossSum(one.total / one.weight, 1.0) for one in run(self, *arguments)]
 
-    monkeypatch.setattr(DataParallelCriterion, "terms", means)
+    monkeypatch.setattr(DataParallelCriterion, "loss_sums", means)
     monkeypatch.setattr(DataParallelCriterion, "weigh_targets", lambda self, *targets: None)
     case = Case("mlp", "CrossEntropyLoss", 0.0, 1, None, [[3, 1]], False)
     with pytest.raises(AssertionError, match="not close"):

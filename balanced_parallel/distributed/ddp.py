@@ -1,12 +1,13 @@
-"""``DistributedModel``: torch's ``DistributedDataParallel``, with the list of outputs that the replicas of one process give."""
+"""``DistributedModel``: torch's ``DistributedDataParallel``, with the list of outputs that the replicas of one process return."""
 
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..batch.dims import Dims
@@ -16,22 +17,29 @@ from ..batch.rows import count_rows, move_leaves
 from ..loss.partial_sums import Criterion
 from ..replicas.model import check_method, mark_inputs
 from ..runtime.precision import Precision
-from .ddp_sync import Completion, zero_leading_to
+from .unused_parameters import connect, zero_of_parameters
 
 __all__: list[str] = []
 
 
 class DistributedModel(DistributedDataParallel):
-    """``DistributedDataParallel`` that returns a list with this rank's output, as :class:`DataParallelModel` does, and that
-    can reduce gradients for a rank which has no rows to run, or no longer.
+    """``DistributedDataParallel`` that returns a list with this rank's output, as :class:`DataParallelModel` does.
+
+    Every output of a forward whose gradients are reduced is connected to every parameter, by a zero that has no gradient. So
+    a backward through any output, whatever the loss is, reaches each parameter exactly once, and no bucket of the reducer
+    waits for a parameter that a rank has not used. ``find_unused_parameters=True`` makes the reducer agree on the parameters
+    that no rank has used. Their ``grad`` stays ``None``.
 
     Args:
         module: on this rank's device already.
         device: that device.
         dim: the dimension of the rows in the inputs.
-        precision: autocast around the forward; ``None`` is the caller's.
+        precision: autocast around the forward; ``None`` keeps the caller's.
         criterion: a module whose parameters are reduced with the model's.
         in_dims, out_dims: as in :class:`DataParallelModel`.
+
+    Raises:
+        ValueError: no parameter requires a gradient; at the forward, a parameter that was frozen here requires one.
     """
 
     def __init__(
@@ -44,17 +52,11 @@ class DistributedModel(DistributedDataParallel):
         in_dims: Dims = None,
         out_dims: Dims = None,
     ) -> None:
-        learned = criterion.parameters() if isinstance(criterion, nn.Module) else ()
-        beside = nn.ParameterList(parameter for parameter in learned if parameter.requires_grad)
-        reduced = [parameter for parameter in nn.ModuleList([module, beside]).parameters() if parameter.requires_grad]
-        if not reduced:
+        wrapped = _Wrapped(module, criterion)
+        if not wrapped.trained:
             raise ValueError("no parameter of the module requires a gradient, expected one at least: there is nothing to train")
-        completion = Completion(reduced)
-        whole = nn.ModuleList([nn.ParameterList([completion.totals]), module, beside])  # what comes first is in the last bucket
-        super().__init__(whole, gradient_as_bucket_view=True)
-        self.completion = completion
-        self.completion.attach(self)
-        self._whole = [whole]  # what the reducer knows, in a list so that it is no submodule
+        super().__init__(wrapped, gradient_as_bucket_view=True, find_unused_parameters=True)
+        self._wrapped = [wrapped]  # in a list, so that the state_dict() has the names of the module alone
         self._frozen = {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
         self.module = module
         self.devices = [device]
@@ -64,64 +66,34 @@ class DistributedModel(DistributedDataParallel):
         self.out_dims = dim if out_dims is None else out_dims
         self.precision = Precision("fp32" if precision is None else precision)
 
+    @property
+    def reduced_parameters(self) -> list[nn.Parameter]:
+        """The parameters whose gradients are reduced: those of the module and of the criterion."""
+        return self._wrapped[0].trained
+
     def forward(self, *inputs: Any, **kwargs: Any) -> PerReplica:
-        return self._run(self.mark(Arguments(inputs, kwargs)))
+        """Runs the module on this rank's rows. Returns a list with its output."""
+        return self._run(self.module, self.mark(Arguments(inputs, kwargs)))
 
     def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> PerReplica:
-        """Calls another method of the module than ``forward``, its gradients reduced as those of a forward."""
+        """Calls another method of the module than ``forward``, with its gradients reduced as those of a forward."""
         check_method(self.module, method)
-        arguments = self.mark(Arguments(inputs, kwargs), method)
-        with self._standing_in(_Method(self.module, method)):
-            return self._run(arguments)
+        return self._run(getattr(self.module, method), self.mark(Arguments(inputs, kwargs), method))
 
     def mark(self, arguments: Arguments, method: str | None = None) -> Arguments:
-        """The arguments with what ``in_dims`` says about their rows."""
+        """Returns the arguments with the dimensions of their rows, as ``in_dims`` gives them."""
         return mark_inputs(arguments, self.in_dims, self.module, method)
 
-    def _run(self, arguments: Arguments) -> PerReplica:
-        rows = count_rows(arguments, self.dim)
-        inputs, kwargs = move_leaves(arguments.inputs, self.devices[0]), move_leaves(arguments.kwargs, self.devices[0])
-        # while micro-batches accumulate the reducer has nothing to do, and buffers are synchronised only before the first
-        synchronises = self.require_backward_grad_sync or (self.require_forward_param_sync and self.modules_buffers)
-        run = super().forward if synchronises else self.module
-        for name in [name for name, parameter in self._frozen.items() if parameter.requires_grad]:
-            raise ValueError(
-                f"{name} requires a gradient now, which it did not where parallelize was called, so the ranks would not share "
-                "it: call parallelize again"
-            )
-        with self.precision.autocast(self.devices):
-            output = run(*inputs, **kwargs)
-        if self.require_backward_grad_sync:
-            self.completion.begin_sparse_gradients()
-            self.completion.follow(output)
-        return PerReplica.of_forward([output], [rows], self.out_dims)
-
-    def forward_nothing(self) -> torch.Tensor:
-        """A forward without the module: a zero that leads to every parameter, and whose backward hands none a gradient. The
-        reducer then has what was accumulated."""
-        self.completion.begin_sparse_gradients()
-        with self._standing_in(_Skipped(self.module)):
-            super().forward()
-        return zero_leading_to(self.completion.parameters)
-
-    @contextlib.contextmanager
-    def _standing_in(self, module: nn.Module) -> Iterator[None]:
-        """Makes a forward of ``DistributedDataParallel`` run ``module``, which holds the one that the reducer knows."""
-        before, self.module = self.module, module
-        try:
-            yield
-        finally:
-            self.module = before
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        modules = state["_modules"]
-        module, modules["module"] = modules["module"], state["_whole"][0]
-        super().__setstate__(state)  # builds a reducer
-        self.module = module
+    def forward_without_rows(self) -> Tensor:
+        """Takes part in a reduction without running the module. Returns a zero to run backward from."""
+        self._begin_sparse_gradients()
+        with self._as_wrapped():
+            super().forward(lambda: None, True)
+        return zero_of_parameters(self.reduced_parameters)
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
+        """Registers a communication hook, as ``DistributedDataParallel`` does."""
         super().register_comm_hook(state, hook)
-        self.completion.has_hook = True
         if getattr(hook, "__name__", "") == "batched_powerSGD_hook":
             warnings.warn(
                 "batched_powerSGD_hook was given: torch raises an AssertionError without a message where it begins to compress, "
@@ -129,25 +101,82 @@ class DistributedModel(DistributedDataParallel):
                 stacklevel=2,
             )
 
+    def _run(self, function: Callable[..., Any], arguments: Arguments) -> PerReplica:
+        rows = count_rows(arguments, self.dim)
+        inputs, kwargs = move_leaves(arguments.inputs, self.devices[0]), move_leaves(arguments.kwargs, self.devices[0])
+        self._refuse_unfrozen()
+        if self.require_backward_grad_sync:
+            self._begin_sparse_gradients()
+        with self.precision.autocast(self.devices), self._as_wrapped() as wrapped:
+            super().forward(lambda: function(*inputs, **kwargs), self.require_backward_grad_sync)
+        return PerReplica.of_forward([wrapped.take_output()], [rows], self.out_dims)
 
-class _Skipped(nn.Module):
-    """Stands in for the module in a forward without rows; its buffers are still synchronised."""
+    @contextlib.contextmanager
+    def _as_wrapped(self) -> Iterator["_Wrapped"]:
+        """Makes ``DistributedDataParallel`` run the module that its reducer was built for."""
+        before, self.module = self.module, self._wrapped[0]
+        try:
+            yield self._wrapped[0]
+        finally:
+            self.module = before
 
-    def __init__(self, module: nn.Module) -> None:
+    def _begin_sparse_gradients(self) -> None:
+        """Sets empty sparse gradients: the reducer refuses a missing one, as of a rank that has counted nothing."""
+        for weight in self._wrapped[0].sparse if torch.is_grad_enabled() else ():
+            if weight.grad is None:
+                nowhere = torch.empty(1, 0, dtype=torch.long, device=weight.device)
+                nothing = weight.new_empty(0, *weight.shape[1:])
+                weight.grad = torch.sparse_coo_tensor(nowhere, nothing, weight.shape, check_invariants=True)
+
+    def _refuse_unfrozen(self) -> None:
+        for name in [name for name, parameter in self._frozen.items() if parameter.requires_grad]:
+            raise ValueError(
+                f"{name} requires a gradient now, which it did not where parallelize was called, so the ranks would not share "
+                "it: call parallelize again"
+            )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        modules = state["_modules"]
+        module, modules["module"] = modules["module"], state["_wrapped"][0]
+        super().__setstate__(state)  # builds a reducer
+        self.module = module
+
+
+class _Wrapped(nn.Module):
+    """The module that the reducer is built for: the user's module, and the parameters of a criterion."""
+
+    def __init__(self, module: nn.Module, criterion: Criterion | None) -> None:
         super().__init__()
-        self.skipped = module
+        learned = criterion.parameters() if isinstance(criterion, nn.Module) else ()
+        self.inner = module
+        self.beside = nn.ParameterList(parameter for parameter in learned if parameter.requires_grad)
+        self.trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        embeddings = [part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse]
+        self.sparse = [embedding.weight for embedding in embeddings if embedding.weight.requires_grad]
+        self._output: Any = None
 
-    def forward(self) -> None:
-        return None
+    def forward(self, function: Callable[[], Any], reduces: bool) -> "_Reached":
+        """Calls ``function`` inside of the forward of ``DistributedDataParallel``, and keeps its output.
+
+        Args:
+            function: returns the output.
+            reduces: whether the backward of this forward is reduced.
+        """
+        self._output, zero = function(), None
+        if reduces and torch.is_grad_enabled():
+            self._output, zero = connect(self._output, self.trained)
+        return _Reached(zero)
+
+    def take_output(self) -> Any:
+        """Returns the output of the last forward, and forgets it."""
+        output, self._output = self._output, None
+        return output
 
 
-class _Method(nn.Module):
-    """Stands in for the module in a call of another method than its ``forward``."""
+@dataclass
+class _Reached:
+    """The tensor in which ``DistributedDataParallel`` looks for parameters that the output does not use.
 
-    def __init__(self, module: nn.Module, method: str) -> None:
-        super().__init__()
-        self.called = module
-        self._method = method
+    Outputs are not in it: they would be copied (``DistributedDataParallel._set_ddp_sink_clone``)."""
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        return getattr(self.called, self._method)(*inputs, **kwargs)
+    zero: Tensor | None

@@ -1,173 +1,179 @@
-"""What the reducer of ``DistributedDataParallel`` needs beside the gradients of a loss: the loss itself and its weight, summed in
-the same buckets, and word of every parameter that a rank has not used, for which it would wait."""
+"""Synchronisation of gradients over the ranks of ``DistributedDataParallel``.
+
+    rank 0   forward 0 | backward 0 | forward 1 | backward 1          | finish | update
+    rank 1   forward 0 |                        | backward 0          | finish | update
+                        no_sync() .............. loss and weight ---> sum
+                                                 bucket n, ..., bucket 0 ---> averages
+
+The loss and its weight are one small all-reduce, which starts before the last backward. Buckets are all-reduced by torch's
+reducer while that backward runs.
+"""
 
 import contextlib
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor, nn
 
-from ..batch import nested
-from ..loss.weighting import Weight, widen, zero_of
-from ..runtime.collectives import sum_over_ranks
+from ..loss.criterion import DataParallelCriterion
+from ..loss.weighting import LossSum, Weight
+from ..replicas.sync_batchnorm import meets_other_ranks
+from ..runtime import collectives
+from ..training.accumulation import power_of_two
+from ..training.gradient_sync import GradientSync, gradient_sync, run_backward
+from ..training.update import scale_gradients
+from .ddp import DistributedModel
+from .unused_parameters import zero_of_parameters
 
 __all__: list[str] = []
 
 
-class Completion:
-    """Completes the reductions of one model.
+class DDPSync:
+    """Averages gradients over ranks, in the backward of each rank's last micro-batch.
 
-    ``totals`` is one parameter more for the reducer. Its gradient is the loss, the weight, whether this rank has failed, and for
-    each of the ``parameters`` whether this rank has a gradient.
-
-    Args:
-        parameters: those that the reducer is built for, in its order.
+    While micro-batches accumulate, gradients lie in the reducer's buckets already: they exist once in memory.
     """
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.parameters = parameters
-        self.totals = nn.Parameter(widen(parameters[0].new_zeros(3 + len(parameters))))
-        self.has_hook = False  # which may round what is in the buckets, so the totals have to travel beside them
-        self._model: DistributedDataParallel | None = None
-        self._sparse: list[torch.Tensor] = []
-        self._left_out: set[int] = set()  # by some loss so far: the reducer's indices
-        self._has_absent = False  # whether this rank has no gradient for some of the parameters
-        self._mine: torch.Tensor | None = None  # the totals of this rank
-        self._following: list[Any] = []
-
-    def attach(self, model: DistributedDataParallel) -> None:
-        """Has it work for ``model``, whose reducer was built with ``totals`` as its first parameter."""
-        embeddings = [part for part in model.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse]
-        learned = set(map(id, self.parameters))
+    def __init__(self, model: DistributedModel) -> None:
         self._model = model
-        self._sparse = [embedding.weight for embedding in embeddings if id(embedding.weight) in learned]
+        self._bucket_views: dict[nn.Parameter, Tensor] = {}
+        self._untouched: list[nn.Parameter] = []  # zeros so far, in an accumulation
+        self._wait: Callable[[], Tensor] | None = None
+        self._whole: Tensor | None = None  # loss and weight of all ranks
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_following": [], "_mine": None}
+        return {"_model": self._model}
 
-    def begin_sparse_gradients(self) -> None:
-        """The reducer refuses a sparse gradient that is not there, as on a rank that has counted nothing."""
-        for weight in [weight for weight in self._sparse if weight.grad is None and torch.is_grad_enabled()]:
-            nowhere = torch.empty(1, 0, dtype=torch.long, device=weight.device)
-            nothing = weight.new_empty(0, *weight.shape[1:])
-            weight.grad = torch.sparse_coo_tensor(nowhere, nothing, weight.shape, check_invariants=True)
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__init__(state["_model"])  # type: ignore[misc]
 
-    def follow(self, output: Any) -> None:
-        """Has every backward through ``output``, whatever its loss is, end with what is missing."""
-        learned = [leaf for _, leaf in nested.leaves(output) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
-        self._following = [leaf.register_hook(self._queue) for leaf in learned]
+    @property
+    def gradient_scale(self) -> float:
+        """The number of ranks: the reducer averages."""
+        return float(collectives.world_size())
 
-    def _queue(self, gradient: torch.Tensor) -> None:
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+    def count_micro_batches(self, count: int) -> int:
+        """Returns ``count``, or the largest of any rank if layers of the model wait for every rank in each forward."""
+        return collectives.max_over_ranks(count) if meets_other_ranks(self._model.modules()) else count
 
-    def _end(self) -> None:
-        if self._awaited():  # not where torch.autograd.grad asks, which accumulates nothing, nor again for a second output
-            self.announce(self.totals.new_zeros(()), 0)
-            self.finish()
-            if self._has_absent or self.has_hook:
-                self.take_totals()
+    def first_divisor(self, expected: Weight, before: float) -> float:
+        """Returns a power of two near the weight of the update before, per rank. All ranks know it."""
+        mean = before / collectives.world_size()
+        return power_of_two(mean) if mean > 0 else 1.0
 
-    def roots(self) -> list[torch.Tensor]:
-        """Roots for a backward that reduces, beside the losses: they lead to what losses left out before, so that no bucket
-        waits for that until :meth:`finish`."""
-        return [self._zero_leading_to(self._left_out)] if self._left_out else []
+    def whole_weight(self, expected: Weight, *, last: bool) -> float:
+        """Returns the weight of all ranks if ``last``, and else that of as many ranks like this one."""
+        return float(self._take_whole()[1]) if last else float(expected) * collectives.world_size()
 
     @contextlib.contextmanager
-    def reducing(self, total: torch.Tensor, weight: Weight) -> Iterator[None]:
-        """Completes the reduction of the backward in this block, for a loss and a weight of this rank.
-
-        The reduction of a backward that raises is completed too, and :meth:`take_totals` then raises on the other ranks. They
-        wait for it, and the reducer does not begin another before."""
-        self.announce(total, weight)
-        assert self._mine is not None
-        try:
+    def accumulating(self) -> Iterator[None]:
+        """Keeps gradients on this rank."""
+        self._accumulate_in_buckets()
+        with self._model.no_sync():
             yield
-        except Exception:
-            self._mine[2] = 1
-            with contextlib.suppress(RuntimeError):  # the first failure is the one to hear of
-                self.finish()
-                self.take_totals()
-            raise
-        self.finish()
 
-    def announce(self, total: torch.Tensor, weight: Weight) -> None:
-        """The loss and the weight of this rank, for the next backward that reduces, which the caller will :meth:`finish`. This is
-        what can be done while no rank waits."""
-        for hook in self._following:
-            hook.remove()
-        self._mine = torch.ones_like(self.totals, dtype=torch.float64 if self.has_hook else None, requires_grad=False)
-        self._mine[0], self._mine[1], self._mine[2] = total, weight, 0
+    def start(self, local: LossSum) -> None:
+        """Starts the all-reduce of loss and weight."""
+        weight = torch.as_tensor(local.weight, dtype=torch.float64).to(local.total.device)
+        self._wait = collectives.start_sum_over_ranks(torch.stack([local.total.double(), weight]))
+        self._whole = None
 
-    def finish(self) -> None:
-        """Gives the reducer what a backward has left: the totals, and the parameters that were left out."""
-        assert self._mine is not None
-        absent = [index for index, parameter in enumerate(self.parameters, 3) if parameter.grad is None]
-        if absent:
-            self._mine[absent] = 0
-        self._has_absent = bool(absent)
-        self.totals.grad = None
-        # a hook that compresses whole buckets would lose the gradients beside numbers as large as these
-        given = torch.zeros_like(self.totals) if self.has_hook else self._mine.to(self.totals)
-        torch.autograd.backward([self.totals], [given])
-        while awaited := self._awaited():
-            self._left_out.update(awaited)
-            torch.autograd.backward([self._zero_leading_to(awaited)])
-
-    def _zero_leading_to(self, indices: Iterable[int]) -> torch.Tensor:
-        known = [self.totals, *self.parameters]
-        return zero_leading_to([known[index] for index in sorted(indices)])
-
-    def take_totals(self) -> tuple[float, float]:
-        """What all ranks together announced. Gradients of parameters for which no rank had one become ``None``: the reducer
-        leaves zeros there, and the plain program nothing, which optimizers pass over.
+    def backward(self, losses: Sequence[Tensor], divisor: float, *, last: bool) -> None:
+        """Runs one backward. The last one completes the reduction, whatever this rank has used, or if it has no rows.
 
         Raises:
-            RuntimeError: the backward of a rank has failed.
+            RuntimeError: the last backward of another rank has failed.
         """
-        assert self._model is not None
-        assert self._mine is not None
-        assert self.totals.grad is not None
-        averages, mine = self.totals.grad, self._mine
-        self.totals.grad = self._mine = None
-        if self.has_hook:
-            loss, weight, failed, *counts = sum_over_ranks(mine).tolist()
-        else:
-            loss, weight, failed, *counts = [average * self._model.process_group.size() for average in averages.tolist()]
-        if failed:
+        if not last:
+            run_backward(losses, divisor)
+            return
+        self._forget_untouched()
+        roots = [loss for loss in losses if loss.requires_grad]
+        if not losses:
+            roots = [self._model.forward_without_rows()]
+        try:
+            run_backward(roots or [zero_of_parameters(self._model.reduced_parameters)], divisor)
+        except Exception:
+            self._complete()
+            self._count_failures(1)
+            raise
+        failures = self._count_failures(0)
+        if failures:
             raise RuntimeError(
-                f"{failed:.0f} of {self._model.process_group.size()} ranks failed in the backward, expected none: nothing was "
+                f"{failures} of {collectives.world_size()} ranks failed in the backward, expected none: nothing was "
                 "updated, and the step can be repeated"
             )
-        if 0 in counts:
-            for parameter, count in zip(self.parameters, counts, strict=True):
-                parameter.grad = parameter.grad if count else None
-        return loss, weight
+        self._bucket_views = {
+            parameter: parameter.grad
+            for parameter in self._model.reduced_parameters
+            if parameter.grad is not None and parameter.grad.layout == torch.strided
+        }
 
-    def _awaited(self) -> list[int]:
-        """The parameters that the reducer waits for, up to a hundred. Only the text of its error names them; autograd's graph
-        does not show what a reentrant checkpoint used, nor a loss of the user's beside ours."""
-        assert self._model is not None
-        try:
-            self._model._check_reducer_finalized()
-        except RuntimeError as error:
-            named = re.search(r"Parameter indices which did not receive grad for rank \d+: ([\d ]+)", str(error))
-            if named is None:
-                raise
-            return [int(index) for index in named[1].split()]
-        return []
+    def finish(self, local: LossSum) -> LossSum:
+        """Returns loss and weight of all ranks."""
+        total, weight = self._take_whole()
+        return LossSum(total.to(local.total.dtype), float(weight))
+
+    def rescale(self, factor: float) -> None:
+        """Multiplies the gradients that this rank has accumulated."""
+        self._forget_untouched()
+        scale_gradients(self._model.reduced_parameters, factor)
+
+    def multiply(self, tensors: Sequence[Tensor], factor: float) -> None:
+        """Multiplies the reduced gradients.
+
+        Raises:
+            ValueError: one of ``tensors`` has a gradient that is not reduced.
+        """
+        known = set(map(id, self._model.reduced_parameters))
+        for stranger in [one for one in tensors if id(one) not in known and one.grad is not None]:
+            raise ValueError(
+                f"the optimizer has a parameter of shape {tuple(stranger.shape)} with a gradient that the ranks would not "
+                "share: make it part of the module or of the criterion that parallelize is given"
+            )
+        scale_gradients(tensors, factor)
+
+    def discard(self) -> None:
+        """Forgets the gradients that this rank has accumulated."""
+        self._wait, self._untouched = None, []
+        for parameter in self._model.reduced_parameters:
+            parameter.grad = None
+
+    def _take_whole(self) -> Tensor:
+        if self._whole is None:
+            assert self._wait is not None
+            self._whole, self._wait = self._wait(), None
+        return self._whole
+
+    def _accumulate_in_buckets(self) -> None:
+        """Makes gradients that do not exist yet zeros in the buckets of the reducer, where autograd adds to them.
+
+        The views come from the update before. ``data`` gives each a version counter of its own: a gradient that stays at
+        version 0 was not touched.
+        """
+        missing = [parameter for parameter in self._bucket_views if parameter.grad is None]
+        for parameter in missing:
+            parameter.grad = self._bucket_views[parameter].zero_().data
+        self._untouched += missing
+
+    def _forget_untouched(self) -> None:
+        """Leaves ``None`` where no micro-batch so far has used a parameter, for the reducer to decide over all ranks."""
+        for parameter in self._untouched:
+            if parameter.grad is not None and parameter.grad._version == 0:
+                parameter.grad = None
+        self._untouched = []
+
+    def _complete(self) -> None:
+        """Gives the reducer nothing for the parameters that a failed backward has not reached: other ranks wait for them."""
+        for parameter in self._model.reduced_parameters:
+            with contextlib.suppress(RuntimeError):  # it has been reached
+                zero_of_parameters([parameter]).backward()
+
+    def _count_failures(self, mine: int) -> int:
+        return int(collectives.sum_over_ranks(torch.tensor(mine, dtype=torch.float64)))
 
 
-def zero_leading_to(parameters: Sequence[nn.Parameter]) -> torch.Tensor:
-    """:func:`zero_of` for the reducer, which waits for all that it was made for, also for those that are frozen now."""
-    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
-    try:
-        for parameter in frozen:
-            parameter.requires_grad_(True)
-        with torch.enable_grad():
-            return zero_of(*parameters)
-    finally:
-        for parameter in frozen:
-            parameter.requires_grad_(False)
+@gradient_sync.register
+def _(model: DistributedModel, criterion: DataParallelCriterion) -> GradientSync:
+    return DDPSync(model)

@@ -18,10 +18,10 @@ from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.precision import Precision
 from .custom_weights import call_weight, check_settings, count_leading, keywords_of, warn_unknown, weigh_without_output
 from .output_rows import as_per_replica, sizes_like
-from .partial_sums import Criterion, Shard, Term, Terms, mean_and_weight, merge, sum_and_weight, sum_of_terms, total_of
+from .partial_sums import Criterion, Shard, mean_and_weight, merge, sum_and_weight, sum_of_terms, total_of
 from .reduction import reduction_in, reduction_of
 from .rules import find_torch_loss, has_sum, is_known, refuse_coupled, weight_of_targets
-from .weighting import Weight, divide_once, flat_weights, read_weights
+from .weighting import LossSum, Weight, divide_once, flat_weights, read_weights
 
 __all__: list[str] = []
 
@@ -118,13 +118,11 @@ class DataParallelCriterion(nn.Module):
         parts = self._run(self._term(reduction), outputs, targets, kwargs)
         return merge(parts, self._divide)
 
-    def _divide(self, terms: list[Term]) -> torch.Tensor:
-        sums = [term.total for term in terms]
-        weights = None if terms[0].weight is None else [term.weight for term in terms if term.weight is not None]
-        return divide_once(sums, weights, self.output_device or sums[0].device, self.minimum)
+    def _divide(self, sums: list[LossSum]) -> torch.Tensor:
+        return divide_once(sums, self.output_device or sums[0].total.device, self.minimum)
 
-    def terms(self, outputs: Sequence[Any], *targets: Any, **kwargs: Any) -> Terms:
-        """The loss in parts, for whoever divides later: one sum per replica on its device, and one weight each.
+    def loss_sums(self, outputs: Sequence[Any], *targets: Any, **kwargs: Any) -> list[LossSum]:
+        """Returns the sum and the weight of each replica's losses, for :class:`TrainStep`, which divides later.
 
         Raises:
             ValueError: there is no one divisor: the criterion returns losses as they are, or means with divisors of their own.
@@ -133,9 +131,7 @@ class DataParallelCriterion(nn.Module):
         reduction = kwargs.get("reduction", self.reduction)
         if reduction == "none":
             raise ValueError("the criterion has reduction='none', expected a scalar loss: use reduction='mean' or 'sum'")
-        parts = [_add_terms(part) for part in self._run(self._term(reduction), outputs, targets, kwargs)]
-        weights = [part.weight for part in parts if part.weight is not None]
-        return Terms([part.total for part in parts], None if reduction == "sum" else weights)
+        return [_add_means(part) for part in self._run(self._term(reduction), outputs, targets, kwargs)]
 
     def _term(self, reduction: str) -> Callable[[Shard], Any]:
         """Returns the function that computes one replica's part of the loss."""
@@ -154,15 +150,15 @@ class DataParallelCriterion(nn.Module):
             return None
         return flat_weights(read_weights(weights))
 
-    def divided_terms(self, divisors: Sequence[float], outputs: Sequence[Any], *targets: Any) -> Terms:
-        """:meth:`terms` of several means, each divided by one of ``divisors``, which are those of all of a batch."""
+    def divided_sums(self, divisors: Sequence[float], outputs: Sequence[Any], *targets: Any) -> list[LossSum]:
+        """Returns :meth:`loss_sums` of several means, each divided by one of ``divisors``, which are those of the whole batch."""
         parts = self._run(self._term(self.reduction), outputs, targets, {})
         factors = [1 / divisor if divisor else 0.0 for divisor in divisors]
         sums = [
-            [term.total * factor for (_, term), factor in zip(nested.leaves(part), factors, strict=True) if term is not None]
+            [one.total * factor for (_, one), factor in zip(nested.leaves(part), factors, strict=True) if one is not None]
             for part in parts
         ]
-        return Terms([functools.reduce(torch.add, means) for means in sums], None if any(divisors) else [])
+        return [LossSum(functools.reduce(torch.add, means), None if any(divisors) else 0.0) for means in sums]
 
     def weigh_targets(self, *targets: Any) -> Weight | None:
         """Returns the total weight of a batch, if it depends on the targets alone; otherwise None."""
@@ -170,9 +166,9 @@ class DataParallelCriterion(nn.Module):
             return None
         return weight_of_targets(self.module, targets)
 
-    def sums(self, outputs: Sequence[Any], *targets: Any) -> Terms:
-        """:meth:`terms` of targets that were weighed before."""
-        return Terms(self._run(sum_of_terms, outputs, targets, {}), [])
+    def weighed_sums(self, outputs: Sequence[Any], *targets: Any) -> list[LossSum]:
+        """Returns :meth:`loss_sums` of targets that were weighed before: their weights are zero."""
+        return [LossSum(total, 0.0) for total in self._run(sum_of_terms, outputs, targets, {})]
 
     def _modern(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Keyword arguments of a function of torch, with ``reduction=`` in place of what torch deprecated for it."""
@@ -274,16 +270,16 @@ class DataParallelCriterion(nn.Module):
         return devices
 
 
-def _add_terms(part: Any) -> Term:
-    """One term for all that a replica's part of the loss consists of."""
-    terms = [leaf for _, leaf in nested.leaves(part) if leaf is not None]
-    if len({term.weight for term in terms}) > 1:
+def _add_means(part: Any) -> LossSum:
+    """Returns one sum for all losses that a replica's part consists of."""
+    sums = [leaf for _, leaf in nested.leaves(part) if leaf is not None]
+    if len({one.weight for one in sums}) > 1:
         raise ValueError(
             "the criterion returns means with divisors of their own, which have to be known before the first micro-batch: call "
             "step(inputs, targets) with a weight= that looks at the targets alone; or criterion(outputs, targets), add up what "
             "it returns, and call backward, in place of TrainStep"
         )
-    return Term(functools.reduce(torch.add, [term.total for term in terms]), terms[0].weight)
+    return LossSum(functools.reduce(torch.add, [one.total for one in sums]), sums[0].weight)
 
 
 def _has_rows(node: Any) -> bool:

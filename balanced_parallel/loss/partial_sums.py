@@ -9,27 +9,11 @@ from torch import Tensor, nn
 
 from ..batch import nested
 from .rules import loss_weight
-from .weighting import Weight, check_weight, map_weights, read_weights, weighted_sum, widen, zero_of
+from .weighting import LossSum, check_weight, map_weights, read_weights, weighted_sum, widen, zero_of
 
 __all__: list[str] = []
 
 Criterion = nn.Module | Callable[..., Tensor]
-
-
-class Terms(NamedTuple):
-    """The loss of each replica as a sum and what it is to be divided by: ``None`` where the criterion is itself a sum, empty
-    where that was counted before."""
-
-    sums: list[Tensor]
-    weights: list[Weight] | None
-
-
-class Term(nested.Leaf):
-    """One replica's part of one loss: a sum, and what it is to be divided by; ``None`` where the loss is itself a sum."""
-
-    def __init__(self, total: Tensor, weight: Weight | None) -> None:
-        self.total = total
-        self.weight = weight
 
 
 class Shard(NamedTuple):
@@ -64,15 +48,17 @@ def loss_of(result: Any) -> Any:
 
 
 def total_of(shard: Shard) -> Any:
-    """A :class:`Term`, or a structure of them, of a criterion that is a sum. It is not called for no rows, which are an error for
-    some losses."""
+    """Returns the :class:`LossSum` of a criterion that is a sum, or a structure of them.
+
+    A criterion is not called without rows, which are an error for some losses.
+    """
     if not shard.rows:
-        return Term(shard.nothing(), None)
-    return nested.map_leaves(lambda leaf: leaf if leaf is None else Term(weighted_sum(leaf, 1), None), shard.call())
+        return LossSum(shard.nothing(), None)
+    return nested.map_leaves(lambda leaf: leaf if leaf is None else LossSum(weighted_sum(leaf, 1), None), shard.call())
 
 
 def mean_and_weight(weigh: Callable[[Shard], Any], minimum: float) -> Callable[[Shard], Any]:
-    """Makes :class:`Term` of a criterion that is a mean, or of each of the means that it returns: ``mean x weight``.
+    """Makes :class:`LossSum` of a criterion that is a mean, or of each of the means that it returns: ``mean x weight``.
 
     Args:
         weigh: the weight of a shard, or a structure with one for each mean.
@@ -84,7 +70,7 @@ def mean_and_weight(weigh: Callable[[Shard], Any], minimum: float) -> Callable[[
             weights = read_weights(weigh(shard))
         if not shard.rows or weights == 0 == minimum:
             # whatever the criterion makes of nothing (nan, an error), it counts for nothing
-            return map_weights(lambda weight: Term(shard.nothing(), weight), weights)
+            return map_weights(lambda weight: LossSum(shard.nothing(), weight), weights)
         return _weighted(shard.call(), weights, minimum, "the loss")
 
     return term
@@ -93,7 +79,7 @@ def mean_and_weight(weigh: Callable[[Shard], Any], minimum: float) -> Callable[[
 def _weighted(means: Any, weights: Any, minimum: float, place: str) -> Any:
     if isinstance(weights, float):
         return nested.map_leaves(
-            lambda mean: None if mean is None else Term(weighted_sum(mean, max(weights, minimum)), weights), means
+            lambda mean: None if mean is None else LossSum(weighted_sum(mean, max(weights, minimum)), weights), means
         )
     container = nested.open_container(means)
     names = [] if container is None else [name.strip(".[]'\"") for name in container.places]
@@ -108,23 +94,23 @@ def _weighted(means: Any, weights: Any, minimum: float, place: str) -> Any:
     return container.rebuild([_weighted(mean, weight, minimum, place + where) for mean, weight, where in pairs])
 
 
-def sum_and_weight(shard: Shard) -> Term:
-    """A :class:`Term` of a loss of torch: :func:`sum_of_terms`, and how many terms."""
+def sum_and_weight(shard: Shard) -> LossSum:
+    """A :class:`LossSum` of a loss of torch: :func:`sum_of_terms`, and how many terms."""
     weight = shard.weigh()
-    return Term(sum_of_terms(shard), weight)
+    return LossSum(sum_of_terms(shard), weight)
 
 
-def merge(parts: Sequence[Any], together: Callable[[list[Term]], Any]) -> Any:
-    """``together(terms)`` of the replicas' parts of each loss, in the structure in which the criterion returns several."""
-    form = next((part for part in parts if not isinstance(part, Term)), None)
+def merge(parts: Sequence[Any], together: Callable[[list[LossSum]], Any]) -> Any:
+    """Returns ``together(sums)`` of the replicas' parts of each loss, in the structure in which the criterion returns several."""
+    form = next((part for part in parts if not isinstance(part, LossSum)), None)
     if form is None:
         return together(list(parts))
     # a replica that counts nothing was not asked, and has one part for all
-    filled = [_repeated(part, form) if isinstance(part, Term) else part for part in parts]
-    return nested.zip_leaves(lambda place, terms: None if None in terms else together(terms), filled, "the loss")
+    filled = [_repeated(part, form) if isinstance(part, LossSum) else part for part in parts]
+    return nested.zip_leaves(lambda place, sums: None if None in sums else together(sums), filled, "the loss")
 
 
-def _repeated(part: Term, form: Any) -> Any:
+def _repeated(part: LossSum, form: Any) -> Any:
     return nested.map_leaves(lambda _: part, form)
 
 

@@ -14,11 +14,25 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..batch.nested import Leaf
 from ..runtime.collectives import sum_over_ranks, world_size
 
 __all__: list[str] = []
 
 Weight = Tensor | float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LossSum(Leaf):
+    """A sum of losses, and the weight to divide it by.
+
+    Args:
+        total: a scalar.
+        weight: elements, rows, or the sum of class weights; ``None`` if the criterion is itself a sum, which nothing divides.
+    """
+
+    total: Tensor
+    weight: Weight | None
 
 
 def weighted_mean(
@@ -56,8 +70,9 @@ def weighted_mean(
             "per loss and at least one"
         )
     values = [check_weight(weight) for weight in weights]
-    sums = [weighted_sum(loss, max(weight, minimum)) for loss, weight in zip(losses, values, strict=True)]
-    return divide_once(sums, values, device or losses[0].device, minimum)
+    pairs = zip(losses, values, strict=True)
+    sums = [LossSum(weighted_sum(loss, max(weight, minimum)), weight) for loss, weight in pairs]
+    return divide_once(sums, device or losses[0].device, minimum)
 
 
 def check_weight(weight: Any) -> float:
@@ -122,18 +137,23 @@ def widen(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
-def divide_once(sums: Sequence[Tensor], weights: Sequence[Weight] | None, device: torch.device, minimum: float = 0.0) -> Tensor:
-    """The sum of ``sums`` over the sum of ``weights``, of at least ``minimum``, over all ranks; just the sum where ``weights`` is
-    ``None``.
+def divide_once(sums: Sequence[LossSum], device: torch.device, minimum: float = 0.0) -> Tensor:
+    """Returns the sum of all totals over the sum of all weights, over all ranks. Sums without a weight are not divided.
 
-    Nan, with gradients of zero, where the weights sum to zero: what torch's own losses give for a batch without targets.
+    The result is nan, with gradients of zero, if the weights sum to zero, as torch's own losses are for a batch without targets.
+
+    Args:
+        sums: one for each replica, all with a weight or all without one.
+        device: of the result.
+        minimum: of the divisor.
     """
-    total = add_up(sums, device)
-    divisor = torch.ones((), device=device) if weights is None else add_up(weights, device)
+    total = add_up([one.total for one in sums], device)
+    weights = [one.weight for one in sums if one.weight is not None]
+    divisor = add_up(weights, device) if weights else torch.ones((), device=device)
     if world_size() == 1:
         return _divide(total, divisor.clamp(min=minimum) if minimum else divisor)
     whole = sum_over_ranks(torch.stack([total.double(), divisor.double()]))
-    whole_divisor = torch.ones_like(whole[1]) if weights is None else whole[1].clamp(min=minimum)
+    whole_divisor = whole[1].clamp(min=minimum) if weights else torch.ones_like(whole[1])
     mine = _divide(total * world_size(), whole_divisor.to(total.dtype))
     value: Tensor = _Replaced.apply(mine, _divide(whole[0], whole_divisor).to(total.dtype))
     return value

@@ -1,6 +1,7 @@
 """Collectives of the running process group: sums over ranks, rows of all ranks. Without a group there is one rank, and nothing
 communicates."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,6 +22,18 @@ def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
     total = _carried(tensor.detach()).clone()
     dist.all_reduce(total)
     return total.to(tensor.device)
+
+
+def start_sum_over_ranks(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
+    """Starts to sum ``tensor`` over all ranks. Returns a function that waits for the sum and returns it."""
+    total = _carried(tensor.detach()).clone()
+    work = dist.all_reduce(total, async_op=True)
+
+    def wait() -> torch.Tensor:
+        work.wait()
+        return total.to(tensor.device)
+
+    return wait
 
 
 def max_over_ranks(number: int) -> int:

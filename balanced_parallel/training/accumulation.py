@@ -1,96 +1,143 @@
-"""Losses, weights and gradients of sums that a window of micro-batches has accumulated since the last update."""
+"""Loss, weight and gradients of the micro-batches since the last update.
+
+Gradients are those of a sum of losses. They are divided by a prediction of the total weight (``divisor``) as they are made. What
+the prediction lacks is one factor, before the update.
+"""
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from ..loss.partial_sums import Terms
-from ..loss.weighting import Weight, add_up
-from ..runtime.collectives import sum_over_ranks, world_size
+from ..loss.batch_losses import BatchLosses
+from ..loss.criterion import DataParallelCriterion
+from ..loss.weighting import LossSum, Weight, add_up
 from ..runtime.devices import move
+from ..runtime.precision import Precision
+from .gradient_sync import GradientSync
 
 __all__: list[str] = []
 
 
-@dataclass
-class Window:
-    """One rank's part of it.
-
-    ``total`` is the sum of the losses and ``weight`` what it is to be divided by; gradients are those of the sum divided by
-    ``reference``. Once it is ``reduced`` over the ranks, nothing can be added.
-    """
-
-    total: Tensor
-    divides: bool  # not where the criterion is a sum
-    weight: Weight = 0
-    reference: float = 1.0
-    has_gradients: bool = False
-    reduced: bool = False
-
-    def count(self, terms: Terms) -> Weight:
-        """Adds the losses and weights of a micro-batch, and returns what it weighs."""
-        device = self.total.device
-        for term in terms.sums:
-            self.total = self.total + move(term.detach(), device)
-        return self.weigh([1] * len(terms.sums) if terms.weights is None else terms.weights)  # a sum counts, but is not divided
-
-    def weigh(self, weights: Sequence[Weight]) -> Weight:
-        """Adds weights, and returns their sum. What is known without a device stays on the host, where reading it waits for
-        nobody."""
-        on_host = all(not isinstance(weight, Tensor) or weight.is_cpu for weight in weights)
-        weight = sum(map(float, weights)) if on_host else add_up(weights, self.total.device)
-        self.weight = self.weight + weight
-        return weight
-
-    def foresee(self, to_come: Weight) -> None:
-        """Has gradients divided by what the window seems to weigh: if it does, nothing is left to divide in the end. For what
-        only a device knows, this does not wait; and what is accumulated keeps its reference."""
-        expected = self.weight + to_come
-        if self.divides and not self.has_gradients and isinstance(expected, float) and 0 < expected < math.inf:
-            self.reference = expected
-
-    def expect(self, to_come: Weight, before: float, *, settled: bool) -> float:
-        """Divides gradients while they accumulate, where float16 could not hold them: by about the weight of the whole window,
-        as the plain program's are. The divisor grows with the window.
-
-        Args:
-            to_come: weight of the rows that are known to follow.
-            before: what the window before weighed, over all ranks.
-            settled: whether the window is complete. All ranks ask then, and agree.
-
-        Returns:
-            The factor for gradients that were divided before.
-        """
-        expected = max(float(self.weight + to_come), before / world_size())
-        if world_size() > 1:
-            mine = torch.tensor(expected, dtype=torch.float64)
-            expected = float(sum_over_ranks(mine)) if settled else expected * world_size()
-        return self.settle(expected, may_shrink=settled)
-
-    def settle(self, expected: float, *, may_shrink: bool = True) -> float:
-        """Changes the reference to a power of two near the ``expected`` weight, which rounds nothing, and returns what gradients
-        that were divided by the one before are to be multiplied by."""
-        before = self.reference
-        if self.divides and 0 < expected < math.inf:
-            near = 2.0 ** round(math.log2(expected))
-            self.reference = near if may_shrink else max(near, before)
-        return before / self.reference
-
-
-def scale_gradients(parameters: Iterable[Tensor], factor: float, *, bucketed: bool = False) -> None:
-    """Multiplies the gradients there are.
+class Accumulation:
+    """Micro-batches that are not applied yet, on one rank.
 
     Args:
-        bucketed: gradients are views of a reducer's buckets, of which each is multiplied as a whole: it holds nothing else.
+        sync: of their gradients.
+        criterion: computes the losses.
+        trained: the parameters that get gradients, by name.
+        device: of the loss.
+        precision: of their forward. With float16, gradients are kept near their final size, at the price of a wait per
+            micro-batch.
+        weight_before: the weight of the last update, over everything.
     """
-    if factor == 1:
-        return
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if bucketed:
-        wholes = [gradient if gradient._base is None else gradient._base for gradient in gradients]
-        gradients = list({id(whole): whole for whole in wholes}.values())
-    if gradients:
-        torch._foreach_mul_(gradients, factor)
+
+    def __init__(
+        self,
+        sync: GradientSync,
+        criterion: DataParallelCriterion,
+        trained: Mapping[str, Tensor],
+        device: torch.device,
+        precision: Precision,
+        weight_before: float,
+    ) -> None:
+        dtypes = {tensor.dtype for tensor in trained.values()}
+        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+        self.loss_sum = LossSum(torch.zeros((), dtype=dtype, device=device), 0.0)
+        self.is_reduced = False  # over replicas and ranks: nothing can be added
+        self._sync = sync
+        self._is_mean = criterion.reduction != "sum"
+        self._scaler = precision.scaler_on(device)
+        self._in_float16 = self._scaler is not None or torch.float16 in dtypes or _autocasts_to_float16(device)
+        self._weight_before = weight_before
+        self._divisor = 1.0  # of the gradients that exist
+        self._has_gradients = False
+
+    def begin_batch(self, losses: BatchLosses) -> None:
+        """Counts the weight that the targets of a batch tell."""
+        self._add(LossSum(torch.zeros_like(self.loss_sum.total), losses.weight))
+        self._is_mean = self._is_mean and not losses.is_divided
+
+    def backward(self, losses: Sequence[LossSum], followers: int, *, last: bool) -> None:
+        """Counts the losses of a micro-batch, and runs its backward.
+
+        Args:
+            losses: one for each replica.
+            followers: micro-batches of the same batch that follow, and probably weigh as much.
+            last: reduces all gradients.
+        """
+        weights = [1.0 if one.weight is None else one.weight for one in losses]  # a sum counts, but is not divided
+        totals = [move(one.total.detach(), self.loss_sum.total.device) for one in losses]
+        weight = _sum(weights, self.loss_sum.total.device)
+        self._add(LossSum(sum(totals, torch.zeros_like(self.loss_sum.total)), weight))
+        if last:
+            self._sync.start(self.loss_sum)
+        self._predict_divisor(weight * followers, last=last)
+        self._sync.backward(self._scaled([one.total for one in losses]), self._divisor, last=last)
+        self._has_gradients, self.is_reduced = True, last
+
+    def finish(self, minimum: float) -> tuple[Tensor, float, float]:
+        """Reduces what is not reduced yet.
+
+        Args:
+            minimum: of the divisor.
+
+        Returns:
+            The loss over everything, its weight, and the factor for the gradients.
+        """
+        if not self.is_reduced:
+            self.backward([], 0, last=True)
+        whole = self._sync.finish(self.loss_sum)
+        weight = max(float(whole.weight or 0.0), minimum)
+        divisor = weight if self._is_mean and weight else 1.0
+        loss = (whole.total / divisor).to(self.loss_sum.total.dtype) if weight else torch.full_like(whole.total, torch.nan)
+        return loss.to(self.loss_sum.total.dtype), weight, self._divisor * self._sync.gradient_scale / divisor
+
+    def _add(self, some: LossSum) -> None:
+        weights = [self.loss_sum.weight or 0.0, some.weight or 0.0]
+        self.loss_sum = LossSum(self.loss_sum.total + some.total, _sum(weights, some.total.device))
+
+    def _scaled(self, totals: list[Tensor]) -> list[Tensor]:
+        if self._scaler is None:
+            return totals
+        self._scaler.scale(self.loss_sum.total)  # makes the scale on a rank without rows, too
+        return [self._scaler.scale(total) for total in totals]
+
+    def _predict_divisor(self, to_come: Weight, *, last: bool) -> None:
+        expected = self.loss_sum.weight + to_come if self.loss_sum.weight is not None else to_come
+        if not self._is_mean:
+            return
+        if not self._in_float16:
+            if not self._has_gradients:
+                self._divisor = _positive(self._sync.first_divisor(expected, self._weight_before))
+            return
+        whole = self._sync.whole_weight(expected, last=last)
+        before, self._divisor = self._divisor, self._near(whole if last else max(whole, self._weight_before), may_shrink=last)
+        if self._divisor != before:
+            self._sync.rescale(before / self._divisor)
+
+    def _near(self, expected: float, *, may_shrink: bool) -> float:
+        """Returns a power of two near the expected weight, which rounds nothing."""
+        if not 0 < expected < math.inf:
+            return self._divisor
+        return power_of_two(expected) if may_shrink else max(power_of_two(expected), self._divisor)
+
+
+def _autocasts_to_float16(device: torch.device) -> bool:
+    return torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) == torch.float16
+
+
+def power_of_two(number: float) -> float:
+    """Returns the power of two nearest to a positive number, on a logarithmic scale."""
+    return float(2.0 ** round(math.log2(number)))
+
+
+def _positive(divisor: float) -> float:
+    return divisor if 0 < divisor < math.inf else 1.0
+
+
+def _sum(weights: Sequence[Weight], device: torch.device) -> Weight:
+    """Returns the sum of weights. On the host as long as all are there, so that no device is waited for."""
+    on_host = all(not isinstance(weight, Tensor) or weight.is_cpu for weight in weights)
+    return float(sum(map(float, weights))) if on_host else add_up(weights, device)

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..batch.nested import describe
 from ..optim.sharded_parameters import ShardedParameter
-from .accumulation import scale_gradients
+from .gradient_sync import GradientSync
 
 __all__: list[str] = []
 
@@ -22,7 +22,7 @@ Optimizers = Optimizer | Sequence[Optimizer]
 Schedulers = LRScheduler | Sequence[LRScheduler]
 
 
-def trained_tensors(model: nn.Module, criterion: nn.Module) -> dict[str, Tensor]:
+def trained_tensors(model: Any, criterion: nn.Module) -> dict[str, Tensor]:
     """The parameters of both by name, each once, and the buffers that require a gradient."""
     both = nn.ModuleDict({"model": model, "criterion": criterion})
     learning = [(name, buffer) for name, buffer in both.named_buffers() if buffer.requires_grad]
@@ -68,6 +68,31 @@ class Update:
             if not isinstance(parameter, ShardedParameter):  # whose gradient lies with its optimizer
                 parameter.grad = None
 
+    def run(
+        self,
+        sync: GradientSync,
+        factor: float,
+        scaler: torch.amp.GradScaler | None,
+        max_grad_norm: float | None,
+        schedulers: Sequence[LRScheduler],
+    ) -> None:
+        """Unscales, multiplies and clips the gradients, and steps the optimizers; then the schedulers, unless that was skipped.
+
+        Args:
+            sync: of the gradients, which are reduced.
+            factor: makes them those of the loss.
+            scaler: of the gradients, if they are scaled.
+            max_grad_norm: of all optimizers' gradients together; ``None`` does not clip.
+            schedulers: of the optimizers.
+        """
+        with self.unscaled(scaler):
+            sync.multiply([*self.parameters, *self.outside], factor)
+            if max_grad_norm is not None:
+                self.clip(max_grad_norm)
+            has_stepped = self.take(scaler)
+        for scheduler in schedulers if has_stepped else ():
+            scheduler.step()
+
     @contextlib.contextmanager
     def unscaled(self, scaler: torch.amp.GradScaler | None) -> Iterator[None]:
         """Divides gradients by the scale. A failure in the block leaves the scaler as it was before: the step can be repeated."""
@@ -82,18 +107,6 @@ class Update:
         except BaseException:
             scaler.update(scaler.get_scale())  # the scale it has: this forgets what was unscaled
             raise
-
-    def multiply(self, factor: float, *, bucketed: bool) -> None:
-        """Multiplies all gradients.
-
-        Args:
-            bucketed: gradients of the trained parameters are views of a reducer's buckets, and there are no others.
-        """
-        if bucketed:
-            self._refuse_strangers()
-            scale_gradients(self.trained.values(), factor, bucketed=True)
-        elif factor != 1:
-            scale_gradients([*self.parameters, *self.outside], factor)
 
     def clip(self, max_norm: float) -> None:
         """Clips the global norm over the parameters of all optimizers."""
@@ -136,13 +149,12 @@ class Update:
                         f"and {number}, expected in one of them: both would update it"
                     )
 
-    def _refuse_strangers(self) -> None:
-        known = set(map(id, self.trained.values()))
-        for stranger in [one for one in self.parameters if id(one) not in known and one.grad is not None]:
-            raise ValueError(
-                f"the optimizer has a parameter of shape {tuple(stranger.shape)} with a gradient that the ranks would not "
-                "share: make it part of the module or of the criterion that parallelize is given"
-            )
+
+def scale_gradients(tensors: Iterable[Tensor], factor: float) -> None:
+    """Multiplies the gradients that exist."""
+    gradients = [tensor.grad for tensor in tensors if tensor.grad is not None] if factor != 1 else []
+    if gradients:
+        torch._foreach_mul_(gradients, factor)
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:

@@ -80,37 +80,48 @@ def test_buckets_are_reduced_beside_the_backward_of_the_layers_before():
 
 
 class Recomputed(nn.Module):
-    """Torch's older form of checkpointing runs a backward inside of the backward, which the outer graph does not show."""
+    """Checkpoints its middle layer."""
 
-    def __init__(self, *, checkpoints=True):
+    def __init__(self, use_reentrant):
         super().__init__()
         torch.manual_seed(0)
         self.first, self.middle, self.last = (nn.Linear(4, size).double() for size in (4, 4, CLASSES))
-        self.checkpoints = checkpoints
+        self.use_reentrant = use_reentrant
 
     def forward(self, inputs):
-        hidden = self.first(inputs)
-        hidden = checkpoint(self.middle, hidden, use_reentrant=True) if self.checkpoints else self.middle(hidden)
-        return self.last(hidden)
+        return self.last(checkpoint(self.middle, self.first(inputs), use_reentrant=self.use_reentrant))
 
 
 def check_recomputed(rank):
     torch.manual_seed(1)
     inputs, targets = torch.randn(7, 4, dtype=torch.float64), class_targets(7, ignored=2)
-    plain = Recomputed(checkpoints=False)
+    plain = Recomputed(use_reentrant=False)
     expected = nn.functional.cross_entropy(plain(inputs), targets)
     expected.backward()
     mine = slice(0, 3) if rank == 0 else slice(3, None)
     for way in WAYS:
-        model, update = make_update(way, Recomputed(), nn.CrossEntropyLoss())
+        model, update = make_update(way, Recomputed(use_reentrant=False), nn.CrossEntropyLoss())
         for _ in range(3):
             torch.testing.assert_close(update(inputs[mine], targets[mine]), expected.detach(), rtol=1e-10, atol=1e-10)
             assert_same_gradients(gradients(model.module), gradients(plain))
     return True
 
 
-def test_reentrant_checkpoints_equal_the_plain_program():
+def test_checkpoints_equal_the_plain_program():
     assert run_ranks(2, check_recomputed) == [True, True]
+
+
+def check_reentrant(rank):
+    """Reentrant checkpoints run a backward inside of the backward, which DistributedDataParallel does not support."""
+    for way in WAYS:
+        _, update = make_update(way, Recomputed(use_reentrant=True), nn.CrossEntropyLoss())
+        with pytest.raises(RuntimeError, match="reentrant backward passes"):
+            update(torch.randn(3, 4, dtype=torch.float64), class_targets(3))
+    return True
+
+
+def test_reentrant_checkpoints_are_an_error():
+    assert run_ranks(2, check_reentrant) == [True, True]
 
 
 class Chosen(nn.Module):

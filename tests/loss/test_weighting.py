@@ -116,9 +116,9 @@ def test_a_weight_registered_for_a_loss_of_torch_goes_with_its_mean():
 
     output, target = torch.randn(6, 5), torch.randint(5, (6,))
     criterion = DataParallelCriterion(Halved())
-    sums, weights = criterion.terms([output[:2], output[2:]], target)
-    assert weights == [1, 2]
-    torch.testing.assert_close(sums[0], F.cross_entropy(output[:2], target[:2]))
+    sums = criterion.loss_sums([output[:2], output[2:]], target)
+    assert [one.weight for one in sums] == [1, 2]
+    torch.testing.assert_close(sums[0].total, F.cross_entropy(output[:2], target[:2]))
     assert criterion.weigh_targets(target) is None
 
 

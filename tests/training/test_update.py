@@ -327,4 +327,4 @@ def test_a_copy_begins_a_window_of_its_own(double):
     copied = copy.deepcopy(step)
     inputs, targets = torch.randn(7, 4), class_targets(7)
     torch.testing.assert_close(copied(inputs, targets), F.cross_entropy(net(inputs), targets).detach())
-    assert step._window is not None
+    assert step._accumulation is not None

@@ -1,0 +1,45 @@
+"""Losses of the micro-batches of one batch. Weights that the targets alone tell are counted here, once."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from ..runtime.collectives import sum_over_ranks
+from .criterion import DataParallelCriterion
+from .weighting import LossSum, Weight
+
+__all__: list[str] = []
+
+
+class BatchLosses(NamedTuple):
+    """How the micro-batches of a batch compute their losses.
+
+    Args:
+        compute: returns one :class:`LossSum` per replica of a micro-batch's outputs and targets.
+        weight: of the whole batch on this rank, as far as ``compute`` does not count it.
+        is_divided: whether ``compute`` divides already.
+    """
+
+    compute: Callable[..., list[LossSum]]
+    weight: Weight = 0.0
+    is_divided: bool = False
+
+
+def losses_of_batch(criterion: DataParallelCriterion, targets: tuple[Any, ...], *, is_whole: bool) -> BatchLosses:
+    """Returns how the micro-batches of a batch compute their losses.
+
+    Args:
+        criterion: the criterion.
+        targets: of the whole batch.
+        is_whole: no other batch is added before the update. Ranks then sum the divisors of several means.
+    """
+    weight = criterion.weigh_targets(*targets)
+    if weight is not None:
+        return BatchLosses(criterion.weighed_sums, weight)
+    divisors = criterion.divisors_of_targets(*targets) if is_whole else None
+    if divisors is None:
+        return BatchLosses(criterion.loss_sums)
+    total = sum_over_ranks(torch.tensor(divisors, dtype=torch.float64)).clamp(min=criterion.minimum)
+    return BatchLosses(functools.partial(criterion.divided_sums, total.tolist()), is_divided=True)

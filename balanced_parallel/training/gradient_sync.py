@@ -1,0 +1,81 @@
+"""The protocol of synchronising gradients: over the replicas of a process, the ranks of DDP, or the shards of FSDP2.
+
+with sync.accumulating():
+    sync.backward(losses, divisor, last=False)    # micro-batches before the last
+sync.start(loss_sum)                              # loss and weight begin to travel
+sync.backward(losses, divisor, last=True)         # gradients are reduced while it runs
+loss_sum = sync.finish(loss_sum)                  # everything is summed
+"""
+
+import functools
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..loss.criterion import DataParallelCriterion
+from ..loss.weighting import LossSum, Weight
+
+__all__: list[str] = []
+
+
+class GradientSync(Protocol):
+    """Synchronises the gradients of one update, of a model and its criterion."""
+
+    @property
+    def gradient_scale(self) -> float:
+        """The factor from the reduced gradients to their sum: the number of ranks, if ranks average."""
+
+    def count_micro_batches(self, count: int) -> int:
+        """Returns how many micro-batches to run, if this process needs ``count``."""
+
+    def first_divisor(self, expected: Weight, before: float) -> float:
+        """Returns a divisor for the first gradients of an update, without waiting for a device or a rank.
+
+        Args:
+            expected: the weight of this process's rows, as far as they are known.
+            before: the weight of the update before, over everything.
+        """
+
+    def whole_weight(self, expected: Weight, *, last: bool) -> float:
+        """Returns the expected weight over everything. It is exact if ``last``, after :meth:`start`."""
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Surrounds micro-batches before the last, whose gradients stay where they are."""
+
+    def start(self, local: LossSum) -> None:
+        """Starts to sum loss and weight over everything, before the last backward."""
+
+    def backward(self, losses: Sequence[Tensor], divisor: float, *, last: bool) -> None:
+        """Runs backward from the losses over ``divisor``. The last one reduces all gradients, also without a loss."""
+
+    def finish(self, local: LossSum) -> LossSum:
+        """Returns loss and weight over everything. All gradients are reduced."""
+
+    def rescale(self, factor: float) -> None:
+        """Multiplies the gradients that are not reduced yet."""
+
+    def multiply(self, tensors: Sequence[Tensor], factor: float) -> None:
+        """Multiplies the reduced gradients of ``tensors``."""
+
+    def discard(self) -> None:
+        """Forgets the gradients that are not reduced yet, after a failure."""
+
+
+@functools.singledispatch
+def gradient_sync(model: Any, criterion: DataParallelCriterion) -> GradientSync:
+    """Returns the gradient synchronisation of a model. Packages register theirs by the type of the model.
+
+    Raises:
+        TypeError: the model is of another kind, or cannot be trained as it is.
+    """
+    raise TypeError(f"the model is a {type(model).__name__}, expected a DataParallelModel or the model that parallelize returns")
+
+
+def run_backward(losses: Sequence[Tensor], divisor: float) -> None:
+    """Runs one backward from all losses that require a gradient, divided by ``divisor``."""
+    roots = [loss for loss in losses if loss.requires_grad] or list(losses)  # without any, torch names the reason
+    gradients = None if divisor == 1 else [torch.full_like(root, 1 / divisor) for root in roots]
+    torch.autograd.backward(roots, gradients)

@@ -1,0 +1,73 @@
+"""Cuts an effective batch into the micro-batches of one process."""
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from ..batch.dims import Dims
+from ..batch.microbatches import as_arguments, count_micro_batches, cut_batch
+from ..batch.row_marks import Arguments
+from ..batch.rows import count_rows
+from ..batch.scattering import split_sizes
+from ..loss.criterion import DataParallelCriterion
+from .gradient_sync import GradientSync
+
+__all__: list[str] = []
+
+
+class MicroBatch(NamedTuple):
+    """Rows of a batch that run in one forward.
+
+    Args:
+        arguments: of the model.
+        targets: of the criterion, behind the outputs.
+        followers: micro-batches of the same batch that follow.
+    """
+
+    arguments: Arguments
+    targets: tuple[Any, ...]
+    followers: int
+
+
+class Model(Protocol):
+    """A model that returns its outputs per replica."""
+
+    devices: list[torch.device]
+    dim: int
+
+    @property
+    def out_dims(self) -> Dims:
+        """The dimension of the rows in the outputs."""
+
+    @property
+    def split(self) -> tuple[float, ...] | None:
+        """The weight of each device; None for equal parts."""
+
+    def mark(self, arguments: Arguments) -> Arguments:
+        """Returns the arguments with the dimensions of their rows."""
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Runs the module. Returns a :class:`PerReplica`."""
+
+
+def cut_micro_batches(
+    model: Model,
+    criterion: DataParallelCriterion,
+    sync: GradientSync,
+    inputs: Any,
+    targets: tuple[Any, ...],
+    micro_batch_size: int | None,
+) -> list[MicroBatch]:
+    """Returns the micro-batches of a batch.
+
+    A batch without rows has no micro-batches, unless other ranks wait in a layer for every rank. Inputs that have no rows, such
+    as settings alone, are one.
+    """
+    arguments = model.mark(as_arguments(inputs))
+    marked, target_dim = criterion.mark(targets, {}, model.out_dims)
+    rows = count_rows(arguments, model.dim)
+    if rows is None:
+        return [MicroBatch(arguments, marked.inputs, 0)]
+    count = sync.count_micro_batches(count_micro_batches(rows, micro_batch_size, model.split or len(model.devices)))
+    parts = cut_batch(arguments, marked.inputs, split_sizes(rows, count), (model.dim, target_dim))
+    return [MicroBatch(*part, followers) for part, followers in zip(parts, reversed(range(len(parts))), strict=True)]

@@ -1,0 +1,98 @@
+"""Synchronisation of gradients over the replicas of one process."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..loss.criterion import DataParallelCriterion
+from ..loss.weighting import LossSum, Weight
+from ..replicas.gradient_buckets import GradientBuckets
+from ..replicas.gradient_sums import own_gradient
+from ..replicas.model import DataParallelModel
+from ..runtime.collectives import world_size
+from .gradient_sync import GradientSync, gradient_sync, run_backward
+from .update import scale_gradients, trained_tensors
+
+__all__: list[str] = []
+
+
+class ReplicaSync:
+    """Sums gradients of replicas to the module's parameters, or to their owners, in the backward of the last micro-batch."""
+
+    gradient_scale = 1.0
+
+    def __init__(self, model: DataParallelModel, criterion: DataParallelCriterion) -> None:
+        self._model = model
+        self._criterion = criterion
+
+    @property
+    def _buckets(self) -> list[GradientBuckets]:
+        return [self._model.replicas.gradients, self._criterion.replicas.gradients]
+
+    def count_micro_batches(self, count: int) -> int:
+        """Returns ``count``: there is one process."""
+        return count
+
+    def first_divisor(self, expected: Weight, before: float) -> float:
+        """Returns the expected weight, if the host knows it. One device then computes as the plain program does, bit for bit."""
+        return expected if isinstance(expected, float) else 1.0
+
+    def whole_weight(self, expected: Weight, *, last: bool) -> float:
+        """Returns the expected weight. Waits for the device that has it."""
+        return float(expected)
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Keeps gradients with the replicas."""
+        with contextlib.ExitStack() as stack:
+            for buckets in self._buckets:
+                stack.enter_context(buckets.no_sync())
+            yield
+
+    def start(self, local: LossSum) -> None:
+        """Does nothing: the loss of this process is the whole loss."""
+
+    def backward(self, losses: Sequence[Tensor], divisor: float, *, last: bool) -> None:
+        """Runs one backward. The last one sums what the replicas hold."""
+        if losses:
+            run_backward(losses, divisor)
+        if last:
+            for buckets in self._buckets:
+                buckets.reduce()
+
+    def finish(self, local: LossSum) -> LossSum:
+        """Returns ``local``."""
+        return local
+
+    def rescale(self, factor: float) -> None:
+        """Multiplies the gradients of the parameters, and those that the replicas hold."""
+        for buckets in self._buckets:
+            buckets.scale(factor)
+        # without a look at grad, for which the replicas would sum
+        own = [own_gradient.__get__(tensor) for tensor in trained_tensors(self._model, self._criterion).values()]
+        gradients = [gradient for gradient in own if gradient is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
+
+    def multiply(self, tensors: Sequence[Tensor], factor: float) -> None:
+        """Multiplies the gradients of ``tensors``."""
+        scale_gradients(tensors, factor)
+
+    def discard(self) -> None:
+        """Forgets the gradients that the replicas hold."""
+        for buckets in self._buckets:
+            buckets.drop()
+
+
+@gradient_sync.register
+def _(model: DataParallelModel, criterion: DataParallelCriterion) -> GradientSync:
+    if model.gather_outputs:
+        raise TypeError("the model has gather_outputs=True, expected outputs that stay on their devices: leave it out")
+    if world_size() > 1:
+        raise TypeError(
+            f"{world_size()} ranks are running, but a DataParallelModel does not reduce over ranks: "
+            "use parallelize(module, criterion)"
+        )
+    return ReplicaSync(model, criterion)
