@@ -10,7 +10,10 @@ __all__: list[str] = []
 
 
 class DDPBuckets:
-    """One flat tensor per dtype, as with ``gradient_as_bucket_view=True``. A gradient is copied into it when it is ready.
+    """One flat tensor per dtype, as with ``gradient_as_bucket_view=True``.
+
+    Without accumulation, autograd makes a gradient, and the hook of the reducer copies it into the bucket. With accumulation,
+    micro-batches add to the bucket itself, so gradients exist once (``DDPSync``).
 
     Args:
         parameters: those that require a gradient.
@@ -18,6 +21,7 @@ class DDPBuckets:
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self.tensors: list[Tensor] = []
+        self._views: dict[Tensor, Tensor] = {}
         self._is_reducing = True
         for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
             group = [parameter for parameter in parameters if parameter.dtype == dtype]
@@ -27,11 +31,15 @@ class DDPBuckets:
             for parameter in group:
                 view = flat[start : start + parameter.numel()].view(parameter.shape)
                 parameter.register_post_accumulate_grad_hook(self._copy_into(view))
+                self._views[parameter] = view
                 start += parameter.numel()
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """In this block gradients stay where autograd accumulates them."""
+        """In this block gradients accumulate in the buckets, and nothing is reduced."""
+        for parameter, view in self._views.items():
+            if parameter.grad is None:
+                parameter.grad = view.zero_()
         self._is_reducing = False
         try:
             yield

@@ -186,7 +186,7 @@ class DDP(SingleDevice):
         return self.request.optimizer(largest_partition(self._trained, self.request.devices))
 
     def accumulating(self) -> contextlib.AbstractContextManager[Any]:
-        """Keeps gradients unreduced during a micro-batch."""
+        """Accumulates gradients in the buckets during a micro-batch."""
         return self.reducer.no_sync()
 
     def zero_grad(self) -> None:
