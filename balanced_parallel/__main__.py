@@ -1,11 +1,11 @@
-"""What a training step will need, before it runs, and what replicas will change about a model.
+"""Memory of a training step before it runs, and problems of a model with replicas.
 
-What one needs:        python -m balanced_parallel estimate --model net.py:build --input 3x224x224 --batch-size 256 --devices 4
+What a step needs:     python -m balanced_parallel estimate --model net.py:build --input 3x224x224 --batch-size 256 --devices 4
 How it fits:           python -m balanced_parallel plan --model net.py:build --input 128:int64 --batch-size 512 --memory 24GiB
 What will go wrong:    python -m balanced_parallel doctor --model net.py:build
 
-No accelerator is needed, and the model takes no memory. The exit code is 0; 1 where nothing fits, or something will go wrong;
-2, with one line that says why, where the model or a flag is wrong.
+No accelerator is needed, and the model takes no memory. The exit code is 0 for success, 1 if nothing fits or the doctor finds
+a problem, and 2, with one line on stderr, if the model or a flag is wrong.
 """
 
 import argparse
@@ -20,39 +20,43 @@ from typing import Any, NoReturn
 from . import memory
 from .diagnostics.doctor import examine, is_note
 from .memory.device_specs import find_kind
-from .memory.estimation import LAYOUTS
 from .memory.model_loading import Problem, build_criterion, build_model, build_problem, find_optimizer
 from .memory.plot import draw_report, load_pyplot
+from .memory.trace.strategies import LAYOUTS, Replicas, SingleDevice
 
 __all__: list[str] = []
 
 
 class OneLineParser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage, and exits with code 2."""
+    """A parser whose errors are one line without the usage, and end the program with exit code 2."""
 
     def error(self, message: str) -> NoReturn:
+        """Prints ``message`` and ends the program."""
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
 def positive(text: str) -> int:
+    """Parses a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} was given, expected a whole number of at least 1")
     return int(text)
 
 
 def dimension(text: str) -> int:
+    """Parses the number of a dimension."""
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} was given, expected a dimension: 0, 1, ...")
     return int(text)
 
 
 def make_parser() -> OneLineParser:
+    """Makes the parser of all commands."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = OneLineParser("python -m balanced_parallel", description=__doc__, formatter_class=raw)
     commands = parser.add_subparsers(dest="command", required=True, metavar="estimate|plan|doctor")
-    estimate = commands.add_parser("estimate", allow_abbrev=False, help="what an update needs on each device")
-    plan = commands.add_parser("plan", allow_abbrev=False, help="the cheapest way in which the batch fits")
-    doctor = commands.add_parser("doctor", allow_abbrev=False, help="what will break or unbalance under replicas")
+    estimate = commands.add_parser("estimate", allow_abbrev=False, help="the memory of an update on each device")
+    plan = commands.add_parser("plan", allow_abbrev=False, help="the cheapest way to fit the batch")
+    doctor = commands.add_parser("doctor", allow_abbrev=False, help="problems of the model with replicas")
     for command in (estimate, plan, doctor):
         _add_model(command)
     for command in (estimate, plan):
@@ -63,7 +67,9 @@ def make_parser() -> OneLineParser:
     add("--balanced-optimizer", action="store_true", help="spread the optimizer's state over the devices")
     add("--checkpoint", metavar="NAMES", help="activation checkpointing: 'blocks', or names of submodules: encoder.0,encoder.1")
     plan.add_argument(
-        "--memory", metavar="SIZE", help="of each device, such as 24GiB, or a list: 24GiB,16GiB (default: its kind's)"
+        "--memory",
+        metavar="SIZE",
+        help="of each device, such as 24GiB, or a list: 24GiB,16GiB (default: that of the device kind)",
     )
     return parser
 
@@ -94,7 +100,7 @@ def _add_step(parser: OneLineParser) -> None:
         action="append",
         default=[],
         metavar="SHAPE",
-        help="of one row, as for --input (names make a dict); ':int64' is one number per row (default: what suits the output)",
+        help="of one row, as for --input (names make a dict); ':int64' is one number per row (default: as the criterion takes)",
     )
     add("--dim", type=dimension, default=0, metavar="N", help="the dimension of the rows, which shapes leave out (default: 0)")
     add("--batch-size", required=True, type=positive, metavar="N", help="rows per update, over all devices and ranks")
@@ -103,13 +109,13 @@ def _add_step(parser: OneLineParser) -> None:
     add("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="arithmetic of forward and loss (default: fp32)")
     add("--device-kind", metavar="KIND", help="h200, a100, rtx4090, ..., cpu (default: this machine's accelerator, else h200)")
     add("--plot", type=Path, metavar="FILE.png", help="draw the memory of the devices, of the step, and for other batches")
-    add("--json", action="store_true", help="print JSON; what was assumed goes to stderr")
+    add("--json", action="store_true", help="print JSON, and assumptions to stderr")
 
 
 def estimate(flags: argparse.Namespace) -> int:
-    """Prints what one update needs."""
-    layout = flags.layout or ("single" if flags.devices == 1 else "replicas")
-    ranks = flags.devices if layout in ("ddp", "fsdp") else 1
+    """Prints the memory of one update. Returns the exit code."""
+    layout = flags.layout or (SingleDevice.name if flags.devices == 1 else Replicas.name)
+    ranks = flags.devices if LAYOUTS[layout].is_distributed else 1
     problem = _build(flags, -(-flags.batch_size // ranks))
     checkpoint = flags.checkpoint if flags.checkpoint in (None, "blocks") else flags.checkpoint.split(",")
     with contextlib.redirect_stdout(sys.stderr):
@@ -133,7 +139,7 @@ def estimate(flags: argparse.Namespace) -> int:
 
 
 def plan(flags: argparse.Namespace) -> int:
-    """Prints how the batch fits; 1 where it does not."""
+    """Prints the plan. Returns the exit code: 1 if nothing fits."""
     sizes: list[Any] = flags.memory.split(",") if flags.memory else [None]
     problem = _build(flags, flags.batch_size)
     with contextlib.redirect_stdout(sys.stderr):
@@ -155,7 +161,7 @@ def plan(flags: argparse.Namespace) -> int:
 
 
 def doctor(flags: argparse.Namespace) -> int:
-    """Prints what replicas will change; 1 where they will."""
+    """Prints problems of the model with replicas. Returns the exit code: 1 if there are any."""
     with contextlib.redirect_stdout(sys.stderr):
         module, own = build_model(flags.model)
         findings = examine(module, build_criterion(flags.criterion) if flags.criterion else own)
@@ -164,7 +170,7 @@ def doctor(flags: argparse.Namespace) -> int:
 
 
 def _build(flags: argparse.Namespace, rows: int) -> Problem:
-    find_optimizer(flags.optimizer)  # what is wrong at once is said at once
+    find_optimizer(flags.optimizer)  # fail before the model is built
     find_kind(flags.device_kind)
     if flags.plot:
         load_pyplot()
@@ -178,7 +184,7 @@ def _show(flags: argparse.Namespace, problem: Problem, found: Any, report: Any, 
     if problem.assumed:
         print(f"assumed {'; '.join(problem.assumed)}", end="\n" if flags.json else "\n\n", file=aside)
     if flags.plot and report is not None:
-        with contextlib.redirect_stdout(sys.stderr):  # it may trace the model again
+        with contextlib.redirect_stdout(sys.stderr):  # traces of the model may print
             draw_report(flags.plot, report, capacity)
     print(found.to_json() if flags.json else found)
     if flags.plot:
@@ -186,21 +192,21 @@ def _show(flags: argparse.Namespace, problem: Problem, found: Any, report: Any, 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command, and returns its exit code. Bad input is one line on stderr and ``SystemExit(2)``."""
+    """Runs one command and returns its exit code. For bad input it prints one line to stderr and raises ``SystemExit(2)``."""
     parser = make_parser()
     flags = parser.parse_args(arguments)
     command = {"estimate": estimate, "plan": plan, "doctor": doctor}[flags.command]
     disabled = logging.root.manager.disable
-    logging.disable(logging.ERROR)  # torch logs the traceback of each shape that does not fit
+    logging.disable(logging.ERROR)  # torch logs a traceback for each shape that an operator refuses
     try:
-        with warnings.catch_warnings(record=True) as heard:
+        with warnings.catch_warnings(record=True) as caught:
             code = command(flags)
-    except Exception as error:  # noqa: BLE001 - a model may raise whatever it likes, and no traceback is of use
-        told = isinstance(error, (ValueError, ImportError, OSError)) and str(error)
-        parser.error(f"{'' if told else f'{type(error).__name__}: '}{str(error)[:600]}")
+    except Exception as error:  # noqa: BLE001 - a model may raise anything, and a traceback would not help
+        explains_itself = isinstance(error, (ValueError, ImportError, OSError)) and str(error)
+        parser.error(f"{'' if explains_itself else f'{type(error).__name__}: '}{str(error)[:600]}")
     finally:
         logging.disable(disabled)
-    for warning in heard:
+    for warning in caught:
         print(f"{parser.prog}: warning: {' '.join(str(warning.message).split())}", file=sys.stderr)
     return code
 

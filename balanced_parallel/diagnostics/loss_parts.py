@@ -14,7 +14,7 @@ from ..batch.per_replica import PerReplica
 from ..batch.rows import count_rows, cut, move_leaves
 from ..batch.scattering import proportional_sizes
 from ..loss.criterion import DataParallelCriterion
-from ..loss.partial_sums import Criterion
+from ..loss.partial_sums import Criterion, loss_of
 
 __all__: list[str] = []
 
@@ -28,7 +28,7 @@ def scalar_of(result: Any) -> Tensor:
     Raises:
         TypeError: if the result has another form.
     """
-    result = getattr(result, "loss", result)
+    result = loss_of(result)
     if isinstance(result, Tensor):
         return result
     terms = [leaf for _, leaf in nested.leaves(result)]

@@ -14,7 +14,6 @@ from ..batch.per_replica import PerReplica
 from ..batch.row_marks import Arguments, mark, without_mark
 from ..batch.rows import count_rows, cut, move_leaves
 from ..replicas.replicas import Replicas
-from ..replicas.workers import run_replicas
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.precision import Precision
 from .custom_weights import call_weight, check_settings, count_leading, keywords_of, warn_unknown, weigh_without_output
@@ -241,7 +240,8 @@ class DataParallelCriterion(nn.Module):
 
         with self.precision.autocast(devices), self._copies(devices) as criteria:
             replicas = zip(criteria, sizes, entries, batches, devices, strict=True)
-            return run_replicas([functools.partial(run, *replica) for replica in replicas], devices, together=False)
+            work = [functools.partial(run, *replica) for replica in replicas]
+            return self.replicas.workers(work, devices, together=False)
 
     def _copies(self, devices: Sequence[torch.device]) -> contextlib.AbstractContextManager[Sequence[Criterion]]:
         """The criterion on each device. One that holds its class weights on the CPU follows the outputs."""

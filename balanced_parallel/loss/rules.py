@@ -5,7 +5,7 @@ import inspect
 import re
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -148,33 +148,36 @@ def _sequences(*, log_probs: Tensor, target_lengths: Tensor | tuple[int, ...] | 
     return _count(1 if log_probs.dim() == 2 else lengths)
 
 
-# Each loss as a module and as a function, with the divisor of its mean.
-_LOSSES: list[tuple[type[nn.Module], Callable[..., Tensor], Rule]] = [
-    (nn.CrossEntropyLoss, F.cross_entropy, _classes),
-    (nn.NLLLoss, F.nll_loss, _classes),
-    (nn.BCELoss, F.binary_cross_entropy, _elements),
-    (nn.BCEWithLogitsLoss, F.binary_cross_entropy_with_logits, _elements),
-    (nn.MSELoss, F.mse_loss, _weighted_elements),
-    (nn.L1Loss, F.l1_loss, _weighted_elements),
-    (nn.SmoothL1Loss, F.smooth_l1_loss, _elements),
-    (nn.HuberLoss, F.huber_loss, _elements),
-    (nn.PoissonNLLLoss, F.poisson_nll_loss, _elements),
-    (nn.GaussianNLLLoss, F.gaussian_nll_loss, _gaussian),
-    (nn.KLDivLoss, F.kl_div, _divergence),
-    (nn.SoftMarginLoss, F.soft_margin_loss, _elements),
-    (nn.HingeEmbeddingLoss, F.hinge_embedding_loss, _elements),
-    (nn.MultiLabelMarginLoss, F.multilabel_margin_loss, _rows),
-    (nn.MultiLabelSoftMarginLoss, F.multilabel_soft_margin_loss, _rows),
-    (nn.MultiMarginLoss, F.multi_margin_loss, _rows),
-    (nn.CosineEmbeddingLoss, F.cosine_embedding_loss, _pairs),
-    (nn.MarginRankingLoss, F.margin_ranking_loss, _ranking),
-    (nn.TripletMarginLoss, F.triplet_margin_loss, _triplets),
-    (nn.TripletMarginWithDistanceLoss, F.triplet_margin_with_distance_loss, _triplets),
-    (nn.CTCLoss, F.ctc_loss, _sequences),
+Targets = Literal["classes", "like the output"]
+
+# Each loss: its module, its function, the divisor of its mean, and the plainest targets for one output.
+_LOSSES: list[tuple[type[nn.Module], Callable[..., Tensor], Rule, Targets | None]] = [
+    (nn.CrossEntropyLoss, F.cross_entropy, _classes, "classes"),
+    (nn.NLLLoss, F.nll_loss, _classes, "classes"),
+    (nn.BCELoss, F.binary_cross_entropy, _elements, "like the output"),
+    (nn.BCEWithLogitsLoss, F.binary_cross_entropy_with_logits, _elements, "like the output"),
+    (nn.MSELoss, F.mse_loss, _weighted_elements, "like the output"),
+    (nn.L1Loss, F.l1_loss, _weighted_elements, "like the output"),
+    (nn.SmoothL1Loss, F.smooth_l1_loss, _elements, "like the output"),
+    (nn.HuberLoss, F.huber_loss, _elements, "like the output"),
+    (nn.PoissonNLLLoss, F.poisson_nll_loss, _elements, "like the output"),
+    (nn.GaussianNLLLoss, F.gaussian_nll_loss, _gaussian, None),
+    (nn.KLDivLoss, F.kl_div, _divergence, "like the output"),
+    (nn.SoftMarginLoss, F.soft_margin_loss, _elements, "like the output"),
+    (nn.HingeEmbeddingLoss, F.hinge_embedding_loss, _elements, None),
+    (nn.MultiLabelMarginLoss, F.multilabel_margin_loss, _rows, None),
+    (nn.MultiLabelSoftMarginLoss, F.multilabel_soft_margin_loss, _rows, "like the output"),
+    (nn.MultiMarginLoss, F.multi_margin_loss, _rows, None),
+    (nn.CosineEmbeddingLoss, F.cosine_embedding_loss, _pairs, None),
+    (nn.MarginRankingLoss, F.margin_ranking_loss, _ranking, None),
+    (nn.TripletMarginLoss, F.triplet_margin_loss, _triplets, None),
+    (nn.TripletMarginWithDistanceLoss, F.triplet_margin_with_distance_loss, _triplets, None),
+    (nn.CTCLoss, F.ctc_loss, _sequences, None),
 ]
 if hasattr(nn, "LinearCrossEntropyLoss"):  # new in torch 2.13
-    _LOSSES.append((nn.LinearCrossEntropyLoss, F.linear_cross_entropy, _classes))
-_RULES = {function: rule for _, function, rule in _LOSSES}
+    _LOSSES.append((nn.LinearCrossEntropyLoss, F.linear_cross_entropy, _classes, None))
+_RULES = {function: rule for _, function, rule, _ in _LOSSES}
+_TARGETS = {function: targets for _, function, _, targets in _LOSSES}
 _MISSING = object()
 
 
@@ -215,8 +218,8 @@ def _register(module: type[nn.Module], function: Callable[..., Tensor], rule: Ru
         return rule(**settings, **bound).detach()  # faster than torch.no_grad()
 
 
-for _entry in _LOSSES:
-    _register(*_entry)
+for _module, _function, _rule, _ in _LOSSES:
+    _register(_module, _function, _rule)
 
 
 @loss_weight.register(nn.AdaptiveLogSoftmaxWithLoss)
@@ -225,7 +228,7 @@ def _weigh_adaptive(criterion: Any, output: Any, *targets: Any) -> Tensor:
 
 
 # Handlers of torch's losses. A handler that a user registers for one of them replaces it here.
-_FORMS = {loss_weight.dispatch(module): (module, form) for module, form, _ in _LOSSES}
+_FORMS = {loss_weight.dispatch(module): (module, form) for module, form, _, _ in _LOSSES}
 FUNCTIONS = types.FunctionType, types.BuiltinFunctionType
 
 
@@ -264,10 +267,19 @@ def find_torch_loss(criterion: Any) -> Rule | None:
     return form if module is not None and type(function).forward is module.forward else None
 
 
+def targets_of(criterion: Any) -> Targets | None:
+    """Returns the kind of targets that a loss of torch takes: class indices, or tensors shaped like the output.
+
+    None for losses with several targets or with targets that the output does not determine, and for other criteria.
+    """
+    function = find_torch_loss(criterion)
+    return None if function is None else _TARGETS[function]
+
+
 def weight_of_targets(criterion: Any, targets: tuple[Any, ...]) -> Tensor | None:
     """Returns :func:`loss_weight` if it depends on the targets alone, otherwise None."""
     function, arguments, settings = unwrap(criterion)
-    if find_torch_loss(criterion) not in (F.cross_entropy, F.nll_loss) or arguments or len(targets) != 1:
+    if targets_of(criterion) != "classes" or arguments or len(targets) != 1:
         return None
     class_weights = settings.get("weight", getattr(function, "weight", None))
     if class_weights is not None or not isinstance(targets[0], Tensor) or targets[0].is_floating_point():

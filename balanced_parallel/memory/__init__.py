@@ -1,4 +1,4 @@
-"""The memory of a training step, before it runs: :func:`estimate` says what it needs, :func:`plan` how it fits."""
+"""The memory of a training step before it runs: :func:`estimate` predicts it, :func:`plan` makes a batch fit."""
 
 from .estimation import estimate
 from .planning import MemoryPlan, plan

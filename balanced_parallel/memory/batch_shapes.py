@@ -11,10 +11,12 @@ __all__: list[str] = []
 
 
 def parse_shape(text: str, dtype: torch.dtype) -> tuple[tuple[int, ...], torch.dtype]:
-    """Sizes and dtype of one row: ``"3x224x224"``, ``"128:int64"``; no sizes, as in ``":int64"``, is one number per row.
+    """Returns the sizes and the dtype of one row, such as ``"3x224x224"`` or ``"128:int64"``.
+
+    Without sizes, as in ``":int64"``, a row is one number.
 
     Raises:
-        ValueError: it is none, or there is no such dtype.
+        ValueError: the text is not a shape, or torch has no such dtype.
     """
     sizes, colon, name = text.partition(":")
     if colon:
@@ -24,20 +26,27 @@ def parse_shape(text: str, dtype: torch.dtype) -> tuple[tuple[int, ...], torch.d
         dtype = found
     numbers = [int(size) for size in sizes.split("x")] if re.fullmatch(r"\d+(x\d+)*", sizes) else []
     if (not numbers and (sizes or not colon)) or 0 in numbers:
-        raise ValueError(f"{text!r} is no shape of a row, expected sizes such as 3x224x224, 128:int64, or :int64 for one number")
+        raise ValueError(
+            f"{text!r} is not the shape of a row, expected sizes such as 3x224x224, 128:int64, or :int64 for one number"
+        )
     return tuple(numbers), dtype
 
 
 def build_batch(texts: Sequence[str], rows: int, dim: int, dtype: torch.dtype) -> Any:
-    """A tensor for one shape, a tuple for several. With places, as in ``mask=128`` or ``pair.0=4``, a name is a key of a mapping,
-    a number an index of a tuple.
+    """Returns a tensor for one shape and a tuple for several, on the meta device.
+
+    Shapes may have key paths, as in ``mask=128`` or ``pair.0=4``. A name is a key of a mapping, a number an index of a tuple.
 
     Args:
-        texts: shapes of one row, as for :func:`parse_shape`, each with a place or none with one.
+        texts: shapes of one row, as for :func:`parse_shape`: all with a key path, or none.
         dim: the dimension of the rows, which the shapes leave out.
 
     Raises:
-        ValueError: a shape or a place is none, or places contradict each other.
+        ValueError: a shape or a key path is malformed, or key paths contradict each other.
+
+    Example:
+        >>> {name: tuple(tensor.shape) for name, tensor in build_batch(["ids=128", "mask=128"], 4, 0, torch.int64).items()}
+        {'ids': (4, 128), 'mask': (4, 128)}
     """
     named = [text.partition("=") for text in texts]
     places = [place for place, equals, _ in named if equals]
@@ -63,7 +72,9 @@ def _tensor(text: str, rows: int, dim: int, dtype: torch.dtype) -> Tensor:
 def _put(tree: dict[str, Any], place: str, tensor: Tensor) -> None:
     *above, last = place.split(".")
     if not all(part.isidentifier() or part.isdecimal() for part in (*above, last)):
-        raise ValueError(f"{place!r} is no place of an input, expected names and numbers with dots between, as mask or pair.0")
+        raise ValueError(
+            f"{place!r} is not a place in the input, expected names and numbers with dots between, as mask or pair.0"
+        )
     for part in above:
         tree = tree.setdefault(part, {})
         if isinstance(tree, Tensor):
@@ -74,7 +85,7 @@ def _put(tree: dict[str, Any], place: str, tensor: Tensor) -> None:
 
 
 def _close(tree: Any, place: str) -> Any:
-    """Mappings whose keys are numbers, as tuples."""
+    """Replaces mappings whose keys are numbers by tuples."""
     if isinstance(tree, Tensor):
         return tree
     closed = {key: _close(value, f"{place}{key}.") for key, value in tree.items()}

@@ -1,8 +1,12 @@
-"""A replay of torch's caching allocator: what it reserves for a sequence of allocations, and the capacity that suffices.
+"""A replay of torch's caching allocator: the memory that it reserves for a sequence of allocations.
 
-The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` with its defaults, on one stream: blocks of 512 bytes; up to 1 MiB
-from segments of 2 MiB, below 10 MiB from segments of 20 MiB, larger ones from segments of their own, rounded to 2 MiB; best
-fit, split and merged. Not seen on a GPU yet.
+The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` with its defaults, on one stream. Sizes are rounded to 512 bytes.
+Free blocks are chosen by best fit, split, and merged with free neighbours. Not compared with a GPU yet.
+
+    size of a block      segment
+    up to 1 MiB          2 MiB
+    up to 10 MiB         20 MiB
+    larger               its own, rounded to 2 MiB
 """
 
 import bisect
@@ -21,7 +25,7 @@ class CachingAllocator:
     """Segments, and the free blocks in them.
 
     Args:
-        capacity: bytes that segments may have together; where a new one is beyond it, free segments are given back first.
+        capacity: total bytes of all segments. Free segments are released before a new one exceeds it.
     """
 
     def __init__(self, capacity: int | None = None) -> None:
@@ -34,7 +38,7 @@ class CachingAllocator:
         self._used: dict[int, Free] = {}
 
     def allocate(self, key: int, size: int) -> bool:
-        """Whether there is room for ``size`` bytes, which are then in use as ``key``."""
+        """Takes ``size`` bytes under the name ``key``. Returns False if they do not fit."""
         if size == 0:
             return True
         size = -(-size // 512) * 512
@@ -51,7 +55,7 @@ class CachingAllocator:
         return True
 
     def release(self, key: int) -> None:
-        """Gives back what is in use as ``key``."""
+        """Frees the bytes that were allocated under the name ``key``."""
         block = self._used.pop(key, None)
         if block is None:
             return
@@ -88,7 +92,7 @@ class CachingAllocator:
     def _new_segment(self, small: bool, size: int) -> Free | None:
         length = _SMALL_SEGMENT if small else _MEDIUM_SEGMENT if size < _MEDIUM else -(-size // _ROUND) * _ROUND
         if self.capacity is not None and self.reserved + length > self.capacity:
-            self._give_back()
+            self._release_free_segments()
             if self.reserved + length > self.capacity:
                 return None
         self._segments.append(length)
@@ -96,17 +100,20 @@ class CachingAllocator:
         self.peak = max(self.peak, self.reserved)
         return length, len(self._segments) - 1, 0
 
-    def _give_back(self) -> None:
+    def _release_free_segments(self) -> None:
         for small, free in self._free.items():
-            whole = [one for one in free if one[0] == self._segments[one[1]]]
-            for block in whole:
+            for block in [block for block in free if block[0] == self._segments[block[1]]]:
                 self._remove(small, block)
                 self.reserved -= block[0]
 
 
 def replay(events: Iterable[int], sizes: list[int], capacity: int | None = None) -> int | None:
-    """Bytes reserved at most for a sequence of events (``+n`` allocates block ``n``, counted from 1, ``-n`` releases it); None
-    where ``capacity`` does not suffice."""
+    """Returns the maximum of reserved bytes over a sequence of events; None if ``capacity`` does not suffice.
+
+    Args:
+        events: ``+n`` allocates block ``n``, counted from 1, and ``-n`` releases it.
+        sizes: bytes of each block.
+    """
     allocator = CachingAllocator(capacity)
     for event in events:
         if event < 0:

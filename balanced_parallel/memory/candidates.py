@@ -1,4 +1,4 @@
-"""One way to run an effective batch: what it needs on each device, and what it costs. The rows of a plan's table."""
+"""One way to run an effective batch, with its memory per device and its cost: a row of a plan's table."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -13,29 +13,30 @@ from ..diagnostics.doctor import batch_norms
 from ..runtime.byte_sizes import format_bytes
 from .errors import UnknownMemory
 from .extrapolation import Lines
-from .trace.tracer import Request, Trace, run_traces
+from .request import Request
+from .trace.tracer import Trace, run_traces
 
 __all__: list[str] = []
 
-SCALARS = 4096  # TrainStep's sums of losses and weights, which are in no trace
+SCALARS = 4096  # bytes for the loss sums and weights of TrainStep, which no trace has
 BASE = 2  # rows per device in the first of two traces
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Bytes and rows per device.
+    """One row of the table. Sizes are bytes, one entry per device.
 
     Attributes:
-        micro_batch_size: the most rows of a device in one forward; 0 where not even one fits.
-        micro_batches: how many make an update.
-        split: the weight of each device, where they are unequal.
-        checkpoint: the names of the modules whose activations are computed again in the backward.
-        peak: in use at most; ``reserved`` is what the allocator has to have for it.
-        saved: of the peak of the whole batch at once, by the plain replicas.
-        recomputed: operations that are made twice, as a fraction of those of the step without.
-        traffic: bytes in and out of the busiest device per update, for parameters and gradients.
-        changes_result: whether loss and gradients are those of another arithmetic.
-        statistics: of which rows batch norm takes them, where these are not all: ``"replica"`` or ``"micro-batch"``.
+        micro_batch_size: the most rows of a device in one forward; 0 if not even one row fits.
+        micro_batches: number per update.
+        split: the weight of each device; None for equal shares.
+        checkpoint: names of the modules whose activations are recomputed in the backward.
+        peak: maximum in use. ``reserved`` is the memory that the allocator takes from the device for it.
+        saved: bytes below the peak of plain replicas that run the whole batch at once.
+        recomputed: operations that run twice, as a fraction of those of a step without recomputation.
+        traffic: bytes to and from the busiest device per update, for parameters and gradients.
+        changes_result: the loss and the gradients are computed in another precision.
+        statistics: rows that batch norm takes its statistics from: ``"replica"`` or ``"micro-batch"``; None for all rows.
     """
 
     name: str
@@ -56,7 +57,7 @@ class Choice:
 
     @property
     def exact(self) -> bool:
-        """True if loss and gradients are those of the plain program on the whole batch, up to rounding."""
+        """True if the loss and the gradients are those of the plain program on the whole batch, up to rounding."""
         return not self.changes_result and self.statistics is None
 
     @property
@@ -66,13 +67,13 @@ class Choice:
 
 
 def choice_of(values: dict[str, Any]) -> Choice:
-    """The choice that was written as JSON."""
+    """Returns the choice that was written as JSON."""
     settings: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     return Choice(**settings)
 
 
 def row_of(choice: Choice) -> list[str]:
-    """For a table."""
+    """Returns the cells of a choice in the table of a plan."""
     rows = " + ".join(f"{weight:.0f}" for weight in choice.split) if choice.split else f"{choice.micro_batch_size} per device"
     return [
         choice.name,
@@ -88,13 +89,13 @@ def row_of(choice: Choice) -> list[str]:
 
 
 def _result_of(choice: Choice) -> str:
-    said = ["other arithmetic"] * choice.changes_result
-    said += [f"batch norm by {choice.statistics}"] if choice.statistics else []
-    return ", ".join(said) or "exact"
+    differences = ["other arithmetic"] * choice.changes_result
+    differences += [f"batch norm by {choice.statistics}"] if choice.statistics else []
+    return ", ".join(differences) or "exact"
 
 
 def statistics_of(module: nn.Module, devices: int, micro_batches: int) -> str | None:
-    """Names the rows that the batch norms of ``module`` take statistics of, if these are not all rows of the batch."""
+    """Returns which rows the batch norms of ``module`` take statistics from; None for all rows of the batch."""
     if devices > 1 and batch_norms(module, over_all_rows=False):
         return "replica"
     if micro_batches > 1 and any(batch_norms(module, over_all_rows=over_all) for over_all in (False, True)):
@@ -104,7 +105,7 @@ def statistics_of(module: nn.Module, devices: int, micro_batches: int) -> str | 
 
 @dataclass(frozen=True)
 class Option:
-    """What a choice can be made of, before it is known how many rows fit."""
+    """The settings of a choice, before the number of rows that fit is known."""
 
     balanced: bool
     blocks: tuple[str, ...]
@@ -113,12 +114,18 @@ class Option:
 
     @property
     def name(self) -> str:
-        said = ["BalancedOptimizer"] * self.balanced + ["checkpointed blocks"] * bool(self.blocks)
-        return ", ".join([*said, *([self.precision] if self.changes_result else [])]) or "replicas"
+        """The settings as text."""
+        settings = ["BalancedOptimizer"] * self.balanced + ["checkpointed blocks"] * bool(self.blocks)
+        return ", ".join([*settings, *([self.precision] if self.changes_result else [])]) or "replicas"
 
 
 class Measured:
-    """An option's memory as lines in the rows: for one micro-batch per update, and for several."""
+    """The memory of an option as lines in the rows: for one micro-batch per update, and for several.
+
+    Args:
+        request: traced with the settings of ``option``.
+        capacity: bytes of each device.
+    """
 
     def __init__(self, request: Request, option: Option, capacity: tuple[int, ...]) -> None:
         self.option, self.capacity = option, capacity
@@ -128,20 +135,27 @@ class Measured:
         self._lines: dict[int, Lines] = {}
 
     def lines(self, micro_batches: int) -> Lines:
+        """Returns the lines for a number of micro-batches per update, traced at the first call."""
         several = min(micro_batches, 2)
         if several not in self._lines:
             measure([self], several)
         return self._lines[several]
 
     def is_measured(self, several: int) -> bool:
+        """Returns True if the traces for ``several`` micro-batches (1 or 2) exist."""
         return several in self._lines
 
     def jobs(self, several: int) -> list[tuple[Request, int]]:
-        """What has to be traced for one micro-batch per update, or for several."""
-        request = dataclasses.replace(self.request, micro_batches=several)  # of replicas, one that adds and reduces tells all
+        """Returns the traces that ``several`` micro-batches (1 or 2) per update need."""
+        request = dataclasses.replace(self.request, micro_batches=several)  # with replicas, one that adds and reduces is enough
         return [(request, BASE * request.devices), (request, 2 * BASE * request.devices)]
 
     def take(self, several: int, first: Trace, second: Trace) -> None:
+        """Takes the results of :meth:`jobs`.
+
+        Raises:
+            ValueError: memory is not affine in the rows.
+        """
         devices = self.request.devices
         self._lines[several] = Lines(first, second, self.request.kind, devices, devices)
         if not self._lines[several].is_affine:
@@ -152,12 +166,12 @@ class Measured:
 
     @property
     def flops(self) -> float:
-        """Operations per row, of whichever trace there is."""
+        """Operations per row, from any trace."""
         first = next(iter(self._lines.values())).first
         return first.flops / (first.rows * first.micro_batches)
 
     def most_rows(self, device: int, micro_batches: int, share: int) -> int:
-        """Rows that fit on a device in one forward, at most ``share``."""
+        """Returns the rows that fit on a device in one forward, at most ``share``."""
         low, high = 0, share + 1
         while high - low > 1:
             middle = (low + high) // 2 if low or high <= share else share
@@ -165,23 +179,26 @@ class Measured:
         return low
 
     def may_fit_at_once(self, share: int, several: int) -> bool:
-        """Returns True if known lines leave it open that some option runs the batch in one micro-batch. It needs less than
-        several do, and sharding saves something, both at most what holds gradients."""
+        """Returns False if the lines for ``several`` micro-batches show that no option runs the batch in one micro-batch.
+
+        One micro-batch needs less memory than several, and sharding saves more. Both save at most the bytes of the gradients.
+        """
         gradients: int = 2 * sum(parameter.nbytes for parameter in self.request.module.parameters())
         peaks = [self.lines(several).peak(i, share * self.request.devices) for i in range(self.request.devices)]
         return sum(peaks) <= sum(self.capacity) + gradients * self.request.devices
 
     def fits_at_once(self, batch_size: int) -> bool:
-        """Returns True if equal devices hold the whole batch in one micro-batch."""
+        """Returns True if the whole batch fits equal devices in one micro-batch."""
         share = -(-batch_size // self.request.devices)
         return all(self.reserved(i, share, 1, limit) is not None for i, limit in enumerate(self.capacity))
 
     def reserved(self, device: int, rows: int, micro_batches: int, capacity: int | None = None) -> int | None:
+        """Returns the bytes that a device reserves for ``rows`` rows of its own; None if ``capacity`` does not suffice."""
         limit = None if capacity is None else capacity - SCALARS
         return self.lines(micro_batches).reserved(device, rows * self.request.devices, limit)
 
     def choose(self, batch_size: int, plain: "Measured") -> Choice:
-        """The fewest micro-batches with which ``batch_size`` rows fit."""
+        """Returns the choice with the fewest micro-batches in which ``batch_size`` rows fit."""
         devices = range(self.request.devices)
         unequal = len(set(self.capacity)) > 1
         share = -(-batch_size // len(devices))
@@ -221,9 +238,15 @@ class Measured:
 
 
 def measure_what_decides(options: Sequence[Measured], batch_size: int, plain: Measured) -> None:
-    """Traces each of ``options`` for one micro-batch per update, where the batch may fit at once, and for several only where it
-    does not. Of unequal devices the rows depend on the traces, so that several come first; and where plain replicas, which
-    are not among ``options``, do not fit, the whole batch hardly will."""
+    """Traces each of ``options``, for one micro-batch per update or for several.
+
+    One micro-batch comes first if the batch may fit at once, and several only if it does not. Several come first on unequal
+    devices, where the rows of each depend on the traces. The same holds if plain replicas did not fit and are not among
+    ``options``: the whole batch is unlikely to fit then.
+
+    Args:
+        plain: the option without any saving.
+    """
     if len(set(plain.capacity)) > 1 or plain not in options:
         measure(options, 2)
         return
@@ -234,7 +257,7 @@ def measure_what_decides(options: Sequence[Measured], batch_size: int, plain: Me
 
 
 def measure(options: Sequence[Measured], several: int) -> None:
-    """Traces all of them together."""
+    """Traces all of ``options`` together."""
     jobs = [job for option in options for job in option.jobs(several)]
     if not jobs:
         return
@@ -256,8 +279,9 @@ def _holds(batch_size: int, rows: list[int], unequal: bool) -> bool:
 
 
 def _traffic(request: Request, balanced: bool) -> int:
-    """Reduce-scatter and all-gather, ``4 (n - 1) / n`` times the parameters; else ``n - 1`` copies out of the first device, and
-    as many gradients into it."""
+    """Returns bytes per update: ``4 (n - 1) / n`` times the parameters for a reduce-scatter and an all-gather.
+
+    Without a balanced optimizer, the first device sends ``n - 1`` copies and receives as many gradients."""
     size: int = sum(parameter.nbytes for parameter in request.module.parameters())
     n = request.devices
     return 4 * (n - 1) * size // n if balanced else 2 * (n - 1) * size

@@ -1,4 +1,4 @@
-"""The capacity of a device and the number of devices that would do, where nothing fits."""
+"""The capacity of a device and the number of devices that a batch needs, if nothing fits."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -7,12 +7,15 @@ from .candidates import SCALARS, Measured, measure
 
 __all__: list[str] = []
 
-TRACED_DEVICES = 16  # more of them take long
+TRACED_DEVICES = 16  # more take long to trace
 
 
 def what_would_fit(measured: Sequence[Measured], capacity: int) -> tuple[int, int | None]:
-    """The capacity at which one row per device fits, and the number of devices at which it fits this one: what is spread falls
-    with their number, ``fixed + spread / n``. Up to 16 that is traced, and the neighbours tried."""
+    """Returns the capacity at which one row per device fits, and the number of devices at which it fits ``capacity``.
+
+    With :class:`BalancedOptimizer`, the memory of one of ``n`` devices is ``fixed + sharded / n``. Two traces give both terms.
+    The result, up to 16 devices, is traced too, with its neighbours. The number is None if no number of devices suffices.
+    """
 
     def lowest(each: Measured) -> int:
         return max(each.reserved(i, 1, 2) or 0 for i in range(each.request.devices)) + SCALARS
@@ -33,11 +36,11 @@ def what_would_fit(measured: Sequence[Measured], capacity: int) -> tuple[int, in
         return lowest(counted[count])
 
     trace(2, 4)
-    share = (lowest_of(2) - lowest_of(4)) * 4  # of 1 / n, which falls from 1 / 2 to 1 / 4
-    room = capacity - (lowest_of(4) - share // 4)
-    if room <= 0 or share <= 0:
+    sharded = (lowest_of(2) - lowest_of(4)) * 4  # 1 / n falls from 1 / 2 to 1 / 4
+    free = capacity - (lowest_of(4) - sharded // 4)
+    if free <= 0 or sharded <= 0:
         return lowest(least), None
-    count = max(least.request.devices + 1, -(-share // room))
+    count = max(least.request.devices + 1, -(-sharded // free))
     if least.request.devices + 1 < count <= TRACED_DEVICES:
         trace(count - 1, count)
     while count < TRACED_DEVICES and lowest_of(count) > capacity:

@@ -1,6 +1,6 @@
-"""What is known of devices before there is one: how memory is rounded, and what a process needs beside tensors.
+"""Constants of devices: the rounding of allocations, and memory of a process that no tensor holds.
 
-The constants of GPUs are from documents and source, and assumed: nothing here was measured on a GPU yet.
+Those of GPUs are assumed from documents and source code. None was measured on a GPU yet.
 """
 
 from dataclasses import dataclass
@@ -14,27 +14,30 @@ __all__: list[str] = []
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """A kind of device. Bytes.
+    """A kind of device. Sizes are bytes.
 
-    ``rounds_to``: the allocator's smallest block. ``workspace``: what cuBLAS takes from the allocator at the first product.
-    ``context``: what the driver and the kernels take outside of the allocator. ``segments``: whether memory is handed out of
-    larger segments, which may stay partly empty. ``like_cuda``: autocast, dropout and optimizers choose what they choose on
-    CUDA. ``fuses``: so does attention. ``scratch``: what
-    operators allocate for themselves can be measured here.
+    Attributes:
+        rounds_to: the allocator's smallest block.
+        workspace: memory of cuBLAS, allocated at the first matrix product.
+        context: memory of the driver and of kernels, outside of the allocator.
+        segments: the allocator hands out parts of larger segments, which may stay partly empty.
+        like_cuda: autocast, dropout and optimizers choose the same operators as on CUDA.
+        fuses: attention and recurrent layers use fused kernels, as on CUDA.
+        scratch: scratch memory of operators can be measured on this machine.
     """
 
     name: str
     capacity: int | None
     rounds_to: int = 512  # c10/core/AllocatorConfig.h, kMinBlockSize
     workspace: int = 4096 * 1024 * 2 + 16 * 1024 * 8  # aten/src/ATen/cuda/CUDABlas.cpp, ":4096:2:16:8"
-    context: int = 500 * 2**20  # no vendor's document has a number: about what nvidia-smi shows for an idle process
+    context: int = 500 * 2**20  # not documented; about the number that nvidia-smi shows for an idle process
     segments: bool = True
     like_cuda: bool = True
     fuses: bool = True
     scratch: bool = False
 
     def sources(self) -> dict[str, str]:
-        """Where the constants are from."""
+        """Returns the sources of the constants, by name."""
         return {
             "workspace": "assumed: cuBLAS's default of torch's CUDABlas.cpp; seen by others, discuss.pytorch.org/t/178671",
             "context": "assumed: no document has a number; state free bytes from torch.cuda.mem_get_info where there is a GPU",
@@ -58,17 +61,17 @@ KINDS = {
         DeviceKind("rtx3090", 24 * GIB),
         DeviceKind("v100", 32 * GIB),
         DeviceKind("t4", 16 * GIB),
-        DeviceKind("sim", None, workspace=0, context=0, segments=False, fuses=False),  # what simulate() counts
+        DeviceKind("sim", None, workspace=0, context=0, segments=False, fuses=False),  # as simulate() counts
         DeviceKind("cpu", None, rounds_to=1, workspace=0, context=0, segments=False, like_cuda=False, fuses=False, scratch=True),
     )
 }
 
 
 def find_kind(name: str | None) -> DeviceKind:
-    """The kind of that name; of this machine's accelerator where none is given, else an H200.
+    """Returns the kind of that name. ``None`` is the kind of this machine's accelerator, else an H200.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: no kind has that name.
     """
     if name is None:
         device = visible_devices()[0]

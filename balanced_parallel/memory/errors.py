@@ -1,9 +1,9 @@
-"""The error for what cannot be told beforehand."""
+"""The error of estimates that depend on values."""
 
 __all__: list[str] = []
 
-HINT = "give memory.estimate a module that does without it (a size as a plain number, a mask that multiplies)"
+HINT = "give memory.estimate a module without it (a size as a plain number, a mask that multiplies)"
 
 
 class UnknownMemory(ValueError):
-    """The memory of an operator cannot be told without values."""
+    """The memory of an operator depends on values, and fake tensors have none."""

@@ -1,4 +1,4 @@
-"""``memory.estimate``: what an update needs on each device, before there is a device."""
+"""``memory.estimate``: the memory of an update on each device, predicted without a device."""
 
 import collections
 import functools
@@ -8,23 +8,15 @@ from typing import Any
 
 import torch
 
-from ..batch.microbatches import as_arguments, count_micro_batches
-from ..batch.nested import spread
-from ..batch.row_marks import Arguments
-from ..batch.rows import count_rows
-from ..runtime.precision import Precision
-from ..savings.activation_checkpointing import find_blocks
-from .device_specs import DeviceKind, find_kind
+from .device_specs import DeviceKind
 from .errors import UnknownMemory
 from .extrapolation import Lines
 from .operators.rnn import SOURCE as RECURRENCE
 from .report import PARTS, Holder, MemoryReport
-from .trace.strategies import OptimizerChoice
-from .trace.tracer import Request, Trace, run_traces
+from .request import Request
+from .trace.tracer import Trace, run_traces
 
 __all__: list[str] = []
-
-LAYOUTS = ("single", "replicas", "ddp", "fsdp", "torch_data_parallel")
 
 
 def estimate(
@@ -46,118 +38,87 @@ def estimate(
     dim: int = 0,
     scalar: int | float | bool | None = None,
 ) -> MemoryReport:
-    """Runs two updates on tensors without memory, in a process of their own, and counts. Nothing of the caller's is touched.
+    """Predicts the memory of an update on each device.
 
-    The update is ``criterion(module(inputs), targets).backward()`` and ``optimizer.step()``; inputs that are a tuple are spread
-    over the module's arguments, a mapping over its keyword arguments; targets that are a tuple over the criterion's.
+    Two updates run on fake tensors, in processes of their own, and every allocation is counted. Objects of the caller do not
+    change. The update is ``criterion(module(inputs), targets).backward()`` and ``optimizer.step()``. A tuple of inputs is spread
+    over the arguments of the module, a mapping over its keyword arguments, and a tuple of targets over the arguments of the
+    criterion after the output.
 
     Args:
         module: on any device, ``meta`` included.
         criterion: a module or a function of output and targets.
-        inputs, targets: real, meta or fake tensors with rows along ``dim``: what a process passes to one step.
+        inputs, targets: real, meta or fake tensors with rows along ``dim``: the batch of one process.
         optimizer: a class of ``torch.optim``, a ``functools.partial`` of one, or a function of the parameters.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``: autocast, as in :class:`TrainStep`.
-        micro_batch_size: rows per device in one forward; ``None`` is all of them.
-        accumulate: how many times such a batch is added before the update.
+        micro_batch_size: rows per device in one forward. ``None`` is a device's whole share.
+        accumulate: number of such batches per update.
         layout: ``"single"``, the plain program on one device; ``"replicas"``, :class:`DataParallelModel`; ``"ddp"`` and
             ``"fsdp"``, one rank of several, with ``inputs`` of its own; ``"torch_data_parallel"``, ``nn.DataParallel``.
-        devices: how many, or how many ranks.
-        balanced_optimizer: :class:`BalancedOptimizer`, which under ddp is torch's ZeroRedundancyOptimizer.
+        devices: number of devices, or of ranks.
+        balanced_optimizer: uses :class:`BalancedOptimizer`, which under ddp is torch's ``ZeroRedundancyOptimizer``.
         checkpoint: ``"blocks"`` for activation checkpointing of the module's repeated blocks, or names of submodules.
-        device_kind: ``"h200"``, ``"a100"``, ..., ``"cpu"``, or ``"sim"`` for what :func:`simulate` counts; ``None`` is this
-            machine's accelerator, else ``"h200"``.
+        device_kind: ``"h200"``, ``"a100"``, ..., ``"cpu"``, or ``"sim"`` for the devices of :func:`simulate`. ``None`` is the
+            accelerator of this machine, else ``"h200"``.
         split: the weight of each device, as in :class:`DataParallelModel`.
         dim: the dimension of the rows in inputs, outputs and targets.
-        scalar: what the module finds where it reads a value of a tensor (``.item()``, ``if``); without it that is an error.
+        scalar: the result where the module reads a value of a tensor (``.item()``, ``if``). Without it such a read is an error.
 
     Raises:
-        ValueError: a setting out of its range; inputs without rows; an operator whose memory depends on values.
-        BaseException: what the module, the criterion or the optimizer raise on these shapes.
+        ValueError: a setting is out of its range; the inputs have no rows; the memory of an operator depends on values.
+        BaseException: the module, the criterion or the optimizer raised it on these shapes.
+
+    Example:
+        >>> net = torch.nn.Linear(256, 10)
+        >>> batch = torch.zeros(8, 256), torch.zeros(8, dtype=torch.int64)
+        >>> report = estimate(net, torch.nn.CrossEntropyLoss(), *batch, device_kind="cpu")
+        >>> report.parts[0]["parameters"], report.parts[0]["optimizer state"]
+        (10280, 20568)
     """
-    kind = find_kind(device_kind)
-    Precision(precision)
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout={layout!r}, expected one of {', '.join(LAYOUTS)}")
-    for name, number in {"devices": devices, "accumulate": accumulate, "micro_batch_size": micro_batch_size or 1}.items():
-        if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-            raise ValueError(f"{name}={number!r}, expected a positive number")
-    if layout == "single" and devices > 1:
-        raise ValueError(f"devices={devices} with layout='single', expected one device, or another layout")
-    if balanced_optimizer and layout not in ("replicas", "ddp"):
-        raise ValueError(f"balanced_optimizer=True with layout={layout!r}, expected 'replicas' or 'ddp'")
-    arguments, following, rows = read_batch(inputs, targets, dim)
-    over = devices if layout in ("replicas", "torch_data_parallel") else 1
-    count = count_micro_batches(rows, micro_batch_size, split or over)
-    request = Request(
-        module=module,
-        criterion=criterion,
-        inputs=arguments,
-        targets=following,
-        rows=rows,
-        optimizer=OptimizerChoice(optimizer, foreach=kind.like_cuda),
+    request = Request.of(
+        module,
+        criterion,
+        inputs,
+        targets,
+        optimizer=optimizer,
         precision=precision,
-        micro_batches=count * accumulate,
-        batches=accumulate,
+        micro_batch_size=micro_batch_size,
+        accumulate=accumulate,
         layout=layout,
         devices=devices,
-        balanced=balanced_optimizer,
-        blocks=checkpointed(module, checkpoint),
-        shards=find_blocks(module) if layout == "fsdp" else (),
-        split=None if split is None else tuple(split),
-        kind=kind,
+        balanced_optimizer=balanced_optimizer,
+        checkpoint=checkpoint,
+        device_kind=device_kind,
+        split=split,
         dim=dim,
         scalar=scalar,
     )
-    return report_of(request, -(-rows // count), step=1 if split is not None else over)
+    return report_of(request, request.rows_per_micro_batch)
 
 
-def read_batch(inputs: Any, targets: Any, dim: int) -> tuple[Arguments, tuple[Any, ...], int]:
-    """The arguments of the module, what follows the output in those of the criterion, and how many rows there are.
-
-    Raises:
-        ValueError: there are none.
-    """
-    arguments = as_arguments(inputs)
-    if rows := count_rows(arguments, dim):
-        return arguments, spread(targets), rows
-    raise ValueError(f"the inputs have no rows, expected tensors with rows along dimension {dim}")
-
-
-def checkpointed(module: torch.nn.Module, checkpoint: str | Iterable[str] | None) -> tuple[str, ...]:
-    """The names of the modules to checkpoint.
-
-    Raises:
-        ValueError: the module has no repeated blocks.
-    """
-    if checkpoint is None:
-        return ()
-    if checkpoint != "blocks":
-        return (checkpoint,) if isinstance(checkpoint, str) else tuple(checkpoint)
-    if blocks := find_blocks(module):
-        return blocks
-    raise ValueError("checkpoint='blocks', but the module has no repeated blocks: expected names of submodules, or None")
-
-
-def report_of(request: Request, rows: int, step: int) -> MemoryReport:
-    """Traces micro-batches of ``rows`` rows, and of twice as many."""
+def report_of(request: Request, rows: int) -> MemoryReport:
+    """Traces micro-batches of ``rows`` rows, and of twice as many, and makes the report."""
+    step = request.row_step
     base = -(-max(rows, 2) // step) * step  # one row is a special case for torch: broadcasting, strides
-    traces, why = _trace_lines(request, sorted({rows, base, 2 * base}))
+    traces, reason = _trace_lines(request, sorted({rows, base, 2 * base}))
     mine = Lines(traces[0], None, request.kind, request.devices, 1)
     lines = Lines(traces[-2], traces[-1], request.kind, request.devices, step, request.split) if len(traces) > 1 else mine
     if not lines.is_affine:
-        warnings.warn(f"{why}, so memory is no line in the rows: at() and largest() trace each number of them", stacklevel=3)
+        warnings.warn(
+            f"{reason}, so memory is not affine in the rows: at() and largest() trace each number of rows", stacklevel=3
+        )
     return make_report(request, rows, mine, None, lines)
 
 
 def make_report(request: Request, rows: int, mine: Lines, asked: Sequence[int] | None, lines: Lines) -> MemoryReport:
-    """The report on micro-batches of ``rows`` rows.
+    """Makes the report of micro-batches of ``rows`` rows.
 
     Args:
-        mine, asked: lines, and the rows to read them at for each device; ``None`` reads the rows that were traced.
+        mine: the lines of this number of rows.
+        asked: for each device, the rows at which to read ``mine``. ``None`` reads at the rows that were traced.
         lines: for other numbers of rows.
     """
-    # ranks are alike; of the replicas each is traced
-    traced = range(request.devices) if request.layout in ("replicas", "torch_data_parallel") else [0] * request.devices
+    traced = request.layout.traced_devices(request.devices)
     read = [(i, None if asked is None else asked[i]) for i in traced]
 
     @functools.cache
@@ -165,15 +126,15 @@ def make_report(request: Request, rows: int, mine: Lines, asked: Sequence[int] |
         return Lines(run_traces([(request, count)])[0], None, request.kind, request.devices, 1)
 
     def peak_at(count: int) -> tuple[int, ...]:
-        # one row broadcasts, and has other strides; oneDNN rounds the workspace of a recurrent layer up in its own way
+        # one row broadcasts and has other strides; oneDNN rounds the workspace of a recurrent layer in its own way
         special = count == 1 or not lines.is_affine or _has(mine.first, "mkldnn_rnn_layer")
         return tuple(trace_at(count).peak(i) if special else lines.peak(i, count) for i in traced)
 
     def most_rows(limits: Sequence[int]) -> int | None:
         if not lines.is_affine:
             return 2**20
-        found = [lines.most_rows(i, limit) for i, limit in zip(traced, limits, strict=True)]
-        return min((most for most in found if most is not None), default=None)
+        per_device = [lines.most_rows(i, limit) for i, limit in zip(traced, limits, strict=True)]
+        return min((most for most in per_device if most is not None), default=None)
 
     def fits(count: int, limits: Sequence[int]) -> bool:
         known, at = (lines, count) if lines.is_affine else (trace_at(count), None)
@@ -181,7 +142,7 @@ def make_report(request: Request, rows: int, mine: Lines, asked: Sequence[int] |
         return all(known.reserved(i, at, limit) is not None for i, limit in asking)
 
     return MemoryReport(
-        layout=request.layout,
+        layout=request.layout.name,
         device_kind=request.kind.name,
         precision=request.precision,
         devices=request.devices,
@@ -214,15 +175,16 @@ def _has(trace: Trace, operator: str) -> bool:
 
 
 def _trace_lines(request: Request, counts: Sequence[int]) -> tuple[list[Trace], str]:
-    """A trace for each of ``counts``; where the module does not take the others, only for the first. And what to say if their
-    memory is no line."""
+    """Returns a trace for each of ``counts``, and the reason for a warning if they do not make a line.
+
+    If the module refuses the larger numbers of rows, the only trace is that of the first."""
     try:
         return run_traces([(request, count) for count in counts]), "twice the rows ran other operators"
     except UnknownMemory:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever a module raises
-        alone = run_traces([(request, counts[0])])  # raises it again, if it is not for the number of rows
-        return alone, f"with {counts[-1]} rows the module raises {type(error).__name__}: {error}"
+    except Exception as error:  # noqa: BLE001 - a module may raise anything
+        first = run_traces([(request, counts[0])])  # raises again if the number of rows is not the cause
+        return first, f"with {counts[-1]} rows the module raises {type(error).__name__}: {error}"
 
 
 def _parts(lines: Lines, device: int, rows: int | None) -> dict[str, int]:
@@ -235,7 +197,7 @@ def _parts(lines: Lines, device: int, rows: int | None) -> dict[str, int]:
 
 
 def _holders(lines: Lines, device: int, rows: int | None, most: int = 12) -> tuple[Holder, ...]:
-    held: collections.Counter[tuple[str, str, str]] = collections.Counter()
+    sizes: collections.Counter[tuple[str, str, str]] = collections.Counter()
     for block in lines.blocks_at(device, lines.summit(device, rows)[0], rows):
-        held[block.kind, block.module, block.line or block.operator] += block.size
-    return tuple(Holder(count, *key) for key, count in held.most_common(most))
+        sizes[block.kind, block.module, block.line or block.operator] += block.size
+    return tuple(Holder(size, *key) for key, size in sizes.most_common(most))

@@ -1,7 +1,7 @@
-"""The bytes of every block as a function of the rows, from two traces: the peak for any number of rows without another one.
+"""The peak for any number of rows from two traces: the bytes of every block are a line in the rows.
 
-Each block's size is affine in the rows, so what lives after each event is too, and the peak is the maximum of those lines:
-convex and piecewise linear, which is why one line through two peaks would be wrong.
+The size of each block is affine in the rows, so the total after each event is affine too. The peak is the maximum of these
+lines. It is convex and piecewise linear, so one line through two peaks would be wrong.
 """
 
 import dataclasses
@@ -23,13 +23,18 @@ from .trace.tracer import Trace
 __all__: list[str] = []
 
 Numbers = NDArray[np.int64]
-MEASURED = 16  # calls, those with most in use beside them
+MEASURED = 16  # calls per device, those at the highest levels of memory
 
 
 @dataclass(frozen=True, eq=False)
 class Lines:
-    """Two traces of the same events. Rows are rounded up to ``step``, so that each device has as many; or ``split`` says what
-    each has."""
+    """Two traces of the same events.
+
+    Args:
+        second: with more rows than ``first``. ``None`` allows only the rows of ``first``.
+        step: rows are rounded up to a multiple of it, so that all devices have as many.
+        split: the weight of each device, in place of equal shares.
+    """
 
     first: Trace
     second: Trace | None
@@ -40,26 +45,27 @@ class Lines:
 
     @property
     def is_affine(self) -> bool:
-        """Whether the second trace did what the first did, so that rows in between and beyond are known."""
+        """True if both traces ran the same events, so that other numbers of rows are known."""
         one, two = self.first, self.second
         return two is not None and one.events == two.events and one.operators == two.operators
 
     def device_name(self, device: int) -> str:
+        """Returns the name of a traced device."""
         return "cpu" if device == 0 else f"cpu:{device}"
 
     def sizes(self, rows: int | None = None) -> Numbers:
-        """Bytes of each block, unrounded."""
+        """Returns the bytes of each block, without the allocator's rounding."""
         first = np.array([block.size for block in self.first.blocks], dtype=np.int64)
         if rows is None or self.second is None:
             return first
         second = np.array([block.size for block in self.second.blocks], dtype=np.int64)
         beyond = {self.device_name(device): self._beyond(rows, device) for device in range(self.devices)}
-        everywhere = rows - self.first.rows, self.second.rows - self.first.rows  # what is on the host
+        everywhere = rows - self.first.rows, self.second.rows - self.first.rows  # for blocks on the host
         places = np.array([beyond.get(block.device, everywhere) for block in self.first.blocks], dtype=np.int64)
         return first + (second - first) * places[:, 0] // places[:, 1]
 
     def _beyond(self, rows: int, device: int) -> tuple[int, int]:
-        """How far a device's rows are beyond those of the first trace, and how far those of the second are."""
+        """Returns the distance of a device's rows from those of the first trace, and the same for the second trace."""
         assert self.second is not None
         if self.split is None:
             return -(-rows // self.step) * self.step - self.first.rows, self.second.rows - self.first.rows
@@ -67,24 +73,24 @@ class Lines:
         return mine - first, (second - first) or 1
 
     def levels(self, device: int, rows: int | None = None) -> Numbers:
-        """Bytes in use on a device after each event, rounded as its allocator rounds them."""
+        """Returns the bytes in use on a device after each event, with the allocator's rounding."""
         rounded = -(-self.sizes(rows) // self.kind.rounds_to) * self.kind.rounds_to
         mine = np.array([block.device == self.device_name(device) for block in self.first.blocks])
         return np.cumsum(np.where(self._events > 0, 1, -1) * (rounded * mine)[np.abs(self._events) - 1])
 
     def most_rows(self, device: int, limit: int) -> int | None:
-        """The most rows with which tensors alone stay within ``limit``: where the first line meets it. None if none does."""
+        """Returns the most rows with which tensors alone stay within ``limit``. None if memory does not grow with the rows."""
         at, after = self.levels(device, self.first.rows)[self.start :], self.levels(device, 2 * self.first.rows)[self.start :]
         slope = (after - at) / self.first.rows
         limit -= self.kind.workspace + self.kind.context
         grows = slope > 0
         if (at[~grows] > limit).any():
             return 0
-        room = limit - at[grows]
-        return self.first.rows + math.floor((room / slope[grows]).min()) if grows.any() else None
+        free = limit - at[grows]
+        return self.first.rows + math.floor((free / slope[grows]).min()) if grows.any() else None
 
     def summit(self, device: int, rows: int | None = None) -> tuple[int, int, int]:
-        """The event of the second update after which most is in use, how much, and how much of it an operator has for itself."""
+        """Returns the event of the second update at the peak, the bytes in use then, and the scratch memory among them."""
         levels = self.levels(device, rows)
         event = self.start + int(levels[self.start :].argmax())
         best = event, int(levels[event]), 0
@@ -95,7 +101,7 @@ class Lines:
         return best
 
     def _highest_calls(self, device: int, rows: int | None, levels: Numbers) -> list[Call]:
-        """Of the calls that need scratch, those with most in use beside it."""
+        """Returns the calls with scratch memory at the highest levels of memory."""
         name = self.device_name(device)
         after = [i for i, call in enumerate(self.first.calls) if call.position > self.start and call.device == name]
         after.sort(key=lambda i: -levels[self.first.calls[i].position - 1])
@@ -113,7 +119,7 @@ class Lines:
         return list(chosen.values())
 
     def _shrunk(self, i: int) -> Call:
-        """A call with as few rows as make it small, if that is known."""
+        """Returns a call with few rows, if its size is known for other rows."""
         call = self.first.calls[i]
         if self.second is None or call.bytes <= SMALL:
             return call
@@ -121,11 +127,11 @@ class Lines:
         return call.between(self.second.calls[i], rows - self.first.rows, self.second.rows - self.first.rows)
 
     def peak(self, device: int, rows: int | None = None) -> int:
-        """Bytes in use at most in the second update, with what cuBLAS takes and what lies outside of the allocator."""
+        """Returns the maximum of bytes in use in the second update, with the workspace of cuBLAS and the context."""
         return self.summit(device, rows)[1] + self.kind.workspace + self.kind.context
 
     def reserved(self, device: int, rows: int | None = None, capacity: int | None = None) -> int | None:
-        """Bytes that the allocator has at most, and what lies outside of it; None where ``capacity`` does not suffice."""
+        """Returns the bytes that the allocator reserves, and the context; None if ``capacity`` does not suffice."""
         if not self.kind.segments:
             peak = self.peak(device, rows)
             return peak if capacity is None or peak <= capacity else None
@@ -138,14 +144,14 @@ class Lines:
         return None if found is None else found + self.kind.context
 
     def flops(self, rows: int | None = None) -> int:
-        """Operations of the second update."""
+        """Returns the operations of the second update."""
         if rows is None or self.second is None:
             return self.first.flops
         one, two = self.first, self.second
         return one.flops + (two.flops - one.flops) * (rows - one.rows) // (two.rows - one.rows)
 
     def blocks_at(self, device: int, event: int, rows: int | None = None) -> list[Block]:
-        """The blocks in use after an event, with their sizes for ``rows`` rows."""
+        """Returns the blocks in use after an event, with their sizes for ``rows`` rows."""
         live: set[int] = set()
         for number in self.first.events[: event + 1]:
             if number > 0:
@@ -153,11 +159,12 @@ class Lines:
             else:
                 live.discard(-number)
         mine, sizes = self.device_name(device), self.sizes(rows)
-        held = [number for number in sorted(live) if self.first.blocks[number - 1].device == mine]
-        return [dataclasses.replace(self.first.blocks[n - 1], size=int(sizes[n - 1])) for n in held]
+        numbers = [number for number in sorted(live) if self.first.blocks[number - 1].device == mine]
+        return [dataclasses.replace(self.first.blocks[n - 1], size=int(sizes[n - 1])) for n in numbers]
 
     @property
     def start(self) -> int:
+        """The first event of the second update."""
         return self.first.marks["second"]
 
     @functools.cached_property

@@ -1,4 +1,4 @@
-"""Turns what a command line says (a place in a file, ``3x224x224``) into a module and a batch that have no memory."""
+"""Makes a module and a batch without memory from a command line: a place in a file, and shapes such as ``3x224x224``."""
 
 import contextlib
 import importlib
@@ -14,14 +14,13 @@ from types import ModuleType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..batch.microbatches import as_arguments
 from ..batch.nested import leaves, spread
 from ..batch.row_marks import Arguments
-from ..loss.rules import find_torch_loss, loss_weight
+from ..loss.rules import loss_weight, targets_of
 from .batch_shapes import build_batch
 from .errors import UnknownMemory
 from .trace.allocations import Count
@@ -29,26 +28,13 @@ from .trace.fake_tensors import fake_batch, fake_copy
 
 __all__: list[str] = []
 
-# Whose lines say nothing about the user's mistake: torch's, this package's, Python's
-_OTHERS = (*(str(Path(place).parent) for place in (torch.__file__, Path(__file__).parent, traceback.__file__)), "<")
-_OF_CLASSES = (F.cross_entropy, F.nll_loss)
-_LIKE_OUTPUT = (
-    F.mse_loss,
-    F.l1_loss,
-    F.smooth_l1_loss,
-    F.huber_loss,
-    F.binary_cross_entropy,
-    F.binary_cross_entropy_with_logits,
-    F.kl_div,
-    F.multilabel_soft_margin_loss,
-    F.poisson_nll_loss,
-    F.soft_margin_loss,
-)
+# Files of torch, of this package and of Python: their lines do not show the mistake of a user
+_NOT_THE_USERS = (*(str(Path(place).parent) for place in (torch.__file__, Path(__file__).parent, traceback.__file__)), "<")
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What :func:`estimate` and :func:`plan` take; ``assumed`` says in words what nobody stated."""
+    """Arguments of :func:`estimate` and :func:`plan`. ``assumed`` names, as text, those that the command line did not give."""
 
     module: nn.Module
     criterion: Callable[..., Any]
@@ -58,16 +44,18 @@ class Problem:
 
 
 class SequenceLoss(nn.Module):
-    """``loss`` of classes in the last dimension, for each position: logits (rows, length, classes), targets (rows, length)."""
+    """``loss`` at each position of a sequence: logits (rows, length, classes) and targets (rows, length)."""
 
     def __init__(self, loss: Callable[..., Tensor]) -> None:
         super().__init__()
         self.loss = loss
 
     def forward(self, output: Any, targets: Tensor) -> Tensor:
+        """Returns the loss over all positions."""
         return self.loss(*self.flat(output, targets))
 
     def flat(self, output: Any, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns logits (rows x length, classes) and targets (rows x length)."""
         return _logits(output).flatten(0, -2), targets.flatten()
 
 
@@ -79,27 +67,29 @@ def _weigh_sequences(criterion: SequenceLoss, output: Any, targets: Tensor) -> T
 def build_problem(
     model: str, inputs: Sequence[str], targets: Sequence[str], criterion: str | None, rows: int, dim: int = 0
 ) -> Problem:
-    """The model at its place, and a batch of ``rows`` rows on the meta device.
+    """Makes the model, the criterion, and a batch of ``rows`` rows on the meta device.
 
     Args:
         model: as for :func:`build_model`.
-        inputs, targets: one row of each, as for :func:`build_batch`; no targets means those that suit the criterion.
-        criterion: as for :func:`build_criterion`; ``None`` is the model's own, else ``nn.CrossEntropyLoss()``.
+        inputs, targets: the shape of one row of each, as for :func:`build_batch`. Without targets, they follow from the
+            criterion and the output.
+        criterion: as for :func:`build_criterion`. ``None`` is the model's own, else ``nn.CrossEntropyLoss()``.
         dim: the dimension of the rows.
 
     Raises:
-        ValueError: something cannot be found or built; the model refuses the inputs; no targets are known that suit.
+        ValueError: a name is not found, or the object cannot be built; the model refuses the inputs; the targets of the
+            criterion are not known.
     """
     batch = build_batch(inputs, rows, dim, torch.float32)
     arguments = as_arguments(batch)
     module, own = build_model(model)
     loss = build_criterion(criterion) if criterion is not None else own or nn.CrossEntropyLoss()
     named = "" if criterion or own else "criterion: CrossEntropyLoss"
-    index = torch.int64 if find_torch_loss(loss) in _OF_CLASSES else torch.float32
+    index = torch.int64 if targets_of(loss) == "classes" else torch.float32
     following = spread(build_batch(targets, rows, dim, index)) if targets else ()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     output = _run(module, arguments, rows, mode, f"{_name(module)} from {model}")
-    if find_torch_loss(loss) in _OF_CLASSES and _has_classes_last(output, arguments, following, dim):
+    if targets_of(loss) == "classes" and _has_classes_last(output, arguments, following, dim):
         loss, named = SequenceLoss(loss), f"criterion: {_name(loss)} over the flattened logits {_shape(_logits(output))}"
     assumed = [named] if named else []
     if not following:
@@ -111,14 +101,14 @@ def build_problem(
 
 
 def build_model(place: str) -> tuple[nn.Module, Callable[..., Any] | None]:
-    """The module that is made at ``place``, and its criterion if it comes with one. On the meta device where that is possible.
+    """Makes the module at ``place``, and its criterion if it has one. On the meta device if possible.
 
     Args:
-        place: ``my_file.py:build`` or ``package.module:build``, a function without required arguments that returns a module or
-            (module, criterion); or a class of modules; or a module.
+        place: ``my_file.py:build`` or ``package.module:build``: a function without required arguments that returns a module or
+            (module, criterion), a class of modules, or a module.
 
     Raises:
-        ValueError: there is nothing such, or it fails.
+        ValueError: the place does not exist, or the function fails.
     """
     made = _make(place, _find(place))
     module, criterion = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
@@ -128,11 +118,10 @@ def build_model(place: str) -> tuple[nn.Module, Callable[..., Any] | None]:
 
 
 def build_criterion(name: str) -> Callable[..., Any]:
-    """A loss of ``torch.nn`` by the name of its class, in any case; or what is at a place: a class, a module, or a function of
-    output and targets.
+    """Makes a criterion from the name of a class of ``torch.nn``, in any case, or from a place as for :func:`build_model`.
 
     Raises:
-        ValueError: there is none of that name, or it needs arguments.
+        ValueError: there is no loss of that name, or it needs arguments.
     """
     found = _find(name) if ":" in name else _find_class(name, torch.nn, nn.Module, "Loss", "or my_file.py:name")
     criterion = _make(name, found) if isinstance(found, type) else found
@@ -142,10 +131,10 @@ def build_criterion(name: str) -> Callable[..., Any]:
 
 
 def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
-    """A class of ``torch.optim`` by its name, in any case.
+    """Returns a class of ``torch.optim`` by its name, in any case.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: there is no optimizer of that name.
     """
     found: type[torch.optim.Optimizer] = _find_class(name, torch.optim, torch.optim.Optimizer, "")
     return found
@@ -154,28 +143,28 @@ def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
 def _find(place: str) -> Any:
     where, _, name = place.rpartition(":")
     if not where or not name:
-        raise ValueError(f"{place!r} is no place, expected my_file.py:name or package.module:name")
-    arguments, sys.argv = sys.argv, [where]  # what a script that reads its flags at once would find
+        raise ValueError(f"{place!r} is not a place, expected my_file.py:name or package.module:name")
+    arguments, sys.argv = sys.argv, [where]  # a script may read its flags at import
     try:
         found: Any = _load_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
-    except (Exception, SystemExit) as error:  # the file may raise whatever it likes
-        raise ValueError(f"{where} cannot be imported: {_said(error)}") from error
+    except (Exception, SystemExit) as error:  # the file may raise anything
+        raise ValueError(f"{where} cannot be imported: {_in_one_line(error)}") from error
     finally:
         sys.argv = arguments
     for part in name.split("."):
         if not hasattr(found, part):
             own = [key for key, value in vars(found).items() if getattr(value, "__module__", None) == found.__name__]
-            raise ValueError(f"{where} has no {name!r}; what it defines: {', '.join(own[:20]) or 'nothing'}")
+            raise ValueError(f"{where} has no {name!r}; it defines: {', '.join(own[:20]) or 'nothing'}")
         found = getattr(found, part)
     return found
 
 
 def _load_file(path: Path) -> ModuleType:
     path = path.resolve(strict=True)
-    name = re.sub(r"\W", "_", str(path))  # its own name may be that of another module
+    name = re.sub(r"\W", "_", str(path))  # the file name alone may be that of another module
     if name not in sys.modules:
         if str(path.parent) not in sys.path:
-            sys.path.insert(0, str(path.parent))  # as python does for a script: its neighbours can be imported
+            sys.path.insert(0, str(path.parent))  # as python does for a script
         spec = importlib.util.spec_from_file_location(name, path)
         assert spec is not None
         assert spec.loader is not None
@@ -189,10 +178,10 @@ def _load_file(path: Path) -> ModuleType:
 
 
 def _find_class(name: str, package: ModuleType, base: type, ending: str, *others: str) -> Any:
-    held = [
+    classes = [
         value for value in vars(package).values() if isinstance(value, type) and issubclass(value, base) and value is not base
     ]
-    names = {kind.__name__.lower(): kind for kind in held if kind.__name__.endswith(ending)}
+    names = {kind.__name__.lower(): kind for kind in classes if kind.__name__.endswith(ending)}
     if name.lower() not in names:
         expected = ", ".join([*(kind.__name__ for kind in names.values()), *others])
         raise ValueError(f"{package.__name__} has no {name!r}, expected one of {expected}")
@@ -200,20 +189,23 @@ def _find_class(name: str, package: ModuleType, base: type, ending: str, *others
 
 
 def _make(place: str, make: Any) -> Any:
-    """What ``make()`` gives; a module, or what cannot be called, is already made."""
+    """Returns ``make()``, or ``make`` itself if it is a module or not callable."""
     if isinstance(make, nn.Module) or not callable(make):
         return make
-    with contextlib.suppress(Exception, SystemExit), torch.device("meta"):  # what reads values is built for real
+    with (
+        contextlib.suppress(Exception, SystemExit),
+        torch.device("meta"),
+    ):  # a constructor that reads values fails there, and runs again below
         return make()
     try:
         return make()
     except (Exception, SystemExit) as error:
         hint = ": expected a function without required arguments, or a class of modules" if isinstance(error, TypeError) else ""
-        raise ValueError(f"{place} cannot be built: {_said(error)}{hint}") from error
+        raise ValueError(f"{place} cannot be built: {_in_one_line(error)}{hint}") from error
 
 
 def _run(call: Callable[..., Any], arguments: Arguments, rows: int, mode: FakeTensorMode, what: str) -> Any:
-    """What a copy of ``call`` gives, with fake tensors in and out."""
+    """Returns the result of a copy of ``call`` on fake tensors."""
     home = torch.device("cpu")
     copied, batch = fake_copy(call, mode, home), fake_batch(arguments, rows, rows, mode, home)
     try:
@@ -221,10 +213,10 @@ def _run(call: Callable[..., Any], arguments: Arguments, rows: int, mode: FakeTe
             return copied(*batch.inputs, **batch.kwargs)
     except UnknownMemory:
         raise
-    except Exception as error:  # both may raise whatever they like
-        given = [*map(_listed, arguments.inputs), *(f"{name} {_listed(one)}" for name, one in arguments.kwargs.items())]
-        shapes = ", ".join(given)
-        raise ValueError(f"{what} refuses {shapes}: {_said(error)}") from error
+    except Exception as error:  # a module or a criterion may raise anything
+        named = [f"{name} {_listed(value)}" for name, value in arguments.kwargs.items()]
+        shapes = ", ".join([*map(_listed, arguments.inputs), *named])
+        raise ValueError(f"{what} refuses {shapes}: {_in_one_line(error)}") from error
 
 
 def _logits(output: Any) -> Any:
@@ -232,28 +224,28 @@ def _logits(output: Any) -> Any:
 
 
 def _has_classes_last(output: Any, inputs: Any, targets: Any, dim: int) -> bool:
-    """Whether each position of a sequence has its classes, where torch's losses expect the classes in dimension 1."""
+    """Returns True if the classes are in the last dimension. The losses of torch expect them in dimension 1."""
     logits = _logits(output)
     if not isinstance(logits, Tensor) or logits.dim() < 3:
         return logits is not output and isinstance(logits, Tensor)
-    if logits is not output or dim == 1:  # the rows are where torch expects the classes
+    if logits is not output or dim == 1:  # dimension 1 has the rows
         return True
-    given, wanted = ([leaf for _, leaf in leaves(held) if isinstance(leaf, Tensor)] for held in (inputs, targets))
+    given, wanted = ([leaf for _, leaf in leaves(batch) if isinstance(leaf, Tensor)] for batch in (inputs, targets))
     is_index = [one.shape == logits.shape[:-1] and not one.is_floating_point() for one in (*given, *wanted)]
     first = logits.shape[:1] + logits.shape[2:]
     return any(is_index[: len(given)]) or (any(is_index) and wanted[0].shape != first)
 
 
 def _suit(criterion: Any, output: Any, rows: int, dim: int) -> Tensor:
-    """Targets that suit the criterion and the output."""
-    logits, function = _logits(output), find_torch_loss(getattr(criterion, "loss", criterion))
+    """Returns targets that the criterion takes with this output, on the meta device."""
+    logits, kind = _logits(output), targets_of(getattr(criterion, "loss", criterion))
     if not isinstance(logits, Tensor):
         raise ValueError(f"the model's output is {_name(output)}: give --target, and a --criterion of it and the targets")
     if logits.dim() <= dim or logits.size(dim) != rows:
-        raise ValueError(f"the model's output {_shape(logits)} has not {rows} rows along dimension {dim}: give --target")
-    if function in _LIKE_OUTPUT:
+        raise ValueError(f"the model's output {_shape(logits)} does not have {rows} rows along dimension {dim}: give --target")
+    if kind == "like the output":
         return torch.empty(logits.shape, dtype=logits.dtype, device="meta")
-    if function not in _OF_CLASSES:
+    if kind != "classes":
         raise ValueError(f"the targets of {_name(criterion)} are not known: give the shape of one row as --target")
     if logits.dim() < 2:
         raise ValueError(f"the model's output {_shape(logits)} has no classes: give a --criterion, such as BCEWithLogitsLoss")
@@ -266,7 +258,7 @@ def _shape(value: Any) -> str:
 
 
 def _listed(value: Any) -> str:
-    """Shapes and dtypes of what is given to a module."""
+    """Returns the shapes and dtypes in one argument, as text."""
     inner = list(leaves(value)) if isinstance(value, (dict, tuple)) and not hasattr(value, "logits") else [("", value)]
     return ", ".join(" ".join(part for part in (place, _shape(one), _dtype(one)) if part) for place, one in inner)
 
@@ -279,11 +271,11 @@ def _name(value: Any) -> str:
     return str(getattr(value, "__name__", None) or type(value).__name__)
 
 
-def _said(error: BaseException) -> str:
-    """The error in a line, with the last line of the user's file."""
+def _in_one_line(error: BaseException) -> str:
+    """Returns the error as one line of text, with the last line of the user's file."""
     if isinstance(error, SystemExit):
-        return "it ends the program: put what runs under if __name__ == '__main__'"
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_OTHERS)]
+        return "it ends the program: put its main part under if __name__ == '__main__'"
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(_NOT_THE_USERS)]
     where = f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text if len(text) < 400 else text[:400] + ' ...'}{where}"

@@ -1,4 +1,4 @@
-"""``memory.plan``: the cheapest way in which an effective batch fits the devices there are."""
+"""``memory.plan``: the cheapest way to fit an effective batch on given devices."""
 
 import dataclasses
 import functools
@@ -15,41 +15,40 @@ from ..loss.criterion import DataParallelCriterion
 from ..replicas.model import DataParallelModel
 from ..runtime.byte_sizes import format_bytes, parse_each
 from ..runtime.devices import DeviceLike
-from ..runtime.precision import Precision
 from ..savings.activation_checkpointing import checkpoint_blocks, find_blocks
 from ..training.step import TrainStep
 from .candidates import Choice, Measured, Option, choice_of, measure_what_decides, row_of
 from .capacity import what_would_fit
-from .device_specs import DeviceKind, find_kind
-from .estimation import make_report, read_batch, report_of
+from .device_specs import DeviceKind
+from .estimation import make_report, report_of
 from .report import MemoryReport
-from .trace.strategies import OptimizerChoice
-from .trace.tracer import Request
+from .request import Request
+from .trace.optimizer_choice import OptimizerChoice
 
 __all__: list[str] = []
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
-_TOLD = {
+_NOTES = {
     "replica": "batch norm uses the statistics of each replica's rows, so the result is not that of the whole batch: "
-    "convert_sync_batchnorm(module) has it use all rows in flight",
+    "convert_sync_batchnorm(module) makes it use all rows of a forward",
     "micro-batch": "batch norm uses the statistics of each micro-batch, so the result is not that of the whole batch: "
-    "a norm that mixes no rows has none",
+    "a norm within each row, such as LayerNorm, has none",
 }
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """How to run an effective batch within the capacity of each device.
+    """The way to run an effective batch within the capacity of each device.
 
     Attributes:
         batch_size: rows per update.
         capacity: bytes of each device.
-        choices: what was considered, the chosen one first where one fits.
-        fits: whether the first choice does.
-        needs: where none fits, what would: the capacity in bytes with one row per device, and the number of devices (None
-            where no number would do).
+        choices: all that were traced. The chosen one is the first, if any fits.
+        fits: the first choice fits.
+        needs: if none fits, the capacity in bytes that one row per device needs, and the number of devices that would suffice
+            (None if no number would).
         dim: the dimension of the rows.
-        untried: what was not traced, because it costs more operations, or changes the result, and less fits.
+        untried: names of options that were not traced. They cost more operations or change the result, and a cheaper one fits.
         report: the estimate of the chosen one.
     """
 
@@ -65,7 +64,7 @@ class MemoryPlan:
 
     @property
     def chosen(self) -> Choice:
-        """The first choice.
+        """The cheapest choice that fits.
 
         Raises:
             ValueError: nothing fits.
@@ -76,6 +75,7 @@ class MemoryPlan:
 
     @property
     def devices(self) -> int:
+        """The number of devices."""
         return len(self.capacity)
 
     @property
@@ -85,7 +85,7 @@ class MemoryPlan:
 
     @property
     def advice(self) -> str:
-        """What would fit."""
+        """The capacity and the number of devices that would fit, as text."""
         assert self.needs is not None
         size, count = self.needs
         more = "no number of such devices would do" if count is None else f"or {count} devices"
@@ -102,16 +102,16 @@ class MemoryPlan:
         max_grad_norm: float | None = None,
         **defaults: Any,
     ) -> tuple[DataParallelModel, DataParallelCriterion, torch.optim.Optimizer, TrainStep]:
-        """Model, criterion, optimizer and step as the plan has them; the module is changed where blocks are checkpointed.
+        """Makes the model, the criterion, the optimizer and the step of the plan. Blocks of ``module`` are checkpointed in place.
 
         Args:
-            module, criterion: those that were planned for.
-            optimizer: its class, with ``defaults``: ``lr`` and so on.
-            device_ids: as many as were planned for; ``None`` takes the first of the visible ones.
+            module, criterion: those of the plan.
+            optimizer: its class. ``defaults`` are its settings: ``lr`` and so on.
+            device_ids: as many as in the plan. ``None`` takes the first of the visible devices.
             weight, max_grad_norm: as in :class:`DataParallelCriterion` and :class:`TrainStep`.
 
         Raises:
-            ValueError: nothing fits, or another number of devices.
+            ValueError: nothing fits, or the number of devices is not that of the plan.
         """
         chosen = self.chosen
         checkpoint_blocks(module, chosen.checkpoint)
@@ -120,7 +120,9 @@ class MemoryPlan:
             raise ValueError(f"device_ids has {len(devices)} devices, expected the {self.devices} that were planned for")
         model = DataParallelModel(module, devices, dim=self.dim, split=chosen.split)
         wrapped = DataParallelCriterion(criterion, dim=self.dim, weight=weight)
-        choice = OptimizerChoice(functools.partial(optimizer, **defaults), foreach=False)  # torch decides on these devices
+        choice = OptimizerChoice(
+            functools.partial(optimizer, **defaults), foreach=False
+        )  # torch chooses kernels by itself on real devices
         learned = [*model.parameters(), *wrapped.parameters()]
         trained = choice.balanced(model, learned) if chosen.balanced_optimizer else choice(learned)
         step = TrainStep(
@@ -134,13 +136,13 @@ class MemoryPlan:
         return model, wrapped, trained, step
 
     def to_json(self) -> str:
-        """The plan as text, without its report."""
+        """Returns the plan as JSON, without its report."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "report"}
         return json.dumps(values | {"choices": [dataclasses.asdict(choice) for choice in self.choices]}, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> "MemoryPlan":
-        """A plan that :meth:`to_json` wrote."""
+        """Returns the plan that :meth:`to_json` wrote."""
         values: dict[str, Any] = json.loads(text)
         choices = tuple(choice_of(choice) for choice in values.pop("choices"))
         needs = None if values["needs"] is None else tuple(values["needs"])
@@ -155,9 +157,9 @@ class MemoryPlan:
         headers = ["", "rows at most x micro-batches", "peak", "reserved", "saved", "recomputed", "traffic", "result", "fits"]
         table = tabulate(map(row_of, self.choices), headers, "simple", disable_numparse=True)
         last = f"chosen: {self.chosen.name}" if self.fits else f"nothing fits: {self.advice}"
-        told = _TOLD.get(self.choices[0].statistics or "", "")
+        note = _NOTES.get(self.choices[0].statistics or "", "")
         untried = f"not tried, because less fits: {'; '.join(self.untried)}" if self.untried else ""
-        return "\n\n".join([first + table, *filter(None, [told, untried]), last])
+        return "\n\n".join([first + table, *filter(None, [note, untried]), last])
 
 
 def plan(
@@ -175,49 +177,39 @@ def plan(
     dim: int = 0,
     scalar: int | float | bool | None = None,
 ) -> MemoryPlan:
-    """The cheapest plan for an effective batch that fits, those in the given precision first.
+    """Plans the cheapest way to fit an effective batch on the devices of one process.
 
-    It chooses among micro-batches, the split over unequal devices, :class:`BalancedOptimizer` and torch's checkpointing of the
-    module's repeated blocks; if none of these suffices, among the same in bf16, which changes the result. The fewest operations
-    come first, then the fewest micro-batches, then the least traffic.
+    The plan chooses the number of micro-batches, the split over unequal devices, :class:`BalancedOptimizer` and activation
+    checkpointing of the module's repeated blocks. If none of these suffices, it tries the same in bf16, which changes the
+    result. The cheapest choice has the fewest operations, then the fewest micro-batches, then the least traffic.
 
     Args:
-        module, criterion, inputs, targets, optimizer, device_kind, dim, scalar: as for :func:`estimate`; of inputs and targets
-            only the shapes count, for any number of rows.
-        batch_size: rows per update over all devices; it need not divide.
-        capacity: of each device, or one per device: bytes, or text such as ``"24GiB"``; ``None`` is the device kind's.
-        devices: how many, in one process.
-        precision: the one to start from.
+        module, criterion, inputs, targets, optimizer, device_kind, dim, scalar: as for :func:`estimate`. Inputs and targets
+            give the shapes; their number of rows does not matter.
+        batch_size: rows per update over all devices. Any number, also one that does not divide evenly.
+        capacity: bytes or text such as ``"24GiB"``, for each device or one for all. ``None`` is that of the device kind.
+        devices: number of devices.
+        precision: the precision to try first.
 
     Raises:
-        ValueError: a setting out of its range, or what :func:`estimate` refuses.
+        ValueError: a setting is out of its range, or :func:`estimate` refuses it.
     """
-    kind = find_kind(device_kind)
-    limits = _capacities(capacity, devices, kind)
-    Precision(precision)
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise ValueError(f"batch_size={batch_size!r}, expected a positive number of rows per update")
-    arguments, following, rows = read_batch(inputs, targets, dim)
-    request = Request(
-        module=module,
-        criterion=criterion,
-        inputs=arguments,
-        targets=following,
-        rows=rows,
-        optimizer=OptimizerChoice(optimizer, foreach=kind.like_cuda),
+    request = Request.of(
+        module,
+        criterion,
+        inputs,
+        targets,
+        optimizer=optimizer,
         precision=precision,
-        micro_batches=1,
-        batches=1,
         layout="replicas",
         devices=devices,
-        balanced=False,
-        blocks=(),
-        shards=(),
-        split=None,
-        kind=kind,
+        device_kind=device_kind,
         dim=dim,
         scalar=scalar,
     )
+    limits = _capacities(capacity, devices, request.kind)
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"batch_size={batch_size!r}, expected a positive number of rows per update")
     stages = list(_stages(module, devices, precision))
     measured: list[Measured] = []
     choices: list[Choice] = []
@@ -234,7 +226,7 @@ def plan(
     return MemoryPlan(
         batch_size=batch_size,
         capacity=limits,
-        device_kind=kind.name,
+        device_kind=request.kind.name,
         choices=tuple(choice for choice, _ in ranked),
         fits=best.fits,
         needs=None if best.fits else what_would_fit(measured, max(limits)),
@@ -245,8 +237,6 @@ def plan(
 
 
 def _capacities(capacity: int | str | Sequence[int | str] | None, devices: int, kind: DeviceKind) -> tuple[int, ...]:
-    if isinstance(devices, bool) or not isinstance(devices, int) or devices < 1:
-        raise ValueError(f"devices={devices!r}, expected a positive number")
     if capacity is None:
         if kind.capacity is None:
             raise ValueError(f"capacity=None with device_kind={kind.name!r}, which has none: expected a size, as '24GiB'")
@@ -255,8 +245,9 @@ def _capacities(capacity: int | str | Sequence[int | str] | None, devices: int, 
 
 
 def _stages(module: torch.nn.Module, devices: int, precision: str) -> Iterator[list[Option]]:
-    """The options, the cheapest first: each stage costs more operations, or changes the result, so that it is traced only where
-    nothing in the stages before fits."""
+    """Yields the options, the cheapest first.
+
+    Each stage costs more operations than the one before, or changes the result. It is traced only if nothing before it fits."""
     spread_state = [False, True] if devices > 1 else [False]
     blocks = find_blocks(module)
     for used in dict.fromkeys((precision, "bf16" if precision == "fp32" else precision)):
@@ -265,11 +256,11 @@ def _stages(module: torch.nn.Module, devices: int, precision: str) -> Iterator[l
 
 
 def _report(measured: Measured, choice: Choice, batch_size: int) -> MemoryReport:
-    """Makes the report from the traces that decided. Unequal shares, and less than two rows per device, are traced anew."""
+    """Makes the report from the traces of the plan. Unequal shares, and less than two rows per device, are traced again."""
     count, devices = choice.micro_batches, measured.request.devices
     rows = -(-batch_size // count)
     request = dataclasses.replace(measured.request, micro_batches=count, split=choice.split)
     if choice.split or rows < 2 * devices:
-        return report_of(request, rows, step=1 if choice.split else devices)
+        return report_of(request, rows)
     lines = measured.lines(count)
     return make_report(request, rows, lines, [size * devices for size in split_sizes(rows, devices)], lines)

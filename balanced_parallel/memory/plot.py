@@ -1,4 +1,4 @@
-"""Pictures of a report: what the peak consists of, how the step gets there, and what other batches would need."""
+"""Pictures of a report: the parts of the peak, memory over the step, and the peak of other batches."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,10 +13,10 @@ Capacity = int | str | Sequence[int | str] | None
 
 
 def load_pyplot() -> Any:
-    """Matplotlib's pyplot, drawing into files.
+    """Returns matplotlib's pyplot, set to draw into files.
 
     Raises:
-        ImportError: it is not installed.
+        ImportError: matplotlib is not installed.
     """
     try:
         import matplotlib
@@ -32,14 +32,14 @@ def draw_report(path: Path | str, report: MemoryReport, capacity: Capacity = Non
     """Writes one figure: the parts of each device's peak, device 0 over the step, and the peak against the batch size.
 
     Args:
-        path: of the file; its ending says what kind.
-        report: from :func:`estimate`, not one that was read from a file.
-        capacity: bytes, or text such as ``"24GiB"``, of each device or one for each; where given it is drawn, and the batch
-            sizes go to a fifth beyond the largest that fits.
+        path: of the file. Its ending selects the format.
+        report: a result of :func:`estimate`, not read from a file.
+        capacity: bytes or text such as ``"24GiB"``, for each device or one for all. It is drawn as a line, and the batch sizes
+            extend 20 % beyond the largest that fits.
 
     Raises:
         ImportError: matplotlib is not installed.
-        ValueError: no size of memory, or another number of them than devices; an ending that matplotlib does not know.
+        ValueError: not a size of memory, a wrong number of sizes, or a format that matplotlib does not know.
     """
     pyplot = load_pyplot()
     limits = () if capacity is None else parse_each(capacity, report.devices)
@@ -56,7 +56,7 @@ def draw_report(path: Path | str, report: MemoryReport, capacity: Capacity = Non
 
 
 def _scale(axis: Any, most: int, title: str) -> int:
-    """Labels the axis with the largest unit that ``most`` fills, and returns its bytes."""
+    """Labels the axis with the largest unit below ``most``, and returns the unit's bytes."""
     unit = next((name for name in ("GiB", "MiB", "KiB") if most >= UNITS[name]), "B")
     axis.set_title(title)
     axis.set_ylabel(unit)
@@ -64,7 +64,7 @@ def _scale(axis: Any, most: int, title: str) -> int:
 
 
 def _draw_parts(axis: Any, report: MemoryReport, limits: Sequence[int]) -> None:
-    unit = _scale(axis, max(report.peak), "what the peak consists of")
+    unit = _scale(axis, max(report.peak), "parts of the peak")
     places = range(report.devices)
     bottom = [0.0] * report.devices
     for part in PARTS:
@@ -76,7 +76,7 @@ def _draw_parts(axis: Any, report: MemoryReport, limits: Sequence[int]) -> None:
         if limit / unit < 2 * max(bottom):  # a line far above would flatten the bars
             axis.hlines(limit / unit, place - 0.45, place + 0.45, color="black", linestyle="dashed")
     axis.set_xticks(places, [f"device {place}" for place in places])
-    axis.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))  # beside the bars, which fill the axes
+    axis.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))  # outside of the axes, which the bars fill
 
 
 def _draw_step(axis: Any, report: MemoryReport) -> None:
@@ -92,7 +92,7 @@ def _draw_step(axis: Any, report: MemoryReport) -> None:
 
 def _draw_batches(axis: Any, report: MemoryReport, limits: Sequence[int]) -> None:
     largest = _largest(report, limits) if limits else 0
-    count = 20 if report.affine else 4  # where memory is no line, each size is traced
+    count = 20 if report.affine else 4  # each size is traced if memory is not affine
     most = max(largest * 1.2, 2 * report.rows if largest == 0 else report.rows, report.devices)
     rows = sorted({max(1, round(most * i / count / report.devices)) * report.devices for i in range(1, count + 1)})
     peaks = [report.at(size) for size in rows]
@@ -100,7 +100,7 @@ def _draw_batches(axis: Any, report: MemoryReport, limits: Sequence[int]) -> Non
     drawn: list[tuple[int, ...]] = []
     for device, line in enumerate(zip(*peaks, strict=True)):
         if any(all(abs(one - other) < one / 100 for one, other in zip(line, before, strict=True)) for before in drawn):
-            continue  # devices that are alike are one line
+            continue  # one line for devices with the same memory
         drawn.append(line)
         axis.plot(rows, [peak / unit for peak in line], marker=".", label=f"device {device}")
     for limit in dict.fromkeys(limits):
@@ -114,7 +114,7 @@ def _draw_batches(axis: Any, report: MemoryReport, limits: Sequence[int]) -> Non
 
 
 def _largest(report: MemoryReport, capacity: Sequence[int]) -> int:
-    """The most rows that fit, or 0 where nobody knows without many traces, or any number does."""
+    """Returns the most rows that fit; 0 if that would take many traces, or if any number fits."""
     if not report.affine:
         return 0
     try:

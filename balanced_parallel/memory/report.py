@@ -1,4 +1,4 @@
-"""What an estimate says: bytes per device, what they are for, where they go, and the peak for other batches."""
+"""The result of an estimate: bytes per device, their purpose, their place in the source, and the peak of other batches."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Holder:
-    """Bytes at the peak that one line of one module made."""
+    """Bytes at the peak that one line of one module allocated."""
 
     bytes: int
     part: str
@@ -38,18 +38,18 @@ class Holder:
 
 @dataclass(frozen=True)
 class MemoryReport:
-    """The memory of an update, one entry per device in each of the tuples. Bytes.
+    """The memory of an update in bytes, with one entry per device in each tuple.
 
     Attributes:
-        peak: in use at most in the second update, when the optimizer's state exists: the sum of ``parts``.
-        reserved: what torch's allocator needs to have for it, where it hands out parts of larger segments.
-        parts: what the peak consists of. ``workspace`` and ``context`` are constants: ``assumed`` says where they are from.
+        peak: maximum in use in the second update, when the optimizer's state exists. The sum of ``parts``.
+        reserved: memory that torch's allocator takes from the device for this peak, in segments.
+        parts: the peak by purpose. ``workspace`` and ``context`` are constants, with their sources in ``assumed``.
         timeline: bytes in use after every allocation and release of the second update.
-        where: the modules and lines of source that hold most at the peak, the largest first.
-        phases: where in the timeline the (last) backward and the optimizer's step begin.
-        rows: of one micro-batch over all devices; ``micro_batches`` of them make an update.
-        flops: of an update, without the optimizer's.
-        affine: whether :meth:`at` knows other batches from two traces; otherwise it traces them.
+        where: modules and lines of source with the most bytes at the peak, the largest first.
+        phases: places in the timeline where the (last) backward and the optimizer's step begin.
+        rows: of one micro-batch over all devices. An update has ``micro_batches`` of them.
+        flops: operations of an update without those of the optimizer.
+        affine: :meth:`at` computes other batches from two traces. Otherwise it traces each of them.
     """
 
     layout: str
@@ -73,8 +73,9 @@ class MemoryReport:
     _reserved_at: Callable[[int, Sequence[int]], bool] | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def at(self, rows: int) -> tuple[int, ...]:
-        """The peak of each device if a micro-batch had ``rows`` rows over all devices. Where they do not divide, that of a
-        device with the larger share.
+        """Returns the peak of each device for micro-batches of ``rows`` rows over all devices.
+
+        If the rows do not divide evenly, it is the peak of a device with the larger share.
 
         Raises:
             ValueError: ``rows`` is not positive, or this report was read from a file.
@@ -84,21 +85,25 @@ class MemoryReport:
         return peaks
 
     def largest(self, capacity: int | str | Sequence[int | str]) -> int:
-        """The most rows of one micro-batch, over all devices, with which each device stays within ``capacity`` (bytes, or text
-        such as ``"24GiB"``, or one for each), the allocator's segments included; 0 where not even one does. Each moment of the
-        step gives a line; the first to reach the capacity decides. Then the replay of the allocator, and a trace at the answer.
+        """Returns the most rows of a micro-batch, over all devices, that fit; 0 if not even one row fits.
+
+        Memory after each event is a line in the rows, and the first line to reach the capacity gives a bound. A replay of
+        the allocator with its segments, and a trace at the result, decide.
+
+        Args:
+            capacity: bytes or text such as ``"24GiB"``, for each device or one for all.
 
         Raises:
-            ValueError: no size of memory, another number of them than devices, or this report was read from a file.
+            ValueError: not a size of memory, a wrong number of sizes, or this report was read from a file.
         """
         limits = parse_each(capacity, self.devices)
         fits = _known(self._reserved_at)
         most = _known(self._most_rows)(limits)
         if most is None:
             raise ValueError("the memory does not depend on the rows: any number of them fits")
-        low, high = 0, max(most, 0) + 2  # what tensors alone allow, and one for the rounding of blocks
+        low, high = 0, max(most, 0) + 2  # the bound by tensors alone, and one for the rounding of blocks
         step = 1
-        while low < high - 1:  # most answers are just below it
+        while low < high - 1:  # most results are just below the bound
             middle = max(low + 1, high - step)
             if fits(middle, limits):
                 low = middle
@@ -110,12 +115,12 @@ class MemoryReport:
         while low == max(most, 0) + 1 and fits(low + 1, limits):  # shares of unequal devices are rounded
             low, most = low + 1, low
         traced_at = _known(self._traced_at)
-        while self.affine and low and any(map(operator.gt, traced_at(low), limits)):  # sizes that are no line in between
+        while self.affine and low and any(map(operator.gt, traced_at(low), limits)):  # sizes that are not affine in between
             low -= 1
         return low
 
     def to_json(self) -> str:
-        """The report as text, without its timeline."""
+        """Returns the report as JSON, without its timeline."""
         hidden = {"timeline", "_peak_at", "_traced_at", "_reserved_at", "_most_rows"}
         values = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name not in hidden}
         return json.dumps(values | {"where": [[dataclasses.asdict(each) for each in one] for one in self.where]}, indent=2)

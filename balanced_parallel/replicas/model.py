@@ -22,7 +22,6 @@ from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.precision import Precision
 from .replicas import Replicas
 from .sync_batchnorm import has_layers_over_all_rows
-from .workers import run_replicas
 
 __all__: list[str] = []
 
@@ -93,21 +92,47 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         check_module(module)
         check_dims(in_dims, "in_dims")
         check_dims(out_dims, "out_dims")
-        self.devices = resolve_devices(device_ids)
-        self.shares = Shares(split, self.devices)
+        devices = resolve_devices(device_ids)
+        self._set_up(
+            devices,
+            Replicas(),
+            dim=dim,
+            precision=precision,
+            split=split,
+            in_dims=in_dims,
+            out_dims=out_dims,
+            gather_outputs=gather_outputs,
+            gather_device=None if output_device is None else resolve_device(output_device),
+        )
+        self.module = module.to(devices[0])
+
+    def _set_up(
+        self,
+        devices: list[torch.device],
+        replicas: Replicas,
+        *,
+        dim: int,
+        precision: str | Precision | None,
+        split: Sequence[float] | str | None,
+        in_dims: Dims = None,
+        out_dims: Dims = None,
+        gather_outputs: bool = False,
+        gather_device: torch.device | None = None,
+    ) -> None:
+        """Sets every attribute but ``module``, for a subclass that has devices and replicas of its own."""
+        self.devices = devices
+        self.shares = Shares(split, devices)
         self.precision = Precision("fp32" if precision is None else precision)
         self.dim = dim
         self.in_dims = in_dims
         self.out_dims = dim if out_dims is None else out_dims
         self.gather_outputs = gather_outputs
-        self.replicas = Replicas()
-        self.module = module.to(self.devices[0])
-        self.device_ids = [0 if device.index is None else device.index for device in self.devices]
-        place = self.devices[0] if output_device is None else resolve_device(output_device)
-        self.output_device = 0 if place.index is None else place.index
-        self._gathers_on = place
+        self.replicas = replicas
+        self.device_ids = [0 if device.index is None else device.index for device in devices]
+        self._gathers_on = gather_device or devices[0]
+        self.output_device = 0 if self._gathers_on.index is None else self._gathers_on.index
         self._warned = False
-        self.src_device_obj = self.devices[0]
+        self.src_device_obj = devices[0]
 
     @property
     def split(self) -> tuple[float, ...] | None:
@@ -173,7 +198,7 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
             ]
             timed = self.shares.timed(list(work), devices, sizes)
             together = len(work) > 1 and has_layers_over_all_rows(self.replicas.modules_of(self.module))
-            outputs = run_replicas(timed, devices, together=together)
+            outputs = self.replicas.workers(timed, devices, together=together)
         if self.gather_outputs:
             return self._gather(outputs)
         return PerReplica.of_forward(outputs, sizes or [None], self.out_dims)

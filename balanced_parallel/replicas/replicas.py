@@ -20,6 +20,7 @@ from .bucket import Owners
 from .gradient_buckets import GradientBuckets
 from .module_tree import ModuleTree, Skeletons
 from .parameter_copies import ParameterCopies
+from .workers import Workers, run_replicas
 
 __all__: list[str] = []
 
@@ -38,9 +39,11 @@ class Replicas:
     Args:
         checksums: finds writes that Python does not see, by checksums.
         side: streams for sums that overlap with the backward; made on first use where devices have streams.
+        workers: runs the replicas of a forward.
     """
 
-    def __init__(self, *, checksums: bool = True, side: SideStreams | None = None) -> None:
+    def __init__(self, *, checksums: bool = True, side: SideStreams | None = None, workers: Workers = run_replicas) -> None:
+        self.workers = workers
         self.tree: ModuleTree | None = None
         self.copies = ParameterCopies(checksums)
         self.gradients = GradientBuckets(side)

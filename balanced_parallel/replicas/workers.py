@@ -8,7 +8,7 @@ import threading
 import types
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -18,6 +18,24 @@ from ..runtime.thread_state import ThreadState
 __all__: list[str] = []
 
 T = TypeVar("T")
+
+
+class Exchange(Protocol):
+    """A place where the replicas of one forward exchange values."""
+
+    def exchange(self, index: int, number: int, value: Any) -> list[Any]:
+        """Returns the values that the replicas bring to round ``number``, in their order. Replica ``index`` brings ``value``."""
+
+
+class Workers(Protocol):
+    """A way to run the replicas of one forward. :func:`run_replicas` is the one for real devices."""
+
+    def __call__(self, work: Sequence[Callable[[], T]], devices: Sequence[torch.device], *, together: bool = True) -> list[T]:
+        """Returns the result of ``work[i]()`` for each replica ``i``, with ``devices[i]`` current.
+
+        Args:
+            together: replicas exchange values while they run.
+        """
 
 
 class Meeting:
@@ -63,7 +81,7 @@ class Replica:
     """One replica among several of the running forward, as code inside of it sees itself."""
 
     index: int
-    meeting: Meeting
+    meeting: Exchange
     exchanges: int = 0
 
     def exchange(self, value: Any) -> list[Any]:
@@ -93,46 +111,30 @@ def run_replicas(work: Sequence[Callable[[], T]], devices: Sequence[torch.device
     """
     if len(work) == 1:
         return [_run_alone(work[0], devices[0])]
-    streams = [current_stream(device) for device in devices]
     meeting = Meeting(len(work))
+    if not together and all(device.type == "cpu" for device in devices):
+        for index in range(len(work)):
+            meeting.leave(index)  # an exchange is an error, not a hang
+        return run_in_turn(work, devices, meeting)
+    streams = [current_stream(device) for device in devices]
+    ambient = ThreadState.capture(devices)
     results: dict[int, T] = {}
     failures: list[BaseException] = []  # in the order in which they happened: list.append is atomic
 
-    def call(index: int, state: contextlib.AbstractContextManager[None]) -> None:
-        try:
-            with state, on_device(devices[index], streams[index]):
-                results[index] = work[index]()
-        except BaseException as error:  # noqa: BLE001 - a worker must hand on KeyboardInterrupt and SystemExit too
-            failures.append(locate_failure(error, index, devices[index]))
-
-    def call_in_thread(index: int) -> None:
+    def call(index: int) -> None:
         if meeting.has_left(index):
             return
         _thread.replica = Replica(index, meeting)
         try:
-            call(index, ambient.enter())
+            with ambient.enter(), on_device(devices[index], streams[index]):
+                results[index] = work[index]()
+        except BaseException as error:  # noqa: BLE001 - a worker must hand on KeyboardInterrupt and SystemExit too
+            failures.append(locate_failure(error, index, devices[index]))
         finally:
             meeting.leave(index)  # after the failure was noted: those who wait for this replica fail second
 
-    def call_in_turn() -> None:
-        before = current_replica()
-        for index in range(len(work)):
-            meeting.leave(index)  # who tries to meet is told
-        try:
-            for index in range(len(work)):
-                _thread.replica = Replica(index, meeting)
-                call(index, contextlib.nullcontext())
-                if failures:
-                    return
-        finally:
-            _thread.replica = before
-
-    if not together and all(device.type == "cpu" for device in devices):
-        call_in_turn()
-    else:
-        ambient = ThreadState.capture(devices)
-        contexts = [contextvars.copy_context() for _ in work]
-        _run_threads([functools.partial(context.run, call_in_thread, index) for index, context in enumerate(contexts)], meeting)
+    contexts = [contextvars.copy_context() for _ in work]
+    _run_threads([functools.partial(context.run, call, index) for index, context in enumerate(contexts)], meeting)
     if failures:
         try:
             raise failures[0]
@@ -158,13 +160,28 @@ def _run_threads(work: Sequence[Callable[[], None]], meeting: Meeting) -> None:
         raise
 
 
-def _run_alone(work: Callable[[], T], device: torch.device) -> T:
-    """The only replica, in the calling thread, whose stream it has already."""
+def run_in_turn(work: Sequence[Callable[[], T]], devices: Sequence[torch.device], meeting: Exchange) -> list[T]:
+    """Calls ``work[i]()`` for each replica ``i``, one after the other in the calling thread, and returns the results."""
+    if len(work) == 1:
+        return [_run_alone(work[0], devices[0])]
+    before = current_replica()
+    results = []
+    try:
+        for index, call in enumerate(work):
+            _thread.replica = Replica(index, meeting)
+            results.append(_run_alone(call, devices[index], index))
+    finally:
+        _thread.replica = before
+    return results
+
+
+def _run_alone(work: Callable[[], T], device: torch.device, index: int = 0) -> T:
+    """Runs a replica in the calling thread, on the thread's own stream."""
     try:
         with on_device(device, None):
             return work()
     except BaseException as error:
-        located = locate_failure(error, 0, device)
+        located = locate_failure(error, index, device)
         if located is error:
             raise
     try:

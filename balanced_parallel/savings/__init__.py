@@ -1,1 +1,1 @@
-"""Lower memory, the same result."""
+"""Ways to lower memory without changing the result."""

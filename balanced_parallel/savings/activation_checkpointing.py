@@ -11,8 +11,15 @@ __all__: list[str] = []
 
 
 def find_blocks(module: nn.Module) -> tuple[str, ...]:
-    """The names of the repeated blocks: two or more modules of one class in an ``nn.ModuleList`` or an ``nn.Sequential``, the
-    outermost, with parameters and children of their own. Where there are none, two or more such modules beside each other."""
+    """Returns the names of the repeated blocks of a network.
+
+    Blocks are two or more modules of one class in an ``nn.ModuleList`` or an ``nn.Sequential``, with parameters and children.
+    The outermost such modules count. If there are none, any two or more children of one class count.
+
+    Example:
+        >>> find_blocks(nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)]))
+        ('0', '1')
+    """
     for containers in ((nn.ModuleList, nn.Sequential), (nn.Module,)):
         if found := _blocks_under(module, "", containers):
             return tuple(found)
@@ -32,7 +39,7 @@ def _blocks_under(parent: nn.Module, prefix: str, containers: tuple[type[nn.Modu
 
 
 def checkpoint_blocks(module: nn.Module, names: Iterable[str]) -> None:
-    """Has the forward of each named module keep its inputs only, and compute the rest again in the backward.
+    """Checkpoints each named module in place: it saves its inputs only, and recomputes the rest in the backward.
 
     Raises:
         ValueError: there is no module of that name.
@@ -48,12 +55,12 @@ def checkpoint_blocks(module: nn.Module, names: Iterable[str]) -> None:
 
 
 class Checkpointed:
-    """What a checkpointed module is an instance of, beside its own class."""
+    """A base class of checkpointed modules, besides their own class."""
 
 
 @functools.cache
 def _checkpointed(kind: Any) -> Any:
-    """A subclass, not another ``forward`` in the instance: copies of the module are checkpointed too, and run themselves."""
+    """Returns a checkpointed subclass. A ``forward`` set on the instance would still run the original after a copy."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return checkpoint(functools.partial(kind.forward, self), *args, use_reentrant=False, **kwargs)

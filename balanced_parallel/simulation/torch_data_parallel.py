@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.cuda import nccl
 from torch.nn.parallel import _functions
 
+from ..runtime import coalesced
 from .categories import Category, Labels
 
 __all__: list[str] = []
@@ -24,15 +24,14 @@ def broadcast_coalesced(
     labels: Labels, tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int
 ) -> list[list[Tensor]]:
     """Copies tensors to all devices through buffers of ``buffer_size`` bytes."""
-    copies: list[dict[int, Tensor]] = [{} for _ in devices[1:]]
-    for chunk in _take_tensors(tensors, buffer_size):
-        flat = _flatten_dense_tensors(chunk)
-        for copy_of, device in zip(copies, devices[1:], strict=True):
-            copy = flat.to(f"sim:{device}")
-            labels.label([copy], Category.PARAMETERS)
-            views = _unflatten_dense_tensors(copy, chunk)
-            copy_of.update((id(tensor), view.data) for tensor, view in zip(chunk, views, strict=True))
-    return [list(tensors), *([copy_of[id(tensor)] for tensor in tensors] for copy_of in copies)]
+
+    def transfer(flat: Tensor, device: torch.device) -> Tensor:
+        copy = flat.to(device)
+        labels.label([copy], Category.PARAMETERS)
+        return copy
+
+    others = [torch.device("sim", device) for device in devices[1:]]
+    return [list(tensors), *coalesced.broadcast_coalesced(tensors, others, buffer_size, transfer)]
 
 
 def broadcast(tensor: Tensor, devices: Sequence[int]) -> list[Tensor]:

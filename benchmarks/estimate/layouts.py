@@ -1,4 +1,4 @@
-"""What each device of several uses: replicas on simulated devices, and real ranks that talk over gloo."""
+"""Memory of each of several devices: replicas on simulated devices, and ranks that communicate over gloo."""
 
 import copy
 import functools
@@ -22,7 +22,7 @@ REPEATS = 3
 
 
 class Autocast(nn.Module):
-    """Autocast inside the forward, where torch's documentation wants it under ``nn.DataParallel``: its threads know no other."""
+    """Autocast inside the forward, as torch documents it for ``nn.DataParallel``: its threads start without autocast."""
 
     def __init__(self, module: nn.Module, precision: str) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Autocast(nn.Module):
 
 
 def simulated_peaks(problem: Problem, layout: str, balanced: bool, precision: str, devices: int = 4) -> list[int]:
-    """Bytes in use at most on each simulated device in the second step."""
+    """Returns the peak of each simulated device in the second step."""
     module, inputs, targets = copy.deepcopy(problem.module), problem.inputs, problem.targets
     with simulate(devices) as cluster:
         if layout == "replicas":
@@ -60,7 +60,7 @@ def simulated_peaks(problem: Problem, layout: str, balanced: bool, precision: st
 
 
 def prepare(module: nn.Module, layout: str, balanced: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """What a rank trains, and its optimizer."""
+    """Returns the module that a rank trains, and its optimizer."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -95,9 +95,11 @@ def _rank_main(rank: int, folder: str, cases: list[Case]) -> None:
 
 
 def rank_peaks(cases: list[Case]) -> list[tuple[int, int]]:
-    """For each case the peak of the rank that has most: of tensors that live, and of what the allocator gave, the least of
-    three measurements: what gloo's threads are the last to hold is released late, and the profiler does not see it. Not the
-    latter under fsdp, where they allocate too."""
+    """Returns, for each case, the peak of the rank with the most: bytes of live tensors, and bytes of the allocator.
+
+    Each is the least of three measurements: tensors that the threads of gloo hold last are released late, and the profiler
+    does not see it. The allocator is not measured under fsdp, where these threads allocate too.
+    """
     with tempfile.TemporaryDirectory() as folder:
         spawn(_rank_main, (folder, cases), nprocs=RANKS)
         found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(RANKS)]

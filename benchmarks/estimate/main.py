@@ -1,7 +1,7 @@
-"""How far is the predicted memory from the memory that is used?
+"""Predicted memory beside the memory that a training step uses: how far apart are they?
 
-``memory.estimate`` beside the second step of the plain loop (``zero_grad``, ``criterion(model(x), y)``, ``backward``, ``step``
-of AdamW), as torch's profiler hears of it from the CPU's allocator: every allocation and release, those within operators
+``memory.estimate`` compared with the second step of the plain loop (``zero_grad``, ``criterion(model(x), y)``, ``backward``,
+``step`` of AdamW). The CPU's allocator reports every allocation and release to torch's profiler, those within operators
 included. Run without arguments, it measures everything and writes the README beside it; ``--quick`` prints a small part.
 """
 
@@ -42,7 +42,7 @@ ROWS = (1, 2, 3, 5, 7, 8, 11, 16, 21, 40)
 
 @dataclass(frozen=True)
 class Model:
-    """A model of the tables; its group says how far a prediction may be off."""
+    """A model of the tables. Its group sets the limit of the error."""
 
     group: str
     build: Callable[..., Problem]
@@ -104,14 +104,14 @@ def table(rows: list[list[object]], *headers: str) -> str:
 
 
 def single_error(problem: Problem, precision: str, checkpoint: bool) -> tuple[int, float]:
-    """Bytes used, and how far the prediction is above them, relatively."""
+    """Returns the bytes used, and the relative error of the prediction."""
     used = allocator_peak(problem, precision, checkpoint)
     guess = estimate(problem, precision=precision, checkpoint="blocks" if checkpoint else None).peak[0]
     return used, guess / used - 1
 
 
 def single_table(names: tuple[str, ...]) -> tuple[str, dict[str, list[float]]]:
-    """The table, and all errors of each group."""
+    """Returns the table, and all errors of each group."""
     rows: list[list[object]] = []
     errors: dict[str, list[float]] = {MODELS[name].group: [] for name in names}
     for name in names:
@@ -137,7 +137,7 @@ def limits_table(errors: dict[str, list[float]]) -> str:
 
 
 def rows_error(name: str, kind: str, sizes: tuple[int, ...] = ROWS) -> float:
-    """The largest difference of ``report.at(rows)`` from an estimate of a batch of as many rows, relatively."""
+    """Returns the largest relative difference of ``report.at(rows)`` from an estimate of a batch of ``rows`` rows."""
     report = estimate(build(name, rows=6), device_kind=kind)
     pairs = ((report.at(rows)[0], estimate(build(name, rows=rows), device_kind=kind).peak[0]) for rows in sizes)
     return max(abs(known / traced - 1) for known, traced in pairs)
@@ -189,7 +189,7 @@ def ranks_table(names: tuple[str, ...] = ("MLP", "GPT", "MobileNet-like")) -> st
 
 
 def seconds(name: str) -> list[float]:
-    """Of three estimates in a fresh process, imports and the module itself not counted."""
+    """Returns the seconds of three estimates in a new process, without imports and without the construction of the module."""
     command = [sys.executable, str(HERE / "main.py"), "--time", name]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
     found: list[float] = json.loads(done.stdout.splitlines()[-1])
@@ -206,7 +206,7 @@ def print_seconds(name: str) -> None:
 
 
 def others(problem: Problem) -> dict[str, int]:
-    """What the formulas of other tools say, as far as they are installed."""
+    """Returns the predictions of other tools, if they are installed."""
     found = {}
     try:
         from accelerate.commands.estimate import estimate_training_usage
@@ -240,7 +240,7 @@ def others_table(names: tuple[str, ...] = BESIDE) -> str:
 
 
 def report() -> tuple[str, list[str]]:
-    """The README, and what did not hold."""
+    """Returns the README, and the limits that did not hold."""
     single, errors = single_table(tuple(MODELS))
     failures = [f"{group}: {max(found, key=abs):+.3%}" for group, found in errors.items() if max(map(abs, found)) > LIMITS[group]]
     times = {name: seconds(name) for name in TIMED}

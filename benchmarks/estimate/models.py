@@ -1,4 +1,4 @@
-"""The models whose memory is predicted and measured, each with a criterion and a batch: random weights, small sizes."""
+"""Models to predict and to measure, each with a criterion and a batch: random weights, small sizes."""
 
 import os
 from collections.abc import Callable
@@ -16,7 +16,7 @@ WORDS, WIDTH, LENGTH = 5000, 128, 128
 
 @dataclass(frozen=True)
 class Problem:
-    """What is trained, and on what; ``inputs`` are spread over the module's arguments where they are a tuple."""
+    """A module, its criterion and a batch. A tuple of inputs is spread over the arguments of the module."""
 
     module: nn.Module
     criterion: Callable[..., Any]
@@ -86,7 +86,7 @@ class GPTBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder whose output weights are those of its embedding."""
+    """A decoder whose output layer shares the weights of its embedding."""
 
     def __init__(self, words: int = WORDS, width: int = WIDTH, heads: int = 4, depth: int = 4) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ def convolution(inputs: int, outputs: int, size: int, stride: int = 1, groups: i
 
 
 class Residual(nn.Module):
-    """Convolutions beside a shortcut: of two layers (ResNet-18), or of three with a narrow middle (ResNet-50)."""
+    """A residual block: two convolutions (ResNet-18), or three with fewer channels in the middle one (ResNet-50)."""
 
     def __init__(self, inputs: int, width: int, stride: int, bottleneck: bool) -> None:
         super().__init__()
@@ -163,7 +163,7 @@ def resnet50(rows: int = 16) -> Problem:
 
 
 class Inverted(nn.Module):
-    """MobileNetV2's block: wide in the middle, where each channel has a convolution of its own."""
+    """The inverted residual block of MobileNetV2, with a depthwise convolution."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ def mobilenet(rows: int = 8) -> Problem:
 
 
 class ConvNeXtBlock(nn.Module):
-    """A convolution of 7 x 7 per channel, and two layers per pixel."""
+    """A depthwise convolution of 7 x 7, and two layers per pixel."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ def convnext(rows: int = 8) -> Problem:
 
 
 class UNet(nn.Module):
-    """Down three times and up again, what was there on the way down beside it."""
+    """A U-Net with three levels and skip connections."""
 
     def __init__(self, widths: tuple[int, ...] = (16, 32, 64), classes: int = 10) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Six models of transformers, from their configurations with random weights. Dropout as each configuration has it."""
+"""Six models of transformers, with random weights and the dropout of their configurations."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ SIZES: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": WIDTH, "num_atte
 
 
 class Logits(nn.Module):
-    """A model of transformers, called by position: of its output, the logits."""
+    """A model of transformers with positional arguments, whose output is the logits."""
 
     def __init__(self, model: Any, *names: str) -> None:
         super().__init__()
@@ -22,7 +22,7 @@ class Logits(nn.Module):
 
 
 def gpt2(rows: int = 4, length: int = LENGTH, **sizes: Any) -> Problem:
-    """``sizes`` are GPT2Config's; without any, those of GPT-2 small."""
+    """Makes a GPT-2 with ``sizes`` of a ``GPT2Config``. The default is GPT-2 small."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(**sizes, use_cache=False)

@@ -1,4 +1,4 @@
-"""What a training step uses: the CPU allocator's own events, and the bytes of all tensors that live."""
+"""Memory of a training step: by the events of the CPU's allocator, and by the storages of all live tensors."""
 
 import copy
 import gc
@@ -9,18 +9,18 @@ from typing import Any
 import torch
 from models import Problem
 from torch import Tensor, nn
-from torch._C._profiler import _EventType
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from balanced_parallel import Precision
+from balanced_parallel.runtime.allocator_profile import AllocatorProfile
 from balanced_parallel.savings.activation_checkpointing import checkpoint_blocks, find_blocks
 
 
 def run_step(
     module: Callable[..., Any], problem: Problem, optimizer: torch.optim.Optimizer, precision: str, device: str = "cpu"
 ) -> None:
-    """The plain loop's body: nothing is kept of an output or a loss longer than it is needed."""
+    """Runs one update of the plain loop. The output and the loss are released as soon as possible."""
     inputs = problem.inputs if isinstance(problem.inputs, tuple) else (problem.inputs,)
     optimizer.zero_grad()
     with Precision(precision).autocast([torch.device(device)]):
@@ -31,7 +31,7 @@ def run_step(
 
 
 def copied(problem: Problem, checkpoint: bool = False) -> Problem:
-    """A copy with tensors of its own, its repeated blocks checkpointed or not."""
+    """Returns a copy of a problem, with its repeated blocks checkpointed if asked."""
     problem = copy.deepcopy(problem)
     if checkpoint:
         checkpoint_blocks(problem.module, find_blocks(problem.module))
@@ -46,43 +46,25 @@ def plain(module: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def allocator_peak(problem: Problem, precision: str = "fp32", checkpoint: bool = False, prepare: Prepare = plain) -> int:
-    """Bytes in use at most in the second step, with what operators allocate for themselves, as the CPU's allocator reports
-    every allocation and release to torch's profiler. ``prepare`` gives what is trained, and its optimizer."""
-    activities = [torch.profiler.ProfilerActivity.CPU]
-    with torch.profiler.profile(activities=activities, profile_memory=True, acc_events=True) as profile:
+    """Returns the peak of the second step by the CPU's allocator, scratch memory of operators included.
+
+    Args:
+        prepare: makes the module that is trained, and its optimizer.
+    """
+    profile = AllocatorProfile()
+    with profile.recorded():
         mine = copied(problem, checkpoint)
         module, optimizer = prepare(mine.module)
         run_step(module, mine, optimizer, precision)
         gc.collect()
-        with torch.profiler.record_function("second step"):
-            pass
+    profile.reset_peak()
+    with profile.recorded():
         run_step(module, mine, optimizer, precision)
-    now = peak = 0
-    for change in _changes(profile):
-        now += change or 0
-        peak = now if change is None else max(peak, now)
-    return peak
-
-
-def _changes(profile: Any) -> list[int | None]:
-    """Bytes allocated (and, negative, released) in the order in which it happened; None where the second step begins."""
-    found: list[tuple[int, int | None]] = []
-
-    def walk(event: Any) -> None:
-        if event.tag == _EventType.Allocation:
-            found.append((event.start_time_ns, event.extra_fields.alloc_size))
-        elif event.name == "second step":
-            found.append((event.start_time_ns, None))
-        for child in event.children:
-            walk(child)
-
-    for root in profile.profiler.kineto_results.experimental_event_tree():
-        walk(root)
-    return [size for _, size in sorted(found, key=lambda one: one[0])]
+    return profile.peak
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts the storages of all tensors that operators return while it is entered; ``held`` are there before."""
+    """A count of the storages of ``held`` and of all tensors that operators return while it is active."""
 
     def __init__(self, held: list[Tensor]) -> None:
         super().__init__()
@@ -93,7 +75,7 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "to_local") for kind in types):
-            return NotImplemented  # DTensor, whose local tensor comes by again
+            return NotImplemented  # DTensor: its local tensor is dispatched again
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -140,7 +122,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def live_peak(problem: Problem, precision: str = "fp32", prepare: Prepare = plain) -> int:
-    """Bytes of tensors that live at most in the second step."""
+    """Returns the maximum of the bytes of live tensors in the second step."""
     problem = copied(problem)
     module, optimizer = prepare(problem.module)
     inputs = problem.inputs if isinstance(problem.inputs, tuple) else (problem.inputs,)

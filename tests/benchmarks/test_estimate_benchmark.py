@@ -1,4 +1,4 @@
-"""What the page about predicted memory claims, measured again in small."""
+"""Claims of the page about predicted memory, measured again on a small scale."""
 
 import importlib.util
 import os

@@ -345,7 +345,7 @@ def test_a_child_that_dies_is_noticed():
             os._exit(3)
 
     net = Dying(8, 8)
-    with pytest.raises(RuntimeError, match="without a word"):
+    with pytest.raises(RuntimeError, match="without a result"):
         memory.estimate(net, lambda out, _: out.sum(), torch.zeros(6, 8), torch.zeros(6))
 
 

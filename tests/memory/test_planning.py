@@ -53,7 +53,11 @@ def batch(rows):
 
 
 def run(plan, rows, more=0, steps=2):
-    """Whether a plan's steps on ``rows`` rows fit simulated devices of its capacity, with ``more`` rows per micro-batch."""
+    """Runs the steps of a plan on simulated devices of its capacity. Returns their peaks, or None if memory ran out.
+
+    Args:
+        more: rows per micro-batch beyond the plan.
+    """
     with simulate(plan.devices, list(plan.capacity)) as cluster:
         _, _, _, step = plan.apply(LanguageModel(), nn.CrossEntropyLoss(), lr=1e-3)
         step.micro_batch_size += more

@@ -207,9 +207,9 @@ def test_a_picture_is_drawn(nets, capsys, tmp_path):
     ("flags", "wanted"),
     [
         (["--input", "4", "--criterion", "NLLLoss", "--target", "3:float32"], "NLLLoss refuses (8, 3) float32, (8, 3) float32: "),
-        (["--input", "four"], "'four' is no shape of a row, expected sizes such as 3x224x224"),
-        (["--input", "4x0"], "'4x0' is no shape"),
-        (["--input", ""], "'' is no shape"),
+        (["--input", "four"], "'four' is not the shape of a row, expected sizes such as 3x224x224"),
+        (["--input", "4x0"], "'4x0' is not the shape"),
+        (["--input", ""], "'' is not the shape"),
         (["--input", "4:floaty"], "dtype 'floaty', expected one of torch's"),
         (["--input", "4", "--target", "2"], "CrossEntropyLoss refuses (8, 3) float32, (8, 2) int64: "),
         (["--input", "4", "--optimizer", "adamish"], "torch.optim has no 'adamish', expected one of "),
@@ -232,7 +232,7 @@ def test_bad_flags_are_one_line(nets, capsys, flags, wanted):
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [
-        ("missing", "has no 'missing'; what it defines: Net, Tokens"),
+        ("missing", "has no 'missing'; it defines: Net, Tokens"),
         ("needs", "cannot be built: TypeError: needs() missing 1 required positional argument: 'width': expected a function"),
         ("fails", "cannot be built: KeyError: 'weights' (nets.py, line "),
         ("leaves", "it ends the program"),
@@ -250,11 +250,11 @@ def test_a_model_that_is_not_there_is_one_line(capsys, tmp_path):
     (tmp_path / "broken.py").write_text("def build(:\n")
     (tmp_path / "program.py").write_text("raise SystemExit(1)\n")
     for model, wanted in {
-        "nowhere": "'nowhere' is no place, expected my_file.py:name or package.module:name",
+        "nowhere": "'nowhere' is not a place, expected my_file.py:name or package.module:name",
         "nowhere.py:build": "nowhere.py cannot be imported: FileNotFoundError",
         "nowhere.at.all:build": "nowhere.at.all cannot be imported: ModuleNotFoundError",
         f"{tmp_path}/broken.py:build": "cannot be imported: SyntaxError",
-        f"{tmp_path}/program.py:build": "put what runs under if __name__ == '__main__'",
+        f"{tmp_path}/program.py:build": "put its main part under if __name__ == '__main__'",
     }.items():
         assert wanted in said(capsys, "doctor", "--model", model)
 
@@ -410,9 +410,9 @@ def test_the_dimension_of_the_rows_is_kept_in_the_plan(nets, capsys, monkeypatch
         (["--input", "x=4", "--input", "x.y=4"], "'x.y' lies in 'x', which has a shape of its own"),
         (["--input", "x.0=4", "--input", "x.2=4"], "the places in 'x' are 0, 2, expected names, or the numbers from 0 on"),
         (["--input", "0=4", "--input", "y=4"], "the places are 0, y, expected names, or the numbers from 0 on"),
-        (["--input", "x-y=4"], "'x-y' is no place of an input, expected names and numbers with dots between"),
-        (["--input", "=4"], "'' is no place of an input"),
-        (["--input", "input=four"], "'four' is no shape of a row"),
+        (["--input", "x-y=4"], "'x-y' is not a place in the input, expected names and numbers with dots between"),
+        (["--input", "=4"], "'' is not a place in the input"),
+        (["--input", "input=four"], "'four' is not the shape of a row"),
         (["--input", "output=4"], "refuses output (8, 4) float32: TypeError"),
         (["--input", "4", "--dim", "2"], "'4' has 1 sizes beside the rows, expected at least 2 for rows in dimension 2"),
         (["--input", "4", "--dim", "first"], "'first' was given, expected a dimension: 0, 1, ..."),
@@ -443,7 +443,7 @@ def test_targets_that_are_not_known_have_to_be_said(nets):
         problem(nets("Pair"), ["3"])
     with pytest.raises(ValueError, match=r"output \(8,\) has no classes: give a --criterion, such as BCEWithLogitsLoss"):
         problem("torch.nn:Identity", [":float32"])
-    with pytest.raises(ValueError, match=r"output \(4,\) has not 8 rows along dimension 0: give --target"):
+    with pytest.raises(ValueError, match=r"output \(4,\) does not have 8 rows along dimension 0: give --target"):
         problem(nets("Sum"), ["4"])
 
 

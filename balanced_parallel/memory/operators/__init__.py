@@ -1,1 +1,1 @@
-"""Allocations of single operators that a trace on fake CPU tensors does not show."""
+"""Allocations of single operators that a trace of fake CPU tensors does not have."""

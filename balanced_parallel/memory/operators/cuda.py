@@ -1,4 +1,4 @@
-"""What operators choose on CUDA, for tensors that are fake CPU tensors: autocast's lists, dropout's mask, attention."""
+"""Operators of CUDA for fake CPU tensors: the lists of autocast, the mask of dropout, fused attention."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from .rnn import cudnn_recurrence, refused_recurrence
 
 __all__: list[str] = []
 
-# torch/include/ATen/autocast_mode.h: AT_FORALL_FP32, and AT_FORALL_FP32_SET_OPT_DTYPE, as far as autocast on the CPU differs
+# torch/include/ATen/autocast_mode.h: AT_FORALL_FP32, and AT_FORALL_FP32_SET_OPT_DTYPE, without those that the CPU's has too
 _FP32 = (  # noqa: SIM905
     "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor "
     "pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim nuclear_norm nuclear_norm.dim "
@@ -29,15 +29,16 @@ _KEY = torch._C.DispatchKey.AutocastCPU
 
 @contextlib.contextmanager
 def cuda_choices(fuses: bool) -> Iterator[None]:
-    """In this block fake CPU tensors are treated as torch treats those on CUDA, attention included if ``fuses``."""
+    """In this block fake CPU tensors use the operators of CUDA, also for attention and recurrent layers if ``fuses``."""
     with _cuda_autocast(), _cuda_operators(fuses), cudnn_recurrence() if fuses else refused_recurrence():
         yield
 
 
 @contextlib.contextmanager
 def _cuda_operators(fuses: bool) -> Iterator[None]:
-    """Dropout keeps a mask of one byte per element, and attention is fused, with dropout too. Registered, not a mode: what is
-    computed again in the backward has to choose the same."""
+    """Registers dropout with a mask of one byte per element, and fused attention.
+
+    A dispatch mode would not be active when checkpointing recomputes a forward in the backward."""
     library = torch.library.Library("aten", "IMPL")
     try:
         library.impl("dropout", _dropout, "AutogradCPU")
@@ -81,14 +82,14 @@ def _in_float32(operator: Any, unless_told: bool) -> Callable[..., Any]:
 
 @torch.library.custom_op("balanced_parallel::fused_attention", mutates_args=())
 def fused_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Stands for the fused kernels: an output, and one float32 per query and head for the backward."""
+    """Fused attention: an output, and one float32 per query and head for the backward."""
     raise NotImplementedError
 
 
 @fused_attention.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     *rows, heads, length, _ = query.shape
-    # as the flash kernel: laid out like the query
+    # the layout of the query, as in the flash kernel
     same = query.shape[-1] == value.shape[-1]
     out = torch.empty_like(query) if same else query.new_empty((*rows, length, heads, value.shape[-1])).transpose(-3, -2)
     return out, query.new_empty((*rows, heads, length), dtype=torch.float32)
@@ -98,7 +99,7 @@ def _(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 def fused_attention_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Its backward keeps no matrix of probabilities either."""
+    """Backward of fused attention, which has no matrix of probabilities."""
     raise NotImplementedError
 
 

@@ -1,4 +1,4 @@
-"""What an operator gives whose result depends on values, where there are none: the worst case, or an error that names it."""
+"""Results of operators that depend on values: the worst case, or an error with the operator's name."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,13 +18,16 @@ _SCALARS = {_aten._local_scalar_dense.default, _aten.is_nonzero.default}
 def answer(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], scalar: int | float | bool | None, user_line: Callable[[], str]
 ) -> tuple[bool, Any]:
-    """Whether there is a rule for this call, and its result.
+    """Returns True and the result if there is a rule for this call, else False and None.
 
-    Selections (boolean masks, ``nonzero``, ``unique``) select everything: no batch needs more. Scalars that an optimizer or
-    this package reads are one; those that the model reads are ``scalar``, if it was stated.
+    Selections (boolean masks, ``nonzero``, ``unique``) select every element: no batch needs more memory. A value that an
+    optimizer or this package reads is one. A value that the model reads is ``scalar``.
+
+    Args:
+        user_line: returns the line of the model that reads a value; empty for an optimizer or this package.
 
     Raises:
-        UnknownMemory: the model reads a value, on which sizes may depend; or packs sequences, whose lengths are values.
+        UnknownMemory: the model reads a value without ``scalar``; or it packs sequences, whose lengths are values.
     """
     if func in _SCALARS:
         line = user_line()
@@ -33,8 +36,8 @@ def answer(
                 f"{line} reads a value of a tensor ({func}), on which sizes may depend: state the largest that it can be with "
                 f"scalar=, or {HINT}"
             )
-        asked = True if func is _aten.is_nonzero.default or args[0].dtype == torch.bool else _one(args[0])
-        return True, type(asked)(scalar) if line and scalar is not None else asked
+        value = True if func is _aten.is_nonzero.default or args[0].dtype == torch.bool else _one(args[0])
+        return True, type(value)(scalar) if line and scalar is not None else value
     if func is _aten._pack_padded_sequence.default:
         raise UnknownMemory(
             f"{func} packs sequences by their lengths, which are values: give memory.estimate the module with padded sequences, "
@@ -45,19 +48,20 @@ def answer(
 
 
 def selected(func: Any, args: tuple[Any, ...], *, measured: bool) -> int:
-    """Bytes that an operator takes for itself, if every element is selected: the indices that it makes of boolean masks; and
-    the second table of the CTC loss, unless that is ``measured``."""
+    """Returns the bytes of an operator's scratch memory if every element is selected.
+
+    These are the indices of boolean masks, and the second table of the CTC loss unless it is ``measured``."""
     if func in _CTC_BACKWARD:
         return 0 if measured else int(args[6].nbytes)
     indices = args[1] if func in _INDEXES else ()
     masks = [index for index in indices if index is not None and index.dtype in (torch.bool, torch.uint8)]
-    return sum(2 * 8 * mask.numel() * mask.dim() for mask in masks)  # once as nonzero gives them, once each for itself
+    return sum(2 * 8 * mask.numel() * mask.dim() for mask in masks)  # the result of nonzero, and a copy per dimension
 
 
 def _ctc(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     scores, targets = args[:2]
     steps, rows, _ = scores.shape
-    longest = targets.size(1) if targets.dim() == 2 else targets.numel()  # of concatenated targets one could have them all
+    longest = targets.size(1) if targets.dim() == 2 else targets.numel()  # one row may have all of the concatenated targets
     return True, (scores.new_empty(rows), scores.new_empty((rows, steps, 2 * longest + 1)))
 
 
@@ -66,7 +70,7 @@ def _ctc_backward(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
 
 
 def _group_norm_backward(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-    """torch's fake kernel gives float32 for an input in bfloat16, and the real one does not."""
+    """Returns gradients in the dtype of the input. The fake kernel of torch returns float32 for bfloat16."""
     inputs, weight, mask = args[1], args[4], args[9]
     learned = (inputs if weight is None else weight).new_empty(args[6])
     results = (torch.empty_like(inputs), learned, torch.empty_like(learned))

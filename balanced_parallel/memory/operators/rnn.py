@@ -1,8 +1,8 @@
-"""Recurrent layers: on the CPU oneDNN's workspace is asked for, on a GPU cuDNN's reserve is assumed.
+"""Recurrent layers: the workspace of oneDNN is measured on the CPU, the reserve of cuDNN is assumed on a GPU.
 
-cuDNN tells its sizes only to a program that runs it. They are printed in pytorch#2895 for 4 layers of 320 units: 736,000,000
-bytes for an LSTM and 864,000,000 for a GRU, which are 5 and 6 values per step, layer and unit, and one between layers, for
-25,000 steps; and a workspace of 1.5 times the weights. They are assumed for every GPU.
+cuDNN reports its sizes only to a program that runs on a GPU. pytorch#2895 prints them for 4 layers of 320 units and 25,000
+steps: 736,000,000 bytes for an LSTM and 864,000,000 for a GRU. These are 5 and 6 values per step, layer and unit, and one
+between layers. The workspace is 1.5 times the weights. Both are assumed for every GPU.
 """
 
 import contextlib
@@ -19,12 +19,14 @@ from .workspaces import LARGEST, Call, Like, note_call, sizes_of
 
 __all__: list[str] = []
 
-KEPT = {"lstm": 5, "gru": 6, "rnn_tanh": 2, "rnn_relu": 2}  # of a plain one nobody printed the size: its gate, twice
-SOURCE = "assumed: recurrent layers keep what cuDNN printed in pytorch#2895, 5 (LSTM) or 6 (GRU) values per step, layer and unit"
+KEPT = {"lstm": 5, "gru": 6, "rnn_tanh": 2, "rnn_relu": 2}  # sizes of plain layers are not published: the gate, twice
+SOURCE = (
+    "assumed: recurrent layers save as much as cuDNN printed in pytorch#2895, 5 (LSTM) or 6 (GRU) values per step, layer and unit"
+)
 
 
 def lstm_on_cpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
-    """oneDNN's layer, whose fake kernel forgets the workspace."""
+    """Returns the result of oneDNN's layer with its workspace, which the fake kernel leaves out."""
     call = note_call(func, args, kwargs, None, 0)
     assert call is not None
     results = func(*args, **kwargs)
@@ -32,7 +34,7 @@ def lstm_on_cpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tup
 
 
 def _workspace_of(call: Call) -> int:
-    """Its bytes, measured; from two smaller batches where the call itself would take long."""
+    """Returns the measured bytes of the workspace, from two smaller batches if the call itself would take long."""
     if call.bytes <= LARGEST:
         return sizes_of(call)[3]
     rows: int = call.args[0].shape[1]
@@ -53,21 +55,21 @@ def _with_rows(call: Call, rows: int) -> Call:
 
 @contextlib.contextmanager
 def cudnn_recurrence() -> Iterator[None]:
-    """In this block recurrent layers on fake CPU tensors are one operator, as cuDNN's."""
+    """In this block recurrent layers on fake CPU tensors are one operator, as with cuDNN."""
     with _registered(_padded, KEPT):
         yield
 
 
 @contextlib.contextmanager
 def refused_recurrence() -> Iterator[None]:
-    """In this block recurrent layers with cells that the CPU takes apart in another way are an error."""
+    """In this block LSTM and GRU layers are an error: simulated devices run other operators than the CPU."""
     with _registered(_refuse, ("lstm", "gru")):
         yield
 
 
 @contextlib.contextmanager
 def _registered(kernel: Any, names: Iterable[str]) -> Iterator[None]:
-    """Not a mode: what is computed again in the backward has to choose the same."""
+    """Registers a kernel. A dispatch mode would not be active when checkpointing recomputes a forward in the backward."""
     library = torch.library.Library("aten", "IMPL")
     try:
         for name in names:
@@ -79,7 +81,7 @@ def _registered(kernel: Any, names: Iterable[str]) -> Iterator[None]:
 
 def _refuse(name: str, *_: Any) -> Any:
     raise UnknownMemory(
-        f"{name} takes other steps on simulated devices, which nobody has counted: estimate the module for device_kind='cpu', or "
+        f"{name} runs other operators on simulated devices, which are not counted: estimate the module for device_kind='cpu', or "
         "for a kind of GPU"
     )
 
@@ -106,7 +108,7 @@ def _workspace(weights: list[Tensor]) -> Iterator[None]:
 def recurrence(
     input: Tensor, hidden: list[Tensor], weights: list[Tensor], kept: int, directions: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Stands for cuDNN's layers: output, last states, and what is kept for the backward."""
+    """Recurrent layers of cuDNN: the output, the last states, and the reserve for the backward."""
     raise NotImplementedError
 
 
@@ -126,7 +128,7 @@ def _(
 def recurrence_backward(
     grad: Tensor, input: Tensor, hidden: list[Tensor], weights: list[Tensor], out: Tensor, reserve: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Its gradients: of the input, of the states, and of all weights in one piece."""
+    """Gradients of recurrent layers: of the input, of the states, and of all weights in one tensor."""
     raise NotImplementedError
 
 
@@ -145,10 +147,10 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
-    input, *held, out, reserve = ctx.saved_tensors
-    hidden, weights = held[: ctx.states], held[ctx.states :]
+    input, *tensors, out, reserve = ctx.saved_tensors
+    hidden, weights = tensors[: ctx.states], tensors[ctx.states :]
     with _workspace(weights):
-        # cuDNN wants both as they would lie in memory
+        # cuDNN takes contiguous tensors only
         grad, contiguous = grad.contiguous(), input.contiguous()
         d_input, d_hx, d_cx, flat = recurrence_backward(grad, contiguous, hidden, weights, out, reserve)
     pieces = flat.split([weight.numel() for weight in weights])

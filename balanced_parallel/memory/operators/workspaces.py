@@ -1,7 +1,7 @@
-"""What an operator allocates for itself on the CPU and frees before it returns: measured, by running it on random numbers.
+"""Scratch memory of operators on the CPU, measured by running them on random numbers.
 
-oneDNN's convolutions and products in half precision do so, by an algorithm that depends on shapes, threads and the processor;
-others copy what is not contiguous, or not of the type that they compute in.
+Convolutions and half-precision products of oneDNN allocate it by an algorithm that depends on shapes, threads and the
+processor. Other operators copy arguments that are not contiguous, or not of the dtype that they compute in.
 """
 
 import functools
@@ -11,24 +11,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._profiler import _ExperimentalConfig
 from torch.utils._python_dispatch import _disable_current_modes
+
+from ...runtime.allocator_profile import AllocatorProfile
 
 __all__: list[str] = []
 
-LARGEST = 2**28  # bytes of an operator's tensors: beside more than that, its scratch is little, and running it takes long
-SMALL = 2**22  # enough to see whether there is any; where rows cannot be taken away, 16 times as much is tried
+LARGEST = 2**28  # bytes of an operator's tensors: larger calls take long, and their scratch memory is small in comparison
+SMALL = 2**22  # bytes, enough to detect scratch memory; 16 times as much if the call cannot have fewer rows
 _aten = torch.ops.aten
-_autograd: Any = torch.autograd  # does not say which of its names are for others
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
 _CONVOLUTIONS = {_aten.convolution.default, _aten.convolution_backward.default}
 _LSTM = {_aten.mkldnn_rnn_layer.default, _aten.mkldnn_rnn_layer_backward.default}
-_known: dict[Any, bool] = {}  # which operators take any, for arguments of which kinds
+_known: dict[Any, bool] = {}  # operator and kinds of its arguments -> takes scratch memory
 
 
 @dataclass(frozen=True)
 class Like:
-    """A tensor's shape, strides and type."""
+    """A tensor's shape, strides and dtype."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -36,16 +36,17 @@ class Like:
 
     @property
     def bytes(self) -> int:
+        """The bytes of the elements."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     @property
     def kind(self) -> tuple[Any, ...]:
-        """What does not depend on the sizes."""
+        """The properties that do not depend on sizes."""
         order = sorted(range(len(self.shape)), key=lambda dim: (self.stride[dim], self.shape[dim]))
         return self.dtype, tuple(order), tuple(stride == 0 for stride in self.stride)
 
     def made(self, generator: torch.Generator) -> Tensor:
-        """Random numbers, zeros where they are integers."""
+        """Returns such a tensor of random numbers, or of zeros if its dtype is not a floating-point one."""
         reach = 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
         flat = torch.zeros(max(0, reach) if torch.Size(self.shape).numel() else 0, dtype=self.dtype, device="cpu")
         if self.dtype.is_floating_point:
@@ -55,8 +56,12 @@ class Like:
 
 @dataclass(frozen=True)
 class Call:
-    """A call of an operator that may need scratch, when ``position`` events had happened, and the bytes of its results. Its
-    tensors are :class:`Like`, its lists tuples."""
+    """A call of an operator that may need scratch memory, with :class:`Like` for tensors and tuples for lists.
+
+    Attributes:
+        position: number of events before the call.
+        results: bytes of new results.
+    """
 
     position: int
     device: str
@@ -66,7 +71,7 @@ class Call:
     results: int = 0
 
     def between(self, other: "Call", numerator: int, denominator: int) -> "Call":
-        """That for other rows, where those of ``self`` and of ``other`` are known."""
+        """Returns the call for other rows, from ``self`` and ``other``, with ``numerator / denominator`` of their distance."""
 
         def move(one: Any, two: Any) -> Any:
             if isinstance(one, Like):
@@ -86,6 +91,8 @@ class Call:
 
     @property
     def bytes(self) -> int:
+        """The bytes of all tensors among the arguments."""
+
         def count(value: Any) -> int:
             return value.bytes if isinstance(value, Like) else sum(map(count, value)) if isinstance(value, tuple) else 0
 
@@ -104,22 +111,22 @@ class Call:
 
 
 def note_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, position: int) -> Call | None:
-    """The call as it can be made again, if it may need scratch."""
+    """Returns a description to repeat the call from, if it may need scratch memory."""
     if func.namespace != "aten" or func.is_view or torch.Tag.nondeterministic_seeded in func.tags:
         return None
     try:
-        mine, named = _frozen(args), _frozen(tuple(kwargs.items()))
+        positional, named = _frozen(args), _frozen(tuple(kwargs.items()))
     except TypeError:
         return None
-    given = _tensors((args, list(kwargs.values())))
-    if not given:
+    tensors = _tensors((args, list(kwargs.values())))
+    if not tensors:
         return None
-    before = {tensor.untyped_storage()._cdata for tensor in given}
-    return Call(position, str(given[0].device), str(func), mine, named, sum(_new_bytes(result, before)))
+    before = {tensor.untyped_storage()._cdata for tensor in tensors}
+    return Call(position, str(tensors[0].device), str(func), positional, named, sum(_new_bytes(result, before)))
 
 
 def _new_bytes(result: Any, before: set[int]) -> list[int]:
-    """Of each tensor in a result, but for those that were there before."""
+    """Returns the bytes of each tensor in a result; 0 for storages that existed before."""
     storages = [tensor.untyped_storage() for tensor in _tensors(result)]
     return [0 if storage._cdata in before else storage.nbytes() for storage in storages]
 
@@ -133,7 +140,7 @@ def _tensors(value: Any) -> list[Tensor]:
 def _frozen(value: Any) -> Any:
     if isinstance(value, Tensor):
         if value.layout != torch.strided:
-            raise TypeError("only dense tensors are made again")
+            raise TypeError("a sparse tensor cannot be repeated")
         return Like(tuple(value.shape), tuple(value.stride()), value.dtype)
     if isinstance(value, (list, tuple)):
         return tuple(map(_frozen, value))
@@ -141,12 +148,13 @@ def _frozen(value: Any) -> Any:
         return torch.device("cpu")
     if value is None or isinstance(value, (int, float, bool, str, torch.dtype, torch.layout, torch.memory_format)):
         return value
-    raise TypeError(f"{value} is not made again")
+    raise TypeError(f"{value} cannot be repeated")
 
 
 def may_need_scratch(call: Call, shrunk: Callable[[], Call]) -> bool:
-    """Whether the operator takes any: for those that decide by sizes it is not known otherwise, for the rest it is tried
-    once, on ``shrunk()`` sizes."""
+    """Returns True if the operator may take scratch memory.
+
+    Convolutions, products and LSTM layers decide by sizes, so they may. Others are tried once, on the sizes of ``shrunk()``."""
     func = _function(call.operator)
     if func in _CONVOLUTIONS or func in _LSTM or (func in _PRODUCTS and call.args[0].dtype != torch.float32):
         return True
@@ -156,16 +164,17 @@ def may_need_scratch(call: Call, shrunk: Callable[[], Call]) -> bool:
 
 
 def scratch_of(call: Call) -> int:
-    """Bytes that a call has at most beside its arguments and its results. Some results keep more than they are said to: that
-    of ``col2im`` lies where its input would fit."""
+    """Returns the peak of a call in bytes, without its arguments and its results.
+
+    Some results hold more memory than their shapes say: that of ``col2im`` has the size of its input."""
     try:
         return max(0, _measured(call.operator, call.args, call.kwargs, torch.get_num_threads())[0] - call.results)
-    except (RuntimeError, IndexError, ValueError):  # values that the operator refuses: a matrix without an inverse
+    except (RuntimeError, IndexError, ValueError):  # the operator refuses random values: a matrix without an inverse
         return 0
 
 
 def sizes_of(call: Call) -> tuple[int, ...]:
-    """Bytes of each of its results."""
+    """Returns the bytes of each result of a call."""
     with _disable_current_modes():
         return _measured(call.operator, call.args, call.kwargs, torch.get_num_threads())[1]
 
@@ -177,7 +186,7 @@ def _function(name: str) -> Any:
 @functools.lru_cache(maxsize=4096)
 def _measured(operator: str, args: tuple[Any, ...], kwargs: tuple[Any, ...], threads: int) -> tuple[int, tuple[int, ...]]:
     function = _function(operator)
-    learns = function is _aten.mkldnn_rnn_layer.default  # oneDNN's keeps nothing for a backward if nothing is to learn
+    learns = function is _aten.mkldnn_rnn_layer.default  # without requires_grad, oneDNN saves nothing for a backward
     generator = torch.Generator().manual_seed(0)
 
     def made(value: Any) -> Any:
@@ -186,17 +195,8 @@ def _measured(operator: str, args: tuple[Any, ...], kwargs: tuple[Any, ...], thr
         return [made(one) for one in value] if isinstance(value, tuple) else value
 
     given, named = made(args), {name: made(value) for name, value in kwargs}
-    with torch.set_grad_enabled(learns):
-        # the older of torch's two profilers: the newer writes lines to the error stream each time it starts
-        config = _autograd.ProfilerConfig(_autograd.ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
-        _autograd._enable_profiler_legacy(config)
-        try:
-            result = function(*given, **named)
-        finally:
-            records = _autograd._disable_profiler_legacy()
+    profile = AllocatorProfile()
+    with torch.set_grad_enabled(learns), profile.recorded():
+        result = function(*given, **named)
     before = {tensor.untyped_storage()._cdata for tensor in _tensors((given, list(named.values())))}
-    now = most = 0
-    for record in (record for thread in records for record in thread if record.kind() == "memory_alloc"):
-        now += record.cpu_memory_usage()
-        most = max(most, now)
-    return most, tuple(_new_bytes(result, before))
+    return profile.peak, tuple(_new_bytes(result, before))

@@ -1,4 +1,4 @@
-"""Counts the bytes of every tensor that lives, through a step that computes nothing: each allocation, each release, in order."""
+"""A record of every allocation and every release during a step on fake tensors, in order."""
 
 import dataclasses
 import sys
@@ -27,7 +27,7 @@ _OPTIMIZERS = (f"{_TORCH}/optim", f"{_TORCH}/amp")
 
 @dataclass
 class Block:
-    """The memory of one storage: on which device, of how many bytes, what it is for, and which line of which module made it."""
+    """The memory of one storage: device, bytes, purpose, and the operator, module and line that allocated it."""
 
     device: str
     size: int
@@ -42,16 +42,22 @@ _COMMUNICATES = ("fsdp", "c10d", "_c10d_functional")
 
 
 class Count(TorchDispatchMode):
-    """Logs allocations and releases of storages, real or fake, while it is entered. It sits above the fake mode.
+    """Records allocations and releases of storages, real or fake, while it is active. It is entered after the fake mode.
 
-    ``events`` are the numbers of blocks, counted from 1: positive where it is allocated, negative where it is released.
+    Args:
+        names: of modules, by identity.
+        scalar: the result of every read of a tensor's value in the model. ``None`` makes it an error.
+        notes: records calls that may need scratch memory.
+
+    Attributes:
+        events: numbers of blocks, counted from 1: positive for an allocation, negative for a release.
     """
 
     def __init__(self, names: dict[int, str], scalar: int | float | bool | None = None, notes: bool = False) -> None:
         super().__init__()
-        self.scalar = scalar  # what a model finds that reads a value
-        self.names = names  # of modules, by identity
-        self.notes = notes  # calls that may need scratch
+        self.scalar = scalar
+        self.names = names
+        self.notes = notes
         self.blocks: list[Block] = []
         self.events: list[int] = []
         self.operators: list[str] = []
@@ -61,13 +67,13 @@ class Count(TorchDispatchMode):
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is _DEVICE:  # every look at .device: two thirds of all calls
+        if func is _DEVICE:  # every access to .device: two thirds of all calls
             fake = args[0]
             if type(fake) is FakeTensor and not fake.fake_mode.in_kernel_invocation:
-                return fake.fake_device  # as the fake mode would answer, without asking it
+                return fake.fake_device  # the result of the fake mode, without its dispatch
             return func(*args, **(kwargs or {}))
-        if any(hasattr(kind, "to_local") for kind in types):  # DTensor, whose import takes its time
-            return NotImplemented  # its local tensor comes by again
+        if any(hasattr(kind, "to_local") for kind in types):  # DTensor, without its slow import
+            return NotImplemented  # its local tensor is dispatched again
         found, result = answer(func, args, kwargs or {}, self.scalar, _user_line)
         result = result if found else func(*args, **(kwargs or {}))
         self.operators.append(str(func))
@@ -86,7 +92,7 @@ class Count(TorchDispatchMode):
         self._resize = torch.UntypedStorage.resize_
 
         def resize(storage: Any, size: int, original: Any = self._resize) -> Any:
-            result = original(storage, size)  # how FSDP frees and allocates
+            result = original(storage, size)  # FSDP frees and allocates this way
             if (known := self._live.get(storage._cdata)) is not None:
                 block = self.blocks[known[1] - 1]
                 self._release(storage._cdata)
@@ -102,7 +108,7 @@ class Count(TorchDispatchMode):
         super().__exit__(*exception)
 
     def see(self, tensor: Tensor, kind: str, operator: str = "") -> None:
-        """Counts the storage of a tensor, once. What is known already only gets another ``kind``, unless it is temporary."""
+        """Records the storage of a tensor once. A known storage only changes its kind, unless ``kind`` is ``"temporaries"``."""
         for storage in _storages(tensor):
             known = self._live.get(storage._cdata)
             if known is None:
@@ -112,27 +118,28 @@ class Count(TorchDispatchMode):
                 self.blocks[known[1] - 1].kind = kind
 
     def see_all(self, tensors: Iterable[Any], kind: str) -> None:
+        """Records each tensor among ``tensors``."""
         for tensor in tensors:
             if isinstance(tensor, Tensor):
                 self.see(tensor, kind)
 
     def move(self, tensor: Tensor, device: torch.device) -> None:
-        """Says that a tensor is on another device than a fake one can be."""
+        """Moves a recorded tensor to a device that fake tensors cannot be on."""
         for storage in _storages(tensor):
             self.blocks[self._live[storage._cdata][1] - 1].device = str(device)
 
     def turn(self, before: str, after: str) -> None:
-        """What lives of one kind is of another from here on."""
+        """Relabels every live allocation of kind ``before`` as ``after``."""
         for _, number in self._live.values():
             if self.blocks[number - 1].kind == before:
                 self.blocks[number - 1].kind = after
 
     def mark(self, name: str) -> None:
-        """Remembers this moment."""
+        """Names the next event."""
         self.marks[name] = len(self.events)
 
     def _borrow(self, tensor: Tensor, size: int, operator: str) -> None:
-        """What an operator allocates and releases before it returns."""
+        """Records memory that an operator allocates and releases before it returns."""
         self.blocks.append(Block(str(tensor.device), size, "temporaries", operator, *_where(self.names)))
         self.events += [len(self.blocks), -len(self.blocks)]
 
@@ -156,7 +163,7 @@ def _storages(tensor: Tensor) -> list[Any]:
 
 
 def _where(names: dict[int, str]) -> tuple[str, str]:
-    """The innermost running module, and the innermost line that is neither torch's nor ours; in backward, the node."""
+    """Returns the innermost running module and the innermost line of other code than torch's and ours; the node in a backward."""
     module, line = "", ""
     node = torch._C._current_autograd_node()
     if node is not None:
@@ -175,7 +182,7 @@ def _where(names: dict[int, str]) -> tuple[str, str]:
 
 
 def _user_line() -> str:
-    """The line of the model or the criterion that asks for a value, or nothing where an optimizer or this package asks."""
+    """Returns the line of the model or the criterion that reads a value; empty if an optimizer or this package does."""
     frame: Any = sys._getframe(2)
     while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _MEMORY, "<")):
         if frame.f_code.co_filename.startswith(_OPTIMIZERS):

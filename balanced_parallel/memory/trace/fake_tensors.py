@@ -1,4 +1,4 @@
-"""Stand-ins without memory: a copy of a module whose tensors have shapes only, and batches of any number of rows."""
+"""Fake copies: modules and batches whose tensors have shapes but no memory."""
 
 import copy
 from collections.abc import Iterator, Mapping
@@ -15,8 +15,10 @@ __all__: list[str] = []
 
 
 def fake_copy(thing: Any, mode: FakeTensorMode, device: torch.device) -> Any:
-    """A deep copy of ``thing`` (a module, a criterion, a function) whose tensors are fake ones on ``device``. What is tied
-    stays tied; nothing of the original is touched, and no value is copied."""
+    """Returns a deep copy of ``thing`` (a module, a criterion, a function) with fake tensors on ``device``.
+
+    Tied tensors stay tied. The original does not change, and no value is copied.
+    """
 
     def fake(tensor: Tensor, memo: dict[int, Any]) -> Any:
         if id(tensor) not in memo:
@@ -26,16 +28,16 @@ def fake_copy(thing: Any, mode: FakeTensorMode, device: torch.device) -> Any:
     with _copying_tensors_by(fake):
         try:
             return copy.deepcopy(thing)
-        except TypeError:  # something in it cannot be copied (a registered operator, a lock): then what is no module is shared
+        except TypeError:  # an attribute cannot be copied (a registered operator, a lock): share all plain objects
             return copy.deepcopy(thing, _shared(thing))
 
 
 def _shared(thing: Any) -> dict[int, Any]:
-    """A memo that keeps what modules hold beside modules, tensors and plain containers."""
+    """Returns a memo for ``deepcopy`` that shares attributes of modules, except modules, tensors and plain containers."""
     copied = (nn.Module, Tensor, list, dict, tuple, set)
     modules = list(thing.modules()) if isinstance(thing, nn.Module) else []
-    held = [value for module in modules for value in vars(module).values() if not isinstance(value, copied)]
-    return {id(value): value for value in held}
+    values = [value for module in modules for value in vars(module).values() if not isinstance(value, copied)]
+    return {id(value): value for value in values}
 
 
 @contextmanager
@@ -60,7 +62,10 @@ def _fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device, shape
 
 
 def fake_batch(batch: Any, rows: int, of: int, mode: FakeTensorMode, device: torch.device, dim: int = 0) -> Any:
-    """``batch``, which has ``of`` rows along ``dim``, with ``rows`` of them (or as many times more as it had more), all fake."""
+    """Returns a fake copy of ``batch`` with ``rows`` rows along ``dim`` in place of ``of``.
+
+    Tensors with a multiple of ``of`` rows get the same multiple of ``rows``.
+    """
 
     def resize(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -76,10 +81,10 @@ def fake_batch(batch: Any, rows: int, of: int, mode: FakeTensorMode, device: tor
 
 
 def names_of(modules: Mapping[str, Any]) -> dict[int, str]:
-    """The names of all modules under some roots, by identity."""
+    """Returns the names of all modules under some roots, by identity."""
     names: dict[int, str] = {}
-    for root, held in modules.items():
-        if isinstance(held, nn.Module):
-            for name, module in held.named_modules():
-                names.setdefault(id(module), ".".join(part for part in (root, name) if part) or type(module).__name__)
+    for root, part in modules.items():
+        if isinstance(part, nn.Module):
+            for name, module in part.named_modules():
+                names.setdefault(id(module), ".".join(filter(None, (root, name))) or type(module).__name__)
     return names

@@ -1,4 +1,4 @@
-"""What is different around a traced step: no collector, no log, replicas that run one after the other."""
+"""Changes to torch and transformers while a step is traced, each for a reason that its docstring gives."""
 
 import contextlib
 import gc
@@ -12,7 +12,6 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_leaves
 
-from ...replicas import model, workers
 from .allocations import Count
 
 __all__: list[str] = []
@@ -20,7 +19,7 @@ __all__: list[str] = []
 
 @contextlib.contextmanager
 def _without_log() -> Iterator[None]:
-    """What a fake operator refuses is raised; torch logs it too, with a traceback."""
+    """Silences the log of fake tensors: torch raises an error and logs it too, with a traceback."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -31,7 +30,7 @@ def _without_log() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
-    """Cycles are collected between the updates only: the collector runs when it likes, and the same trace must be the same."""
+    """Turns the garbage collector off. Its runs depend on earlier objects, and equal traces must have equal events."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -43,15 +42,15 @@ def _no_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """No warnings, no log, no collector."""
+    """Turns off warnings, the log of fake tensors, and the garbage collector."""
     with warnings.catch_warnings(action="ignore"), _without_log(), _no_collection():
         yield
 
 
 @contextlib.contextmanager
-def _standing_in(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     before = owner.__dict__[name]
-    setattr(owner, name, stand_in)
+    setattr(owner, name, value)
     try:
         yield
     finally:
@@ -60,7 +59,10 @@ def _standing_in(owner: Any, name: str, stand_in: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def counting_random_states(count: Count) -> Iterator[None]:
-    """Checkpointing keeps the state of the random numbers for each block: 5 KB, which lie on the CPU."""
+    """Records the random state that checkpointing saves for each block: 5 KB on the CPU.
+
+    ``torch.get_rng_state`` returns a real tensor, and no dispatch mode sees it.
+    """
     before = torch.get_rng_state
 
     def get_rng_state() -> torch.Tensor:
@@ -68,45 +70,42 @@ def counting_random_states(count: Count) -> Iterator[None]:
         count.see(state, "temporaries", "get_rng_state")
         return state
 
-    with _standing_in(torch, "get_rng_state", get_rng_state):
+    with _replaced(torch, "get_rng_state", get_rng_state):
         yield
 
 
 @contextlib.contextmanager
 def devices_that_mix() -> Iterator[None]:
-    """``torch.tensor(data, device="cpu:1")`` is on ``cpu`` under a fake mode: beside tensors of ``cpu:1`` it is one of these."""
+    """Lets an operator mix fake tensors of ``cpu`` and ``cpu:1``. Its result is on ``cpu:1``.
+
+    Under a fake mode ``torch.tensor(data, device="cpu:1")`` is on ``cpu``, and no public hook decides about devices.
+    """
     find: Any = FakeTensor._find_common_device
 
     def find_common_device(func: Any, args: Any) -> Any:
         try:
             return find(func, args)
-        except RuntimeError:  # of two devices; a FakeTensorDeviceMismatchError from torch 2.13 on
+        except RuntimeError:  # two devices; a FakeTensorDeviceMismatchError from torch 2.13 on
             devices = {leaf.fake_device for leaf in tree_leaves(args) if isinstance(leaf, FakeTensor)}
             indexed = [device for device in devices if device.index is not None]
             if len(indexed) != 1 or any(device.type != "cpu" for device in devices):
                 raise
             return indexed[0], False
 
-    with _standing_in(FakeTensor, "_find_common_device", staticmethod(find_common_device)):
+    with _replaced(FakeTensor, "_find_common_device", staticmethod(find_common_device)):
         yield
 
 
 @contextlib.contextmanager
 def rows_of_one_sequence() -> Iterator[None]:
-    """transformers looks whether a row holds several sequences, and takes a fake tensor for one that is being compiled, of which
-    it expects the worst: a mask, and with it other kernels (masking_utils.find_packed_sequence_indices). Here rows hold one."""
+    """Makes transformers treat each row as one sequence (``masking_utils.find_packed_sequence_indices``).
+
+    It reads position ids to find rows of several sequences. It takes fake tensors for tensors under compilation, and then
+    makes a mask, which selects other kernels.
+    """
     masks = sys.modules.get("transformers.masking_utils")
     if not hasattr(masks, "find_packed_sequence_indices"):
         yield
         return
-    with _standing_in(masks, "find_packed_sequence_indices", lambda position_ids: None):
-        yield
-
-
-@contextlib.contextmanager
-def meeting_alone() -> Iterator[None]:
-    """Replicas run one after the other, because a fake mode is one thread's; who wants the statistics of all finds its own in
-    their places: as large."""
-    alone = _standing_in(workers.Meeting, "exchange", lambda self, index, number, value: [value] * self.size)
-    with alone, _standing_in(model, "has_layers_over_all_rows", lambda layers: False):
+    with _replaced(masks, "find_packed_sequence_indices", lambda position_ids: None):
         yield

@@ -1,250 +1,279 @@
-"""How one update runs in each layout, on fake devices: this package's own replicas, and stand-ins for what needs real memory."""
+"""The layouts: one class each, with the facts that an estimate needs and one update on fake devices."""
 
+import abc
 import contextlib
-import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from ...batch.gathering import gather
 from ...batch.row_marks import Arguments
-from ...loss.criterion import DataParallelCriterion
+from ...batch.rows import move_leaves
 from ...loss.partial_sums import Shard
 from ...optim.balanced import BalancedOptimizer
 from ...replicas.gradient_sums import own_gradient
-from ...replicas.model import DataParallelModel
 from ...runtime.precision import Precision
-from ...runtime.streams import SideStreams
+from ...savings.activation_checkpointing import find_blocks
+from .ddp_buckets import DDPBuckets, largest_partition
+from .fake_devices import HOME, fake_devices
+from .torch_data_parallel import run_replicas
+from .traced_replicas import TracedCriterion, TracedModel, make_replicas
+
+if TYPE_CHECKING:
+    from ..request import Request
 
 __all__: list[str] = []
 
-HOME = torch.device("cpu")
 
+class Layout(abc.ABC):
+    """One way to use the devices. An instance runs micro-batches of one update on fake tensors.
 
-def fake_devices(count: int) -> list[torch.device]:
-    """The devices of a trace. CPUs, because autograd aborts on accelerators that are not there; the first without an index, so
-    that what a model makes without naming a device is on it."""
-    return [HOME, *(torch.device("cpu", index) for index in range(1, count))]
-
-
-@dataclass(frozen=True)
-class OptimizerChoice:
-    """An optimizer that is made when there are parameters.
-
-    Args:
-        make: a class of ``torch.optim``, a ``functools.partial`` of one, or a function of the parameters.
-        foreach: takes torch's multi-tensor kernels, as torch does by itself for parameters on a GPU.
+    Attributes:
+        name: the ``layout=`` of :func:`estimate`.
+        is_distributed: one process per device. The trace is that of one rank, which stands for all.
+        batch_on_host: the batch is on the host, and each device receives its rows.
+        takes_several_devices: ``devices=`` may be more than one.
+        takes_balanced_optimizer: ``balanced_optimizer=True`` is allowed.
+        needs_warm_up: the first trace in a process differs from the later ones.
+        parameters: those of the module and of the criterion, each once.
+        buckets: flat tensors of the communication, allocated once.
     """
 
-    make: Callable[..., torch.optim.Optimizer]
-    foreach: bool
+    name: ClassVar[str]
+    is_distributed: ClassVar[bool] = False
+    batch_on_host: ClassVar[bool] = False
+    takes_several_devices: ClassVar[bool] = True
+    takes_balanced_optimizer: ClassVar[bool] = False
+    needs_warm_up: ClassVar[bool] = False
 
-    def __call__(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-        return self._set(self.make(parameters))
+    @classmethod
+    def devices_per_process(cls, devices: int) -> int:
+        """Returns the number of devices over which a process divides the rows of its batch."""
+        return 1 if cls.is_distributed else devices
 
-    def balanced(self, model: DataParallelModel, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-        made: Any = self.make
-        settings: dict[str, Any] = {}
-        while isinstance(made, functools.partial):
-            made, settings = made.func, made.keywords | settings
-        if not isinstance(made, type):
-            raise TypeError(f"optimizer={self.make!r}, expected a class, or a functools.partial of one, with BalancedOptimizer")
-        return self._set(BalancedOptimizer(model, made, parameters, **settings))
+    @classmethod
+    def traced_devices(cls, devices: int) -> list[int]:
+        """Returns the traced device that stands for each of the devices."""
+        return [0] * devices if cls.is_distributed else list(range(devices))
 
-    def _set(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        for group in optimizer.param_groups if self.foreach else ():
-            if group.get("foreach", True) is None and not group.get("fused"):
-                group["foreach"] = True
-        return optimizer
+    def __init__(self, request: "Request", module: nn.Module, criterion: Any) -> None:
+        self.request = request
+        self.module = module
+        self.criterion = criterion
+        self.parameters = learned_parameters(module, criterion)
+        self.buckets: list[Tensor] = []
+        self.optimizer = self.make_optimizer()
 
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """Makes the optimizer of the request."""
+        return self.request.optimizer(self.parameters)
 
-@dataclass
-class Job:
-    """One layout, ready to run micro-batches.
+    @abc.abstractmethod
+    def loss(self, arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
+        """Runs the forward of one micro-batch."""
 
-    ``loss(arguments, targets)`` is the forward, ``accumulating()`` surrounds a micro-batch that is not the last of its
-    update, and the rest says which tensors are what.
-    """
+    def accumulating(self) -> contextlib.AbstractContextManager[Any]:
+        """Surrounds a micro-batch that is not the last of its update."""
+        return contextlib.nullcontext()
 
-    loss: Callable[[Arguments, tuple[Any, ...]], Tensor]
-    optimizer: torch.optim.Optimizer
-    parameters: list[Tensor]
-    buckets: list[Tensor] = field(default_factory=list)
-    accumulating: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-    held: Callable[[], Iterable[Any]] = tuple  # gradients that are not in any grad
-    copies: Callable[[], Iterable[Tensor]] = tuple  # of the parameters, on other devices
-    zero_grad: Callable[[], None] | None = None
-    close: Callable[[], None] = lambda: None
+    def zero_grad(self) -> None:
+        """Begins an update."""
+        self.optimizer.zero_grad()
 
     def gradients(self) -> Iterator[Any]:
+        """Yields every gradient that exists."""
         updated = [parameter for group in self._inner.param_groups for parameter in group["params"]]
-        # a plain look: to whoever asks for grad, replicas sum what they hold
+        # the plain attribute of torch: reading parameter.grad would sum the gradients of the replicas
         yield from (own_gradient.__get__(parameter) for parameter in (*self.parameters, *updated) if parameter.is_leaf)
-        yield from self.held()
 
-    def states(self) -> Iterator[Any]:
+    def parameter_copies(self) -> Iterator[Tensor]:
+        """Yields the copies of the parameters on other devices."""
+        yield from ()
+
+    def optimizer_states(self) -> Iterator[Any]:
+        """Yields the state of every parameter in the optimizer."""
         for state in self._inner.state.values():
             yield from state.values()
+
+    def close(self) -> None:  # noqa: B027 - most layouts have nothing to end
+        """Ends the process group of the layout, if it has one."""
 
     @property
     def _inner(self) -> torch.optim.Optimizer:
         return self.optimizer.shards.inner if isinstance(self.optimizer, BalancedOptimizer) else self.optimizer
 
 
-def one_device(module: nn.Module, criterion: Any, optimizer: OptimizerChoice, precision: str) -> Job:
+class SingleDevice(Layout):
     """The plain program: ``criterion(module(inputs), targets).backward()``, ``optimizer.step()``."""
 
-    def loss(arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
-        with Precision(precision).autocast([HOME]):
-            return loss_of(criterion, module(*arguments.inputs, **arguments.kwargs), targets)
+    name = "single"
+    takes_several_devices = False
 
-    learned = learned_parameters(module, criterion)
-    return Job(loss, optimizer(learned), learned)
+    def loss(self, arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
+        """Runs the forward of one micro-batch."""
+        with Precision(self.request.precision).autocast([HOME]):
+            return compute_loss(self.criterion, self.module(*arguments.inputs, **arguments.kwargs), targets)
 
 
-def loss_of(criterion: Any, output: Any, targets: tuple[Any, ...]) -> Tensor:
+class Replicas(Layout):
+    """:class:`DataParallelModel` and :class:`DataParallelCriterion` of this package."""
+
+    name = "replicas"
+    batch_on_host = True
+    takes_balanced_optimizer = True
+
+    def __init__(self, request: "Request", module: nn.Module, criterion: Any) -> None:
+        self.replicas = [make_replicas(have_streams=request.kind.like_cuda) for _ in range(2)]
+        settings: dict[str, Any] = {"dim": request.dim, "precision": request.precision}
+        devices = fake_devices(request.devices)
+        self.model = TracedModel(module, devices, self.replicas[0], split=request.split, **settings)
+        self.parallel_criterion = TracedCriterion(criterion, self.replicas[1], **settings)
+        super().__init__(request, module, criterion)
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """Makes the optimizer of the layout."""
+        choice = self.request.optimizer
+        return choice.balanced(self.model, self.parameters) if self.request.balanced else choice(self.parameters)
+
+    def loss(self, arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
+        """Runs the forward of one micro-batch."""
+        total: Tensor = self.parallel_criterion(self.model(*arguments.inputs, **arguments.kwargs), *targets)
+        return total
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Keeps gradients unreduced during a micro-batch."""
+        with contextlib.ExitStack() as stack:
+            for replicas in self.replicas:
+                stack.enter_context(replicas.gradients.no_sync())
+            yield
+
+    def gradients(self) -> Iterator[Any]:
+        """Yields every gradient that exists, those that the replicas hold too."""
+        yield from super().gradients()
+        for bucket in (bucket for replicas in self.replicas for bucket in replicas.gradients.buckets):
+            for gradients in bucket.held:
+                yield from gradients
+
+    def parameter_copies(self) -> Iterator[Tensor]:
+        """Yields the copies of the parameters on other devices."""
+        for tensors in (tensors for replicas in self.replicas for tensors in replicas.copies.by_device.values()):
+            yield from tensors
+
+
+class DDP(SingleDevice):
+    """One rank of ``DistributedDataParallel(gradient_as_bucket_view=True)``, as :func:`parallelize` makes it.
+
+    With a balanced optimizer (``ZeroRedundancyOptimizer``) it is the rank with the most state. A single rank has no reducer.
+    """
+
+    name = "ddp"
+    is_distributed = True
+    takes_several_devices = True
+    takes_balanced_optimizer = True
+
+    def __init__(self, request: "Request", module: nn.Module, criterion: Any) -> None:
+        super().__init__(request, module, criterion)
+        self.reducer = DDPBuckets(self._trained if request.devices > 1 else [])
+        self.buckets = self.reducer.tensors
+
+    def make_optimizer(self) -> torch.optim.Optimizer:
+        """Makes the optimizer of the layout."""
+        if not self._is_sharded:
+            return super().make_optimizer()
+        return self.request.optimizer(largest_partition(self._trained, self.request.devices))
+
+    def accumulating(self) -> contextlib.AbstractContextManager[Any]:
+        """Accumulates gradients in the buckets during a micro-batch."""
+        return self.reducer.no_sync()
+
+    def zero_grad(self) -> None:
+        """Clears the gradients of all parameters."""
+        # ZeroRedundancyOptimizer.zero_grad() covers the parameters of all ranks
+        (self.module if self._is_sharded else self.optimizer).zero_grad()
+
+    @property
+    def _is_sharded(self) -> bool:
+        return self.request.balanced and self.request.devices > 1
+
+    @property
+    def _trained(self) -> list[Tensor]:
+        return [parameter for parameter in self.parameters if parameter.requires_grad]
+
+
+class FSDP(SingleDevice):
+    """One rank of FSDP2: torch itself, on a process group that sends nothing. Each block is sharded, then the root."""
+
+    name = "fsdp"
+    is_distributed = True
+    takes_several_devices = True
+    needs_warm_up = True  # DTensor runs operators to learn what they do, once in a process
+
+    def __init__(self, request: "Request", module: nn.Module, criterion: Any) -> None:
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+        from torch.utils._python_dispatch import _disable_current_modes
+
+        if dist.is_initialized():
+            raise RuntimeError(
+                "layout='fsdp' cannot be estimated while a process group is running: estimate it before, or elsewhere"
+            )
+        with _disable_current_modes():
+            dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.devices)
+            mesh = init_device_mesh("cpu", (request.devices,))
+        for name in find_blocks(request.module):
+            fully_shard(module.get_submodule(name), mesh=mesh)
+        fully_shard(module, mesh=mesh)
+        super().__init__(request, module, criterion)
+
+    def close(self) -> None:
+        """Ends the process group."""
+        torch.distributed.destroy_process_group()
+
+
+class TorchDataParallel(Layout):
+    """``nn.DataParallel``, the layout that the others are measured against.
+
+    Parameters are copied at each forward and outputs are gathered on the first device. The loss, the gradients and the
+    optimizer's state are there too.
+    """
+
+    name = "torch_data_parallel"
+    batch_on_host = True
+
+    def loss(self, arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
+        """Runs the forward of one micro-batch."""
+        devices, dim = fake_devices(self.request.devices), self.request.dim
+        with Precision(self.request.precision).autocast([HOME]):
+            output = gather(run_replicas(self.module, arguments, devices, dim), HOME, dim)
+            return compute_loss(self.criterion, output, move_leaves(targets, HOME))
+
+
+LAYOUTS: dict[str, type[Layout]] = {layout.name: layout for layout in (SingleDevice, Replicas, DDP, FSDP, TorchDataParallel)}
+
+
+def find_layout(name: str) -> type[Layout]:
+    """Returns the layout of that name.
+
+    Raises:
+        ValueError: no layout has it.
+    """
+    if name not in LAYOUTS:
+        raise ValueError(f"layout={name!r}, expected one of {', '.join(LAYOUTS)}")
+    return LAYOUTS[name]
+
+
+def compute_loss(criterion: Any, output: Any, targets: tuple[Any, ...]) -> Tensor:
+    """Returns the loss of an output, whose entries are spread over the criterion's arguments if it is a tuple."""
     result: Tensor = Shard(criterion, 1, output, targets, {}).call()
     return result
 
 
 def learned_parameters(module: nn.Module, criterion: Any) -> list[Tensor]:
-    held = [*module.parameters(), *(criterion.parameters() if isinstance(criterion, nn.Module) else ())]
-    return list(dict.fromkeys(held))
-
-
-def distributed_data_parallel(
-    module: nn.Module, criterion: Any, optimizer: OptimizerChoice, precision: str, ranks: int, shards_state: bool
-) -> Job:
-    """One rank of ``DistributedDataParallel(gradient_as_bucket_view=True)``, as ``parallelize`` makes it. Its reducer is C++ and
-    wants memory: here the buckets are one flat tensor per parameter's dtype, and gradients are moved there when they come.
-    ``shards_state``: the optimizer is a ``ZeroRedundancyOptimizer``, of which this is the rank with the most. A rank that is
-    alone has no reducer.
-    """
-    job = one_device(module, criterion, optimizer, precision)
-    if ranks == 1:
-        return job
-    learned = [parameter for parameter in job.parameters if parameter.requires_grad]
-    reducing = [True]
-
-    def view_of(flat: Tensor, start: int, parameter: Tensor) -> Callable[[Tensor], None]:
-        view = flat[start : start + parameter.numel()].view(parameter.shape)
-
-        def into_bucket(parameter: Tensor) -> None:
-            if reducing[0] and parameter.grad is not None and parameter.grad is not view:
-                view.copy_(parameter.grad)
-                parameter.grad = view
-
-        return into_bucket
-
-    for dtype in dict.fromkeys(parameter.dtype for parameter in learned):
-        alike = [parameter for parameter in learned if parameter.dtype == dtype]
-        flat = torch.zeros(sum(parameter.numel() for parameter in alike), dtype=dtype, device=HOME)
-        job.buckets.append(flat)
-        start = 0
-        for parameter in alike:
-            parameter.register_post_accumulate_grad_hook(view_of(flat, start, parameter))
-            start += parameter.numel()
-
-    @contextlib.contextmanager
-    def no_sync() -> Iterator[None]:
-        reducing[0] = False
-        try:
-            yield
-        finally:
-            reducing[0] = True
-
-    job.accumulating = no_sync
-    if shards_state:
-        job.optimizer = optimizer(_largest_part(learned, ranks))
-        job.zero_grad = module.zero_grad
-    return job
-
-
-def _largest_part(parameters: Sequence[Tensor], ranks: int) -> list[Tensor]:
-    """As ``ZeroRedundancyOptimizer`` parts them: the largest first, each to the rank that has the least."""
-    parts: list[list[Tensor]] = [[] for _ in range(ranks)]
-    sizes = [0] * ranks
-    for parameter in sorted(parameters, key=lambda parameter: parameter.numel(), reverse=True):
-        least = sizes.index(min(sizes))
-        parts[least].append(parameter)
-        sizes[least] += parameter.numel()
-    return parts[sizes.index(max(sizes))]
-
-
-def replicas(
-    module: nn.Module,
-    criterion: Any,
-    optimizer: OptimizerChoice,
-    precision: str,
-    devices: list[torch.device],
-    balanced: bool,
-    split: Sequence[float] | None,
-    has_streams: bool,
-    dim: int,
-) -> Job:
-    """This package in one process, itself."""
-    for part in (module, criterion):
-        if isinstance(part, nn.Module):
-            part.__dict__["to"] = functools.partial(_stay, part)  # fake tensors cannot be swapped, and are there already
-    model = DataParallelModel(module, ["cpu"] * len(devices), dim=dim, precision=precision, split=split)
-    model.devices = devices
-    losses = DataParallelCriterion(criterion, dim=dim, precision=precision)
-    model.replicas.copies._watch = losses.replicas.copies._watch = None  # there are no values to compare
-    if has_streams:  # as the devices that these stand for, which keep gradients until another stream has read them
-        model.replicas.gradients.side, losses.replicas.gradients.side = SideStreams(), SideStreams()
-
-    def loss(arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
-        total: Tensor = losses(model(*arguments.inputs, **arguments.kwargs), *targets)
-        return total
-
-    @contextlib.contextmanager
-    def no_sync() -> Iterator[None]:
-        with model.no_sync(), losses.replicas.gradients.no_sync():
-            yield
-
-    def held() -> Iterator[Any]:
-        for bucket in (*model.replicas.gradients.buckets, *losses.replicas.gradients.buckets):
-            for gradients in bucket.held:
-                yield from gradients
-
-    def copies() -> Iterator[Tensor]:
-        for kept in (model.replicas, losses.replicas):
-            for tensors in kept.copies.by_device.values():
-                yield from tensors
-
-    learned = learned_parameters(module, criterion)
-    if balanced:
-        beside = [parameter for parameter in learned if not any(parameter is mine for mine in module.parameters())]
-        made: torch.optim.Optimizer = optimizer.balanced(model, [*module.parameters(), *beside])
-    else:
-        made = optimizer(learned)
-    return Job(loss, made, learned, accumulating=no_sync, held=held, copies=copies)
-
-
-def fully_sharded(
-    module: nn.Module, criterion: Any, optimizer: OptimizerChoice, precision: str, ranks: int, blocks: Sequence[str]
-) -> Job:
-    """One rank of FSDP2, torch itself on a process group that sends nothing: each block, then the root, is sharded."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-    from torch.utils._python_dispatch import _disable_current_modes
-
-    if dist.is_initialized():
-        raise RuntimeError("layout='fsdp' cannot be estimated while a process group is running: estimate it before, or elsewhere")
-    with _disable_current_modes():
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-        mesh = init_device_mesh("cpu", (ranks,))
-    for name in blocks:
-        fully_shard(module.get_submodule(name), mesh=mesh)
-    fully_shard(module, mesh=mesh)
-    job = one_device(module, criterion, optimizer, precision)
-    job.close = dist.destroy_process_group
-    return job
-
-
-def _stay(module: nn.Module, *_: Any, **__: Any) -> nn.Module:
-    return module
+    """Returns the parameters of the module and of the criterion, each once."""
+    found: Iterable[Tensor] = [*module.parameters(), *(criterion.parameters() if isinstance(criterion, nn.Module) else ())]
+    return list(dict.fromkeys(found))

@@ -1,44 +1,24 @@
-"""``nn.DataParallel`` on fake devices: the layout that others are measured against."""
+"""The forward of ``nn.DataParallel`` on fake devices: torch's own refuses CPUs."""
 
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 
-from ...batch.gathering import gather
 from ...batch.row_marks import Arguments
 from ...batch.rows import count_rows, cut, move_leaves
 from ...batch.scattering import split_sizes
-from ...runtime.precision import Precision
-from .strategies import HOME, Job, OptimizerChoice, learned_parameters, loss_of
+from ...runtime.coalesced import broadcast_coalesced, reduce_add_coalesced
+from .fake_devices import HOME
 
 __all__: list[str] = []
 
+BUFFER = 10 * 2**20  # bytes: torch/nn/parallel/_functions.py, comm.py
 
-def torch_data_parallel(
-    module: nn.Module, criterion: Any, optimizer: OptimizerChoice, precision: str, devices: list[torch.device], dim: int
-) -> Job:
-    """``nn.DataParallel``, which refuses CPUs, retold: parameters are copied at each forward, outputs are gathered on the first
-    device, and the loss, the gradients and the optimizer's state are there."""
+
+def run_replicas(module: nn.Module, arguments: Arguments, devices: list[torch.device], dim: int) -> list[Any]:
+    """Copies the parameters to each device, runs the module on its rows there, and returns the outputs."""
     names = [name for name, _ in module.named_parameters()]
-
-    def loss(arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
-        with Precision(precision).autocast([HOME]):
-            return loss_of(
-                criterion, gather(_run_everywhere(module, names, arguments, devices, dim), HOME, dim), moved(targets, HOME)
-            )
-
-    def moved(batch: Any, device: torch.device) -> Any:
-        return move_leaves(batch, device)
-
-    learned = learned_parameters(module, criterion)
-    return Job(loss, optimizer(learned), learned)
-
-
-def _run_everywhere(
-    module: nn.Module, names: list[str], arguments: Arguments, devices: list[torch.device], dim: int
-) -> list[Any]:
     rows = count_rows(arguments, dim)
     sizes = [size for size in split_sizes(rows or 1, len(devices)) if size]
     pieces = cut(arguments, sizes, dim) if rows else [arguments]
@@ -46,37 +26,24 @@ def _run_everywhere(
     outputs = []
     for index, (piece, device) in enumerate(zip(pieces, devices, strict=False)):
         inputs, kwargs = move_leaves(piece, device)
-        mine = dict(zip(names, copied[index * size : (index + 1) * size], strict=True))
-        mine |= {name: buffer.to(device) for name, buffer in module.named_buffers()}
-        outputs.append(torch.func.functional_call(module, mine, inputs, kwargs))
+        tensors = dict(zip(names, copied[index * size : (index + 1) * size], strict=True))
+        tensors |= {name: buffer.to(device) for name, buffer in module.named_buffers()}
+        outputs.append(torch.func.functional_call(module, tensors, inputs, kwargs))
     return outputs
 
 
 class _Broadcast(torch.autograd.Function):
-    """As ``comm.broadcast_coalesced`` and ``comm.reduce_add_coalesced``: both flatten by 10 MiB."""
+    """``comm.broadcast_coalesced``, and in the backward ``comm.reduce_add_coalesced``."""
 
     @staticmethod
     def forward(ctx: Any, devices: list[torch.device], *parameters: Tensor) -> tuple[Tensor, ...]:
+        """Returns the parameters, and copies of them on each other device."""
         ctx.size = len(parameters)
-        copies: list[dict[int, Tensor]] = [{} for _ in devices[1:]]
-        for chunk in _take_tensors(list(parameters), 10 * 2**20):
-            flat = _flatten_dense_tensors(chunk)
-            for held, device in zip(copies, devices[1:], strict=True):
-                pieces = _unflatten_dense_tensors(flat.to(device), chunk)  # which live as long as one of them
-                held.update((id(parameter), piece.detach()) for parameter, piece in zip(chunk, pieces, strict=True))
-        first = [parameter.detach() for parameter in parameters]
-        return (*first, *(held[id(parameter)] for held in copies for parameter in parameters))
+        copies = broadcast_coalesced(parameters, devices[1:], BUFFER)
+        return (*(parameter.detach() for parameter in parameters), *(copy for tensors in copies for copy in tensors))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        """Returns the sums of the gradients over the devices."""
         replicas = [gradients[start : start + ctx.size] for start in range(0, len(gradients), ctx.size)]
-        if len(replicas) == 1:
-            return (None, *gradients)
-        summed: list[Tensor] = []
-        for chunks in zip(*(_take_tensors(list(mine), 10 * 2**20) for mine in replicas), strict=True):
-            flat, *others = [_flatten_dense_tensors(chunk) for chunk in chunks]
-            total = flat + others[0].to(HOME)
-            for other in others[1:]:
-                total.add_(other.to(HOME))
-            summed += _unflatten_dense_tensors(total, chunks[0])
-        return (None, *summed)
+        return (None, *(gradients if len(replicas) == 1 else reduce_add_coalesced(replicas, HOME, BUFFER)))

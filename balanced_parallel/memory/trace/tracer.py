@@ -1,14 +1,11 @@
-"""Runs two updates that compute nothing, and brings back what they allocated. In a process of its own, as a rule."""
+"""Runs two updates on fake tensors, which compute nothing, and records every allocation. In processes of their own."""
 
 import contextlib
 import functools
 import gc
 import importlib
 import os
-import pickle
-import sys
-import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,49 +21,34 @@ from ...batch.microbatches import cut_batch
 from ...batch.nested import leaves
 from ...batch.row_marks import Arguments
 from ...savings.activation_checkpointing import checkpoint_blocks
-from ..device_specs import DeviceKind
 from ..errors import HINT, UnknownMemory
 from ..operators.cuda import cuda_choices
 from ..operators.workspaces import Call
-from . import strategies
+from ..request import Request
 from .allocations import Block, Count
+from .child_process import start_in_child
+from .fake_devices import HOME, host_beside
 from .fake_tensors import fake_batch, fake_copy, names_of
-from .patches import counting_random_states, devices_that_mix, meeting_alone, rows_of_one_sequence, undisturbed
-from .strategies import Job, OptimizerChoice
-from .torch_data_parallel import torch_data_parallel
+from .patches import counting_random_states, devices_that_mix, rows_of_one_sequence, undisturbed
+from .strategies import Layout
 
 __all__: list[str] = []
 
-TRACED = 3  # micro-batches: a first, one that adds, one that reduces; more of them need no more
-
-
-@dataclass(frozen=True)
-class Request:
-    """What is to be traced: micro-batches of some rows, ``micro_batches`` of them, given as a batch of ``rows`` rows."""
-
-    module: Any
-    criterion: Any
-    inputs: Arguments
-    targets: tuple[Any, ...]
-    rows: int
-    optimizer: OptimizerChoice
-    precision: str
-    micro_batches: int
-    batches: int  # the batch is given so many times, each cut into its part of the micro-batches
-    layout: str
-    devices: int
-    balanced: bool
-    blocks: tuple[str, ...]  # to be checkpointed
-    shards: tuple[str, ...]  # to be sharded one by one, under fsdp
-    split: tuple[float, ...] | None
-    kind: DeviceKind
-    dim: int = 0  # of the rows
-    scalar: int | float | bool | None = None  # what the model finds where it reads a value
+TRACED = 3  # micro-batches: a first, one that adds, one that reduces; more of them need no more memory
+MicroBatch = tuple[Arguments, tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
 class Trace:
-    """What happened: ``events`` as :class:`Count` has them, the second update from ``marks["second"]`` on."""
+    """The result of one trace.
+
+    Attributes:
+        rows: of each micro-batch.
+        micro_batches: how many were traced.
+        events: as in :class:`Count`. The second update begins at ``marks["second"]``.
+        flops: operations of the second update.
+        calls: of operators that may need scratch memory.
+    """
 
     rows: int
     micro_batches: int
@@ -79,17 +61,16 @@ class Trace:
 
 
 def run_traces(jobs: Sequence[tuple[Request, int]]) -> list[Trace]:
-    """One trace for each request and its number of rows in a micro-batch, in as many processes as there are cores.
+    """Returns one trace for each request and number of rows in a micro-batch. Uses as many processes as there are cores.
 
     Raises:
-        UnknownMemory: an operator's memory cannot be told without values.
-        BaseException: what the module, the criterion or the optimizer raises.
+        UnknownMemory: the memory of an operator depends on values.
+        BaseException: the module, the criterion or the optimizer raised it.
     """
-    importlib.import_module("torch._dynamo")  # which fake tensors import: here, or in every process again
+    importlib.import_module("torch._dynamo")  # fake tensors import it: here once, not again in each process
     count = min(len(jobs), os.cpu_count() or 1)
-    shares = [jobs[start::count] for start in range(count)]  # those that follow in one process find torch's caches filled
-    calls = [functools.partial(_trace_all, share) for share in shares]
-    results = [finish() for finish in [_start(call) for call in calls]]
+    shares = [jobs[start::count] for start in range(count)]  # later traces in one process find torch's caches filled
+    results = [finish() for finish in [start_in_child(functools.partial(_trace_all, share)) for share in shares]]
     for result in results:
         if isinstance(result, BaseException):
             raise result
@@ -100,101 +81,73 @@ def run_traces(jobs: Sequence[tuple[Request, int]]) -> list[Trace]:
 
 
 def _trace_all(jobs: Sequence[tuple[Request, int]]) -> list[Trace]:
-    if jobs[0][0].layout == "fsdp":
-        _trace(*jobs[0])  # DTensor runs operators to learn what they do, once in a process
+    if jobs[0][0].layout.needs_warm_up:
+        _trace(*jobs[0])
     return [_trace(*job) for job in jobs]
-
-
-def _start(call: Callable[[], list[Trace]]) -> Callable[[], list[Trace] | BaseException]:
-    """Starts a forked process: it has the module without sending it, and what happens there to torch ends with it. Autograd
-    refuses to run in a process that was forked after a backward on an accelerator; then, and where nothing forks, it is here."""
-    if sys.platform != "linux":
-        return call
-    read, write = os.pipe()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of threads, whose locks the child does not take
-        child = os.fork()
-    if child == 0:
-        os.close(read)
-        _answer(call, write)
-    os.close(write)
-
-    def finish() -> list[Trace] | BaseException:
-        with os.fdopen(read, "rb") as pipe:
-            found = pipe.read()
-        _, status = os.waitpid(child, 0)
-        if not found:
-            raise RuntimeError(f"the process that traced the step ended with status {status} and without a word")
-        result = pickle.loads(found)
-        if isinstance(result, RuntimeError) and "Autograd-and-Fork" in str(result):
-            return call()
-        assert isinstance(result, (list, BaseException))
-        return result
-
-    return finish
-
-
-def _answer(call: Callable[[], list[Trace]], write: int) -> None:
-    """In the child: sends the trace or the failure, and ends without running anybody's exit handlers."""
-    status = 1
-    try:
-        gc.freeze()  # what the parent has is not looked through, nor copied by looking
-        torch.set_num_threads(1)  # threads of the parent's pool are not here
-        try:
-            result: Any = call()
-        except BaseException as error:  # noqa: BLE001 - the parent raises it
-            result = error
-        with os.fdopen(write, "wb") as pipe:
-            pipe.write(_pickled(result))
-        status = 0
-    finally:
-        os._exit(status)
-
-
-def _pickled(result: Any) -> bytes:
-    try:
-        sent = pickle.dumps(result)
-        if isinstance(result, BaseException):
-            pickle.loads(sent)
-        return sent
-    except Exception:  # noqa: BLE001 - an exception with arguments of its own
-        kind = next(base for base in type(result).__mro__ if base.__module__ == "builtins")
-        return pickle.dumps(kind(f"{type(result).__name__}: {result}"))
 
 
 def _trace(request: Request, rows: int) -> Trace:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    home, host = strategies.HOME, torch.device("cpu", request.devices)
-    on_host = request.layout in ("replicas", "torch_data_parallel")
-    module = fake_copy(request.module, mode, home)
-    criterion = fake_copy(request.criterion, mode, home)
+    module = fake_copy(request.module, mode, HOME)
+    criterion = fake_copy(request.criterion, mode, HOME)
     checkpoint_blocks(module, request.blocks)
-    whole, place = rows * (request.micro_batches // request.batches), host if on_host else home
+    whole = rows * (request.micro_batches // request.batches)
+    place = host_beside(request.devices) if request.layout.batch_on_host else HOME
     batch = fake_batch((request.inputs, request.targets), whole, request.rows, mode, place, request.dim)
     count = Count(names_of({"": module, "criterion": criterion}), request.scalar, notes=request.kind.scratch)
     choices = cuda_choices(request.kind.fuses) if request.kind.like_cuda else contextlib.nullcontext()
-    with undisturbed(), meeting_alone(), devices_that_mix(), rows_of_one_sequence(), choices, mode:
-        try:
-            _run(request, count, module, criterion, batch, rows)
-        except DataDependentOutputException as error:
-            raise _unknown(error.func, "gives a value that nobody knows") from error
-        except DynamicOutputShapeException as error:
-            raise _unknown(error.func, "gives a result whose size depends on values") from error
-        except UnsupportedOperatorException as error:
-            raise UnknownMemory(f"the operator {error.func} {_NO_KERNEL}") from error
-        except RuntimeError as error:
-            if "There was no fake impl registered for" not in str(error):
-                raise
-            name = str(error).partition("registered for ")[2].partition(". ")[0]
-            raise UnknownMemory(f"the operator {name} {_NO_KERNEL}") from error
+    with undisturbed(), devices_that_mix(), rows_of_one_sequence(), choices, mode, _unknown_memory():
+        _run(request, count, module, criterion, batch, rows)
     events = _ordered(count.events, {call.position for call in count.calls})
     traced = min(request.micro_batches, TRACED)
     return Trace(rows, traced, count.blocks, events, count.operators, count.marks, count.flops, count.calls)
 
 
+def _run(request: Request, count: Count, module: Any, criterion: Any, batch: MicroBatch, rows: int) -> None:
+    arguments, targets = batch
+    count.see_all((leaf for _, leaf in leaves((arguments, targets))), "inputs")
+    for part in (module, criterion):
+        if isinstance(part, torch.nn.Module):
+            count.see_all([*part.parameters(), *part.buffers()], "parameters")
+    pieces = cut_batch(arguments, targets, [rows] * (request.micro_batches // request.batches), (request.dim, request.dim))
+    micro_batches = (pieces * request.batches)[:TRACED]
+    with count, contextlib.nullcontext() if request.kind.like_cuda else counting_random_states(count):
+        layout = request.layout(request, module, criterion)
+        count.see_all(layout.parameters, "parameters")  # those that sharding replaced
+        try:
+            # the first update makes the state of the optimizer
+            for name, update in (("first", micro_batches[:1]), ("second", micro_batches)):
+                gc.collect()
+                count.mark(name)
+                count.flops = 0
+                _update(layout, count, update, host_beside(request.devices) if request.kind.like_cuda else None)
+        finally:
+            layout.close()
+
+
+def _update(layout: Layout, count: Count, micro_batches: list[MicroBatch], host: torch.device | None) -> None:
+    count.see_all(layout.buckets, "communication buckets")
+    layout.zero_grad()
+    for index, (arguments, targets) in enumerate(micro_batches):
+        last = index == len(micro_batches) - 1
+        with contextlib.nullcontext() if last else layout.accumulating():
+            loss = layout.loss(arguments, targets)
+            count.turn("temporaries", "saved activations")
+            count.see_all(layout.parameter_copies(), "parameters")
+            count.mark("backward")
+            loss.backward()
+            count.see_all(layout.gradients(), "gradients")
+            del loss
+    count.mark("update")
+    layout.optimizer.step()
+    count.see_all(layout.optimizer_states(), "optimizer state")
+    for state in layout.optimizer_states():
+        if host is not None and isinstance(state, torch.Tensor) and state.dim() == 0:
+            count.move(state, host)  # the step count of AdamW, which stays on the host
+
+
 def _ordered(events: list[int], places: set[int]) -> list[int]:
-    """What is released between two allocations, or two of ``places``, has no order: dictionaries by address decide it."""
+    """Sorts the releases between two allocations, or between two of ``places``. Their order varies with memory addresses."""
     ordered: list[int] = []
     released: list[int] = []
     for place, event in enumerate(events):
@@ -208,61 +161,23 @@ def _ordered(events: list[int], places: set[int]) -> list[int]:
 _NO_KERNEL = "has no fake kernel: register one with torch.library.register_fake, which gives the shape of its result"
 
 
-def _unknown(func: Any, why: str) -> UnknownMemory:
-    return UnknownMemory(f"the operator {func} {why}, so its memory cannot be told beforehand: {HINT}")
+@contextlib.contextmanager
+def _unknown_memory() -> Iterator[None]:
+    """Raises :class:`UnknownMemory` in place of the errors of fake tensors."""
+    try:
+        yield
+    except DataDependentOutputException as error:
+        raise _unknown(error.func, "gives a value that is not known") from error
+    except DynamicOutputShapeException as error:
+        raise _unknown(error.func, "gives a result whose size depends on values") from error
+    except UnsupportedOperatorException as error:
+        raise UnknownMemory(f"the operator {error.func} {_NO_KERNEL}") from error
+    except RuntimeError as error:
+        if "There was no fake impl registered for" not in str(error):
+            raise
+        name = str(error).partition("registered for ")[2].partition(". ")[0]
+        raise UnknownMemory(f"the operator {name} {_NO_KERNEL}") from error
 
 
-def _run(request: Request, count: Count, module: Any, criterion: Any, batch: Any, rows: int) -> None:
-    arguments, targets = batch
-    count.see_all((leaf for _, leaf in leaves((arguments, targets))), "inputs")
-    for part in (module, criterion):
-        if isinstance(part, torch.nn.Module):
-            count.see_all([*part.parameters(), *part.buffers()], "parameters")
-    pieces = cut_batch(arguments, targets, [rows] * (request.micro_batches // request.batches), (request.dim, request.dim))
-    micro_batches = (pieces * request.batches)[:TRACED]
-    with count, contextlib.nullcontext() if request.kind.like_cuda else counting_random_states(count):
-        job = _make_job(request, module, criterion)
-        count.see_all(job.parameters, "parameters")  # fsdp has made new ones
-        try:
-            for name, some in (("first", micro_batches[:1]), ("second", micro_batches)):  # the first makes the optimizer's state
-                gc.collect()
-                count.mark(name)
-                count.flops = 0
-                _update(job, count, some, torch.device("cpu", request.devices) if request.kind.like_cuda else None)
-        finally:
-            job.close()
-
-
-def _make_job(request: Request, module: Any, criterion: Any) -> Job:
-    common = module, criterion, request.optimizer, request.precision
-    devices = strategies.fake_devices(request.devices)
-    if request.layout == "single":
-        return strategies.one_device(*common)
-    if request.layout == "ddp":
-        return strategies.distributed_data_parallel(*common, request.devices, request.balanced)
-    if request.layout == "fsdp":
-        return strategies.fully_sharded(*common, request.devices, request.shards)
-    if request.layout == "torch_data_parallel":
-        return torch_data_parallel(*common, devices, request.dim)
-    return strategies.replicas(*common, devices, request.balanced, request.split, request.kind.like_cuda, request.dim)
-
-
-def _update(job: Job, count: Count, micro_batches: list[tuple[Arguments, tuple[Any, ...]]], host: torch.device | None) -> None:
-    count.see_all(job.buckets, "communication buckets")
-    (job.zero_grad or job.optimizer.zero_grad)()
-    for index, (arguments, targets) in enumerate(micro_batches):
-        last = index == len(micro_batches) - 1
-        with contextlib.nullcontext() if last else job.accumulating():
-            loss = job.loss(arguments, targets)
-            count.turn("temporaries", "saved activations")
-            count.see_all(job.copies(), "parameters")
-            count.mark("backward")
-            loss.backward()
-            count.see_all(job.gradients(), "gradients")
-            del loss
-    count.mark("update")
-    job.optimizer.step()
-    count.see_all(job.states(), "optimizer state")
-    for state in job.states():
-        if host is not None and isinstance(state, torch.Tensor) and state.dim() == 0:
-            count.move(state, host)  # AdamW's count of steps, which stays with the CPU
+def _unknown(operator: Any, reason: str) -> UnknownMemory:
+    return UnknownMemory(f"the operator {operator} {reason}, so its memory is not known beforehand: {HINT}")
