@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-SIMULATED_STEPS = 20  # by default: a simulation shows memory and equal losses, it does not train a model
+SIMULATED_STEPS = 12  # by default: a simulation shows memory and equal losses, it does not train a model
 
 
 def number(kind: type[int] | type[float], minimum: float) -> Callable[[str], Any]:

@@ -99,7 +99,7 @@ def estimated_parts(task: Task, flags: argparse.Namespace, layout: str) -> Parts
 def loss_table(plain: list[float], losses: list[float], name: str, precision: str) -> str:
     """Returns the losses side by side, of a few of the steps."""
     pairs = list(zip(plain, losses, strict=False))
-    shown = sorted({step for step in (1, 2, 5, 10, 20) if step <= len(pairs)} | {len(pairs)})
+    shown = sorted({step for step in (1, 2, 4, 8) if step <= len(pairs)} | {len(pairs)})
     rows = [[step, *(f"{loss:.6f}" for loss in pairs[step - 1])] for step in shown]
     table = tabulate(rows, ["step", "plain PyTorch, one device", name], "simple", disable_numparse=True, stralign="right")
     largest = max(abs(one - other) / abs(one) for one, other in pairs)

@@ -3,7 +3,7 @@
 One process, every visible accelerator (else the CPU):    python scripts/train.py
 One process, three replicas on the CPU:                   python scripts/train.py --devices cpu,cpu,cpu
 One process per device:                                   torchrun --standalone --nproc-per-node=2 scripts/train.py
-Four simulated GPUs beside one device and nn.DataParallel: python scripts/train.py --simulate 4 --plot memory.png
+Four simulated GPUs, compared with plain PyTorch:         python scripts/train.py --simulate 4 --plot runs/memory.png
 A plan of what fits, without training:                    python scripts/train.py --plan --simulate 4 --memory 48MiB
 
 The losses are the same each time. --batch-size is the effective batch over all devices and ranks. Its split into replicas,
