@@ -1,8 +1,8 @@
-"""What only a GPU can show: run this where there is one, and keep what it prints under benchmarks/.
+"""Checks that need a GPU. Run them on a machine that has one, and keep the output under benchmarks/.
 
 python scripts/gpu_check.py                 on all GPUs, or the one listed twice: streams, autocast, fp16 scaling, allocator peaks
-python scripts/gpu_check.py --simulate      the same cases on two simulated devices, to see that the script works
-python scripts/gpu_check.py memory          predicted beside used memory for seven models; with --simulate as well
+python scripts/gpu_check.py --simulate      the same cases on two simulated devices, as a test of the script
+python scripts/gpu_check.py memory          predicted and used memory of seven models, also with --simulate
 """
 
 import argparse
@@ -43,7 +43,7 @@ def networks() -> dict[str, tuple[nn.Module, Tensor]]:
 
 
 def train(net: nn.Module, inputs: Tensor, devices: list[Any], precision: str, micro_batch_size: int | None) -> list[float]:
-    """The losses of four steps, labels partly ignored."""
+    """Returns the losses of four steps. One label in three is ignored."""
     targets = torch.arange(len(inputs)) % 10
     targets[::3] = -100
     model = DataParallelModel(copy.deepcopy(net), devices, precision=precision)
@@ -54,7 +54,7 @@ def train(net: nn.Module, inputs: Tensor, devices: list[Any], precision: str, mi
 
 
 def check_equality(devices: list[Any]) -> bool:
-    """Steps on ``devices`` beside the same steps on the first of them, in every precision."""
+    """Compares steps on ``devices`` with the same steps on the first of them, in every precision."""
     fine = True
     for name, (net, inputs) in networks().items():
         for precision, tolerance in TOLERANCE.items():
@@ -79,7 +79,7 @@ def seconds(function: Callable[[], Any], device: torch.device) -> float:
 
 
 def compare_with_torch(devices: list[Any], first: torch.device) -> None:
-    """One forward and backward of a transformer of 241 modules, by these replicas and by nn.DataParallel's."""
+    """Times one forward and backward of a transformer of 241 modules, with this library and with ``nn.DataParallel``."""
     net = nn.Sequential(*[nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(24)]).to(first)
     inputs, targets = torch.randn(8, 4, 16, device=first), torch.randn(8, 4, 16, device=first)
     ours, criterion = DataParallelModel(net, devices), DataParallelCriterion(nn.MSELoss())
@@ -93,7 +93,7 @@ def compare_with_torch(devices: list[Any], first: torch.device) -> None:
 
 
 def models() -> dict[str, tuple[Callable[[], nn.Module], Tensor, Tensor]]:
-    """Seven models with their batch, large enough that constants do not matter."""
+    """Returns seven models with a batch each, large enough to make constants negligible."""
     torch.manual_seed(0)
 
     def encoder(dropout: float) -> nn.Module:
@@ -132,11 +132,11 @@ def models() -> dict[str, tuple[Callable[[], nn.Module], Tensor, Tensor]]:
 
 
 def compare_memory(device: torch.device, only: str | None) -> None:
-    """The second of two AdamW steps: bytes predicted, and bytes that the allocator had in use and reserved."""
+    """Prints predicted, active and reserved bytes of the second of two AdamW steps."""
     module = torch.get_device_module(device)
     rows = []
     for name, (build, inputs, targets) in models().items():
-        if name != (only or name) or (name == "recurrent" and device.type == "sim"):  # whose cells nobody has counted there
+        if name != (only or name) or (name == "recurrent" and device.type == "sim"):  # not estimated for simulated devices
             continue
         net = build()
         for precision in ("fp32", "bf16"):

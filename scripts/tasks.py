@@ -20,7 +20,7 @@ VOCABULARY = 8192  # words, by default: the output layer is then the largest thi
 
 @dataclass(frozen=True)
 class Rows(Dataset[tuple[Tensor, Tensor]]):
-    """A data set that hands out whole batches, an empty one included, which torch's default collation cannot make."""
+    """A data set of whole batches. A batch may be empty, which torch's default collation does not support."""
 
     inputs: Tensor
     targets: Tensor
@@ -38,7 +38,7 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
 
 @dataclass(frozen=True)
 class Task:
-    """What train.py needs to know of a task."""
+    """Data, module and settings of a task."""
 
     description: str
     module: nn.Module
@@ -47,7 +47,7 @@ class Task:
     learning_rate: float
     steps: int
     baseline: float | None = None  # a loss that training must beat
-    classifies: bool = False  # whether accuracy says something
+    classifies: bool = False  # accuracy is meaningful
 
 
 class LanguageModel(nn.Module):
@@ -122,7 +122,7 @@ def text_task(data: Path | None, vocabulary: int | None) -> Task:
 
 
 def read_text(data: Path | None) -> str:
-    """The text of a file, of all files in a folder that are UTF-8, or of the standard library, in the order of their paths."""
+    """Returns the text of a file, of the UTF-8 files in a folder, or of the standard library, in the order of their paths."""
     if data is not None and not data.is_dir():
         try:
             return data.read_text(encoding="utf-8")
@@ -140,7 +140,7 @@ def read_text(data: Path | None) -> str:
 
 
 def unigram_loss(train: Tensor, validation: Tensor, size: int) -> float:
-    """The validation loss (nats per word) of guessing each word by how often it occurs in training, one added to each count."""
+    """Returns the validation loss (nats per word) of a unigram model with add-one smoothing."""
     counts = torch.bincount(train.flatten(), minlength=size).double() + 1
     return float(-(counts / counts.sum()).log()[validation.flatten()].mean())
 

@@ -1,8 +1,16 @@
-"""Every snippet of docs/migrating.md runs, and leaves the loss and the gradients of the plain program."""
+"""Snippets, commands and links of the README and of docs/.
+
+Each snippet of docs/migrating.md leaves the loss and the gradients of the plain program. The snippets of every other page run in
+their order. Command lines are parsed, links lead to files and headings.
+"""
 
 import copy
 import functools
+import importlib
 import re
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,10 +22,12 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import balanced_parallel
+import balanced_parallel.__main__
 
-pytestmark = pytest.mark.usefixtures("double")
-
-PAGE = (Path(__file__).parent.parent / "docs" / "migrating.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parent.parent
+PAGES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in [ROOT / "README.md", *ROOT.glob("docs/*.md")]}
+LINKING = PAGES | {name: (ROOT / name).read_text(encoding="utf-8") for name in ("CONTRIBUTING.md", "CHANGELOG.md")}
+PAGE = PAGES["docs/migrating.md"]
 SNIPPETS = {
     title: "\n".join(re.findall(r"```python\n(.*?)```", text, re.DOTALL))
     for title, text in re.findall(r"^## (.*?)\n(.*?)(?=^## |\Z)", PAGE, re.DOTALL | re.MULTILINE)
@@ -195,19 +205,181 @@ def test_every_snippet_has_its_plain_program():
     assert list(SNIPPETS) == list(PROGRAMS)
 
 
+def public_names():
+    """Public names, with three replicas on the CPU unless a snippet names its devices or imports the class."""
+    public = {name: getattr(balanced_parallel, name) for name in balanced_parallel.__all__}
+    three = functools.partial(balanced_parallel.DataParallelModel, device_ids=["cpu"] * 3)
+    return public | {"DataParallelModel": three, "balanced_parallel": balanced_parallel, "torch": torch, "nn": nn, "F": F}
+
+
+@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("title", PROGRAMS)
-def test_snippet(title):
+def test_snippet_gives_the_loss_and_the_gradients_of_the_plain_program(title):
     torch.manual_seed(0)
     names, plain = PROGRAMS[title]()
     plain_names = copy.deepcopy(names)
     loss = plain(SimpleNamespace(**plain_names))
     loss.backward()
-    public = {name: getattr(balanced_parallel, name) for name in balanced_parallel.__all__}
-    three = functools.partial(balanced_parallel.DataParallelModel, device_ids=["cpu"] * 3)
-    found = names | public | {"DataParallelModel": three, "torch": torch, "nn": nn, "F": F}
+    found = names | public_names()
     exec(compile(SNIPPETS[title], f"docs/migrating.md: {title}", "exec"), found)
     torch.testing.assert_close(found["loss"].detach(), loss.detach(), rtol=1e-10, atol=1e-10)
     modules = [name for name, value in names.items() if isinstance(value, nn.Module)]
     assert modules
     for name in modules:
         assert_same_gradients(gradients(found[name]), gradients(plain_names[name]))
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.RNN(4, 3)
+
+    def forward(self, sequence, scale):
+        return self.layer(sequence * scale)[0]
+
+
+def page_names(rows):
+    """Names that pages use and do not define."""
+    net = build_net()
+    model = balanced_parallel.DataParallelModel(net, ["cpu"] * 3)
+    inputs, targets = torch.randn(rows, 4), class_targets(rows, ignored=2)
+    return public_names() | {
+        "net": net,
+        "model": model,
+        "criterion": balanced_parallel.DataParallelCriterion(nn.CrossEntropyLoss()),
+        "optimizer": torch.optim.SGD(net.parameters(), lr=0.1),
+        "inputs": inputs,
+        "targets": targets,
+        "values": torch.rand(ROWS, CLASSES),
+        "mask": torch.tensor([1.0, 1, 1, 0, 0, 1, 0]),
+        "loader": [(inputs, targets), (inputs[:4], targets[:4])],
+        "micro_batches": [(inputs, targets), (inputs[:4], targets[:4])],
+        "recurrent": Recurrent(),
+        "sequence": torch.randn(5, ROWS, 4),
+        "scale": torch.ones(4),
+        "net_of_teacher": build_net(),
+    }
+
+
+def blocks(page, language):
+    return re.findall(rf"```{language}\n(.*?)```", PAGES[page], re.DOTALL)
+
+
+WITH_SNIPPETS = [page for page in PAGES if page != "docs/migrating.md" and blocks(page, "python")]
+
+
+@pytest.mark.parametrize("page", WITH_SNIPPETS)
+def test_snippets_of_a_page_run_in_their_order(page):
+    torch.manual_seed(0)
+    names = page_names(rows=2048 if page == "docs/memory.md" else ROWS)  # fewer do not show in the peak
+    for snippet in blocks(page, "python"):
+        exec(compile(snippet, page, "exec"), names)
+    loss = names.get("loss", torch.zeros(()))
+    assert loss.device.type == "sim" or loss.isfinite()
+
+
+def test_most_pages_have_snippets():
+    assert {"README.md", "docs/quickstart.md", "docs/exactness.md", "docs/balance.md", "docs/memory.md"} <= set(WITH_SNIPPETS)
+
+
+@pytest.mark.usefixtures("double")
+def test_the_three_lines_of_the_readme_give_the_same_loss_accuracy_and_gradients():
+    (difference,) = blocks("README.md", "diff")
+    found = {}
+    for sign in "-+":
+        wrap_model, wrap_criterion, metric = (line[1:] for line in difference.splitlines() if line.startswith(sign))
+        names = public_names() | {"net": build_net(), "inputs": torch.ones(ROWS, 4), "targets": class_targets(ROWS, ignored=2)}
+        middle = ["outputs = model(inputs)", "loss = criterion(outputs, targets)", "loss.backward()"]
+        exec("\n".join([wrap_model, wrap_criterion, *middle, metric]), names)
+        found[sign] = names
+    torch.testing.assert_close(found["+"]["loss"], found["-"]["loss"], rtol=1e-10, atol=1e-10)
+    assert found["+"]["accuracy"] == found["-"]["accuracy"]
+    assert_same_gradients(gradients(found["+"]["net"]), gradients(found["-"]["net"]))
+
+
+def commands():
+    """Yields the page and the words of each command line with a program of this repository."""
+    for page in PAGES:
+        for block in blocks(page, "bash"):
+            for line in block.splitlines():
+                for command in line.split("&&"):
+                    if re.search(r"scripts/|examples/|benchmarks/|-m balanced_parallel", command):
+                        yield page, shlex.split(command)
+
+
+def test_flags_of_commands_exist(monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(ROOT / "scripts"), *sys.path])
+    train = importlib.import_module("arguments").make_parser()
+    seen = []
+    for page, words in commands():
+        place = next(i for i, word in enumerate(words) if word.endswith(".py") or word == "balanced_parallel")
+        program, flags = words[place], words[place + 1 :]
+        seen.append((page, program))
+        if program == "balanced_parallel":
+            balanced_parallel.__main__.make_parser().parse_args(flags)
+            continue
+        assert (ROOT / program).exists(), f"{page} runs {program}"
+        if program == "scripts/train.py":
+            train.parse_args(flags)
+        else:
+            assert not flags, f"{page} has flags of {program} that no test parses"
+    assert ("README.md", "scripts/train.py") in seen
+    assert ("docs/memory.md", "balanced_parallel") in seen
+
+
+def test_the_command_line_of_the_page_about_memory_runs(tmp_path):
+    (block,) = (block for block in blocks("docs/memory.md", "bash") if "my_file.py" in block)
+    script = "set -e\n" + block.replace(".venv/bin/python", shlex.quote(sys.executable))
+    done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "chosen: " in done.stdout
+    assert done.stdout.splitlines()[-1] == "nothing found: Sequential runs as replicas"
+
+
+def anchor(heading):
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", LINKING)
+def test_links_lead_to_files_and_headings(page):
+    for link in re.findall(r"\]\(([^)\s]+)\)", LINKING[page]):
+        if link.startswith("http"):
+            continue
+        path, _, fragment = link.partition("#")
+        target = (ROOT / page).parent / path if path else ROOT / page
+        assert target.exists(), f"{page} links to {link}"
+        if fragment:
+            headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+            assert fragment in map(anchor, headings), f"{page} links to {link}"
+
+
+def test_the_readme_sells_in_25_lines_and_ends_after_100():
+    lines = PAGES["README.md"].splitlines()
+    assert len(lines) <= 100
+    first = "\n".join(lines[:25])
+    for part in (
+        "docs/images/memory.png",
+        "```diff",
+        "2.6 → 1.0",
+        "0.35 → 6e-16",
+        "pip install",
+        "scripts/train.py --simulate 4 --plot",
+    ):
+        assert part in first
+
+
+def test_the_numbers_of_the_readme_are_those_of_the_benchmarks():
+    balance = (ROOT / "benchmarks" / "balance" / "README.md").read_text()
+    expected = {"nn.DataParallel": 2.6, "balanced_parallel": 1.2, "+ BalancedOptimizer": 1.0}
+    ratios = {name: float(re.search(rf"\| 4 +\| {re.escape(name)} +\|[^|]*\| ([\d.]+)", balance)[1]) for name in expected}
+    assert {name: round(ratio, 1) for name, ratio in ratios.items()} == expected
+    exactness = (ROOT / "benchmarks" / "exactness" / "README.md").read_text()
+    errors = [float(error) for error in re.findall(r"\| (?:hand-written DDP|balanced_parallel) \|[^|]*\| ([\de.-]+)", exactness)]
+    assert [round(errors[0], 2), float(f"{errors[1]:.0e}")] == [0.35, 6e-16]
+
+
+def test_every_public_name_is_in_the_api_and_every_page_in_the_index():
+    for name in balanced_parallel.__all__:
+        assert f"`{name}" in PAGES["docs/api.md"], name
+    for page in set(PAGES) - {"README.md", "docs/README.md"}:
+        assert f"({Path(page).name})" in PAGES["docs/README.md"], page

@@ -1,0 +1,94 @@
+"""The flags of train.py, and their checks. Bad input ends with one line on stderr and exit code 2."""
+
+import argparse
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+SIMULATED_STEPS = 12  # by default: a simulation shows memory and equal losses, it does not train a model
+
+
+def number(kind: type[int] | type[float], minimum: float) -> Callable[[str], Any]:
+    """Returns a parser of whole numbers of at least ``minimum``, or of real numbers greater than it."""
+
+    def parse(text: str) -> int | float:
+        try:
+            value = kind(text)
+            fits = minimum <= value if kind is int else minimum < value < float("inf")
+        except ValueError:
+            fits = False
+        if not fits:
+            wanted = f"a whole number of at least {minimum}" if kind is int else f"a number greater than {minimum}"
+            raise argparse.ArgumentTypeError(f"{text!r} was given, expected {wanted}")
+        return value
+
+    return parse
+
+
+def device_list(text: str) -> list[int | str]:
+    """Splits ``"cpu,cpu"`` or ``"0,1"`` into devices."""
+    return [int(name) if name.strip().isdecimal() else name.strip() for name in text.split(",")]
+
+
+def make_parser(description: str | None = None) -> argparse.ArgumentParser:
+    """Returns the parser. The description holds the usage, so an error is one line without it."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("train.py", usage=argparse.SUPPRESS, description=description, formatter_class=raw)
+    add = parser.add_argument
+    add("--task", choices=["text", "digits"], default="text", help="what to learn (default: text)")
+    add("--data", type=Path, metavar="FILE_OR_FOLDER", help="text to learn (default: Python's standard library)")
+    add("--vocabulary", type=number(int, 1), metavar="N", help="words of the text task (default: 8192, or all of a small text)")
+    steps = f"updates (default: 200 for text, 300 for digits, {SIMULATED_STEPS} with --simulate)"
+    add("--steps", type=number(int, 1), metavar="N", help=steps)
+    add("--epochs", type=number(int, 1), metavar="N", help="passes over the data (default: until --steps)")
+    rows = "rows per update, over all devices and ranks (default: 24)"
+    add("--batch-size", type=number(int, 1), default=24, metavar="N", help=rows)
+    add("--micro-batch-size", type=number(int, 1), metavar="N", help="rows per device in one forward (default: its whole share)")
+    add("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="arithmetic of forward and loss (default: fp32)")
+    add("--devices", type=device_list, metavar="LIST", help="such as cpu,cpu,cpu or 0,1 (default: every accelerator, else cpu)")
+    add("--max-grad-norm", type=number(float, 0), default=1.0, metavar="X", help="clip the gradient's global norm (default: 1.0)")
+    add("--learning-rate", type=number(float, 0), metavar="X", help="of AdamW (default: 0.003)")
+    add("--seed", type=number(int, 0), default=0, metavar="N", help="of the weights and of the order of rows (default: 0)")
+    add("--workers", type=number(int, 0), default=0, metavar="N", help="processes that load data, per rank (default: 0)")
+    add("--simulate", type=number(int, 1), metavar="N", help="run on N simulated GPUs, with a table of their memory at the end")
+    add("--memory", metavar="SIZE", help="of each simulated GPU, such as 2GiB, or a list: 2GiB,1GiB (default: no limit)")
+    compared = "with --simulate: compare losses with one device and memory with nn.DataParallel, and draw the memory"
+    add("--plot", type=Path, metavar="FILE", help=compared)
+    add("--plan", action="store_true", help="print how --batch-size fits --devices or --simulate with --memory, and do not train")
+    add("--out", type=Path, default=Path("runs/latest"), metavar="DIR", help="where results go (default: runs/latest)")
+    return parser
+
+
+def check(flags: argparse.Namespace) -> None:
+    """Checks flags that depend on one another, before anything runs.
+
+    Raises:
+        ImportError: ``--plot`` needs matplotlib.
+        ValueError: two flags do not fit together.
+    """
+    if flags.task == "digits" and (flags.data or flags.vocabulary):
+        raise ValueError("--data and --vocabulary are for --task text")
+    if flags.simulate is None and (flags.plot or (flags.memory and not flags.plan)):
+        raise ValueError("--memory and --plot describe simulated GPUs, expected --simulate N beside them")
+    if flags.plan and flags.simulate and not flags.memory:
+        raise ValueError("--plan for --simulate needs their --memory, such as 2GiB")
+    if flags.plot:
+        import matplotlib  # noqa: F401  an error now, not after the training
+
+        flags.plot.parent.mkdir(parents=True, exist_ok=True)
+
+
+def memory_sizes(flags: argparse.Namespace) -> Any:
+    """Returns ``--memory`` as the library takes it: one size, a list with one per device, or None."""
+    sizes = flags.memory.split(",") if flags.memory else [None]
+    return sizes[0] if len(sizes) == 1 else sizes
+
+
+@contextlib.contextmanager
+def one_line_errors(parser: argparse.ArgumentParser) -> Iterator[None]:
+    """Turns errors of the input into one line on stderr and exit code 2."""
+    try:
+        yield
+    except (OSError, ValueError, ImportError, RuntimeError) as error:
+        parser.error(" ".join(str(error).split()))

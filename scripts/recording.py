@@ -1,0 +1,145 @@
+"""Results of train.py: lines on the terminal, ``metrics.jsonl`` for each step, ``summary.json`` and ``model.pt`` at the end."""
+
+import argparse
+import json
+import platform
+import resource
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from loading import shares
+from tasks import Task
+from tqdm import tqdm
+
+import balanced_parallel
+from balanced_parallel import gather
+
+
+def describe(flags: argparse.Namespace, devices: list[torch.device], ranks: int) -> str:
+    """Returns the layout of one effective batch, for the first lines of the output."""
+    rows = ", ".join(map(str, shares(flags.batch_size, ranks * len(devices))))
+    micro = f", in micro-batches of at most {flags.micro_batch_size}" if flags.micro_batch_size else ""
+    where = f"{ranks} processes with one device each" if ranks > 1 else f"1 process, {len(devices)} device(s)"
+    names = ", ".join(map(str, devices))
+    return f"{where} ({names}); effective batch of {flags.batch_size} rows: {rows} per device{micro}; {flags.precision}"
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Returns the peak of the allocator, or of the whole process for the CPU."""
+    if device.type != "cpu":
+        return int(torch.accelerator.max_memory_allocated(device))
+    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): kilobytes on Linux, bytes on macOS
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def mebibytes(counts: list[int]) -> str:
+    """Formats byte counts as MiB."""
+    return " ".join(f"{count / 2**20:.0f}" for count in counts) + " MiB"
+
+
+class Recorder:
+    """Records one training. Every rank has one; only rank 0 prints and writes.
+
+    Args:
+        total: updates of the whole training.
+    """
+
+    def __init__(
+        self, flags: argparse.Namespace, task: Task, devices: list[torch.device], rank: int, ranks: int, total: int
+    ) -> None:
+        self.flags, self.task, self.devices, self.ranks, self.total = flags, task, devices, ranks, total
+        self.main = rank == 0
+        self.terminal = sys.stderr.isatty()
+        self.losses: list[float] = []
+        self.validation: dict[str, float] = {}
+        self.peak: list[int] = []
+        self.rows = 0
+        self.waited = 0.0
+        self.started = time.perf_counter()
+        self.file = (flags.out / "metrics.jsonl").open("w") if self.main else None
+        if self.main:
+            parameters = sum(parameter.numel() for parameter in task.module.parameters())
+            print(f"{task.description}; {parameters:,} parameters")
+            print(f"{len(task.train):,} rows to train on, {len(task.validation):,} to validate")
+            print(describe(flags, devices, ranks), flush=True)
+        self.bar = tqdm(total=total, disable=not (self.main and self.terminal), unit="step")
+
+    @property
+    def done(self) -> int:
+        """Updates so far."""
+        return len(self.losses)
+
+    def timed(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yields the batches of a loader and measures the time that they take to arrive."""
+        asked = time.perf_counter()
+        for batch in loader:
+            self.waited += time.perf_counter() - asked
+            yield batch
+            asked = time.perf_counter()
+
+    def record_step(self, loss: float) -> None:
+        """Records one update."""
+        size, rows = self.flags.batch_size, len(self.task.train)
+        self.rows += min(size, rows - self.done % -(-rows // size) * size)  # the last batch of an epoch may be short
+        self.losses.append(loss)
+        elapsed = time.perf_counter() - self.started
+        speed, waiting = self.rows / elapsed, self.waited / elapsed
+        self.peak = [peak_bytes(device) for device in dict.fromkeys(self.devices)]
+        state = {"rows_per_second": round(speed, 1), "waiting_for_data": round(waiting, 4), "peak_bytes": self.peak}
+        self._write(step=self.done, loss=loss, **state)
+        line = f"loss {loss:.4f}, {speed:.0f} rows/s, {waiting:.1%} waiting for data, peak {mebibytes(self.peak)}"
+        self.bar.update()
+        self.bar.set_postfix_str(line)
+        if self.main and not self.terminal and (self.done in (1, self.total) or self.done % max(1, self.total // 10) == 0):
+            print(f"step {self.done}/{self.total}: {line}", flush=True)
+
+    def record_validation(self, results: dict[str, float]) -> None:
+        """Records the results of one pass over the validation rows."""
+        self.validation = results
+        self._write(step=self.done, **results)
+
+    def finish(self) -> None:
+        """Writes the summary and the model. Every rank calls it, for the memory of all ranks."""
+        self.bar.close()
+        elapsed = time.perf_counter() - self.started
+        peak = gather([self.peak])
+        if self.file is None:
+            return
+        self.file.close()
+        names = ("task", "precision", "batch_size", "micro_batch_size", "seed")
+        summary = {
+            **{name: getattr(self.flags, name) for name in names},
+            "steps": self.done,
+            "first_loss": self.losses[0],
+            "last_loss": self.losses[-1],
+            **self.validation,
+            "baseline_loss": self.task.baseline,
+            "seconds": round(elapsed, 2),
+            "rows_per_second": round(self.rows / elapsed, 1),
+            "waiting_for_data": round(self.waited / elapsed, 4),
+            "peak_bytes": peak,
+            "devices": [str(device) for device in self.devices],
+            "ranks": self.ranks,
+            "versions": {
+                "balanced_parallel": balanced_parallel.__version__,
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+            },
+        }
+        out = self.flags.out
+        (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        torch.save(self.task.module.state_dict(), out / "model.pt")
+        results = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in self.validation.items())
+        guess = "guessing by class" if self.task.classifies else "a unigram model"
+        print(
+            f"after {self.done} steps in {elapsed:.0f} s: {results} ({guess}: {self.task.baseline:.4f}); peak {mebibytes(peak)}"
+        )
+        print(f"wrote {out}/metrics.jsonl, summary.json, model.pt")
+
+    def _write(self, **line: Any) -> None:
+        if self.file is not None:
+            self.file.write(json.dumps(line) + "\n")
+            self.file.flush()

@@ -1,0 +1,44 @@
+"""The examples: the same losses before and after, and a difference of a few lines."""
+
+import difflib
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import sklearn.datasets  # noqa: F401  its first import changes environment variables
+
+from balanced_parallel import simulate
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def load(name, monkeypatch):
+    spec = importlib.util.spec_from_file_location(f"{name}_example", EXAMPLES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "STEPS", 6)
+    return module
+
+
+def test_losses_on_three_simulated_gpus_are_those_of_the_plain_program(monkeypatch):
+    plain, balanced = load("plain", monkeypatch), load("balanced", monkeypatch)
+    expected = plain.main()
+    with simulate(3) as cluster:
+        assert balanced.main() == pytest.approx(expected, rel=1e-4)
+        assert min(cluster.peak) > 0
+    assert len(set(expected)) == 6
+
+
+def test_both_examples_print_the_same_lines():
+    outputs = [subprocess.check_output([sys.executable, str(EXAMPLES / name)], text=True) for name in ("plain.py", "balanced.py")]
+    assert outputs[0].count("accuracy") == 7
+    assert outputs[0] == outputs[1]
+
+
+def test_the_examples_differ_in_a_few_lines():
+    plain, balanced = ((EXAMPLES / name).read_text().splitlines() for name in ("plain.py", "balanced.py"))
+    added = [line[2:] for line in difflib.ndiff(plain, balanced) if line.startswith("+ ") and line[2:].strip()]
+    assert len(added) <= 7
+    assert max(len(plain), len(balanced)) <= 55
