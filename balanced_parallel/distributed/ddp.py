@@ -15,7 +15,8 @@ from ..batch.per_replica import PerReplica
 from ..batch.row_marks import Arguments
 from ..batch.rows import count_rows, move_leaves
 from ..loss.partial_sums import Criterion
-from ..replicas.model import check_method, mark_inputs
+from ..replicas.model import mark_inputs
+from ..replicas.module_checks import check_method
 from ..runtime.precision import Precision
 from .unused_parameters import connect, zero_of_parameters
 

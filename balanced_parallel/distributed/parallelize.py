@@ -9,7 +9,8 @@ from torch import nn
 from ..batch.dims import Dims
 from ..loss.criterion import DataParallelCriterion
 from ..loss.partial_sums import Criterion
-from ..replicas.model import DataParallelModel, check_module
+from ..replicas.model import DataParallelModel
+from ..replicas.module_checks import check_module
 from ..replicas.sync_batchnorm import use_torch_sync_batchnorm
 from ..runtime.collectives import world_size
 from ..runtime.devices import DeviceLike

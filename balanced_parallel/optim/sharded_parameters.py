@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..replicas.deferred_gradients import bring_together, discard
-from ..replicas.gradient_sums import own_gradient
+from ..runtime.tensors import get_gradient, set_gradient
 from .sharding import Piece, cut_gradient
 
 __all__: list[str] = []
@@ -33,7 +33,7 @@ class ShardedParameter:
         discard(self)
         for piece in self.pieces:
             piece.values.grad = None
-        own_gradient.__set__(self, value)
+        set_gradient(self, value)
 
     @grad.deleter
     def grad(self) -> None:
@@ -76,14 +76,14 @@ def pieces_of(parameter: Tensor) -> Sequence[Piece]:
 def _gather_gradient(parameter: Any) -> Tensor | None:
     """Brings a parameter's gradient together on its own device."""
     bring_together(parameter)
-    own: Tensor | None = own_gradient.__get__(parameter)
+    own: Tensor | None = get_gradient(parameter)
     sharded = [(piece, piece.values.grad) for piece in parameter.pieces if piece.values.grad is not None]
     if sharded:
         own = torch.zeros_like(parameter) if own is None else own.clone()
         for piece, gradient in sharded:
             piece.cut(own).add_(gradient.to(parameter.device))
             piece.values.grad = None
-        own_gradient.__set__(parameter, own)
+        set_gradient(parameter, own)
     return own
 
 
@@ -91,11 +91,11 @@ def _gather_gradient(parameter: Any) -> Tensor | None:
 def shard_gradient(parameter: Any) -> None:
     """Brings a parameter's own ``grad``, and the gradients that replicas hold of it, to the owners."""
     bring_together(parameter)
-    own = own_gradient.__get__(parameter)
+    own = get_gradient(parameter)
     if own is None:
         return
     for piece in parameter.pieces:
         gradient = cut_gradient(piece, own)
         assert gradient is not None
         piece.add_gradient(gradient.to(piece.owner, copy=True))
-    own_gradient.__set__(parameter, None)
+    set_gradient(parameter, None)

@@ -9,9 +9,9 @@ from torch import Tensor
 from ..loss.criterion import DataParallelCriterion
 from ..loss.weighting import LossSum, Weight
 from ..replicas.gradient_buckets import GradientBuckets
-from ..replicas.gradient_sums import own_gradient
 from ..replicas.model import DataParallelModel
 from ..runtime.collectives import world_size
+from ..runtime.tensors import get_gradient
 from .gradient_sync import GradientSync, gradient_sync, run_backward
 from .update import scale_gradients, trained_tensors
 
@@ -75,7 +75,7 @@ class ReplicaSync:
         for buckets in self._buckets:
             buckets.scale(factor)
         # without a look at grad, for which the replicas would sum
-        own = [own_gradient.__get__(tensor) for tensor in trained_tensors(self._model, self._criterion).values()]
+        own = [get_gradient(tensor) for tensor in trained_tensors(self._model, self._criterion).values()]
         gradients = [gradient for gradient in own if gradient is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)
