@@ -215,8 +215,8 @@ class FSDP(SingleDevice):
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-        from torch.utils._python_dispatch import _disable_current_modes
+        from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the fake backend, in private code only
+        from torch.utils._python_dispatch import _disable_current_modes  # no public context leaves all modes
 
         if dist.is_initialized():
             raise RuntimeError(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
+from torch._subclasses.fake_tensor import (  # torch has no public module of fake tensors
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
