@@ -135,12 +135,12 @@ class DistributedModel(DistributedDataParallel):
     def _refuse_unfrozen(self) -> None:
         for name in [name for name, parameter in self._frozen.items() if parameter.requires_grad]:
             raise ValueError(
-                f"{name} requires a gradient now, which it did not where parallelize was called, so the ranks would not share "
+                f"{name} requires a gradient now, which it did not when parallelize was called, so the ranks would not share "
                 "it: call parallelize again"
             )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        modules = state["_modules"]
+        modules = state["_modules"]  # of the copy, which is not a module yet
         module, modules["module"] = modules["module"], state["_wrapped"][0]
         super().__setstate__(state)  # builds a reducer
         self.module = module

@@ -20,9 +20,10 @@ from ..loss.criterion import DataParallelCriterion
 from ..loss.weighting import LossSum, Weight
 from ..replicas.sync_batchnorm import meets_other_ranks
 from ..runtime import collectives
+from ..runtime.tensors import versions
 from ..training.accumulation import power_of_two
 from ..training.gradient_sync import GradientSync, gradient_sync, run_backward
-from ..training.update import scale_gradients
+from ..training.gradients import scale_gradients
 from .ddp import DistributedModel
 from .unused_parameters import zero_of_parameters
 
@@ -162,7 +163,7 @@ class DDPSync:
     def _forget_untouched(self) -> None:
         """Leaves ``None`` where no micro-batch so far has used a parameter, for the reducer to decide over all ranks."""
         for parameter in self._untouched:
-            if parameter.grad is not None and parameter.grad._version == 0:
+            if parameter.grad is not None and versions([parameter.grad]) == [0]:
                 parameter.grad = None
         self._untouched = []
 

@@ -26,6 +26,7 @@ class ShardedParameter:
 
     @property
     def grad(self) -> Tensor | None:
+        """The whole gradient, on the device of the parameter."""
         return _gather_gradient(self)
 
     @grad.setter
@@ -76,7 +77,7 @@ def pieces_of(parameter: Tensor) -> Sequence[Piece]:
 def _gather_gradient(parameter: Any) -> Tensor | None:
     """Brings a parameter's gradient together on its own device."""
     bring_together(parameter)
-    own: Tensor | None = get_gradient(parameter)
+    own = get_gradient(parameter)
     sharded = [(piece, piece.values.grad) for piece in parameter.pieces if piece.values.grad is not None]
     if sharded:
         own = torch.zeros_like(parameter) if own is None else own.clone()

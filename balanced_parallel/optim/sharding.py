@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..replicas.gradient_sums import Gradients, accumulate, add_up, move_together
+from ..runtime import multi_tensor
 
 __all__: list[str] = []
 
@@ -98,7 +99,7 @@ class BucketOwners:
             for device in devices:
                 if mine and device != owner:
                     moved = move_together([piece.values.detach() for piece in mine], device)
-                    torch._foreach_copy_([piece.places[device] for piece in mine], moved)
+                    multi_tensor.copy_([piece.places[device] for piece in mine], moved)
 
 
 def cut_gradient(piece: Piece, gradient: Tensor | None) -> Tensor | None:

@@ -3,17 +3,17 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from ..loss.criterion import DataParallelCriterion
 from ..loss.weighting import LossSum, Weight
 from ..replicas.gradient_buckets import GradientBuckets
 from ..replicas.model import DataParallelModel
+from ..runtime import multi_tensor
 from ..runtime.collectives import world_size
 from ..runtime.tensors import get_gradient
 from .gradient_sync import GradientSync, gradient_sync, run_backward
-from .update import scale_gradients, trained_tensors
+from .gradients import scale_gradients, trained_tensors
 
 __all__: list[str] = []
 
@@ -74,11 +74,10 @@ class ReplicaSync:
         """Multiplies the gradients of the parameters, and those that the replicas hold."""
         for buckets in self._buckets:
             buckets.scale(factor)
-        # without a look at grad, for which the replicas would sum
+        # not through grad, which would reduce the gradients of the replicas
         own = [get_gradient(tensor) for tensor in trained_tensors(self._model, self._criterion).values()]
         gradients = [gradient for gradient in own if gradient is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, factor)
+        multi_tensor.multiply_(gradients, factor)
 
     def multiply(self, tensors: Sequence[Tensor], factor: float) -> None:
         """Multiplies the gradients of ``tensors``."""

@@ -17,8 +17,9 @@ from ..runtime.precision import Precision
 from .accumulation import Accumulation
 from .arguments import check_arguments
 from .gradient_sync import gradient_sync
+from .gradients import trained_tensors
 from .micro_batches import MicroBatch, Model, cut_micro_batches
-from .update import Optimizers, Schedulers, Update, each_optimizer, each_scheduler, trained_tensors
+from .update import Optimizers, Schedulers, Update, each_optimizer, each_scheduler
 
 __all__: list[str] = []
 
