@@ -152,8 +152,9 @@ def ours_on_a_rank(case: Case, inputs: Tensor, targets: Tensor) -> Callable[[], 
 
 
 def by_hand_on_a_rank(case: Case, inputs: Tensor, targets: Tensor) -> Callable[[], Any]:
-    """A loop of DistributedDataParallel with no_sync, as one writes it."""
-    model, loss = nn.parallel.DistributedDataParallel(Model(case.width, case.layers)), nn.CrossEntropyLoss()
+    """Returns a step of DistributedDataParallel with no_sync, with the options that parallelize sets."""
+    options = {"gradient_as_bucket_view": True, "find_unused_parameters": True}
+    model, loss = nn.parallel.DistributedDataParallel(Model(case.width, case.layers), **options), nn.CrossEntropyLoss()
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> None:
