@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from ..loss.criterion import DataParallelCriterion
 from ..loss.weighting import LossSum, Weight
 from ..replicas.sync_batchnorm import meets_other_ranks
-from ..runtime import collectives
-from ..runtime.tensors import versions
+from ..runtime import collectives, multi_tensor
+from ..runtime.tensors import base_of, versions
 from ..training.accumulation import power_of_two
 from ..training.gradient_sync import GradientSync, gradient_sync, run_backward
 from ..training.gradients import scale_gradients
@@ -135,7 +135,8 @@ class DDPSync:
                 f"the optimizer has a parameter of shape {tuple(stranger.shape)} with a gradient that the ranks would not "
                 "share: make it part of the module or of the criterion that parallelize is given"
             )
-        scale_gradients(tensors, factor)
+        gradients = [one.grad for one in tensors if one.grad is not None] if factor != 1 else []
+        multi_tensor.multiply_(_buckets_of(gradients), factor)
 
     def discard(self) -> None:
         """Forgets the gradients that this rank has accumulated."""
@@ -156,15 +157,17 @@ class DDPSync:
         version 0 was not touched.
         """
         missing = [parameter for parameter in self._bucket_views if parameter.grad is None]
-        for parameter in missing:
-            parameter.grad = self._bucket_views[parameter].zero_().data
+        views = [self._bucket_views[parameter] for parameter in missing]
+        multi_tensor.zero_(_buckets_of(views) if len(missing) == len(self._bucket_views) else views)
+        for parameter, view in zip(missing, views, strict=True):
+            parameter.grad = view.data
         self._untouched += missing
 
     def _forget_untouched(self) -> None:
         """Leaves ``None`` where no micro-batch so far has used a parameter, for the reducer to decide over all ranks."""
         for parameter in self._untouched:
-            if parameter.grad is not None and versions([parameter.grad]) == [0]:
-                parameter.grad = None
+            is_touched = parameter.grad is not None and versions([parameter.grad]) != [0]
+            parameter.grad = self._bucket_views[parameter] if is_touched else None
         self._untouched = []
 
     def _complete(self) -> None:
@@ -175,6 +178,11 @@ class DDPSync:
 
     def _count_failures(self, mine: int) -> int:
         return int(collectives.sum_over_ranks(torch.tensor(mine, dtype=torch.float64)))
+
+
+def _buckets_of(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the buckets that gradients are views of. A bucket holds nothing else: one operation does for all of it."""
+    return list({id(bucket): bucket for bucket in map(base_of, gradients)}.values())
 
 
 @gradient_sync.register

@@ -16,8 +16,7 @@ from ..batch.per_replica import PerReplica
 from ..batch.provenance import refuse_list
 from ..batch.row_marks import Arguments, dims_of_method, mark
 from ..batch.rows import count_rows, cut, move_leaves
-from ..batch.scattering import assign_rows
-from ..batch.splits import Shares
+from ..batch.splits import Shares, assign_rows
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.precision import Precision
 from .module_checks import check_method, check_module

@@ -156,8 +156,9 @@ def ours_on_a_rank(case: Case, inputs: Tensor, targets: Tensor) -> Callable[[], 
 
 
 def by_hand_on_a_rank(case: Case, inputs: Tensor, targets: Tensor) -> Callable[[], Any]:
-    """Returns a step of a hand-written loop of DistributedDataParallel with no_sync."""
-    model, loss = nn.parallel.DistributedDataParallel(Model(case.width, case.layers)), nn.CrossEntropyLoss()
+    """Returns a step of a hand-written loop of DistributedDataParallel, with the options that parallelize sets."""
+    options = {"gradient_as_bucket_view": True, "find_unused_parameters": True}
+    model, loss = nn.parallel.DistributedDataParallel(Model(case.width, case.layers), **options), nn.CrossEntropyLoss()
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> None:
