@@ -153,7 +153,7 @@ class _Wrapped(nn.Module):
         super().__init__()
         learned = criterion.parameters() if isinstance(criterion, nn.Module) else ()
         self.inner = module
-        self.beside = nn.ParameterList(parameter for parameter in learned if parameter.requires_grad)
+        self.of_criterion = nn.ParameterList(parameter for parameter in learned if parameter.requires_grad)
         self.trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         embeddings = [part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse]
         self.sparse = [embedding.weight for embedding in embeddings if embedding.weight.requires_grad]
@@ -164,7 +164,7 @@ class _Wrapped(nn.Module):
 
         Args:
             function: returns the output.
-            reduces: whether the backward of this forward is reduced.
+            reduces: the gradients of this forward's backward are reduced.
         """
         self._output, zero = function(), None
         if reduces and torch.is_grad_enabled():
@@ -179,7 +179,7 @@ class _Wrapped(nn.Module):
 
 @contextlib.contextmanager
 def _without_advice() -> Iterator[None]:
-    """Suppresses the advice to leave out ``find_unused_parameters=True`` where every parameter is reached."""
+    """Suppresses the advice to leave out ``find_unused_parameters=True`` if every parameter is reached."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
         yield

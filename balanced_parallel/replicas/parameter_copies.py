@@ -15,7 +15,7 @@ from .untracked_writes import Writes
 __all__: list[str] = []
 
 
-State = tuple[int, int, bool]  # of a parameter when it was copied: address, version counter, requires_grad
+State = tuple[int, int, bool]  # address, version counter and requires_grad of a parameter when it was copied
 
 
 class Changes(NamedTuple):

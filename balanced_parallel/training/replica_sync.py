@@ -45,7 +45,7 @@ class ReplicaSync:
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Keeps gradients with the replicas."""
+        """Keeps gradients on the replicas."""
         with contextlib.ExitStack() as stack:
             for buckets in self._buckets:
                 stack.enter_context(buckets.no_sync())
@@ -59,7 +59,7 @@ class ReplicaSync:
         """Does nothing: the loss of this process is the whole loss."""
 
     def backward(self, losses: Sequence[Tensor], divisor: float, *, last: bool) -> None:
-        """Runs one backward. The last one sums what the replicas hold."""
+        """Runs one backward. The last one sums the gradients of the replicas."""
         if losses:
             run_backward(losses, divisor)
         if last:
@@ -71,7 +71,7 @@ class ReplicaSync:
         return local
 
     def rescale(self, factor: float) -> None:
-        """Multiplies the gradients of the parameters, and those that the replicas hold."""
+        """Multiplies the gradients of the parameters, and those on the replicas."""
         for buckets in self._buckets:
             buckets.scale(factor)
         # not through grad, which would reduce the gradients of the replicas
@@ -84,7 +84,7 @@ class ReplicaSync:
         scale_gradients(tensors, factor)
 
     def discard(self) -> None:
-        """Forgets the gradients that the replicas hold."""
+        """Forgets the gradients on the replicas."""
         for buckets in self._buckets:
             buckets.drop()
 
