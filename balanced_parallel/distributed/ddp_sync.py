@@ -181,7 +181,7 @@ class DDPSync:
 
 
 def _buckets_of(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the buckets that gradients are views of. A bucket contains nothing else, so one operation changes all its gradients."""
+    """Returns the buckets that gradients are views of. A bucket contains nothing else, so one operation changes all of it."""
     return list({id(bucket): bucket for bucket in map(base_of, gradients)}.values())
 
 
