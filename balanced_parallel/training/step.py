@@ -90,8 +90,7 @@ class TrainStep:
         """
         outputs: list[PerReplica] = []
         self._accumulate(inputs, spread(targets), is_whole=True, outputs=outputs if return_outputs else None)
-        loss = self._apply()
-        return (loss, join_outputs(outputs, self.model.out_dims)) if return_outputs else loss
+        return (self._apply(), join_outputs(outputs, self.model.out_dims)) if return_outputs else self._apply()
 
     def add(self, inputs: Any, targets: Any) -> None:
         """Accumulates the gradients of some more rows; nothing is updated before :meth:`apply`."""
