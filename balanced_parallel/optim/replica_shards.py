@@ -50,13 +50,14 @@ class ReplicaShards:
                     shard_gradient(parameter)
 
     def step(self) -> None:
-        """Updates each shard on its owner, and copies it to the other devices."""
-        self.inner.step()
-        if self._owners:
+        """Updates each shard on its owner, and copies it to the other devices. A forward in another thread ends before."""
+        with self._model.replicas.in_turn():
+            self.inner.step()
             for owners in self._owners:
                 owners.publish()
-            note_written(self._sharded)  # for other replicas of the same parameters
-            self._model.replicas.mark_fresh()
+            if self._owners:
+                note_written(self._sharded)  # for other replicas of the same parameters
+                self._model.replicas.mark_fresh()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clears the gradients of all shards and of the parameters."""

@@ -70,7 +70,7 @@ class Replicas:
         if not others and self.tree is None:
             yield modules
             return
-        with self._in_turn():
+        with self.in_turn():
             if not others:
                 yield modules
                 return
@@ -86,7 +86,7 @@ class Replicas:
 
     def prepare(self, module: nn.Module, devices: Sequence[torch.device]) -> ModuleTree:
         """Brings skeletons and copies up to date with the module, and returns its tree."""
-        with self._in_turn():
+        with self.in_turn():
             return self._follow(module, devices)
 
     def modules_of(self, module: nn.Module) -> list[nn.Module]:
@@ -126,7 +126,7 @@ class Replicas:
         return Sharding(self)
 
     @contextmanager
-    def _in_turn(self) -> Iterator[None]:
+    def in_turn(self) -> Iterator[None]:
         """Makes other threads wait: skeletons, and parameters that are replaced, belong to one forward."""
         running = _running.get()
         if any(replicas is self for replicas in running):
