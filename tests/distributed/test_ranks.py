@@ -318,7 +318,7 @@ def check_parameter_of_nobody(rank):
 
 
 def test_a_parameter_that_no_reducer_knows_is_scaled_too():
-    run_ranks(1, check_parameter_of_nobody, fresh=True)
+    run_ranks(1, check_parameter_of_nobody)
 
 
 def all_reduces_of(work):
@@ -405,7 +405,7 @@ def check_alone(rank):
 
 
 def test_a_rank_that_is_alone_is_one_process():
-    assert run_ranks(1, check_alone, fresh=True) == [True]
+    assert run_ranks(1, check_alone) == [True]
 
 
 def check_nothing_to_train(rank):
