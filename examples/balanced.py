@@ -26,6 +26,7 @@ def make_net():
 
 
 def main():
+    """Trains for some steps, and returns their losses."""
     torch.manual_seed(0)
     net = make_net()
     model = DataParallelModel(net)

@@ -24,6 +24,7 @@ def make_net():
 
 
 def main():
+    """Trains for some steps, and returns their losses."""
     torch.manual_seed(0)
     net = make_net().to(torch.accelerator.current_accelerator(check_available=True) or "cpu")
     model = nn.DataParallel(net)

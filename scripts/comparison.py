@@ -26,6 +26,7 @@ class Autocast(nn.Module):
         self.precision = Precision(precision)
 
     def forward(self, inputs: Tensor) -> Any:
+        """Runs the module under autocast."""
         with self.precision.autocast([inputs.device]):
             return self.module(inputs)
 

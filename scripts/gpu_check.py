@@ -24,6 +24,7 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 5e-2, "fp16": 1e-2}
 
 
 def networks() -> dict[str, tuple[nn.Module, Tensor]]:
+    """Returns small networks by name, each with a batch of inputs."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
     conv = [
@@ -67,6 +68,7 @@ def check_equality(devices: list[Any]) -> bool:
 
 
 def seconds(function: Callable[[], Any], device: torch.device) -> float:
+    """Returns the median time of ten calls, each with a wait for the device."""
     function()
     torch.accelerator.synchronize(device)
     times = []
@@ -83,13 +85,13 @@ def compare_with_torch(devices: list[Any], first: torch.device) -> None:
     net = nn.Sequential(*[nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(24)]).to(first)
     inputs, targets = torch.randn(8, 4, 16, device=first), torch.randn(8, 4, 16, device=first)
     ours, criterion = DataParallelModel(net, devices), DataParallelCriterion(nn.MSELoss())
-    mine = seconds(lambda: criterion(ours(inputs), targets).backward(), first)
+    own = seconds(lambda: criterion(ours(inputs), targets).backward(), first)
     try:
         theirs = nn.DataParallel(net, devices)
         other = seconds(lambda: nn.functional.mse_loss(theirs(inputs), targets).backward(), first)
-        print(f"host overhead: {mine * 1e3:.1f} ms, nn.DataParallel {other * 1e3:.1f} ms, ratio {mine / other:.2f}")
+        print(f"host overhead: {own * 1e3:.1f} ms, nn.DataParallel {other * 1e3:.1f} ms, ratio {own / other:.2f}")
     except (RuntimeError, AssertionError) as error:
-        print(f"host overhead: {mine * 1e3:.1f} ms; nn.DataParallel refused these devices: {str(error).splitlines()[0]}")
+        print(f"host overhead: {own * 1e3:.1f} ms; nn.DataParallel refused these devices: {str(error).splitlines()[0]}")
 
 
 def models() -> dict[str, tuple[Callable[[], nn.Module], Tensor, Tensor]]:
@@ -143,7 +145,7 @@ def compare_memory(device: torch.device, only: str | None) -> None:
             report = memory.estimate(net, nn.CrossEntropyLoss(), inputs, targets, precision=precision)
             constants = report.parts[0]["context"]  # outside of the allocator
             module.empty_cache()
-            held = torch.accelerator.memory_allocated(device)
+            allocated = torch.accelerator.memory_allocated(device)
             copied = copy.deepcopy(net).to(device)
             x, y, optimizer = inputs.to(device), targets.to(device), None
             optimizer = torch.optim.AdamW(copied.parameters())
@@ -155,7 +157,7 @@ def compare_memory(device: torch.device, only: str | None) -> None:
                 loss.backward()
                 optimizer.step()
                 del loss
-            active = torch.accelerator.max_memory_allocated(device) - held
+            active = torch.accelerator.max_memory_allocated(device) - allocated
             reserved = torch.accelerator.max_memory_reserved(device)
             predicted, segments = report.peak[0] - constants, report.reserved[0] - constants
             shown = [f"{predicted / active - 1:+.2%}", f"{segments / reserved - 1:+.2%}"]
@@ -166,6 +168,7 @@ def compare_memory(device: torch.device, only: str | None) -> None:
 
 
 def main() -> None:
+    """Runs the checks that the command line selects. The exit code is 1 if one fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", choices=["memory"], help="compare predicted with used memory instead")
     parser.add_argument("--only", metavar="MODEL", help="one of the models whose memory is compared")

@@ -14,7 +14,7 @@ def shares(rows: int, parts: int) -> list[int]:
 
 
 class RankBatches(Sampler[list[int]]):
-    """This rank's part of each effective batch. No row is padded or repeated; a rank may get none."""
+    """A sampler of this rank's rows of each effective batch. No row is padded or repeated, and a rank may get none."""
 
     def __init__(self, batches: BatchSampler, rank: int, ranks: int) -> None:
         self.batches, self.rank, self.ranks = batches, rank, ranks

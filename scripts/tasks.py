@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-CONTEXT = 64  # words that the language model sees at most
-VOCABULARY = 8192  # words, by default: the output layer is then the largest thing in memory
+CONTEXT = 64  # the largest number of words before a prediction
+VOCABULARY = 8192  # words, by default: most of the memory is then the output layer
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Task:
 
 
 class LanguageModel(nn.Module):
-    """A causal transformer over words. Returns logits as ``nn.CrossEntropyLoss`` wants them: [rows, words, positions]."""
+    """A causal transformer over words. Its logits have the layout of ``nn.CrossEntropyLoss``: [rows, words, positions]."""
 
     def __init__(self, words: int, width: int = 128, layers: int = 2, heads: int = 4) -> None:
         super().__init__()
@@ -64,6 +64,7 @@ class LanguageModel(nn.Module):
             nn.init.normal_(embedding.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Computes the logits of the next word at each position of ``tokens`` [rows, positions]."""
         length = tokens.size(1)
         mask = nn.Transformer.generate_square_subsequent_mask(length, tokens.device)
         hidden = self.embedding(tokens) + self.position.weight[:length]

@@ -110,7 +110,7 @@ def start_simulation(flags: argparse.Namespace, stack: contextlib.ExitStack) -> 
 
 
 def compare(flags: argparse.Namespace, task: Task, before: nn.Module, losses: list[float], cluster: Any) -> None:
-    """Prints losses beside those of one device, memory beside that of ``nn.DataParallel``, and draws the memory."""
+    """Compares losses with those of one device and memory with that of ``nn.DataParallel``, and draws the memory."""
     task.module.cpu()
     if cluster is not None:
         ours: Parts = [cluster.categories(index) for index in range(flags.simulate)]
@@ -127,6 +127,7 @@ def compare(flags: argparse.Namespace, task: Task, before: nn.Module, losses: li
 
 
 def main() -> None:
+    """Runs the script with the flags of its command line."""
     parser = make_parser(__doc__)
     flags = parser.parse_args()
     torch.manual_seed(flags.seed)

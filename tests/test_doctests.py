@@ -30,7 +30,6 @@ WITH_EXAMPLE = {
     "verify",
     "weighted_mean",
 }
-NOT_YET_DONE = {"TrainStep", "parallelize"}  # to be emptied
 
 
 def examples():
@@ -54,7 +53,7 @@ def test_examples_in_docstrings_run(example):
     assert results.failed == 0, "".join(report)
 
 
-@pytest.mark.parametrize("name", sorted(WITH_EXAMPLE - NOT_YET_DONE))
+@pytest.mark.parametrize("name", sorted(WITH_EXAMPLE))
 def test_public_names_have_an_example(name):
     docstring = inspect.getdoc(getattr(balanced_parallel, name))
     parsed = doctest.DocTestParser().get_examples(docstring)

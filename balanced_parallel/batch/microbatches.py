@@ -18,7 +18,7 @@ from .nested import map_leaves, spread
 from .per_replica import PerReplica
 from .row_marks import Arguments, mark_lists
 from .rows import count_rows, cut
-from .scattering import proportional_sizes, split_sizes
+from .splits import proportional_sizes, split_sizes
 
 __all__: list[str] = []
 

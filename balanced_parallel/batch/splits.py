@@ -1,17 +1,87 @@
-"""Shares of the devices in a batch: equal, given by weights, or measured."""
+"""Splits of a batch: the number of rows of each device, equal, given by weights, or measured."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
+from fractions import Fraction
 from typing import TypeVar
 
 import torch
 
 from ..runtime.devices import free_bytes
-from .scattering import check_split
 
 __all__: list[str] = []
 
 T = TypeVar("T")
+
+
+def split_sizes(rows: int, shares: int | Sequence[float]) -> list[int]:
+    """Returns the number of rows of each part.
+
+    Args:
+        rows: total number of rows.
+        shares: number of equal parts, or the weight of each part. With weights, each part gets its proportion rounded down. The
+            remaining rows go to the parts with the largest remainders, to the first ones among equals.
+
+    Example:
+        >>> split_sizes(9, 4)
+        [3, 2, 2, 2]
+        >>> split_sizes(9, [2, 1])
+        [6, 3]
+    """
+    if isinstance(shares, int):
+        return [rows // shares + (index < rows % shares) for index in range(shares)]
+    weights = [Fraction(share) for share in shares]  # exact: with rounded quotients the sizes could exceed the total
+    exact = [rows * weight / sum(weights) for weight in weights]
+    sizes = [math.floor(part) for part in exact]
+    by_remainder = sorted(range(len(sizes)), key=lambda index: sizes[index] - exact[index])
+    for index in by_remainder[: rows - sum(sizes)]:
+        sizes[index] += 1
+    return sizes
+
+
+def proportional_sizes(rows: int, shares: Sequence[int]) -> list[int]:
+    """Splits the rows of the targets in proportion to ``shares``, the rows of the inputs.
+
+    Targets have as many rows as the inputs, or a multiple of them if they were flattened.
+
+    Raises:
+        ValueError: if a size would not be an integer.
+    """
+    total = sum(shares)
+    if rows == total:
+        return list(shares)
+    if total == 0 or any(rows * share % total for share in shares):
+        raise ValueError(
+            f"the targets have {rows} rows, but the inputs have {total} (split into {', '.join(map(str, shares))}): expected the "
+            "same number, or a multiple"
+        )
+    return [rows * share // total for share in shares]
+
+
+def assign_rows(
+    rows: int | None, devices: Sequence[torch.device], weights: Sequence[float] | None
+) -> tuple[list[torch.device], list[int] | None]:
+    """Returns the devices that get rows, and the number of rows of each.
+
+    Without rows, the first device alone is used. If no input has rows (``rows`` is None), the sizes are None.
+    """
+    if rows is None:
+        return [devices[0]], None
+    sizes = split_sizes(rows, len(devices) if weights is None else weights)
+    used = [index for index, size in enumerate(sizes) if size > 0] or [0]
+    return [devices[index] for index in used], [sizes[index] for index in used]
+
+
+def check_split(split: Sequence[float] | str | None, devices: int) -> None:
+    """Raises ``ValueError`` unless ``split`` is None or has one finite weight per device, none negative, not all zero."""
+    if split is None:
+        return
+    weights = [] if isinstance(split, str) else list(split)
+    if len(weights) != devices or not all(0 <= weight < float("inf") for weight in weights) or not sum(weights) > 0:
+        raise ValueError(
+            f"split={split!r}, expected None or one weight per device ({devices} here), none negative and not all zero"
+        )
 
 
 class Shares:

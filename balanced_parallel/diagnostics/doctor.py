@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..loss.rules import is_known, refuse_coupled
 from ..loss.sum_detection import is_sum, read_source
-from ..replicas.module_tree import refuse_compiled
+from ..replicas.module_checks import refuse_compiled
 from ..replicas.sync_batchnorm import AllRowsBatchNorm
 from ..runtime.modules import BatchNorm
 from .mismatch import fixed_devices

@@ -12,7 +12,7 @@ from ..batch import nested
 from ..batch.dims import Dims
 from ..batch.per_replica import PerReplica
 from ..batch.rows import count_rows, cut, move_leaves
-from ..batch.scattering import proportional_sizes
+from ..batch.splits import proportional_sizes
 from ..loss.criterion import DataParallelCriterion
 from ..loss.partial_sums import Criterion, loss_of
 

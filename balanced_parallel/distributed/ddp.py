@@ -15,7 +15,8 @@ from ..batch.per_replica import PerReplica
 from ..batch.row_marks import Arguments
 from ..batch.rows import count_rows, move_leaves
 from ..loss.partial_sums import Criterion
-from ..replicas.model import check_method, mark_inputs
+from ..replicas.model import mark_inputs
+from ..replicas.module_checks import check_method
 from ..runtime.precision import Precision
 from .unused_parameters import connect, zero_of_parameters
 
@@ -134,12 +135,12 @@ class DistributedModel(DistributedDataParallel):
     def _refuse_unfrozen(self) -> None:
         for name in [name for name, parameter in self._frozen.items() if parameter.requires_grad]:
             raise ValueError(
-                f"{name} requires a gradient now, which it did not where parallelize was called, so the ranks would not share "
+                f"{name} requires a gradient now, which it did not when parallelize was called, so the ranks would not share "
                 "it: call parallelize again"
             )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        modules = state["_modules"]
+        modules = state["_modules"]  # of the copy, which is not a module yet
         module, modules["module"] = modules["module"], state["_wrapped"][0]
         super().__setstate__(state)  # builds a reducer
         self.module = module
@@ -152,7 +153,7 @@ class _Wrapped(nn.Module):
         super().__init__()
         learned = criterion.parameters() if isinstance(criterion, nn.Module) else ()
         self.inner = module
-        self.beside = nn.ParameterList(parameter for parameter in learned if parameter.requires_grad)
+        self.of_criterion = nn.ParameterList(parameter for parameter in learned if parameter.requires_grad)
         self.trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         embeddings = [part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse]
         self.sparse = [embedding.weight for embedding in embeddings if embedding.weight.requires_grad]
@@ -163,7 +164,7 @@ class _Wrapped(nn.Module):
 
         Args:
             function: returns the output.
-            reduces: whether the backward of this forward is reduced.
+            reduces: the gradients of this forward's backward are reduced.
         """
         self._output, zero = function(), None
         if reduces and torch.is_grad_enabled():
@@ -178,7 +179,7 @@ class _Wrapped(nn.Module):
 
 @contextlib.contextmanager
 def _without_advice() -> Iterator[None]:
-    """Suppresses the advice to leave out ``find_unused_parameters=True`` where every parameter is reached."""
+    """Suppresses the advice to leave out ``find_unused_parameters=True`` if every parameter is reached."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
         yield

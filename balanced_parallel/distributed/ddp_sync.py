@@ -19,10 +19,11 @@ from torch import Tensor, nn
 from ..loss.criterion import DataParallelCriterion
 from ..loss.weighting import LossSum, Weight
 from ..replicas.sync_batchnorm import meets_other_ranks
-from ..runtime import collectives
+from ..runtime import collectives, multi_tensor
+from ..runtime.tensors import base_of, versions
 from ..training.accumulation import power_of_two
 from ..training.gradient_sync import GradientSync, gradient_sync, run_backward
-from ..training.update import scale_gradients
+from ..training.gradients import scale_gradients
 from .ddp import DistributedModel
 from .unused_parameters import zero_of_parameters
 
@@ -58,12 +59,12 @@ class DDPSync:
         return collectives.max_over_ranks(count) if meets_other_ranks(self._model.modules()) else count
 
     def first_divisor(self, expected: Weight, before: float) -> float:
-        """Returns a power of two near the weight of the update before, per rank. All ranks know it."""
+        """Returns a power of two near the mean weight of a rank in the previous update. It is the same on all ranks."""
         mean = before / collectives.world_size()
         return power_of_two(mean) if mean > 0 else 1.0
 
     def whole_weight(self, expected: Weight, *, last: bool) -> float:
-        """Returns the weight of all ranks if ``last``, and else that of as many ranks like this one."""
+        """Returns the weight of all ranks if ``last``, otherwise that of this rank times the number of ranks."""
         return float(self._take_whole()[1]) if last else float(expected) * collectives.world_size()
 
     @contextlib.contextmanager
@@ -129,12 +130,13 @@ class DDPSync:
             ValueError: one of ``tensors`` has a gradient that is not reduced.
         """
         known = set(map(id, self._model.reduced_parameters))
-        for stranger in [one for one in tensors if id(one) not in known and one.grad is not None]:
+        for parameter in [one for one in tensors if id(one) not in known and one.grad is not None]:
             raise ValueError(
-                f"the optimizer has a parameter of shape {tuple(stranger.shape)} with a gradient that the ranks would not "
+                f"the optimizer has a parameter of shape {tuple(parameter.shape)} with a gradient that the ranks would not "
                 "share: make it part of the module or of the criterion that parallelize is given"
             )
-        scale_gradients(tensors, factor)
+        gradients = [one.grad for one in tensors if one.grad is not None] if factor != 1 else []
+        multi_tensor.multiply_(_buckets_of(gradients), factor)
 
     def discard(self) -> None:
         """Forgets the gradients that this rank has accumulated."""
@@ -149,31 +151,38 @@ class DDPSync:
         return self._whole
 
     def _accumulate_in_buckets(self) -> None:
-        """Makes gradients that do not exist yet zeros in the buckets of the reducer, where autograd adds to them.
+        """Sets missing gradients to zeros in the buckets of the reducer, where autograd adds to them.
 
-        The views come from the update before. ``data`` gives each a version counter of its own: a gradient that stays at
-        version 0 was not touched.
+        The views are those of the previous update. ``data`` gives each its own version counter. A gradient whose version stays 0
+        was not touched.
         """
         missing = [parameter for parameter in self._bucket_views if parameter.grad is None]
-        for parameter in missing:
-            parameter.grad = self._bucket_views[parameter].zero_().data
+        views = [self._bucket_views[parameter] for parameter in missing]
+        multi_tensor.zero_(_buckets_of(views) if len(missing) == len(self._bucket_views) else views)
+        for parameter, view in zip(missing, views, strict=True):
+            parameter.grad = view.data
         self._untouched += missing
 
     def _forget_untouched(self) -> None:
-        """Leaves ``None`` where no micro-batch so far has used a parameter, for the reducer to decide over all ranks."""
+        """Sets gradients of parameters that no micro-batch has used to None. The reducer then decides over all ranks."""
         for parameter in self._untouched:
-            if parameter.grad is not None and parameter.grad._version == 0:
-                parameter.grad = None
+            is_touched = parameter.grad is not None and versions([parameter.grad]) != [0]
+            parameter.grad = self._bucket_views[parameter] if is_touched else None
         self._untouched = []
 
     def _complete(self) -> None:
-        """Gives the reducer nothing for the parameters that a failed backward has not reached: other ranks wait for them."""
+        """Runs the hooks of parameters that a failed backward has not reached. Other ranks wait for them."""
         for parameter in self._model.reduced_parameters:
             with contextlib.suppress(RuntimeError):  # it has been reached
                 zero_of_parameters([parameter]).backward()
 
-    def _count_failures(self, mine: int) -> int:
-        return int(collectives.sum_over_ranks(torch.tensor(mine, dtype=torch.float64)))
+    def _count_failures(self, failures: int) -> int:
+        return int(collectives.sum_over_ranks(torch.tensor(failures, dtype=torch.float64)))
+
+
+def _buckets_of(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the buckets that gradients are views of. A bucket contains nothing else, so one operation changes all of it."""
+    return list({id(bucket): bucket for bucket in map(base_of, gradients)}.values())
 
 
 @gradient_sync.register

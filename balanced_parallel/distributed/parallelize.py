@@ -9,7 +9,8 @@ from torch import nn
 from ..batch.dims import Dims
 from ..loss.criterion import DataParallelCriterion
 from ..loss.partial_sums import Criterion
-from ..replicas.model import DataParallelModel, check_module
+from ..replicas.model import DataParallelModel
+from ..replicas.module_checks import check_module
 from ..replicas.sync_batchnorm import use_torch_sync_batchnorm
 from ..runtime.collectives import world_size
 from ..runtime.devices import DeviceLike
@@ -64,30 +65,37 @@ def parallelize(
     in_dims: Dims = None,
     out_dims: Dims = None,
 ) -> Model | tuple[Model, DataParallelCriterion]:
-    """A model and a criterion for all the devices there are: the same script, the same numbers, in one process or many.
+    """Wraps a model and a criterion for all devices, in one process or under torchrun, with the same losses and gradients.
 
-    In one process: :class:`DataParallelModel` and :class:`DataParallelCriterion`, also where torchrun started only one: a rank
-    that is alone has nothing to reduce, and needs no second place for its gradients. With more ranks: torch's
-    ``DistributedDataParallel`` on this rank's device, whose forward returns a list too, and a criterion whose value is the
-    loss over all ranks. The process group is started where torchrun's environment is there and none runs (NCCL for CUDA,
-    gloo for CPUs), and ended at exit.
+    In one process the result is a :class:`DataParallelModel` and a :class:`DataParallelCriterion`, also if torchrun started only
+    one. With more ranks the model is torch's ``DistributedDataParallel`` on this rank's device. Its forward returns a list too,
+    and the value of the criterion is the loss over all ranks. If torchrun's environment is set and no process group is running,
+    one is started (NCCL for CUDA, gloo for CPUs) and ended at exit.
 
     Args:
-        module: moved to the first device, or to this rank's. One without a parameter to train, such as a frozen teacher, has
-            nothing to reduce, and is a :class:`DataParallelModel` on this rank's device.
-        criterion: a module or a function, or a :class:`DataParallelCriterion` with settings of its own; ``None`` for a model that
-            goes without one.
+        module: moved to the first device, or to this rank's. Under torchrun, a module without parameters to train, such as a
+            frozen teacher, becomes a :class:`DataParallelModel` on this rank's device.
+        criterion: a module or a function, or a :class:`DataParallelCriterion` with its own settings; ``None`` returns the model
+            alone.
         device_ids: as in :class:`DataParallelModel`; under torchrun, one device for each process of this machine.
         dim, precision, split, in_dims, out_dims: as in :class:`DataParallelModel`.
         weight: as in :class:`DataParallelCriterion`.
 
     Returns:
-        The model and the criterion; the model alone where no criterion was given.
+        The model and the criterion, or the model alone if no criterion was given.
 
     Raises:
-        ValueError: torchrun's environment is incomplete, disagrees with the running process group, or has more processes
-            than devices; ``split`` under torchrun, where each rank brings its own rows; ``weight`` for a criterion that has its
-            settings. At the forward of a rank: a parameter that was frozen here requires a gradient.
+        ValueError: torchrun's environment is incomplete, contradicts the running process group, or has more processes than
+            devices; ``split`` was given under torchrun, where each rank passes its own rows; or ``weight`` was given for a
+            :class:`DataParallelCriterion`. At the forward of a rank: a parameter that was frozen before requires a gradient.
+
+    Example:
+        >>> model, criterion = parallelize(torch.nn.Linear(4, 3), torch.nn.CrossEntropyLoss(), ["cpu"] * 2)
+        >>> outputs = model(torch.zeros(5, 4))
+        >>> [tuple(output.shape) for output in outputs]
+        [(3, 3), (2, 3)]
+        >>> criterion(outputs, torch.tensor([0, 1, 2, 0, -100])).shape  # the mean over 4 of 5 rows
+        torch.Size([])
     """
     check_module(module)
     environment = TorchrunEnvironment.detect()
@@ -102,9 +110,7 @@ def parallelize(
         model: Model = DataParallelModel(module, device_ids, split=split, **settings)
     else:
         if split is not None:
-            raise ValueError(
-                f"split={split!r} was given under torchrun, expected None: each rank brings as many rows as it is to have"
-            )
+            raise ValueError(f"split={split!r} was given under torchrun, expected None: each rank passes its own rows")
         device = rank_device(environment, device_ids)
         join_process_group(environment, device)
         model = _rank_model(module, wrapped, device, settings)

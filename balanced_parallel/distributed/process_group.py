@@ -14,11 +14,11 @@ __all__: list[str] = []
 
 
 def rank_device(environment: TorchrunEnvironment, device_ids: Sequence[DeviceLike] | None) -> torch.device:
-    """The device of this rank: its own visible accelerator, else the CPU, which ranks share.
+    """Returns the device of this rank: one visible accelerator per rank, or the CPU, which ranks share.
 
     Args:
-        environment: this rank's place.
-        device_ids: one device for each local rank, or a single one; a CPU is shared, an accelerator is not.
+        environment: ranks of this process.
+        device_ids: one device for each local rank, or a single CPU for all; ``None`` is every visible accelerator, else the CPU.
 
     Raises:
         ValueError: fewer devices than local ranks.
@@ -35,9 +35,9 @@ def rank_device(environment: TorchrunEnvironment, device_ids: Sequence[DeviceLik
 
 
 def join_process_group(environment: TorchrunEnvironment, device: torch.device) -> None:
-    """Makes ``device`` current and starts the process group (NCCL for CUDA, gloo for CPUs), to be ended at exit.
+    """Makes ``device`` current and starts the process group (NCCL for CUDA, gloo for CPUs), which ends at exit.
 
-    A group that is already running is left as it is, its end included.
+    A group that is already running is used, and is not ended here.
 
     Raises:
         ValueError: the running group has another rank or size than torchrun's environment.
@@ -58,10 +58,10 @@ def join_process_group(environment: TorchrunEnvironment, device: torch.device) -
 
 
 def end_process_group() -> None:
-    """Ends the running process group, where there is one, and leaves its threads the time to let go of their last tensors."""
+    """Ends the running process group, if there is one, and waits for its threads to release their last tensors."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    # A model keeps the group's threads alive. One that drops the last collective's tensors after the interpreter began to
-    # end asks for its lock and aborts the process ("terminate called without an active exception"). Nothing says when they
-    # have, https://github.com/pytorch/pytorch/issues/190489: it takes them microseconds, once they get a core.
+    # A model keeps the group's threads alive. A thread that releases the tensors of the last collective while the interpreter
+    # shuts down waits for its lock and aborts the process ("terminate called without an active exception"). There is no way to
+    # wait for the release, https://github.com/pytorch/pytorch/issues/190489. It takes microseconds, once a thread gets a core.
     time.sleep(0.2)

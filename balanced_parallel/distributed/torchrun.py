@@ -1,4 +1,4 @@
-"""What torchrun tells a process about itself. The one reader of its environment."""
+"""Environment variables that torchrun sets for a process. No other file reads them."""
 
 import os
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ _COUNTS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 @dataclass(frozen=True)
 class TorchrunEnvironment:
-    """This process among all of them (``rank``), and among those of its machine (``local_rank``)."""
+    """Numbers of a process: ``rank`` among all processes, and ``local_rank`` among those of its machine."""
 
     rank: int
     world_size: int
@@ -19,10 +19,10 @@ class TorchrunEnvironment:
 
     @classmethod
     def detect(cls) -> "TorchrunEnvironment | None":
-        """The environment, or ``None`` outside of torchrun: where ``RANK`` and ``WORLD_SIZE`` are not set.
+        """Reads the environment. Returns None outside of torchrun, if neither ``RANK`` nor ``WORLD_SIZE`` is set.
 
         Raises:
-            ValueError: it is there in part, or makes no sense; names the variable.
+            ValueError: a variable is missing or invalid. The message names it.
         """
         if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
             return None

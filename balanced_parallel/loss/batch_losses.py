@@ -1,4 +1,4 @@
-"""Losses of the micro-batches of one batch. Weights that the targets alone tell are counted here, once."""
+"""Losses of the micro-batches of one batch. Weights that depend on the targets alone are computed once for the batch."""
 
 import functools
 from collections.abc import Callable
@@ -14,12 +14,12 @@ __all__: list[str] = []
 
 
 class BatchLosses(NamedTuple):
-    """How the micro-batches of a batch compute their losses.
+    """A way to compute the losses of the micro-batches of one batch.
 
     Args:
         compute: returns one :class:`LossSum` per replica of a micro-batch's outputs and targets.
-        weight: of the whole batch on this rank, as far as ``compute`` does not count it.
-        is_divided: whether ``compute`` divides already.
+        weight: weight of the whole batch on this rank, if ``compute`` returns sums without weights.
+        is_divided: ``compute`` returns sums that are divided already.
     """
 
     compute: Callable[..., list[LossSum]]
@@ -28,11 +28,11 @@ class BatchLosses(NamedTuple):
 
 
 def losses_of_batch(criterion: DataParallelCriterion, targets: tuple[Any, ...], *, is_whole: bool) -> BatchLosses:
-    """Returns how the micro-batches of a batch compute their losses.
+    """Chooses the way to compute the losses of the micro-batches of one batch.
 
     Args:
         criterion: the criterion.
-        targets: of the whole batch.
+        targets: targets of the whole batch.
         is_whole: no other batch is added before the update. Ranks then sum the divisors of several means.
     """
     weight = criterion.weigh_targets(*targets)

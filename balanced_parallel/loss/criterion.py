@@ -1,6 +1,5 @@
-"""``DataParallelCriterion``: the loss where the outputs are, and the mean of the whole batch, not a mean of means."""
+"""``DataParallelCriterion``: losses computed on the devices of the outputs, and the exact mean over the whole batch."""
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -16,48 +15,51 @@ from ..batch.rows import count_rows, cut, move_leaves
 from ..replicas.replicas import Replicas
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.precision import Precision
+from .criterion_copies import copy_criterion, devices_of
 from .custom_weights import call_weight, check_settings, count_leading, keywords_of, warn_unknown, weigh_without_output
 from .output_rows import as_per_replica, sizes_like
 from .partial_sums import Criterion, Shard, mean_and_weight, merge, sum_and_weight, sum_of_terms, total_of
 from .reduction import reduction_in, reduction_of
-from .rules import find_torch_loss, has_sum, is_known, refuse_coupled, weight_of_targets
-from .weighting import LossSum, Weight, divide_once, flat_weights, read_weights
+from .rules import find_torch_loss, has_sum, is_known, refuse_coupled
+from .targets import weight_of_targets
+from .weighting import LossSum, Weight, divide_once
+from .weights import flat_weights, read_weights
 
 __all__: list[str] = []
 
 
 class DataParallelCriterion(nn.Module):
-    """Computes a criterion on each replica's output, where it lies, and returns the loss of the whole batch as one scalar.
+    """Computes a criterion on each replica's output, on its device, and returns the loss of the whole batch as one scalar.
 
-    The result is that of ``criterion(gather(outputs), *targets)`` on one device, whatever the split: each replica's loss is a
-    sum and the count it divides by (:func:`loss_weight`), both are added up, and divided once. Under torchrun it is the loss over
-    all ranks. A criterion that is a sum is added up and not divided; with ``reduction="none"`` the result is the
-    :class:`PerReplica` of the replicas' losses, for :func:`gather`. A criterion that returns several means (a tuple, a mapping, a
-    dataclass) gives as many exact ones, in the same structure.
+    The result equals ``criterion(gather(outputs), *targets)`` on one device for every split. Each replica computes the sum of its
+    losses and their weight (:func:`loss_weight`). Both are summed over the replicas, and divided once. Under torchrun the result
+    is the loss over all ranks. A criterion that is a sum is not divided. With ``reduction="none"`` the result is a
+    :class:`PerReplica` of the replicas' losses, for :func:`gather`. If a criterion returns several means (a tuple, a mapping, a
+    dataclass), so does the result, and each of them is exact.
 
-    ``criterion(outputs, *targets, **kwargs)``: targets (and keyword arguments) are cut by rows as the model's inputs were. A
-    replica's output that is a tuple is spread over the criterion's leading arguments; a tensor, a list, a named tuple, a
-    mapping or a dataclass is passed as it is.
+    In ``criterion(outputs, *targets, **kwargs)``, targets and keyword arguments are split by rows as the model's inputs were. A
+    tuple as a replica's output fills the leading arguments of the criterion. A tensor, a list, a named tuple, a mapping or a
+    dataclass is one argument.
 
     Args:
-        criterion: a module, whose parameters and buffers are copied to each device (its parameters get their gradients), or
-            a function; of a ``functools.partial``, the tensors are moved to each device.
-        device_ids: the devices that outputs may lie on; ``None`` takes them wherever they are.
-        output_device: where the loss goes; ``None`` is the device of the first output.
-        dim: the dimension of the rows in the targets. ``None`` is 0, and an error where that of the outputs is another.
-        weight: what ``criterion`` divides its mean by, for one that :func:`loss_weight` does not know: ``"rows"``, or a function
-            that is called as the criterion is, ``(output, *targets) -> scalar``, with the keyword arguments that it takes. For
-            several means with divisors of their own it returns as many, in the same structure. Without it such a criterion is
-            weighted by rows, with a warning.
+        criterion: a module or a function. The parameters and buffers of a module are copied to each device, and its parameters
+            get gradients. The tensors of a ``functools.partial`` are moved to each device.
+        device_ids: the devices that outputs may be on; ``None`` allows all.
+        output_device: device of the loss; ``None`` is the device of the first output.
+        dim: the dimension of the rows in the targets. ``None`` is 0, and an error if the rows of the outputs are in another.
+        weight: the divisor of the criterion's mean, if :func:`loss_weight` does not know it: ``"rows"``, or a function
+            ``(output, *targets) -> scalar`` that is called with the arguments of the criterion, and with the keyword arguments
+            that it accepts. For several means with different divisors it returns a divisor for each, in the same structure.
+            Without it, an unknown criterion is weighted by rows, with a warning.
         precision: autocast inside every replica, as in :class:`DataParallelModel`.
-        reduction: ``"sum"``, ``"mean"`` or ``"none"``, for a criterion of which that is not known: one that is not torch's.
-        minimum: the floor of the divisor, for a criterion that divides by ``max(count, minimum)``: ``weight`` is the count.
-        in_dims: the dimension of the rows, argument by argument of the call, as in :class:`DataParallelModel`. The first
-            argument is the outputs, whose dimension counts only where they are not a :class:`PerReplica`.
+        reduction: ``"sum"``, ``"mean"`` or ``"none"``, for a criterion that is not a loss of torch.
+        minimum: lower bound of the divisor, for a criterion that divides by ``max(count, minimum)``. ``weight`` is the count.
+        in_dims: the dimension of the rows of each argument of the call, as in :class:`DataParallelModel`. The first argument is
+            the outputs. Its entry is used only if the outputs are not a :class:`PerReplica`.
 
     Raises:
-        TypeError: outputs that are not a list with one entry per replica; a loss whose rows depend on each other.
-        ValueError: targets that do not fit the outputs' rows, a loss that is not a scalar, or a setting out of its range.
+        TypeError: outputs are not a list with one entry per replica; the rows of a loss depend on each other.
+        ValueError: targets and outputs have different numbers of rows, a loss is not a scalar, or a setting is invalid.
         BaseException: the first failure of a replica, of its own type, with the replica and its device in the message.
 
     Example:
@@ -94,21 +96,21 @@ class DataParallelCriterion(nn.Module):
         self.replicas = Replicas()
         self._reduction = reduction
         self._weight_takes = keywords_of(weight)
-        self._has_one_divisor = False  # as far as is known
+        self._has_one_divisor = False  # set by the first batch that shows it
         self._warned = False
 
     @property
     def reduction(self) -> str:
-        """``"mean"``, ``"batchmean"``, ``"sum"`` or ``"none"``, as the criterion is set."""
+        """The reduction of the criterion: ``"mean"``, ``"batchmean"``, ``"sum"`` or ``"none"``."""
         return self._reduction or reduction_of(self.module)
 
     def forward(self, outputs: Sequence[Any], *targets: Any, **kwargs: Any) -> Any:
-        """The loss of the batch.
+        """Returns the loss of the batch.
 
         Args:
-            outputs: one per replica, as the model returns them, each with its rows.
-            targets: what follows the output in the criterion's arguments: all rows of the batch.
-            kwargs: of the criterion, cut likewise.
+            outputs: the result of the model, with one output per replica.
+            targets: the arguments of the criterion after the output, with all rows of the batch.
+            kwargs: keyword arguments of the criterion, with all rows of the batch.
         """
         kwargs = self._modern(kwargs)
         reduction = kwargs.get("reduction", self.reduction)
@@ -122,10 +124,10 @@ class DataParallelCriterion(nn.Module):
         return divide_once(sums, self.output_device or sums[0].total.device, self.minimum)
 
     def loss_sums(self, outputs: Sequence[Any], *targets: Any, **kwargs: Any) -> list[LossSum]:
-        """Returns the sum and the weight of each replica's losses, for :class:`TrainStep`, which divides later.
+        """Returns the sum and the weight of each replica's losses. :class:`TrainStep` divides them later.
 
         Raises:
-            ValueError: there is no one divisor: the criterion returns losses as they are, or means with divisors of their own.
+            ValueError: there is no common divisor. The criterion returns unreduced losses, or means with different divisors.
         """
         kwargs = self._modern(kwargs)
         reduction = kwargs.get("reduction", self.reduction)
@@ -141,17 +143,17 @@ class DataParallelCriterion(nn.Module):
         return sum_and_weight if by_sum else mean_and_weight(self._weigh(), self.minimum)
 
     def divisors_of_targets(self, *targets: Any) -> list[float] | None:
-        """Returns what each of several means divides by in all of a batch, if the targets alone say so."""
+        """Returns the divisors of several means over a whole batch, if they depend on the targets alone; otherwise None."""
         if not callable(self.weight) or self.reduction == "sum" or self._has_one_divisor:
             return None
         weights = weigh_without_output(self.weight, tuple(map(without_mark, targets)))
         if weights is None or isinstance(weights, (torch.Tensor, float, int)):
-            self._has_one_divisor = True  # or some that depend on the outputs
+            self._has_one_divisor = True  # or divisors that depend on the outputs
             return None
         return flat_weights(read_weights(weights))
 
     def divided_sums(self, divisors: Sequence[float], outputs: Sequence[Any], *targets: Any) -> list[LossSum]:
-        """Returns :meth:`loss_sums` of several means, each divided by one of ``divisors``, which are those of the whole batch."""
+        """Returns :meth:`loss_sums` of several means, each divided by its entry of ``divisors``, those of the whole batch."""
         parts = self._run(self._term(self.reduction), outputs, targets, {})
         factors = [1 / divisor if divisor else 0.0 for divisor in divisors]
         sums = [
@@ -167,18 +169,18 @@ class DataParallelCriterion(nn.Module):
         return weight_of_targets(self.module, targets)
 
     def weighed_sums(self, outputs: Sequence[Any], *targets: Any) -> list[LossSum]:
-        """Returns :meth:`loss_sums` of targets that were weighed before: their weights are zero."""
+        """Returns :meth:`loss_sums` with weights of zero, for targets whose weight was added before."""
         return [LossSum(total, 0.0) for total in self._run(sum_of_terms, outputs, targets, {})]
 
     def _modern(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Keyword arguments of a function of torch, with ``reduction=`` in place of what torch deprecated for it."""
+        """Returns keyword arguments with ``reduction=`` in place of ``size_average=`` and ``reduce=``, which torch deprecated."""
         if not {"size_average", "reduce"} & kwargs.keys() or find_torch_loss(self.module) is None:
             return kwargs
         others = {name: value for name, value in kwargs.items() if name not in ("size_average", "reduce")}
         return {**others, "reduction": reduction_in(kwargs)}
 
     def _weigh(self) -> Callable[[Shard], Any]:
-        """Returns the function that weighs one replica's mean. Used where torch's own sum cannot be asked for."""
+        """Returns the function that computes the weight of one replica's mean, for criteria without ``reduction="sum"``."""
         given = self.weight
         if callable(given):
             return functools.partial(call_weight, given, self._weight_takes)
@@ -193,7 +195,7 @@ class DataParallelCriterion(nn.Module):
 
     @property
     def _output_dim(self) -> Dims:
-        """The dimension of the rows in outputs that do not say it themselves."""
+        """The dimension of the rows in outputs that are not a ``PerReplica``."""
         if isinstance(self.in_dims, Mapping):
             of_outputs: Dims = self.in_dims.get(0, self.dim)
             return of_outputs
@@ -204,15 +206,16 @@ class DataParallelCriterion(nn.Module):
     def mark(
         self, targets: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims, leading: int | None = None
     ) -> tuple[Arguments, int]:
-        """Marks the arguments behind the outputs with ``in_dims``, and returns the dimension of the rows in the others too.
+        """Marks the arguments after the outputs with ``in_dims``. Also returns the dimension of the rows in unmarked arguments.
 
         Args:
             targets, kwargs: all rows of the batch.
-            dims: of the outputs.
-            leading: how many of the criterion's arguments an output fills; ``None`` is what the targets leave of them.
+            dims: dimension of the rows of the outputs.
+            leading: number of the criterion's arguments that an output fills. ``None`` is the number of its required arguments
+                less the number of targets.
 
         Raises:
-            ValueError: the rows of the outputs are not in dimension 0, and nobody has said where those of the targets are.
+            ValueError: the rows of the outputs are not in dimension 0, and the dimension of those of the targets is not given.
         """
         if self.in_dims is None and self.dim is None and not is_first(dims) and _has_rows((targets, kwargs)):
             raise ValueError(
@@ -226,65 +229,36 @@ class DataParallelCriterion(nn.Module):
     def _run(
         self, term: Callable[[Shard], Any], outputs: Sequence[Any], targets: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Any]:
-        """``term(shard)`` for each replica, on the device of its output."""
+        """Returns ``term(shard)`` for each replica, computed on the device of its output."""
         entries = as_per_replica(outputs, self._output_dim)
-        devices = self._devices_of(entries)
+        devices = devices_of(entries, self.devices)
         batch, dim = self.mark(targets, kwargs, entries.dim, len(nested.spread(entries[0])))
         expected = None if None in entries.sizes else sum(size or 0 for size in entries.sizes)
         rows = count_rows(batch, dim, expected)
         sizes = sizes_like(entries, rows)
         batches = [batch] * len(entries) if rows is None else cut(batch, sizes, dim)
 
-        def run(criterion: Criterion, size: int, output: Any, mine: Arguments, device: torch.device) -> Any:
-            return term(Shard(criterion, size, output, move_leaves(mine.inputs, device), move_leaves(mine.kwargs, device)))
+        def run(criterion: Criterion, size: int, output: Any, arguments: Arguments, device: torch.device) -> Any:
+            targets, kwargs = move_leaves(arguments.inputs, device), move_leaves(arguments.kwargs, device)
+            return term(Shard(criterion, size, output, targets, kwargs))
 
-        with self.precision.autocast(devices), self._copies(devices) as criteria:
+        with self.precision.autocast(devices), copy_criterion(self.module, self.replicas, devices) as criteria:
             replicas = zip(criteria, sizes, entries, batches, devices, strict=True)
             work = [functools.partial(run, *replica) for replica in replicas]
             return self.replicas.workers(work, devices, together=False)
 
-    def _copies(self, devices: Sequence[torch.device]) -> contextlib.AbstractContextManager[Sequence[Criterion]]:
-        """The criterion on each device. One that holds its class weights on the CPU follows the outputs."""
-        criterion = self.module
-        if isinstance(criterion, nn.Module):
-            if len(devices) == 1 and _holds_nothing(criterion):
-                return contextlib.nullcontext([criterion])
-            if any(held.device != devices[0] for held in (*criterion.parameters(), *criterion.buffers())):
-                criterion.to(devices[0])  # only then: it asks for gradients, which micro-batches leave with the replicas
-            return self.replicas.of(criterion, devices, devices[0])
-        if isinstance(criterion, functools.partial):
-            moved = [(move_leaves(criterion.args, device), move_leaves(criterion.keywords, device)) for device in devices]
-            copies = [functools.partial(criterion.func, *arguments, **settings) for arguments, settings in moved]
-            return contextlib.nullcontext(copies)
-        return contextlib.nullcontext([criterion] * len(devices))
-
-    def _devices_of(self, outputs: PerReplica) -> list[torch.device]:
-        tensors = [nested.first_tensor(output) for output in outputs]
-        fallback = self.devices or [torch.device("cpu")]
-        devices = [fallback[i % len(fallback)] if tensor is None else tensor.device for i, tensor in enumerate(tensors)]
-        strange = [str(device) for device in devices if self.devices is not None and device not in self.devices]
-        if strange:
-            raise ValueError(
-                f"an output is on {strange[0]}, expected one of device_ids={[str(device) for device in self.devices or ()]}"
-            )
-        return devices
-
 
 def _add_means(part: Any) -> LossSum:
-    """Returns one sum for all losses that a replica's part consists of."""
+    """Returns the sum of all losses of one replica."""
     sums = [leaf for _, leaf in nested.leaves(part) if leaf is not None]
     if len({one.weight for one in sums}) > 1:
         raise ValueError(
             "the criterion returns means with divisors of their own, which have to be known before the first micro-batch: call "
-            "step(inputs, targets) with a weight= that looks at the targets alone; or criterion(outputs, targets), add up what "
-            "it returns, and call backward, in place of TrainStep"
+            "step(inputs, targets) with a weight= that depends on the targets alone; or, in place of TrainStep, call "
+            "criterion(outputs, targets), add up the losses, and call backward"
         )
     return LossSum(functools.reduce(torch.add, [one.total for one in sums]), sums[0].weight)
 
 
 def _has_rows(node: Any) -> bool:
     return any(isinstance(leaf, torch.Tensor) and leaf.dim() > 0 for _, leaf in nested.leaves(node))
-
-
-def _holds_nothing(module: nn.Module) -> bool:
-    return not module._modules and not any(held is not None for held in (*module._parameters.values(), *module._buffers.values()))

@@ -6,7 +6,7 @@ from typing import Any
 from ..batch import nested, provenance
 from ..batch.dims import Dims
 from ..batch.per_replica import PerReplica
-from ..batch.scattering import proportional_sizes, split_sizes
+from ..batch.splits import proportional_sizes, split_sizes
 
 __all__: list[str] = []
 

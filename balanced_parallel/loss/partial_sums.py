@@ -1,4 +1,8 @@
-"""One replica's part of a loss: a sum, and what it is to be divided by. In the three ways in which a criterion allows it."""
+"""One replica's part of a loss: the sum of its terms, and their weight.
+
+There are three ways to compute it. A criterion that is a sum is called as it is. The mean of any criterion is multiplied by its
+weight. A loss of torch is called with ``reduction="sum"``.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -9,7 +13,8 @@ from torch import Tensor, nn
 
 from ..batch import nested
 from .rules import loss_weight
-from .weighting import LossSum, check_weight, map_weights, read_weights, weighted_sum, widen, zero_of
+from .weighting import LossSum, weighted_sum, widen, zero_of
+from .weights import check_weight, map_weights, read_weights
 
 __all__: list[str] = []
 
@@ -17,7 +22,7 @@ Criterion = nn.Module | Callable[..., Tensor]
 
 
 class Shard(NamedTuple):
-    """What one replica has: its copy of the criterion, how many rows, its output, and its rows of the targets."""
+    """Arguments of one replica: its copy of the criterion, its number of rows, its output, and its rows of the targets."""
 
     criterion: Criterion
     rows: int
@@ -26,31 +31,32 @@ class Shard(NamedTuple):
     kwargs: dict[str, Any]
 
     def call(self, criterion: Criterion | None = None) -> Any:
-        """What the criterion, or another in its place, returns. Of AdaptiveLogSoftmaxWithLoss, and of others that return a
-        record, its loss."""
+        """Calls the criterion, or another in its place, and returns the loss. See :func:`loss_of`."""
         return loss_of((criterion or self.criterion)(*nested.spread(self.output), *self.targets, **self.kwargs))
 
     def weigh(self) -> Tensor:
-        """What a criterion that :func:`loss_weight` knows divides its mean by."""
+        """Returns the divisor of the criterion's mean, as :func:`loss_weight` computes it."""
         return loss_weight(self.criterion, *nested.spread(self.output), *self.targets, **self.kwargs)
 
     def nothing(self) -> Tensor:
-        """Zero, connected to the output and to the criterion's parameters."""
-        learned = list(self.criterion.parameters()) if isinstance(self.criterion, nn.Module) else []
+        """Returns a zero that is connected to the output and to the criterion's parameters."""
+        parameters = list(self.criterion.parameters()) if isinstance(self.criterion, nn.Module) else []
         tensors = [leaf for _, leaf in nested.leaves(self.output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-        return zero_of(*tensors, *learned) if tensors or learned else torch.zeros(())
+        return zero_of(*tensors, *parameters) if tensors or parameters else torch.zeros(())
 
 
 def loss_of(result: Any) -> Any:
-    """The loss in what a criterion returns: of a record with a loss among other things, such as that of
-    ``AdaptiveLogSoftmaxWithLoss``, the loss."""
+    """Returns the loss in the result of a criterion.
+
+    It is the attribute ``loss`` of a record, such as that of ``AdaptiveLogSoftmaxWithLoss``, otherwise the result itself.
+    """
     return result if isinstance(result, Tensor) else getattr(result, "loss", result)
 
 
 def total_of(shard: Shard) -> Any:
     """Returns the :class:`LossSum` of a criterion that is a sum, or a structure of them.
 
-    A criterion is not called without rows, which are an error for some losses.
+    Without rows, the criterion is not called, because some losses raise an error then.
     """
     if not shard.rows:
         return LossSum(shard.nothing(), None)
@@ -58,18 +64,18 @@ def total_of(shard: Shard) -> Any:
 
 
 def mean_and_weight(weigh: Callable[[Shard], Any], minimum: float) -> Callable[[Shard], Any]:
-    """Makes :class:`LossSum` of a criterion that is a mean, or of each of the means that it returns: ``mean x weight``.
+    """Returns a function that computes ``mean x weight`` of a shard, as :class:`LossSum`.
 
     Args:
-        weigh: the weight of a shard, or a structure with one for each mean.
-        minimum: of what the criterion divides by.
+        weigh: returns the weight of a shard, or a structure with one weight for each mean that the criterion returns.
+        minimum: lower bound of the criterion's divisor.
     """
 
     def term(shard: Shard) -> Any:
         with torch.no_grad():
             weights = read_weights(weigh(shard))
         if not shard.rows or weights == 0 == minimum:
-            # whatever the criterion makes of nothing (nan, an error), it counts for nothing
+            # The criterion would return nan or raise an error.
             return map_weights(lambda weight: LossSum(shard.nothing(), weight), weights)
         return _weighted(shard.call(), weights, minimum, "the loss")
 
@@ -95,17 +101,22 @@ def _weighted(means: Any, weights: Any, minimum: float, place: str) -> Any:
 
 
 def sum_and_weight(shard: Shard) -> LossSum:
-    """A :class:`LossSum` of a loss of torch: :func:`sum_of_terms`, and how many terms."""
+    """Returns the :class:`LossSum` of a loss of torch: :func:`sum_of_terms` and its weight."""
     weight = shard.weigh()
     return LossSum(sum_of_terms(shard), weight)
 
 
 def merge(parts: Sequence[Any], together: Callable[[list[LossSum]], Any]) -> Any:
-    """Returns ``together(sums)`` of the replicas' parts of each loss, in the structure in which the criterion returns several."""
+    """Returns ``together(sums)`` for each loss that the criterion returns, in the same structure.
+
+    Args:
+        parts: one per replica: a :class:`LossSum`, or a structure of them.
+        together: combines the sums of all replicas.
+    """
     form = next((part for part in parts if not isinstance(part, LossSum)), None)
     if form is None:
         return together(list(parts))
-    # a replica that counts nothing was not asked, and has one part for all
+    # A replica without rows has one sum for all losses.
     filled = [_repeated(part, form) if isinstance(part, LossSum) else part for part in parts]
     return nested.zip_leaves(lambda place, sums: None if None in sums else together(sums), filled, "the loss")
 
@@ -115,13 +126,13 @@ def _repeated(part: LossSum, form: Any) -> Any:
 
 
 def sum_of_terms(shard: Shard) -> Tensor:
-    """Of a loss of torch, asked for the sum of its terms: no division, hence no nan where there is nothing to count."""
-    if not shard.rows:  # multi_margin_loss of no rows is whatever its memory held before
+    """Returns the sum of the terms of a loss of torch. There is no division, so no nan without counted targets."""
+    if not shard.rows:  # multi_margin_loss of no rows returns uninitialised memory
         return widen(shard.nothing())
-    if "reduction" in shard.kwargs:  # else it would win over the sum that is asked for
+    if "reduction" in shard.kwargs:  # it would override the sum
         shard = shard._replace(kwargs={name: value for name, value in shard.kwargs.items() if name != "reduction"})
     halves = [leaf for leaf in nested.spread(shard.output) if isinstance(leaf, Tensor) and leaf.dtype == torch.float16]
-    if halves and not torch.is_autocast_enabled(halves[0].device.type):  # all is float16, and a sum in it overflows
+    if halves and not torch.is_autocast_enabled(halves[0].device.type):  # a sum in float16 overflows
         return weighted_sum(shard.call(), check_weight(shard.weigh()))
     if halves:  # autocast computes losses in float32, but not on the CPU
         output = tuple(widen(leaf) if isinstance(leaf, Tensor) else leaf for leaf in nested.spread(shard.output))

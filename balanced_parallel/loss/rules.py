@@ -151,7 +151,7 @@ def _sequences(*, log_probs: Tensor, target_lengths: Tensor | tuple[int, ...] | 
 Targets = Literal["classes", "like the output"]
 
 # Each loss: its module, its function, the divisor of its mean, and the plainest targets for one output.
-_LOSSES: list[tuple[type[nn.Module], Callable[..., Tensor], Rule, Targets | None]] = [
+LOSSES: list[tuple[type[nn.Module], Callable[..., Tensor], Rule, Targets | None]] = [
     (nn.CrossEntropyLoss, F.cross_entropy, _classes, "classes"),
     (nn.NLLLoss, F.nll_loss, _classes, "classes"),
     (nn.BCELoss, F.binary_cross_entropy, _elements, "like the output"),
@@ -175,9 +175,8 @@ _LOSSES: list[tuple[type[nn.Module], Callable[..., Tensor], Rule, Targets | None
     (nn.CTCLoss, F.ctc_loss, _sequences, None),
 ]
 if hasattr(nn, "LinearCrossEntropyLoss"):  # new in torch 2.13
-    _LOSSES.append((nn.LinearCrossEntropyLoss, F.linear_cross_entropy, _classes, None))
-_RULES = {function: rule for _, function, rule, _ in _LOSSES}
-_TARGETS = {function: targets for _, function, _, targets in _LOSSES}
+    LOSSES.append((nn.LinearCrossEntropyLoss, F.linear_cross_entropy, _classes, None))
+RULES = {function: rule for _, function, rule, _ in LOSSES}
 _MISSING = object()
 
 
@@ -218,7 +217,7 @@ def _register(module: type[nn.Module], function: Callable[..., Tensor], rule: Ru
         return rule(**settings, **bound).detach()  # faster than torch.no_grad()
 
 
-for _module, _function, _rule, _ in _LOSSES:
+for _module, _function, _rule, _ in LOSSES:
     _register(_module, _function, _rule)
 
 
@@ -228,7 +227,7 @@ def _weigh_adaptive(criterion: Any, output: Any, *targets: Any) -> Tensor:
 
 
 # Handlers of torch's losses. A handler that a user registers for one of them replaces it here.
-_FORMS = {loss_weight.dispatch(module): (module, form) for module, form, _, _ in _LOSSES}
+_FORMS = {loss_weight.dispatch(module): (module, form) for module, form, _, _ in LOSSES}
 FUNCTIONS = types.FunctionType, types.BuiltinFunctionType
 
 
@@ -237,13 +236,13 @@ FUNCTIONS = types.FunctionType, types.BuiltinFunctionType
 @loss_weight.register(functools.partial)
 def _weigh_function(criterion: Any, output: Any, *targets: Any, **kwargs: Any) -> Tensor:
     function, arguments, settings = unwrap(criterion)
-    if not isinstance(function, FUNCTIONS) or function not in _RULES:
+    if not isinstance(function, FUNCTIONS) or function not in RULES:
         weigh = loss_weight.dispatch(object) if function is criterion else loss_weight
         return weigh(function, output, *targets, **settings | kwargs)
     bound = _bind(function, *arguments, output, *targets, **settings | kwargs)
     if bound.get("size_average") is not None or bound.get("reduce") is not None:
         raise ValueError(f"{_name(function)} was given size_average= or reduce=, which torch deprecated; use reduction=")
-    return _RULES[function](**bound).detach()
+    return RULES[function](**bound).detach()
 
 
 # Handlers for many criteria, which may raise TypeError.
@@ -262,29 +261,9 @@ def find_torch_loss(criterion: Any) -> Rule | None:
     """Returns the function of ``torch.nn.functional`` that a module, a partial or a function computes, or None."""
     function, _, _ = unwrap(criterion)
     if isinstance(function, FUNCTIONS):
-        return function if function in _RULES else None
+        return function if function in RULES else None
     module, form = _FORMS.get(loss_weight.dispatch(type(function)), (None, None))
     return form if module is not None and type(function).forward is module.forward else None
-
-
-def targets_of(criterion: Any) -> Targets | None:
-    """Returns the kind of targets that a loss of torch takes: class indices, or tensors shaped like the output.
-
-    None for losses with several targets or with targets that the output does not determine, and for other criteria.
-    """
-    function = find_torch_loss(criterion)
-    return None if function is None else _TARGETS[function]
-
-
-def weight_of_targets(criterion: Any, targets: tuple[Any, ...]) -> Tensor | None:
-    """Returns :func:`loss_weight` if it depends on the targets alone, otherwise None."""
-    function, arguments, settings = unwrap(criterion)
-    if targets_of(criterion) != "classes" or arguments or len(targets) != 1:
-        return None
-    class_weights = settings.get("weight", getattr(function, "weight", None))
-    if class_weights is not None or not isinstance(targets[0], Tensor) or targets[0].is_floating_point():
-        return None
-    return _classes(target=targets[0], ignore_index=settings.get("ignore_index", getattr(function, "ignore_index", -100)))
 
 
 def is_known(criterion: Any) -> bool:

@@ -1,14 +1,12 @@
-"""Means that stay exact when they are taken in parts: sums and counts, divided once.
+"""Exact means over several replicas: sums and weights are added up, and divided once.
 
-The mean of the replicas' means is the mean of the batch only when every replica counts the same number of terms. It does
-not with an uneven split, ignored labels or class weights, and one replica without a single counted label makes it nan.
+The mean of the replicas' means is the mean of the batch only if every replica has the same weight. Uneven shards, ignored labels
+and class weights give different weights, and a replica without a counted label makes the mean of means nan.
 """
 
 import dataclasses
 import functools
-import math
-import numbers
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from torch import Tensor
 
 from ..batch.nested import Leaf
 from ..runtime.collectives import sum_over_ranks, world_size
+from .weights import check_weight
 
 __all__: list[str] = []
 
@@ -28,7 +27,7 @@ class LossSum(Leaf):
 
     Args:
         total: a scalar.
-        weight: elements, rows, or the sum of class weights; ``None`` if the criterion is itself a sum, which nothing divides.
+        weight: number of elements or rows, or the sum of class weights. ``None`` if the criterion is a sum and is not divided.
     """
 
     total: Tensor
@@ -42,23 +41,23 @@ def weighted_mean(
     *,
     minimum: float = 0.0,
 ) -> Tensor:
-    """The exact mean of means: the sum of ``weight x loss`` over the sum of the weights, divided once.
+    """Returns the exact mean of means: the sum of ``weight x loss``, divided by the sum of the weights.
 
-    For a model that computes its own loss: ``weighted_mean([o.loss for o in outputs], weights)``. A weight of zero counts
-    for nothing, even where its loss is nan; nan where all weights are zero. Where a process group with several ranks is
-    running, the mean is over all ranks (each must call it), and gradients are right once they are averaged over ranks, as
-    DistributedDataParallel does.
+    For a model that computes its own loss, this is ``weighted_mean([o.loss for o in outputs], weights)``. A loss with weight zero
+    is ignored, even if it is nan. The result is nan if all weights are zero. If a process group with several ranks is running,
+    the mean is over all ranks, and each of them must call this function. Gradients are then correct after they are averaged over
+    ranks, as DistributedDataParallel does.
 
     Args:
         losses: one scalar per replica, each on its own device.
-        weights: what each of them divided by: scalars, on any device.
-        device: where the result goes; ``None`` is the device of the first loss.
-        minimum: the floor of the divisor, for losses that divide by ``max(count, minimum)``, as those of detection do: each
-            loss is taken times ``max(weight, minimum)``, and the sum is divided by ``max(sum of weights, minimum)``.
+        weights: the divisor of each loss: scalars, on any device.
+        device: device of the result; ``None`` is the device of the first loss.
+        minimum: lower bound of the divisor, for losses that divide by ``max(count, minimum)``, such as those of detectors. Each
+            loss is multiplied by ``max(weight, minimum)``, and the sum is divided by ``max(sum of weights, minimum)``.
 
     Raises:
-        ValueError: not one weight per loss, no losses, a loss that is not a scalar, or a weight that is negative, not finite or
-            not a scalar.
+        ValueError: there are no losses, or not one weight per loss; a loss is not a scalar; or a weight is negative, not finite
+            or not a scalar.
 
     Example:
         >>> weighted_mean([torch.tensor(1.0), torch.tensor(4.0)], [2, 1])
@@ -75,50 +74,10 @@ def weighted_mean(
     return divide_once(sums, device or losses[0].device, minimum)
 
 
-def check_weight(weight: Any) -> float:
-    """``weight`` as a number. Reading it from a device waits for that device.
-
-    Raises:
-        TypeError, ValueError: another object; a weight that is negative, not finite or has several elements.
-    """
-    if isinstance(weight, Tensor):
-        if weight.numel() != 1:
-            raise ValueError(f"a weight has shape {tuple(weight.shape)}, expected a scalar: what the mean divides by")
-    elif isinstance(weight, bool) or not isinstance(weight, numbers.Real):
-        raise TypeError(f"a weight is an object of type {type(weight).__name__}, expected a number or a tensor with one element")
-    value = float(weight)
-    if not 0 <= value < math.inf:
-        raise ValueError(f"a weight is {value}, expected what the mean divides by: finite, and not negative")
-    return value
-
-
-def read_weights(weights: Any) -> Any:
-    """A weight as a number, or the weights in a sequence, mapping or dataclass as a list or dict of numbers."""
-    if dataclasses.is_dataclass(weights) and not isinstance(weights, type):
-        weights = {field.name: getattr(weights, field.name) for field in dataclasses.fields(weights)}
-    return map_weights(check_weight, weights)
-
-
-def map_weights(function: Callable[[Any], Any], weights: Any) -> Any:
-    """``function(weight)`` for each weight, in lists and dicts like theirs."""
-    if isinstance(weights, Mapping):
-        return {name: map_weights(function, weight) for name, weight in weights.items()}
-    if isinstance(weights, (list, tuple)):
-        return [map_weights(function, weight) for weight in weights]
-    return function(weights)
-
-
-def flat_weights(weights: Any) -> list[float]:
-    """The numbers that :func:`read_weights` returns, in their order."""
-    found: list[float] = []
-    map_weights(found.append, weights)
-    return found
-
-
 def weighted_sum(mean: Tensor, weight: Weight) -> Tensor:
-    """``mean x weight`` in at least float32; zero where the weight is zero, whatever the mean is."""
+    """Returns ``mean x weight`` in at least float32, or zero if the weight is zero, even if the mean is nan."""
     if isinstance(mean, float | int):
-        mean = torch.tensor(float(mean))  # a term that is a constant here
+        mean = torch.tensor(float(mean))  # a loss that is a constant on this replica
     if not isinstance(mean, Tensor):
         raise TypeError(f"the criterion returned an object of type {type(mean).__name__}, expected a tensor with one element")
     if mean.numel() != 1:
@@ -133,7 +92,7 @@ def weighted_sum(mean: Tensor, weight: Weight) -> Tensor:
 
 
 def widen(tensor: Tensor) -> Tensor:
-    """Half precision as float32: a sum of losses or a count would soon be past what it can hold."""
+    """Converts half precision to float32, because sums of losses and counts would soon overflow."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
@@ -144,8 +103,8 @@ def divide_once(sums: Sequence[LossSum], device: torch.device, minimum: float = 
 
     Args:
         sums: one for each replica, all with a weight or all without one.
-        device: of the result.
-        minimum: of the divisor.
+        device: device of the result.
+        minimum: lower bound of the divisor.
     """
     total = add_up([one.total for one in sums], device)
     weights = [one.weight for one in sums if one.weight is not None]
@@ -154,13 +113,13 @@ def divide_once(sums: Sequence[LossSum], device: torch.device, minimum: float = 
         return _divide(total, divisor.clamp(min=minimum) if minimum else divisor)
     whole = sum_over_ranks(torch.stack([total.double(), divisor.double()]))
     whole_divisor = whole[1].clamp(min=minimum) if weights else torch.ones_like(whole[1])
-    mine = _divide(total * world_size(), whole_divisor.to(total.dtype))
-    value: Tensor = _Replaced.apply(mine, _divide(whole[0], whole_divisor).to(total.dtype))
+    local = _divide(total * world_size(), whole_divisor.to(total.dtype))
+    value: Tensor = _Replaced.apply(local, _divide(whole[0], whole_divisor).to(total.dtype))
     return value
 
 
 def add_up(scalars: Sequence[Weight], device: torch.device) -> Tensor:
-    """The sum of scalars that may lie on different devices, in their order. Only scalars move."""
+    """Returns the sum of scalars that may be on different devices, in their order. Only scalars are moved."""
     return functools.reduce(torch.add, [_as_scalar(scalar, device) for scalar in scalars])
 
 
@@ -173,8 +132,11 @@ def _as_scalar(value: Weight, device: torch.device) -> Tensor:
 
 
 def zero_of(*tensors: Tensor) -> Tensor:
-    """A zero with a graph to ``tensors`` whose backward hands them no gradient at all. A gradient of zero could become nan
-    in a loss that is 0 / 0; and without a graph there would be no backward, for which reducers of other ranks wait."""
+    """Returns a zero that is connected to ``tensors``. Its backward gives them no gradient.
+
+    A gradient of zero could become nan in a loss that is 0 / 0. Without a graph there would be no backward, which the reducers
+    of other ranks wait for.
+    """
     zero: Tensor = _Zero.apply(*tensors)
     return zero
 
@@ -197,10 +159,10 @@ def _divide(total: Tensor, divisor: Tensor) -> Tensor:
 
 
 class _Replaced(torch.autograd.Function):
-    """The value of the whole, with the gradient of this rank's part."""
+    """Returns the loss over all ranks in the forward, and passes the gradient to this rank's loss in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, mine: Tensor, whole: Tensor) -> Tensor:
+    def forward(ctx: Any, local: Tensor, whole: Tensor) -> Tensor:
         return whole.clone()
 
     @staticmethod

@@ -65,7 +65,7 @@ def build_batch(texts: Sequence[str], rows: int, dim: int, dtype: torch.dtype) -
 def _tensor(text: str, rows: int, dim: int, dtype: torch.dtype) -> Tensor:
     sizes, dtype = parse_shape(text, dtype)
     if dim > len(sizes):
-        raise ValueError(f"{text!r} has {len(sizes)} sizes beside the rows, expected at least {dim} for rows in dimension {dim}")
+        raise ValueError(f"{text!r} has {len(sizes)} sizes without the rows, expected at least {dim} for rows in dimension {dim}")
     return torch.empty((*sizes[:dim], rows, *sizes[dim:]), dtype=dtype, device="meta")
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from ..batch.microbatches import count_micro_batches
-from ..batch.scattering import split_sizes
+from ..batch.splits import split_sizes
 from ..diagnostics.doctor import batch_norms
 from ..runtime.byte_sizes import format_bytes
 from .errors import UnknownMemory

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..batch.scattering import split_sizes
+from ..batch.splits import split_sizes
 from .caching_allocator import replay
 from .device_specs import DeviceKind
 from .operators.workspaces import LARGEST, SMALL, Call, may_need_scratch, scratch_of

@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode  # torch has no public module of fake tensors
 
 from ..batch.microbatches import as_arguments
 from ..batch.nested import leaves, spread
 from ..batch.row_marks import Arguments
-from ..loss.rules import loss_weight, targets_of
+from ..loss.rules import loss_weight
+from ..loss.targets import targets_of
 from .batch_shapes import build_batch
 from .errors import UnknownMemory
 from .trace.allocations import Count

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from ..batch.scattering import split_sizes
+from ..batch.splits import split_sizes
 from ..loss.criterion import DataParallelCriterion
 from ..replicas.model import DataParallelModel
 from ..runtime.byte_sizes import format_bytes, parse_each

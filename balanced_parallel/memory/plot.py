@@ -48,8 +48,8 @@ def draw_report(path: Path | str, report: MemoryReport, capacity: Capacity = Non
         _draw_parts(bars, report, limits)
         _draw_step(step, report)
         _draw_batches(batches, report, limits)
-        what = f"{report.micro_batches} micro-batch(es) of {report.rows} rows"
-        figure.suptitle(f"{report.layout} on {report.devices} x {report.device_kind}, {report.precision}, {what}")
+        size = f"{report.micro_batches} micro-batch(es) of {report.rows} rows"
+        figure.suptitle(f"{report.layout} on {report.devices} x {report.device_kind}, {report.precision}, {size}")
         figure.savefig(path, dpi=120)
     finally:
         pyplot.close(figure)
@@ -58,8 +58,7 @@ def draw_report(path: Path | str, report: MemoryReport, capacity: Capacity = Non
 def _scale(axis: Any, most: int, title: str) -> int:
     """Labels the axis with the largest unit below ``most``, and returns the unit's bytes."""
     unit = next((name for name in ("GiB", "MiB", "KiB") if most >= UNITS[name]), "B")
-    axis.set_title(title)
-    axis.set_ylabel(unit)
+    axis.set(title=title, ylabel=unit)
     return UNITS[unit]
 
 
@@ -86,8 +85,7 @@ def _draw_step(axis: Any, report: MemoryReport) -> None:
     for name, place in report.phases.items():
         axis.axvline(place, color="gray", linestyle="dotted")
         axis.annotate(name, (place, 0.02), xycoords=("data", "axes fraction"), fontsize="small", color="gray")
-    axis.set_ylim(bottom=0)
-    axis.set_xlabel("allocations and releases")
+    axis.set(xlabel="allocations and releases", ylim=(0, None))
 
 
 def _draw_batches(axis: Any, report: MemoryReport, limits: Sequence[int]) -> None:
@@ -108,8 +106,7 @@ def _draw_batches(axis: Any, report: MemoryReport, limits: Sequence[int]) -> Non
         axis.axhline(limit / unit, color="black", linestyle="dashed", label=label)
     if largest:
         axis.axvline(largest, color="gray", linestyle="dotted", label=f"{largest} rows fit")
-    axis.set_ylim(bottom=0)
-    axis.set_xlabel("rows over all devices")
+    axis.set(xlabel="rows over all devices", ylim=(0, None))
     axis.legend(fontsize="small")
 
 

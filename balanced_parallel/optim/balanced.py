@@ -44,20 +44,20 @@ class BalancedOptimizer(torch.optim.Optimizer):
     """An optimizer of torch whose work and state are sharded over the devices of a model.
 
     With replicas in one process, each device owns an equal part of the parameters' elements. Gradients are reduced to their
-    owner. The optimizer steps there, in memory that the replicas share, and the update is copied to the other devices. Per
+    owner. The optimizer steps on the owner, in memory that the replicas share, and the update is copied to other devices. Per
     step and device this moves ``4 (n - 1) / n`` times the bytes of the parameters, in and out together. Under torchrun it is
     ``torch.distributed.optim.ZeroRedundancyOptimizer``.
 
     ``state_dict()`` equals that of the plain optimizer over ``model.parameters()``, with tensors on the CPU, so a checkpoint
     moves between one device, many devices and many ranks. ``param_groups`` hold the owners' pieces, for gradient scalers,
-    clipping and schedulers. ``parameter.grad`` of the model's own parameters works too: reading it brings the gradient
-    together. Call :meth:`step` on the same model that ran the backward.
+    clipping and schedulers. ``parameter.grad`` of the model's own parameters works too: reading it gathers the gradient. Call
+    :meth:`step` on the same model that ran the backward.
 
     Args:
-        model: a :class:`DataParallelModel`, or the model that :func:`parallelize` makes under torchrun.
+        model: a :class:`DataParallelModel`, or the model that :func:`parallelize` returns under torchrun.
         optimizer_class: an elementwise optimizer of ``torch.optim``, or a subclass of one.
         params: parameters or param groups, as for the plain optimizer; ``None`` is ``model.parameters()``. Parameters that are
-            not the model's (a criterion's) are updated where they are.
+            not the model's, such as those of a criterion, are updated in place.
         defaults: settings of the optimizer: ``lr`` and so on.
 
     Raises:
@@ -98,7 +98,7 @@ class BalancedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> Groups:
-        """The groups of the optimizer over the shards. Gradients that lie elsewhere are brought there first."""
+        """The groups of the optimizer over the shards. Gradients on other devices are moved to the owners first."""
         if self._is_ready:
             self.shards.collect()
         return self.shards.inner.param_groups
@@ -113,7 +113,7 @@ class BalancedOptimizer(torch.optim.Optimizer):
             raise RuntimeError("a BalancedOptimizer takes its param groups when it is made: give all of them in params=")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates each shard where it lies. Returns the result of the closure."""
+        """Updates each shard on the device that owns it. Returns the result of the closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -127,9 +127,11 @@ class BalancedOptimizer(torch.optim.Optimizer):
         self.shards.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of the plain optimizer over the same parameters, its tensors on the CPU. Under torchrun every rank
-        calls it."""
-        for prepare in self._optimizer_state_dict_pre_hooks.values():
+        """Returns the state of the plain optimizer over the same parameters, with tensors on the CPU.
+
+        Under torchrun every rank must call this.
+        """
+        for prepare in self._optimizer_state_dict_pre_hooks.values():  # torch has no public list of hooks, here and below
             prepare(self)
         state = self.shards.state_dict()
         for change in self._optimizer_state_dict_post_hooks.values():
@@ -138,7 +140,7 @@ class BalancedOptimizer(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes the state of a plain optimizer over the same parameters."""
+        """Loads the state of a plain optimizer over the same parameters."""
         state_dict = dict(state_dict)
         for change in self._optimizer_load_state_dict_pre_hooks.values():
             changed = change(self, state_dict)
@@ -180,6 +182,6 @@ def _as_groups(params: Iterable[Any]) -> Groups:
     entries = list(params)
     groups = [dict(entry) for entry in entries] if entries and isinstance(entries[0], dict) else [{"params": entries}]
     for group in groups:
-        held = group["params"]
-        group["params"] = [held] if isinstance(held, Tensor) else list(held)
+        parameters = group["params"]
+        group["params"] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     return groups

@@ -23,10 +23,10 @@ class ReplicaShards:
     """Shards of a :class:`DataParallelModel`, each updated on the device that owns it.
 
     Args:
-        model: its gradients go to the owners for as long as this object lives.
-        groups: param groups. Parameters that are not the model's are updated where they are.
-        optimizer_class: the plain optimizer.
-        defaults: settings of that optimizer.
+        model: its gradients are reduced to their owners while this object exists.
+        groups: param groups. Parameters that are not the model's are updated in place.
+        optimizer_class: class of the plain optimizer.
+        defaults: settings of the plain optimizer.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ReplicaShards:
         self.inner = optimizer_class(pieces, **defaults)
 
     def collect(self) -> None:
-        """Brings values and gradients that were put into the model's own parameters to the owners."""
+        """Moves values and gradients that a user set on the model's own parameters to the owners."""
         if self._sharded:
             self._model.replicas.prepare(self._model.module, self._model.devices)
             for parameter in self._sharded:
@@ -61,7 +61,7 @@ class ReplicaShards:
     def zero_grad(self, set_to_none: bool) -> None:
         """Clears the gradients of all shards and of the parameters."""
         for parameter in () if set_to_none else self._sharded:
-            bring_together(parameter)  # to be zeros then, and not None
+            bring_together(parameter)  # so that grad becomes zeros, not None
         self.inner.zero_grad(set_to_none)
         for parameter in self._sharded if set_to_none else ():
             parameter.grad = None
@@ -138,7 +138,7 @@ def _updated(parameter: Tensor) -> list[Tensor]:
 
 
 def _join(parameter: Tensor, states: list[dict[str, Any] | None]) -> dict[str, Any]:
-    """Joins the states of a parameter's pieces. Entries shaped like a piece are concatenated; others are alike in all pieces."""
+    """Joins the states of a parameter's pieces. Entries shaped like a piece are concatenated; others are equal in all pieces."""
     first = next(state for state in states if state)
     joined = {}
     for name, value in first.items():

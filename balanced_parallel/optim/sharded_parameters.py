@@ -1,4 +1,4 @@
-"""Parameters whose gradients lie with the devices that own their elements."""
+"""Parameters whose gradients are on the devices that own their elements."""
 
 import functools
 from collections.abc import Sequence
@@ -8,17 +8,17 @@ import torch
 from torch import Tensor, nn
 
 from ..replicas.deferred_gradients import bring_together, discard
-from ..replicas.gradient_sums import own_gradient
+from ..runtime.tensors import get_gradient, set_gradient
 from .sharding import Piece, cut_gradient
 
 __all__: list[str] = []
 
 
 class ShardedParameter:
-    """A parameter whose gradient lies with the owners of its pieces.
+    """A parameter whose gradient is on the owners of its pieces.
 
-    Reading ``grad`` brings the gradient together. It is sharded again before the update. So clipping by hand works, at the
-    price of the traffic.
+    Reading ``grad`` gathers the gradient. It is sharded again before the update. So clipping by hand works, but moves gradients
+    twice.
     """
 
     pieces: Sequence[Piece] = ()
@@ -26,6 +26,7 @@ class ShardedParameter:
 
     @property
     def grad(self) -> Tensor | None:
+        """The whole gradient, on the device of the parameter."""
         return _gather_gradient(self)
 
     @grad.setter
@@ -33,7 +34,7 @@ class ShardedParameter:
         discard(self)
         for piece in self.pieces:
             piece.values.grad = None
-        own_gradient.__set__(self, value)
+        set_gradient(self, value)
 
     @grad.deleter
     def grad(self) -> None:
@@ -60,7 +61,7 @@ def shard_parameter(parameter: nn.Parameter, pieces: Sequence[Piece]) -> None:
 
 
 def unshard_parameter(parameter: nn.Parameter) -> None:
-    """Makes an ordinary parameter of it again, with its gradient."""
+    """Turns a sharded parameter into an ordinary one again, with its gradient."""
     if isinstance(parameter, ShardedParameter):
         _gather_gradient(parameter)
         del parameter.pieces
@@ -68,34 +69,34 @@ def unshard_parameter(parameter: nn.Parameter) -> None:
 
 
 def pieces_of(parameter: Tensor) -> Sequence[Piece]:
-    """Returns the pieces of a sharded parameter, and none of another one."""
+    """Returns the pieces of a sharded parameter; empty for other parameters."""
     return parameter.pieces if isinstance(parameter, ShardedParameter) else ()
 
 
 @torch.no_grad()
 def _gather_gradient(parameter: Any) -> Tensor | None:
-    """Brings a parameter's gradient together on its own device."""
+    """Gathers a parameter's gradient on its own device."""
     bring_together(parameter)
-    own: Tensor | None = own_gradient.__get__(parameter)
+    own = get_gradient(parameter)
     sharded = [(piece, piece.values.grad) for piece in parameter.pieces if piece.values.grad is not None]
     if sharded:
         own = torch.zeros_like(parameter) if own is None else own.clone()
         for piece, gradient in sharded:
             piece.cut(own).add_(gradient.to(parameter.device))
             piece.values.grad = None
-        own_gradient.__set__(parameter, own)
+        set_gradient(parameter, own)
     return own
 
 
 @torch.no_grad()
 def shard_gradient(parameter: Any) -> None:
-    """Brings a parameter's own ``grad``, and the gradients that replicas hold of it, to the owners."""
+    """Moves a parameter's own ``grad``, and its gradients on the replicas, to the owners."""
     bring_together(parameter)
-    own = own_gradient.__get__(parameter)
+    own = get_gradient(parameter)
     if own is None:
         return
     for piece in parameter.pieces:
         gradient = cut_gradient(piece, own)
         assert gradient is not None
         piece.add_gradient(gradient.to(piece.owner, copy=True))
-    own_gradient.__set__(parameter, None)
+    set_gradient(parameter, None)

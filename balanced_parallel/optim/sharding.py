@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..replicas.gradient_sums import Gradients, accumulate, add_up, move_together
+from ..runtime import multi_tensor
 
 __all__: list[str] = []
 
@@ -75,11 +76,11 @@ class BucketOwners:
                     break
 
     def take(self, replicas: Sequence[Gradients]) -> None:
-        """Sums gradients of the replicas to their owners. Each device sends what it does not own, and receives what it does."""
+        """Sums gradients of the replicas to their owners. Each device sends the elements that it does not own."""
         for owner in dict.fromkeys(piece.owner for piece in self.pieces):
-            mine = [piece for piece in self.pieces if piece.owner == owner]
-            cut = [[cut_gradient(piece, gradients[piece.index]) for piece in mine] for gradients in replicas]
-            for piece, total in zip(mine, add_up(cut, owner, own=True), strict=True):
+            owned = [piece for piece in self.pieces if piece.owner == owner]
+            cut = [[cut_gradient(piece, gradients[piece.index]) for piece in owned] for gradients in replicas]
+            for piece, total in zip(owned, add_up(cut, owner, own=True), strict=True):
                 if total is not None:
                     piece.add_gradient(total)
 
@@ -94,11 +95,11 @@ class BucketOwners:
         """Copies each owner's values to all other devices."""
         devices = list(self.pieces[0].places) if self.pieces else []
         for owner in devices:
-            mine = [piece for piece in self.pieces if piece.owner == owner]
+            owned = [piece for piece in self.pieces if piece.owner == owner]
             for device in devices:
-                if mine and device != owner:
-                    moved = move_together([piece.values.detach() for piece in mine], device)
-                    torch._foreach_copy_([piece.places[device] for piece in mine], moved)
+                if owned and device != owner:
+                    moved = move_together([piece.values.detach() for piece in owned], device)
+                    multi_tensor.copy_([piece.places[device] for piece in owned], moved)
 
 
 def cut_gradient(piece: Piece, gradient: Tensor | None) -> Tensor | None:

@@ -5,7 +5,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+
+from ..runtime.trees import map_tensors
 
 __all__: list[str] = []
 
@@ -42,7 +43,7 @@ class RankShards:
         self.inner.consolidate_state_dict(to=0)
         shared: list[Any] = [None]
         if dist.get_rank() == 0:
-            shared = [_map_tensors(self.inner.state_dict())]
+            shared = [map_tensors(torch.Tensor.cpu, self.inner.state_dict())]
         dist.broadcast_object_list(shared, src=0)
         whole: dict[str, Any] = shared[0]
         return whole
@@ -50,12 +51,3 @@ class RankShards:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes the state of a plain optimizer over the same parameters."""
         self.inner.load_state_dict(dict(state_dict))
-
-
-def _map_tensors(state: Any) -> Any:
-    """Returns the same structure with its tensors on the CPU."""
-    if isinstance(state, dict):
-        return {name: _map_tensors(value) for name, value in state.items()}
-    if isinstance(state, (list, tuple)):
-        return type(state)(map(_map_tensors, state))
-    return state.cpu() if isinstance(state, Tensor) else state

@@ -22,13 +22,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..runtime.autograd import run_first, will_run
 from ..runtime.streams import SideStreams, Streams, on_streams
+from ..runtime.tensors import has_gradient_hooks
 from . import deferred_gradients
 from .gradient_sums import Gradients, accumulate, add, add_up
 
 __all__: list[str] = []
-
-FIRST = 2**63  # the backward runs the node with the highest number first: reduce before anything else that is ready
 
 
 class Owners(Protocol):
@@ -73,11 +73,11 @@ class Bucket:
         """
         size = len(self.parameters)
         aliases = _Broadcast.apply(self, replicas, schedule, *self.parameters)
-        aliases[0].grad_fn._set_sequence_nr(FIRST)
+        run_first(aliases[0].grad_fn)  # reduces as soon as all replicas have their gradients
         return [aliases[start : start + size] for start in range(0, len(aliases), size)]
 
     def goes_to_autograd(self, schedule: Schedule) -> bool:
-        """Returns whether autograd brings the sums to the parameters, as it would without replicas."""
+        """Returns True if autograd accumulates the sums into the parameters, as it would without replicas."""
         on_side_stream = schedule.side is not None and schedule.overlaps and not torch.is_grad_enabled()
         return not (schedule.deferred or self.owners or self.held or on_side_stream)
 
@@ -86,8 +86,8 @@ class Bucket:
 
         Args:
             replicas: gradients of each replica.
-            wanted: per parameter, whether its gradient is accumulated (True), returned as ``torch.autograd.grad`` asks (None),
-                or neither (False).
+            wanted: per parameter, True if its gradient is accumulated, None if autograd passes it on (``torch.autograd.grad``, or
+                a hook of the parameter), and False for neither.
             schedule: of the forward that this backward belongs to.
         """
         returned = add_up([_only(gradients, [want is None for want in wanted]) for gradients in replicas], self._home)
@@ -132,7 +132,7 @@ class Bucket:
         self._release()
 
     def holds(self, parameter: Tensor) -> bool:
-        """Returns whether the replicas may hold gradients of a parameter."""
+        """Returns True if the replicas may have unreduced gradients of a parameter."""
         return bool(self.held) and parameter in self
 
     def __contains__(self, parameter: Tensor) -> bool:
@@ -196,24 +196,15 @@ class _Broadcast(torch.autograd.Function):
             if bucket.goes_to_autograd(schedule):
                 return (None, None, None, *add_up(replicas, bucket.parameters[0].device))
             nodes = [node for node, _ in ctx.next_functions]
-            wanted = [None if _has_hook(p) else _is_accumulated(node) for p, node in zip(bucket.parameters, nodes, strict=True)]
+            wanted = [
+                None if has_gradient_hooks(p) else _is_accumulated(node) for p, node in zip(bucket.parameters, nodes, strict=True)
+            ]
             return (None, None, None, *bucket.collect(replicas, wanted, schedule))
 
 
-def _has_hook(parameter: Any) -> bool:
-    """Returns whether a parameter has a hook. Its gradients then go through autograd at once, and so through the hook."""
-    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
-
-
 def _is_accumulated(node: Any) -> bool | None:
-    """Returns whether the running backward accumulates into a leaf; None where ``torch.autograd.grad`` asks for its gradient,
-    in which case torch raises."""
-    if node is None:  # a parameter without requires_grad
-        return False
-    try:
-        return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:
-        return None
+    """Returns True if the running backward accumulates into a leaf, and None if ``torch.autograd.grad`` returns its gradient."""
+    return False if node is None else will_run(node)  # a parameter without requires_grad has no node
 
 
 def _only(gradients: Gradients, chosen: list[bool]) -> Gradients:

@@ -1,4 +1,4 @@
-"""Finds the parameters that are written to by what Python does not see, such as a kernel that is given their address."""
+"""Finds writes to parameters that Python does not see, such as those of a kernel that was given an address."""
 
 import warnings
 from collections.abc import Sequence
@@ -8,31 +8,31 @@ from torch import Tensor
 
 __all__: list[str] = []
 
-CHUNK = 2**18  # elements looked at at once: what is allocated for it stays small
+CHUNK = 2**18  # elements per step of a checksum, which bounds its temporary memory
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Watch:
-    """Compares a module's parameters with the copies that should equal them, in the windows 2, 4, 8, ...
+    """Compares a module's parameters with their copies, in the windows 2, 4, 8, ...
 
-    Writes that begin early are found before the second window, and their parameters are copied at every forward from then on.
-    Writes that begin late are found before twice as many windows. :class:`~.writes.Writes` knows of all that Python sees.
+    A parameter with an unrecorded write is copied at every forward from then on. Writes that begin in window ``n`` are found in
+    window ``2 n`` at the latest. :class:`~.untracked_writes.Writes` records all writes that Python sees.
     """
 
     def __init__(self) -> None:
         self.windows = 0
         self._next = 2
-        self._inside = False  # the last forward said that its window goes on
+        self._inside = False  # the last forward announced another one in its window
         self._unrecorded: list[int] = []
 
     def look(self, parameters: Sequence[Tensor], copies: Sequence[Tensor], changed: Sequence[int], *, goes_on: bool) -> list[int]:
-        """Returns the places of the parameters to copy, beyond those that are known to have changed.
+        """Returns the indices of the parameters to copy, in addition to those that are known to have changed.
 
         Args:
-            parameters: the module's.
-            copies: on one other device, as fresh as recorded writes have them.
-            changed: the places of those that have just been copied.
-            goes_on: the next forward will be of the same window of micro-batches, between which nobody writes.
+            parameters: the parameters of a module.
+            copies: their copies on one other device, up to date with all recorded writes.
+            changed: indices of the parameters that have just been copied.
+            goes_on: the next forward is in the same window of micro-batches. Parameters do not change within a window.
         """
         begins, self._inside = not self._inside, goes_on
         self.windows += begins
@@ -42,9 +42,9 @@ class Watch:
             found = [still[i] for i in _differing([parameters[i] for i in still], [copies[i] for i in still])]
             if set(found).difference(self._unrecorded):
                 warnings.warn(
-                    f"{len(found)} parameters were written to without torch's version counter, and neither through .data nor in "
-                    "the step of an optimizer of torch: they are copied to the other devices at every forward from now on; call "
-                    "model.refresh_replicas() after such a write instead",
+                    f"{len(found)} parameters were written to without torch's version counter, and neither through .data nor by "
+                    "an optimizer of torch. They are copied to the other devices at every forward from now on. To avoid these "
+                    "copies, call model.refresh_replicas() after such a write",
                     stacklevel=2,
                 )
             self._unrecorded = sorted({*found, *self._unrecorded})
@@ -53,13 +53,19 @@ class Watch:
 
 @torch.no_grad()
 def _differing(parameters: Sequence[Tensor], copies: Sequence[Tensor]) -> list[int]:
-    """The places where a parameter is not, bit for bit, its copy. Only checksums move; one wait for each device."""
+    """Returns the indices of parameters that differ from their copies in any bit.
+
+    Only checksums are copied to the host, with one wait per device.
+    """
     sums = [torch.stack([_checksum(tensor) for tensor in tensors]).tolist() for tensors in (parameters, copies) if tensors]
-    return [i for i, (mine, theirs) in enumerate(zip(*sums, strict=True)) if mine != theirs]
+    return [i for i, (parameter, copy) in enumerate(zip(*sums, strict=True)) if parameter != copy]
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """Of bits and their places. Of integers, which wrap, so that it does not depend on the order in which a device adds."""
+    """Returns a position-weighted checksum of the raw bits.
+
+    Integer arithmetic wraps, so the order in which a device sums does not matter.
+    """
     values = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     bits = values.reshape(-1).view(_INTEGERS[values.itemsize])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)

@@ -1,8 +1,9 @@
-"""Gradients that stay with the replicas for a while, seen as if they were in the parameters' ``grad`` already.
+"""Gradients that stay on the replicas for some time, but can be read and discarded through ``parameter.grad``.
 
-Nobody is told of ``optimizer.zero_grad()`` or ``parameter.grad = None``, which are to discard those gradients too. So for as
-long as any are held, ``nn.Parameter.grad`` itself asks the holders: to read it sums what is held, to set it discards that.
-Autograd does not go through this attribute. Between windows it is torch's own again, so that an optimizer's step costs nothing.
+``optimizer.zero_grad()`` and ``parameter.grad = None`` must discard these gradients too, and torch has no hook on either. So
+while a bucket has deferred gradients, ``nn.Parameter.grad`` is a property. Reading it sums the deferred gradients first. Setting
+it discards them. Autograd does not use this attribute. As soon as no gradients are deferred, it is torch's own again, so an
+optimizer's step costs nothing extra.
 """
 
 import threading
@@ -12,21 +13,22 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from .gradient_sums import own_gradient
+from ..runtime.tensors import get_gradient, set_gradient
 
 __all__: list[str] = []
 
 
 class Holder(Protocol):
-    """Holds gradients of some parameters."""
+    """An object with deferred gradients of some parameters, such as a bucket."""
 
     def reduce(self) -> None:
-        """Sums what is held into the parameters' ``grad``, and releases it."""
+        """Sums the deferred gradients into the parameters' ``grad``, and releases them."""
 
     def discard(self, parameter: Tensor) -> None:
-        """Forgets what is held of one parameter."""
+        """Forgets the deferred gradients of one parameter."""
 
-    def holds(self, parameter: Tensor) -> bool: ...
+    def holds(self, parameter: Tensor) -> bool:
+        """Returns True if there may be deferred gradients of a parameter."""
 
 
 _holders: weakref.WeakSet[Holder] = weakref.WeakSet()
@@ -34,28 +36,29 @@ _lock = threading.Lock()
 
 
 def hold(holder: Holder) -> None:
-    """Makes the parameters of ``holder`` ask it for their gradients."""
+    """Registers ``holder``: from now on ``grad`` of its parameters includes its deferred gradients."""
     with _lock:
         _holders.add(holder)
-        nn.Parameter.grad = _asking  # type: ignore[assignment]
+        nn.Parameter.grad = _property  # type: ignore[assignment]
 
 
 def release(holder: Holder) -> None:
+    """Removes ``holder``. After the last one, ``nn.Parameter.grad`` is torch's own attribute again."""
     with _lock:
         _holders.discard(holder)
-        if not _holders and nn.Parameter.__dict__.get("grad") is _asking:
+        if not _holders and nn.Parameter.__dict__.get("grad") is _property:
             del nn.Parameter.grad
 
 
 def bring_together(parameter: Tensor) -> None:
-    """Sums what is held of the parameter, and of those that are held with it."""
+    """Reduces the deferred gradients of a parameter, and those of all parameters of the same holders."""
     for holder in _holders_of(parameter):
         with torch.inference_mode(False):
             holder.reduce()
 
 
 def discard(parameter: Tensor) -> None:
-    """Forgets what is held of the parameter."""
+    """Forgets the deferred gradients of a parameter."""
     for holder in _holders_of(parameter):
         holder.discard(parameter)
 
@@ -70,18 +73,16 @@ def _holders_of(parameter: Tensor) -> list[Holder]:
 
 def _read(parameter: nn.Parameter) -> Tensor | None:
     bring_together(parameter)
-    gradient: Tensor | None = own_gradient.__get__(parameter)
-    return gradient
+    return get_gradient(parameter)
 
 
 def _write(parameter: nn.Parameter, gradient: Tensor | None) -> None:
     discard(parameter)
-    own_gradient.__set__(parameter, gradient)
+    set_gradient(parameter, gradient)
 
 
-def _clear(parameter: nn.Parameter) -> None:
-    discard(parameter)
-    own_gradient.__delete__(parameter)
+def _delete(parameter: nn.Parameter) -> None:
+    _write(parameter, None)
 
 
-_asking = property(_read, _write, _clear)
+_property = property(_read, _write, _delete)

@@ -1,4 +1,4 @@
-"""Sums of the replicas' gradients, always in the same order, on one device and with the strides that autograd would give them."""
+"""Sums of the replicas' gradients on one device, in the order of the replicas and with the strides that autograd would use."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,72 +6,73 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__: list[str] = []
+from ..runtime import multi_tensor
+from ..runtime.tensors import get_gradient, set_gradient
 
-own_gradient: Any = torch.Tensor.grad  # the slot that autograd fills, whatever a class makes of the attribute
+__all__: list[str] = []
 
 Gradients = list[Tensor | None]  # one replica's, in the order of a bucket's parameters
 
 
 def accumulate(leaf: Tensor, gradient: Tensor) -> None:
-    """Adds to ``grad`` as autograd does: in place where that can be."""
-    before = own_gradient.__get__(leaf)
+    """Adds a gradient to ``grad`` as autograd does, in place if both are dense."""
+    before = get_gradient(leaf)
     if before is not None and _is_dense(before) and _is_dense(gradient):
         before.add_(gradient)
     else:
-        own_gradient.__set__(leaf, _laid_out_for(leaf, gradient) if before is None else before + gradient)
+        set_gradient(leaf, _with_strides_of(leaf, gradient) if before is None else before + gradient)
 
 
-def _laid_out_for(leaf: Tensor, gradient: Tensor) -> Tensor:
-    """Returns ``gradient`` with the strides of its leaf, as autograd does, or row by row where the leaf has gaps."""
+def _with_strides_of(leaf: Tensor, gradient: Tensor) -> Tensor:
+    """Returns ``gradient`` with the strides of its leaf, as autograd does, or contiguous if the memory of the leaf has gaps."""
     if not _is_dense(gradient) or _have_same_strides(gradient, leaf):
         return gradient
-    laid_out = torch.empty_like(leaf, dtype=gradient.dtype)
-    return gradient if _have_same_strides(gradient, laid_out) else laid_out.copy_(gradient)
+    copy = torch.empty_like(leaf, dtype=gradient.dtype)
+    return gradient if _have_same_strides(gradient, copy) else copy.copy_(gradient)
 
 
 def _have_same_strides(one: Tensor, other: Tensor) -> bool:
     return one.stride() == other.stride() or all(
-        size <= 1 or mine == theirs for size, mine, theirs in zip(one.shape, one.stride(), other.stride(), strict=True)
+        size <= 1 or left == right for size, left, right in zip(one.shape, one.stride(), other.stride(), strict=True)
     )
 
 
 def add_up(replicas: Sequence[Gradients], device: torch.device, *, own: bool = False) -> Gradients:
-    """The sum over the replicas, in their order, on ``device``; None where no replica has a gradient.
+    """Returns the sums over the replicas, in their order, on ``device``; None if no replica has a gradient.
 
     Args:
-        own: whether nobody else may have what is returned: where only one replica has a gradient, a copy of it. Autograd may
-            have given the same tensor to two parameters.
+        own: the results share no memory with the gradients. Autograd may have given the same tensor to two parameters, so the
+            gradient of a single replica is cloned.
     """
     totals: list[Any] = [None] * len(replicas[0])
-    ours: set[int] = set()  # made here, so that nobody else sees them change
-    theirs: set[int] = set()
+    new: set[int] = set()  # totals made here, which may be changed in place
+    given: set[int] = set()  # totals that are the gradient of a replica
     for gradients in replicas:
         present = [i for i, gradient in enumerate(gradients) if gradient is not None]
         moved = dict(zip(present, move_together([gradients[i] for i in present], device), strict=True))
-        first, again = [i for i in present if totals[i] is None], [i for i in present if i in ours]
-        second = [i for i in present if totals[i] is not None and i not in ours]
+        first, again = [i for i in present if totals[i] is None], [i for i in present if i in new]
+        second = [i for i in present if totals[i] is not None and i not in new]
         for i, total in zip(second, add([totals[i] for i in second], [moved[i] for i in second]), strict=True):
             totals[i] = total
         if again and all(_is_dense(tensor) for i in again for tensor in (totals[i], moved[i])):
-            torch._foreach_add_([totals[i] for i in again], [moved[i] for i in again])
+            multi_tensor.add_([totals[i] for i in again], [moved[i] for i in again])
         else:
             for i in again:
                 totals[i] = totals[i] + moved[i]
-        ours.update(second)
+        new.update(second)
         for i in first:
             totals[i] = moved[i]
             if own and moved[i] is gradients[i]:
-                theirs.add(i)
-    for i in theirs.difference(ours):
+                given.add(i)
+    for i in given.difference(new):
         totals[i] = totals[i].clone()
     return totals
 
 
 def add(left: list[Any], right: list[Any]) -> list[Tensor]:
-    """Elementwise sums, in one call for all that are dense. Nothing is overwritten."""
+    """Returns elementwise sums, in one call if all tensors are dense. No argument is changed."""
     if left and all(map(_is_dense, (*left, *right))):
-        return list(torch._foreach_add(left, right))
+        return multi_tensor.add(left, right)
     return [one + other for one, other in zip(left, right, strict=True)]
 
 
@@ -80,7 +81,7 @@ def _is_dense(tensor: Any) -> bool:
 
 
 def move_together(tensors: list[Any], device: torch.device) -> list[Tensor]:
-    """Returns ``tensors``, all on one device and of one dtype, on ``device``: dense ones in a single copy, with their strides."""
+    """Returns tensors of one dtype on one device, moved to ``device``. Dense tensors keep their strides and move in one copy."""
     if not tensors or tensors[0].device == device:
         return tensors
     if len(tensors) == 1 or any(tensor.layout != torch.strided for tensor in tensors):
@@ -98,7 +99,7 @@ def move_together(tensors: list[Any], device: torch.device) -> list[Tensor]:
 
 
 def _packed_strides(tensor: Tensor) -> tuple[int, ...] | None:
-    """Returns the strides of a tensor that fills its memory in another order than row by row, else None."""
+    """Returns the strides of a tensor without gaps whose memory is not in row-major order, else None."""
     if tensor.is_contiguous():
         return None
     expected = 1

@@ -1,4 +1,4 @@
-"""``DataParallelModel``: a batch over the devices of one process, with every output left where it was computed."""
+"""``DataParallelModel``: a batch over the devices of one process. Each output stays on the device of its replica."""
 
 import contextlib
 import functools
@@ -16,10 +16,10 @@ from ..batch.per_replica import PerReplica
 from ..batch.provenance import refuse_list
 from ..batch.row_marks import Arguments, dims_of_method, mark
 from ..batch.rows import count_rows, cut, move_leaves
-from ..batch.scattering import assign_rows
-from ..batch.splits import Shares
+from ..batch.splits import Shares, assign_rows
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.precision import Precision
+from .module_checks import check_method, check_module
 from .replicas import Replicas
 from .sync_batchnorm import has_layers_over_all_rows
 
@@ -29,41 +29,40 @@ __all__: list[str] = []
 class DataParallelModel(nn.DataParallel[nn.Module]):
     """Runs a module on rows of the batch on every device, and returns the list of their outputs, each on its own device.
 
-    A drop-in for ``torch.nn.DataParallel`` (it is one to ``isinstance``, with its ``.module`` and its ``state_dict()``), except
-    that outputs are not gathered on the first device. They are a :class:`PerReplica`: a list, which
-    :class:`DataParallelCriterion` takes as it is, which :func:`gather` puts together where the results themselves are wanted,
-    and which is an input to another ``DataParallelModel`` or to the same one, whose replicas find their rows where they are.
-    With ``gather_outputs=True`` the call returns what ``torch.nn.DataParallel`` returns.
+    Replaces ``torch.nn.DataParallel``. It is a subclass, with the same ``.module`` and ``state_dict()``, but outputs are not
+    gathered on the first device. They are a :class:`PerReplica`, a list with one output per replica. Pass it to
+    :class:`DataParallelCriterion`, to :func:`gather`, or to another ``DataParallelModel``, whose replicas use their rows in
+    place. With ``gather_outputs=True`` the call returns the gathered outputs, as in ``torch.nn.DataParallel``.
 
-    Rows are cut as :func:`scatter` does. Fewer rows than devices use fewer replicas; a batch with no rows, or inputs that
-    have no rows, use one. Each replica runs with the caller's gradient mode, inference mode, autocast (flag and dtype) and
-    default device. Replicas live between forwards, and follow every change of the module that Python makes. The first replica
-    is the module itself, so what it writes to its buffers stays, as in ``nn.DataParallel``.
+    Rows are split as by :func:`scatter`. A batch with fewer rows than devices uses fewer replicas. A batch without rows, and
+    inputs without a dimension of rows, use one. Each replica runs with the caller's gradient mode, inference mode, autocast
+    (flag and dtype) and default device. Replicas persist between forwards and follow every change of the module that Python
+    makes. The first replica is the module itself, so writes to its buffers stay, as in ``nn.DataParallel``.
 
     Args:
-        module: moved to the first device, where its parameters and their gradients live.
-        device_ids: integers, strings or devices, of any type; the same one may be named several times (``["cpu"] * 4``).
+        module: moved to the first device. Parameters and their gradients stay there.
+        device_ids: integers, strings or devices, of any type. A device may be named several times (``["cpu"] * 4``).
             ``None`` is every visible accelerator, else the CPU.
-        output_device: where ``gather_outputs=True`` puts the outputs; ``None`` is the first device. Without it outputs stay
-            where they are, and ``gather(outputs, device)`` names the place.
+        output_device: device of the outputs if ``gather_outputs=True``; ``None`` is the first device. Otherwise outputs are not
+            moved, and ``gather(outputs, device)`` takes the device.
         dim: the dimension of the rows in inputs and outputs.
         precision: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a :class:`Precision`, for autocast inside every replica. ``None`` is
             the autocast of the caller.
-        split: for unequal parts one weight per device, ``"memory"`` (the bytes that each has free) or ``"speed"`` (the rows per
-            second that each has shown, measured again ever more rarely); ``None`` cuts into sizes that differ by at most one
-            row. The weights that are used now are in ``model.split``, and in ``repr(model)``.
-        in_dims: the dimension of the rows, argument by argument, as in ``torch.vmap``: a sequence by position, or a mapping by
+        split: for unequal shards one weight per device, ``"memory"`` (the free bytes of each device) or ``"speed"`` (the
+            measured rows per second of each device, measured again ever more rarely). ``None`` splits into sizes that differ by
+            at most one row. The current weights are in ``model.split`` and in ``repr(model)``.
+        in_dims: the dimension of the rows of each argument, as in ``torch.vmap``: a sequence by position, or a mapping by
             position or name. An entry is a dimension, ``None`` for an argument that every replica needs whole, or a
-            sequence or mapping of these for a nested argument. What is not named has its rows in ``dim``. :class:`Whole` and
-            :class:`Rows` say the same at the call.
-        out_dims: the same for the outputs, by position or name of their entries: where :func:`gather` finds the rows; ``None``
-            for an entry that all replicas have alike. Left out, it is ``dim``.
+            sequence or mapping of these for a nested argument. Arguments that are not named have their rows in ``dim``.
+            :class:`Whole` and :class:`Rows` mark arguments at the call instead.
+        out_dims: the dimension of the rows of each output, by position or name, for :func:`gather`. ``None`` is an entry that is
+            the same on all replicas. The default is ``dim``.
         gather_outputs: returns the outputs gathered on ``output_device``, as ``nn.DataParallel`` does, for wrappers inside of
-            models and loops that compute their loss and metrics themselves. That device then holds all of them.
+            models and loops that compute their loss and metrics themselves. That device then stores all of them.
 
     Raises:
         TypeError: the module is a class, or not a module, or is wrapped already.
-        ValueError: a device that this machine does not have; at the call, inputs that disagree about the number of rows.
+        ValueError: this machine does not have one of the devices; at the call, inputs have different numbers of rows.
         BaseException: the first failure of a replica, of its own type, with the replica and its device in the message.
 
     Example:
@@ -88,7 +87,7 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         out_dims: Dims = None,
         gather_outputs: bool = False,
     ) -> None:
-        nn.Module.__init__(self)  # not nn.DataParallel's, which knows no CPUs
+        nn.Module.__init__(self)  # nn.DataParallel's refuses CPUs
         check_module(module)
         check_dims(in_dims, "in_dims")
         check_dims(out_dims, "out_dims")
@@ -119,7 +118,7 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         gather_outputs: bool = False,
         gather_device: torch.device | None = None,
     ) -> None:
-        """Sets every attribute but ``module``, for a subclass that has devices and replicas of its own."""
+        """Sets every attribute but ``module``. A subclass passes its own devices and replicas."""
         self.devices = devices
         self.shares = Shares(split, devices)
         self.precision = Precision("fp32" if precision is None else precision)
@@ -140,40 +139,48 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         return self.shares.weights
 
     def extra_repr(self) -> str:
+        """Returns the devices and their shares, for ``repr(model)``."""
         return f"devices={[str(device) for device in self.devices]}, shares: {self.shares!r}"
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        """Gradients of forwards in this block stay with the replicas, where later ones add to them, until the next backward
-        of a forward outside of it, or :meth:`reduce_gradients`: for micro-batches, whose sum then moves once. To read
-        ``parameter.grad`` sums them too; to set it, as ``optimizer.zero_grad()`` does, discards them."""
+        """Defers the reduction of gradients, so that those of several micro-batches are reduced once.
+
+        Gradients of forwards in this block accumulate on the replicas. The next backward of a forward outside of the block
+        reduces them, and so does :meth:`reduce_gradients`. Reading ``parameter.grad`` reduces them too. Setting it discards
+        them, as ``optimizer.zero_grad()`` does.
+        """
         return self.replicas.gradients.no_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients of all parameters, and those that have accumulated on the replicas."""
         if not set_to_none:
             super().zero_grad(set_to_none)
         for parameter in self.parameters() if set_to_none else ():
-            parameter.grad = None  # without a look at what it was, which may lie on other devices
+            parameter.grad = None  # without reading it, which would reduce the replicas' gradients first
         self.replicas.gradients.drop()
 
     def refresh_replicas(self) -> None:
-        """Copies all parameters again before the next forward or update. Needed only after a write that Python does not see, such
-        as that of a kernel that is given the parameters' addresses."""
+        """Copies all parameters again before the next forward or update.
+
+        This is needed only after a write that Python does not see, such as that of a kernel that was given their addresses.
+        """
         self.replicas.copies.forget_values()
 
     def reduce_gradients(self) -> None:
-        """Sums what the replicas hold after :meth:`no_sync`, where no other backward did."""
+        """Sums the gradients that have accumulated on the replicas under :meth:`no_sync`, if no backward has done so."""
         self.replicas.gradients.reduce()
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Runs every replica on its rows of the arguments, and returns a :class:`PerReplica` of their outputs."""
         return self._run(None, Arguments(inputs, kwargs))
 
     def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> Any:
-        """Calls another method of the module than ``forward``, its rows cut and its outputs returned as those of a forward.
+        """Calls a method of the module other than ``forward``, with arguments split and outputs returned as in a forward.
 
         Args:
-            method: its name.
-            inputs, kwargs: its arguments. What ``in_dims`` says by name is true of them too; its positions are those of
-                ``forward``.
+            method: name of the method.
+            inputs, kwargs: its arguments. Entries of ``in_dims`` by name apply to them too. Positions in ``in_dims`` are those
+                of ``forward``.
 
         Example:
             >>> features = model.call("encode_image", images)  # doctest: +SKIP
@@ -182,7 +189,7 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         return self._run(method, Arguments(inputs, kwargs))
 
     def mark(self, arguments: Arguments, method: str | None = None) -> Arguments:
-        """The arguments with what ``in_dims`` says about their rows."""
+        """Returns the arguments marked with the dimensions of ``in_dims``."""
         return mark_inputs(arguments, self.in_dims, self.module, method)
 
     def _run(self, method: str | None, arguments: Arguments) -> Any:
@@ -210,9 +217,9 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         if scalars and torch.is_grad_enabled() and not self._warned:
             self._warned = True
             warnings.warn(
-                f"the output{scalars[0]} is a scalar per replica, and gathered a vector of them. If it is a loss, their mean is "
-                "not that of the batch where replicas count differently: use weighted_mean(losses, weights), or a "
-                "DataParallelCriterion with weight= and no gather_outputs",
+                f"the output{scalars[0]} is a scalar per replica, and was gathered to a vector. If it is a loss, the mean of the "
+                "vector is not the loss of the batch if replicas have different weights: use weighted_mean(losses, weights), or "
+                "a DataParallelCriterion with weight= and no gather_outputs",
                 stacklevel=6,
             )
         return join(outputs, self._gathers_on, self.out_dims)
@@ -224,29 +231,12 @@ def _call(replica: nn.Module, method: str | None, batch: Arguments, device: torc
 
 
 def mark_inputs(arguments: Arguments, dims: Dims, module: nn.Module, method: str | None) -> Arguments:
-    """The arguments of a module's ``forward``, or another method, marked with ``dims``.
+    """Returns the arguments of a module's ``forward``, or of another method, marked with ``dims``.
 
     Raises:
-        ValueError: a list of the outputs of replicas that is not a ``PerReplica`` any more.
+        ValueError: an argument is a list of the replicas' outputs, but no longer a ``PerReplica``.
     """
-    for place, value in (*enumerate(arguments.inputs), *arguments.kwargs.items()):
-        refuse_list(value, f"inputs[{place}]" if isinstance(place, int) else f"kwargs[{place!r}]")
+    for key, value in (*enumerate(arguments.inputs), *arguments.kwargs.items()):
+        refuse_list(value, f"inputs[{key}]" if isinstance(key, int) else f"kwargs[{key!r}]")
     function = getattr(module, method or "forward")
     return mark(arguments, dims if method is None else dims_of_method(dims, function, method), function)
-
-
-def check_method(module: nn.Module, name: str) -> None:
-    """Raises ``ValueError`` where ``module`` has no method ``name``."""
-    if not callable(getattr(module, name, None)):
-        raise ValueError(f"{type(module).__name__} has no method {name!r} to call")
-
-
-def check_module(module: Any) -> None:
-    """Raises ``TypeError`` for what cannot be wrapped: a class, another object, a module that is wrapped already."""
-    name = getattr(module, "__name__", type(module).__name__)
-    if isinstance(module, type):
-        raise TypeError(f"the module is the class {name}, expected an instance: write {name}(...)")
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"the module is an object of type {name}, expected a torch.nn.Module")
-    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        raise TypeError(f"the module is wrapped in {name} already, expected a plain one: pass its .module")

@@ -6,14 +6,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..runtime import multi_tensor
 from ..runtime.devices import move
+from ..runtime.tensors import versions
 from .checksums import Watch
 from .untracked_writes import Writes
 
 __all__: list[str] = []
 
 
-State = tuple[int, int, bool]  # of a parameter when it was copied: address, version counter, requires_grad
+State = tuple[int, int, bool]  # address, version counter and requires_grad of a parameter when it was copied
 
 
 class Changes(NamedTuple):
@@ -22,7 +24,7 @@ class Changes(NamedTuple):
     written: list[int]  # with torch's version counter, or moved
     untracked: list[int]  # through ``.data`` or by a fused optimizer
     moved: list[int]
-    learns: bool  # whether requires_grad of any changed
+    learns: bool  # True if requires_grad of any changed
 
 
 class ParameterCopies:
@@ -92,7 +94,7 @@ class ParameterCopies:
         """Copies the parameters that were written to without any record.
 
         Args:
-            goes_on: the next forward is of the same window of micro-batches, between which nobody writes.
+            goes_on: the next forward is in the same window of micro-batches. Parameters do not change within a window.
         """
         if self._watch is not None and self.by_device:
             copies = next(iter(self.by_device.values()))
@@ -107,12 +109,8 @@ class ParameterCopies:
 
 
 def _states_of(parameters: Sequence[Tensor]) -> list[State]:
-    try:
-        versions = [parameter._version for parameter in parameters]
-    except RuntimeError:  # an inference tensor has none
-        versions = [0 if parameter.is_inference() else parameter._version for parameter in parameters]
     learns = [parameter.requires_grad for parameter in parameters]
-    return list(zip([parameter.data_ptr() for parameter in parameters], versions, learns, strict=True))
+    return list(zip([parameter.data_ptr() for parameter in parameters], versions(parameters), learns, strict=True))
 
 
 @torch.no_grad()
@@ -131,4 +129,4 @@ def _copy_into(
         copies[i] = move(parameters[i].detach(), device)
     if alike:
         targets = [copies[i] if tracked else copies[i].data for i in alike]
-        torch._foreach_copy_(targets, [parameters[i].detach() for i in alike], non_blocking=device.type != "cpu")
+        multi_tensor.copy_(targets, [parameters[i].detach() for i in alike], non_blocking=device.type != "cpu")

@@ -104,9 +104,9 @@ class Replicas:
         """Gives the gradients of some parameters owners, until the returned handle is closed.
 
         Args:
-            module: with its parameters on the first of ``devices``.
-            devices: of the replicas.
-            parameters: those to shard. Other parameters of the module keep their gradients.
+            module: the module, with its parameters on the first of ``devices``.
+            devices: devices of the replicas.
+            parameters: parameters to shard. Other parameters of the module keep their gradients.
             make_owners: called for each bucket with its parameters, and for each of them the copies by device.
 
         Raises:
@@ -116,8 +116,8 @@ class Replicas:
             raise ValueError("the model has a BalancedOptimizer already, expected one: give it all param groups, or delete it")
         tree = self.prepare(module, devices)
         chosen = set(map(id, parameters))
-        mine = [parameter for parameter in tree.parameters if id(parameter) in chosen]
-        self.gradients.rebuild(mine, [parameter for parameter in tree.parameters if id(parameter) not in chosen])
+        sharded = [parameter for parameter in tree.parameters if id(parameter) in chosen]
+        self.gradients.rebuild(sharded, [parameter for parameter in tree.parameters if id(parameter) not in chosen])
         for bucket in self.gradients.buckets:
             if id(bucket.parameters[0]) in chosen:
                 places = [tree.place[id(parameter)] for parameter in bucket.parameters]

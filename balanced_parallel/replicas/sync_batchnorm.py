@@ -1,9 +1,9 @@
-"""Batch statistics over all rows in flight: those of every replica of this process and of every rank.
+"""Batch norm with statistics over the rows of all replicas and ranks.
 
 torch's ``SyncBatchNorm`` needs a process group, falls back to local statistics without one (pytorch#38940) and refuses the
-CPU. Here replicas meet in the forward: each computes count, mean and sum of squares of its own rows, and all combine them
-(Chan, Golub and LeVeque 1979). The graph of each replica then reaches the statistics of the others, so the backward is one
-ordinary backward, in which nobody waits for anybody.
+CPU. Here the replicas exchange statistics in the forward. Each computes the count, mean and sum of squares of its own rows, and
+all combine them (Chan, Golub and LeVeque 1979). The graph of each replica then includes the statistics of the others, so the
+backward is an ordinary one without synchronisation.
 """
 
 from collections.abc import Iterable
@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..runtime.autograd import current_backward_id
 from ..runtime.collectives import gather_rows, world_size
+from ..runtime.modules import BatchNorm
 from .workers import current_replica
 
 __all__: list[str] = []
@@ -46,7 +47,7 @@ def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
         >>> bool(output.mean((0, 2, 3)).abs().max() < 1e-6)  # all 5 rows are normalized together
         True
     """
-    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, _BatchNorm)}
+    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, BatchNorm)}
     lazy = [name or "the module" for name, layer in layers.items() if isinstance(layer, nn.modules.lazy.LazyModuleMixin)]
     if lazy:
         raise ValueError(f"{lazy[0]} is not initialised yet: run the module once on a few rows before it is converted")
@@ -56,7 +57,7 @@ def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
 
 
 def use_torch_sync_batchnorm(module: nn.Module) -> None:
-    """Hands layers that were converted here to torch's ``SyncBatchNorm``, which has kernels for CUDA."""
+    """Converts layers of this module to torch's ``SyncBatchNorm``, which has kernels for CUDA."""
     for layer in module.modules():
         if isinstance(layer, AllRowsBatchNorm):
             layer.__class__ = nn.SyncBatchNorm  # type: ignore[assignment]
@@ -64,16 +65,16 @@ def use_torch_sync_batchnorm(module: nn.Module) -> None:
 
 
 def meets_other_ranks(layers: Iterable[nn.Module]) -> bool:
-    """Whether a forward of these layers waits for the same forward of every other rank."""
+    """Returns True if a forward of these layers waits for the same forward on every other rank."""
     return any(isinstance(layer, (AllRowsBatchNorm, nn.SyncBatchNorm)) for layer in layers)
 
 
 def has_layers_over_all_rows(layers: Iterable[nn.Module]) -> bool:
-    """Whether the replicas of such a module wait for each other in their forward."""
+    """Returns True if the replicas of a module with these layers wait for each other in their forward."""
     return any(isinstance(layer, AllRowsBatchNorm) for layer in layers)
 
 
-class AllRowsBatchNorm(_BatchNorm):
+class AllRowsBatchNorm(BatchNorm):
     """Batch norm over the rows of all replicas and ranks, for any number of dimensions."""
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -81,6 +82,7 @@ class AllRowsBatchNorm(_BatchNorm):
             raise ValueError(f"batch norm was given {input.dim()} dimensions, expected at least 2: rows and channels")
 
     def forward(self, input: Tensor) -> Tensor:
+        """Normalises the rows. In training, this waits for the other replicas and ranks."""
         self._check_input_dim(input)
         replica = current_replica()
         uses_batch = self.training or self.running_mean is None
@@ -91,7 +93,7 @@ class AllRowsBatchNorm(_BatchNorm):
         dims = [0, *range(2, input.dim())]
         values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         count, mean, squares = _combine(_gather_statistics(_local_statistics(values, dims)))
-        self.__dict__["_met"] = replica is not None
+        self.__dict__["_was_replica"] = replica is not None
         if count <= 1:
             raise ValueError(f"batch norm was given {tuple(input.shape)}, expected more than 1 value per channel in training")
         self._update_running(mean.detach(), squares.detach() / (count - 1))
@@ -102,8 +104,8 @@ class AllRowsBatchNorm(_BatchNorm):
         return (values * scale.view(shape) + shift.view(shape)).to(input.dtype)
 
     def _refuse_recomputation(self) -> None:
-        """Activation checkpointing runs the forward again in the backward, where no other replica comes to meet."""
-        if self.__dict__.get("_met") and torch._C._current_graph_task_id() != -1:
+        """Raises ``RuntimeError`` if activation checkpointing runs the forward again, without the other replicas."""
+        if self.__dict__.get("_was_replica") and current_backward_id() is not None:
             raise RuntimeError("a synchronised batch norm cannot be recomputed in the backward: keep it out of checkpointing")
 
     def _update_running(self, mean: Tensor, variance: Tensor) -> None:
@@ -119,11 +121,10 @@ class AllRowsBatchNorm(_BatchNorm):
 
 
 class Statistics(NamedTuple):
-    """Of some rows: how many values per channel (known to the host), and [2, channels]: mean, and sum of squared differences
-    from it. Zeros where there are no rows."""
+    """Statistics of some rows. They are zeros if there are no rows."""
 
-    size: int
-    moments: Tensor
+    size: int  # values per channel, a number on the host
+    moments: Tensor  # [2, channels]: mean, and sum of squared differences from the mean
 
 
 def _local_statistics(values: Tensor, dims: list[int]) -> Statistics:
@@ -133,11 +134,11 @@ def _local_statistics(values: Tensor, dims: list[int]) -> Statistics:
     return Statistics(count, torch.stack([mean, squares]))
 
 
-def _gather_statistics(mine: Statistics) -> list[Statistics]:
-    """Those of every replica and rank, on the device of ``mine``."""
+def _gather_statistics(local: Statistics) -> list[Statistics]:
+    """Returns the statistics of every replica and rank, on the device of ``local``."""
     replica = current_replica()
-    everyone: list[Statistics] = [mine] if replica is None else replica.exchange(mine)
-    moved = [Statistics(part.size, part.moments.to(mine.moments.device)) for part in everyone]
+    parts: list[Statistics] = [local] if replica is None else replica.exchange(local)
+    moved = [Statistics(part.size, part.moments.to(local.moments.device)) for part in parts]
     if world_size() == 1:
         return moved
     packed = torch.stack([torch.cat([part.moments, torch.full_like(part.moments[:1], part.size)]) for part in moved])
@@ -146,7 +147,7 @@ def _gather_statistics(mine: Statistics) -> list[Statistics]:
 
 
 def _combine(statistics: list[Statistics]) -> tuple[int, Tensor, Tensor]:
-    """Count, mean and sum of squared differences of all rows together. No device has to be waited for."""
+    """Returns count, mean and sum of squared differences of all rows, without waiting for a device."""
     count = sum(part.size for part in statistics)
     means, squares = torch.stack([part.moments for part in statistics]).unbind(1)
     counts = torch.tensor([[part.size] for part in statistics], dtype=means.dtype).to(means.device)

@@ -1,9 +1,9 @@
-"""Notes the parameters that Python may have written to without torch's version counter: through ``.data``, or in a step.
+"""A record of writes to parameters that do not increment torch's version counter: through ``.data``, or by fused optimizers.
 
-``parameter.data`` is a tensor with a version counter of its own, and fused optimizers move none. torch has no hook on ``.data``.
-A subclass for the parameters would have one, but optimizers take their foreach path for exactly ``nn.Parameter`` and
-``torch.Tensor`` (``torch.optim.optimizer._default_to_fused_or_foreach``). So the attribute of ``nn.Parameter`` itself notes who
-reads it. Forward, backward, clipping, optimizers and ``state_dict()`` never do.
+``parameter.data`` is a tensor with its own version counter, and fused optimizers increment none. torch has no hook on ``.data``.
+A subclass of ``nn.Parameter`` could have one, but optimizers use their foreach implementation for exactly ``nn.Parameter`` and
+``torch.Tensor`` (``torch.optim.optimizer._default_to_fused_or_foreach``). So ``nn.Parameter.data`` is a property that records
+its uses. Forward, backward, clipping, optimizers and ``state_dict()`` do not use it.
 """
 
 import functools
@@ -21,42 +21,47 @@ _listening: "list[weakref.ref[Writes]]" = []
 
 
 class Writes:
-    """The parameters that may have been written to since they were last asked for.
+    """A record of the parameters that may have been written to since the last :meth:`take`.
 
-    A tensor that ``.data`` has returned, or was set to, may be written to for as long as it lives. Until then its parameter
-    counts as written to every time.
+    A tensor that ``.data`` has returned, or was set to, may be written to for as long as it lives. During that time its parameter
+    is in every record.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         _listen()
-        self._parameters = parameters  # alive, so that no other has the id of one
-        self._places = {id(parameter): place for place, parameter in enumerate(parameters)}
-        self._noted: dict[int, list[weakref.ref[Tensor]]] = {}  # by place, the tensors that share its memory
+        self._parameters = parameters  # keeps them alive, so their ids stay unique
+        self._indices = {id(parameter): index for index, parameter in enumerate(parameters)}
+        self._aliases: dict[int, list[weakref.ref[Tensor]]] = {}  # by index of the parameter, tensors that share its memory
         _listening.append(weakref.ref(self, _listening.remove))
 
     def take(self) -> list[int]:
-        """Returns the places of those parameters."""
-        if not self._noted:
+        """Returns the indices of the recorded parameters, and starts a new record."""
+        if not self._aliases:
             return []
-        noted, self._noted = self._noted, {}
-        for place, aliases in noted.items():
+        recorded, self._aliases = self._aliases, {}
+        for index, aliases in recorded.items():
             if alive := [alias for alias in aliases if alias() is not None]:
-                self._noted.setdefault(place, []).extend(alive)
-        return list(noted)
+                self._aliases.setdefault(index, []).extend(alive)
+        return list(recorded)
 
     def note(self, parameter: Tensor, alias: Tensor) -> None:
-        """Notes a tensor that shares the parameter's memory."""
-        place = self._places.get(id(parameter))
-        if place is not None:
-            alive = [known for known in self._noted.get(place, ()) if known() is not None]
-            self._noted[place] = [*alive, weakref.ref(alias)]
+        """Records a parameter, and a tensor that shares its memory."""
+        index = self._indices.get(id(parameter))
+        if index is not None:
+            alive = [known for known in self._aliases.get(index, ()) if known() is not None]
+            self._aliases[index] = [*alive, weakref.ref(alias)]
 
     def note_all(self, parameters: Iterable[Tensor], *, with_gradients: bool) -> None:
-        """Notes several parameters, or those of them that have a gradient, which are all that an optimizer steps."""
-        for identity in self._places.keys() & map(id, parameters):
-            place = self._places[identity]
-            if not with_gradients or self._parameters[place].grad is not None:
-                self._noted.setdefault(place, [])
+        """Records several parameters.
+
+        Args:
+            parameters: these parameters. Others than those of this record are ignored.
+            with_gradients: only those that have a gradient. An optimizer updates no others.
+        """
+        for identity in self._indices.keys() & map(id, parameters):
+            index = self._indices[identity]
+            if not with_gradients or self._parameters[index].grad is not None:
+                self._aliases.setdefault(index, [])
 
 
 _own_data: Any = torch.Tensor.data
@@ -70,7 +75,7 @@ def _read(parameter: nn.Parameter) -> Tensor:
 
 def _write(parameter: nn.Parameter, data: Tensor) -> None:
     _own_data.__set__(parameter, data)
-    if data is not parameter:  # Module.to() sets what has stayed where it was
+    if data is not parameter:  # Module.to() sets the parameter itself if nothing moved
         _note(parameter, data)
 
 
@@ -88,12 +93,12 @@ def note_written(parameters: Iterable[Tensor], *, with_gradients: bool = False) 
 
 
 def _note_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-    for group in optimizer.__dict__.get("param_groups", ()):  # a BalancedOptimizer has those of another, stepped before
+    for group in optimizer.__dict__.get("param_groups", ()):  # a BalancedOptimizer has those of its inner optimizer
         note_written(group["params"], with_gradients=True)
 
 
 @functools.cache
 def _listen() -> None:
-    """Once, where a parameter first gets a copy on another device."""
+    """Starts recording, once, when a parameter first gets a copy on another device."""
     nn.Parameter.data = property(_read, _write)  # type: ignore[assignment]
     register_optimizer_step_post_hook(_note_step)

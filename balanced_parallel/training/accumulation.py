@@ -44,7 +44,8 @@ class Accumulation:
     ) -> None:
         dtypes = {tensor.dtype for tensor in trained.values()}
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-        self.loss_sum = LossSum(torch.zeros((), dtype=dtype, device=device), 0.0)
+        self.total = torch.zeros((), dtype=dtype, device=device)
+        self.weight: Weight = 0.0
         self.is_reduced = False  # over replicas and ranks: nothing can be added
         self._sync = sync
         self._is_mean = criterion.reduction != "sum"
@@ -56,7 +57,7 @@ class Accumulation:
 
     def begin_batch(self, losses: BatchLosses) -> None:
         """Counts the weight that the targets of a batch tell."""
-        self._add(LossSum(torch.zeros_like(self.loss_sum.total), losses.weight))
+        self.weight = _sum([self.weight, losses.weight], self.total.device)
         self._is_mean = self._is_mean and not losses.is_divided
 
     def backward(self, losses: Sequence[LossSum], followers: int, *, last: bool) -> None:
@@ -68,11 +69,12 @@ class Accumulation:
             last: reduces all gradients.
         """
         weights = [1.0 if one.weight is None else one.weight for one in losses]  # a sum counts, but is not divided
-        totals = [move(one.total.detach(), self.loss_sum.total.device) for one in losses]
-        weight = _sum(weights, self.loss_sum.total.device)
-        self._add(LossSum(sum(totals, torch.zeros_like(self.loss_sum.total)), weight))
+        weight = _sum(weights, self.total.device)
+        self.weight = _sum([self.weight, weight], self.total.device)
+        for one in losses:
+            self.total = self.total + move(one.total.detach(), self.total.device)
         if last:
-            self._sync.start(self.loss_sum)
+            self._sync.start(LossSum(self.total, self.weight))
         self._predict_divisor(weight * followers, last=last)
         roots = [one.total if self._scaler is None else self._scaler.scale(one.total) for one in losses]
         self._sync.backward(roots, self._divisor, last=last)
@@ -89,18 +91,14 @@ class Accumulation:
         """
         if not self.is_reduced:
             self.backward([LossSum(zero, 0.0) for zero in self._sync.forward_without_rows()], 0, last=True)
-        whole = self._sync.finish(self.loss_sum)
-        weight = max(float(whole.weight or 0.0), minimum)
+        whole = self._sync.finish(LossSum(self.total, self.weight))
+        weight = max(float(0.0 if whole.weight is None else whole.weight), minimum)
         divisor = weight if self._is_mean and weight else 1.0
-        loss = (whole.total / divisor).to(self.loss_sum.total.dtype) if weight else torch.full_like(whole.total, torch.nan)
-        return loss.to(self.loss_sum.total.dtype), weight, self._divisor * self._sync.gradient_scale / divisor
-
-    def _add(self, some: LossSum) -> None:
-        weights = [self.loss_sum.weight or 0.0, some.weight or 0.0]
-        self.loss_sum = LossSum(self.loss_sum.total + some.total, _sum(weights, some.total.device))
+        loss = whole.total / divisor if weight else torch.full_like(whole.total, torch.nan)
+        return loss.to(self.total.dtype), weight, self._divisor * self._sync.gradient_scale / divisor
 
     def _predict_divisor(self, to_come: Weight, *, last: bool) -> None:
-        expected = self.loss_sum.weight + to_come if self.loss_sum.weight is not None else to_come
+        expected = self.weight + to_come
         if not self._is_mean:
             return
         if not self._in_float16:

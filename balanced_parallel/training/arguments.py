@@ -3,12 +3,14 @@
 from typing import Any
 
 from ..loss.criterion import DataParallelCriterion
+from .update import each_scheduler
 
 __all__: list[str] = []
 
 
-def check_arguments(criterion: Any, micro_batch_size: Any, max_grad_norm: float | None) -> None:
-    """Raises ``TypeError`` for a criterion of another kind, ``ValueError`` for settings out of their range."""
+def check_arguments(criterion: Any, micro_batch_size: Any, max_grad_norm: float | None, scheduler: Any) -> None:
+    """Raises ``TypeError`` for a criterion or a scheduler of another kind, ``ValueError`` for settings out of their range."""
+    each_scheduler(scheduler)
     if not isinstance(criterion, DataParallelCriterion):
         raise TypeError(f"the criterion is a {type(criterion).__name__}, expected a DataParallelCriterion: wrap it in one")
     if micro_batch_size is not None and (isinstance(micro_batch_size, (bool, str)) or micro_batch_size < 1):

@@ -8,7 +8,7 @@ from ..batch.dims import Dims
 from ..batch.microbatches import as_arguments, count_micro_batches, cut_batch
 from ..batch.row_marks import Arguments
 from ..batch.rows import count_rows
-from ..batch.scattering import split_sizes
+from ..batch.splits import split_sizes
 from ..loss.criterion import DataParallelCriterion
 from .gradient_sync import GradientSync
 

@@ -3,17 +3,17 @@
 import contextlib
 from collections.abc import Iterator, Sequence
 
-import torch
 from torch import Tensor
 
 from ..loss.criterion import DataParallelCriterion
 from ..loss.weighting import LossSum, Weight
 from ..replicas.gradient_buckets import GradientBuckets
-from ..replicas.gradient_sums import own_gradient
 from ..replicas.model import DataParallelModel
+from ..runtime import multi_tensor
 from ..runtime.collectives import world_size
+from ..runtime.tensors import get_gradient
 from .gradient_sync import GradientSync, gradient_sync, run_backward
-from .update import scale_gradients, trained_tensors
+from .gradients import scale_gradients, trained_tensors
 
 __all__: list[str] = []
 
@@ -45,7 +45,7 @@ class ReplicaSync:
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Keeps gradients with the replicas."""
+        """Keeps gradients on the replicas."""
         with contextlib.ExitStack() as stack:
             for buckets in self._buckets:
                 stack.enter_context(buckets.no_sync())
@@ -59,7 +59,7 @@ class ReplicaSync:
         """Does nothing: the loss of this process is the whole loss."""
 
     def backward(self, losses: Sequence[Tensor], divisor: float, *, last: bool) -> None:
-        """Runs one backward. The last one sums what the replicas hold."""
+        """Runs one backward. The last one sums the gradients of the replicas."""
         if losses:
             run_backward(losses, divisor)
         if last:
@@ -71,21 +71,20 @@ class ReplicaSync:
         return local
 
     def rescale(self, factor: float) -> None:
-        """Multiplies the gradients of the parameters, and those that the replicas hold."""
+        """Multiplies the gradients of the parameters, and those on the replicas."""
         for buckets in self._buckets:
             buckets.scale(factor)
-        # without a look at grad, for which the replicas would sum
-        own = [own_gradient.__get__(tensor) for tensor in trained_tensors(self._model, self._criterion).values()]
+        # not through grad, which would reduce the gradients of the replicas
+        own = [get_gradient(tensor) for tensor in trained_tensors(self._model, self._criterion).values()]
         gradients = [gradient for gradient in own if gradient is not None]
-        if gradients:
-            torch._foreach_mul_(gradients, factor)
+        multi_tensor.multiply_(gradients, factor)
 
     def multiply(self, tensors: Sequence[Tensor], factor: float) -> None:
         """Multiplies the gradients of ``tensors``."""
         scale_gradients(tensors, factor)
 
     def discard(self) -> None:
-        """Forgets the gradients that the replicas hold."""
+        """Forgets the gradients on the replicas."""
         for buckets in self._buckets:
             buckets.drop()
 

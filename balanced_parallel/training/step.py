@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, overload
 
 from torch import Tensor
@@ -17,8 +17,9 @@ from ..runtime.precision import Precision
 from .accumulation import Accumulation
 from .arguments import check_arguments
 from .gradient_sync import gradient_sync
+from .gradients import trained_tensors
 from .micro_batches import MicroBatch, Model, cut_micro_batches
-from .update import Optimizers, Schedulers, Update, each_optimizer, each_scheduler, trained_tensors
+from .update import Optimizers, Schedulers, Update, each_optimizer, each_scheduler
 
 __all__: list[str] = []
 
@@ -27,9 +28,8 @@ class TrainStep:
     """Trains on one effective batch per call, in micro-batches, with the loss and the gradients of the whole batch.
 
     ``loss = step(inputs, targets)`` cuts the batch, runs forward and backward of each micro-batch, and updates once.
-    ``step.add(inputs, targets)``, any number of times, and ``step.apply()`` are its two halves, for a loader that yields
-    micro-batches, ragged ones too. Gradients stay in ``.grad`` until the next call. A batch without a counted target changes
-    nothing: its loss is nan, with a warning. A step that failed before its update can be repeated.
+    ``step.add(inputs, targets)`` and ``step.apply()`` are its two halves, for a loader that yields micro-batches. A batch without
+    a counted target changes nothing: its loss is nan, with a warning. A step that failed before its update can be repeated.
 
     Under torchrun each rank passes its own rows, or none. Every rank makes the same sequence of ``step(...)`` or ``apply()``
     calls. Gradients are reduced once per update. A failure while they are reduced raises on every rank.
@@ -67,22 +67,18 @@ class TrainStep:
         scheduler: Schedulers | None = None,
     ) -> None:
         self._sync = gradient_sync(model, criterion)
-        check_arguments(criterion, micro_batch_size, max_grad_norm)
-        each_scheduler(scheduler)
+        check_arguments(criterion, micro_batch_size, max_grad_norm, scheduler)
         self.model, self.criterion, self.optimizer, self.scheduler = model, criterion, optimizer, scheduler
         self.micro_batch_size, self.max_grad_norm = micro_batch_size, max_grad_norm
-        self.precision = Precision(precision)
-        self._trained = trained_tensors(model, criterion)
+        self.precision, self._trained = Precision(precision), trained_tensors(model, criterion)
         self._accumulation: Accumulation | None = None  # since the last update
         self._last_weight = 0.0  # of the last update, over everything
         self._update()
 
     @overload
     def __call__(self, inputs: Any, targets: Any, *, return_outputs: Literal[False] = False) -> Tensor: ...
-
     @overload
     def __call__(self, inputs: Any, targets: Any, *, return_outputs: Literal[True]) -> tuple[Tensor, PerReplica]: ...
-
     def __call__(self, inputs: Any, targets: Any, *, return_outputs: bool = False) -> Tensor | tuple[Tensor, PerReplica]:
         """Trains on one effective batch, or on this rank's rows of it. Returns its loss, a detached scalar.
 
@@ -94,8 +90,7 @@ class TrainStep:
         """
         outputs: list[PerReplica] = []
         self._accumulate(inputs, spread(targets), is_whole=True, outputs=outputs if return_outputs else None)
-        loss = self._apply()
-        return (loss, join_outputs(outputs, self.model.out_dims)) if return_outputs else loss
+        return (self._apply(), join_outputs(outputs, self.model.out_dims)) if return_outputs else self._apply()
 
     def add(self, inputs: Any, targets: Any) -> None:
         """Accumulates the gradients of some more rows; nothing is updated before :meth:`apply`."""
@@ -107,17 +102,14 @@ class TrainStep:
 
     def _accumulate(self, inputs: Any, targets: tuple[Any, ...], *, is_whole: bool, outputs: list[PerReplica] | None) -> None:
         micro_batches = cut_micro_batches(self.model, self.criterion, self._sync, inputs, targets, self.micro_batch_size)
-        reducing = micro_batches[-1:] if is_whole else []
         with self._discarding_on_failure() as accumulation:
             losses = losses_of_batch(self.criterion, targets, is_whole=is_whole)
             accumulation.begin_batch(losses)
-            with self._sync.accumulating():
-                for micro_batch in micro_batches[: len(micro_batches) - len(reducing)]:
+            for micro_batch in micro_batches:
+                last = is_whole and micro_batch.followers == 0
+                with nullcontext() if last else self._sync.accumulating():
                     sums = self._forward(micro_batch, losses, outputs)
-                    accumulation.backward(sums, micro_batch.followers, last=False)
-            for micro_batch in reducing:
-                sums = self._forward(micro_batch, losses, outputs)
-                accumulation.backward(sums, micro_batch.followers, last=True)
+                    accumulation.backward(sums, micro_batch.followers, last=last)
 
     def _forward(self, micro_batch: MicroBatch, losses: BatchLosses, kept: list[PerReplica] | None) -> list[LossSum]:
         with self.precision.autocast(self.model.devices):
@@ -146,8 +138,8 @@ class TrainStep:
         try:
             if self._accumulation is None:
                 self._update().forget_gradients()
-                settings = self.criterion, self._trained, self.model.devices[0], self.precision, self._last_weight
-                self._accumulation = Accumulation(self._sync, *settings)
+                parts = self._sync, self.criterion, self._trained, self.model.devices[0], self.precision
+                self._accumulation = Accumulation(*parts, weight_before=self._last_weight)
             yield self._accumulation
         except BaseException:
             self._accumulation = None

@@ -2,17 +2,18 @@
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..batch.nested import describe
 from ..optim.sharded_parameters import ShardedParameter
 from .gradient_sync import GradientSync
+from .gradients import scale_gradients
 
 __all__: list[str] = []
 
@@ -20,13 +21,6 @@ _Kind = TypeVar("_Kind")
 
 Optimizers = Optimizer | Sequence[Optimizer]
 Schedulers = LRScheduler | Sequence[LRScheduler]
-
-
-def trained_tensors(model: Any, criterion: nn.Module) -> dict[str, Tensor]:
-    """The parameters of both by name, each once, and the buffers that require a gradient."""
-    both = nn.ModuleDict({"model": model, "criterion": criterion})
-    learning = [(name, buffer) for name, buffer in both.named_buffers() if buffer.requires_grad]
-    return {name.replace(".module", "", 1): tensor for name, tensor in (*both.named_parameters(), *learning)}
 
 
 class Update:
@@ -133,8 +127,10 @@ class Update:
         self.has_stepped = True
 
     def _as_optimizer(self) -> Optimizer:
-        """One optimizer to the scaler, which would decide for each on its own. After an overflow in one, clipping by the global
-        norm leaves the others zeros to step with."""
+        """Returns this object as one optimizer for the scaler, which would otherwise skip each optimizer on its own.
+
+        After an overflow in one optimizer, clipping by the global norm makes the gradients of the others zero.
+        """
         return cast(Optimizer, self)
 
     def _refuse_common_parameters(self) -> None:
@@ -150,23 +146,16 @@ class Update:
                     )
 
 
-def scale_gradients(tensors: Iterable[Tensor], factor: float) -> None:
-    """Multiplies the gradients that exist."""
-    gradients = [tensor.grad for tensor in tensors if tensor.grad is not None] if factor != 1 else []
-    if gradients:
-        torch._foreach_mul_(gradients, factor)
-
-
 def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
 def each_optimizer(given: Optimizers) -> list[Optimizer]:
-    """The optimizers, where one or several are given.
+    """Returns a list of one or several optimizers.
 
     Raises:
-        TypeError: something else.
-        ValueError: none.
+        TypeError: something else is given.
+        ValueError: the list is empty.
     """
     optimizers = _listed(given, Optimizer, "optimizer")
     if not optimizers:
@@ -175,11 +164,11 @@ def each_optimizer(given: Optimizers) -> list[Optimizer]:
 
 
 def each_scheduler(given: Schedulers | None) -> list[LRScheduler]:
-    """The schedulers, where one, several or none are given.
+    """Returns a list of one, several or no schedulers.
 
     Raises:
-        TypeError: something else.
-        ValueError: one that needs a metric.
+        TypeError: something else is given.
+        ValueError: a scheduler needs a metric.
     """
     schedulers = [] if given is None else _listed(given, LRScheduler, "scheduler")
     if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in schedulers):

@@ -28,13 +28,14 @@ MIB = 2**20
 
 
 class LanguageModel(nn.Module):
-    """Most of its memory is the output: logits over a large vocabulary, [rows, words, positions]."""
+    """A model whose logits over a large vocabulary, [rows, words, positions], take most of the memory."""
 
     def __init__(self, words: int = 8192, width: int = 64) -> None:
         super().__init__()
         self.embedding, self.hidden, self.output = nn.Embedding(words, width), nn.Linear(width, width), nn.Linear(width, words)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Computes the logits of ``tokens`` [rows, positions]."""
         logits: Tensor = self.output(F.gelu(self.hidden(self.embedding(tokens))))
         return logits.transpose(1, 2)
 
@@ -51,6 +52,8 @@ class Segmenter(nn.Sequential):
 
 @dataclass(frozen=True)
 class Problem:
+    """A module with a batch."""
+
     name: str
     description: str
     module: nn.Module
@@ -59,6 +62,7 @@ class Problem:
 
 
 def language_problem() -> Problem:
+    """Returns a language model with a large vocabulary."""
     torch.manual_seed(0)
     tokens = torch.randint(8192, (32, 33))
     description = "embedding 8192 x 64, one hidden layer, 8192 logits per word; 32 rows of 32 words"
@@ -66,6 +70,7 @@ def language_problem() -> Problem:
 
 
 def segmentation_problem() -> Problem:
+    """Returns a convolutional network with a class per pixel."""
     torch.manual_seed(0)
     images, classes = torch.randn(16, 3, 24, 24), torch.randint(21, (16, 24, 24))
     description = "5 convolutions of width 96, 21 classes per pixel; 16 images of 24 x 24"
@@ -73,14 +78,17 @@ def segmentation_problem() -> Problem:
 
 
 def one_device(module: nn.Module, inputs: Tensor, targets: Tensor, devices: list[torch.device]) -> Tensor:
+    """Computes the loss on the first device."""
     return F.cross_entropy(module(inputs.to(devices[0])), targets.to(devices[0]))
 
 
 def torch_data_parallel(module: nn.Module, inputs: Tensor, targets: Tensor, devices: list[torch.device]) -> Tensor:
+    """Computes the loss of outputs that ``nn.DataParallel`` gathers on the first device."""
     return F.cross_entropy(nn.DataParallel(module, devices)(inputs), targets.to(devices[0]))
 
 
 def loss_per_replica(module: nn.Module, inputs: Tensor, targets: Tensor, devices: list[torch.device]) -> Tensor:
+    """Averages the losses of the replicas of ``nn.DataParallel`` on the first device."""
     model = nn.DataParallel(module, devices)
     pieces, _ = model.scatter((inputs,), {}, model.device_ids)
     outputs = model.parallel_apply(model.replicate(module, model.device_ids), pieces, [{}] * len(devices))
@@ -90,6 +98,7 @@ def loss_per_replica(module: nn.Module, inputs: Tensor, targets: Tensor, devices
 
 
 def ours(model: nn.Module, inputs: Tensor, targets: Tensor, devices: list[torch.device]) -> Tensor:
+    """Computes the loss with a :class:`DataParallelCriterion`."""
     loss: Tensor = DataParallelCriterion(nn.CrossEntropyLoss())(model(inputs), targets)
     return loss
 
@@ -106,7 +115,7 @@ WAYS: dict[str, Way] = {
 
 @dataclass(frozen=True)
 class Measurement:
-    """Of one step: bytes at the peak of each device, bytes in and out of each, and how far the parameters went astray."""
+    """Results of one step: for each device its peak and the bytes moved to and from it, and the error of the parameters."""
 
     peak: list[int]
     through: list[int]
@@ -114,6 +123,7 @@ class Measurement:
 
 
 def train(name: str, problem: Problem, cluster: Cluster) -> tuple[Measurement, list[Tensor]]:
+    """Runs two Adam steps. Returns the measurement of the second, and the parameters."""
     module = copy.deepcopy(problem.module).to(cluster.devices[0])
     optimizer: torch.optim.Optimizer = torch.optim.Adam(module.parameters())
     model: nn.Module = module
@@ -135,22 +145,24 @@ def train(name: str, problem: Problem, cluster: Cluster) -> tuple[Measurement, l
 
 
 def measure(name: str, problem: Problem, devices: int, expected: list[Tensor]) -> Measurement:
+    """Measures one way of training, and its error in float64."""
     devices = 1 if name == "one device" else devices
     with simulate(devices) as cluster:
         found, _ = train(name, problem, cluster)
-    with simulate(devices) as cluster:  # Adam makes of a rounding error in float32 as much as its step is long
+    with simulate(devices) as cluster:  # in float32, Adam turns a rounding error of the gradient into a whole step
         _, parameters = train(name, in_double(problem), cluster)
     pairs = zip(parameters, expected, strict=True)
     return Measurement(found.peak, found.through, max(float((one - other).abs().max()) for one, other in pairs))
 
 
 def in_double(problem: Problem) -> Problem:
+    """Returns a copy of a problem in float64."""
     inputs = problem.inputs.double() if problem.inputs.is_floating_point() else problem.inputs
     return Problem(problem.name, problem.description, copy.deepcopy(problem.module).double(), inputs, problem.targets)
 
 
 def plain_parameters(problem: Problem) -> list[Tensor]:
-    """After two steps of the plain program on the CPU, in float64."""
+    """Returns the parameters after two steps of the plain program on the CPU, in float64."""
     problem = in_double(problem)
     module = problem.module
     optimizer = torch.optim.Adam(module.parameters())
@@ -162,7 +174,7 @@ def plain_parameters(problem: Problem) -> list[Tensor]:
 
 
 def shown(counts: list[int]) -> str:
-    """Runs of the same number are written once: ``36.3, 3 x 26.2``."""
+    """Formats bytes as MiB. Equal neighbours are joined: ``36.3, 3 x 26.2``."""
     texts = [f"{count / MIB:.1f}" for count in counts]
     runs: list[list[Any]] = []
     for text in texts:
@@ -174,6 +186,7 @@ def shown(counts: list[int]) -> str:
 
 
 def table(problem: Problem) -> str:
+    """Returns the table of all measurements of one problem."""
     parameters = sum(parameter.nbytes for parameter in problem.module.parameters())
     expected = plain_parameters(problem)
     rows = []
@@ -191,6 +204,7 @@ def table(problem: Problem) -> str:
 
 
 def report(problems: list[Problem]) -> str:
+    """Returns the text of the README."""
     lines = ["# Does every device carry the same, and how much passes through the hottest one?", ""]
     lines += [(__doc__ or "").split("\n\n", 1)[1].split(" Run without")[0].strip(), ""]
     for problem in problems:
@@ -216,6 +230,7 @@ def report(problems: list[Problem]) -> str:
 
 
 def main() -> None:
+    """Measures everything and writes the README."""
     text = report([language_problem(), segmentation_problem()])
     (HERE / "README.md").write_text(text)
     sys.stdout.write(text)

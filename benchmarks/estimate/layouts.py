@@ -29,6 +29,7 @@ class Autocast(nn.Module):
         self.module, self.precision = module, Precision(precision)
 
     def forward(self, inputs: Tensor) -> Any:
+        """Runs the module under autocast."""
         with self.precision.autocast([inputs.device]):
             return self.module(inputs)
 
@@ -82,7 +83,7 @@ Case = tuple[Problem, str, bool, str]  # layout, balanced, precision
 
 def _rank_main(rank: int, folder: str, cases: list[Case]) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     peaks = []
     for problem, layout, balanced, precision in cases:
         prepared = functools.partial(prepare, layout=layout, balanced=balanced)
@@ -97,8 +98,8 @@ def _rank_main(rank: int, folder: str, cases: list[Case]) -> None:
 def rank_peaks(cases: list[Case]) -> list[tuple[int, int]]:
     """Returns, for each case, the peak of the rank with the most: bytes of live tensors, and bytes of the allocator.
 
-    Each is the least of three measurements: tensors that the threads of gloo hold last are released late, and the profiler
-    does not see it. The allocator is not measured under fsdp, where these threads allocate too.
+    Each is the least of three measurements, because the threads of gloo release their last tensors late, which the profiler does
+    not see. The allocator is not measured under fsdp, where these threads allocate too.
     """
     with tempfile.TemporaryDirectory() as folder:
         spawn(_rank_main, (folder, cases), nprocs=RANKS)

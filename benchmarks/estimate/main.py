@@ -1,4 +1,4 @@
-"""Predicted memory beside the memory that a training step uses: how far apart are they?
+"""Predicted memory, compared with the memory that a training step uses
 
 ``memory.estimate`` compared with the second step of the plain loop (``zero_grad``, ``criterion(model(x), y)``, ``backward``,
 ``step`` of AdamW). The CPU's allocator reports every allocation and release to torch's profiler, those within operators
@@ -82,21 +82,25 @@ TIMED: dict[str, Callable[[], Problem]] = {
 
 
 def build(name: str, **settings: int) -> Problem:
+    """Returns a model of the tables with its batch."""
     torch.manual_seed(0)
     return MODELS[name].build(**settings)
 
 
 def estimate(problem: Problem, **settings: object) -> MemoryReport:
+    """Estimates the memory of a problem on the CPU, or with other settings."""
     arguments: dict[str, object] = {"device_kind": "cpu"} | settings
     with warnings.catch_warnings(action="ignore", category=UserWarning):
         return memory.estimate(problem.module, problem.criterion, problem.inputs, problem.targets, **arguments)  # type: ignore[arg-type]
 
 
 def percent(error: float) -> str:
+    """Formats a relative error."""
     return f"{error:+.3%}"
 
 
 def table(rows: list[list[object]], *headers: str) -> str:
+    """Formats a table as Markdown."""
     return tabulate(rows, headers, "github", disable_numparse=True)
 
 
@@ -126,6 +130,7 @@ def single_table(names: tuple[str, ...]) -> tuple[str, dict[str, list[float]]]:
 
 
 def limits_table(errors: dict[str, list[float]]) -> str:
+    """Returns the table of the largest errors of each group."""
     rows: list[list[object]] = []
     for group, found in errors.items():
         limit, beyond = LIMITS[group], sum(abs(error) > LIMITS[group] for error in found)
@@ -144,11 +149,13 @@ def rows_error(name: str, kind: str, sizes: tuple[int, ...] = ROWS) -> float:
 
 
 def rows_table(names: tuple[str, ...], sizes: tuple[int, ...] = ROWS) -> str:
+    """Returns the table of the errors for other numbers of rows."""
     rows: list[list[object]] = [[name, *(f"{rows_error(name, kind, sizes):.4%}" for kind in ("cpu", "h200"))] for name in names]
     return table(rows, "model", "cpu", "h200")
 
 
 def simulated_table() -> str:
+    """Returns the table of replicas on simulated devices."""
     problems = {"MLP": build("MLP"), "GPT": build("GPT", rows=16), "MobileNet-like": build("MobileNet-like", rows=16)}
     problems["nn.TransformerEncoder"] = build("nn.TransformerEncoder", rows=16, words=1000)
     rows: list[list[object]] = []
@@ -168,6 +175,7 @@ def simulated_table() -> str:
 
 
 def ranks_table(names: tuple[str, ...] = ("MLP", "GPT", "MobileNet-like")) -> str:
+    """Returns the table of several ranks."""
     problems = {name: build(name) for name in names}
     ways = (("ddp", False), ("ddp", True), ("fsdp", False))
     cases = [(name, *way, precision) for way in ways for name in names for precision in ("fp32", "bf16")]
@@ -197,6 +205,7 @@ def seconds(name: str) -> list[float]:
 
 
 def print_seconds(name: str) -> None:
+    """Prints the seconds of three estimates as JSON."""
     problem, times = TIMED[name](), []
     for _ in range(3):
         started = time.perf_counter()
@@ -228,6 +237,7 @@ def others(problem: Problem) -> dict[str, int]:
 
 
 def others_table(names: tuple[str, ...] = BESIDE) -> str:
+    """Returns the table of the predictions of other tools."""
     lines: list[dict[str, object]] = []
     for name in names:
         problem = build(name)
@@ -267,6 +277,7 @@ def report() -> tuple[str, list[str]]:
 
 
 def main() -> None:
+    """Measures what the flags select, and writes the README without flags."""
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few models beside the allocator, and nothing is written")

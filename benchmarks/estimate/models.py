@@ -25,18 +25,22 @@ class Problem:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Computes the loss of logits whose last dimension is the words."""
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
 def tokens(rows: int, length: int = LENGTH, words: int = WORDS) -> Tensor:
+    """Returns random words."""
     return torch.randint(words, (rows, length))
 
 
 def classified_images(module: nn.Module, rows: int, size: int) -> Problem:
+    """Returns a problem with random images in ten classes."""
     return Problem(module, nn.CrossEntropyLoss(), torch.randn(rows, 3, size, size), torch.randint(10, (rows,)))
 
 
 def language_problem(module: nn.Module, rows: int = 4, length: int = LENGTH, words: int = WORDS) -> Problem:
+    """Returns a problem with random words."""
     return Problem(module, cross_entropy, tokens(rows, length, words), tokens(rows, length, words))
 
 
@@ -44,6 +48,7 @@ def language_problem(module: nn.Module, rows: int = 4, length: int = LENGTH, wor
 
 
 def mlp(rows: int = 512, width: int = 512, depth: int = 6) -> Problem:
+    """Returns a multi-layer perceptron."""
     layers = [nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)]
     module = nn.Sequential(*layers, nn.Linear(width, 10))
     return Problem(module, nn.CrossEntropyLoss(), torch.randn(rows, width), torch.randint(10, (rows,)))
@@ -58,11 +63,13 @@ class Recurrent(nn.Module):
         self.output = nn.Linear(2 * width, 10)
 
     def forward(self, inputs: Tensor) -> Tensor:
+        """Computes the logits of each sequence."""
         logits: Tensor = self.output(self.layers(inputs)[0][:, -1])
         return logits
 
 
 def recurrent(layer: type[nn.RNNBase], rows: int = 32, width: int = 64) -> Problem:
+    """Returns two LSTM or GRU layers."""
     module = Recurrent(layer, width)
     return Problem(module, nn.CrossEntropyLoss(), torch.randn(rows, 50, width), torch.randint(10, (rows,)))
 
@@ -77,6 +84,7 @@ class GPTBlock(nn.Module):
         self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, hidden: Tensor) -> Tensor:
+        """Computes new hidden states."""
         parts = self.attention(self.norms[0](hidden)).chunk(3, -1)
         query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
@@ -96,6 +104,7 @@ class GPT(nn.Module):
         self.head.weight = self.words.weight
 
     def forward(self, words: Tensor) -> Tensor:
+        """Computes the logits of the next words."""
         hidden = self.words(words) + self.places(torch.arange(words.shape[1], device=words.device))
         for block in self.blocks:
             hidden = block(hidden)
@@ -104,10 +113,12 @@ class GPT(nn.Module):
 
 
 def plain_gpt(rows: int = 4) -> Problem:
+    """Returns a GPT without dropout."""
     return language_problem(GPT(), rows)
 
 
 def encoder(rows: int = 4, words: int = WORDS) -> Problem:
+    """Returns a transformer encoder with dropout."""
     layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, 0.1, batch_first=True)
     layers = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
     return language_problem(nn.Sequential(nn.Embedding(words, WIDTH), layers, nn.Linear(WIDTH, words)), rows, words=words)
@@ -117,6 +128,7 @@ def encoder(rows: int = 4, words: int = WORDS) -> Problem:
 
 
 def convolution(inputs: int, outputs: int, size: int, stride: int = 1, groups: int = 1) -> nn.Sequential:
+    """Returns a convolution with a batch norm."""
     weights = nn.Conv2d(inputs, outputs, size, stride, size // 2, groups=groups, bias=False)
     return nn.Sequential(weights, nn.BatchNorm2d(outputs))
 
@@ -135,6 +147,7 @@ class Residual(nn.Module):
         self.shortcut = convolution(inputs, outputs, 1, stride) if stride > 1 or inputs != outputs else nn.Identity()
 
     def forward(self, image: Tensor) -> Tensor:
+        """Adds the layers to the shortcut."""
         hidden = image
         for layer in self.layers[:-1]:
             hidden = self.relu(layer(hidden))
@@ -143,6 +156,7 @@ class Residual(nn.Module):
 
 
 def resnet(depths: tuple[int, ...], bottleneck: bool, classes: int = 1000) -> nn.Module:
+    """Returns a ResNet with ``depths`` blocks in each stage."""
     blocks: list[nn.Module] = []
     inputs = 64
     for stage, depth in enumerate(depths):
@@ -155,10 +169,12 @@ def resnet(depths: tuple[int, ...], bottleneck: bool, classes: int = 1000) -> nn
 
 
 def resnet18(rows: int = 32) -> Problem:
+    """Returns a ResNet-18 with small images."""
     return classified_images(resnet((2, 2, 2, 2), bottleneck=False), rows, 64)
 
 
 def resnet50(rows: int = 16) -> Problem:
+    """Returns a ResNet-50 with images of the usual size."""
     return classified_images(resnet((3, 4, 6, 3), bottleneck=True), rows, 224)
 
 
@@ -178,11 +194,13 @@ class Inverted(nn.Module):
         self.adds = inputs == outputs and stride == 1
 
     def forward(self, image: Tensor) -> Tensor:
+        """Adds the layers to the image if the shapes match."""
         hidden: Tensor = self.layers(image)
         return image + hidden if self.adds else hidden
 
 
 def mobilenet(rows: int = 8) -> Problem:
+    """Returns a network like MobileNetV2."""
     widths = [(32, 32, 1), (32, 64, 2), (64, 64, 1), (64, 128, 2), (128, 128, 1)]
     blocks = [Inverted(*each) for each in widths]
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10)]
@@ -198,12 +216,14 @@ class ConvNeXtBlock(nn.Module):
         self.feed = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, image: Tensor) -> Tensor:
+        """Adds the layers to the image."""
         pixels = self.spread(image).permute(0, 2, 3, 1)
         result: Tensor = image + self.feed(self.norm(pixels)).permute(0, 3, 1, 2)
         return result
 
 
 def convnext(rows: int = 8) -> Problem:
+    """Returns a network like ConvNeXt."""
     blocks = [ConvNeXtBlock(64), ConvNeXtBlock(64), nn.Conv2d(64, 128, 2, 2), ConvNeXtBlock(128), ConvNeXtBlock(128)]
     head = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10)]
     return classified_images(nn.Sequential(nn.Conv2d(3, 64, 4, 4), *blocks, *head), rows, 64)
@@ -222,20 +242,23 @@ class UNet(nn.Module):
 
     @staticmethod
     def pair(inputs: int, outputs: int) -> nn.Module:
+        """Returns two convolutions."""
         relu = nn.ReLU(inplace=True)
         return nn.Sequential(convolution(inputs, outputs, 3), relu, convolution(outputs, outputs, 3), relu)
 
     def forward(self, image: Tensor) -> Tensor:
+        """Computes the logits of each pixel."""
         kept = []
         for index, pair in enumerate(self.down):
             image = pair(image if index == 0 else F.max_pool2d(image, 2))
             kept.append(image)
-        for rise, pair, beside in zip(self.rise, self.up, kept[-2::-1], strict=True):
-            image = pair(torch.cat([beside, rise(image)], 1))
+        for rise, pair, skipped in zip(self.rise, self.up, kept[-2::-1], strict=True):
+            image = pair(torch.cat([skipped, rise(image)], 1))
         logits: Tensor = self.head(image)
         return logits
 
 
 def unet(rows: int = 8, size: int = 64) -> Problem:
+    """Returns a U-Net with a class per pixel."""
     images, classes = torch.randn(rows, 3, size, size), torch.randint(10, (rows, size, size))
     return Problem(UNet(), nn.CrossEntropyLoss(), images, classes)

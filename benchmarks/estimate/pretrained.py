@@ -17,6 +17,7 @@ class Logits(nn.Module):
         self.model, self.names = model, names
 
     def forward(self, *inputs: Tensor) -> Tensor:
+        """Computes the logits."""
         logits: Tensor = self.model(**dict(zip(self.names, inputs, strict=True))).logits
         return logits
 
@@ -30,10 +31,12 @@ def gpt2(rows: int = 4, length: int = LENGTH, **sizes: Any) -> Problem:
 
 
 def small_gpt2(rows: int = 4) -> Problem:
+    """Returns a GPT-2 with the sizes of the other models."""
     return gpt2(rows, n_layer=4, n_embd=WIDTH, n_head=4, vocab_size=WORDS, n_positions=LENGTH)
 
 
 def bert(rows: int = 16) -> Problem:
+    """Returns a BERT that classifies rows of words."""
     from transformers import BertConfig, BertForSequenceClassification
 
     model = BertForSequenceClassification(BertConfig(**SIZES, intermediate_size=512, vocab_size=WORDS))
@@ -41,6 +44,7 @@ def bert(rows: int = 16) -> Problem:
 
 
 def vit(rows: int = 32) -> Problem:
+    """Returns a ViT that classifies images."""
     from transformers import ViTConfig, ViTForImageClassification
 
     model = ViTForImageClassification(ViTConfig(**SIZES, intermediate_size=512, image_size=64, patch_size=8))
@@ -49,6 +53,7 @@ def vit(rows: int = 32) -> Problem:
 
 
 def llama(rows: int = 4) -> Problem:
+    """Returns a Llama with grouped-query attention."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**SIZES, num_key_value_heads=2, intermediate_size=344, vocab_size=WORDS, use_cache=False)
@@ -56,6 +61,7 @@ def llama(rows: int = 4) -> Problem:
 
 
 def t5(rows: int = 4) -> Problem:
+    """Returns a T5 with an encoder and a decoder."""
     from transformers import T5Config, T5ForConditionalGeneration
 
     sizes: dict[str, Any] = {"d_model": WIDTH, "d_ff": 512, "d_kv": 32, "num_heads": 4, "num_layers": 3, "vocab_size": WORDS}
@@ -64,6 +70,7 @@ def t5(rows: int = 4) -> Problem:
 
 
 def whisper(rows: int = 4) -> Problem:
+    """Returns a Whisper with random spectra."""
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
     layers: dict[str, Any] = {
@@ -78,6 +85,7 @@ def whisper(rows: int = 4) -> Problem:
 
 
 def version() -> str:
+    """Returns the version of transformers."""
     import transformers
 
     return transformers.__version__

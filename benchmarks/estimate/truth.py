@@ -42,6 +42,7 @@ Prepare = Callable[[nn.Module], tuple[nn.Module, torch.optim.Optimizer]]
 
 
 def plain(module: nn.Module) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """Returns the module as it is, with AdamW."""
     return module, torch.optim.AdamW(module.parameters())
 
 
@@ -53,24 +54,24 @@ def allocator_peak(problem: Problem, precision: str = "fp32", checkpoint: bool =
     """
     profile = AllocatorProfile()
     with profile.recorded():
-        mine = copied(problem, checkpoint)
-        module, optimizer = prepare(mine.module)
-        run_step(module, mine, optimizer, precision)
+        problem = copied(problem, checkpoint)
+        module, optimizer = prepare(problem.module)
+        run_step(module, problem, optimizer, precision)
         gc.collect()
     profile.reset_peak()
     with profile.recorded():
-        run_step(module, mine, optimizer, precision)
+        run_step(module, problem, optimizer, precision)
     return profile.peak
 
 
 class LiveBytes(TorchDispatchMode):
-    """A count of the storages of ``held`` and of all tensors that operators return while it is active."""
+    """A count of the bytes of ``tensors``, and of all tensors that operators return while it is active."""
 
-    def __init__(self, held: list[Tensor]) -> None:
+    def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
         self.now = self.peak = 0
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
-        for tensor in held:
+        for tensor in tensors:
             self._see(tensor)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -116,9 +117,10 @@ class LiveBytes(TorchDispatchMode):
 
 
 def local(tensor: Tensor) -> Tensor:
+    """Returns the local part of a ``DTensor``, and other tensors as they are."""
     part: Any = tensor
-    mine: Tensor = part.to_local() if hasattr(part, "to_local") else tensor
-    return mine
+    shard: Tensor = part.to_local() if hasattr(part, "to_local") else tensor
+    return shard
 
 
 def live_peak(problem: Problem, precision: str = "fp32", prepare: Prepare = plain) -> int:
@@ -126,8 +128,8 @@ def live_peak(problem: Problem, precision: str = "fp32", prepare: Prepare = plai
     problem = copied(problem)
     module, optimizer = prepare(problem.module)
     inputs = problem.inputs if isinstance(problem.inputs, tuple) else (problem.inputs,)
-    held = [*module.parameters(), *module.buffers(), *inputs, problem.targets]
-    with LiveBytes(held) as count:
+    tensors = [*module.parameters(), *module.buffers(), *inputs, problem.targets]
+    with LiveBytes(tensors) as count:
         run_step(module, problem, optimizer, precision)
         gc.collect()
         count.peak = count.now

@@ -1,4 +1,4 @@
-"""How far is the gradient of one update from that of the one big batch, when each framework is used as its documentation says?
+"""Errors of the gradient of one update, compared with the one big batch, for frameworks used as their documentation says.
 
 One update of a small GPT-2 (random weights, float64, no dropout) on ragged text: 2 ranks x 4 micro-batches of 2 rows, whose
 numbers of target words differ. Run without arguments, it measures every framework and writes the README beside it.
@@ -26,6 +26,7 @@ RANKS, MICRO_BATCHES, ROWS, LENGTH, WORDS = 2, 4, 2, 24, 97
 
 
 def build(loss_type: str | None = None) -> GPT2LMHeadModel:
+    """Returns a small GPT-2 in float64, equal at each call."""
     torch.manual_seed(0)
     sizes = {"vocab_size": WORDS, "n_positions": LENGTH, "n_embd": 32, "n_layer": 2, "n_head": 2}
     rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -46,6 +47,7 @@ def causal_loss(logits: Tensor, labels: Tensor, vocab_size: int, num_items_in_ba
 
 
 def make_rows() -> tuple[Tensor, Tensor]:
+    """Returns tokens and labels of all rows."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(1, WORDS, (RANKS * MICRO_BATCHES * ROWS, LENGTH), generator=generator)
     lengths = torch.randint(2, LENGTH + 1, (len(tokens), 1), generator=generator)  # the rest of a row is padding
@@ -53,10 +55,11 @@ def make_rows() -> tuple[Tensor, Tensor]:
     return tokens, labels
 
 
-def my_micro_batches(rank: int) -> list[tuple[Tensor, Tensor]]:
+def rank_micro_batches(rank: int) -> list[tuple[Tensor, Tensor]]:
+    """Returns the micro-batches of one rank."""
     tokens, labels = make_rows()
-    mine = slice(rank * MICRO_BATCHES * ROWS, (rank + 1) * MICRO_BATCHES * ROWS)
-    return list(zip(tokens[mine].split(ROWS), labels[mine].split(ROWS), strict=True))
+    rows = slice(rank * MICRO_BATCHES * ROWS, (rank + 1) * MICRO_BATCHES * ROWS)
+    return list(zip(tokens[rows].split(ROWS), labels[rows].split(ROWS), strict=True))
 
 
 def run_plain() -> nn.Module:
@@ -70,41 +73,41 @@ def run_ddp() -> nn.Module:
     """The mean loss of each micro-batch over the number of micro-batches, no_sync until the last."""
     dist.init_process_group("gloo")
     model = nn.parallel.DistributedDataParallel(build())
-    for index, (tokens, labels) in enumerate(my_micro_batches(dist.get_rank())):
+    for index, (tokens, labels) in enumerate(rank_micro_batches(dist.get_rank())):
         with contextlib.nullcontext() if index == MICRO_BATCHES - 1 else model.no_sync():
             (model(input_ids=tokens, labels=labels).loss / MICRO_BATCHES).backward()
     return model.module
 
 
 def run_accelerate() -> nn.Module:
-    """gradient_accumulation_steps, accumulate() and backward(), as in its guide."""
+    """The loop of its guide, with gradient_accumulation_steps, accumulate() and backward()."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=MICRO_BATCHES)
     model = accelerator.prepare_model(build())
-    for tokens, labels in my_micro_batches(accelerator.process_index):
+    for tokens, labels in rank_micro_batches(accelerator.process_index):
         with accelerator.accumulate(model):
             accelerator.backward(model(input_ids=tokens, labels=labels).loss)
     return accelerator.unwrap_model(model)
 
 
 def run_fabric() -> nn.Module:
-    """no_backward_sync() while accumulating, as in its guide (and the division that its sample leaves out)."""
+    """The loop of its guide, with no_backward_sync() while accumulating, and the division that its sample leaves out."""
     from lightning.fabric import Fabric
     from lightning.fabric.strategies import DDPStrategy
 
     fabric = Fabric(accelerator="cpu", devices=RANKS, strategy=DDPStrategy(process_group_backend="gloo"), precision="64-true")
     fabric.launch()
     model = fabric.setup_module(build())
-    for index, (tokens, labels) in enumerate(my_micro_batches(fabric.global_rank)):
+    for index, (tokens, labels) in enumerate(rank_micro_batches(fabric.global_rank)):
         with fabric.no_backward_sync(model, enabled=index < MICRO_BATCHES - 1):
             fabric.backward(model(input_ids=tokens, labels=labels).loss / MICRO_BATCHES)
     return model.module
 
 
 def run_trainer() -> nn.Module:
-    """The window is fetched ahead, and the model divides by num_items_in_batch of all ranks. It takes
-    GPT2LMHeadModel, whose name does not end in ForCausalLM, for a model that predicts the first label of each row too."""
+    """The default loop: a window is fetched ahead, and the model divides by num_items_in_batch of all ranks. This number includes
+    the first label of each row, which is not predicted, because the name of GPT2LMHeadModel does not end in ForCausalLM."""
     return train_with_trainer(None)
 
 
@@ -114,6 +117,7 @@ def run_told_trainer() -> nn.Module:
 
 
 def train_with_trainer(loss_type: str | None) -> nn.Module:
+    """Runs one update of the Trainer. Returns a model with its gradients."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     tokens, labels = make_rows()
@@ -143,7 +147,7 @@ def train_with_trainer(loss_type: str | None) -> nn.Module:
 
 
 def run_ours() -> nn.Module:
-    """parallelize(), step.add() for each micro-batch, step.apply(); nothing is fetched ahead."""
+    """A loop of parallelize(), step.add() for each micro-batch and step.apply(). Nothing is fetched ahead."""
     from balanced_parallel import TrainStep, parallelize
 
     def counted(output: object, labels: Tensor) -> Tensor:
@@ -152,7 +156,7 @@ def run_ours() -> nn.Module:
     module = build()
     model, criterion = parallelize(module, lambda output, labels: output.loss, weight=counted)
     step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0))
-    for tokens, labels in my_micro_batches(dist.get_rank()):
+    for tokens, labels in rank_micro_batches(dist.get_rank()):
         step.add({"input_ids": tokens, "labels": labels}, labels)
     step.apply()
     return module
@@ -169,7 +173,7 @@ FRAMEWORKS: dict[str, tuple[str, Callable[[], nn.Module]]] = {
 
 
 def measure(name: str, folder: Path) -> dict[str, Tensor]:
-    """The gradients of one framework, on two ranks of their own."""
+    """Returns the gradients of one framework, run on two new ranks."""
     target = folder / "gradients.pt"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
     subprocess.run([*launcher, str(HERE / "main.py"), "--only", name, "--save", str(target)], check=True, timeout=600)
@@ -178,17 +182,19 @@ def measure(name: str, folder: Path) -> dict[str, Tensor]:
 
 
 def save_gradients(model: nn.Module, target: Path) -> None:
+    """Saves the gradients of rank 0."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         torch.save({name: parameter.grad for name, parameter in model.named_parameters()}, target)
 
 
 def relative_error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The norm of the difference over the norm of the plain gradient, all parameters together."""
+    """Returns the norm of the difference over the norm of the plain gradient, over all parameters."""
     difference = torch.stack([(found[name] - expected[name]).norm() for name in expected]).norm()
     return float(difference / torch.stack([gradient.norm() for gradient in expected.values()]).norm())
 
 
 def report(errors: dict[str, float]) -> str:
+    """Returns the text of the README."""
     labels = make_rows()[1]
     counts = (labels[:, 1:] != -100).sum(1).view(RANKS, MICRO_BATCHES, ROWS).sum(2).tolist()
     rows = [
@@ -226,8 +232,9 @@ def report(errors: dict[str, float]) -> str:
 
 
 def main() -> None:
+    """Measures every framework, or runs the one of ``--only``."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", choices=FRAMEWORKS, help="run one framework on this rank (the launcher's business)")
+    parser.add_argument("--only", choices=FRAMEWORKS, help="run one framework on this rank (for the launcher)")
     parser.add_argument("--save", type=Path, help="where its gradients go")
     flags = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,7 +1,7 @@
-"""What does running several replicas cost the host, beside the same slices run plainly one after the other?
+"""Time of the host for several replicas, compared with the same slices in a plain loop
 
-A transformer of 241 modules with tiny tensors, so that Python is all there is to see: four slices of a batch, on ``["cpu"] * 4``,
-no simulation, one thread. Both sides take turns in one process. Run without arguments, it measures and writes the README
+A transformer of 241 modules with tiny tensors, so most of the time is that of Python: four slices of a batch, on ``["cpu"] * 4``,
+without simulation, in one thread. Both sides take turns in one process. Run without arguments, it measures and writes the README
 beside it.
 """
 
@@ -29,19 +29,21 @@ SLICES, ROUNDS, COPIES = 4, 40, 6
 
 
 def build() -> tuple[nn.Module, Tensor, Tensor]:
+    """Returns a network of many small modules, with inputs and targets."""
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True) for _ in range(24)])
     return net, torch.randn(2 * SLICES, 4, 16), torch.randn(2 * SLICES, 4, 16)
 
 
 def timed(function: Callable[[], Any]) -> float:
+    """Returns the seconds of one call."""
     started = time.perf_counter()
     function()
     return time.perf_counter() - started
 
 
 def median_ratio(one: Callable[[], Any], other: Callable[[], Any], rounds: int = ROUNDS) -> float:
-    """The median of ``one``'s time over ``other``'s, measured in turn, each going first in every second round."""
+    """Returns the median of the time of ``one`` over that of ``other``. Each goes first in half of the rounds."""
     for function in (one, other) * 2:
         function()
     ratios = []
@@ -54,7 +56,7 @@ def median_ratio(one: Callable[[], Any], other: Callable[[], Any], rounds: int =
 
 
 def make_steps() -> dict[str, Callable[[], Any]]:
-    """One whole step each: forward, loss, backward, update."""
+    """Returns functions that run one step each: forward, loss, backward, update."""
     net, inputs, targets = build()
     model, criterion, plain_criterion = (
         DataParallelModel(net, ["cpu"] * SLICES),
@@ -91,7 +93,7 @@ def make_steps() -> dict[str, Callable[[], Any]]:
 
 
 def replication_times() -> dict[str, float]:
-    """Milliseconds: our check whether anything changed, our handing out, and torch's replicate() without its copies."""
+    """Returns milliseconds of the check for changes, of the making of replicas, and of torch's replicate() without copies."""
     net, inputs, _ = build()
     model = DataParallelModel(net, ["cpu"] * SLICES)
     model(inputs)
@@ -126,12 +128,13 @@ class Model(nn.Module):
         self.net = nn.Sequential(*blocks, nn.Linear(width, 100))
 
     def forward(self, inputs: Tensor) -> Tensor:
+        """Computes the logits."""
         logits: Tensor = self.net(inputs)
         return logits.transpose(1, 2)
 
 
 class Case(NamedTuple):
-    """A model, and how long to look at it."""
+    """A model, and the numbers of copies and rounds to measure."""
 
     width: int
     layers: int
@@ -146,14 +149,16 @@ CASES = {
 
 
 def ours_on_a_rank(case: Case, inputs: Tensor, targets: Tensor) -> Callable[[], Any]:
+    """Returns a step of this library."""
     model, criterion = parallelize(Model(case.width, case.layers), nn.CrossEntropyLoss(), ["cpu"])
     step = TrainStep(model, criterion, torch.optim.AdamW(model.parameters()), micro_batch_size=4)
     return lambda: step(inputs, targets)
 
 
 def by_hand_on_a_rank(case: Case, inputs: Tensor, targets: Tensor) -> Callable[[], Any]:
-    """A loop of DistributedDataParallel with no_sync, as one writes it."""
-    model, loss = nn.parallel.DistributedDataParallel(Model(case.width, case.layers)), nn.CrossEntropyLoss()
+    """Returns a step of a hand-written loop of DistributedDataParallel, with the options that parallelize sets."""
+    options = {"gradient_as_bucket_view": True, "find_unused_parameters": True}
+    model, loss = nn.parallel.DistributedDataParallel(Model(case.width, case.layers), **options), nn.CrossEntropyLoss()
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step() -> None:
@@ -167,11 +172,11 @@ def by_hand_on_a_rank(case: Case, inputs: Tensor, targets: Tensor) -> Callable[[
 
 
 def measure_rank(case: Case) -> tuple[float, float]:
-    """On each rank, several copies of both programs take turns in an order that is drawn anew in each round.
+    """Measures several copies of both programs, which run in a new random order in each round.
 
     Returns:
-        The time of ours over that of the loop by hand, means over the copies of their medians; and the slowest copy of that
-        loop over the fastest, which is what one and the same program differs by from where its memory happens to lie.
+        The time of ours over that of the loop by hand, as means of the copies' medians; and the time of the slowest copy of that
+        loop over the fastest. Equal programs differ by this factor, because of the addresses of their memory.
     """
     inputs, targets = torch.randn(16, 32, case.width), torch.randint(100, (16, 32))
     programs = [make(case, inputs, targets) for _ in range(case.copies) for make in (ours_on_a_rank, by_hand_on_a_rank)]
@@ -186,6 +191,7 @@ def measure_rank(case: Case) -> tuple[float, float]:
 
 
 def ratios_under_torchrun(ranks: int, case: str) -> list[str]:
+    """Returns the results of :func:`measure_rank` on rank 0, as text."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
         [*launcher, str(HERE / "main.py"), "--rank", case], capture_output=True, text=True, check=True, timeout=600
@@ -194,6 +200,7 @@ def ratios_under_torchrun(ranks: int, case: str) -> list[str]:
 
 
 def main() -> None:
+    """Measures everything and writes the README."""
     torch.set_num_threads(1)
     if "--rank" in sys.argv:
         ratio, spread = measure_rank(CASES[sys.argv[-1]])
@@ -230,11 +237,11 @@ which starts the autograd engine once instead of four times. A plain step takes 
 
 ## Under torchrun
 
-`TrainStep` beside a hand-written loop of `DistributedDataParallel` with `no_sync`, four micro-batches each, on gloo. It counts
-what each micro-batch weighs and returns the exact loss of all ranks, which the loop by hand does not. The small model has 0.8 MiB
-of gradients, which are one bucket; the large one 32 MiB, most of which are reduced beside the backward. {COPIES} copies of both
-programs ({COPIES // 2} of the large one) take turns, because copies of one and the same program differ by what the last column
-says.
+`TrainStep` compared with a hand-written loop of `DistributedDataParallel` with `no_sync`, four micro-batches each, on gloo.
+It computes the weight of each micro-batch and returns the exact loss of all ranks, which the loop by hand does not. The small
+model has 0.8 MiB of gradients in one bucket. The large one has 32 MiB, most of which are reduced during the backward. {COPIES}
+copies of both programs ({COPIES // 2} of the large one) take turns. The last column shows how much copies of the same program
+differ.
 
 {ranked}
 

@@ -1,4 +1,4 @@
-"""What does simulating GPUs cost, beside the same replicas on the plain CPU?
+"""Time of simulated GPUs, compared with the same replicas on the plain CPU
 
 The text task of scripts/train.py: one TrainStep over 24 rows in N replicas, on ``["cpu"] * N`` and on N simulated devices,
 the two taking turns in one process. Run without arguments, it measures and writes the README beside it.
@@ -26,7 +26,7 @@ ROWS, ROUNDS = 24, 7
 
 
 def seconds(module: nn.Module, devices: list[str], batch: tuple[Tensor, Tensor]) -> float:
-    """The median of three steps, after one that is not counted."""
+    """Returns the median of three steps, after one that is not counted."""
     module = copy.deepcopy(module)
     model, criterion = parallelize(module, nn.CrossEntropyLoss(), devices)
     step = TrainStep(model, criterion, torch.optim.AdamW(module.parameters()))
@@ -40,7 +40,7 @@ def seconds(module: nn.Module, devices: list[str], batch: tuple[Tensor, Tensor])
 
 
 def ratios(replicas: int, rounds: int = ROUNDS) -> list[float]:
-    """Time on simulated devices over time on the CPU, of each round."""
+    """Returns the time on simulated devices over the time on the CPU, for each round."""
     task = text_task(None, None)
     batch = task.train.__getitems__(list(range(ROWS)))
     found = []
@@ -52,6 +52,7 @@ def ratios(replicas: int, rounds: int = ROUNDS) -> list[float]:
 
 
 def main() -> None:
+    """Measures the ratios and writes the README."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.parse_args()
     rows = []

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from balanced_parallel import gather, scatter
-from balanced_parallel.batch.scattering import proportional_sizes, split_sizes
+from balanced_parallel.batch.splits import proportional_sizes, split_sizes
 
 CPUS = ["cpu"] * 4
 

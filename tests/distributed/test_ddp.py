@@ -8,6 +8,7 @@ from helpers.ranks import run_ranks
 from torch import nn
 
 from balanced_parallel import TrainStep, parallelize
+from balanced_parallel.runtime import collectives
 
 
 def check_compiled(rank):
@@ -58,16 +59,53 @@ def test_gradients_exist_once_while_micro_batches_accumulate():
     assert max(run_ranks(2, check_memory)) < 0.3
 
 
+def check_order(rank):
+    events, start = [], collectives.start_sum_over_ranks
+
+    def noted(tensor):
+        events.append("start")
+        wait = start(tensor)
+        return lambda: (events.append("wait"), wait())[1]
+
+    collectives.start_sum_over_ranks = noted
+    try:
+        net = build_net()
+        net[2].weight.register_hook(lambda gradient: events.append("backward"))
+        model, criterion = parallelize(net, nn.CrossEntropyLoss())
+        step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2)
+        step(torch.randn(4, 4), class_targets(4))
+    finally:
+        collectives.start_sum_over_ranks = start
+    return events
+
+
+def test_loss_and_weight_travel_while_the_last_backward_runs():
+    assert run_ranks(2, check_order) == [["backward", "start", "backward", "wait"]] * 2
+
+
+class Changing(nn.Module):
+    """Uses its second layer for a while."""
+
+    uses_second = True
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 6)
+
+    def forward(self, inputs):
+        hidden = self.first(inputs)
+        return self.second(hidden) if self.uses_second else hidden
+
+
 def check_unused(rank):
-    net = build_net()
-    net.never = nn.Linear(2, 2)
-    net.forward = lambda inputs: net[1](net[0](inputs))
+    net = Changing()
     model, criterion = parallelize(net, nn.MSELoss())
     step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=1)
-    for _ in range(3):
+    for number in range(4):
+        net.uses_second = number == 1 or (number == 2 and rank == 0)
         step(torch.randn(3, 4), torch.randn(3, 6))
-        assert net.never.weight.grad is None
-        assert net[0].weight.grad is not None
+        assert net.first.weight.grad.any()
+        assert (net.second.weight.grad is not None) == (number in (1, 2))
     return True
 
 

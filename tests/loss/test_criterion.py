@@ -11,6 +11,8 @@ from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, gather
+from balanced_parallel.loss.criterion_copies import copy_criterion
+from balanced_parallel.replicas.replicas import Replicas
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -268,9 +270,10 @@ def test_invalid_criteria_and_outputs_raise_an_error():
 def test_class_weights_are_copied_to_the_devices_of_the_outputs():
     """Unlike in the plain program, the user need not move nn.CrossEntropyLoss(weight=...) to the device."""
     meta = torch.device("meta")
-    with DataParallelCriterion(functools.partial(F.cross_entropy, weight=torch.rand(5)))._copies([meta]) as (moved,):
+    partial, module = functools.partial(F.cross_entropy, weight=torch.rand(5)), nn.CrossEntropyLoss(weight=torch.rand(5))
+    with copy_criterion(partial, Replicas(), [meta]) as (moved,):
         assert moved.keywords["weight"].device == meta
-    with DataParallelCriterion(nn.CrossEntropyLoss(weight=torch.rand(5)))._copies([meta, meta]) as (first, second):
+    with copy_criterion(module, Replicas(), [meta, meta]) as (first, second):
         assert first.weight.device == second.weight.device == meta
 
 

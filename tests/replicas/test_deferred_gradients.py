@@ -10,7 +10,7 @@ from helpers.problems import CLASSES, assert_same_gradients, build_net, gradient
 from torch import nn
 
 from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, gather, simulate
-from balanced_parallel.replicas.gradient_sums import own_gradient
+from balanced_parallel.runtime.tensors import get_gradient
 
 pytestmark = pytest.mark.usefixtures("double", "buckets")
 
@@ -139,10 +139,10 @@ def test_each_backward_follows_its_own_forward():
             second = gather(model(torch.randn(4, 4)), "cpu").sum()
         third = gather(model(torch.randn(4, 4)), "cpu").sum()
         first.backward()
-        assert all(own_gradient.__get__(parameter) is not None for parameter in net.parameters())
-        before = [own_gradient.__get__(parameter).clone() for parameter in net.parameters()]
+        assert all(get_gradient(parameter) is not None for parameter in net.parameters())
+        before = [get_gradient(parameter).clone() for parameter in net.parameters()]
         second.backward()
-        assert all(own_gradient.__get__(one).equal(then) for one, then in zip(net.parameters(), before, strict=True))
+        assert all(get_gradient(one).equal(then) for one, then in zip(net.parameters(), before, strict=True))
         third.backward()
-        assert not any(own_gradient.__get__(one).equal(then) for one, then in zip(net.parameters(), before, strict=True))
+        assert not any(get_gradient(one).equal(then) for one, then in zip(net.parameters(), before, strict=True))
         assert "grad" not in vars(nn.Parameter)  # nothing is left with the replicas

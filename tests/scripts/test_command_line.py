@@ -414,7 +414,7 @@ def test_the_dimension_of_the_rows_is_kept_in_the_plan(nets, capsys, monkeypatch
         (["--input", "=4"], "'' is not a place in the input"),
         (["--input", "input=four"], "'four' is not the shape of a row"),
         (["--input", "output=4"], "refuses output (8, 4) float32: TypeError"),
-        (["--input", "4", "--dim", "2"], "'4' has 1 sizes beside the rows, expected at least 2 for rows in dimension 2"),
+        (["--input", "4", "--dim", "2"], "'4' has 1 sizes without the rows, expected at least 2 for rows in dimension 2"),
         (["--input", "4", "--dim", "first"], "'first' was given, expected a dimension: 0, 1, ..."),
         (["--input", "4", "--dim", "-1"], "'-1' was given, expected a dimension"),
     ],

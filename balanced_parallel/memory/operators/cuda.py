@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
+from ...runtime.trees import map_tensors
 from .rnn import cudnn_recurrence, refused_recurrence
 
 __all__: list[str] = []
@@ -24,12 +24,11 @@ _FP32 = (  # noqa: SIM905
 _FP32_UNLESS_TOLD = (  # noqa: SIM905
     "prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm sum sum.dim_IntList"
 ).split()
-_KEY = torch._C.DispatchKey.AutocastCPU
 
 
 @contextlib.contextmanager
 def cuda_choices(fuses: bool) -> Iterator[None]:
-    """In this block fake CPU tensors use the operators of CUDA, also for attention and recurrent layers if ``fuses``."""
+    """Gives fake CPU tensors in this block the operators of CUDA, also for attention and recurrent layers if ``fuses``."""
     with _cuda_autocast(), _cuda_operators(fuses), cudnn_recurrence() if fuses else refused_recurrence():
         yield
 
@@ -51,16 +50,19 @@ def _cuda_operators(fuses: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _cuda_autocast() -> Iterator[None]:
+    """Gives autocast of the CPU the lists of CUDA. No public function reads or changes the lists."""
+    registrations = torch._C._dispatch_get_registrations_for_dispatch_key  # as above
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key  # as above
     library = torch.library.Library("aten", "IMPL")
     try:
         for name in (*_FP32, *_FP32_UNLESS_TOLD):
             base, _, overload = name.partition(".")
             packet = getattr(torch.ops.aten, base, None)
             operator = getattr(packet, overload or "default", None)
-            if operator is not None and not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "AutocastCPU"):
+            if operator is not None and not has_kernel(operator.name(), "AutocastCPU"):
                 library.impl(name, _in_float32(operator, unless_told=name in _FP32_UNLESS_TOLD), "AutocastCPU")
-        for name in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCPU"):
-            if name.startswith("aten::") and not torch._C._dispatch_has_kernel_for_dispatch_key(name, "AutocastCUDA"):
+        for name in registrations("AutocastCPU"):
+            if name.startswith("aten::") and not has_kernel(name, "AutocastCUDA"):
                 library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU", allow_override=True)
         yield
     finally:
@@ -68,14 +70,16 @@ def _cuda_autocast() -> Iterator[None]:
 
 
 def _in_float32(operator: Any, unless_told: bool) -> Callable[..., Any]:
-    def widen(leaf: Any) -> Any:
-        return leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in (torch.float16, torch.bfloat16) else leaf
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)  # no public name
+
+    def widen(tensor: Tensor) -> Tensor:
+        return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(_KEY)):
+        with torch._C._ExcludeDispatchKeyGuard(keys):  # torch.autocast(enabled=False) would also change the code of the model
             if unless_told and any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values())):
                 return operator(*args, **kwargs)
-            return operator(*tree_map(widen, args), **tree_map(widen, kwargs))
+            return operator(*map_tensors(widen, args), **map_tensors(widen, kwargs))
 
     return kernel
 

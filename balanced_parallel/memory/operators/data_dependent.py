@@ -38,7 +38,7 @@ def answer(
             )
         value = True if func is _aten.is_nonzero.default or args[0].dtype == torch.bool else _one(args[0])
         return True, type(value)(scalar) if line and scalar is not None else value
-    if func is _aten._pack_padded_sequence.default:
+    if func is _aten._pack_padded_sequence.default:  # no operator has a public name
         raise UnknownMemory(
             f"{func} packs sequences by their lengths, which are values: give memory.estimate the module with padded sequences, "
             "of which packing never needs more"
@@ -115,17 +115,17 @@ _INDEXES = {
     _aten.index.Tensor,
     _aten.index_put.default,
     _aten.index_put_.default,
-    _aten._index_put_impl_.default,
-    _aten._unsafe_index.Tensor,
+    _aten._index_put_impl_.default,  # as above
+    _aten._unsafe_index.Tensor,  # as above
 }
 _CTC_BACKWARD = {_aten._ctc_loss_backward.default, _aten._ctc_loss_backward.Tensor}
 _RULES: dict[Any, Callable[[Any, Any, Any], tuple[bool, Any]]] = {
     _aten.nonzero.default: _nonzero,
     _aten.masked_select.default: _masked_select,
     _aten.index.Tensor: _index,
-    _aten._unique2.default: _unique,
-    _aten._ctc_loss.default: _ctc,
-    _aten._ctc_loss.Tensor: _ctc,
+    _aten._unique2.default: _unique,  # as above
+    _aten._ctc_loss.default: _ctc,  # as above
+    _aten._ctc_loss.Tensor: _ctc,  # as above
     **dict.fromkeys(_CTC_BACKWARD, _ctc_backward),
     _aten.mkldnn_rnn_layer.default: lstm_on_cpu,
     _aten.native_group_norm_backward.default: _group_norm_backward,

@@ -55,14 +55,14 @@ def _with_rows(call: Call, rows: int) -> Call:
 
 @contextlib.contextmanager
 def cudnn_recurrence() -> Iterator[None]:
-    """In this block recurrent layers on fake CPU tensors are one operator, as with cuDNN."""
+    """Makes recurrent layers on fake CPU tensors one operator in this block, as with cuDNN."""
     with _registered(_padded, KEPT):
         yield
 
 
 @contextlib.contextmanager
 def refused_recurrence() -> Iterator[None]:
-    """In this block LSTM and GRU layers are an error: simulated devices run other operators than the CPU."""
+    """Makes LSTM and GRU layers an error in this block. Simulated devices run other operators than the CPU."""
     with _registered(_refuse, ("lstm", "gru")):
         yield
 

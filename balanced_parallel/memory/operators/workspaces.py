@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes  # no public context leaves all modes
 
 from ...runtime.allocator_profile import AllocatorProfile
+from ...runtime.tensors import storage_id
 
 __all__: list[str] = []
 
@@ -121,14 +122,14 @@ def note_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: 
     tensors = _tensors((args, list(kwargs.values())))
     if not tensors:
         return None
-    before = {tensor.untyped_storage()._cdata for tensor in tensors}
+    before = {storage_id(tensor.untyped_storage()) for tensor in tensors}
     return Call(position, str(tensors[0].device), str(func), positional, named, sum(_new_bytes(result, before)))
 
 
 def _new_bytes(result: Any, before: set[int]) -> list[int]:
     """Returns the bytes of each tensor in a result; 0 for storages that existed before."""
     storages = [tensor.untyped_storage() for tensor in _tensors(result)]
-    return [0 if storage._cdata in before else storage.nbytes() for storage in storages]
+    return [0 if storage_id(storage) in before else storage.nbytes() for storage in storages]
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -198,5 +199,5 @@ def _measured(operator: str, args: tuple[Any, ...], kwargs: tuple[Any, ...], thr
     profile = AllocatorProfile()
     with torch.set_grad_enabled(learns), profile.recorded():
         result = function(*given, **named)
-    before = {tensor.untyped_storage()._cdata for tensor in _tensors((given, list(named.values())))}
+    before = {storage_id(tensor.untyped_storage()) for tensor in _tensors((given, list(named.values())))}
     return profile.peak, tuple(_new_bytes(result, before))

@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch._subclasses.fake_tensor import FakeTensor  # torch has no public module of fake tensors
+from torch.utils._python_dispatch import TorchDispatchMode  # documented, but in a private module
 from torch.utils.flop_counter import flop_registry
 
+from ...runtime.autograd import current_node
+from ...runtime.tensors import storage_id
+from ...runtime.trees import leaves
 from ..operators.data_dependent import answer, selected
 from ..operators.workspaces import Call, note_call
 
@@ -79,7 +81,7 @@ class Count(TorchDispatchMode):
         self.operators.append(str(func))
         if (formula := flop_registry.get(func._overloadpacket)) is not None:
             self.flops += int(formula(*args, **(kwargs or {}), out_val=result))
-        for leaf in [result] if isinstance(result, Tensor) else tree_leaves(result):
+        for leaf in [result] if isinstance(result, Tensor) else leaves(result):
             if isinstance(leaf, Tensor):
                 self.see(leaf, "communication buckets" if func.namespace in _COMMUNICATES else "temporaries", str(func))
         if self.notes and (call := note_call(func, args, kwargs or {}, result, len(self.events))) is not None:
@@ -93,9 +95,9 @@ class Count(TorchDispatchMode):
 
         def resize(storage: Any, size: int, original: Any = self._resize) -> Any:
             result = original(storage, size)  # FSDP frees and allocates this way
-            if (known := self._live.get(storage._cdata)) is not None:
+            if (known := self._live.get(storage_id(storage))) is not None:
                 block = self.blocks[known[1] - 1]
-                self._release(storage._cdata)
+                self._release(storage_id(storage))
                 self._allocate(storage, dataclasses.replace(block, size=storage.nbytes(), kind="communication buckets"))
             return result
 
@@ -110,7 +112,7 @@ class Count(TorchDispatchMode):
     def see(self, tensor: Tensor, kind: str, operator: str = "") -> None:
         """Records the storage of a tensor once. A known storage only changes its kind, unless ``kind`` is ``"temporaries"``."""
         for storage in _storages(tensor):
-            known = self._live.get(storage._cdata)
+            known = self._live.get(storage_id(storage))
             if known is None:
                 module, line = _where(self.names)
                 self._allocate(storage, Block(str(tensor.device), storage.nbytes(), kind, operator, module, line))
@@ -126,7 +128,7 @@ class Count(TorchDispatchMode):
     def move(self, tensor: Tensor, device: torch.device) -> None:
         """Moves a recorded tensor to a device that fake tensors cannot be on."""
         for storage in _storages(tensor):
-            self.blocks[self._live[storage._cdata][1] - 1].device = str(device)
+            self.blocks[self._live[storage_id(storage)][1] - 1].device = str(device)
 
     def turn(self, before: str, after: str) -> None:
         """Relabels every live allocation of kind ``before`` as ``after``."""
@@ -144,7 +146,7 @@ class Count(TorchDispatchMode):
         self.events += [len(self.blocks), -len(self.blocks)]
 
     def _allocate(self, storage: Any, block: Block) -> None:
-        key = storage._cdata
+        key = storage_id(storage)
         self.blocks.append(block)
         self.events.append(len(self.blocks))
         self._live[key] = (weakref.ref(storage, lambda _: self._release(key)), len(self.blocks))
@@ -158,14 +160,15 @@ def _storages(tensor: Tensor) -> list[Any]:
     if hasattr(tensor, "to_local"):
         return _storages(tensor._local_tensor)  # type: ignore[attr-defined]
     if tensor.layout == torch.sparse_coo:
-        return [*_storages(tensor._indices()), *_storages(tensor._values())]
+        parts = tensor._indices(), tensor._values()  # indices() and values() refuse tensors that are not coalesced
+        return [storage for part in parts for storage in _storages(part)]
     return [tensor.untyped_storage()]
 
 
 def _where(names: dict[int, str]) -> tuple[str, str]:
     """Returns the innermost running module and the innermost line of other code than torch's and ours; the node in a backward."""
     module, line = "", ""
-    node = torch._C._current_autograd_node()
+    node = current_node()
     if node is not None:
         return "", f"backward: {node.name()}"
     frame: Any = sys._getframe(2)

@@ -16,7 +16,7 @@ class DDPBuckets:
     micro-batches add to the bucket itself, so gradients exist once (``DDPSync``).
 
     Args:
-        parameters: those that require a gradient.
+        parameters: parameters that require a gradient.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -36,7 +36,7 @@ class DDPBuckets:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """In this block gradients accumulate in the buckets, and nothing is reduced."""
+        """Makes gradients in this block accumulate in the buckets. Nothing is reduced."""
         for parameter, view in self._views.items():
             if parameter.grad is None:
                 parameter.grad = view.zero_()

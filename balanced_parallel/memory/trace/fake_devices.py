@@ -16,6 +16,6 @@ def fake_devices(count: int) -> list[torch.device]:
     return [HOME, *(torch.device("cpu", index) for index in range(1, count))]
 
 
-def host_beside(count: int) -> torch.device:
-    """Returns the device that stands for the host beside ``count`` fake devices."""
+def host_of(count: int) -> torch.device:
+    """Returns the fake device that represents the host of ``count`` fake devices."""
     return torch.device("cpu", count)

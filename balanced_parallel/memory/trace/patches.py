@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_leaves
+from torch._subclasses.fake_tensor import FakeTensor  # torch has no public module of fake tensors
 
+from ...runtime.trees import leaves
 from .allocations import Count
 
 __all__: list[str] = []
@@ -80,13 +80,13 @@ def devices_that_mix() -> Iterator[None]:
 
     Under a fake mode ``torch.tensor(data, device="cpu:1")`` is on ``cpu``, and no public hook decides about devices.
     """
-    find: Any = FakeTensor._find_common_device
+    find: Any = FakeTensor._find_common_device  # the hook that is missing
 
     def find_common_device(func: Any, args: Any) -> Any:
         try:
             return find(func, args)
         except RuntimeError:  # two devices; a FakeTensorDeviceMismatchError from torch 2.13 on
-            devices = {leaf.fake_device for leaf in tree_leaves(args) if isinstance(leaf, FakeTensor)}
+            devices = {leaf.fake_device for leaf in leaves(args) if isinstance(leaf, FakeTensor)}
             indexed = [device for device in devices if device.index is not None]
             if len(indexed) != 1 or any(device.type != "cpu" for device in devices):
                 raise

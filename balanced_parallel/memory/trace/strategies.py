@@ -13,8 +13,8 @@ from ...batch.row_marks import Arguments
 from ...batch.rows import move_leaves
 from ...loss.partial_sums import Shard
 from ...optim.balanced import BalancedOptimizer
-from ...replicas.gradient_sums import own_gradient
 from ...runtime.precision import Precision
+from ...runtime.tensors import get_gradient
 from ...savings.activation_checkpointing import find_blocks
 from .ddp_buckets import DDPBuckets, largest_partition
 from .fake_devices import HOME, fake_devices
@@ -86,7 +86,7 @@ class Layout(abc.ABC):
         """Yields every gradient that exists."""
         updated = [parameter for group in self._inner.param_groups for parameter in group["params"]]
         # the plain attribute of torch: reading parameter.grad would sum the gradients of the replicas
-        yield from (own_gradient.__get__(parameter) for parameter in (*self.parameters, *updated) if parameter.is_leaf)
+        yield from (get_gradient(parameter) for parameter in (*self.parameters, *updated) if parameter.is_leaf)
 
     def parameter_copies(self) -> Iterator[Tensor]:
         """Yields the copies of the parameters on other devices."""
@@ -215,8 +215,8 @@ class FSDP(SingleDevice):
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
-        from torch.testing._internal.distributed.fake_pg import FakeStore
-        from torch.utils._python_dispatch import _disable_current_modes
+        from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the fake backend, in private code only
+        from torch.utils._python_dispatch import _disable_current_modes  # no public context leaves all modes
 
         if dist.is_initialized():
             raise RuntimeError(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import (
+from torch._subclasses.fake_tensor import (  # torch has no public module of fake tensors
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
@@ -27,7 +27,7 @@ from ..operators.workspaces import Call
 from ..request import Request
 from .allocations import Block, Count
 from .child_process import start_in_child
-from .fake_devices import HOME, host_beside
+from .fake_devices import HOME, host_of
 from .fake_tensors import fake_batch, fake_copy, names_of
 from .patches import counting_random_states, devices_that_mix, rows_of_one_sequence, undisturbed
 from .strategies import Layout
@@ -92,7 +92,7 @@ def _trace(request: Request, rows: int) -> Trace:
     criterion = fake_copy(request.criterion, mode, HOME)
     checkpoint_blocks(module, request.blocks)
     whole = rows * (request.micro_batches // request.batches)
-    place = host_beside(request.devices) if request.layout.batch_on_host else HOME
+    place = host_of(request.devices) if request.layout.batch_on_host else HOME
     batch = fake_batch((request.inputs, request.targets), whole, request.rows, mode, place, request.dim)
     count = Count(names_of({"": module, "criterion": criterion}), request.scalar, notes=request.kind.scratch)
     choices = cuda_choices(request.kind.fuses) if request.kind.like_cuda else contextlib.nullcontext()
@@ -120,7 +120,7 @@ def _run(request: Request, count: Count, module: Any, criterion: Any, batch: Mic
                 gc.collect()
                 count.mark(name)
                 count.flops = 0
-                _update(layout, count, update, host_beside(request.devices) if request.kind.like_cuda else None)
+                _update(layout, count, update, host_of(request.devices) if request.kind.like_cuda else None)
         finally:
             layout.close()
 

@@ -1,0 +1,52 @@
+"""Divisors of means as numbers, for one mean or for a structure of several means."""
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+__all__: list[str] = []
+
+
+def check_weight(weight: Any) -> float:
+    """Returns ``weight`` as a number. This waits for the device that it is on.
+
+    Raises:
+        TypeError: it is neither a number nor a tensor.
+        ValueError: it is negative, not finite, or has several elements.
+    """
+    if isinstance(weight, Tensor):
+        if weight.numel() != 1:
+            raise ValueError(f"a weight has shape {tuple(weight.shape)}, expected a scalar: the divisor of the mean")
+    elif isinstance(weight, bool) or not isinstance(weight, numbers.Real):
+        raise TypeError(f"a weight is an object of type {type(weight).__name__}, expected a number or a tensor with one element")
+    value = float(weight)
+    if not 0 <= value < math.inf:
+        raise ValueError(f"a weight is {value}, expected the divisor of the mean: finite, and not negative")
+    return value
+
+
+def read_weights(weights: Any) -> Any:
+    """Returns a weight as a number, and weights in a sequence, mapping or dataclass as a list or dict of numbers."""
+    if dataclasses.is_dataclass(weights) and not isinstance(weights, type):
+        weights = {field.name: getattr(weights, field.name) for field in dataclasses.fields(weights)}
+    return map_weights(check_weight, weights)
+
+
+def map_weights(function: Callable[[Any], Any], weights: Any) -> Any:
+    """Applies ``function`` to each weight. Sequences become lists, and mappings dicts."""
+    if isinstance(weights, Mapping):
+        return {name: map_weights(function, weight) for name, weight in weights.items()}
+    if isinstance(weights, (list, tuple)):
+        return [map_weights(function, weight) for weight in weights]
+    return function(weights)
+
+
+def flat_weights(weights: Any) -> list[float]:
+    """Returns the numbers in the result of :func:`read_weights` as one list."""
+    found: list[float] = []
+    map_weights(found.append, weights)
+    return found

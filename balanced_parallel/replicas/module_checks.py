@@ -1,0 +1,63 @@
+"""Errors for modules and methods that cannot run as replicas."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..runtime.modules import is_compiled
+
+__all__: list[str] = []
+
+
+def check_module(module: Any) -> None:
+    """Checks that ``module`` can be wrapped.
+
+    Raises:
+        TypeError: it is a class, or not a module, or is wrapped already.
+    """
+    name = getattr(module, "__name__", type(module).__name__)
+    if isinstance(module, type):
+        raise TypeError(f"the module is the class {name}, expected an instance: write {name}(...)")
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"the module is an object of type {name}, expected a torch.nn.Module")
+    if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
+        raise TypeError(f"the module is wrapped in {name} already, expected a plain one: pass its .module")
+
+
+def check_method(module: nn.Module, name: str) -> None:
+    """Checks that ``module`` has a method ``name``.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if not callable(getattr(module, name, None)):
+        raise ValueError(f"{type(module).__name__} has no method {name!r} to call")
+
+
+def refuse_compiled(module: nn.Module) -> None:
+    """Checks that a module is neither a ``ScriptModule`` nor compiled.
+
+    Compiled code belongs to one module on one device, and torch's compiler does not run in several threads at once.
+
+    Raises:
+        TypeError: the module cannot be replicated.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        raise TypeError(f"{type(module).__name__} cannot be replicated: pass the module that it was made from")
+    if is_compiled(module):
+        raise TypeError(
+            f"{type(module).__name__} is compiled, which binds it to one replica: pass the module without torch.compile, or "
+            "use one process per device (torchrun)"
+        )
+
+
+def refuse_lazy(module: nn.Module) -> None:
+    """Checks that every parameter and buffer has a shape.
+
+    Raises:
+        ValueError: a layer is lazy and has not run yet.
+    """
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if nn.parameter.is_lazy(tensor):
+            raise ValueError(f"{name} is not initialised yet: run the module once on a few rows before it is wrapped")
