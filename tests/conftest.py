@@ -6,6 +6,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.ranks import kill_pools
 from hypothesis import settings
 
 from balanced_parallel.batch import provenance
@@ -52,7 +53,8 @@ def buckets(request, monkeypatch):
 
 
 def pytest_sessionfinish(session, exitstatus):
-    """A run in which nothing passed is a failure, whatever pytest says of skips."""
+    """Ends the shared ranks. A run in which nothing passed is a failure, whatever pytest says of skips."""
+    kill_pools()
     if hasattr(session.config, "workerinput") or session.config.option.collectonly:
         return
     reporter = session.config.pluginmanager.get_plugin("terminalreporter")

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 from helpers.problems import BODIES, LOSSES, OnTop, assert_same_gradients, gradients, make_targets, plain_program, zero_gradients
-from helpers.ranks import Ranks
+from helpers.ranks import run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -122,29 +122,14 @@ def without_zeros(found):
     return [torch.zeros(()) if gradient is None or not gradient.any() else gradient for gradient in found]
 
 
-@pytest.fixture(scope="module")
-def all_ranks():
-    """Processes for two and for three ranks, started once and fed many cases."""
-    started = {}
-
-    def get(world_size):
-        if world_size not in started:
-            started[world_size] = Ranks(world_size)
-        return started[world_size]
-
-    yield get
-    for ranks in started.values():
-        ranks.__exit__()
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_any_cut_of_any_problem_equals_the_plain_program(ranks, all_ranks):
+def test_any_cut_of_any_problem_equals_the_plain_program(ranks):
     checked = []
 
     @settings(max_examples=300)
     @given(cases(ranks))
     def check(case):
-        counts = [check_case(0, case)] if ranks == 1 else all_ranks(ranks).run(check_case, case)
+        counts = [check_case(0, case)] if ranks == 1 else run_ranks(ranks, check_case, case)
         checked.append(min(counts))
 
     check()

@@ -39,7 +39,7 @@ def benchmark():
 def test_the_prediction_is_what_the_allocator_sees(benchmark, name, precision, checkpoint):
     if "transformers" in name:
         pytest.importorskip("transformers")
-    problem = benchmark.build(name, rows=4)
+    problem = benchmark.build(name, rows=2)
     used, error = benchmark.single_error(problem, precision, checkpoint)
     assert used > sum(parameter.nbytes for parameter in problem.module.parameters()) * 3
     assert abs(error) <= benchmark.LIMITS[benchmark.MODELS[name].group]

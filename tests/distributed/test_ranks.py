@@ -282,7 +282,7 @@ def check_disagreement(rank):
 
 
 def test_a_process_group_that_disagrees_with_the_environment_is_an_error():
-    assert run_ranks(2, check_disagreement) == [True, True]
+    assert run_ranks(2, check_disagreement, fresh=True) == [True, True]
 
 
 def test_without_torchrun_it_is_one_process():

@@ -1,24 +1,51 @@
-"""Runs functions on several ranks, as torchrun would start them, and brings back what each returned."""
+"""Runs functions on several ranks, as torchrun would start them, and returns their results."""
 
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
+import random
 import socket
 import time
 import traceback
+import warnings
+
+_pools = {}
 
 
-def run_ranks(world_size, function, *arguments, timeout=120):
-    """``[function(rank, *arguments) for rank in range(world_size)]``, each in a process of its own, with torchrun's environment.
+def run_ranks(world_size, function, *arguments, timeout=120, fresh=False):
+    """Returns ``[function(rank, *arguments) for rank in range(world_size)]``, each from its own process.
 
-    Raises ``AssertionError`` with the traceback of the first rank that failed, or after ``timeout`` seconds.
+    The processes are shared by all tests with this number of ranks. They keep their process group from test to test.
+
+    Args:
+        timeout: seconds.
+        fresh: starts processes for this function alone. It may start or end process groups, change the environment, and
+            inherits the environment of the test.
+
+    Raises:
+        AssertionError: a rank failed, with its traceback, or no answer came in time.
     """
-    with Ranks(world_size) as ranks:
-        return ranks.run(function, *arguments, timeout=timeout)
+    if fresh:
+        with Ranks(world_size) as ranks:
+            return ranks.run(function, *arguments, timeout=timeout)
+    if world_size not in _pools:
+        _pools[world_size] = Ranks(world_size)
+    try:
+        return _pools[world_size].run(function, *arguments, timeout=timeout)
+    except BaseException:  # the other ranks may wait for the one that failed
+        _pools.pop(world_size).kill()
+        raise
+
+
+def kill_pools():
+    """Ends the shared processes. The next function starts new ones."""
+    while _pools:
+        _pools.popitem()[1].kill()
 
 
 class Ranks:
-    """Processes that are started once and run many functions. After a failure they are of no more use: they may wait for it."""
+    """Processes that run many functions, one after the other. After a failure they cannot be used again."""
 
     def __init__(self, world_size):
         context = multiprocessing.get_context("spawn")
@@ -38,9 +65,14 @@ class Ranks:
         return self
 
     def __exit__(self, *exception):
+        self.kill()
+
+    def kill(self):
         for process in self.processes:
             process.kill()
             process.join()
+        for pipe in self.pipes:
+            pipe.close()
 
     def run(self, function, *arguments, timeout=120):
         for pipe in self.pipes:
@@ -72,16 +104,35 @@ def _rank_main(pipe, rank, world_size, port):
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
     )
-    import torch
-
-    torch.set_num_threads(1)
+    previous = None
     while True:
         try:
             function, arguments = pipe.recv()
         except EOFError:
             return
+        _reset()
+        if function is not previous:
+            gc.collect()
+        previous = function
         try:
-            answer = None, function(rank, *arguments)
-        except BaseException:  # noqa: BLE001 - whatever it was, the test is to hear of it
+            with warnings.catch_warnings():
+                answer = None, function(rank, *arguments)
+        except BaseException:  # noqa: BLE001 - the test reports every failure of a rank
             answer = traceback.format_exc(), None
         pipe.send(answer)
+        del arguments, answer
+
+
+def _reset():
+    """Undoes settings that the function before may have left."""
+    import torch
+
+    from balanced_parallel.batch import provenance
+
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.set_grad_enabled(True)
+    torch.set_autocast_enabled("cpu", False)
+    torch.manual_seed(0)
+    random.seed(0)
+    vars(provenance._thread).clear()  # the dimension of the rows in the last forward

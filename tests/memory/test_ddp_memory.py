@@ -49,7 +49,7 @@ def peak(micro_batch_size):
 
 def test_gradients_exist_once_with_and_without_accumulation():
     sizes = [ROWS, 4]
-    measured = [max(peaks) for peaks in zip(*run_ranks(2, peaks_of_rank, sizes), strict=True)]
+    measured = [max(peaks) for peaks in zip(*run_ranks(2, peaks_of_rank, sizes, fresh=True), strict=True)]
     settings = {"layout": "ddp", "devices": 2, "device_kind": "cpu", "optimizer": sgd}
     reports = [memory.estimate(build(), nn.CrossEntropyLoss(), *batch(), micro_batch_size=size, **settings) for size in sizes]
     assert [report.peak[0] for report in reports] == pytest.approx(measured, rel=0.001)

@@ -95,7 +95,7 @@ def test_other_batches_follow_from_two_traces(problem, kind):
     build, batch = PROBLEMS[problem]
     report = memory.estimate(build(), F.cross_entropy, *batch(6), device_kind=kind, precision="bf16")
     assert report.affine
-    for rows in (1, 2, 7, 48, 301):
+    for rows in (1, 7, 301):
         direct = memory.estimate(build(), F.cross_entropy, *batch(rows), device_kind=kind, precision="bf16")
         assert report.at(rows)[0] == pytest.approx(direct.peak[0], rel=1e-4)
 
@@ -353,7 +353,7 @@ def test_unequal_devices_are_lines_too():
     build, batch = PROBLEMS["language model"]
     settings = {"layout": "replicas", "devices": 2, "split": (5.0, 2.0), "device_kind": "sim"}
     report = memory.estimate(build(), nn.CrossEntropyLoss(), *batch(20), **settings)
-    for rows in (7, 9, 33):
+    for rows in (7, 33):
         direct = memory.estimate(build(), nn.CrossEntropyLoss(), *batch(rows), **settings)
         assert report.at(rows) == pytest.approx(direct.peak, rel=1e-4)
     capacity = report.at(29)

@@ -13,6 +13,9 @@ SCRIPT = Path(__file__).parents[2] / "scripts" / "train.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
+SENTENCES = "the cat sat on the mat . the dog ate the cat ; " * 200
+
+
 def run(*flags, launcher=(sys.executable,), timeout=200, **environment):
     command = [*launcher, str(SCRIPT), *map(str, flags)]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=os.environ | environment)
@@ -27,7 +30,7 @@ def train(out, *flags, **settings):
 
 @pytest.mark.parametrize("task", ["text", "digits"])
 def test_one_device_three_replicas_and_two_processes_give_the_same_losses(task, tmp_path):
-    common = ["--task", task, "--steps", 12, "--batch-size", 24]
+    common = ["--task", task, "--steps", 12, "--batch-size", 24, *(["--vocabulary", 500] if task == "text" else [])]
     layouts = {
         "one": (["--devices", "cpu"], {}),
         "replicas": (["--devices", "cpu,cpu,cpu", "--micro-batch-size", 3], {}),
@@ -57,7 +60,7 @@ def test_digits_reach_95_percent(tmp_path):
 
 def test_a_text_of_ones_own_and_the_last_short_batch(tmp_path):
     text = tmp_path / "text.txt"
-    text.write_text("the cat sat on the mat . the dog ate the cat ; " * 200)
+    text.write_text(SENTENCES)
     flags = ["--data", text, "--epochs", 2, "--batch-size", 13, "--precision", "bf16", "--workers", 1]
     _, lines, summary = train(tmp_path / "run", *flags, "--devices", "cpu,cpu")
     assert len([line for line in lines if "validation_loss" in line]) == 2
@@ -65,33 +68,67 @@ def test_a_text_of_ones_own_and_the_last_short_batch(tmp_path):
     assert summary["steps"] == 2 * -(-35 // 13)
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (["--batch-size", "0"], "argument --batch-size: '0' was given, expected a whole number of at least 1"),
-        (["--steps", "many"], "argument --steps: 'many' was given"),
-        (["--micro-batch-size", "-1"], "argument --micro-batch-size"),
-        (["--learning-rate", "nan"], "expected a number greater than 0"),
-        (["--devices", "cpu,cuda:99"], "there is no device 'cuda:99'"),
-        (["--data", "/no/such/file"], "No such file or directory: '/no/such/file'"),
-        (["--data", str(SCRIPT), "--vocabulary", "100000"], "a vocabulary of 100000 is larger than the text"),
-        (["--data", str(SCRIPT.parent.parent / "setup.py")], "expected at least 1300"),
-        (["--task", "digits", "--data", "x"], "--data and --vocabulary are for --task text"),
-        (["--precision", "int8"], "invalid choice: 'int8'"),
-        (["--memory", "1GiB"], "expected --simulate N beside them"),
-        (["--simulate", "2", "--memory", "3 parsecs"], "'3 parsecs' is not a memory size"),
-        (["--simulate", "3", "--memory", "1GiB,2GiB"], "memory has 2 entries for 3 devices"),
-        (["--simulate", "65"], "devices=65, expected an integer from 1 to 64"),
-        (["--simulate", "2", "--devices", "sim:2"], "there is no device 'sim:2': this machine has 2 sim devices"),
-    ],
-)
-def test_bad_input_is_one_clear_line(flags, message, tmp_path):
-    done = run("--out", tmp_path, *flags)
-    assert done.returncode == 2
-    assert done.stderr.count("\n") == 1
-    assert done.stderr.startswith("train.py: error: ")
-    assert message in done.stderr
-    assert not done.stdout
+BAD_INPUT = [
+    (["--batch-size", "0"], "argument --batch-size: '0' was given, expected a whole number of at least 1"),
+    (["--steps", "many"], "argument --steps: 'many' was given"),
+    (["--micro-batch-size", "-1"], "argument --micro-batch-size"),
+    (["--learning-rate", "nan"], "expected a number greater than 0"),
+    (["--devices", "cpu,cuda:99"], "there is no device 'cuda:99'"),
+    (["--data", "/no/such/file"], "No such file or directory: '/no/such/file'"),
+    (["--data", str(SCRIPT), "--vocabulary", "100000"], "a vocabulary of 100000 is larger than the text"),
+    (["--data", str(SCRIPT.parent.parent / "setup.py")], "expected at least 1300"),
+    (["--task", "digits", "--data", "x"], "--data and --vocabulary are for --task text"),
+    (["--precision", "int8"], "invalid choice: 'int8'"),
+    (["--memory", "1GiB"], "expected --simulate N beside them"),
+    (["--simulate", "2", "--memory", "3 parsecs"], "'3 parsecs' is not a memory size"),
+    (["--simulate", "3", "--memory", "1GiB,2GiB"], "memory has 2 entries for 3 devices"),
+    (["--simulate", "65"], "devices=65, expected an integer from 1 to 64"),
+    (["--simulate", "2", "--devices", "sim:2"], "there is no device 'sim:2': this machine has 2 sim devices"),
+]
+
+RUN_ALL = """
+import contextlib, io, json, sys
+import train
+
+results = []
+for flags in json.loads(sys.argv[1]):
+    sys.argv = ["train.py", *flags]
+    output, errors, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors):
+        try:
+            train.main()
+        except SystemExit as ended:
+            code = ended.code
+    results.append([code, output.getvalue(), errors.getvalue()])
+print(json.dumps(results))
+"""
+
+
+@pytest.fixture(scope="module")
+def bad_runs(tmp_path_factory):
+    """Runs the script with all bad flags in one process: importing torch takes longer than refusing them."""
+    flags = [["--out", str(tmp_path_factory.mktemp("bad")), *flags] for flags, _ in BAD_INPUT]
+    command = [sys.executable, "-c", RUN_ALL, json.dumps(flags)]
+    path = os.pathsep.join([str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, env=os.environ | {"PYTHONPATH": path})
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("number", range(len(BAD_INPUT)), ids=[message for _, message in BAD_INPUT])
+def test_bad_input_is_one_clear_line(number, bad_runs):
+    code, output, errors = bad_runs[number]
+    assert code == 2
+    assert errors.count("\n") == 1
+    assert errors.startswith("train.py: error: ")
+    assert BAD_INPUT[number][1] in errors
+    assert not output
+
+
+def test_bad_input_ends_the_process_with_exit_code_2(tmp_path):
+    done = run("--out", tmp_path, "--batch-size", "0")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("train.py: error: argument --batch-size")
 
 
 def test_help_shows_the_defaults():
@@ -163,7 +200,9 @@ def test_simulated_gpus_under_torchrun(tmp_path):
 
 
 def test_a_job_that_does_not_fit_says_so_in_one_line_after_the_table(tmp_path):
-    done = run("--simulate", 2, "--memory", "4MiB", "--steps", 2, "--vocabulary", 2000, "--out", tmp_path)
+    text = tmp_path / "text.txt"
+    text.write_text(SENTENCES)
+    done = run("--simulate", 2, "--memory", "4MiB", "--steps", 2, "--data", text, "--out", tmp_path)
     assert done.returncode == 1
     assert "optimizer state" in done.stdout
     assert len(done.stderr.splitlines()) == 1
@@ -182,18 +221,27 @@ def test_the_plan_of_the_job_is_printed_without_training(tmp_path):
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
 
 
-def test_the_gpu_check_runs_on_simulated_devices_and_says_where_there_is_no_gpu():
-    script = SCRIPT.with_name("gpu_check.py")
-    done = subprocess.run([sys.executable, str(script), "--simulate"], capture_output=True, text=True, timeout=200)
+def gpu_check(*flags):
+    command = [sys.executable, str(SCRIPT.with_name("gpu_check.py")), *flags]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+
+
+def test_the_gpu_check_runs_on_simulated_devices():
+    done = gpu_check("--simulate")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count(" ok\n") == 12
     assert "nn.DataParallel" in done.stdout
-    flags = ["memory", "--simulate", "--only", "embedding"]
-    done = subprocess.run([sys.executable, str(script), *flags], capture_output=True, text=True, timeout=200)
+
+
+def test_the_gpu_check_compares_memory_on_simulated_devices():
+    done = gpu_check("memory", "--simulate", "--only", "embedding")
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [line for line in done.stdout.splitlines() if line.startswith("| embedding")]
     assert len(rows) == 2
     assert all(row.count("0.00%") == 2 for row in rows)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=200)
+
+
+def test_the_gpu_check_without_a_gpu_says_so():
+    done = gpu_check()
     assert done.returncode in (0, 1)
     assert done.returncode == 0 or "there is no GPU here; --simulate" in done.stderr

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.problems import CLASSES, assert_same_gradients, build_net, class_targets, gradients
-from helpers.ranks import Ranks
+from helpers.ranks import run_ranks
 from torch import nn
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize
@@ -72,25 +72,15 @@ def tolerance_of(precision):
 SIZES = [4, 7, 0]
 
 
-@pytest.fixture(scope="module")
-def run():
-    """Runs a check in this process, or on several ranks that are started once. A check is given its rank and their number."""
-    started = {}
-
-    def run(ranks, check, *arguments):
-        if ranks == 1:
-            before = torch.get_default_dtype()
-            try:
-                return [check(0, 1, *arguments)]
-            finally:
-                torch.set_default_dtype(before)
-        if ranks not in started:
-            started[ranks] = Ranks(ranks)
-        return started[ranks].run(check, ranks, *arguments)
-
-    yield run
-    for ranks in started.values():
-        ranks.__exit__()
+def run(ranks, check, *arguments):
+    """Runs a check in this process, or on several ranks. Its arguments are its rank, the number of ranks and ``arguments``."""
+    if ranks > 1:
+        return run_ranks(ranks, check, ranks, *arguments)
+    before = torch.get_default_dtype()
+    try:
+        return [check(0, 1, *arguments)]
+    finally:
+        torch.set_default_dtype(before)
 
 
 def check_shared(rank, ranks, precision, given):
@@ -120,7 +110,7 @@ def check_shared(rank, ranks, precision, given):
 @pytest.mark.parametrize("given", ["once", "outside", "twice"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_parameter_of_model_and_criterion_is_divided_once(ranks, precision, given, run):
+def test_a_parameter_of_model_and_criterion_is_divided_once(ranks, precision, given):
     run(ranks, check_shared, precision, given)
 
 
@@ -154,7 +144,7 @@ def check_added_group(rank, ranks, precision):
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_group_that_is_added_later_is_divided_once(ranks, precision, run):
+def test_a_group_that_is_added_later_is_divided_once(ranks, precision):
     run(ranks, check_added_group, precision)
 
 
@@ -195,7 +185,7 @@ def check_several(rank, ranks):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_several_optimizers_and_schedulers_equal_the_plain_program(ranks, run):
+def test_several_optimizers_and_schedulers_equal_the_plain_program(ranks):
     run(ranks, check_several)
 
 
@@ -220,7 +210,7 @@ def check_overflow(rank, ranks):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_overflow_in_one_optimizer_skips_all(ranks, run):
+def test_an_overflow_in_one_optimizer_skips_all(ranks):
     run(ranks, check_overflow)
 
 
@@ -316,7 +306,7 @@ def check_copied(rank, ranks, duplicate, whole, precision):
 @pytest.mark.parametrize("duplicate", [by_deepcopy, by_pickle])
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_copy_trains_as_the_original_would(ranks, whole, duplicate, precision, run):
+def test_a_copy_trains_as_the_original_would(ranks, whole, duplicate, precision):
     run(ranks, check_copied, duplicate, whole, precision)
 
 

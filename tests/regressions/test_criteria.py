@@ -1,0 +1,183 @@
+"""Criteria of user code: their reductions and weights.
+
+Each loop equals the plain program, or the error says what to write.
+"""
+
+import functools
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.loops import CPUS, Calls, assert_equal_program
+from helpers.problems import CLASSES, build_net, class_targets
+from torch import nn
+
+from balanced_parallel import (
+    DataParallelCriterion,
+    DataParallelModel,
+    gather,
+    weighted_mean,
+)
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+class TestReductions:
+    """The divisor of a class that computes its loss itself is not believed."""
+
+    @pytest.mark.parametrize("setting", ["sum", "none"])
+    def test_the_attribute_of_a_class_with_a_forward_of_its_own_is_not_believed(self, setting):
+        class BNLLLoss(nn.BCEWithLogitsLoss):
+            def forward(self, output, target):
+                return F.binary_cross_entropy_with_logits(output, target, reduction="sum") / len(output)
+
+        x, target = torch.randn(7, 4), torch.rand(7, CLASSES)
+        module, criterion = build_net(), BNLLLoss(reduction=setting)
+        assert_equal_program(
+            module, DataParallelCriterion(criterion, weight="rows"), lambda net: criterion(net(x), target), [x], [target]
+        )
+        with pytest.warns(UserWarning, match=f"weighted by rows.*reduction='{setting}' has no effect"):
+            DataParallelCriterion(criterion)(DataParallelModel(module, CPUS)(x), target)
+
+    def test_a_focal_loss_with_none_inside_is_a_scalar(self):
+        class FocalLoss(nn.CrossEntropyLoss):
+            def forward(self, output, target):
+                loss = super().forward(output, target)
+                return ((1 - torch.exp(-loss)) ** 2 * loss).mean()
+
+        x, target = torch.randn(7, 4), class_targets(7)
+        criterion = FocalLoss(reduction="none")
+        split = DataParallelCriterion(criterion, weight="rows")
+        assert_equal_program(build_net(), split, lambda net: criterion(net(x), target), [x], [target])
+
+    def test_a_sum_is_not_divided(self):
+        def elbo(output, mean, target):
+            return F.binary_cross_entropy(output.sigmoid(), target, reduction="sum") + mean.pow(2).sum()
+
+        module = Calls(lambda net, x: (net(x), net(x * 2)))
+        x, target = torch.randn(7, 4), torch.rand(7, CLASSES)
+        split = DataParallelCriterion(elbo, reduction="sum")
+        assert_equal_program(module, split, lambda module: elbo(*module(x), target), [x], [target])
+
+    @pytest.mark.parametrize(
+        "settings", [{"size_average": False}, {"reduce": False}, {"size_average": True}, {"reduction": "mean"}]
+    )
+    def test_a_reduction_at_the_call_is_obeyed(self, settings):
+        net, x, target = build_net(), torch.randn(7, 4), torch.rand(7, CLASSES)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            expected = F.mse_loss(net(x), target, **settings)
+        found = DataParallelCriterion(F.mse_loss)(DataParallelModel(net, CPUS)(x), target, **settings)
+        torch.testing.assert_close(gather(found) if isinstance(found, list) else found, expected)
+
+    def test_the_warning_knows_sums_and_rows(self):
+        criterion = DataParallelCriterion(lambda output, target: (output - target).pow(2).sum())
+        with pytest.warns(UserWarning, match=r"weight=.*reduction='sum' for a sum; weight='rows'"):
+            criterion([torch.zeros(2, 3)], torch.ones(2, 3))
+
+    @pytest.mark.parametrize(
+        ("settings", "message"),
+        [
+            ({"reduction": "total"}, "reduction='total', expected 'sum', 'mean' or 'none'"),
+            ({"weight": "row"}, "weight='row', expected a function .* or 'rows'"),
+            ({"minimum": -1}, "minimum=-1, expected the smallest divisor"),
+            ({"in_dims": "rows"}, "in_dims contains 'rows', expected the dimension"),
+        ],
+    )
+    def test_settings_out_of_their_range(self, settings, message):
+        with pytest.raises((ValueError, TypeError), match=message):
+            DataParallelCriterion(lambda output, target: output.mean(), **settings)
+
+    def test_a_reduction_that_torchs_loss_does_not_have(self):
+        with pytest.raises(ValueError, match="reduction='sum' was given for a loss of torch with reduction='mean'"):
+            DataParallelCriterion(nn.MSELoss(), reduction="sum")
+
+
+class TestWeights:
+    def test_a_weight_is_called_as_the_criterion_is(self):
+        def criterion(one, two, target, *, mask):
+            return ((one - two - target).pow(2).mean(1) * mask).sum() / mask.sum()
+
+        module = Calls(lambda net, x: (net(x), net(x * 2)))
+        x, target, mask = torch.randn(7, 4), torch.rand(7, CLASSES), torch.tensor([1.0, 1, 0, 0, 1, 0, 1])
+        split = DataParallelCriterion(criterion, weight=lambda one, two, target, *, mask: mask.sum())
+        call = functools.partial(split, mask=mask)
+        assert_equal_program(module, call, lambda module: criterion(*module(x), target, mask=mask), [x], [target])
+
+    @pytest.mark.parametrize(
+        ("weight", "error", "message"),
+        [
+            (-1.0, ValueError, "a weight is -1.0, expected"),
+            (float("nan"), ValueError, "a weight is nan, expected"),
+            (torch.tensor(float("inf")), ValueError, "a weight is inf, expected"),
+            (torch.ones(2), ValueError, r"a weight has shape \(2,\), expected a scalar"),
+            ("many", TypeError, "a weight is an object of type str"),
+        ],
+    )
+    def test_weights_that_are_not_weights(self, weight, error, message):
+        criterion = DataParallelCriterion(lambda output, target: output.mean(), weight=lambda *_: weight)
+        with pytest.raises(error, match=message):
+            criterion([torch.zeros(2)], torch.zeros(2))
+        with pytest.raises(error, match=message):
+            weighted_mean([torch.tensor(1.0)], [weight])
+
+    @pytest.mark.parametrize("positives", [0, 1, 5])
+    def test_a_divisor_with_a_floor(self, positives):
+        """Detection divides by max(positives, 1), while every row has a loss."""
+
+        def count(output, target):
+            return (target > 0).sum()
+
+        def criterion(output, target):
+            return F.cross_entropy(output, target, reduction="sum") / count(output, target).clamp(min=1)
+
+        x, target = torch.randn(7, 4), torch.zeros(7, dtype=torch.long)
+        target[:positives] = 3
+        split = DataParallelCriterion(criterion, weight=count, minimum=1)
+        assert_equal_program(build_net(), split, lambda net: criterion(net(x), target), [x], [target])
+        net = build_net()
+        pieces = list(zip(net(x).split([3, 2, 2]), target.split([3, 2, 2]), strict=True))
+        mean = weighted_mean([criterion(*piece) for piece in pieces], [count(*piece) for piece in pieces], minimum=1)
+        torch.testing.assert_close(mean, criterion(net(x), target))
+
+    def test_several_means_each_with_a_divisor_of_its_own(self):
+        def criterion(output, target):
+            kept = target > 0
+            return {"class": F.cross_entropy(output, target), "box": output[kept].pow(2).sum() / kept.sum()}
+
+        x, target = torch.randn(7, 4), torch.tensor([0, 0, 0, 1, 2, 0, 3])
+        split = DataParallelCriterion(criterion, weight=lambda output, target: {"class": len(target), "box": (target > 0).sum()})
+        assert_equal_program(
+            build_net(),
+            lambda *given: sum(split(*given).values()),
+            lambda net: sum(criterion(net(x), target).values()),
+            [x],
+            [target],
+        )
+
+    def test_weights_that_are_not_one_for_each_mean(self):
+        outputs, target = DataParallelModel(build_net(), CPUS)(torch.randn(7, 4)), torch.rand(7, CLASSES)
+        for weights in ([1, 2, 3], {"two": 1, "one": 2}):
+            criterion = DataParallelCriterion(lambda o, t: {"one": o.mean(), "two": t.mean()}, weight=lambda o, t, w=weights: w)
+            with pytest.raises(ValueError, match="expected one weight for each mean, in the same order"):
+                criterion(outputs, target)
+        listed = DataParallelCriterion(lambda o, t: [F.mse_loss(o, t), F.l1_loss(o, t)], weight=lambda o, t: [len(o), o.numel()])
+        torch.testing.assert_close(listed(outputs, target)[1], F.l1_loss(outputs.gather(), target))
+
+    def test_several_means_by_rows_and_as_sums(self):
+        x, target = torch.randn(7, 4), torch.rand(7, CLASSES)
+        net = build_net()
+        outputs = DataParallelModel(net, CPUS)(x)
+        means = DataParallelCriterion(lambda o, t: (F.mse_loss(o, t), F.l1_loss(o, t), None), weight="rows")(outputs, target)
+        torch.testing.assert_close(means[0], F.mse_loss(net(x), target))
+        torch.testing.assert_close(means[1], F.l1_loss(net(x), target))
+        assert means[2] is None
+        sums = DataParallelCriterion(lambda o, t: [F.mse_loss(o, t, reduction="sum"), o.sum()], reduction="sum")(outputs, target)
+        torch.testing.assert_close(sums[1], net(x).sum())
+
+    def test_several_means_where_a_replica_counts_nothing(self):
+        net, x, target = build_net(), torch.randn(6, 4), torch.tensor([1, 2, -100, -100, 0, 3])
+        criterion = DataParallelCriterion(lambda o, t: {"nll": F.cross_entropy(o, t)}, weight=lambda o, t: (t != -100).sum())
+        found = criterion(DataParallelModel(net, CPUS)(x), target)
+        torch.testing.assert_close(found["nll"], F.cross_entropy(net(x), target))

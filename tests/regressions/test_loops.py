@@ -1,0 +1,187 @@
+"""Training loops of user code: one line each, and micro-batches.
+
+Each loop equals the plain program, or the error says what to write.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.loops import CPUS, Calls
+from helpers.problems import CLASSES, assert_same_gradients, build_net, class_targets, gradients, plain_program
+from torch import nn
+
+from balanced_parallel import (
+    DataParallelCriterion,
+    DataParallelModel,
+    PerReplica,
+    Rows,
+    TrainStep,
+    Whole,
+    gather,
+)
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+class TestOneLine:
+    """``gather_outputs=True`` returns what ``nn.DataParallel`` returns."""
+
+    def test_the_loss_may_be_whatever_it_was(self):
+        net, x, target = build_net(), torch.randn(7, 4), class_targets(7, 2)
+        loss, expected = plain_program(net, nn.CrossEntropyLoss(), x, target)
+        output = DataParallelModel(net, CPUS, gather_outputs=True)(x)
+        found = nn.CrossEntropyLoss()(output, target)
+        found.backward()
+        torch.testing.assert_close(found.detach(), loss)
+        assert_same_gradients(gradients(net), expected)
+
+    def test_inside_of_a_model(self):
+        class Detector(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.encoder = build_net(4)
+                self.head = nn.Linear(4, 2)
+
+            def forward(self, x):
+                return self.head(self.encoder(x).relu())
+
+        module, x = Detector(), torch.randn(7, 4)
+        expected = module(x)
+        module.encoder = DataParallelModel(module.encoder, CPUS, gather_outputs=True)
+        torch.testing.assert_close(module(x), expected)
+
+    @pytest.mark.parametrize("devices", [1, 3])
+    def test_scalars_as_torch_returns_them(self, devices):
+        model = DataParallelModel(Calls(lambda net, x: net(x).mean()), ["cpu"] * devices, gather_outputs=True)
+        with torch.no_grad():
+            assert model(torch.randn(7, 4)).shape == (() if devices == 1 else (3,))
+
+    def test_the_mean_of_scalars_is_warned_about(self):
+        model = DataParallelModel(Calls(lambda net, x: {"loss": net(x).mean()}), CPUS, gather_outputs=True)
+        with pytest.warns(UserWarning, match=r"the output\['loss'\] is a scalar per replica.*weighted_mean") as caught:
+            model(torch.randn(7, 4))
+            model(torch.randn(7, 4))
+        assert len(caught) == 1
+        assert caught[0].filename == __file__
+
+    def test_time_major_outputs_are_gathered_along_their_dimension(self):
+        x = torch.randn(5, 7, 4)
+        assert DataParallelModel(build_net(), CPUS, dim=1, gather_outputs=True)(x).shape == (5, 7, CLASSES)
+        assert gather(DataParallelModel(build_net(), CPUS, dim=1)(x)).shape == (5, 7, CLASSES)
+        with pytest.raises(ValueError, match="rows are not all in dimension 0"):
+            gather([output * 2 for output in DataParallelModel(build_net(), CPUS, dim=1)(x)])
+        with pytest.raises(ValueError, match="rows are not all in dimension 0"):
+            gather([output.argmax(-1) for output in DataParallelModel(build_net(), CPUS, dim=1)(x)])
+        assert gather([torch.zeros(2), torch.zeros(1)]).shape == (3,)  # nothing to do with that model
+
+
+class TestMicroBatches:
+    """``TrainStep`` cuts over time what the model cuts over devices."""
+
+    def assert_step(self, module, criterion, plain, inputs, targets, model=None, micro_batch_size=2):
+        loss = plain(module)
+        loss.backward()
+        expected = gradients(module)
+        module.zero_grad()
+        model = model or DataParallelModel(module, CPUS)
+        step = TrainStep(model, criterion, torch.optim.SGD(module.parameters(), lr=0.0), micro_batch_size=micro_batch_size)
+        found, outputs = step(inputs, targets, return_outputs=True)
+        torch.testing.assert_close(found, loss.detach(), rtol=1e-10, atol=1e-10)
+        assert_same_gradients(gradients(module), expected)
+        return outputs
+
+    def test_time_major_rows_and_whole_arguments(self):
+        def loss(output, target):
+            return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+        module = Calls(lambda net, x, scale: net(x) * scale)
+        x, target, scale = torch.randn(5, 13, 4), torch.randint(CLASSES, (5, 13)), torch.rand(CLASSES)
+        target[1:, :9] = -100
+        model = DataParallelModel(module, CPUS, dim=1, in_dims=(1, None))
+        outputs = self.assert_step(
+            module,
+            DataParallelCriterion(loss, in_dims={"target": 1}, weight=lambda output, target: (target != -100).sum()),
+            lambda module: loss(module(x, scale), target),
+            (x, scale),
+            target,
+            model,
+        )
+        torch.testing.assert_close(outputs.gather(), module(x, scale))
+        with pytest.raises(ValueError, match="the rows of the outputs are in dimension 1"):
+            TrainStep(model, DataParallelCriterion(nn.MSELoss()), torch.optim.SGD(module.parameters()))((x, scale), target)
+
+    def test_named_targets_behind_several_outputs(self):
+        def loss(one, two, target):
+            return F.mse_loss(one * two, target)
+
+        module, x, target = Calls(lambda net, x: (net(x), net(x * 2))), torch.randn(11, 4), torch.rand(CLASSES, 11)
+        criterion = DataParallelCriterion(
+            lambda one, two, target: loss(one, two, target.t()), in_dims={"target": 1}, weight=lambda one, two, target: len(one)
+        )
+        self.assert_step(module, criterion, lambda module: loss(*module(x), target.t()), x, target)
+
+    def test_rows_that_are_not_tensors(self):
+        module = Calls(lambda net, clips, scale: torch.stack([net(clip).mean(0) * scale for clip in clips]))
+        clips = [torch.randn(length, 4) for length in range(1, 12)]
+        scale, target = torch.rand(CLASSES), torch.rand(11, CLASSES)
+        self.assert_step(
+            module,
+            DataParallelCriterion(nn.MSELoss()),
+            lambda module: F.mse_loss(module(clips, scale), target),
+            (Rows(clips), Whole(scale)),
+            target,
+        )
+
+    def test_outputs_of_another_model(self):
+        generator, critic, z = build_net(4), build_net(1), torch.randn(11, 4)
+        with torch.no_grad():
+            fake = DataParallelModel(generator, CPUS, split=[5, 1, 2])(z)
+        target = torch.rand(11, 1)
+        plain = lambda critic: F.mse_loss(critic(generator(z).detach()), target)  # noqa: E731
+        self.assert_step(critic, DataParallelCriterion(nn.MSELoss()), plain, fake, target)
+
+    @pytest.mark.parametrize("positives", [0, 4])
+    def test_a_divisor_with_a_floor(self, positives):
+        def count(output, target):
+            return (target > 0).sum()
+
+        def loss(output, target):
+            return F.cross_entropy(output, target, reduction="sum") / count(output, target).clamp(min=1)
+
+        x, target = torch.randn(11, 4), torch.zeros(11, dtype=torch.long)
+        target[:positives] = 3
+        split = DataParallelCriterion(loss, weight=count, minimum=1)
+        self.assert_step(build_net(), split, lambda net: loss(net(x), target), x, target)
+
+    @pytest.mark.parametrize("kept", [(0, 3, 4, 9), ()])
+    def test_several_means_each_with_a_divisor_of_its_own(self, kept):
+        def loss(output, target):
+            some = target > 0
+            return {"class": F.cross_entropy(output, target), "box": output[some].pow(2).sum() / some.sum().clamp(min=1)}
+
+        x, target = torch.randn(11, 4), torch.zeros(11, dtype=torch.long)
+        target[list(kept)] = 2
+        weight = lambda output, target: {"class": len(target), "box": (target > 0).sum()}  # noqa: E731
+        split = DataParallelCriterion(loss, weight=weight, minimum=1)
+        self.assert_step(build_net(), split, lambda net: sum(loss(net(x), target).values()), x, target)
+
+    def test_divisors_that_depend_on_outputs_are_refused(self):
+        split = DataParallelCriterion(
+            lambda output, target: (output.mean(), output.sum()), weight=lambda output, target: (len(output), output.numel())
+        )
+        step = TrainStep(DataParallelModel(build_net(), CPUS), split, torch.optim.SGD(build_net().parameters()))
+        with pytest.raises(ValueError, match="divisors of their own.*in place of TrainStep"):
+            step(torch.randn(7, 4), torch.rand(7, CLASSES))
+        counted = DataParallelCriterion(split.module, weight=lambda output, target: (len(target), 2 * len(target)))
+        step = TrainStep(DataParallelModel(build_net(), CPUS), counted, torch.optim.SGD(build_net().parameters()))
+        with pytest.raises(ValueError, match=r"divisors of their own.*step\(inputs, targets\)"):
+            step.add(torch.randn(7, 4), torch.rand(7, CLASSES))
+
+    def test_no_outputs_are_refused_by_the_criterion(self):
+        with pytest.raises(TypeError, match="the criterion was given an object of type PerReplica, expected the list"):
+            DataParallelCriterion(nn.MSELoss())(PerReplica([], []), torch.zeros(0, CLASSES))
+
+    def test_gathered_outputs_are_refused(self):
+        model = DataParallelModel(build_net(), CPUS, gather_outputs=True)
+        with pytest.raises(TypeError, match="gather_outputs=True, expected outputs that stay"):
+            TrainStep(model, DataParallelCriterion(nn.MSELoss()), torch.optim.SGD(model.parameters()))

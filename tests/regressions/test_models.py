@@ -1,0 +1,154 @@
+"""Models of user code: chains, other methods than forward, devices.
+
+Each loop equals the plain program, or the error says what to write.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.loops import CPUS, Calls, assert_equal_program
+from helpers.problems import assert_same_gradients, build_net, gradients
+from torch import nn
+
+from balanced_parallel import (
+    DataParallelCriterion,
+    DataParallelModel,
+    Rows,
+    Whole,
+    simulate,
+)
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+class TestChains:
+    @pytest.mark.parametrize("split", [None, [1, 4, 2]])
+    def test_outputs_are_inputs_of_another_model(self, split):
+        """netD(netG(z)), also where the two share rows in another way."""
+        generator, critic, z = build_net(4), build_net(1), torch.randn(9, 4)
+        critic(generator(z)).pow(2).mean().backward()
+        expected = gradients(generator, critic)
+        generator.zero_grad()
+        critic.zero_grad()
+        fake = DataParallelModel(generator, CPUS)(z)
+        outputs = DataParallelModel(critic, CPUS, split=split)(fake)
+        criterion = DataParallelCriterion(lambda score: score.pow(2).mean(), weight="rows")
+        criterion(outputs).backward()
+        assert_same_gradients(gradients(generator, critic), expected)
+
+    def test_rows_that_are_in_their_place_stay_there(self):
+        model = DataParallelModel(Calls(lambda net, x: x), CPUS)
+        outputs = model(torch.randn(7, 4))
+        assert all(one is other for one, other in zip(model(outputs), outputs, strict=True))
+
+    def test_a_teachers_outputs_are_targets(self):
+        student, teacher, x = build_net(), build_net(), torch.randn(7, 4)
+        with torch.no_grad():
+            wanted = DataParallelModel(teacher, CPUS, split=[3, 1, 1])(x)
+        assert_equal_program(
+            student,
+            DataParallelCriterion(nn.MSELoss()),
+            lambda student: F.mse_loss(student(x), teacher(x).detach()),
+            [x],
+            [wanted],
+        )
+
+    def test_a_list_that_is_no_per_replica_any_more_is_refused(self):
+        model = DataParallelModel(build_net(4), CPUS)
+        with pytest.raises(ValueError, match=r"inputs\[0\] is a list of the outputs of replicas 0, 1, 2.*outputs\.map"):
+            model(list(model(torch.randn(7, 4))))
+
+    def test_hidden_states_in_a_tuple_of_outputs(self):
+        lstm = nn.LSTM(4, 6)
+        model = DataParallelModel(lstm, CPUS, dim=1, in_dims=(1, (1, 1)), out_dims=(1, (1, 1)))
+        x = torch.randn(5, 7, 4)
+        state, plain = (torch.zeros(1, 7, 6), torch.zeros(1, 7, 6)), (torch.zeros(1, 7, 6), torch.zeros(1, 7, 6))
+        for _ in range(3):
+            outputs = model(x, state)
+            expected, plain = lstm(x, plain)
+            _, state = outputs.unzip()
+            torch.testing.assert_close(outputs.gather()[0], expected)
+            torch.testing.assert_close(outputs.map(lambda output: output[1], dim=1).gather(), plain)
+        with pytest.raises(ValueError, match=r"map\(function, dim=...\)"):
+            outputs.map(lambda output: output[0])
+
+
+class TestMethods:
+    class TwoTowers(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.image, self.text = build_net(), build_net()
+
+        def encode_image(self, x, *, scale=1):
+            return self.image(x) * scale
+
+        def forward(self, x):
+            return self.text(x)
+
+    def test_another_method_than_forward_is_cut_and_run_like_it(self):
+        module, x = self.TwoTowers(), torch.randn(7, 4)
+        loss = module.encode_image(x, scale=2).pow(2).mean()
+        loss.backward()
+        expected = gradients(module)
+        module.zero_grad()
+        outputs = DataParallelModel(module, CPUS).call("encode_image", x, scale=2)
+        assert outputs.sizes == (3, 2, 2)
+        DataParallelCriterion(lambda output: output.pow(2).mean(), weight="rows")(outputs).backward()
+        assert_same_gradients(gradients(module), expected)
+
+    def test_dimensions_of_forward_are_not_those_of_a_method(self):
+        module, x = self.TwoTowers(), torch.randn(7, 4)
+        module.scaled = lambda x, scale: module.image(x) * scale.sum()
+        scale = torch.rand(3)
+        named = DataParallelModel(module, CPUS)
+        torch.testing.assert_close(named.call("scaled", x, Whole(scale)).gather(), module.scaled(x, scale))
+        with pytest.raises(ValueError, match="has positions of arguments of forward, which do not apply to 'scaled'"):
+            DataParallelModel(module, CPUS, in_dims=(0, None)).call("scaled", x, scale)
+
+    def test_a_method_that_there_is_not(self):
+        with pytest.raises(ValueError, match="TwoTowers has no method 'encode_audio' to call"):
+            DataParallelModel(self.TwoTowers(), CPUS).call("encode_audio", torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    ("module", "message"),
+    [
+        (nn.Linear, r"the module is the class Linear, expected an instance: write Linear\(...\)"),
+        (len, "the module is an object of type len, expected a torch.nn.Module"),
+        (DataParallelModel(nn.Linear(2, 2), ["cpu"]), "wrapped in DataParallelModel already, expected a plain one"),
+        (nn.DataParallel(nn.Linear(2, 2)), "wrapped in DataParallel already"),
+    ],
+)
+def test_what_cannot_be_wrapped(module, message):
+    with pytest.raises(TypeError, match=message):
+        DataParallelModel(module, CPUS)
+
+
+class TestDevices:
+    """The same on devices whose memory is their own."""
+
+    def test_chains_move_only_rows_that_must(self):
+        torch.set_default_dtype(torch.float32)
+        with simulate(devices=3) as cluster:
+            generator, critic = DataParallelModel(build_net(4)), DataParallelModel(build_net(1))
+            uneven = DataParallelModel(build_net(1), split=[1, 1, 5])
+            fake = generator(torch.randn(9, 4))
+            for _ in range(5):  # parameters are on all devices then, and were looked at
+                critic(fake), uneven(fake)
+            before = sum(cluster.moved.values())
+            scores = critic(fake)
+            assert sum(cluster.moved.values()) == before
+            uneven(fake)
+            assert sum(cluster.moved.values()) - before == 5 * 4 * 4  # one row goes to the second device, four to the last
+            assert [score.device.index for score in scores] == [0, 1, 2]
+            gathered = DataParallelModel(build_net(1), output_device=1, gather_outputs=True)(fake)
+            assert gathered.device.index == 1
+
+    def test_whole_and_rows_are_on_every_device(self):
+        torch.set_default_dtype(torch.float32)
+        with simulate(devices=3):
+            model = DataParallelModel(Calls(lambda net, rows, scale: torch.stack([net(row * scale) for row in rows])))
+            outputs = model(Rows([torch.ones(4) * row for row in range(7)]), Whole(torch.rand(4)))
+            assert [output.device.index for output in outputs] == [0, 1, 2]
+            outputs.gather().sum().backward()
+            assert all(parameter.grad is not None for parameter in model.parameters())

@@ -1,0 +1,184 @@
+"""Outputs of user code: lists, and values per replica.
+
+Each loop equals the plain program, or the error says what to write.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.loops import CPUS, Calls, assert_equal_program
+from helpers.problems import CLASSES, assert_same_gradients, build_net, class_targets, gradients
+from torch import nn
+
+from balanced_parallel import (
+    DataParallelCriterion,
+    DataParallelModel,
+    PerReplica,
+    TrainStep,
+)
+from balanced_parallel.batch import provenance
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+class TestListOutputs:
+    """A model that returns a list, as in pose estimation and deep supervision."""
+
+    def stacks(self):
+        return Calls(lambda net, x: [net(x), net(x * 2), net(x * 3)])  # as many as there are devices
+
+    def test_the_old_loop_over_the_list_is_refused(self):
+        x, target = torch.randn(6, 4), torch.rand(6, CLASSES)
+        criterion = DataParallelCriterion(nn.MSELoss())
+        outputs = DataParallelModel(self.stacks(), CPUS)(x)
+        with pytest.raises(ValueError, match=r"3 outputs of one replica, number 0, expected one of each.*outputs\.map"):
+            sum(criterion(output, target) for output in outputs)
+        with pytest.raises(ValueError, match="3 outputs of one replica, number 0"):
+            criterion([F.relu(output) for output in outputs[0]], target)
+        with torch.no_grad(), pytest.raises(ValueError, match="3 outputs of one replica, number 0"):
+            criterion(DataParallelModel(self.stacks(), CPUS)(x)[0], target)
+
+    @pytest.mark.parametrize("micro_batch_size", [None, 1, 2])
+    def test_a_list_of_targets_has_the_rows_of_the_outputs(self, micro_batch_size):
+        def loss(outputs, targets):
+            return sum(F.mse_loss(output, target) for output, target in zip(outputs, targets, strict=True))
+
+        module, x, targets = self.stacks(), torch.randn(11, 4), [torch.rand(11, CLASSES) for _ in range(3)]
+        split = DataParallelCriterion(loss, weight="rows")
+        assert_equal_program(module, split, lambda module: loss(module(x), targets), [x], [targets])
+        model, optimizer = DataParallelModel(module, CPUS), torch.optim.SGD(module.parameters(), lr=0.0)
+        step = TrainStep(model, split, optimizer, micro_batch_size=micro_batch_size)
+        torch.testing.assert_close(step(x, targets), loss(module(x), targets).detach())
+        with pytest.raises(ValueError, match="a list of 3 entries of one type"):  # they may be the three rows
+            split(DataParallelModel(module, CPUS)(x[:3]), [target[:3] for target in targets])
+
+    def test_the_error_shows_the_way(self):
+        x, target = torch.randn(7, 4), torch.rand(7, CLASSES)
+        split = DataParallelCriterion(nn.MSELoss())
+
+        def loss_of(outputs, target):
+            return sum(split(outputs.map(lambda output, stack=stack: output[stack]), target) for stack in range(3))
+
+        def zipped(outputs, target):
+            return sum(split(output, target) for output in zip(*outputs, strict=True))
+
+        for loss in (loss_of, zipped):
+            assert_equal_program(
+                self.stacks(), loss, lambda module: sum(F.mse_loss(output, target) for output in module(x)), [x], [target]
+            )
+
+    def test_outputs_in_another_order_are_refused(self):
+        outputs = DataParallelModel(build_net(), CPUS)(torch.randn(7, 4))
+        with pytest.raises(ValueError, match="outputs of replicas 2, 1, 0 of 3, expected one of each, in order"):
+            DataParallelCriterion(nn.MSELoss())(list(outputs)[::-1], torch.rand(7, CLASSES))
+
+    def test_one_of_several_outputs_is_refused(self):
+        """[1, CLASSES] beside [7, CLASSES] would be broadcast."""
+        outputs = DataParallelModel(Calls(lambda net, x: (net(x),)), CPUS)(torch.randn(3, 4))
+        with pytest.raises(ValueError, match="outputs of replicas 0 of 3"):
+            DataParallelCriterion(nn.MSELoss())(outputs[0], torch.rand(3, CLASSES))
+
+    def test_what_all_replicas_contributed_to_is_nobodys(self):
+        net, x, target = build_net(), torch.randn(7, 4), class_targets(7)
+        whole = DataParallelModel(net, CPUS)(x).gather()
+        criterion = DataParallelCriterion(nn.CrossEntropyLoss())
+        torch.testing.assert_close(criterion([whole], target), F.cross_entropy(net(x), target))
+        torch.testing.assert_close(criterion(list(whole.split(4)), target), F.cross_entropy(net(x), target))
+
+    def test_nothing_is_kept_of_outputs_that_are_gone(self):
+        model = DataParallelModel(build_net(), CPUS)
+        before = len(provenance._known)
+        for _ in range(3):
+            outputs = model(torch.randn(7, 4))
+            assert len(provenance._known) == before + 3
+        del outputs
+        assert len(provenance._known) == before
+
+
+class TestPerReplica:
+    def outputs(self):
+        return DataParallelModel(Calls(lambda net, x: {"logits": net(x), "deep": {"x": x}}), CPUS)(torch.randn(7, 4))
+
+    def test_keys_and_attributes_reach_into_every_entry(self):
+        outputs = self.outputs()
+        logits = outputs["logits"]
+        assert isinstance(logits, PerReplica)
+        assert logits.sizes == (3, 2, 2)
+        assert outputs["deep"]["x"].gather().shape == (7, 4)
+        record = outputs.map(lambda output: torch.return_types.max((output["logits"], output["logits"])))
+        assert record.values.gather().shape == (7, CLASSES)
+        with pytest.raises(KeyError):
+            outputs["loss"]
+
+    def test_it_is_a_list(self):
+        outputs = self.outputs()["logits"]
+        assert len(outputs) == 3
+        assert outputs[-1].shape == (2, CLASSES)
+        assert outputs[1:].sizes == (2, 2)
+        assert len(list(zip(outputs, range(3), strict=True))) == 3
+        assert [outputs[0], *outputs[1:]] == list(outputs)
+        assert torch.cat(list(outputs)).shape == (7, CLASSES)
+
+    @pytest.mark.parametrize(
+        "use",
+        [
+            lambda outputs: outputs.mean(),
+            lambda outputs: outputs.shape,
+            lambda outputs: outputs[:, 0],
+            lambda outputs: F.nll_loss(outputs, torch.zeros(7, dtype=torch.long)),
+            lambda outputs: F.softmax(outputs, 1),
+            lambda outputs: torch.mean(outputs),
+            lambda outputs: torch.ones(7, CLASSES) - outputs,
+            lambda outputs: outputs * 2,
+            lambda outputs: outputs == torch.zeros(7, CLASSES),
+            lambda outputs: 2 * outputs,
+            lambda outputs: outputs + outputs,
+            lambda outputs: nn.Linear(CLASSES, 2)(outputs),
+        ],
+    )
+    def test_it_is_not_a_tensor_and_says_so(self, use):
+        message = r"PerReplica, .*not a tensor: call \.gather\(\).*DataParallelCriterion"
+        with pytest.raises((TypeError, AttributeError), match=message):
+            use(self.outputs()["logits"])
+
+    def test_a_gradient_penalty(self):
+        """WGAN-GP takes the gradient of a gradient with respect to the inputs."""
+        net, x = build_net(1), torch.randn(7, 4, requires_grad=True)
+        (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
+        penalty = (slope.norm(dim=1) - 1).pow(2).mean()
+        penalty.backward()
+        expected = gradients(net)
+        net.zero_grad()
+        scores = DataParallelModel(net, CPUS)(x)
+        (slope,) = torch.autograd.grad(scores, x, scores.map(torch.ones_like), create_graph=True)
+        found = (slope.norm(dim=1) - 1).pow(2).mean()
+        found.backward()
+        torch.testing.assert_close(found, penalty)
+        assert_same_gradients(gradients(net), expected)
+
+    def test_map_keeps_the_rows_for_the_criterion(self):
+        x, target = torch.randn(7, 4), class_targets(7)
+        criterion = DataParallelCriterion(nn.CrossEntropyLoss())
+        assert_equal_program(
+            build_net(),
+            lambda outputs, target: criterion(outputs.map(lambda output: output * 3), target),
+            lambda net: F.cross_entropy(net(x) * 3, target),
+            [x],
+            [target],
+        )
+
+    def test_parts_fill_the_criterions_arguments(self):
+        module = Calls(lambda net, x: {"one": net(x), "two": net(x * 2)})
+        x, target = torch.randn(7, 4), torch.rand(7, CLASSES)
+
+        def loss(one, two, target):
+            return (one * two - target).pow(2).mean()
+
+        split = DataParallelCriterion(loss, weight="rows")
+        assert_equal_program(
+            module,
+            lambda outputs, target: split((outputs["one"], outputs["two"]), target),
+            lambda module: loss(*module(x).values(), target),
+            [x],
+            [target],
+        )

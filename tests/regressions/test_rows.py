@@ -1,0 +1,169 @@
+"""Batches of user code: rows in other dimensions, and rows that are not tensors.
+
+Each loop equals the plain program, or the error says what to write.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.loops import CPUS, Calls, assert_equal_program
+from helpers.problems import CLASSES, build_net
+from torch import nn
+from torch.utils.data import default_collate
+
+from balanced_parallel import (
+    DataParallelCriterion,
+    DataParallelModel,
+    Rows,
+    Whole,
+    gather,
+)
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+class TestOtherDimensions:
+    def time_major(self):
+        return Calls(lambda net, x: net(x))  # [T, B, 4] to [T, B, CLASSES]
+
+    def test_a_flattened_time_major_batch_is_refused(self):
+        x, target = torch.randn(5, 7, 4), torch.randint(CLASSES, (5, 7))
+        criterion = DataParallelCriterion(nn.CrossEntropyLoss())
+        model = DataParallelModel(self.time_major(), CPUS, dim=1)
+        with pytest.raises(ValueError, match=r"rows are not all in dimension 0.*outputs\.map"):
+            criterion([output.view(-1, CLASSES) for output in model(x)], target.view(-1))
+        with torch.no_grad(), pytest.raises(ValueError, match="rows are not all in dimension 0"):
+            criterion([output.log_softmax(-1).reshape(-1, CLASSES) for output in model(x)], target.view(-1))
+        with pytest.raises(ValueError, match="the rows of the outputs are in dimension 1; say where those of the targets are"):
+            criterion(model(x), target)
+
+    def test_the_dimension_of_the_targets_can_be_said(self):
+        def loss(output, target):
+            return F.cross_entropy(output.reshape(-1, CLASSES), target.reshape(-1))
+
+        x, target = torch.randn(5, 7, 4), torch.randint(CLASSES, (5, 7))
+        target[2:, :3] = -100
+        weight = lambda output, target: (target != -100).sum()  # noqa: E731
+        for criterion in (
+            DataParallelCriterion(loss, dim=1, weight=weight),
+            DataParallelCriterion(loss, in_dims=(1, 1), weight=weight),
+            DataParallelCriterion(loss, in_dims={"target": 1}, weight=weight),
+        ):
+            module = self.time_major()
+            model = DataParallelModel(module, CPUS, dim=1)
+            assert_equal_program(module, criterion, lambda module: loss(module(x), target), [x], [target], model)
+
+    @pytest.mark.parametrize("in_dims", [(0, 1, None), {"state": 1, "scale": None}, {1: 1, 2: None}])
+    def test_each_argument_can_have_its_rows_elsewhere(self, in_dims):
+        def function(net, x, state, scale):
+            return {"y": net(x + state.sum(0)) * scale.sum(), "state": state * 2}
+
+        class Recurrent(Calls):
+            def forward(self, x, state, scale):
+                return function(self.net, x, state, scale)
+
+        module = Recurrent(None)
+        x, state, scale = torch.randn(7, 4), torch.randn(2, 7, 4), torch.rand(5)
+        model = DataParallelModel(module, CPUS, in_dims=in_dims, out_dims={"state": 1})
+        outputs = model(x, state, scale)
+        assert [output["state"].shape for output in outputs] == [(2, 3, 4), (2, 2, 4), (2, 2, 4)]
+        whole, expected = outputs.gather(), module(x, state, scale)
+        torch.testing.assert_close(whole, expected)
+        torch.testing.assert_close(gather(outputs["state"]), expected["state"])
+        again = model(x, outputs["state"], scale)  # from step to step, on its devices
+        torch.testing.assert_close(again.gather(), module(x, expected["state"], scale))
+
+    def test_a_position_is_that_of_an_argument_given_by_name_too(self):
+        class Stateful(Calls):
+            def forward(self, x, state=None):
+                return self.net(x) if state is None else self.net(x + state.sum(0))
+
+        module, x, state = Stateful(None), torch.randn(2, 4), torch.randn(2, 2, 4)  # a wrong dimension would fit
+        model = DataParallelModel(module, CPUS, in_dims={1: 1})
+        torch.testing.assert_close(model(x, state=state).gather(), module(x, state))
+        torch.testing.assert_close(model(x).gather(), module(x))
+
+    def test_dimensions_that_name_nothing(self):
+        model = DataParallelModel(build_net(), CPUS, in_dims={"mask": 1})
+        with pytest.raises(ValueError, match="dimensions are given for 'mask', expected one of the arguments input"):
+            model(torch.zeros(3, 4))
+        with pytest.raises(
+            ValueError, match=r"dimensions are given for 3, expected one of the arguments input, or the position of one"
+        ):
+            DataParallelModel(build_net(), CPUS, in_dims={3: 1})(torch.zeros(3, 4))
+        with pytest.raises(ValueError, match=r"given for 2 arguments, but 1 were passed by position"):
+            DataParallelModel(build_net(), CPUS, in_dims=(0, 1))(torch.zeros(3, 4))
+        with pytest.raises(ValueError, match="has 2 entries, but the dimensions"):
+            DataParallelModel(Calls(lambda net, x: (net(x), net(x))), CPUS, out_dims=(0,))(torch.zeros(3, 4))
+
+
+class TestRowsThatAreNotTensors:
+    def seen(self, *inputs, **kwargs):
+        outputs = DataParallelModel(Calls(lambda net, *inputs, **kwargs: [(inputs, kwargs)]), CPUS)(*inputs, **kwargs)
+        return [entry for output in outputs for entry in output]
+
+    def test_what_default_collate_makes_of_names(self):
+        images, names = default_collate([(torch.full((2,), float(row)), f"row {row}") for row in range(7)])
+        assert type(names) is tuple
+        seen = self.seen(images, names)
+        assert [inputs[1] for inputs, _ in seen] == [("row 0", "row 1", "row 2"), ("row 3", "row 4"), ("row 5", "row 6")]
+        batch = default_collate([{"image": torch.zeros(2), "name": f"row {row}"} for row in range(7)])
+        assert [kwargs["name"] for _, kwargs in self.seen(**batch)] == [
+            ["row 0", "row 1", "row 2"],
+            ["row 3", "row 4"],
+            ["row 5", "row 6"],
+        ]
+        (seen,) = {len(inputs[0][1]) for inputs, _ in self.seen(default_collate([(torch.zeros(2), "a"), (torch.zeros(2), "b")]))}
+        assert seen == 1
+
+    def test_a_list_of_names_with_none_in_it_is_cut(self):
+        seen = self.seen(torch.zeros(4, 2), ["a", None, "c", "d"])
+        assert [inputs[1] for inputs, _ in seen] == [["a", None], ["c"], ["d"]]
+
+    def test_names_that_are_no_rows_are_refused(self):
+        with pytest.raises(ValueError, match=r"inputs\[1\] is a tuple of 2 plain values \(2 rows\).*Whole"):
+            self.seen(torch.zeros(4, 2), ("cat", "dog"))
+        assert [inputs[1] for inputs, _ in self.seen(torch.zeros(4, 2), Whole(("cat", "dog")))] == [("cat", "dog")] * 3
+
+    def test_clips_of_different_lengths(self):
+        clips = [torch.full((length, 2), float(length)) for length in (2, 3, 4)]
+        for inputs in ([clips], [torch.zeros(3, 2), clips]):
+            with pytest.raises(ValueError, match=r"Rows\(...\)"):
+                self.seen(*inputs)
+        seen = self.seen(Rows(clips))
+        assert [[len(clip) for clip in inputs[0]] for inputs, _ in seen] == [[2], [3], [4]]
+
+    def test_lists_that_may_be_rows_or_parts(self):
+        pair = [torch.zeros(3, 2), torch.ones(3, 2)]
+        with pytest.raises(ValueError, match=r"inputs\[0\] is a list of 2 entries of one type.*Rows.*tuple.*Whole"):
+            self.seen(pair)
+        assert [len(inputs[0][1]) for inputs, _ in self.seen(tuple(pair))] == [1, 1, 1]
+        assert [len(inputs[1][1]) for inputs, _ in self.seen(torch.zeros(3, 4), pair)] == [1, 1, 1]  # three rows say it
+        model = DataParallelModel(Calls(lambda net, pair: net(torch.cat(pair, 1))), CPUS, in_dims=(0,))
+        assert model([torch.zeros(3, 2), torch.ones(3, 2)]).sizes == (1, 1, 1)
+
+    def test_the_targets_of_detection(self):
+        images = [torch.rand(3, height, 5) for height in (4, 5, 6, 7)]
+        targets = [{"boxes": torch.rand(count, 4), "labels": torch.arange(count)} for count in (1, 0, 3, 2)]
+        with pytest.raises(ValueError, match="Rows"):
+            self.seen(images, targets)
+        seen = self.seen(Rows(images), Rows(targets))
+        assert [[len(target["labels"]) for target in inputs[1]] for inputs, _ in seen] == [[1, 0], [3], [2]]
+        assert [[image.shape[1] for image in inputs[0]] for inputs, _ in seen] == [[4, 5], [6], [7]]
+
+    def test_lists_of_lists(self):
+        ragged = [[1, 2, 3], [4], [5, 6]]
+        with pytest.raises(ValueError, match="Rows"):
+            self.seen(torch.zeros(3, 2), ragged)
+        assert [inputs[1] for inputs, _ in self.seen(torch.zeros(3, 2), Rows(ragged))] == [[[1, 2, 3]], [[4]], [[5, 6]]]
+
+    def test_an_object_that_holds_tensors_is_refused(self):
+        class Data:
+            def __init__(self):
+                self.store = {"x": torch.zeros(4, 2)}
+
+        with pytest.raises(TypeError, match=r"inputs\[0\] is an object of type Data that holds tensors.*Whole"):
+            self.seen(Data())
+        with pytest.raises(TypeError, match="object of type Data"):
+            self.seen(torch.zeros(4, 2), extra={"data": Data()})
+        assert len(self.seen(torch.zeros(4, 2), Whole(Data()))) == 3
