@@ -433,6 +433,16 @@ def test_tensors_can_be_copied_saved_and_printed():
         assert torch.ones(2).pin_memory().to("sim:0", non_blocking=True).device == torch.device("sim:0")
 
 
+def test_pinned_memory_is_known():
+    with simulate(1):
+        pinned = torch.ones(2).pin_memory()
+        assert pinned.is_pinned()
+        assert pinned[1:].is_pinned()
+        assert torch.empty(3, pin_memory=True).is_pinned()
+        assert not pinned.clone().is_pinned()
+        assert not torch.ones(2).is_pinned()
+
+
 def test_moving_a_module_keeps_tied_parameters():
     with simulate(1):
         net = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))

@@ -2,6 +2,7 @@
 #include <array>
 #include <mutex>
 #include <thread>
+#include <unordered_set>
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
@@ -97,6 +98,40 @@ at::Generator new_generator(c10::DeviceIndex index, uint64_t seed) {
 }
 std::array<at::Generator, kDevices>& generators = *new std::array<at::Generator, kDevices>;
 
+// Pinned memory is memory of the CPU whose addresses are known. Tensor.is_pinned() asks for the start of a storage.
+struct PinnedMemory final : c10::Allocator {
+  std::mutex mutex;
+  std::unordered_set<const void*> addresses;
+
+  struct Block {
+    c10::DataPtr memory;
+  };
+
+  static PinnedMemory& instance() {
+    static auto& memory = *new PinnedMemory;  // tensors may outlive everything else
+    return memory;
+  }
+  static void release(void* context) {
+    auto* block = static_cast<Block*>(context);
+    {
+      std::lock_guard<std::mutex> lock(instance().mutex);
+      instance().addresses.erase(block->memory.get());
+    }
+    delete block;
+  }
+  bool has(const void* address) {
+    std::lock_guard<std::mutex> lock(mutex);
+    return addresses.count(address) > 0;
+  }
+  c10::DataPtr allocate(size_t size) override {
+    auto* block = new Block{c10::GetAllocator(c10::kCPU)->allocate(size)};
+    std::lock_guard<std::mutex> lock(mutex);
+    addresses.insert(block->memory.get());
+    return {block->memory.get(), block, &release, c10::Device(c10::kCPU)};
+  }
+  void copy_data(void* target, const void* source, std::size_t size) const override { default_copy_data(target, source, size); }
+};
+
 struct Hooks final : at::PrivateUse1HooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return device_count() > 0; }
@@ -106,7 +141,8 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   c10::DeviceIndex getCurrentDevice() const override { return current; }
   c10::DeviceIndex exchangeDevice(c10::DeviceIndex index) const override { return Guard().exchangeDevice({kType, index}).index(); }
   c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex index) const override { return exchangeDevice(index); }
-  c10::Allocator* getPinnedMemoryAllocator() const override { return c10::GetAllocator(c10::kCPU); }
+  bool isPinnedPtr(const void* data) const override { return PinnedMemory::instance().has(data); }
+  c10::Allocator* getPinnedMemoryAllocator() const override { return &PinnedMemory::instance(); }
   const at::Generator& getDefaultGenerator(c10::DeviceIndex index) const override {
     index = index < 0 ? current : index;
     check_device(index);
