@@ -38,6 +38,7 @@ class DDPSync:
 
     def __init__(self, model: DistributedModel) -> None:
         self._model = model
+        self._meets_ranks = meets_other_ranks(model.modules())
         self._bucket_views: dict[nn.Parameter, Tensor] = {}
         self._untouched: list[nn.Parameter] = []  # zeros so far, in an accumulation
         self._wait: Callable[[], Tensor] | None = None
@@ -56,7 +57,7 @@ class DDPSync:
 
     def count_micro_batches(self, count: int) -> int:
         """Returns ``count``, or the largest of any rank if layers of the model wait for every rank in each forward."""
-        return collectives.max_over_ranks(count) if meets_other_ranks(self._model.modules()) else count
+        return collectives.max_over_ranks(count) if self._meets_ranks else count
 
     def first_divisor(self, expected: Weight, before: float) -> float:
         """Returns a power of two near the mean weight of a rank in the previous update. It is the same on all ranks."""
