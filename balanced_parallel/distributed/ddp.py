@@ -109,8 +109,14 @@ class DistributedModel(DistributedDataParallel):
         self._refuse_unfrozen()
         if self.require_backward_grad_sync:
             self._begin_sparse_gradients()
+        module = self.module
+
+        def call() -> Any:
+            self.module = module  # as code inside of the function knows it
+            return function(*inputs, **kwargs)
+
         with self.precision.autocast(self.devices), self._as_wrapped() as wrapped:
-            super().forward(lambda: function(*inputs, **kwargs), self.require_backward_grad_sync)
+            super().forward(call, self.require_backward_grad_sync)
         return PerReplica.of_forward([wrapped.take_output()], [rows], self.out_dims)
 
     @contextlib.contextmanager

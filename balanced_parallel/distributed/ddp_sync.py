@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..loss.criterion import DataParallelCriterion
 from ..loss.weighting import LossSum, Weight
@@ -39,8 +39,9 @@ class DDPSync:
     def __init__(self, model: DistributedModel) -> None:
         self._model = model
         self._meets_ranks = meets_other_ranks(model.modules())
-        self._bucket_views: dict[nn.Parameter, Tensor] = {}
-        self._untouched: list[nn.Parameter] = []  # zeros so far, in an accumulation
+        self._bucket_views: dict[Tensor, Tensor] = {}
+        self._has_begun = False  # an accumulation
+        self._untouched: list[Tensor] = []  # zeros so far, in an accumulation
         self._wait: Callable[[], Tensor] | None = None
         self._whole: Tensor | None = None  # loss and weight of all ranks
 
@@ -71,7 +72,8 @@ class DDPSync:
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
         """Keeps gradients on this rank."""
-        self._accumulate_in_buckets()
+        if not self._has_begun:
+            self._accumulate_in_buckets()
         with self._model.no_sync():
             yield
 
@@ -95,6 +97,7 @@ class DDPSync:
             run_backward(losses, divisor)
             return
         self._forget_untouched()
+        self._has_begun = False
         roots = [loss for loss in losses if loss.requires_grad]
         try:
             run_backward(roots or [zero_of_parameters(self._model.reduced_parameters)], divisor)
@@ -108,11 +111,9 @@ class DDPSync:
                 f"{failures} of {collectives.world_size()} ranks failed in the backward, expected none: nothing was "
                 "updated, and the step can be repeated"
             )
-        self._bucket_views = {
-            parameter: parameter.grad
-            for parameter in self._model.reduced_parameters
-            if parameter.grad is not None and parameter.grad.layout == torch.strided
-        }
+        for parameter in self._model.reduced_parameters:
+            if parameter not in self._bucket_views and parameter.grad is not None and parameter.grad.layout == torch.strided:
+                self._bucket_views[parameter] = parameter.grad
 
     def finish(self, local: LossSum) -> LossSum:
         """Returns loss and weight of all ranks."""
@@ -136,12 +137,13 @@ class DDPSync:
                 f"the optimizer has a parameter of shape {tuple(parameter.shape)} with a gradient that the ranks would not "
                 "share: make it part of the module or of the criterion that parallelize is given"
             )
-        gradients = [one.grad for one in tensors if one.grad is not None] if factor != 1 else []
+        views = self._bucket_views
+        gradients = [views.get(one, one.grad) for one in tensors if one.grad is not None] if factor != 1 else []
         multi_tensor.multiply_(_buckets_of(gradients), factor)
 
     def discard(self) -> None:
         """Forgets the gradients that this rank has accumulated."""
-        self._wait, self._untouched = None, []
+        self._wait, self._untouched, self._has_begun = None, [], False
         for parameter in self._model.reduced_parameters:
             parameter.grad = None
 
@@ -162,13 +164,15 @@ class DDPSync:
         multi_tensor.zero_(_buckets_of(views) if len(missing) == len(self._bucket_views) else views)
         for parameter, view in zip(missing, views, strict=True):
             parameter.grad = view.data
-        self._untouched += missing
+        self._untouched, self._has_begun = missing, True
 
     def _forget_untouched(self) -> None:
         """Sets gradients of parameters that no micro-batch has used to None. The reducer then decides over all ranks."""
-        for parameter in self._untouched:
-            is_touched = parameter.grad is not None and versions([parameter.grad]) != [0]
-            parameter.grad = self._bucket_views[parameter] if is_touched else None
+        pairs = [(parameter, parameter.grad) for parameter in self._untouched]
+        counters = versions([self._bucket_views[parameter] if gradient is None else gradient for parameter, gradient in pairs])
+        for (parameter, _), version in zip(pairs, counters, strict=True):
+            if version == 0:
+                parameter.grad = None
         self._untouched = []
 
     def _complete(self) -> None:

@@ -126,3 +126,16 @@ def check_quiet(rank):
 
 def test_no_warning_advises_to_leave_out_the_search_for_unused_parameters():
     assert run_ranks(2, check_quiet) == [[], []]
+
+
+def check_inside(rank):
+    seen = []
+    net = build_net()
+    model, _ = parallelize(net, nn.CrossEntropyLoss())
+    net[0].register_forward_hook(lambda *_: seen.append(model.module))
+    model(torch.randn(3, 4))
+    return seen == [net] and model.module is net
+
+
+def test_the_module_is_the_users_own_inside_of_its_forward():
+    assert run_ranks(2, check_inside) == [True, True]
