@@ -147,7 +147,7 @@ def test_the_oracle_sees_a_mean_of_means(monkeypatch):
 
 
 def test_the_oracle_sees_a_window_divided_by_its_micro_batches(monkeypatch):
-    """What everybody writes by hand: the mean of each micro-batch over the number of micro-batches."""
+    """Divides as most loops by hand do: the mean of each micro-batch over the number of micro-batches."""
     run = DataParallelCriterion.loss_sums
 
     def means(self, *arguments):

@@ -45,11 +45,8 @@ class DDPSync:
         self._wait: Callable[[], Tensor] | None = None
         self._whole: Tensor | None = None  # loss and weight of all ranks
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_model": self._model}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["_model"])  # type: ignore[misc]
+    def __reduce__(self) -> Any:  # a copy has no gradients
+        return DDPSync, (self._model,)
 
     @property
     def gradient_scale(self) -> float:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..runtime.streams import SideStreams, current_streams
+from ..runtime.tensors import mark_as_parameter
 from .bucket import Owners
 from .gradient_buckets import GradientBuckets
 from .module_tree import ModuleTree, Skeletons
@@ -196,7 +197,7 @@ class Replicas:
             aliases = bucket.broadcast([[tensors[place][i] for i in at] for place in places], schedule)
             for place, some in zip(places, aliases, strict=True):
                 for i, alias in zip(at, some, strict=True):
-                    alias._is_param = True  # a parameter to isinstance
+                    mark_as_parameter(alias)
                     tensors[place][i] = alias
         return tensors
 

@@ -1,4 +1,4 @@
-"""What the benchmarks' pages claim, measured again in small."""
+"""Claims of the benchmarks' pages, measured again in small."""
 
 import importlib.util
 import sys

@@ -31,7 +31,7 @@ def make_update(way, module, criterion):
 
 
 class Biased(nn.Linear):
-    """Has one parameter more, which it uses for a while."""
+    """A linear layer with one more parameter, which it uses for a while."""
 
     is_biased = True
 

@@ -178,7 +178,7 @@ class OnTop(nn.Module):
 
 
 def make_targets(kind, rows, ignored=0):
-    """What follows the output in the criterion's arguments: a tuple."""
+    """Returns the arguments of the criterion that follow the output, as a tuple."""
     numbers = torch.Generator().manual_seed(3)
     rand = torch.rand(rows, CLASSES, generator=numbers)
     signs = torch.rand(rows, CLASSES, generator=numbers).sub(0.5).sign()

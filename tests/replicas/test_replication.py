@@ -25,7 +25,7 @@ class Tied(nn.Module):
 
 
 class UsesItsParameters(nn.Module):
-    """What torch's replicas cannot do: ask for parameters, keep them in a ParameterList."""
+    """A module that torch's replicas cannot run: it asks for its parameters, and keeps some in a ParameterList."""
 
     def __init__(self):
         super().__init__()

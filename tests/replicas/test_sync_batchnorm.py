@@ -120,7 +120,7 @@ def test_one_value_per_channel_is_the_error_it_is_in_torch():
 
 
 class Uneven(nn.Module):
-    """Its second replica does not come to the layer: it fails, or goes another way."""
+    """A net whose second replica does not reach the layer: it fails, or takes another branch."""
 
     def __init__(self, fails):
         super().__init__()
