@@ -1,7 +1,6 @@
 """python -m balanced_parallel: what is good is printed, what is bad is one line and exit code 2."""
 
 import json
-import subprocess
 import sys
 import textwrap
 import warnings
@@ -9,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.processes import run_script
 from torch import nn
 
 from balanced_parallel import DataParallelCriterion, memory
@@ -145,8 +145,7 @@ def said(capsys, *arguments):
 
 
 def run(*arguments, cwd):
-    command = [sys.executable, "-W", "error", "-m", "balanced_parallel", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=cwd)
+    return run_script("balanced_parallel", *arguments, cwd=cwd)
 
 
 def test_a_process_prints_an_estimate_of_a_model_in_its_folder(nets, tmp_path):
