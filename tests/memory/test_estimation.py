@@ -102,7 +102,7 @@ def test_other_batches_follow_from_two_traces(problem, kind):
 
 @pytest.mark.parametrize("kind", ["cpu", "sim", "h200"])
 def test_the_largest_batch_fits_and_one_more_does_not(kind):
-    build, batch = PROBLEMS["language model"]
+    build, batch = PROBLEMS["perceptron"]
     report = memory.estimate(build(), F.cross_entropy, *batch(6), device_kind=kind)
     capacity = report.reserved[0] * 3
     rows = report.largest(capacity)
@@ -164,7 +164,7 @@ def test_dropout_needs_what_simulated_devices_count():
 
 
 def test_ddp_is_the_plain_program_and_its_buckets():
-    build, batch = PROBLEMS["language model"]
+    build, batch = PROBLEMS["perceptron"]
     settings = {"device_kind": "cpu"}
     plain = memory.estimate(build(), F.cross_entropy, *batch(24), **settings)
     size = sum(parameter.nbytes for parameter in build().parameters())
