@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from test_estimation import VOCABULARY, conv_net, tokens
+from helpers.memory_problems import VOCABULARY, conv_net, tokens
 from torch import nn
 
 from balanced_parallel import convert_sync_batchnorm, memory, simulate

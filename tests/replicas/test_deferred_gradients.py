@@ -1,15 +1,17 @@
 """Gradients that stay with the replicas over some backwards are the parameters' own to whoever looks."""
 
 import contextlib
+import copy
 import gc
+import warnings
 import weakref
 
 import pytest
 import torch
-from helpers.problems import CLASSES, assert_same_gradients, build_net, gradients
+from helpers.problems import CLASSES, assert_same_gradients, build_net, gradients, plain_program
 from torch import nn
 
-from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, gather, simulate
+from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
 from balanced_parallel.runtime.tensors import get_gradient
 
 pytestmark = pytest.mark.usefixtures("double", "buckets")
@@ -146,3 +148,82 @@ def test_each_backward_follows_its_own_forward():
         third.backward()
         assert not any(get_gradient(one).equal(then) for one, then in zip(net.parameters(), before, strict=True))
         assert "grad" not in vars(nn.Parameter)  # nothing is left with the replicas
+
+
+CPUS = ["cpu"] * 3
+
+
+def test_gradients_can_stay_with_the_replicas_and_move_once(double):
+    net, x, target = build_net(), torch.randn(12, 4), torch.randint(5, (12,))
+    _, expected = plain_program(net, nn.CrossEntropyLoss(reduction="sum"), x, target)
+    with simulate(3) as cluster:
+        model, criterion = DataParallelModel(net.to("sim:0")), DataParallelCriterion(nn.CrossEntropyLoss(reduction="sum"))
+        size = sum(parameter.nbytes for parameter in net.parameters())
+
+        def run(start):
+            criterion(model(x[start : start + 3]), target[start : start + 3]).backward()
+
+        run(0)  # the copies are there
+        net.zero_grad()
+        before = cluster.moved
+        with model.no_sync():
+            for start in (0, 3, 6):
+                run(start)
+        assert (cluster.moved - before)["sim:1", "sim:0"] < 200
+        run(9)
+        assert size <= (cluster.moved - before)["sim:1", "sim:0"] < size + 200
+        assert_same_gradients([gradient.cpu() for gradient in gradients(net)], expected)
+        net.zero_grad()
+        with model.no_sync():
+            for start in (0, 3, 6, 9):
+                run(start)
+        model.reduce_gradients()
+        assert_same_gradients([gradient.cpu() for gradient in gradients(net)], expected)
+
+
+def test_what_stayed_with_the_replicas_comes_with_a_backward_that_makes_a_graph(double):
+    net, x = build_net(), torch.randn(6, 4)
+    with simulate(3):
+        model = DataParallelModel(net)
+        gather(model(x), "cpu").square().sum().backward()
+        expected = [gradient.cpu() * 2 for gradient in gradients(net)]
+        model.zero_grad()
+        with model.no_sync():
+            gather(model(x), "cpu").square().sum().backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, of what create_graph=True keeps
+            gather(model(x), "cpu").square().sum().backward(create_graph=True)
+        assert_same_gradients([gradient.detach().cpu() for gradient in gradients(net)], expected)
+        model.zero_grad()
+
+
+def test_a_step_over_micro_batches_moves_gradients_once():
+    with simulate(4) as cluster:
+        net = nn.Linear(64, 512).to("sim:0")
+        model, criterion = DataParallelModel(net), DataParallelCriterion(nn.CrossEntropyLoss())
+        step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), 0.1), micro_batch_size=2)
+        size = sum(parameter.nbytes for parameter in net.parameters())
+        x, target = torch.randn(64, 64), torch.randint(512, (64,))
+        step(x, target)
+        before = cluster.moved
+        step(x, target)
+        moved = cluster.moved - before
+        assert size <= moved["sim:2", "sim:0"] <= size + 8 * 16
+        assert size <= moved["sim:0", "sim:2"] <= size + 8 * 16
+        for start in range(0, 64, 16):
+            step.add(x[start : start + 16], target[start : start + 16])
+        before = cluster.moved
+        step.apply()
+        assert (cluster.moved - before)["sim:2", "sim:0"] == size
+
+
+def test_a_window_that_failed_leaves_nothing_with_the_replicas(double):
+    net, x, target = build_net(), torch.randn(12, 4), torch.randint(5, (12,))
+    model = DataParallelModel(net, CPUS)
+    step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), torch.optim.SGD(net.parameters(), 0.1))
+    step.add(x, target)
+    with pytest.raises(IndexError):
+        step.add(x, target + 100)
+    _, expected = plain_program(copy.deepcopy(net), nn.CrossEntropyLoss(), x, target)
+    step(x, target)
+    assert_same_gradients(gradients(net), expected)

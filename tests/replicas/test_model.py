@@ -1,3 +1,5 @@
+"""``DataParallelModel``: outputs, arguments, devices, errors, copies."""
+
 import copy
 import dataclasses
 import pickle
@@ -7,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from helpers.problems import assert_same_gradients, build_net, gradients
+from helpers.traffic import NAMES, devices_of, traffic
 from torch import nn
 
-from balanced_parallel import DataParallelModel, gather
+from balanced_parallel import DataParallelModel, gather, parallelize, simulate
 
 CPUS = ["cpu"] * 3
 
@@ -149,3 +152,43 @@ def test_nothing_is_warned_about():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         DataParallelModel(nn.LSTM(4, 6, batch_first=True), CPUS)(torch.randn(7, 5, 4))
+
+
+def test_fewer_rows_than_devices_use_no_other_devices():
+    with simulate(3) as cluster:
+        model, criterion = parallelize(build_net().to("sim:0"), nn.CrossEntropyLoss())
+        before = cluster.moved
+        outputs = model(torch.randn(1, 4))
+        assert devices_of(outputs) == NAMES[:1]
+        criterion(outputs, torch.tensor([1])).backward()
+        assert traffic(cluster, before)[1] == {}
+
+
+def test_default_devices_are_all_simulated_devices():
+    with simulate(3) as cluster:
+        net = build_net().to("sim:0")
+        assert DataParallelModel(net).devices == cluster.devices
+        assert DataParallelModel(net, device_ids=[0, "sim:2"]).devices == cluster.devices[::2]
+        assert devices_of(DataParallelModel(net, [0, 0])(torch.randn(4, 4))) == ["sim:0"] * 2
+        with pytest.raises(ValueError, match="there is no device 3: this machine has 3 sim devices"):
+            DataParallelModel(net, device_ids=[3])
+
+
+def test_dropout_masks_differ_between_devices_and_follow_the_seed():
+    with simulate(3):
+        model = DataParallelModel(nn.Dropout(0.5).to("sim:0"))
+        torch.manual_seed(1)
+        torch.sim.set_rng_state(torch.Generator().manual_seed(9).get_state(), 1)
+        first = [output.cpu() for output in model(torch.ones(3, 64))]
+        torch.manual_seed(1)
+        torch.sim.set_rng_state(torch.Generator().manual_seed(9).get_state(), 1)
+        assert all(one.equal(other.cpu()) for one, other in zip(first, model(torch.ones(3, 64)), strict=True))
+        assert not first[0].equal(first[1])
+
+
+def test_out_of_memory_on_one_device_names_the_replica():
+    with simulate(3, memory=["8MiB", "1MiB", "8MiB"]):
+        model = DataParallelModel(nn.Linear(64, 2048).to("sim:0"))
+        with pytest.raises(torch.OutOfMemoryError, match="GPU 1 has a total capacity of 1024.00 KiB") as caught:
+            model(torch.randn(600, 64))
+        assert "replica 1" in "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])

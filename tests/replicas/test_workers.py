@@ -1,3 +1,6 @@
+"""Workers of replicas: results, failures, and the state of the calling thread."""
+
+import contextvars
 import gc
 import threading
 import time
@@ -192,3 +195,10 @@ def test_ctrl_c_leaves_nobody_waiting(monkeypatch, moment):
     with pytest.raises(KeyboardInterrupt):
         run_replicas([work] * 3, CPUS)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("replica")]
+
+
+@pytest.mark.usefixtures("double", "buckets")
+def test_workers_carry_context_variables():
+    variable = contextvars.ContextVar("variable", default=0)
+    variable.set(7)
+    assert run_replicas([variable.get] * 3, [torch.device("cpu")] * 3) == [7] * 3

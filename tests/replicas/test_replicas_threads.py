@@ -1,6 +1,5 @@
 """One model used from several threads, inside of others, and inside of itself."""
 
-import contextvars
 import threading
 
 import pytest
@@ -9,7 +8,6 @@ from helpers.problems import CLASSES, assert_same_gradients, build_net, gradient
 from torch import nn
 
 from balanced_parallel import BalancedOptimizer, DataParallelModel, gather, simulate
-from balanced_parallel.replicas.workers import run_replicas
 
 pytestmark = pytest.mark.usefixtures("double", "buckets")
 
@@ -137,9 +135,3 @@ def test_a_model_inside_of_itself_is_refused(rows):
         assert [*map(id, net.parameters())] == own
         object.__setattr__(net, "call", lambda x: x)
         model(x)
-
-
-def test_workers_carry_context_variables():
-    variable = contextvars.ContextVar("variable", default=0)
-    variable.set(7)
-    assert run_replicas([variable.get] * 3, [torch.device("cpu")] * 3) == [7] * 3
