@@ -37,7 +37,7 @@ def run(*arguments, cwd):
     return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=cwd)
 
 
-def test_a_process_prints_an_estimate_of_a_model_in_its_folder(nets, tmp_path):
+def test_estimate_runs_as_a_process_in_the_folder_of_the_model(nets, tmp_path):
     flags = ["--model", "nets:Net", "--input", "3x8x8", "--batch-size", "8", "--devices", "2", "--device-kind", "cpu", "--json"]
     done = run("estimate", *flags, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -46,7 +46,7 @@ def test_a_process_prints_an_estimate_of_a_model_in_its_folder(nets, tmp_path):
     assert "assumed criterion: CrossEntropyLoss; targets: (8,) int64, class indices for the output (8, 5)" in done.stderr
 
 
-def test_a_process_says_what_is_wrong_in_one_line(nets, tmp_path):
+def test_errors_of_a_process_are_one_line(nets, tmp_path):
     nets("")
     done = run("estimate", "--model", "nets.py:small", "--input", "7", "--batch-size", "8", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
@@ -57,7 +57,7 @@ def test_a_process_says_what_is_wrong_in_one_line(nets, tmp_path):
 # estimate
 
 
-def test_an_estimate_is_that_of_the_library(nets, capsys):
+def test_estimate_prints_the_report_of_memory_estimate(nets, capsys):
     flags = ["--model", nets("small"), "--input", "4", "--device-kind", "cpu", "--optimizer", "sgd", "--precision", "bf16"]
     assert estimate(*flags, "--json", "--micro-batch-size", "4") == 0
     found = json.loads(capsys.readouterr().out)
@@ -68,14 +68,14 @@ def test_an_estimate_is_that_of_the_library(nets, capsys):
     assert found["micro_batches"] == 2
 
 
-def test_the_rows_of_ranks_are_their_share_of_the_batch(nets, capsys):
+def test_estimate_of_ddp_divides_the_batch_by_the_ranks(nets, capsys):
     flags = ["--model", nets("small"), "--input", "4", "--layout", "ddp", "--devices", "3", "--balanced-optimizer"]
     assert estimate(*flags, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["layout"], found["devices"], found["rows"]) == ("ddp", 3, 3)
 
 
-def test_the_table_and_what_was_assumed_are_printed(nets, capsys):
+def test_estimate_prints_the_table_and_the_assumptions(nets, capsys):
     assert estimate("--model", nets("Tokens"), "--input", "7:int64", "--device-kind", "cpu") == 0
     output, errors = capsys.readouterr()
     first, _, second, *_ = output.splitlines()
@@ -84,7 +84,7 @@ def test_the_table_and_what_was_assumed_are_printed(nets, capsys):
     assert errors == "a model that speaks\n"
 
 
-def test_a_picture_is_drawn(nets, capsys, tmp_path):
+def test_estimate_writes_a_plot(nets, capsys, tmp_path):
     path = tmp_path / "new" / "memory.png"
     assert estimate("--model", nets("small"), "--input", "4", "--devices", "2", "--plot", str(path)) == 0
     assert path.read_bytes().startswith(b"\x89PNG")
@@ -113,7 +113,7 @@ def test_a_picture_is_drawn(nets, capsys, tmp_path):
         ([], "the following arguments are required: --input"),
     ],
 )
-def test_bad_flags_are_one_line(nets, capsys, flags, wanted):
+def test_invalid_flags_print_one_line(nets, capsys, flags, wanted):
     assert wanted in said(capsys, "estimate", "--batch-size", 8, "--model", nets("small"), *flags)
 
 
@@ -130,11 +130,11 @@ def test_bad_flags_are_one_line(nets, capsys, flags, wanted):
         ("packs", "packs sequences by their lengths"),
     ],
 )
-def test_bad_models_are_one_line(nets, capsys, name, wanted):
+def test_invalid_models_print_one_line(nets, capsys, name, wanted):
     assert wanted in said(capsys, "estimate", "--batch-size", 8, "--input", "4", "--model", nets(name))
 
 
-def test_a_model_that_is_not_there_is_one_line(capsys, tmp_path):
+def test_missing_models_print_one_line(capsys, tmp_path):
     (tmp_path / "broken.py").write_text("def build(:\n")
     (tmp_path / "program.py").write_text("raise SystemExit(1)\n")
     for model, wanted in {
@@ -154,7 +154,7 @@ def planned(**settings):
     return SimpleNamespace(**{"report": None, "capacity": (1,), "fits": True, "to_json": lambda: "{}"} | settings)
 
 
-def test_a_plan_is_asked_for_with_what_was_said(nets, capsys, monkeypatch):
+def test_plan_receives_the_arguments(nets, capsys, monkeypatch):
     asked = {}
 
     def plan(module, criterion, inputs, targets, **settings):
@@ -173,7 +173,7 @@ def test_a_plan_is_asked_for_with_what_was_said(nets, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("flags", "capacity"), [([], None), (["--memory", "2GiB"], "2GiB")])
-def test_a_plan_that_fits_nowhere_is_exit_code_1(nets, capsys, monkeypatch, flags, capacity):
+def test_plan_that_does_not_fit_exits_with_code_1(nets, capsys, monkeypatch, flags, capacity):
     asked = []
     monkeypatch.setattr(memory, "plan", lambda *args, **settings: asked.append(settings["capacity"]) or planned(fits=False))
     assert main(["plan", "--model", nets("small"), "--input", "4", "--batch-size", "8", "--json", *flags]) == 1
@@ -181,7 +181,7 @@ def test_a_plan_that_fits_nowhere_is_exit_code_1(nets, capsys, monkeypatch, flag
     assert capsys.readouterr().out == "{}\n"
 
 
-def test_what_plan_refuses_is_one_line(nets, capsys, monkeypatch):
+def test_errors_of_plan_print_one_line(nets, capsys, monkeypatch):
     def plan(*args, **settings):
         raise ValueError("'24QB' is not a memory size,\nexpected another")
 
@@ -190,7 +190,7 @@ def test_what_plan_refuses_is_one_line(nets, capsys, monkeypatch):
     assert line.endswith("error: '24QB' is not a memory size, expected another")
 
 
-def test_a_warning_is_one_line_beside_the_plan(nets, capsys, monkeypatch):
+def test_warnings_of_plan_print_one_line(nets, capsys, monkeypatch):
     def plan(*args, **settings):
         with warnings.catch_warnings(action="always"):
             warnings.warn("twice the\nrows", stacklevel=1)
@@ -204,19 +204,19 @@ def test_a_warning_is_one_line_beside_the_plan(nets, capsys, monkeypatch):
 # doctor
 
 
-def test_doctor_finds_nothing_in_a_good_model(nets, capsys):
+def test_doctor_without_findings_exits_with_code_0(nets, capsys):
     assert main(["doctor", "--model", nets("small")]) == 0
     assert capsys.readouterr().out == "nothing found: Linear runs as replicas\n"
 
 
-def test_doctor_lists_what_will_break(nets, capsys):
+def test_doctor_lists_findings_and_exits_with_code_1(nets, capsys):
     assert main(["doctor", "--model", nets("with_norm"), "--criterion", nets("distance")]) == 1
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("- batch norm: 1: ")
     assert second.startswith("- the loss: the divisor of the mean of distance is unknown")
 
 
-def test_doctor_does_not_fail_for_a_note(nets, capsys):
+def test_doctor_with_only_notes_exits_with_code_0(nets, capsys):
     assert main(["doctor", "--model", nets("recurrent")]) == 0
     assert capsys.readouterr().out.startswith("- note: 0 (LSTM) ")
 
@@ -234,7 +234,7 @@ def test_keyword_arguments_and_nested_inputs(nets, capsys):
     )
 
 
-def test_rows_in_another_dimension(nets, capsys):
+def test_dim_sets_the_dimension_of_the_rows(nets, capsys):
     flags = ["--model", nets("TimeMajor"), "--input", "7x3", "--dim", "1", "--device-kind", "cpu"]
     assert estimate(*flags, "--devices", "2", "--json") == 0
     output, errors = capsys.readouterr()
@@ -245,7 +245,7 @@ def test_rows_in_another_dimension(nets, capsys):
     assert json.loads(capsys.readouterr().out)["micro_batches"] == 4
 
 
-def test_the_dimension_of_the_rows_is_kept_in_the_plan(nets, capsys, monkeypatch):
+def test_dim_is_passed_to_plan(nets, capsys, monkeypatch):
     asked = []
     monkeypatch.setattr(memory, "plan", lambda *args, **settings: asked.append(settings["dim"]) or planned())
     assert main(["plan", "--model", nets("TimeMajor"), "--input", "7x3", "--dim", "1", "--batch-size", "8"]) == 0
@@ -269,14 +269,14 @@ def test_the_dimension_of_the_rows_is_kept_in_the_plan(nets, capsys, monkeypatch
         (["--input", "4", "--dim", "-1"], "'-1' was given, expected a dimension"),
     ],
 )
-def test_bad_places_are_one_line(nets, capsys, flags, wanted):
+def test_invalid_input_names_print_one_line(nets, capsys, flags, wanted):
     assert wanted in said(capsys, "estimate", "--batch-size", 8, "--model", nets("small"), *flags)
 
 
 # Pictures
 
 
-def test_a_picture_without_matplotlib_says_what_to_install(nets, capsys, monkeypatch, tmp_path):
+def test_plot_without_matplotlib_names_the_extra_to_install(nets, capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     line = said(capsys, "estimate", "--model", nets("small"), "--input", 4, "--batch-size", 8, "--plot", tmp_path / "a.png")
     assert "pip install 'balanced-parallel[plot]'" in line

@@ -187,13 +187,13 @@ def several_optimizers():
     return classes(build_net())
 
 
-def test_every_snippet_has_its_plain_program():
+def test_every_snippet_has_a_plain_program():
     assert list(SNIPPETS) == list(PROGRAMS)
 
 
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("title", PROGRAMS)
-def test_snippet_gives_the_loss_and_the_gradients_of_the_plain_program(title):
+def test_snippets_equal_the_plain_program(title):
     torch.manual_seed(0)
     names, plain = PROGRAMS[title]()
     plain_names = copy.deepcopy(names)

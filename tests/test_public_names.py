@@ -30,7 +30,7 @@ PUBLIC = {
 }
 
 
-def test_public_names():
+def test_public_names_are_exported():
     assert set(balanced_parallel.__all__) == PUBLIC
     assert all(getattr(balanced_parallel, name).__doc__ for name in PUBLIC)
 

@@ -58,7 +58,7 @@ WITH_SNIPPETS = [page for page in PAGES if page != "docs/migrating.md" and block
 
 
 @pytest.mark.parametrize("page", WITH_SNIPPETS)
-def test_snippets_of_a_page_run_in_their_order(page):
+def test_snippets_of_a_page_run_in_order(page):
     torch.manual_seed(0)
     names = page_names(rows=2048 if page == "docs/memory.md" else ROWS)  # fewer do not show in the peak
     for snippet in blocks(page, "python"):
@@ -72,7 +72,7 @@ def test_most_pages_have_snippets():
 
 
 @pytest.mark.usefixtures("double")
-def test_the_three_lines_of_the_readme_give_the_same_loss_accuracy_and_gradients():
+def test_readme_diff_keeps_loss_accuracy_and_gradients():
     (difference,) = blocks("README.md", "diff")
     found = {}
     for sign in "-+":
@@ -96,7 +96,7 @@ def commands():
                         yield page, shlex.split(command)
 
 
-def test_flags_of_commands_exist(monkeypatch):
+def test_flags_in_commands_are_accepted(monkeypatch):
     monkeypatch.setattr(sys, "path", [str(ROOT / "scripts"), *sys.path])
     train = importlib.import_module("arguments").make_parser()
     seen = []
@@ -116,7 +116,7 @@ def test_flags_of_commands_exist(monkeypatch):
     assert ("docs/memory.md", "balanced_parallel") in seen
 
 
-def test_the_command_line_of_the_page_about_memory_runs(tmp_path):
+def test_commands_of_the_memory_page_run(tmp_path):
     (block,) = (block for block in blocks("docs/memory.md", "bash") if "my_file.py" in block)
     script = "set -e\n" + block.replace(".venv/bin/python", shlex.quote(sys.executable))
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=200)
@@ -130,7 +130,7 @@ def anchor(heading):
 
 
 @pytest.mark.parametrize("page", LINKING)
-def test_links_lead_to_files_and_headings(page):
+def test_links_point_to_existing_files_and_headings(page):
     for link in re.findall(r"\]\(([^)\s]+)\)", LINKING[page]):
         if link.startswith("http"):
             continue
@@ -142,7 +142,7 @@ def test_links_lead_to_files_and_headings(page):
             assert fragment in map(anchor, headings), f"{page} links to {link}"
 
 
-def test_the_readme_sells_in_25_lines_and_ends_after_100():
+def test_readme_has_at_most_100_lines_and_the_numbers_in_the_first_25():
     lines = PAGES["README.md"].splitlines()
     assert len(lines) <= 100
     first = "\n".join(lines[:25])
@@ -157,7 +157,7 @@ def test_the_readme_sells_in_25_lines_and_ends_after_100():
         assert part in first
 
 
-def test_the_numbers_of_the_readme_are_those_of_the_benchmarks():
+def test_readme_numbers_equal_the_benchmark_tables():
     balance = (ROOT / "benchmarks" / "balance" / "README.md").read_text()
     expected = {"nn.DataParallel": 2.6, "balanced_parallel": 1.2, "+ BalancedOptimizer": 1.0}
     ratios = {name: float(re.search(rf"\| 4 +\| {re.escape(name)} +\|[^|]*\| ([\d.]+)", balance)[1]) for name in expected}
@@ -167,7 +167,7 @@ def test_the_numbers_of_the_readme_are_those_of_the_benchmarks():
     assert [round(errors[0], 2), float(f"{errors[1]:.0e}")] == [0.35, 6e-16]
 
 
-def test_every_public_name_is_in_the_api_and_every_page_in_the_index():
+def test_api_lists_all_public_names_and_index_all_pages():
     for name in balanced_parallel.__all__:
         assert f"`{name}" in PAGES["docs/api.md"], name
     for page in set(PAGES) - {"README.md", "docs/README.md"}:

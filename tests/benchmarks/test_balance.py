@@ -7,7 +7,7 @@ from balanced_parallel import simulate
 
 
 @pytest.mark.parametrize("problem", ["language_problem", "segmentation_problem"])
-def test_our_outputs_never_pass_through_the_first_device(problem, monkeypatch):
+def test_outputs_are_not_copied_to_the_first_device(problem, monkeypatch):
     benchmark = load("balance", monkeypatch)
     problem = getattr(benchmark, problem)()
     expected = benchmark.plain_parameters(problem)
@@ -22,7 +22,7 @@ def test_our_outputs_never_pass_through_the_first_device(problem, monkeypatch):
 
 @pytest.mark.parametrize("devices", [4, 8])
 @pytest.mark.parametrize("problem", ["language_problem", "segmentation_problem"])
-def test_with_its_optimizer_every_device_carries_the_same(problem, devices, monkeypatch):
+def test_balanced_optimizer_balances_peak_memory(problem, devices, monkeypatch):
     benchmark = load("balance", monkeypatch)
     problem = getattr(benchmark, problem)()
     expected = benchmark.plain_parameters(problem)
@@ -34,7 +34,7 @@ def test_with_its_optimizer_every_device_carries_the_same(problem, devices, monk
     assert ours.error < 1e-10
 
 
-def test_the_categories_of_every_device_add_up_in_a_real_step(monkeypatch):
+def test_categories_add_up_to_the_peak_of_every_device(monkeypatch):
     benchmark = load("balance", monkeypatch)
     for name in benchmark.WAYS:
         with simulate(3) as cluster:

@@ -3,7 +3,7 @@
 from helpers.benchmarks import load
 
 
-def test_replicas_cost_the_host_little_beside_the_same_slices_run_plainly(monkeypatch):
+def test_host_time_of_replicas_is_close_to_the_plain_slices(monkeypatch):
     """The benchmark sees 0.97 to 1.06 on an idle machine, and torch's replicate() alone takes a third of a step."""
     benchmark = load("host_overhead", monkeypatch)
     steps = benchmark.make_steps()

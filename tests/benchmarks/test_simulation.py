@@ -3,5 +3,5 @@
 from helpers.benchmarks import load
 
 
-def test_simulating_the_text_task_costs_less_than_ten_times_the_cpu(monkeypatch):
+def test_simulation_takes_less_than_ten_times_the_time_of_the_cpu(monkeypatch):
     assert max(load("simulation", monkeypatch).ratios(4, rounds=1)) < 10

@@ -34,7 +34,7 @@ def check_compiled(rank):
     return True
 
 
-def test_accumulation_compiles_the_graphs_of_the_reducing_forward():
+def test_accumulation_and_synchronizing_forward_compile_the_same_graphs():
     assert run_ranks(2, check_compiled, timeout=200) == [True, True]
 
 
@@ -57,7 +57,7 @@ def check_memory(rank):
     return peak / sum(parameter.nbytes for parameter in net.parameters())
 
 
-def test_gradients_exist_once_while_micro_batches_accumulate():
+def test_accumulation_keeps_one_copy_of_the_gradients():
     """Buckets are allocated before. A backward makes one gradient at a time, an eighth of all, and adds it there."""
     assert max(run_ranks(2, check_memory)) < 0.3
 
@@ -73,7 +73,7 @@ def check_quiet(rank):
     return [str(warning.message) for warning in caught]
 
 
-def test_no_warning_advises_to_leave_out_the_search_for_unused_parameters():
+def test_find_unused_parameters_emits_no_warning():
     assert run_ranks(2, check_quiet) == [[], []]
 
 
@@ -86,7 +86,7 @@ def check_inside(rank):
     return seen == [net] and model.module is net
 
 
-def test_the_module_is_the_users_own_inside_of_its_forward():
+def test_module_attribute_is_the_original_module_in_forward():
     assert run_ranks(2, check_inside) == [True, True]
 
 
@@ -135,7 +135,7 @@ def check_order(rank):
     return True
 
 
-def test_buckets_are_reduced_beside_the_backward_of_the_layers_before():
+def test_bucket_all_reduce_overlaps_with_the_backward_of_earlier_layers():
     assert run_ranks(2, check_order) == [True, True]
 
 
@@ -167,7 +167,7 @@ def check_recomputed(rank):
     return True
 
 
-def test_checkpoints_equal_the_plain_program():
+def test_activation_checkpointing_equals_the_plain_program():
     assert run_ranks(2, check_recomputed) == [True, True]
 
 
@@ -180,7 +180,7 @@ def check_reentrant(rank):
     return True
 
 
-def test_reentrant_checkpoints_are_an_error():
+def test_reentrant_checkpointing_raises_an_error():
     assert run_ranks(2, check_reentrant) == [True, True]
 
 
@@ -214,7 +214,7 @@ def check_sparse(rank):
     return True
 
 
-def test_sparse_gradients_of_ranks_that_have_none():
+def test_sparse_gradients_with_ranks_without_rows():
     assert run_ranks(3, check_sparse) == [True] * 3
 
 
@@ -263,5 +263,5 @@ def check_copy(rank):
     return True
 
 
-def test_a_model_that_has_trained_can_be_copied_and_the_copy_trains():
+def test_deepcopy_of_a_trained_model_trains():
     assert run_ranks(2, check_copy) == [True, True]

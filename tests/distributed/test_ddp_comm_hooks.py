@@ -34,7 +34,7 @@ def check_bucketwise(rank):
     return True
 
 
-def test_a_hook_that_compresses_whole_buckets_finds_gradients_alone_in_them():
+def test_comm_hook_buckets_contain_only_gradients():
     assert run_ranks(2, check_bucketwise) == [True, True]
 
 
@@ -47,7 +47,7 @@ def check_batched(rank):
     return True
 
 
-def test_a_hook_that_torch_cannot_run_is_named():
+def test_batched_powersgd_hook_emits_a_warning():
     assert run_ranks(2, check_batched) == [True, True]
 
 
@@ -67,5 +67,5 @@ def check_compressed(rank):
     return True
 
 
-def test_a_hook_that_rounds_gradients_does_not_round_their_weight():
+def test_fp16_compression_hook_does_not_round_the_weight():
     assert run_ranks(2, check_compressed) == [True, True]

@@ -45,7 +45,7 @@ def check_strangers(rank):
     return True
 
 
-def test_a_gradient_that_no_rank_would_share_is_an_error():
+def test_gradients_of_unregistered_parameters_raise_an_error():
     assert run_ranks(2, check_strangers) == [True, True]
 
 
@@ -69,7 +69,7 @@ def check_order(rank):
     return events
 
 
-def test_loss_and_weight_travel_while_the_last_backward_runs():
+def test_loss_all_reduce_overlaps_with_the_last_backward():
     assert run_ranks(2, check_order) == [["backward", "start", "backward", "wait"]] * 2
 
 
@@ -160,11 +160,11 @@ def check_two_optimizers(rank):
     return True
 
 
-def test_gradients_are_divided_once_whoever_has_the_parameters():
+def test_gradients_of_parameters_without_an_optimizer_are_exact():
     assert run_ranks(2, check_two_optimizers) == [True, True]
 
 
-def test_ragged_windows_equal_the_plain_program_also_for_a_rank_without_rows():
+def test_uneven_accumulation_and_a_rank_without_rows_equal_the_plain_program():
     assert run_ranks(2, check_windows) == [True, True]
 
 
@@ -187,7 +187,7 @@ def check_nothing_counted(rank):
     return True
 
 
-def test_a_window_that_counts_nothing_on_any_rank_changes_nothing():
+def test_zero_weight_on_all_ranks_skips_the_update():
     assert run_ranks(2, check_nothing_counted) == [True, True]
 
 
@@ -209,7 +209,7 @@ def check_half(rank):
     return [scaler.get_scale(), next(model.parameters()).sum().item()]
 
 
-def test_ranks_agree_on_the_gradient_scaler():
+def test_gradient_scaler_is_equal_on_all_ranks():
     first, second = run_ranks(2, check_half)
     assert first == second
 
@@ -239,7 +239,7 @@ def check_parameter_of_nobody(rank):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
 
 
-def test_a_parameter_that_no_reducer_knows_is_scaled_too():
+def test_parameter_captured_by_the_criterion_gets_an_exact_gradient():
     run_ranks(1, check_parameter_of_nobody)
 
 
@@ -269,7 +269,7 @@ def check_lean(rank):
     return counts
 
 
-def test_an_update_adds_two_small_collectives_to_those_by_hand():
+def test_update_adds_two_all_reduces_to_plain_ddp():
     """Loss and weight before the last backward, and after it whether the backward of a rank has failed."""
     counts = run_ranks(2, check_lean)
     assert counts[0][1] == counts[0][0] + 2, counts
@@ -294,5 +294,5 @@ def check_history(rank):
     return True
 
 
-def test_the_window_before_shows_in_no_bit_of_a_gradient():
+def test_gradients_do_not_depend_on_the_previous_update():
     assert run_ranks(2, check_history) == [True, True]

@@ -51,7 +51,7 @@ def train_a_method(rank):
     assert model(my_rows(x, rank)).sizes == (SIZES[rank],)
 
 
-def test_another_method_than_forward_is_reduced():
+def test_gradients_of_a_method_besides_forward_are_reduced():
     run_ranks(2, train_a_method)
 
 
@@ -75,7 +75,7 @@ def teach(rank):
     assert_same_gradients(gradients(student), expected)
 
 
-def test_a_frozen_teacher_needs_no_criterion_and_no_reducer():
+def test_frozen_module_without_a_criterion_is_not_wrapped_in_ddp():
     run_ranks(2, teach)
 
 
@@ -91,11 +91,11 @@ def time_major(rank):
     torch.testing.assert_close(outputs.gather(), expected)  # rows of both ranks
 
 
-def test_rows_in_another_dimension_are_gathered_along_it():
+def test_gather_over_ranks_along_another_dimension():
     run_ranks(2, time_major)
 
 
-def test_in_one_process_the_model_comes_alone_without_a_criterion():
+def test_parallelize_without_a_criterion_returns_the_model():
     model = parallelize(build_net(), device_ids=["cpu"] * 2)
     assert isinstance(model, DataParallelModel)
     settings = DataParallelCriterion(nn.MSELoss(), minimum=1)
@@ -138,7 +138,7 @@ def several_means(rank, sizes, micro_batch_size):
 
 
 @pytest.mark.parametrize(("sizes", "micro_batch_size"), [([7, 2], 2), ([9, 0], None)])
-def test_several_means_are_divided_by_what_all_ranks_count(sizes, micro_batch_size):
+def test_several_means_are_divided_by_the_weights_of_all_ranks(sizes, micro_batch_size):
     run_ranks(2, several_means, sizes, micro_batch_size)
 
 
@@ -164,7 +164,7 @@ def check_own_losses(rank):
     return True
 
 
-def test_losses_without_the_criterion_are_reduced_too():
+def test_gradients_of_custom_losses_are_reduced():
     assert run_ranks(2, check_own_losses) == [True, True]
 
 
@@ -186,7 +186,7 @@ def check_chain(rank):
     return True
 
 
-def test_one_loss_through_two_models():
+def test_loss_through_two_models_has_exact_gradients():
     assert run_ranks(2, check_chain) == [True, True]
 
 
@@ -205,11 +205,11 @@ def check_two_criteria(rank):
     return True
 
 
-def test_two_losses_before_one_backward():
+def test_sum_of_two_losses_has_exact_gradients():
     assert run_ranks(2, check_two_criteria) == [True, True]
 
 
-def test_without_torchrun_it_is_one_process():
+def test_parallelize_without_torchrun_returns_replicas():
     model, criterion = parallelize(build_net(), torch.nn.MSELoss(), ["cpu"] * 2)
     assert isinstance(model, DataParallelModel)
     assert isinstance(criterion, DataParallelCriterion)
@@ -224,7 +224,7 @@ def check_alone(rank):
     return True
 
 
-def test_a_rank_that_is_alone_is_one_process():
+def test_parallelize_with_world_size_1_returns_replicas():
     assert run_ranks(1, check_alone) == [True]
 
 
@@ -234,5 +234,5 @@ def check_nothing_to_train(rank):
     return True
 
 
-def test_a_module_without_anything_to_train_is_refused():
+def test_module_without_trainable_parameters_raises_an_error():
     assert run_ranks(2, check_nothing_to_train) == [True, True]

@@ -27,5 +27,5 @@ def check_disagreement(rank):
     return True
 
 
-def test_a_process_group_that_disagrees_with_the_environment_is_an_error():
+def test_process_group_different_from_the_environment_raises_an_error():
     assert run_ranks(2, check_disagreement, fresh=True) == [True, True]

@@ -61,7 +61,7 @@ def test_unused_parameters_may_differ_between_ranks_and_steps():
     assert run_ranks(2, check_chosen) == [True, True]
 
 
-def test_unused_parameters_may_differ_where_the_reducer_debugs(monkeypatch):
+def test_unused_parameters_may_differ_with_torch_distributed_debug(monkeypatch):
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "INFO")  # its errors then have names too, which may be numbers
     assert run_ranks(2, check_chosen, fresh=True) == [True, True]
 
@@ -80,7 +80,7 @@ def check_two_losses(rank):
     return True
 
 
-def test_a_second_loss_may_use_what_the_criterion_leaves_out():
+def test_second_loss_may_use_parameters_that_the_criterion_does_not_use():
     assert run_ranks(2, check_two_losses) == [True, True]
 
 
@@ -97,7 +97,7 @@ def check_gradients_alone(rank):
     return True
 
 
-def test_a_gradient_asked_of_autograd_leaves_the_reducer_as_it_was():
+def test_autograd_grad_does_not_reduce_gradients():
     assert run_ranks(2, check_gradients_alone) == [True, True]
 
 
@@ -118,7 +118,7 @@ def check_frozen(rank):
     return True
 
 
-def test_layers_may_be_frozen_for_a_while():
+def test_layers_may_be_frozen_and_unfrozen():
     assert run_ranks(2, check_frozen) == [True, True]
 
 
@@ -144,5 +144,5 @@ def check_overlapped(rank):
     return True
 
 
-def test_one_backward_reduces_and_leaves_unused_parameters_alone():
+def test_parameters_without_a_gradient_on_any_rank_keep_none():
     assert run_ranks(2, check_overlapped) == [True, True]

@@ -9,7 +9,7 @@ from balanced_parallel import DataParallelCriterion, DataParallelModel, simulate
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses_and_gradients_equal_the_plain_program(double, name):
+def test_losses_on_simulated_devices_equal_the_plain_program(double, name):
     build, kind = LOSSES[name]
     module, criterion = OnTop(name), build()
     inputs, targets = torch.randn(7, 4), make_targets(kind, 7, ignored=3)

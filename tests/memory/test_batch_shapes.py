@@ -16,11 +16,11 @@ from balanced_parallel.memory import batch_shapes
         ("4:bfloat16", (4,), torch.bfloat16),
     ],
 )
-def test_shapes(text, shape, dtype):
+def test_parse_shape_reads_sizes_and_dtype(text, shape, dtype):
     assert batch_shapes.parse_shape(text, torch.float32) == (shape, dtype)
 
 
-def test_shapes_with_places_make_a_batch():
+def test_build_batch_nests_shapes_by_key_path():
     def shape(*texts, dim=0):
         batch = batch_shapes.build_batch(texts, 8, dim, torch.float32)
         return nested.map_leaves(lambda leaf: tuple(leaf.shape), batch)

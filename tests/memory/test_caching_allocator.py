@@ -3,7 +3,7 @@
 from balanced_parallel.memory.caching_allocator import MIB, CachingAllocator, replay
 
 
-def test_the_caching_allocators_rules():
+def test_segments_are_reserved_by_the_rules_of_torch():
     allocator = CachingAllocator()
     assert allocator.allocate(1, 100)
     assert allocator.reserved == 2 * MIB  # a small segment
@@ -30,6 +30,6 @@ def test_the_caching_allocators_rules():
     assert replay([1, 2], [100, 20 * MIB], 21 * MIB) is None
 
 
-def test_neighbours_are_merged():
+def test_free_neighbouring_blocks_are_merged():
     sizes = [4 * MIB] * 5 + [16 * MIB]
     assert replay([1, 2, 3, 4, 5, -2, -4, -3, -1, 6], sizes) == 20 * MIB

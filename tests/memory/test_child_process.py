@@ -12,7 +12,7 @@ from balanced_parallel import memory, simulate
 from balanced_parallel.memory.device_specs import KINDS, find_kind
 
 
-def test_a_trace_after_a_backward_on_an_accelerator():
+def test_estimate_after_a_backward_on_an_accelerator_does_not_fork():
     """Autograd refuses to run in a process that is forked then: the trace is made in this one."""
     build, batch = PROBLEMS["perceptron"]
     before = memory.estimate(build(), F.cross_entropy, *batch(6), device_kind="sim").peak
@@ -29,7 +29,7 @@ def test_a_trace_after_a_backward_on_an_accelerator():
         assert torch.softmax(logits.bfloat16(), 0).dtype == torch.bfloat16  # the CPU's own choice is back
 
 
-def test_a_child_that_dies_is_noticed():
+def test_killed_child_process_raises_an_error():
     class Dying(nn.Linear):
         def forward(self, inputs):
             os._exit(3)

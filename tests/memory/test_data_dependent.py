@@ -35,14 +35,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("message", REFUSED)
-def test_operators_that_depend_on_values_are_refused_by_name(message):
+def test_unsupported_data_dependent_operators_raise_an_error_with_their_name(message):
     with pytest.raises(ValueError, match=message):
         memory.estimate(
             Applying(REFUSED[message]), lambda out, _: out.sum(), torch.zeros(6, 8), torch.zeros(6), device_kind="cpu"
         )
 
 
-def test_scalar_is_the_result_of_reading_a_value():
+def test_scalar_sets_the_result_of_item():
     net = Applying(lambda h: h[: h.sum().int().item()] * 2)
     report = memory.estimate(net, lambda out, _: out.sum(), torch.zeros(6, 8), torch.zeros(6), scalar=3)
     assert report.peak
@@ -59,7 +59,7 @@ SELECTIONS = {
 
 
 @pytest.mark.parametrize("name", SELECTIONS)
-def test_a_selection_selects_everything(name):
+def test_selections_are_estimated_by_the_worst_case(name):
     """No batch selects more, so the estimate is never below the memory in use."""
     found = used_by_all_ones(SELECTIONS[name])
     net = Applying(SELECTIONS[name])
@@ -90,7 +90,7 @@ def spelled(scores, targets):
     return F.ctc_loss(scores, targets, torch.full((rows,), len(scores)), torch.full((rows,), longest))
 
 
-def test_the_ctc_loss_has_tables_for_the_longest_target():
+def test_ctc_loss_equals_the_peak_of_the_allocator():
     def batch():
         return torch.zeros(6, 50, 8), torch.ones(6, 20, dtype=torch.int64)
 
@@ -99,7 +99,7 @@ def test_the_ctc_loss_has_tables_for_the_longest_target():
     assert abs(report.peak[0] - found) <= 0.001 * found
 
 
-def test_a_module_of_one_batch_size_is_estimated_for_it():
+def test_module_with_a_fixed_batch_size_is_not_extrapolated():
     net = Applying(lambda h: h.view(6, 8))
     with pytest.warns(UserWarning, match="with 12 rows the module raises RuntimeError: shape"):
         report = memory.estimate(net, lambda out, _: out.sum(), torch.zeros(6, 8), torch.zeros(6), device_kind="cpu")

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from balanced_parallel import memory
 
 
-def test_a_gpu_is_not_a_cpu():
+def test_gpu_estimate_has_smaller_activations_and_assumed_workspace():
     build, batch = functools.partial(LanguageModel, 0.1), PROBLEMS["language model"][1]
     reports = {kind: memory.estimate(build(), F.cross_entropy, *batch(24), device_kind=kind) for kind in ("cpu", "sim", "h200")}
     assert reports["h200"].parts[0]["saved activations"] < 0.8 * reports["cpu"].parts[0]["saved activations"]  # masks, attention

@@ -17,7 +17,7 @@ from balanced_parallel.savings.activation_checkpointing import find_blocks
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("problem", PROBLEMS)
-def test_the_peak_is_what_the_allocator_says(problem, checkpoint, precision):
+def test_peak_equals_the_allocator(problem, checkpoint, precision):
     build, batch = PROBLEMS[problem]
     if checkpoint and not find_blocks(build()):
         pytest.skip("nothing is repeated")
@@ -29,7 +29,7 @@ def test_the_peak_is_what_the_allocator_says(problem, checkpoint, precision):
     assert set(report.parts[0]) == set(PARTS)
 
 
-def test_micro_batches_add_to_gradients_that_are_there():
+def test_micro_batches_include_accumulated_gradients():
     build, batch = PROBLEMS["language model"]
     momentum = functools.partial(torch.optim.SGD, momentum=0.9)
     found = used(build, lambda: batch(24), momentum, micro_batch_size=8)
@@ -42,7 +42,7 @@ def test_micro_batches_add_to_gradients_that_are_there():
     assert again.micro_batches == 5
 
 
-def test_nothing_of_the_callers_is_touched():
+def test_estimate_does_not_change_the_module_or_random_state():
     build, batch = PROBLEMS["convolutions"]
     net, (inputs, targets) = build(), batch(6)
     before = {name: (value.data_ptr(), value._version) for name, value in net.state_dict().items()}
@@ -68,13 +68,13 @@ BAD = {
 
 
 @pytest.mark.parametrize("said", BAD)
-def test_bad_settings_are_named(said):
+def test_invalid_settings_of_estimate_raise_an_error(said):
     build, batch = PROBLEMS["convolutions"]
     with pytest.raises(ValueError, match=said):
         memory.estimate(build(), F.cross_entropy, *batch(6), **BAD[said])
 
 
-def test_what_the_module_raises_is_raised():
+def test_errors_of_the_module_are_raised():
     build, batch = PROBLEMS["perceptron"]
     with pytest.raises(RuntimeError, match="reduction dim"):
         memory.estimate(build(), F.cross_entropy, torch.zeros(6, 63), batch(6)[1])

@@ -10,7 +10,7 @@ from balanced_parallel import memory
 
 @pytest.mark.parametrize("kind", ["cpu", "h200"])
 @pytest.mark.parametrize("problem", PROBLEMS)
-def test_other_batches_follow_from_two_traces(problem, kind):
+def test_extrapolated_peak_equals_a_direct_estimate(problem, kind):
     build, batch = PROBLEMS[problem]
     report = memory.estimate(build(), F.cross_entropy, *batch(6), device_kind=kind, precision="bf16")
     assert report.affine
@@ -20,7 +20,7 @@ def test_other_batches_follow_from_two_traces(problem, kind):
 
 
 @pytest.mark.parametrize("kind", ["cpu", "sim", "h200"])
-def test_the_largest_batch_fits_and_one_more_does_not(kind):
+def test_largest_batch_fits_and_one_more_row_does_not(kind):
     build, batch = PROBLEMS["language model"]
     report = memory.estimate(build(), F.cross_entropy, *batch(6), device_kind=kind)
     capacity = report.reserved[0] * 3
@@ -34,7 +34,7 @@ def test_the_largest_batch_fits_and_one_more_does_not(kind):
     assert report.largest(1000) == 0
 
 
-def test_unequal_devices_are_lines_too():
+def test_extrapolation_with_unequal_splits():
     build, batch = PROBLEMS["language model"]
     settings = {"layout": "replicas", "devices": 2, "split": (5.0, 2.0), "device_kind": "sim"}
     report = memory.estimate(build(), nn.CrossEntropyLoss(), *batch(20), **settings)

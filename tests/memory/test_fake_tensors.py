@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from balanced_parallel import memory
 
 
-def test_meta_and_fake_tensors_do_as_well_as_real_ones():
+def test_meta_and_fake_tensors_give_the_estimate_of_real_tensors():
     build, batch = PROBLEMS["convolutions"]
     expected = memory.estimate(build(), F.cross_entropy, *batch(6)).peak
     with torch.device("meta"):

@@ -12,7 +12,7 @@ from balanced_parallel.memory import model_loading
 # building
 
 
-def test_models_are_built_without_memory_where_that_is_possible(nets):
+def test_models_are_built_on_the_meta_device_if_possible(nets):
     for name, device in {"small": "meta", "Net": "meta", "reads_values": "cpu", "made": "cpu"}.items():
         module, criterion = model_loading.build_model(nets(name))
         assert next(module.parameters()).device.type == device
@@ -24,7 +24,7 @@ def problem(model, inputs, targets=(), criterion=None):
     return model_loading.build_problem(model, inputs, targets, criterion, 8)
 
 
-def test_several_inputs_and_criteria_of_ones_own(nets):
+def test_several_inputs_and_custom_criteria(nets):
     found = problem(nets("Two"), ["3", "3"], ["1"], nets("distance"))
     assert [tuple(one.shape) for one in found.inputs] == [(8, 3), (8, 3)]
     assert (found.targets.shape, found.targets.dtype, found.assumed) == ((8, 1), torch.float32, ())
@@ -33,7 +33,7 @@ def test_several_inputs_and_criteria_of_ones_own(nets):
     assert found.targets.shape == (8, 1)
 
 
-def test_targets_that_are_not_known_have_to_be_said(nets):
+def test_unknown_targets_raise_an_error_with_a_fix(nets):
     with pytest.raises(ValueError, match="targets of distance are not known: give the shape of one row as --target"):
         problem(nets("small"), ["4"], criterion=nets("distance"))
     with pytest.raises(ValueError, match="output is tuple: give --target, and a --criterion"):
@@ -44,7 +44,7 @@ def test_targets_that_are_not_known_have_to_be_said(nets):
         problem(nets("Sum"), ["4"])
 
 
-def test_classes_are_in_dimension_1_unless_the_inputs_or_targets_say_that_they_are_last(nets):
+def test_classes_are_in_dimension_1_or_last_by_the_shape_of_the_targets(nets):
     image = problem("torch.nn:Identity", ["5x6x7"])
     assert image.targets.shape == (8, 6, 7)
     assert isinstance(image.criterion, nn.CrossEntropyLoss)
@@ -55,7 +55,7 @@ def test_classes_are_in_dimension_1_unless_the_inputs_or_targets_say_that_they_a
     assert last.assumed == ("criterion: CrossEntropyLoss over the flattened logits (8, 5, 6)",)
 
 
-def test_the_loss_of_sequences_is_exact_in_parts():
+def test_sequence_loss_is_exact_over_replicas():
     output, targets = torch.randn(6, 5, 4), torch.randint(0, 4, (6, 5))
     targets[0, 1:] = -100
     loss = model_loading.SequenceLoss(nn.CrossEntropyLoss())
@@ -65,7 +65,7 @@ def test_the_loss_of_sequences_is_exact_in_parts():
     torch.testing.assert_close(parts, whole)
 
 
-def test_files_see_their_neighbours_and_are_run_once(tmp_path):
+def test_model_files_import_their_neighbours_and_run_once(tmp_path):
     (tmp_path / "neighbour_of_model.py").write_text("width = 4\n")
     (tmp_path / "types.py").write_text(  # named as a module of Python's
         textwrap.dedent("""

@@ -10,7 +10,7 @@ from balanced_parallel import memory
 
 
 @pytest.mark.parametrize("name", ["NAdam", "RAdam", "Adafactor", "Adagrad", "Adadelta", "Adamax", "RMSprop"])
-def test_optimizers_that_read_their_counts(name):
+def test_optimizers_that_read_step_counts_equal_the_allocator(name):
     def build():
         return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
 

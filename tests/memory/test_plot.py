@@ -8,7 +8,7 @@ from balanced_parallel import memory
 from balanced_parallel.memory import plot
 
 
-def test_a_picture_of_unequal_devices(tmp_path):
+def test_draw_report_writes_png_and_svg(tmp_path):
     settings = {"layout": "replicas", "devices": 2, "device_kind": "cpu"}
     report = memory.estimate(nn.Linear(64, 3), nn.CrossEntropyLoss(), torch.empty(8, 64), torch.zeros(8).long(), **settings)
     plot.draw_report(tmp_path / "a.png", report, ["64KiB", 2**20])

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from balanced_parallel import memory
 
 
-def test_the_report_says_where_it_goes():
+def test_report_has_timeline_phases_and_source_lines():
     build, batch = PROBLEMS["language model"]
     report = memory.estimate(build(), F.cross_entropy, *batch(24), device_kind="cpu")
     assert max(report.timeline[0]) == report.peak[0]

@@ -48,7 +48,7 @@ def has_bf16_lstm():
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", RECURRENT)
-def test_recurrent_layers_need_what_the_allocator_says(name, precision):
+def test_recurrent_layers_equal_the_allocator(name, precision):
     build = RECURRENT[name]
     if name.endswith("lstm") and precision == "bf16" and not has_bf16_lstm():
         pytest.skip("oneDNN has no bfloat16 LSTM for this processor")
@@ -58,12 +58,12 @@ def test_recurrent_layers_need_what_the_allocator_says(name, precision):
 
 
 @pytest.mark.parametrize("name", ["lstm", "gru"])
-def test_recurrent_layers_of_simulated_devices_are_refused_by_name(name):
+def test_recurrent_layers_on_simulated_devices_raise_an_error(name):
     with pytest.raises(ValueError, match=f"{name} runs other operators on simulated devices.*device_kind='cpu'"):
         memory.estimate(RECURRENT[name](), nn.CrossEntropyLoss(), *sequences(12), device_kind="sim")
 
 
-def test_other_batches_of_a_recurrent_layer():
+def test_recurrent_layers_extrapolate_to_other_batches():
     build = RECURRENT["lstm"]
     report = memory.estimate(build(), F.cross_entropy, *sequences(12), device_kind="cpu")
     for rows in (5, 40, 100):
@@ -71,7 +71,7 @@ def test_other_batches_of_a_recurrent_layer():
         assert report.at(rows)[0] == pytest.approx(direct.peak[0], rel=1e-4)
 
 
-def test_a_large_lstm_is_measured_on_fewer_rows(monkeypatch):
+def test_large_lstm_is_measured_on_fewer_rows(monkeypatch):
     settings = {"device_kind": "cpu"}
     whole = memory.estimate(RECURRENT["lstm"](), F.cross_entropy, *sequences(400), **settings)
     monkeypatch.setattr(rnn, "LARGEST", 2**18)
@@ -81,7 +81,7 @@ def test_a_large_lstm_is_measured_on_fewer_rows(monkeypatch):
 
 
 @pytest.mark.parametrize(("name", "printed"), [("lstm", 736_000_000), ("gru", 864_000_000)])
-def test_cudnn_keeps_what_it_printed(name, printed):
+def test_cudnn_reserve_equals_the_sizes_of_pytorch_2895(name, printed):
     """pytorch#2895: 4 layers of 320 units."""
     steps = torch.empty(250, 100, 123, device="meta")
     weights = [torch.empty(1, device="meta")]
@@ -92,7 +92,7 @@ def test_cudnn_keeps_what_it_printed(name, printed):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", RECURRENT)
-def test_recurrent_layers_on_a_gpu_are_assumed_and_say_so(name, precision):
+def test_recurrent_layers_on_a_gpu_are_reported_as_assumed(name, precision):
     build = RECURRENT[name]
     report = memory.estimate(build(), F.cross_entropy, *sequences(12), precision=precision, device_kind="h200")
     assert report.parts[0]["saved activations"] > 12 * 20 * 24 * 11 * (2 if precision == "bf16" else 4) // 3

@@ -22,7 +22,7 @@ from balanced_parallel.replicas import gradient_buckets
 
 
 @pytest.mark.parametrize("balanced", [False, True])
-def test_what_is_kept_for_other_streams_is_estimated(monkeypatch, balanced):
+def test_gradients_kept_for_other_streams_are_estimated(monkeypatch, balanced):
     """To one small gradient: how far the devices' threads are apart is not known. What is kept is 1.7 MiB here."""
     monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 2**20)
 
@@ -48,7 +48,7 @@ LAYOUTS = [("replicas", False), ("replicas", True), ("torch_data_parallel", Fals
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize(("layout", "balanced"), LAYOUTS)
-def test_replicas_need_what_simulated_devices_count(layout, balanced, precision):
+def test_replicas_equal_the_simulated_peak(layout, balanced, precision):
     build, batch = PROBLEMS["language model"]
     settings = {"layout": layout, "balanced_optimizer": balanced, "precision": precision, "devices": 3, "device_kind": "sim"}
     report = memory.estimate(build(), nn.CrossEntropyLoss(), *batch(24), **settings)
@@ -76,7 +76,7 @@ def test_replicas_need_what_simulated_devices_count(layout, balanced, precision)
         assert report.peak == pytest.approx(cluster.peak, rel=0.02)
 
 
-def test_dropout_needs_what_simulated_devices_count():
+def test_dropout_equals_the_simulated_peak():
     build, batch = functools.partial(LanguageModel, 0.1), PROBLEMS["language model"][1]
     settings = {"layout": "replicas", "devices": 2, "device_kind": "sim"}
     report = memory.estimate(build(), nn.CrossEntropyLoss(), *batch(24), **settings)
@@ -91,7 +91,7 @@ def test_dropout_needs_what_simulated_devices_count():
         assert report.peak == pytest.approx(cluster.peak, rel=0.005)
 
 
-def test_ddp_is_the_plain_program_and_its_buckets():
+def test_ddp_adds_communication_buckets_to_the_plain_program():
     build, batch = PROBLEMS["language model"]
     settings = {"device_kind": "cpu"}
     plain = memory.estimate(build(), F.cross_entropy, *batch(24), **settings)
@@ -109,7 +109,7 @@ def test_ddp_is_the_plain_program_and_its_buckets():
     assert not torch.distributed.is_initialized()
 
 
-def test_checkpointing_and_synchronised_batch_norm_in_replicas():
+def test_replicas_with_checkpointing_and_sync_batch_norm():
     build, batch = PROBLEMS["language model"]
     settings = {"layout": "replicas", "devices": 2, "device_kind": "sim"}
     plain = memory.estimate(build(), F.cross_entropy, *batch(24), **settings)

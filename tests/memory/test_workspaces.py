@@ -10,7 +10,7 @@ from balanced_parallel import memory
 from balanced_parallel.memory.operators.workspaces import Call, Like, scratch_of
 
 
-def test_scratch_is_measured_by_running():
+def test_scratch_of_a_matrix_product_is_zero():
     like = Like((256, 256), (256, 1), torch.float32)
     assert scratch_of(Call(0, "cpu", "aten.mm.default", (like, like), (), like.bytes)) == 0
     twice = Call(0, "cpu", "aten.mm.default", (Like((512, 256), (256, 1), torch.float32), like))
@@ -28,7 +28,7 @@ BORROWERS = {
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", BORROWERS)
-def test_what_operators_take_for_themselves_is_counted(name, precision):
+def test_temporary_memory_of_operators_equals_the_allocator(name, precision):
     """Copies of what is not contiguous, or not of the type that is computed in."""
 
     def build():

@@ -29,7 +29,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_elementwise_optimizer_gives_the_plain_programs_parameters_and_state(kind):
+def test_elementwise_optimizers_equal_the_plain_program(kind):
     settings = {"lr": 0.1} | KINDS[kind]
     optimizer_class = getattr(torch.optim, kind)
     net = build_net()
@@ -45,7 +45,7 @@ def test_every_elementwise_optimizer_gives_the_plain_programs_parameters_and_sta
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_every_kind_of_network(body):
+def test_networks_equal_the_plain_program(body):
     net = BODIES[body]()
     expected, _ = plain(net, lambda net: torch.optim.AdamW(net.parameters(), lr=0.01))
     with simulate(4):
@@ -54,7 +54,7 @@ def test_every_kind_of_network(body):
         assert_same(net, expected)
 
 
-def test_schedulers_and_closures():
+def test_schedulers_and_closures_equal_the_plain_program():
     net = build_net()
 
     def scheduled(optimizer, step):
@@ -86,7 +86,7 @@ def test_schedulers_and_closures():
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("micro_batch_size", [None, 1])
-def test_train_step(precision, micro_batch_size):
+def test_train_step_equals_the_plain_optimizer(precision, micro_batch_size):
     net = build_net().float()
 
     def trained(balanced):
@@ -109,7 +109,7 @@ def test_train_step(precision, micro_batch_size):
     assert_same(found, expected, 1e-5)
 
 
-def test_fp16_scaling_skips_the_same_steps():
+def test_gradient_scaler_skips_steps_with_overflow():
     with simulate(2):
         net = build_net().float()
         model, criterion = parallelize(net, nn.CrossEntropyLoss(), precision="fp16")
@@ -124,7 +124,7 @@ def test_fp16_scaling_skips_the_same_steps():
         assert all(parameter.equal(other) for parameter, other in zip(net.parameters(), before, strict=True))
 
 
-def test_param_groups():
+def test_param_groups_equal_the_plain_program():
     net = build_net()
     groups = lambda net: [{"params": net[0].parameters(), "lr": 0.5}, {"params": [net[2].weight], "weight_decay": 0.1}]  # noqa: E731
     expected, reference = plain(net, lambda net: torch.optim.Adam(groups(net), lr=0.1))
@@ -141,7 +141,7 @@ def test_param_groups():
             optimizer.load_state_dict(torch.optim.Adam(net.parameters()).state_dict())
 
 
-def test_a_criterions_parameters_are_updated_where_they_are():
+def test_parameters_of_a_criterion_are_updated_in_place():
     net, criterion = build_net(), nn.AdaptiveLogSoftmaxWithLoss(CLASSES, CLASSES, cutoffs=[2, 3], div_value=1.0)
     expected = copy.deepcopy(nn.ModuleList([net, criterion]))
     reference = torch.optim.Adam(expected.parameters(), lr=0.1)
@@ -160,20 +160,20 @@ def test_a_criterions_parameters_are_updated_where_they_are():
 
 
 @pytest.mark.parametrize("kind", ["LBFGS", "Adafactor", "SparseAdam", "Muon"])
-def test_optimizers_that_need_the_whole_are_refused(kind):
+def test_optimizers_that_are_not_elementwise_raise_an_error(kind):
     model = DataParallelModel(build_net(), ["cpu"])
     with pytest.raises(TypeError, match=f"{kind} was given, expected an elementwise optimizer of torch.optim"):
         BalancedOptimizer(model, getattr(torch.optim, kind), lr=0.1)
 
 
-def test_bad_arguments():
+def test_invalid_arguments_raise_an_error():
     with pytest.raises(TypeError, match="the model is a Sequential, expected a DataParallelModel or the model"):
         BalancedOptimizer(build_net(), torch.optim.SGD, lr=0.1)
     with pytest.raises(TypeError, match="0.1 was given, expected an elementwise optimizer"):
         BalancedOptimizer(DataParallelModel(build_net(), ["cpu"]), 0.1)
 
 
-def test_replicas_on_the_cpu_share_one_plain_optimizer():
+def test_replicas_on_one_device_use_one_plain_optimizer():
     net = build_net()
     expected, reference = plain(net, lambda net: torch.optim.Adam(net.parameters(), lr=0.1))
     model = DataParallelModel(net, ["cpu"] * 3)
@@ -184,7 +184,7 @@ def test_replicas_on_the_cpu_share_one_plain_optimizer():
     assert all(type(parameter) is nn.Parameter for parameter in net.parameters())
 
 
-def test_hooks_of_the_state_dict_are_called():
+def test_state_dict_and_step_hooks_are_called():
     seen = []
     with simulate(2):
         model = DataParallelModel(build_net())
@@ -208,7 +208,7 @@ def test_hooks_of_the_state_dict_are_called():
 
 
 @pytest.mark.parametrize("devices", [["cpu"] * 2, ["sim:0", "sim:1"]], ids=["cpu", "sim"])
-def test_nothing_to_train(devices):
+def test_empty_parameter_lists_raise_an_error(devices):
     with simulate(2):
         with pytest.raises(ValueError, match="BalancedOptimizer got an empty parameter list"):
             BalancedOptimizer(DataParallelModel(nn.Tanh(), devices), torch.optim.SGD, lr=0.1)

@@ -38,7 +38,7 @@ def layout(name, net):
 
 
 @pytest.mark.parametrize(("first", "second"), list(itertools.product(LAYOUTS, LAYOUTS)))
-def test_a_checkpoint_moves_between_layouts(first, second):
+def test_checkpoint_moves_between_numbers_of_devices(first, second):
     start = build_net()
     expected, reference = plain(start, lambda net: torch.optim.Adam(net.parameters(), lr=0.1), steps=2)
     for x, target in batches(2):
@@ -65,7 +65,7 @@ def test_a_checkpoint_moves_between_layouts(first, second):
         assert_same_state(state, reference.state_dict())
 
 
-def test_changes_of_values_between_steps_are_kept():
+def test_parameters_changed_between_steps_keep_their_values():
     with simulate(3):
         net = build_net()
         model = DataParallelModel(net)
@@ -91,7 +91,7 @@ def test_changes_of_values_between_steps_are_kept():
             assert_same(net, expected)
 
 
-def test_other_parameters_than_before_are_refused():
+def test_replaced_parameters_raise_an_error():
     with simulate(2):
         net = build_net()
         model = DataParallelModel(net)
@@ -109,7 +109,7 @@ def test_other_parameters_than_before_are_refused():
         train(model, BalancedOptimizer(model, torch.optim.SGD, lr=1.0), 1)
 
 
-def test_without_the_optimizer_everything_is_as_it_was():
+def test_deleting_the_optimizer_restores_plain_parameters():
     net = build_net()
     expected, _ = plain(net, lambda net: torch.optim.SGD(net.parameters(), lr=0.1), 2)
     with simulate(3):
@@ -140,7 +140,7 @@ class SharedHead(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["plain loop", "whole", "micro-batches", "fused"])
-def test_a_parameter_of_model_and_criterion(how):
+def test_parameter_shared_by_model_and_criterion_equals_the_plain_program(how):
     def trained(devices):
         net = build_net().to(devices[0])
         head = SharedHead(net[2].weight)
@@ -175,7 +175,7 @@ class Unrecorded(torch.optim.AdamW):
 
 
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, Unrecorded])
-def test_two_wrappers_around_one_module(kind):
+def test_two_models_of_one_module_equal_the_plain_program(kind):
     def trained(wrap, make):
         net = build_net()
         first, second = wrap(net, [0, 1, 2]), wrap(net, [0, 2])
@@ -194,7 +194,7 @@ def test_two_wrappers_around_one_module(kind):
         assert_equal(trained(DataParallelModel, lambda first, net: BalancedOptimizer(first, kind, lr=0.05)), expected)
 
 
-def test_two_optimizers_for_one_module_are_refused():
+def test_two_optimizers_of_one_module_raise_an_error():
     with simulate(3):
         net = build_net()
         first, second = DataParallelModel(net), DataParallelModel(net)
@@ -217,7 +217,7 @@ def through_torch(value):
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle, through_torch])
 @pytest.mark.parametrize("devices", [["cpu"] * 2, ["sim:0", "sim:1", "sim:2"]], ids=["cpu", "sim"])
-def test_copies_train_on_as_the_original_does(copied, devices):
+def test_copies_train_like_the_original(copied, devices):
     def train(model, optimizer, steps):
         for x, y in random_batches(steps):
             optimizer.zero_grad()

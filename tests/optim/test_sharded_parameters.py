@@ -21,7 +21,7 @@ CLIPS = {
 
 
 @pytest.mark.parametrize("name", CLIPS)
-def test_clipping(name):
+def test_clip_grad_norm_equals_the_plain_program(name):
     net = build_net()
     expected, _ = plain(net, lambda net: torch.optim.SGD(net.parameters(), lr=1.0), clip=0.1)
     with simulate(3):
@@ -31,7 +31,7 @@ def test_clipping(name):
         assert_same(net, expected)
 
 
-def test_the_gradient_of_a_parameter_can_be_read_written_and_cleared():
+def test_grad_can_be_read_written_and_cleared():
     net, (x, target) = build_net(), next(batches(1))
     nn.functional.cross_entropy(net(x), target).backward()
     expected = [parameter.grad for parameter in net.parameters()]
@@ -59,7 +59,7 @@ def test_the_gradient_of_a_parameter_can_be_read_written_and_cleared():
         assert net[0].weight.cpu().equal(before)
 
 
-def test_what_does_not_come_through_the_replicas_counts_too():
+def test_gradients_from_outside_the_replicas_are_added():
     """A penalty on the parameters themselves, and a batch so small that the module runs alone."""
     net = build_net()
     expected = copy.deepcopy(net)
@@ -84,7 +84,7 @@ def test_what_does_not_come_through_the_replicas_counts_too():
         assert_same(net, expected)
 
 
-def test_autograd_grad_still_returns_gradients():
+def test_autograd_grad_returns_whole_gradients():
     net, (x, _) = build_net(), next(batches(1))
     expected = torch.autograd.grad(net(x).pow(2).sum(), list(net.parameters()))
     with simulate(3):
@@ -98,7 +98,7 @@ def test_autograd_grad_still_returns_gradients():
 
 
 @pytest.mark.parametrize("balanced", [False, True])
-def test_hooks_of_parameters_see_and_change_the_gradients(balanced):
+def test_parameter_hooks_can_change_gradients(balanced):
     net = build_net()
     expected = copy.deepcopy(net)
     expected[0].weight.register_hook(lambda gradient: gradient * 2)

@@ -13,7 +13,7 @@ from balanced_parallel import BalancedOptimizer, DataParallelModel, gather, simu
 pytestmark = pytest.mark.usefixtures("double", "buckets")
 
 
-def test_parts_are_equal_in_bytes_even_of_one_large_parameter():
+def test_shards_of_a_large_parameter_have_equal_bytes():
     with simulate(4) as cluster:
         net = nn.Sequential(nn.Linear(64, 1000), nn.Linear(1000, 10)).float()
         model = DataParallelModel(net)
@@ -26,7 +26,7 @@ def test_parts_are_equal_in_bytes_even_of_one_large_parameter():
         assert max(cluster.live) <= 1.02 * sum(cluster.live) / 4
 
 
-def test_layouts_of_memory_that_cannot_be_cut_stay_whole():
+def test_channels_last_parameters_equal_the_plain_program():
     net = nn.Sequential(nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 8, 2), nn.Conv2d(8, 8, 1), nn.Flatten(), nn.Linear(8, CLASSES))
     net = net.to(memory_format=torch.channels_last)
     expected, _ = plain(net, lambda net: torch.optim.Adam(net.parameters(), lr=0.1))

@@ -29,7 +29,7 @@ def _train_on_ranks(rank, saved):
     return {"net": net.state_dict(), "optimizer": optimizer.state_dict(), "mine": len(optimizer.shards.inner.optim.state)}
 
 
-def test_under_torchrun_it_is_torchs_own_and_checkpoints_move():
+def test_zero_redundancy_checkpoints_move_between_ranks_and_replicas():
     start = build_net()
     expected, reference = plain(start, lambda net: torch.optim.Adam(net.parameters(), lr=0.1), 2)
     first = run_ranks(2, _train_on_ranks, None)

@@ -12,7 +12,7 @@ from balanced_parallel.replicas import bucket, gradient_buckets
 pytestmark = pytest.mark.usefixtures("buckets")
 
 
-def test_a_bucket_is_reduced_as_soon_as_every_replica_has_its_gradients(monkeypatch):
+def test_bucket_is_reduced_once_every_replica_has_its_gradients(monkeypatch):
     monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 25 * 2**20)
     with simulate(2):
         net = nn.Sequential(nn.Linear(4, 2600), nn.Linear(2600, 2600), nn.Linear(2600, 4)).to("sim:0")  # 27 MB in the middle

@@ -12,7 +12,7 @@ from balanced_parallel.replicas.checksums import CHUNK, _differing
 pytestmark = pytest.mark.usefixtures("buckets")
 
 
-def test_writes_that_nothing_records_are_followed_with_a_warning():
+def test_unrecorded_writes_are_copied_with_a_warning():
     with simulate(3):
         net = build_net()
         model, x = settled(net)  # its second forward is compared
@@ -27,7 +27,7 @@ def test_writes_that_nothing_records_are_followed_with_a_warning():
             assert_follows(model, net, x)
 
 
-def test_looking_for_unrecorded_writes_moves_only_checksums():
+def test_comparison_moves_only_checksums():
     with simulate(2) as cluster:
         model = DataParallelModel(nn.Linear(512, 512).to("sim:0"))
         x = torch.ones(2, 512)
@@ -38,7 +38,7 @@ def test_looking_for_unrecorded_writes_moves_only_checksums():
         assert size < 3000
 
 
-def test_every_place_and_every_bit_counts_in_a_checksum():
+def test_checksum_depends_on_every_bit_and_position():
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.bool):
         tensor = torch.arange(6).to(dtype).reshape(2, 3)
         tensor[1, 1] = 0

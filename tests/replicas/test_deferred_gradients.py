@@ -67,7 +67,7 @@ LAYOUTS = {"one device": ["cpu"] * 3, "three devices": ["sim:0", "sim:1", "sim:2
 @pytest.mark.parametrize("between", [*CHANGES, step_without_a_reduction], ids=lambda change: change.__name__)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("begins", ["with nothing", "with gradients"])
-def test_what_is_held_is_seen_discarded_and_changed_as_in_the_plain_program(between, layout, begins):
+def test_reads_and_writes_of_deferred_grad_equal_the_plain_program(between, layout, begins):
     torch.manual_seed(2)
     x, y = torch.randn(20, 4), torch.randn(20, CLASSES)
 
@@ -100,7 +100,7 @@ def test_what_is_held_is_seen_discarded_and_changed_as_in_the_plain_program(betw
         assert_same_gradients([gradient.cpu() for gradient in found], expected)
 
 
-def test_between_windows_the_attribute_is_torchs_own():
+def test_grad_is_the_attribute_of_torch_if_nothing_is_deferred():
     def is_torchs_own():
         return "grad" not in vars(nn.Parameter)
 
@@ -120,7 +120,7 @@ def test_between_windows_the_attribute_is_torchs_own():
             assert is_torchs_own()
 
 
-def test_what_is_held_does_not_keep_the_replicas_alive():
+def test_deferred_gradients_do_not_keep_the_replicas_alive():
     with simulate(3):
         model = DataParallelModel(build_net())
         with model.no_sync():
@@ -132,7 +132,7 @@ def test_what_is_held_does_not_keep_the_replicas_alive():
         assert parameter.grad is None
 
 
-def test_each_backward_follows_its_own_forward():
+def test_no_sync_applies_to_the_backward_of_its_forward():
     with simulate(2):
         net = build_net()
         model = DataParallelModel(net)
@@ -153,7 +153,7 @@ def test_each_backward_follows_its_own_forward():
 CPUS = ["cpu"] * 3
 
 
-def test_gradients_can_stay_with_the_replicas_and_move_once(double):
+def test_no_sync_reduces_gradients_once(double):
     net, x, target = build_net(), torch.randn(12, 4), torch.randint(5, (12,))
     _, expected = plain_program(net, nn.CrossEntropyLoss(reduction="sum"), x, target)
     with simulate(3) as cluster:
@@ -181,7 +181,7 @@ def test_gradients_can_stay_with_the_replicas_and_move_once(double):
         assert_same_gradients([gradient.cpu() for gradient in gradients(net)], expected)
 
 
-def test_what_stayed_with_the_replicas_comes_with_a_backward_that_makes_a_graph(double):
+def test_create_graph_backward_reduces_deferred_gradients(double):
     net, x = build_net(), torch.randn(6, 4)
     with simulate(3):
         model = DataParallelModel(net)
@@ -197,7 +197,7 @@ def test_what_stayed_with_the_replicas_comes_with_a_backward_that_makes_a_graph(
         model.zero_grad()
 
 
-def test_a_step_over_micro_batches_moves_gradients_once():
+def test_step_over_micro_batches_reduces_gradients_once():
     with simulate(4) as cluster:
         net = nn.Linear(64, 512).to("sim:0")
         model, criterion = DataParallelModel(net), DataParallelCriterion(nn.CrossEntropyLoss())
@@ -217,7 +217,7 @@ def test_a_step_over_micro_batches_moves_gradients_once():
         assert (cluster.moved - before)["sim:2", "sim:0"] == size
 
 
-def test_a_window_that_failed_leaves_nothing_with_the_replicas(double):
+def test_failed_accumulation_discards_deferred_gradients(double):
     net, x, target = build_net(), torch.randn(12, 4), torch.randint(5, (12,))
     model = DataParallelModel(net, CPUS)
     step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), torch.optim.SGD(net.parameters(), 0.1))

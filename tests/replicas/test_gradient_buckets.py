@@ -12,7 +12,7 @@ from balanced_parallel.replicas.gradient_buckets import make_buckets
 
 @pytest.mark.usefixtures("buckets")
 @pytest.mark.parametrize("body", BODIES)
-def test_two_forwards_before_one_backward(double, body):
+def test_two_forwards_before_one_backward_equal_the_plain_program(double, body):
     net, x = BODIES[body](), torch.randn(6, 4)
     (net(x).sum() * net(x.flip(0)).pow(2).mean()).backward()
     expected = gradients(net)
@@ -24,7 +24,7 @@ def test_two_forwards_before_one_backward(double, body):
 
 
 @pytest.mark.usefixtures("buckets")
-def test_double_backward_partial_backward_and_autograd_grad(double):
+def test_double_partial_and_autograd_grad_backwards_equal_the_plain_program(double):
     net, x = build_net(), torch.randn(6, 4)
 
     def everything(forward, parameters):
@@ -47,7 +47,7 @@ def test_double_backward_partial_backward_and_autograd_grad(double):
 
 
 @pytest.mark.usefixtures("buckets")
-def test_no_grad_and_inference_mode_build_no_graph_and_training_goes_on():
+def test_no_grad_and_inference_mode_build_no_graph():
     with simulate(3):
         net = build_net()
         model = DataParallelModel(net.to("sim:0"))
@@ -61,7 +61,7 @@ def test_no_grad_and_inference_mode_build_no_graph_and_training_goes_on():
 
 
 @pytest.mark.usefixtures("buckets")
-def test_results_are_the_same_bit_for_bit_from_run_to_run():
+def test_gradients_are_bitwise_reproducible():
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
@@ -82,7 +82,7 @@ def test_results_are_the_same_bit_for_bit_from_run_to_run():
 
 
 @pytest.mark.usefixtures("buckets")
-def test_buckets_are_bounded_of_one_dtype_and_last_layers_first(monkeypatch):
+def test_buckets_have_bounded_size_one_dtype_and_reverse_order(monkeypatch):
     monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 25 * 2**20)
     parameters = [nn.Parameter(torch.empty(2**21)) for _ in range(7)]  # 8 MiB each
     parameters.insert(3, nn.Parameter(torch.empty(4, dtype=torch.float64)))
@@ -93,7 +93,7 @@ def test_buckets_are_bounded_of_one_dtype_and_last_layers_first(monkeypatch):
 
 
 @pytest.mark.usefixtures("buckets")
-def test_reentrant_checkpointing_reaches_every_gradient(double):
+def test_reentrant_and_other_checkpointing_equal_the_plain_program(double):
     from torch.utils.checkpoint import checkpoint
 
     class Checkpointed(nn.Module):
@@ -119,7 +119,7 @@ CPUS = ["cpu"] * 3
 
 
 @pytest.mark.usefixtures("double")
-def test_double_backward_and_gradients_of_some_parameters():
+def test_gradient_penalty_on_shared_devices_equals_the_plain_program():
     net, x = build_net(), torch.randn(6, 4)
 
     def penalty(forward):

@@ -58,7 +58,7 @@ class WithoutItsLastBucket(nn.Module):
 
 
 @pytest.mark.parametrize("balanced", [False, True])
-def test_backward_may_be_called_on_other_streams_than_forward(double, small_buckets, balanced):
+def test_backward_on_other_streams_than_forward_equals_the_plain_program(double, small_buckets, balanced):
     inputs, targets = torch.randn(7, 4), class_targets(7)
     _, expected = plain_program(build_net(), nn.CrossEntropyLoss(), inputs, targets)
     with simulate(3):
@@ -90,7 +90,7 @@ def test_backward_may_be_called_on_other_streams_than_forward(double, small_buck
 
 
 @pytest.mark.parametrize("balanced", [False, True])
-def test_gradients_are_ready_on_the_streams_of_who_called_backward(double, small_buckets, balanced):
+def test_gradients_are_ready_on_the_streams_of_the_caller(double, small_buckets, balanced):
     inputs, targets = torch.randn(7, 4), class_targets(7)
     _, expected = plain_program(build_net(), nn.CrossEntropyLoss(), inputs, targets)
     with simulate(3):
@@ -110,7 +110,7 @@ def test_gradients_are_ready_on_the_streams_of_who_called_backward(double, small
                     torch.accelerator.synchronize(index)
 
 
-def test_sums_run_beside_the_backward(small_buckets, monkeypatch):
+def test_sums_run_on_side_streams(small_buckets, monkeypatch):
     """All but those of the last bucket, with which nothing could overlap."""
     with simulate(2):
         streams, add_up = [], bucket.add_up
@@ -150,7 +150,7 @@ reduced = threading.Event()
     ("method", "broken"),
     [("entered", let_go_at_once), ("_side_stream", no_wait_before), ("join", no_wait_after), ("join", None)],
 )
-def test_each_wait_is_needed(small_buckets, monkeypatch, method, broken):
+def test_missing_stream_synchronization_is_detected(small_buckets, monkeypatch, method, broken):
     reduced.clear()
 
     def watch(module, inputs, output):

@@ -15,7 +15,7 @@ CPUS = ["cpu"] * 3
 
 
 @pytest.mark.usefixtures("buckets")
-def test_sparse_gradients(double):
+def test_sparse_gradients_equal_the_plain_program(double):
     net = nn.Sequential(nn.Embedding(7, 3, sparse=True), nn.Linear(3, 2))
     x = torch.randint(7, (6,))
     net(x).pow(2).sum().backward()
@@ -29,7 +29,7 @@ def test_sparse_gradients(double):
 
 @pytest.mark.usefixtures("buckets")
 @pytest.mark.parametrize("deferred", [False, True])
-def test_gradients_are_added_to_in_place_as_autograd_does(deferred):
+def test_gradients_accumulate_in_place(deferred):
     with simulate(3):
         model, x = settled(build_net())
         gather(model(x)).sum().backward()
@@ -43,7 +43,7 @@ def test_gradients_are_added_to_in_place_as_autograd_does(deferred):
 
 
 @pytest.mark.parametrize("balanced", [False, True])
-def test_two_parameters_with_one_gradient_are_two_gradients(double, balanced):
+def test_shared_gradient_tensors_are_divided_once(double, balanced):
     """Autograd gives both the same tensor. Where no other replica has a gradient, nothing is added to it, and it would be
     divided twice."""
 
@@ -96,7 +96,7 @@ class Laid(nn.Module):
 @pytest.mark.usefixtures("double", "buckets")
 @pytest.mark.parametrize("how", ["plain loop", "deferred", "balanced", "micro-batches"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
-def test_gradients_are_laid_out_as_the_parameters_are(how, dtype):
+def test_gradients_have_the_strides_of_autograd(how, dtype):
     torch.manual_seed(3)
     x, y = torch.randn(7, 32), torch.randn(7, CLASSES)
 

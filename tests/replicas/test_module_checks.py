@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("double")
 CPUS = ["cpu"] * 3
 
 
-def test_what_cannot_be_replicated_is_refused():
+def test_modules_that_cannot_be_replicated_raise_an_error():
     with pytest.raises(ValueError, match=r"weight is not initialised yet: run the module once"):
         DataParallelModel(nn.LazyLinear(3), CPUS)(torch.randn(3, 4))
     compiled = torch.compile(build_net(), backend="eager")

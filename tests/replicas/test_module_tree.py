@@ -28,7 +28,7 @@ class WithALearnedBuffer(nn.Module):
 
 @pytest.mark.usefixtures("buckets")
 @pytest.mark.parametrize("devices", [["cpu"] * 3, None])
-def test_buffers_that_require_a_gradient_have_that_of_all_replicas(double, devices):
+def test_gradients_of_buffers_are_summed_over_replicas(double, devices):
     x = torch.randn(7, 4)
     net = WithALearnedBuffer()
     net(x).square().sum().backward()
@@ -82,7 +82,7 @@ class Falsy(nn.Linear):
 
 
 @pytest.mark.usefixtures("double")
-def test_a_module_that_is_false_is_copied_too():
+def test_modules_with_length_zero_are_copied():
     module = nn.Sequential(nn.Identity())
     module.add_module("falsy", Falsy(2, 2))
     with Replicas().of(module, [CPU, CPU], CPU) as (_, second):
@@ -111,7 +111,7 @@ class Last(nn.Module):
 
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_reach_the_parameters_of_the_module(name):
+def test_gradients_of_tied_and_listed_parameters_equal_the_plain_program(name):
     build, make = CASES[name]
     module, x = build(), make()
     module(x).pow(2).sum().backward()

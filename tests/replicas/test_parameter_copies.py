@@ -13,7 +13,7 @@ from balanced_parallel import DataParallelModel, gather, simulate
 pytestmark = pytest.mark.usefixtures("buckets")
 
 
-def test_parameters_move_only_when_they_changed():
+def test_only_changed_parameters_are_copied():
     with simulate(3) as cluster:
         net = build_net()
         model, x = settled(net)
@@ -34,7 +34,7 @@ def test_parameters_move_only_when_they_changed():
         assert moved_out() == still
 
 
-def test_after_a_write_that_torch_does_not_count_the_replicas_can_be_refreshed():
+def test_refresh_replicas_copies_untracked_writes():
     with simulate(3):
         net = build_net()
         model, x = settled(net)
@@ -44,7 +44,7 @@ def test_after_a_write_that_torch_does_not_count_the_replicas_can_be_refreshed()
         assert_follows(model, net, x)
 
 
-def test_replicas_on_one_device_share_the_values():
+def test_replicas_on_one_device_share_parameters():
     with simulate(1) as cluster:
         net = nn.Linear(512, 512).to("sim:0")
         size = cluster.live[0]

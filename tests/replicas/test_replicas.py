@@ -51,7 +51,7 @@ class Scaled(nn.Module):
 
 @pytest.mark.usefixtures("buckets")
 @pytest.mark.parametrize("name", CHANGES)
-def test_changes_of_the_module_reach_the_replicas_at_the_next_forward(name):
+def test_replicas_follow_changes_of_the_module(name):
     with simulate(3):
         net = build_net()
         net[1] = Scaled()
@@ -67,7 +67,7 @@ def test_changes_of_the_module_reach_the_replicas_at_the_next_forward(name):
 
 
 @pytest.mark.usefixtures("buckets")
-def test_modes_requires_grad_and_buffers_reach_the_replicas():
+def test_replicas_follow_modes_requires_grad_and_buffers():
     with simulate(3):
         net = nn.Sequential(nn.Linear(4, 5), nn.BatchNorm1d(5), nn.Dropout(0.5))
         model, x = settled(net)
@@ -87,7 +87,7 @@ def test_modes_requires_grad_and_buffers_reach_the_replicas():
 
 
 @pytest.mark.usefixtures("buckets")
-def test_the_first_replica_writes_to_the_module_and_the_others_to_themselves():
+def test_only_the_first_replica_writes_to_the_module():
     class Counts(nn.Module):
         def __init__(self):
             super().__init__()
@@ -108,7 +108,7 @@ def test_the_first_replica_writes_to_the_module_and_the_others_to_themselves():
 
 
 @pytest.mark.usefixtures("buckets")
-def test_replicas_have_real_parameters():
+def test_parameters_of_replicas_are_nn_parameters():
     class Asks(nn.Module):
         def __init__(self):
             super().__init__()
@@ -133,7 +133,7 @@ def test_replicas_have_real_parameters():
 
 
 @pytest.mark.usefixtures("buckets")
-def test_replicas_are_freed_with_the_wrapper():
+def test_replicas_are_freed_with_the_model():
     with simulate(3) as cluster:
         net = nn.Linear(64, 64).to("sim:0")
         alone = cluster.live
@@ -153,7 +153,7 @@ def test_replicas_are_freed_with_the_wrapper():
 
 
 @pytest.mark.usefixtures("buckets")
-def test_copies_and_pickles_of_the_wrapper_carry_no_replicas():
+def test_copies_and_pickles_of_the_model_have_no_replicas():
     model, x = DataParallelModel(build_net(), CPUS), torch.randn(6, 4)
     gather(model(x)).sum().backward()
     size = len(pickle.dumps(DataParallelModel(build_net(), CPUS)))
@@ -169,7 +169,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.usefixtures("double")
-def test_buffers_of_the_first_replica_stay_and_the_others_do_not():
+def test_batch_norm_statistics_are_those_of_the_first_replica():
     norm = nn.BatchNorm1d(2)
     x = torch.randn(9, 2)
     DataParallelModel(norm, CPUS)(x)
@@ -178,7 +178,7 @@ def test_buffers_of_the_first_replica_stay_and_the_others_do_not():
 
 
 @pytest.mark.usefixtures("double")
-def test_the_first_replica_is_the_module_and_the_others_share_no_buffer():
+def test_replicas_after_the_first_have_their_own_buffers():
     module = nn.BatchNorm1d(2)
     with Replicas().of(module, [CPU, CPU], CPU) as (first, second):
         assert first is module
@@ -189,7 +189,7 @@ def test_the_first_replica_is_the_module_and_the_others_share_no_buffer():
 
 
 @pytest.mark.usefixtures("double")
-def test_modes_and_hooks_reach_the_replicas():
+def test_replicas_have_the_mode_and_hooks_of_the_module():
     net, calls = build_net(), []
     net[0].register_forward_hook(lambda module, inputs, output: calls.append(module.training))
     net.eval()
@@ -212,7 +212,7 @@ def record_devices(net, seen):
 
 
 @pytest.mark.parametrize("body", BODIES)
-def test_inputs_parameters_and_outputs_of_layers_are_on_the_device_of_their_replica(body):
+def test_tensors_of_layers_are_on_the_device_of_their_replica(body):
     seen = []
     with simulate(3):
         net = record_devices(BODIES[body](), seen).to("sim:0")

@@ -61,7 +61,7 @@ def test_a_fused_optimizer_trains_all_replicas(devices, micro_batch_size, scaled
 
 
 @pytest.mark.usefixtures("double")
-def test_the_step_of_an_optimizer_copies_what_it_trains_and_nothing_else():
+def test_optimizer_step_copies_only_its_parameters():
     with simulate(2) as cluster:
         net, other = nn.Linear(64, 64).to("sim:0"), nn.Linear(64, 64).to("sim:0")
         net.bias.requires_grad_(False)
@@ -84,7 +84,7 @@ def test_the_step_of_an_optimizer_copies_what_it_trains_and_nothing_else():
 
 
 @pytest.mark.usefixtures("double")
-def test_reading_data_copies_that_parameter_once_and_while_it_is_held():
+def test_reading_data_copies_the_parameter_while_the_result_lives():
     with simulate(2) as cluster:
         net = nn.Linear(64, 64).to("sim:0")
         model, x = DataParallelModel(net), torch.randn(4, 64)
@@ -105,7 +105,7 @@ def test_reading_data_copies_that_parameter_once_and_while_it_is_held():
 
 
 @pytest.mark.usefixtures("double")
-def test_parameters_are_what_they_were():
+def test_parameters_keep_their_class_and_serialization():
     with simulate(3):
         net = build_net().to("sim:0")
         model = DataParallelModel(net)
@@ -133,7 +133,7 @@ def test_parameters_are_what_they_were():
 
 
 @pytest.mark.usefixtures("double")
-def test_who_listens_goes_with_the_replicas():
+def test_records_are_removed_with_the_replicas():
     from balanced_parallel.replicas.untracked_writes import _listening
 
     gc.collect()

@@ -238,7 +238,7 @@ LOOPS = [
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
-def test_writes_through_data_are_in_the_next_forward(loop):
+def test_writes_through_data_equal_the_plain_program(loop):
     """Without a warning: there is nothing to be warned of."""
     expected = loop(Plain())
     with simulate(3):

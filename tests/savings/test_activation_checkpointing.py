@@ -7,7 +7,7 @@ from torch import nn
 from balanced_parallel.savings.activation_checkpointing import Checkpointed, checkpoint_blocks, find_blocks
 
 
-def test_blocks_are_found_and_checkpointed_alike():
+def test_checkpointed_blocks_have_equal_gradients_and_state_dict():
     assert find_blocks(LanguageModel()) == ("layers.0", "layers.1", "layers.2")
     assert find_blocks(perceptron()) == ("0", "1", "2", "3")
     assert find_blocks(conv_net()) == ()

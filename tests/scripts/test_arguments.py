@@ -57,7 +57,7 @@ def bad_runs(tmp_path_factory):
 
 
 @pytest.mark.parametrize("number", range(len(BAD_INPUT)), ids=[message for _, message in BAD_INPUT])
-def test_bad_input_is_one_clear_line(number, bad_runs):
+def test_invalid_arguments_print_one_line(number, bad_runs):
     code, output, errors = bad_runs[number]
     assert code == 2
     assert errors.count("\n") == 1
@@ -66,13 +66,13 @@ def test_bad_input_is_one_clear_line(number, bad_runs):
     assert not output
 
 
-def test_bad_input_ends_the_process_with_exit_code_2(tmp_path):
+def test_invalid_arguments_exit_with_code_2(tmp_path):
     done = run("--out", tmp_path, "--batch-size", "0")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("train.py: error: argument --batch-size")
 
 
-def test_help_shows_the_defaults():
+def test_help_prints_the_defaults():
     done = run("--help")
     assert done.returncode == 0
     assert "(default: 24)" in " ".join(done.stdout.split())

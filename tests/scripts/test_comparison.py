@@ -4,7 +4,7 @@ import pytest
 from helpers.scripts import run, train
 
 
-def test_simulated_gpus_with_a_table_and_a_picture(tmp_path):
+def test_simulated_gpus_print_losses_and_memory_and_write_the_plot(tmp_path):
     flags = ["--simulate", 4, "--memory", "2GiB", "--steps", 3, "--batch-size", 8, "--vocabulary", 500, "--micro-batch-size", 1]
     output, lines, summary = train(tmp_path / "sim", *flags, "--plot", tmp_path / "plots" / "peak.png")
     assert summary["devices"] == [f"sim:{index}" for index in range(4)]
@@ -32,7 +32,7 @@ def side_by_side(output):
     return {int(row[0]): (float(row[1]), float(row[2])) for row in words if len(row) == 3 and row[0].isdecimal()}
 
 
-def test_without_a_compiler_replicas_run_on_the_cpu_and_memory_is_estimated(tmp_path):
+def test_missing_compiler_falls_back_to_cpu_replicas(tmp_path):
     flags = ["--simulate", 3, "--task", "digits", "--steps", 2, "--plot", tmp_path / "peak.png", "--out", tmp_path / "run"]
     nowhere = {"PATH": str(tmp_path), "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), "CXX": ""}
     done = run(*flags, **nowhere)

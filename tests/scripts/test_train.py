@@ -5,7 +5,7 @@ from helpers.scripts import SENTENCES, TORCHRUN, run, train
 
 
 @pytest.mark.parametrize("task", ["text", "digits"])
-def test_one_device_three_replicas_and_two_processes_give_the_same_losses(task, tmp_path):
+def test_losses_are_equal_on_one_device_three_replicas_and_two_ranks(task, tmp_path):
     common = ["--task", task, "--steps", 12, "--batch-size", 24, *(["--vocabulary", 500] if task == "text" else [])]
     layouts = {
         "one": (["--devices", "cpu"], {}),
@@ -26,7 +26,7 @@ def test_one_device_three_replicas_and_two_processes_give_the_same_losses(task, 
         assert validation[name] == pytest.approx(validation["one"], rel=1e-4)
 
 
-def test_digits_reach_95_percent(tmp_path):
+def test_digits_task_reaches_95_percent_accuracy(tmp_path):
     output, lines, summary = train(tmp_path / "run", "--task", "digits")
     assert summary["accuracy"] >= 0.95
     assert lines[-1] == {"step": 300, "validation_loss": summary["validation_loss"], "accuracy": summary["accuracy"]}
@@ -34,7 +34,7 @@ def test_digits_reach_95_percent(tmp_path):
     assert "waiting for data" in output
 
 
-def test_a_text_of_ones_own_and_the_last_short_batch(tmp_path):
+def test_custom_text_and_short_last_batch(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(SENTENCES)
     flags = ["--data", text, "--epochs", 2, "--batch-size", 13, "--precision", "bf16", "--workers", 1]
@@ -44,14 +44,14 @@ def test_a_text_of_ones_own_and_the_last_short_batch(tmp_path):
     assert summary["steps"] == 2 * -(-35 // 13)
 
 
-def test_simulated_gpus_under_torchrun(tmp_path):
+def test_simulated_gpus_under_torchrun_report_all_ranks(tmp_path):
     flags = ["--task", "digits", "--steps", 3, "--precision", "bf16"]
     output, _, summary = train(tmp_path / "sim", "--simulate", 2, *flags, launcher=TORCHRUN)
     assert (summary["ranks"], len(summary["peak_bytes"])) == (2, 2)
     assert sum(line.lstrip().startswith("sim:") for line in output.splitlines()) == 2
 
 
-def test_a_job_that_does_not_fit_says_so_in_one_line_after_the_table(tmp_path):
+def test_out_of_memory_prints_the_table_and_one_line(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(SENTENCES)
     done = run("--simulate", 2, "--memory", "4MiB", "--steps", 2, "--data", text, "--out", tmp_path)
@@ -62,7 +62,7 @@ def test_a_job_that_does_not_fit_says_so_in_one_line_after_the_table(tmp_path):
     assert "Give --micro-batch-size fewer rows" in done.stderr
 
 
-def test_the_plan_of_the_job_is_printed_without_training(tmp_path):
+def test_plan_is_printed_without_training(tmp_path):
     flags = ["--plan", "--simulate", 2, "--memory", "3MiB", "--task", "digits", "--out", tmp_path / "nothing"]
     done = run(*flags)
     assert done.returncode == 0, done.stderr

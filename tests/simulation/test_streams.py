@@ -66,7 +66,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize("program", WRONG)
-def test_what_a_gpu_might_do_too_early_is_an_error(program):
+def test_unsynchronized_streams_raise_an_error(program):
     with simulate(2):
         tensor = torch.ones(4, device="sim:0")
         with pytest.raises(RuntimeError, match=TOO_EARLY):
@@ -75,7 +75,7 @@ def test_what_a_gpu_might_do_too_early_is_an_error(program):
         program(stream_on(), torch.ones(4, device="sim:0"))
 
 
-def test_what_has_waited_is_in_order():
+def test_synchronized_streams_run_in_order():
     with simulate(2):
         mine, other = torch.accelerator.current_stream(), stream_on()
         tensor = torch.ones(4, device="sim:0")
@@ -103,7 +103,7 @@ def test_what_has_waited_is_in_order():
             tensor.sum()
 
 
-def test_the_allocator_waits_for_streams_it_was_told_of():
+def test_record_stream_delays_reuse_of_memory():
     with simulate(1):
         mine, other = torch.accelerator.current_stream(), stream_on()
         made_here_and_read_on(other).record_stream(other)
@@ -113,7 +113,7 @@ def test_the_allocator_waits_for_streams_it_was_told_of():
         assert torch.zeros(4, device="sim:0").sum() == 0
 
 
-def test_views_and_shapes_touch_no_memory():
+def test_views_and_shapes_need_no_synchronization():
     with simulate(1):
         tensor = torch.ones(4, 4, device="sim:0")
         with stream_on():

@@ -12,7 +12,7 @@ from torch import nn
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep
 
 
-def test_ragged_windows_some_without_a_counted_target(double):
+def test_uneven_and_empty_micro_batches_equal_the_plain_program(double):
     net, x, target = build_net(), torch.randn(11, 4), class_targets(11, 5)
     loss, expected = plain_program(net, nn.CrossEntropyLoss(), x, target)
     step = make_step(net)
@@ -26,7 +26,7 @@ def test_ragged_windows_some_without_a_counted_target(double):
 
 
 @pytest.mark.parametrize("rows", [0, 3])
-def test_a_window_that_counts_nothing_changes_nothing(rows):
+def test_zero_weight_skips_the_update(rows):
     net = build_net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -43,7 +43,7 @@ def test_a_window_that_counts_nothing_changes_nothing(rows):
     assert scheduler.get_last_lr() == [0.05]
 
 
-def test_a_sum_is_added_up_and_not_divided(double):
+def test_sum_losses_are_not_divided(double):
     net, x, target = build_net(), torch.randn(7, 4), class_targets(7, 2)
     loss, expected = plain_program(net, nn.CrossEntropyLoss(reduction="sum"), x, target)
     step = make_step(net, nn.CrossEntropyLoss(reduction="sum"), micro_batch_size=1)
@@ -51,7 +51,7 @@ def test_a_sum_is_added_up_and_not_divided(double):
     assert_same_gradients(gradients(net), expected)
 
 
-def test_float16_overflows_only_where_the_plain_program_does():
+def test_float16_gradients_do_not_overflow_in_accumulation():
     """With a scale of 2**16, gradients of the sum of many terms would be past 65504: the window is divided as it accumulates."""
     net = build_net()
     x, target = torch.randn(512, 4), class_targets(512)
@@ -64,7 +64,7 @@ def test_float16_overflows_only_where_the_plain_program_does():
     assert step.precision.scaler.get_scale() == 2.0**16
 
 
-def test_float16_window_that_starts_small():
+def test_float16_divisor_follows_growing_micro_batches():
     """Nobody knows after the first row that 500 will follow: what has been accumulated is divided further."""
     net = build_net()
     x, target = torch.randn(512, 4), class_targets(512)
@@ -90,7 +90,7 @@ def weighted_by_hand(criterion):
         (lambda: weighted_by_hand(nn.CrossEntropyLoss(ignore_index=2)), 7),  # once to see whether it counts several things
     ],
 )
-def test_targets_that_say_what_they_weigh_are_counted_once_per_batch(double, make_criterion, times):
+def test_weight_of_targets_is_computed_once_per_batch(double, make_criterion, times):
     net, x, target, criterion = build_net(), torch.randn(11, 4), class_targets(11, ignored=0), make_criterion()
     wrapped = criterion if isinstance(criterion, DataParallelCriterion) else DataParallelCriterion(criterion)
     loss, expected = plain_program(net, wrapped.module, x, target)
@@ -119,7 +119,7 @@ def test_targets_that_say_what_they_weigh_are_counted_once_per_batch(double, mak
         (nn.CrossEntropyLoss(torch.linspace(0.5, 2.0, 5)), 2, 1),
     ],
 )
-def test_gradients_are_divided_afterwards_only_where_their_weight_was_not_foreseen(double, criterion, micro_batch_size, times):
+def test_gradients_are_rescaled_only_if_the_weight_was_not_predicted(double, criterion, micro_batch_size, times):
     net, x = build_net(), torch.randn(11, 4)
     target = torch.rand(11, 5) if isinstance(criterion, nn.MSELoss) else class_targets(11, 3)
     loss, expected = plain_program(net, criterion.double(), x, target)
@@ -131,7 +131,7 @@ def test_gradients_are_divided_afterwards_only_where_their_weight_was_not_forese
     assert divisions.seen == times
 
 
-def test_a_failed_micro_batch_drops_its_window(double):
+def test_failed_micro_batch_discards_the_accumulation(double):
     net, x, target = build_net(), torch.randn(5, 4), class_targets(5)
     loss, expected = plain_program(net, nn.CrossEntropyLoss(), x, target)
     step = make_step(net)

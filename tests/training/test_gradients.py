@@ -13,7 +13,7 @@ from balanced_parallel import TrainStep, parallelize
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_parameters_of_another_optimizer_have_their_true_gradients_too(precision):
+def test_gradients_of_another_optimizer_are_exact(precision):
     net, x, target = build_net(), torch.randn(9, 4), class_targets(9)
     _, expected = plain_program(net, nn.CrossEntropyLoss(), x, target)
     first, *others = net.parameters()
@@ -37,7 +37,7 @@ class Prompted(torch.nn.Module):
         return self.net(x * self.prompt)
 
 
-def test_the_gradient_of_a_buffer_is_that_of_the_window(double):
+def test_gradient_of_a_buffer_equals_the_plain_program(double):
     module, x, target = Prompted(), torch.randn(11, 4), class_targets(11, 3)
     F.cross_entropy(module(x), target).backward()
     expected, module.prompt.grad = module.prompt.grad.clone(), None
@@ -131,7 +131,7 @@ def check_shared(rank, ranks, precision, given):
 @pytest.mark.parametrize("given", ["once", "outside", "twice"])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_a_parameter_of_model_and_criterion_is_divided_once(ranks, precision, given):
+def test_parameter_shared_by_model_and_criterion_is_divided_once(ranks, precision, given):
     run(ranks, check_shared, precision, given)
 
 
@@ -165,5 +165,5 @@ def check_added_group(rank, ranks, precision):
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_group_that_is_added_later_is_divided_once(ranks, precision):
+def test_added_param_group_is_divided_once(ranks, precision):
     run(ranks, check_added_group, precision)

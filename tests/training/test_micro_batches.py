@@ -18,7 +18,7 @@ from torch import nn
         (8, 3, [3, 1], [[3, 1], [3, 1]]),
     ],
 )
-def test_no_device_gets_more_rows_than_fit(rows, micro_batch_size, split, expected):
+def test_micro_batches_have_at_most_micro_batch_size_rows_per_device(rows, micro_batch_size, split, expected):
     seen = []
     net = build_net()
     step = make_step(net, split=split, micro_batch_size=micro_batch_size)
@@ -27,7 +27,7 @@ def test_no_device_gets_more_rows_than_fit(rows, micro_batch_size, split, expect
     assert seen == expected
 
 
-def test_tuples_and_mappings_are_spread():
+def test_tuples_and_mappings_are_passed_as_arguments():
     class Two(nn.Module):
         def __init__(self):
             super().__init__()

@@ -12,7 +12,7 @@ from torch import nn
 from balanced_parallel import DataParallelCriterion, DataParallelModel, Precision, TrainStep, parallelize, simulate
 
 
-def test_bfloat16_and_float16_follow_single_precision():
+def test_bfloat16_and_float16_losses_are_close_to_float32():
     torch.manual_seed(3)
     x, target = torch.randn(16, 4), class_targets(16)
     losses = {}
@@ -25,7 +25,7 @@ def test_bfloat16_and_float16_follow_single_precision():
     torch.testing.assert_close(losses["fp16"], losses["fp32"], rtol=0.01, atol=0.01)
 
 
-def test_on_one_device_it_is_the_plain_program_bit_for_bit():
+def test_step_on_one_device_is_bitwise_equal_to_the_plain_program():
     torch.manual_seed(0)
     net, x, target = build_net().float(), torch.randn(11, 4), class_targets(11, 3)
     loss, expected = plain_program(net, nn.CrossEntropyLoss(), x, target)
@@ -35,7 +35,7 @@ def test_on_one_device_it_is_the_plain_program_bit_for_bit():
     assert all(map(torch.equal, gradients(net), expected))
 
 
-def test_a_replica_whose_rows_use_no_parameter(double):
+def test_replica_that_uses_no_parameter_equals_the_plain_program(double):
     class Sometimes(nn.Module):
         def __init__(self):
             super().__init__()
@@ -72,12 +72,12 @@ def test_unused_parameters_keep_no_gradient():
         ({"precision": "int8"}, ValueError, "precision='int8', expected one of 'fp32', 'bf16', 'fp16'"),
     ],
 )
-def test_bad_settings(settings, error, message):
+def test_invalid_settings_raise_an_error(settings, error, message):
     with pytest.raises(error, match=message):
         make_step(build_net(), **settings)
 
 
-def test_bad_parts():
+def test_invalid_models_criteria_and_batches_raise_an_error():
     net = build_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     with pytest.raises(TypeError, match="the model is a Sequential, expected a DataParallelModel"):
@@ -92,7 +92,7 @@ def test_bad_parts():
         make_step(net, nn.MSELoss(reduction="none"))(torch.randn(4, 4), torch.rand(4, 5))
 
 
-def test_a_scaler_only_where_it_belongs():
+def test_gradient_scaler_requires_fp16():
     with pytest.raises(ValueError, match="precision 'bf16' was given a gradient scaler, expected none"):
         Precision("bf16", torch.amp.GradScaler("cpu"))
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)

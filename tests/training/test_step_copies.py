@@ -64,11 +64,11 @@ def check_copied(rank, ranks, duplicate, whole, precision):
 @pytest.mark.parametrize("duplicate", [by_deepcopy, by_pickle])
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_copy_trains_as_the_original_would(ranks, whole, duplicate, precision):
+def test_copies_of_a_step_train_like_the_original(ranks, whole, duplicate, precision):
     run(ranks, check_copied, duplicate, whole, precision)
 
 
-def test_a_copy_begins_a_window_of_its_own(double):
+def test_copy_of_a_step_does_not_share_the_accumulation(double):
     net = build_net()
     step = make_update_step(net, torch.optim.SGD(net.parameters(), lr=0.0))
     step.add(torch.randn(5, 4), class_targets(5))

@@ -74,12 +74,12 @@ def check_overflow(rank, ranks):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_an_overflow_in_one_optimizer_skips_all(ranks):
+def test_overflow_in_one_optimizer_skips_all_optimizers(ranks):
     run(ranks, check_overflow)
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_fused_optimizer_is_skipped_too(fused):
+def test_overflow_skips_fused_optimizers(fused):
     net = build_net()
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=fused)
     step = TrainStep(DataParallelModel(net, CPUS), DataParallelCriterion(nn.MSELoss()), optimizer, precision="fp16")
@@ -94,7 +94,7 @@ def make_update_step(net, optimizer, **settings):
     return TrainStep(DataParallelModel(net, CPUS), DataParallelCriterion(nn.CrossEntropyLoss()), optimizer, **settings)
 
 
-def test_a_parameter_in_two_optimizers_is_named():
+def test_parameter_in_two_optimizers_raises_an_error():
     net = build_net()
     both = [torch.optim.SGD(net.parameters(), lr=0.1), torch.optim.SGD(net[2].parameters(), lr=0.1)]
     message = r"model\.2\.weight of shape \(5, 6\) is in the optimizers 0 and 1, expected in one of them"
@@ -109,7 +109,7 @@ def test_a_parameter_in_two_optimizers_is_named():
         step(torch.randn(3, 4), class_targets(3))
 
 
-def test_optimizers_and_schedulers_of_another_kind():
+def test_invalid_optimizers_and_schedulers_raise_an_error():
     net = build_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)
@@ -125,7 +125,7 @@ def test_optimizers_and_schedulers_of_another_kind():
         make_update_step(net, optimizer, scheduler=[torch.optim.lr_scheduler.ConstantLR(optimizer), plateau])
 
 
-def test_clipping_uses_the_norm_of_the_true_gradient(double):
+def test_clipping_uses_the_norm_of_the_exact_gradient(double):
     net, x, target = build_net(), torch.randn(9, 4), class_targets(9)
     plain_program(net, nn.CrossEntropyLoss(), x, target)
     F.cross_entropy(net(x), target).backward()
@@ -135,7 +135,7 @@ def test_clipping_uses_the_norm_of_the_true_gradient(double):
     assert_same_gradients(gradients(net), expected)
 
 
-def test_the_scheduler_steps_once_per_update(double):
+def test_scheduler_steps_once_per_update(double):
     net = build_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
@@ -145,7 +145,7 @@ def test_the_scheduler_steps_once_per_update(double):
     assert scheduler.get_last_lr() == [0.125]
 
 
-def test_an_overflow_skips_the_step_and_the_scheduler():
+def test_overflow_skips_the_step_and_the_scheduler():
     net = build_net()
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
