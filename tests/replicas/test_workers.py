@@ -1,3 +1,6 @@
+"""Workers of replicas: results, failures, and the state of the calling thread."""
+
+import contextvars
 import gc
 import threading
 import time
@@ -29,7 +32,7 @@ def failing(error):
     return work
 
 
-def test_results_come_in_order_and_at_once():
+def test_workers_run_concurrently_and_return_in_order():
     barrier = threading.Barrier(3, timeout=20)
     work = [lambda index=index: (barrier.wait(), index)[1] for index in range(3)]
     assert run_replicas(work, CPUS) == [0, 1, 2]
@@ -49,7 +52,7 @@ def test_results_come_in_order_and_at_once():
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_a_failure_keeps_its_type_and_names_its_replica(error):
+def test_errors_keep_their_type_and_name_the_replica(error):
     text = str(error)
     with pytest.raises(type(error), match="in replica 1 on device cpu") as caught:
         run_replicas([int, failing(error), int], CPUS)
@@ -59,12 +62,12 @@ def test_a_failure_keeps_its_type_and_names_its_replica(error):
         assert getattr(caught.value, name, None) == getattr(error, name, None)
 
 
-def test_one_replica_fails_the_same_way():
+def test_errors_of_a_single_replica_name_the_replica():
     with pytest.raises(ValueError, match=r"bad \(in replica 0 on device cpu\)"):
         run_replicas([failing(ValueError("bad"))], CPUS[:1])
 
 
-def test_the_first_failure_wins_and_the_others_are_joined():
+def test_first_error_is_raised_after_all_workers_ended():
     finished = threading.Event()
 
     def slow():
@@ -78,7 +81,7 @@ def test_the_first_failure_wins_and_the_others_are_joined():
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("replica")]
 
 
-def test_a_failure_that_was_handled_holds_no_tensor():
+def test_handled_errors_keep_no_tensor_alive():
     tensor = torch.zeros(10)
     seen = weakref.ref(tensor)
 
@@ -97,7 +100,7 @@ def test_a_failure_that_was_handled_holds_no_tensor():
         gc.enable()
 
 
-def test_workers_carry_the_callers_state():
+def test_workers_have_the_grad_mode_and_autocast_of_the_caller():
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         found = run_replicas([lambda: (torch.is_grad_enabled(), torch.get_autocast_dtype("cpu"))] * 3, CPUS)
     assert found == [(False, torch.bfloat16)] * 3
@@ -156,7 +159,7 @@ def _invalid():
 @pytest.mark.parametrize(
     "make", [lambda: ByKeyword(code=3), lambda: ByMapping({"code": 3}), lambda: Slotted(3, 4), lambda: Indexed(3), _invalid]
 )
-def test_a_failure_with_a_constructor_of_its_own_keeps_its_type_and_arguments(make, replicas):
+def test_errors_with_custom_constructors_keep_type_and_arguments(make, replicas):
     error = make()
     text, arguments = str(error), error.args
     with pytest.raises(type(error)) as caught:
@@ -170,7 +173,7 @@ def test_a_failure_with_a_constructor_of_its_own_keeps_its_type_and_arguments(ma
 
 
 @pytest.mark.parametrize("moment", ["before a start", "in a start", "in a join"])
-def test_ctrl_c_leaves_nobody_waiting(monkeypatch, moment):
+def test_keyboard_interrupt_ends_all_workers(monkeypatch, moment):
     calls = []
     name = "join" if moment == "in a join" else "start"
     own = getattr(threading.Thread, name)
@@ -192,3 +195,10 @@ def test_ctrl_c_leaves_nobody_waiting(monkeypatch, moment):
     with pytest.raises(KeyboardInterrupt):
         run_replicas([work] * 3, CPUS)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("replica")]
+
+
+@pytest.mark.usefixtures("double", "buckets")
+def test_workers_have_the_context_variables_of_the_caller():
+    variable = contextvars.ContextVar("variable", default=0)
+    variable.set(7)
+    assert run_replicas([variable.get] * 3, [torch.device("cpu")] * 3) == [7] * 3

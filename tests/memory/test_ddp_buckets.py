@@ -47,7 +47,7 @@ def peak(micro_batch_size):
     return profile.peak
 
 
-def test_gradients_exist_once_with_and_without_accumulation():
+def test_peak_of_ddp_equals_the_allocator_with_and_without_accumulation():
     sizes = [ROWS, 4]
     measured = [max(peaks) for peaks in zip(*run_ranks(2, peaks_of_rank, sizes, fresh=True), strict=True)]
     settings = {"layout": "ddp", "devices": 2, "device_kind": "cpu", "optimizer": sgd}

@@ -1,6 +1,5 @@
 """One model used from several threads, inside of others, and inside of itself."""
 
-import contextvars
 import threading
 
 import pytest
@@ -9,7 +8,6 @@ from helpers.problems import CLASSES, assert_same_gradients, build_net, gradient
 from torch import nn
 
 from balanced_parallel import BalancedOptimizer, DataParallelModel, gather, simulate
-from balanced_parallel.replicas.workers import run_replicas
 
 pytestmark = pytest.mark.usefixtures("double", "buckets")
 
@@ -37,7 +35,7 @@ def together(*work):
 
 @pytest.mark.parametrize("devices", LAYOUTS, ids=str)
 @pytest.mark.parametrize("deferred", [False, True])
-def test_threads_share_a_model_in_turn(devices, deferred):
+def test_concurrent_forwards_and_backwards_equal_the_plain_program(devices, deferred):
     x = [torch.randn(rows, 4) for rows in (7, 2, 5)]
     net = build_net()
     for batch in x:
@@ -65,7 +63,7 @@ def test_threads_share_a_model_in_turn(devices, deferred):
         assert_same_gradients([gradient.cpu() for gradient in gradients(net)], expected)
 
 
-def test_an_optimizer_may_step_while_another_thread_runs_the_model():
+def test_optimizer_step_in_another_thread_keeps_the_parameters():
     with simulate(3):
         model = DataParallelModel(build_net())
         optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.0)
@@ -85,7 +83,7 @@ def test_an_optimizer_may_step_while_another_thread_runs_the_model():
         assert [*map(id, model.parameters())] == own
 
 
-def test_a_model_inside_of_another_one():
+def test_model_called_by_replicas_of_another_model():
     class Asks(nn.Module):
         def __init__(self, teacher):
             super().__init__()
@@ -116,7 +114,7 @@ def test_a_model_inside_of_another_one():
 
 
 @pytest.mark.parametrize("rows", [7, 1])
-def test_a_model_inside_of_itself_is_refused(rows):
+def test_model_called_in_its_own_forward_raises_an_error(rows):
     class Itself(nn.Module):
         def __init__(self):
             super().__init__()
@@ -137,9 +135,3 @@ def test_a_model_inside_of_itself_is_refused(rows):
         assert [*map(id, net.parameters())] == own
         object.__setattr__(net, "call", lambda x: x)
         model(x)
-
-
-def test_workers_carry_context_variables():
-    variable = contextvars.ContextVar("variable", default=0)
-    variable.set(7)
-    assert run_replicas([variable.get] * 3, [torch.device("cpu")] * 3) == [7] * 3

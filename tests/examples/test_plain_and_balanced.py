@@ -21,7 +21,7 @@ def load(name, monkeypatch):
     return module
 
 
-def test_losses_on_three_simulated_gpus_are_those_of_the_plain_program(monkeypatch):
+def test_losses_on_three_simulated_gpus_equal_the_plain_program(monkeypatch):
     plain, balanced = load("plain", monkeypatch), load("balanced", monkeypatch)
     expected = plain.main()
     with simulate(3) as cluster:
@@ -30,13 +30,13 @@ def test_losses_on_three_simulated_gpus_are_those_of_the_plain_program(monkeypat
     assert len(set(expected)) == 6
 
 
-def test_both_examples_print_the_same_lines():
+def test_examples_print_the_same_losses():
     outputs = [run_script(EXAMPLES / name).stdout for name in ("plain.py", "balanced.py")]
     assert outputs[0].count("accuracy") == 7
     assert outputs[0] == outputs[1]
 
 
-def test_the_examples_differ_in_a_few_lines():
+def test_examples_differ_in_at_most_seven_lines():
     plain, balanced = ((EXAMPLES / name).read_text().splitlines() for name in ("plain.py", "balanced.py"))
     added = [line[2:] for line in difflib.ndiff(plain, balanced) if line.startswith("+ ") and line[2:].strip()]
     assert len(added) <= 7

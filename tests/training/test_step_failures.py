@@ -67,7 +67,7 @@ def batch(number):
 @pytest.mark.parametrize("fail", [fail_in_optimizer, fail_in_clipping])
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize("micro_batch_size", [None, 1])
-def test_a_failure_in_the_update_can_be_repeated(precision, micro_batch_size, fail):
+def test_failed_update_can_be_repeated(precision, micro_batch_size, fail):
     found = []
     for fails in (False, True):
         net = Net()
@@ -166,7 +166,7 @@ def check_failure(rank, fail, micro_batch_size, precision, hooked):
 
 
 @pytest.mark.parametrize("fail", FAILURES)
-def test_ranks_can_repeat_a_step(fail):
+def test_failed_step_can_be_repeated_on_ranks(fail):
     for precision in ("fp32", "fp16"):
         for micro_batch_size in [None] if fail is one_rank else [None, 2]:  # before the last one nobody waits for it
             run_ranks(2, check_failure, fail, micro_batch_size, precision, False, timeout=60)

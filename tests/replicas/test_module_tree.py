@@ -1,16 +1,51 @@
+"""Trees with tied parameters, parameter lists, buffers that learn, and modules that are false."""
+
+import copy
+
 import pytest
 import torch
 from helpers.problems import assert_same_gradients, build_net, gradients
 from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm, weight_norm
 
-from balanced_parallel import DataParallelModel, gather
+from balanced_parallel import DataParallelModel, gather, simulate
 from balanced_parallel.replicas.replicas import Replicas
+
+
+class WithALearnedBuffer(nn.Module):
+    """Two names for one buffer that learns, and one that does not."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Linear(4, 4)
+        self.register_buffer("prompt", torch.linspace(1, 2, 4).requires_grad_())
+        self.register_buffer("again", self.prompt)
+        self.register_buffer("offset", torch.ones(4))
+
+    def forward(self, x):
+        return (self.scale(x) * self.prompt + self.offset) * self.again
+
+
+@pytest.mark.usefixtures("buckets")
+@pytest.mark.parametrize("devices", [["cpu"] * 3, None])
+def test_gradients_of_buffers_are_summed_over_replicas(double, devices):
+    x = torch.randn(7, 4)
+    net = WithALearnedBuffer()
+    net(x).square().sum().backward()
+    expected = [*gradients(net), net.prompt.grad]
+    with simulate(3):
+        parallel = copy.deepcopy(net)
+        parallel.zero_grad()
+        parallel.prompt = parallel.again = parallel.prompt.detach().to("cpu" if devices else "sim:0").requires_grad_()
+        model = DataParallelModel(parallel, devices)
+        with torch.no_grad():
+            assert not any(output.requires_grad for output in model(x))
+        gather(model(x)).square().sum().backward()
+        assert_same_gradients([gradient.cpu() for gradient in (*gradients(parallel), parallel.prompt.grad)], expected)
+
 
 CPU = torch.device("cpu")
 CPUS = ["cpu"] * 3
-
-pytestmark = pytest.mark.usefixtures("double")
 
 
 class Tied(nn.Module):
@@ -46,7 +81,8 @@ class Falsy(nn.Linear):
         return 0
 
 
-def test_a_module_that_is_false_is_copied_too():
+@pytest.mark.usefixtures("double")
+def test_modules_with_length_zero_are_copied():
     module = nn.Sequential(nn.Identity())
     module.add_module("falsy", Falsy(2, 2))
     with Replicas().of(module, [CPU, CPU], CPU) as (_, second):
@@ -73,8 +109,9 @@ class Last(nn.Module):
         return self.rnn(x)[0]
 
 
+@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_reach_the_parameters_of_the_module(name):
+def test_gradients_of_tied_and_listed_parameters_equal_the_plain_program(name):
     build, make = CASES[name]
     module, x = build(), make()
     module(x).pow(2).sum().backward()
@@ -84,53 +121,10 @@ def test_gradients_reach_the_parameters_of_the_module(name):
     assert_same_gradients(gradients(module), expected)
 
 
-def test_double_backward_and_gradients_of_some_parameters():
-    net, x = build_net(), torch.randn(6, 4)
-
-    def penalty(forward):
-        found = torch.autograd.grad(forward(x).pow(2).sum(), list(net.parameters()), create_graph=True)
-        return sum(gradient.pow(2).sum() for gradient in found)
-
-    penalty(net).backward()
-    expected = gradients(net)
-    net.zero_grad()
-    penalty(lambda x: gather(DataParallelModel(net, CPUS)(x))).backward()
-    assert_same_gradients(gradients(net), expected)
-
-
-def test_buffers_of_the_first_replica_stay_and_the_others_do_not():
-    norm = nn.BatchNorm1d(2)
-    x = torch.randn(9, 2)
-    DataParallelModel(norm, CPUS)(x)
-    torch.testing.assert_close(norm.running_mean, 0.1 * x[:3].mean(0))
-    assert norm.num_batches_tracked == 1
-
-
-def test_the_first_replica_is_the_module_and_the_others_share_no_buffer():
-    module = nn.BatchNorm1d(2)
-    with Replicas().of(module, [CPU, CPU], CPU) as (first, second):
-        assert first is module
-        assert second is not module
-        assert type(second) is nn.BatchNorm1d
-        assert second.running_mean is not module.running_mean
-        assert [name for name, _ in second.named_parameters()] == ["weight", "bias"]
-
-
-def test_modes_and_hooks_reach_the_replicas():
-    net, calls = build_net(), []
-    net[0].register_forward_hook(lambda module, inputs, output: calls.append(module.training))
-    net.eval()
-    DataParallelModel(net, CPUS)(torch.randn(3, 4))
-    assert calls == [False] * 3
-
-
-def test_what_cannot_be_replicated_is_refused():
-    with pytest.raises(ValueError, match=r"weight is not initialised yet: run the module once"):
-        DataParallelModel(nn.LazyLinear(3), CPUS)(torch.randn(3, 4))
-    compiled = torch.compile(build_net(), backend="eager")
-    with pytest.raises(TypeError, match=r"is compiled, which binds it to one replica: pass the module without torch.compile"):
-        DataParallelModel(compiled, CPUS)(torch.randn(3, 4))
-    model = DataParallelModel(build_net(), CPUS)
-    model.module.to("meta")
-    with pytest.raises(ValueError, match=r"0.weight is on meta, expected .* on the first device, cpu.*\.to\('cpu'\)"):
-        model(torch.randn(3, 4))
+def test_a_module_on_another_device_raises_an_error():
+    message = "weight is on cpu, expected every parameter and buffer on the first device, sim:0"
+    with simulate(2):
+        model = DataParallelModel(build_net())  # moves the module to sim:0
+        model.module.cpu()
+        with pytest.raises(ValueError, match=message):
+            model(torch.randn(4, 4))

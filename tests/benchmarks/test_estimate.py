@@ -36,7 +36,7 @@ def benchmark():
 
 @pytest.mark.parametrize(("precision", "checkpoint"), [("fp32", False), ("bf16", False), ("bf16", True)])
 @pytest.mark.parametrize("name", ["MLP", "GPT", "BERT (transformers)", "MobileNet-like"])
-def test_the_prediction_is_what_the_allocator_sees(benchmark, name, precision, checkpoint):
+def test_estimate_equals_the_peak_of_the_allocator(benchmark, name, precision, checkpoint):
     if "transformers" in name:
         pytest.importorskip("transformers")
     problem = benchmark.build(name, rows=2)
@@ -46,18 +46,18 @@ def test_the_prediction_is_what_the_allocator_sees(benchmark, name, precision, c
 
 
 @pytest.mark.parametrize("kind", ["cpu", "h200"])
-def test_one_report_knows_other_numbers_of_rows(benchmark, kind):
+def test_report_extrapolates_to_other_numbers_of_rows(benchmark, kind):
     assert benchmark.rows_error("MLP", kind, (1, 17)) <= 1e-4
 
 
-def test_replicas_use_on_simulated_devices_what_is_predicted(benchmark):
+def test_estimate_of_replicas_equals_the_simulated_peak(benchmark):
     problem = benchmark.build("MLP", rows=64)
     used = benchmark.layouts.simulated_peaks(problem, "replicas", True, "fp32")
     guess = benchmark.estimate(problem, layout="replicas", devices=4, balanced_optimizer=True, device_kind="sim").peak
     assert guess == pytest.approx(used, rel=1e-3)
 
 
-def test_the_page_has_all_tables():
+def test_page_has_all_tables():
     page = re.sub(" +", " ", (FOLDER / "README.md").read_text())
     assert [table for table in TABLES if table not in page] == []
     assert "Environment: " in page

@@ -2,7 +2,6 @@
 
 import json
 import sys
-import textwrap
 import warnings
 from types import SimpleNamespace
 
@@ -11,119 +10,8 @@ import torch
 from helpers.processes import run_script
 from torch import nn
 
-from balanced_parallel import DataParallelCriterion, memory
+from balanced_parallel import memory
 from balanced_parallel.__main__ import main
-from balanced_parallel.batch import nested
-from balanced_parallel.memory import batch_shapes, model_loading, plot
-
-NETS = """
-import sys
-import torch
-from torch import nn
-
-print("a model that speaks")
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3)
-        self.head = nn.Linear(4, 5)
-
-    def forward(self, x):
-        return self.head(self.conv(x).mean((2, 3)))
-
-class Tokens(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 6)
-        self.head = nn.Linear(6, 11)
-
-    def forward(self, x):
-        assert x.dtype == torch.int64
-        return self.head(self.embedding(x))
-
-class Two(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 1)
-
-    def forward(self, x, y):
-        return self.linear(x * y)
-
-class Pair(Two):
-    def forward(self, x):
-        return self.linear(x), x
-
-class Masked(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 5)
-
-    def forward(self, pair, mask, extra=None):
-        first, second = pair
-        return self.linear(first + second + extra["shift"]) * mask[:, None]
-
-class TimeMajor(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.rnn, self.head = nn.RNN(3, 4), nn.Linear(4, 5)
-
-    def forward(self, x):
-        return self.head(self.rnn(x)[0])
-
-class Sum(nn.Module):
-    def forward(self, x):
-        return x.sum(0)
-
-class Loses(nn.Module):
-    def forward(self, x):
-        return {}["nothing"]
-
-def small():
-    return nn.Linear(4, 3)
-
-def pair():
-    return nn.Linear(4, 1), nn.BCEWithLogitsLoss()
-
-def reads_values():
-    return nn.Linear(int(torch.tensor([4]).item()), 3)
-
-def with_norm():
-    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-
-def recurrent():
-    return nn.Sequential(nn.LSTM(4, 3))
-
-class packs(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.LSTM(4, 3)
-    def forward(self, inputs):
-        return self.layer(nn.utils.rnn.pack_padded_sequence(inputs[None], [len(inputs)]))[1][0]
-
-def needs(width):
-    return nn.Linear(width, 3)
-
-def fails():
-    raise KeyError("weights")
-
-def leaves():
-    sys.exit(3)
-
-def number():
-    return 3
-
-def distance(output, target):
-    return (output - target).abs().mean()
-
-made = nn.Linear(4, 3)
-"""
-
-
-@pytest.fixture
-def nets(tmp_path):
-    (tmp_path / "nets.py").write_text(NETS)
-    return lambda name: f"{tmp_path / 'nets.py'}:{name}"
 
 
 def estimate(*flags, batch_size=8):
@@ -148,7 +36,7 @@ def run(*arguments, cwd):
     return run_script("balanced_parallel", *arguments, cwd=cwd)
 
 
-def test_a_process_prints_an_estimate_of_a_model_in_its_folder(nets, tmp_path):
+def test_estimate_runs_as_a_process_in_the_folder_of_the_model(nets, tmp_path):
     flags = ["--model", "nets:Net", "--input", "3x8x8", "--batch-size", "8", "--devices", "2", "--device-kind", "cpu", "--json"]
     done = run("estimate", *flags, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -157,7 +45,7 @@ def test_a_process_prints_an_estimate_of_a_model_in_its_folder(nets, tmp_path):
     assert "assumed criterion: CrossEntropyLoss; targets: (8,) int64, class indices for the output (8, 5)" in done.stderr
 
 
-def test_a_process_says_what_is_wrong_in_one_line(nets, tmp_path):
+def test_errors_of_a_process_are_one_line(nets, tmp_path):
     nets("")
     done = run("estimate", "--model", "nets.py:small", "--input", "7", "--batch-size", "8", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
@@ -168,7 +56,7 @@ def test_a_process_says_what_is_wrong_in_one_line(nets, tmp_path):
 # estimate
 
 
-def test_an_estimate_is_that_of_the_library(nets, capsys):
+def test_estimate_prints_the_report_of_memory_estimate(nets, capsys):
     flags = ["--model", nets("small"), "--input", "4", "--device-kind", "cpu", "--optimizer", "sgd", "--precision", "bf16"]
     assert estimate(*flags, "--json", "--micro-batch-size", "4") == 0
     found = json.loads(capsys.readouterr().out)
@@ -179,14 +67,14 @@ def test_an_estimate_is_that_of_the_library(nets, capsys):
     assert found["micro_batches"] == 2
 
 
-def test_the_rows_of_ranks_are_their_share_of_the_batch(nets, capsys):
+def test_estimate_of_ddp_divides_the_batch_by_the_ranks(nets, capsys):
     flags = ["--model", nets("small"), "--input", "4", "--layout", "ddp", "--devices", "3", "--balanced-optimizer"]
     assert estimate(*flags, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["layout"], found["devices"], found["rows"]) == ("ddp", 3, 3)
 
 
-def test_the_table_and_what_was_assumed_are_printed(nets, capsys):
+def test_estimate_prints_the_table_and_the_assumptions(nets, capsys):
     assert estimate("--model", nets("Tokens"), "--input", "7:int64", "--device-kind", "cpu") == 0
     output, errors = capsys.readouterr()
     first, _, second, *_ = output.splitlines()
@@ -195,7 +83,7 @@ def test_the_table_and_what_was_assumed_are_printed(nets, capsys):
     assert errors == "a model that speaks\n"
 
 
-def test_a_picture_is_drawn(nets, capsys, tmp_path):
+def test_estimate_writes_a_plot(nets, capsys, tmp_path):
     path = tmp_path / "new" / "memory.png"
     assert estimate("--model", nets("small"), "--input", "4", "--devices", "2", "--plot", str(path)) == 0
     assert path.read_bytes().startswith(b"\x89PNG")
@@ -224,7 +112,7 @@ def test_a_picture_is_drawn(nets, capsys, tmp_path):
         ([], "the following arguments are required: --input"),
     ],
 )
-def test_bad_flags_are_one_line(nets, capsys, flags, wanted):
+def test_invalid_flags_print_one_line(nets, capsys, flags, wanted):
     assert wanted in said(capsys, "estimate", "--batch-size", 8, "--model", nets("small"), *flags)
 
 
@@ -241,11 +129,11 @@ def test_bad_flags_are_one_line(nets, capsys, flags, wanted):
         ("packs", "packs sequences by their lengths"),
     ],
 )
-def test_bad_models_are_one_line(nets, capsys, name, wanted):
+def test_invalid_models_print_one_line(nets, capsys, name, wanted):
     assert wanted in said(capsys, "estimate", "--batch-size", 8, "--input", "4", "--model", nets(name))
 
 
-def test_a_model_that_is_not_there_is_one_line(capsys, tmp_path):
+def test_missing_models_print_one_line(capsys, tmp_path):
     (tmp_path / "broken.py").write_text("def build(:\n")
     (tmp_path / "program.py").write_text("raise SystemExit(1)\n")
     for model, wanted in {
@@ -265,7 +153,7 @@ def planned(**settings):
     return SimpleNamespace(**{"report": None, "capacity": (1,), "fits": True, "to_json": lambda: "{}"} | settings)
 
 
-def test_a_plan_is_asked_for_with_what_was_said(nets, capsys, monkeypatch):
+def test_plan_receives_the_arguments(nets, capsys, monkeypatch):
     asked = {}
 
     def plan(module, criterion, inputs, targets, **settings):
@@ -284,7 +172,7 @@ def test_a_plan_is_asked_for_with_what_was_said(nets, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("flags", "capacity"), [([], None), (["--memory", "2GiB"], "2GiB")])
-def test_a_plan_that_fits_nowhere_is_exit_code_1(nets, capsys, monkeypatch, flags, capacity):
+def test_plan_that_does_not_fit_exits_with_code_1(nets, capsys, monkeypatch, flags, capacity):
     asked = []
     monkeypatch.setattr(memory, "plan", lambda *args, **settings: asked.append(settings["capacity"]) or planned(fits=False))
     assert main(["plan", "--model", nets("small"), "--input", "4", "--batch-size", "8", "--json", *flags]) == 1
@@ -292,7 +180,7 @@ def test_a_plan_that_fits_nowhere_is_exit_code_1(nets, capsys, monkeypatch, flag
     assert capsys.readouterr().out == "{}\n"
 
 
-def test_what_plan_refuses_is_one_line(nets, capsys, monkeypatch):
+def test_errors_of_plan_print_one_line(nets, capsys, monkeypatch):
     def plan(*args, **settings):
         raise ValueError("'24QB' is not a memory size,\nexpected another")
 
@@ -301,7 +189,7 @@ def test_what_plan_refuses_is_one_line(nets, capsys, monkeypatch):
     assert line.endswith("error: '24QB' is not a memory size, expected another")
 
 
-def test_a_warning_is_one_line_beside_the_plan(nets, capsys, monkeypatch):
+def test_warnings_of_plan_print_one_line(nets, capsys, monkeypatch):
     def plan(*args, **settings):
         with warnings.catch_warnings(action="always"):
             warnings.warn("twice the\nrows", stacklevel=1)
@@ -315,59 +203,21 @@ def test_a_warning_is_one_line_beside_the_plan(nets, capsys, monkeypatch):
 # doctor
 
 
-def test_doctor_finds_nothing_in_a_good_model(nets, capsys):
+def test_doctor_without_findings_exits_with_code_0(nets, capsys):
     assert main(["doctor", "--model", nets("small")]) == 0
     assert capsys.readouterr().out == "nothing found: Linear runs as replicas\n"
 
 
-def test_doctor_lists_what_will_break(nets, capsys):
+def test_doctor_lists_findings_and_exits_with_code_1(nets, capsys):
     assert main(["doctor", "--model", nets("with_norm"), "--criterion", nets("distance")]) == 1
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("- batch norm: 1: ")
     assert second.startswith("- the loss: the divisor of the mean of distance is unknown")
 
 
-def test_doctor_does_not_fail_for_a_note(nets, capsys):
+def test_doctor_with_only_notes_exits_with_code_0(nets, capsys):
     assert main(["doctor", "--model", nets("recurrent")]) == 0
     assert capsys.readouterr().out.startswith("- note: 0 (LSTM) ")
-
-
-# building
-
-
-def test_models_are_built_without_memory_where_that_is_possible(nets):
-    for name, device in {"small": "meta", "Net": "meta", "reads_values": "cpu", "made": "cpu"}.items():
-        module, criterion = model_loading.build_model(nets(name))
-        assert next(module.parameters()).device.type == device
-        assert criterion is None
-    assert isinstance(model_loading.build_model("torch.nn:Identity")[0], nn.Identity)
-
-
-@pytest.mark.parametrize(
-    ("text", "shape", "dtype"),
-    [
-        ("3x224x224", (3, 224, 224), torch.float32),
-        ("128:int64", (128,), torch.int64),
-        (":int64", (), torch.int64),
-        ("4:bfloat16", (4,), torch.bfloat16),
-    ],
-)
-def test_shapes(text, shape, dtype):
-    assert batch_shapes.parse_shape(text, torch.float32) == (shape, dtype)
-
-
-def test_shapes_with_places_make_a_batch():
-    def shape(*texts, dim=0):
-        batch = batch_shapes.build_batch(texts, 8, dim, torch.float32)
-        return nested.map_leaves(lambda leaf: tuple(leaf.shape), batch)
-
-    assert shape("4") == (8, 4)
-    assert shape("4", "3x5") == ((8, 4), (8, 3, 5))
-    assert shape("ids=4:int64", "mask=4") == {"ids": (8, 4), "mask": (8, 4)}
-    assert shape("pair.1=3", "pair.0=:int64", "pair.2.a=2") == {"pair": ((8,), (8, 3), {"a": (8, 2)})}
-    assert shape("0.a=1", "0.b=2", "1=3") == ({"a": (8, 1), "b": (8, 2)}, (8, 3))
-    assert shape("4x5", dim=1) == (4, 8, 5)
-    assert shape("4", dim=1) == (4, 8)
 
 
 MASKED = ["--input", "pair.0=3", "--input", "pair.1=3", "--input", "mask=:float32", "--input", "extra.shift=3"]
@@ -383,7 +233,7 @@ def test_keyword_arguments_and_nested_inputs(nets, capsys):
     )
 
 
-def test_rows_in_another_dimension(nets, capsys):
+def test_dim_sets_the_dimension_of_the_rows(nets, capsys):
     flags = ["--model", nets("TimeMajor"), "--input", "7x3", "--dim", "1", "--device-kind", "cpu"]
     assert estimate(*flags, "--devices", "2", "--json") == 0
     output, errors = capsys.readouterr()
@@ -394,7 +244,7 @@ def test_rows_in_another_dimension(nets, capsys):
     assert json.loads(capsys.readouterr().out)["micro_batches"] == 4
 
 
-def test_the_dimension_of_the_rows_is_kept_in_the_plan(nets, capsys, monkeypatch):
+def test_dim_is_passed_to_plan(nets, capsys, monkeypatch):
     asked = []
     monkeypatch.setattr(memory, "plan", lambda *args, **settings: asked.append(settings["dim"]) or planned())
     assert main(["plan", "--model", nets("TimeMajor"), "--input", "7x3", "--dim", "1", "--batch-size", "8"]) == 0
@@ -418,97 +268,14 @@ def test_the_dimension_of_the_rows_is_kept_in_the_plan(nets, capsys, monkeypatch
         (["--input", "4", "--dim", "-1"], "'-1' was given, expected a dimension"),
     ],
 )
-def test_bad_places_are_one_line(nets, capsys, flags, wanted):
+def test_invalid_input_names_print_one_line(nets, capsys, flags, wanted):
     assert wanted in said(capsys, "estimate", "--batch-size", 8, "--model", nets("small"), *flags)
-
-
-def problem(model, inputs, targets=(), criterion=None):
-    return model_loading.build_problem(model, inputs, targets, criterion, 8)
-
-
-def test_several_inputs_and_criteria_of_ones_own(nets):
-    found = problem(nets("Two"), ["3", "3"], ["1"], nets("distance"))
-    assert [tuple(one.shape) for one in found.inputs] == [(8, 3), (8, 3)]
-    assert (found.targets.shape, found.targets.dtype, found.assumed) == ((8, 1), torch.float32, ())
-    found = problem(nets("Two"), ["3", "3"], criterion="mseloss")
-    assert isinstance(found.criterion, nn.MSELoss)
-    assert found.targets.shape == (8, 1)
-
-
-def test_targets_that_are_not_known_have_to_be_said(nets):
-    with pytest.raises(ValueError, match="targets of distance are not known: give the shape of one row as --target"):
-        problem(nets("small"), ["4"], criterion=nets("distance"))
-    with pytest.raises(ValueError, match="output is tuple: give --target, and a --criterion"):
-        problem(nets("Pair"), ["3"])
-    with pytest.raises(ValueError, match=r"output \(8,\) has no classes: give a --criterion, such as BCEWithLogitsLoss"):
-        problem("torch.nn:Identity", [":float32"])
-    with pytest.raises(ValueError, match=r"output \(4,\) does not have 8 rows along dimension 0: give --target"):
-        problem(nets("Sum"), ["4"])
-
-
-def test_classes_are_in_dimension_1_unless_the_inputs_or_targets_say_that_they_are_last(nets):
-    image = problem("torch.nn:Identity", ["5x6x7"])
-    assert image.targets.shape == (8, 6, 7)
-    assert isinstance(image.criterion, nn.CrossEntropyLoss)
-    positions = problem("torch.nn:Identity", ["5x6"])
-    assert positions.targets.shape == (8, 6)
-    last = problem("torch.nn:Identity", ["5x6"], ["5"])
-    assert isinstance(last.criterion, model_loading.SequenceLoss)
-    assert last.assumed == ("criterion: CrossEntropyLoss over the flattened logits (8, 5, 6)",)
-
-
-def test_the_loss_of_sequences_is_exact_in_parts():
-    output, targets = torch.randn(6, 5, 4), torch.randint(0, 4, (6, 5))
-    targets[0, 1:] = -100
-    loss = model_loading.SequenceLoss(nn.CrossEntropyLoss())
-    whole = nn.functional.cross_entropy(output.flatten(0, 1), targets.flatten())
-    torch.testing.assert_close(loss(output, targets), whole)
-    parts = DataParallelCriterion(loss, ["cpu", "cpu"])([output[:3], output[3:]], targets)
-    torch.testing.assert_close(parts, whole)
-
-
-def test_files_see_their_neighbours_and_are_run_once(tmp_path):
-    (tmp_path / "neighbour_of_model.py").write_text("width = 4\n")
-    (tmp_path / "types.py").write_text(  # named as a module of Python's
-        textwrap.dedent("""
-        from pathlib import Path
-        from dataclasses import dataclass
-        from torch import nn
-        from neighbour_of_model import width
-
-        @dataclass
-        class Settings:
-            width: int = width
-
-        with Path(__file__).with_name("runs").open("a") as runs:
-            runs.write("x")
-
-        def build():
-            return nn.Linear(Settings().width, 3)
-
-        loss = nn.MSELoss()
-        """)
-    )
-    found = problem(f"{tmp_path}/types.py:build", ["4"], criterion=f"{tmp_path}/types.py:loss")
-    assert isinstance(found.criterion, nn.MSELoss)
-    assert (tmp_path / "runs").read_text() == "x"
 
 
 # Pictures
 
 
-def test_a_picture_without_matplotlib_says_what_to_install(nets, capsys, monkeypatch, tmp_path):
+def test_plot_without_matplotlib_names_the_extra_to_install(nets, capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     line = said(capsys, "estimate", "--model", nets("small"), "--input", 4, "--batch-size", 8, "--plot", tmp_path / "a.png")
     assert "pip install 'balanced-parallel[plot]'" in line
-
-
-def test_a_picture_of_unequal_devices(tmp_path):
-    settings = {"layout": "replicas", "devices": 2, "device_kind": "cpu"}
-    report = memory.estimate(nn.Linear(64, 3), nn.CrossEntropyLoss(), torch.empty(8, 64), torch.zeros(8).long(), **settings)
-    plot.draw_report(tmp_path / "a.png", report, ["64KiB", 2**20])
-    plot.draw_report(tmp_path / "b.svg", report)
-    plot.draw_report(tmp_path / "c.png", report, 1)  # not one row
-    assert len(list(tmp_path.iterdir())) == 3
-    with pytest.raises(ValueError, match="3 sizes for 2 devices"):
-        plot.draw_report(tmp_path / "d.png", report, [1, 2, 3])
