@@ -36,7 +36,7 @@ def nothing_left_behind():
     if left:  # a worker ends with its models, which may be in a cycle
         gc.collect()
     for thread in left:
-        thread.join(20)
+        thread.join(5)
         assert not thread.is_alive(), f"the test left a thread running: {thread.name}"
     assert not dist.is_initialized(), "the test left a process group running"
     assert torch.get_default_dtype() == torch.float32

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -18,6 +19,7 @@ from ..loss.partial_sums import Criterion
 from ..replicas.model import mark_inputs
 from ..replicas.module_checks import check_method
 from ..runtime.precision import Precision
+from ..runtime.random_numbers import offset_seeds
 from .unused_parameters import connect, zero_of_parameters
 
 __all__: list[str] = []
@@ -107,6 +109,7 @@ class DistributedModel(DistributedDataParallel):
         rows = count_rows(arguments, self.dim)
         inputs, kwargs = move_leaves(arguments.inputs, self.devices[0]), move_leaves(arguments.kwargs, self.devices[0])
         self._refuse_unfrozen()
+        offset_seeds(self.devices, dist.get_rank())
         if self.require_backward_grad_sync:
             self._begin_sparse_gradients()
         module = self.module
