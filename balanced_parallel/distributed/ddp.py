@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -19,6 +20,7 @@ from ..replicas.model import mark_inputs
 from ..replicas.module_checks import check_method
 from ..runtime.modules import children_of
 from ..runtime.precision import Precision
+from ..runtime.random_numbers import offset_seeds
 from .unused_parameters import connect, zero_of_parameters
 
 __all__: list[str] = []
@@ -108,6 +110,7 @@ class DistributedModel(DistributedDataParallel):
         rows = count_rows(arguments, self.dim)
         inputs, kwargs = move_leaves(arguments.inputs, self.devices[0]), move_leaves(arguments.kwargs, self.devices[0])
         self._refuse_unfrozen()
+        offset_seeds(self.devices, dist.get_rank())
         if self.require_backward_grad_sync:
             self._begin_sparse_gradients()
         children, module = children_of(self), self.module  # assigning self.module takes ten times as long as its entry
