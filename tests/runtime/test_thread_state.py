@@ -96,7 +96,7 @@ def in_thread(work):
     thread.start()
     thread.join()
     result, after = found
-    assert not (after.saved_tensor_hooks or after.function_modes or after.dispatch_modes)
+    assert (after.saved_tensor_hooks, after.function_modes, after.dispatch_modes) == (None, (), ())
     return result
 
 
