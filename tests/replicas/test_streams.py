@@ -90,12 +90,12 @@ def test_moments_of_batch_norm_are_copied_after_they_are_written(double, devices
 
 
 class OnItsOwnStreams(nn.Module):
-    """Runs an operator or a layer between two others on a stream of its own."""
+    """Runs an operator between two layers on a stream of its own."""
 
-    def __init__(self, operator=torch.tanh):
+    def __init__(self):
         super().__init__()
         torch.manual_seed(1)
-        self.first, self.last, self.operator, self.streams = nn.Linear(4, 6), nn.Linear(6, 5), operator, {}
+        self.first, self.operator, self.last, self.streams = nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5), {}
 
     def forward(self, x):
         x = self.first(x)
@@ -127,7 +127,9 @@ def test_a_module_may_use_streams_of_its_own(double, devices, streams):
 def test_a_layer_with_parameters_on_a_stream_of_the_module_is_reported():
     """A limit: gradients are summed on the current streams of the forward. A GPU might sum this one too early."""
     with simulate(3):
-        model = DataParallelModel(OnItsOwnStreams(nn.Linear(6, 6)))
+        net = OnItsOwnStreams()
+        net.operator, net.first = net.first, nn.Identity()
+        model = DataParallelModel(net)
         with pytest.raises(RuntimeError, match="without having waited for it"):
             DataParallelCriterion(nn.CrossEntropyLoss())(model(torch.randn(9, 4)), class_targets(9)).backward()
 
