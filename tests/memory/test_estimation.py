@@ -334,6 +334,14 @@ def test_the_caching_allocators_rules():
     assert replay([1, 2], [100, 20 * MIB], 21 * MIB) is None
 
 
+def test_a_stream_does_not_reuse_the_memory_of_another():
+    events, sizes = [1, -1, 2], [4 * MIB] * 2
+    assert replay(events, sizes) == 20 * MIB
+    assert replay(events, sizes, streams=[0, 0]) == 20 * MIB
+    assert replay(events, sizes, streams=[1, 0]) == 40 * MIB
+    assert replay(events, sizes, 30 * MIB, [1, 0]) == 20 * MIB  # free segments of all streams are given back
+
+
 def test_neighbours_are_merged():
     sizes = [4 * MIB] * 5 + [16 * MIB]
     assert replay([1, 2, 3, 4, 5, -2, -4, -3, -1, 6], sizes) == 20 * MIB

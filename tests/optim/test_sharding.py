@@ -10,7 +10,6 @@ from helpers.problems import CLASSES, build_net
 from torch import nn
 
 from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
-from balanced_parallel.replicas.gradient_sums import move_together
 
 pytestmark = pytest.mark.usefixtures("double", "buckets")
 
@@ -237,19 +236,3 @@ def test_gradients_are_laid_out_as_the_parameters_are(how, dtype):
             assert [s for s, n in zip(one.stride(), one.shape, strict=True) if n > 1] == [
                 s for s, n in zip(other.stride(), other.shape, strict=True) if n > 1
             ]
-
-
-def test_tensors_that_move_together_keep_their_strides():
-    tensors = [
-        torch.randn(6, 2, 3, 3).to(memory_format=torch.channels_last),
-        torch.randn(5, 3).T,
-        torch.randn(5, 3, 2)[..., 0],  # gaps are not moved
-        torch.randn(4)[1:],
-        torch.empty(0, 3),
-        torch.tensor(2.0),
-    ]
-    with simulate(1):
-        moved = move_together(tensors, torch.device("sim:0"))
-        for one, other in zip(moved, tensors, strict=True):
-            torch.testing.assert_close(one.cpu(), other)
-            assert one.stride() == ((3, 1) if other.dim() == 2 and other.stride(1) == 2 else other.stride())
