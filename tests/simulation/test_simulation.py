@@ -144,6 +144,37 @@ def test_moved_bytes_are_counted_by_source_and_target():
         assert cluster.moved - before == {("sim:0", "sim:1"): 8000}
 
 
+def test_copies_are_listed_in_order():
+    with simulate(2) as cluster:
+        x = torch.ones(1000).to("sim:0")
+        x.to("sim:1").cpu()
+        x.to("sim:0", copy=True)
+        torch.empty(0, device="sim:0").to("sim:1")
+        expected = [("cpu", "sim:0"), ("sim:0", "sim:1"), ("sim:1", "cpu")]
+        assert cluster.copies == expected
+    assert cluster.copies == expected
+    with simulate(1) as cluster:
+        assert cluster.copies == []
+
+
+def test_functions_of_nccl_run_on_simulated_devices():
+    nccl = torch.cuda.nccl
+    with simulate(3) as cluster:
+        tensors = [torch.arange(6.0).to(device) * (device.index + 1) for device in cluster.devices]
+        assert nccl.is_available(tensors)
+        assert not nccl.is_available([tensors[0], tensors[0]])
+        assert not nccl.is_available([tensors[0], torch.ones(6)])
+        assert not nccl.is_available([tensors[0][::2], tensors[1]])
+        nccl.reduce(tensors, output=(total := torch.empty_like(tensors[1])), root=1)
+        assert total.tolist() == [0, 6, 12, 18, 24, 30]
+        nccl.reduce_scatter(tensors, (shards := [tensor.new_empty(2) for tensor in tensors]))
+        assert [shard.tolist() for shard in shards] == [[0, 6], [12, 18], [24, 30]]
+        nccl.all_gather(shards, (gathered := [torch.empty_like(tensor) for tensor in tensors]))
+        assert all(torch.equal(one.cpu(), total.cpu()) for one in gathered)
+        nccl.broadcast(tensors)
+        assert all(torch.equal(tensor.cpu(), torch.arange(6.0)) for tensor in tensors)
+
+
 def adam_step(cluster, net, rows=64):
     optimizer = torch.optim.Adam(net.parameters())
     for _ in range(2):
