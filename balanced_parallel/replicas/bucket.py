@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ..runtime.autograd import run_first, will_run
+from ..runtime.devices import move
 from ..runtime.streams import SideStreams, Streams, on_streams
 from ..runtime.tensors import has_gradient_hooks
 from . import deferred_gradients
@@ -129,10 +130,14 @@ class Bucket:
             if total is not None:
                 accumulate(parameter, total)
 
-    def scale(self, factor: float) -> None:
+    def scale(self, factor: float | Tensor) -> None:
         """Multiplies the gradients that the replicas hold."""
+
+        def scaled(gradient: Tensor) -> Tensor:
+            return gradient * (move(factor, gradient.device) if isinstance(factor, Tensor) else factor)
+
         with self._lock:
-            self.held = [[None if gradient is None else gradient * factor for gradient in held] for held in self.held]
+            self.held = [[None if gradient is None else scaled(gradient) for gradient in held] for held in self.held]
 
     def drop(self) -> None:
         """Forgets the gradients that the replicas hold."""

@@ -162,6 +162,9 @@ def _combine(statistics: list[Statistics]) -> tuple[int, Tensor, Tensor]:
     """Returns count, mean and sum of squared differences of all rows, without waiting for a device."""
     count = sum(part.size for part in statistics)
     means, squares = torch.stack([part.moments for part in statistics]).unbind(1)
-    counts = torch.tensor([[part.size] for part in statistics], dtype=means.dtype).to(means.device)
+    counts = means.new_full((len(statistics), 1), statistics[0].size)
+    for number, part in enumerate(statistics):
+        if part.size != statistics[0].size:
+            counts[number] = part.size  # a fill; a copy of a tensor from the host would wait for the device
     mean = (counts / max(count, 1) * means).sum(0)
     return count, mean, (squares + counts * (means - mean).square()).sum(0)
