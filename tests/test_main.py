@@ -1,13 +1,13 @@
 """python -m balanced_parallel: what is good is printed, what is bad is one line and exit code 2."""
 
 import json
-import subprocess
 import sys
 import warnings
 from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.processes import run_script
 from torch import nn
 
 from balanced_parallel import memory
@@ -33,8 +33,7 @@ def said(capsys, *arguments):
 
 
 def run(*arguments, cwd):
-    command = [sys.executable, "-W", "error", "-m", "balanced_parallel", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=cwd)
+    return run_script("balanced_parallel", *arguments, cwd=cwd)
 
 
 def test_estimate_runs_as_a_process_in_the_folder_of_the_model(nets, tmp_path):

@@ -2,12 +2,11 @@
 
 import difflib
 import importlib.util
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import sklearn.datasets  # noqa: F401  its first import changes environment variables
+from helpers.processes import run_script
 
 from balanced_parallel import simulate
 
@@ -32,7 +31,7 @@ def test_losses_on_three_simulated_gpus_equal_the_plain_program(monkeypatch):
 
 
 def test_examples_print_the_same_losses():
-    outputs = [subprocess.check_output([sys.executable, str(EXAMPLES / name)], text=True) for name in ("plain.py", "balanced.py")]
+    outputs = [run_script(EXAMPLES / name).stdout for name in ("plain.py", "balanced.py")]
     assert outputs[0].count("accuracy") == 7
     assert outputs[0] == outputs[1]
 

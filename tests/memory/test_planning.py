@@ -155,22 +155,24 @@ def test_checkpointing_is_chosen_only_if_nothing_else_fits():
 
 
 def test_plan_that_does_not_fit_reports_the_needed_capacity():
-    plan = make_plan("300KiB", 2, 24)
+    layers = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 10))  # not repeated: fewer options are traced
+    batch = torch.zeros(4, 64), torch.zeros(4, dtype=torch.int64)
+    plan = memory.plan(layers, nn.CrossEntropyLoss(), *batch, batch_size=24, capacity="100KiB", devices=2, **KINDS)
     assert not plan.fits
     assert any(choice.precision == "bf16" and choice.changes_result for choice in plan.choices)
     assert "nothing fits" in str(plan)
     with pytest.raises(ValueError, match="nothing fits: one row per device needs devices of"):
-        plan.apply(LanguageModel(), nn.CrossEntropyLoss())
+        plan.apply(layers, nn.CrossEntropyLoss())
     assert plan.needs[1] is None  # the parameters alone are more
 
 
 def test_plan_that_does_not_fit_reports_the_needed_devices():
-    capacity = make_plan("200KiB", 3, 24).needs[0]
-    plan = make_plan(capacity, 2, 24)
+    capacity = make_plan("200KiB", 3, 24, precision="bf16").needs[0]
+    plan = make_plan(capacity, 2, 24, precision="bf16")
     assert not plan.fits
     assert plan.needs[1] == 3
     assert "or 3 devices" in plan.advice
-    assert make_plan(capacity, 3, 24).fits
+    assert make_plan(capacity, 3, 24, precision="bf16").fits
 
 
 def test_plans_are_frozen_and_serialize_to_json():

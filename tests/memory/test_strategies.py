@@ -92,7 +92,7 @@ def test_dropout_equals_the_simulated_peak():
 
 
 def test_ddp_adds_communication_buckets_to_the_plain_program():
-    build, batch = PROBLEMS["language model"]
+    build, batch = PROBLEMS["perceptron"]
     settings = {"device_kind": "cpu"}
     plain = memory.estimate(build(), F.cross_entropy, *batch(24), **settings)
     size = sum(parameter.nbytes for parameter in build().parameters())

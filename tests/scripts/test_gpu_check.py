@@ -1,14 +1,11 @@
 """The check of a machine's GPUs."""
 
-import subprocess
-import sys
-
+from helpers.processes import run_script
 from helpers.scripts import SCRIPT
 
 
 def gpu_check(*flags):
-    command = [sys.executable, str(SCRIPT.with_name("gpu_check.py")), *flags]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200)
+    return run_script(SCRIPT.with_name("gpu_check.py"), *flags)
 
 
 def test_gpu_check_passes_on_simulated_devices():
