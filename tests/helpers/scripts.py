@@ -12,8 +12,8 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 SENTENCES = "the cat sat on the mat . the dog ate the cat ; " * 200
 
 
-def run(*flags, **settings):
-    return run_script(SCRIPT, *flags, **settings)
+def run(*flags, **environment):
+    return run_script(SCRIPT, *flags, **environment)
 
 
 def run_in_new_process(*flags, launcher=(sys.executable,)):
