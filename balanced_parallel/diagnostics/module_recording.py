@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..batch import nested
 from ..loss.partial_sums import Criterion
-from ..replicas.workers import current_replica
+from ..replicas.meeting import current_replica
 from .loss_parts import copy_of
 
 __all__: list[str] = []

@@ -44,6 +44,7 @@ class DDPSync:
         self._untouched: list[Tensor] = []  # zeros so far, in an accumulation
         self._wait: Callable[[], Tensor] | None = None
         self._whole: Tensor | None = None  # loss and weight of all ranks
+        self._failures: Callable[[], Tensor] | None = None  # number of ranks whose last backward has failed
 
     def __reduce__(self) -> Any:  # a copy has no gradients
         return DDPSync, (self._model,)
@@ -85,11 +86,7 @@ class DDPSync:
         self._whole = None
 
     def backward(self, losses: Sequence[Tensor], divisor: float, *, last: bool) -> None:
-        """Runs one backward. The last one completes the reduction, whatever this rank has used.
-
-        Raises:
-            RuntimeError: the last backward of another rank has failed.
-        """
+        """Runs one backward. The last one completes the reduction, whatever this rank has used."""
         if not last:
             run_backward(losses, divisor)
             return
@@ -100,21 +97,25 @@ class DDPSync:
             run_backward(roots or [zero_of_parameters(self._model.reduced_parameters)], divisor)
         except Exception:
             self._complete()
-            self._count_failures(1)
+            self._start_counting_failures(1)()
             raise
-        failures = self._count_failures(0)
-        if failures:
-            raise RuntimeError(
-                f"{failures} of {collectives.world_size()} ranks failed in the backward, expected none: nothing was "
-                "updated, and the step can be repeated"
-            )
+        self._failures = self._start_counting_failures(0)
         for parameter in self._model.reduced_parameters:
             if parameter not in self._bucket_views and parameter.grad is not None and parameter.grad.layout == torch.strided:
                 self._bucket_views[parameter] = parameter.grad
 
     def finish(self, local: LossSum) -> LossSum:
-        """Returns loss and weight of all ranks."""
+        """Returns loss and weight of all ranks.
+
+        Raises:
+            RuntimeError: the last backward of another rank has failed.
+        """
         total, weight = self._take_whole()
+        if self._failures is not None and (count := int(self._failures())):
+            raise RuntimeError(
+                f"{count} of {collectives.world_size()} ranks failed in the backward, expected none: nothing was "
+                "updated, and the step can be repeated"
+            )
         return LossSum(total.to(local.total.dtype), float(weight))
 
     def rescale(self, factor: float) -> None:
@@ -140,7 +141,7 @@ class DDPSync:
 
     def discard(self) -> None:
         """Forgets the gradients that this rank has accumulated."""
-        self._wait, self._untouched, self._has_begun = None, [], False
+        self._wait, self._failures, self._untouched, self._has_begun = None, None, [], False
         for parameter in self._model.reduced_parameters:
             parameter.grad = None
 
@@ -178,8 +179,8 @@ class DDPSync:
             with contextlib.suppress(RuntimeError):  # it has been reached
                 zero_of_parameters([parameter]).backward()
 
-    def _count_failures(self, failures: int) -> int:
-        return int(collectives.sum_over_ranks(torch.tensor(failures, dtype=torch.float64)))
+    def _start_counting_failures(self, failures: int) -> Callable[[], Tensor]:
+        return collectives.start_sum_over_ranks(torch.tensor(failures, dtype=torch.float64))
 
 
 def _buckets_of(gradients: Sequence[Tensor]) -> list[Tensor]:

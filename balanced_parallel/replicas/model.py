@@ -19,6 +19,7 @@ from ..batch.rows import count_rows, cut, move_leaves
 from ..batch.splits import Shares, assign_rows
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.precision import Precision
+from ..runtime.random_numbers import offset_seeds
 from .module_checks import check_method, check_module
 from .replicas import Replicas
 from .sync_batchnorm import has_layers_over_all_rows
@@ -198,6 +199,8 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         self.shares.begin()
         devices, sizes = assign_rows(rows, self.devices, self.split)
         batches = [arguments] if sizes is None else cut(arguments, sizes, self.dim)
+        if len(devices) > 1:
+            offset_seeds(self.devices)
         with self.precision.autocast(devices), self.replicas.of(self.module, devices, self.devices[0]) as modules:
             work = [
                 functools.partial(_call, replica, method, batch, device)

@@ -21,6 +21,7 @@ from .bucket import Owners
 from .gradient_buckets import GradientBuckets
 from .module_tree import ModuleTree, Skeletons
 from .parameter_copies import ParameterCopies
+from .worker_pool import shared_pool
 from .workers import Workers, run_replicas
 
 __all__: list[str] = []
@@ -40,11 +41,11 @@ class Replicas:
     Args:
         checksums: finds writes that Python does not see, by checksums.
         side: streams for sums that overlap with the backward; made on first use where devices have streams.
-        workers: runs the replicas of a forward.
+        workers: runs the replicas of a forward; ``None`` runs them in the threads of :func:`shared_pool`.
     """
 
-    def __init__(self, *, checksums: bool = True, side: SideStreams | None = None, workers: Workers = run_replicas) -> None:
-        self.workers = workers
+    def __init__(self, *, checksums: bool = True, side: SideStreams | None = None, workers: Workers | None = None) -> None:
+        self.workers = workers or functools.partial(run_replicas, pool=shared_pool())
         self.tree: ModuleTree | None = None
         self.copies = ParameterCopies(checksums)
         self.gradients = GradientBuckets(side)

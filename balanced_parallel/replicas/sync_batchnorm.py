@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..runtime.autograd import current_backward_id
 from ..runtime.collectives import gather_rows, world_size
 from ..runtime.modules import BatchNorm
-from .workers import current_replica
+from .meeting import current_replica
 
 __all__: list[str] = []
 

@@ -31,7 +31,14 @@ def visible_devices() -> list[torch.device]:
                 "use them in a new process"
             )
         return [torch.device("cpu")]
-    return [torch.device(accelerator.type, index) for index in range(torch.accelerator.device_count())]
+    return accelerators()
+
+
+def accelerators() -> list[torch.device]:
+    """Returns all accelerators that this process can see."""
+    accelerator = torch.accelerator.current_accelerator()
+    count = 0 if accelerator is None else torch.accelerator.device_count()
+    return [torch.device(accelerator.type, index) for index in range(count)] if accelerator else []
 
 
 def resolve_devices(device_ids: Sequence[DeviceLike] | None) -> list[torch.device]:
@@ -108,9 +115,8 @@ def _on_accelerator(device: torch.device, stream: torch.Stream | None) -> Iterat
 
 def keep_random_state() -> contextlib.AbstractContextManager[None]:
     """Restores the random state of the CPU and of all accelerators at the end of the block."""
-    accelerators = [device for device in visible_devices() if device.index is not None]
-    kind = accelerators[0].type if accelerators else "cpu"
-    return torch.random.fork_rng([device.index for device in accelerators], device_type=kind)
+    devices = accelerators()
+    return torch.random.fork_rng([device.index for device in devices], device_type=devices[0].type if devices else "cpu")
 
 
 def free_bytes(device: torch.device) -> int:

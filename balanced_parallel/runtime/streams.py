@@ -32,6 +32,11 @@ def current_streams(devices: list[torch.device]) -> Streams:
     return {device: current_stream(device) for device in devices}
 
 
+def without_default_streams(streams: Streams) -> Streams:
+    """Returns those of ``streams`` that are not the default stream of their device."""
+    return {device: stream for device, stream in streams.items() if stream is not None and stream.stream_id != 0}
+
+
 @contextlib.contextmanager
 def on_streams(streams: Streams) -> Iterator[None]:
     """Makes each stream of ``streams`` current on its device, in this thread."""

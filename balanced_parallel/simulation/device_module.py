@@ -107,6 +107,11 @@ def set_rng_state(state: torch.Tensor, device: DeviceLike = None) -> None:
     torch.ops.balanced_parallel_simulation.set_random_state(_index(device), state)
 
 
+def initial_seed() -> int:
+    """Returns the seed of the random number generator of the current device."""
+    return torch.Generator().set_state(get_rng_state()).initial_seed()
+
+
 def manual_seed(seed: int) -> None:
     """Seeds the random number generator of the current device."""
     load_native().simulation_seed(current_device(), seed % 2**64)

@@ -1,7 +1,9 @@
 """Workers of replicas: results, failures, and the state of the calling thread."""
 
 import contextvars
+import functools
 import gc
+import signal
 import threading
 import time
 import weakref
@@ -9,9 +11,13 @@ import weakref
 import pytest
 import torch
 
-from balanced_parallel.replicas.workers import current_replica, run_replicas
+from balanced_parallel.replicas import workers
+from balanced_parallel.replicas.meeting import current_replica
+from balanced_parallel.replicas.worker_pool import WorkerPool
+from balanced_parallel.replicas.workers import run_replicas
 
 CPUS = [torch.device("cpu")] * 3
+APART = [torch.device("cpu", index) for index in range(3)]  # replicas on one device take turns
 
 
 class Custom(Exception):
@@ -35,7 +41,7 @@ def failing(error):
 def test_workers_run_concurrently_and_return_in_order():
     barrier = threading.Barrier(3, timeout=20)
     work = [lambda index=index: (barrier.wait(), index)[1] for index in range(3)]
-    assert run_replicas(work, CPUS) == [0, 1, 2]
+    assert run_replicas(work, APART) == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -68,17 +74,45 @@ def test_errors_of_a_single_replica_name_the_replica():
 
 
 def test_first_error_is_raised_after_all_workers_ended():
-    finished = threading.Event()
+    begun, finished = threading.Event(), threading.Event()
 
     def slow():
+        begun.set()
         time.sleep(0.2)
         finished.set()
         raise TypeError("the second failure")
 
+    def fast():
+        begun.wait(20)
+        raise ValueError("the first")
+
     with pytest.raises(ValueError, match="the first"):
-        run_replicas([slow, failing(ValueError("the first")), int], CPUS)
+        run_replicas([slow, fast, int], APART)
     assert finished.is_set()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("replica")]
+
+
+def test_replicas_on_one_device_take_turns_in_order():
+    """They share its random numbers. A replica that waits for the others passes its turn on."""
+    events = []
+
+    def work(index):
+        for part in "ab":
+            events.append((index, part))
+            time.sleep(0.01)
+            events.append((index, part))
+            current_replica().exchange(None)
+        events.append((index, "c"))
+
+    run_replicas([functools.partial(work, index) for index in range(3)], [CPUS[0], APART[1], CPUS[0]])
+    on_cpu = [(index, part) for index, part in events if index != 1]
+    assert on_cpu == [(0, "a"), (0, "a"), (2, "a"), (2, "a"), (0, "b"), (0, "b"), (2, "b"), (2, "b"), (0, "c"), (2, "c")]
+
+
+def test_replicas_do_not_begin_after_a_failure_on_their_device():
+    begun = []
+    with pytest.raises(ValueError, match="replica 0"):
+        run_replicas([failing(ValueError("bad")), lambda: begun.append(1), lambda: begun.append(2)], CPUS)
+    assert not begun
 
 
 def test_handled_errors_keep_no_tensor_alive():
@@ -172,29 +206,63 @@ def test_errors_with_custom_constructors_keep_type_and_arguments(make, replicas)
     assert "in replica 0 on device cpu" in "".join([str(found), *getattr(found, "__notes__", [])])
 
 
-@pytest.mark.parametrize("moment", ["before a start", "in a start", "in a join"])
-def test_keyboard_interrupt_ends_all_workers(monkeypatch, moment):
+@pytest.mark.parametrize("moment", ["before a start", "in a start"])
+def test_keyboard_interrupt_before_all_workers_run_ends_the_others(monkeypatch, moment):
     calls = []
-    name = "join" if moment == "in a join" else "start"
-    own = getattr(threading.Thread, name)
+    start = threading.Thread.start
 
     def interrupted(thread, *arguments):
         calls.append(thread)
         if len(calls) != 2:
-            return own(thread, *arguments)
+            return start(thread, *arguments)
         if moment == "in a start":
-            own(thread)
+            start(thread)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(threading.Thread, name, interrupted)
-    meets = moment != "in a join"  # where all have been started, they meet
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_replicas([lambda: current_replica().exchange(1)] * 3, CPUS)
+    for thread in calls if moment == "in a start" else calls[:1]:
+        thread.join(20)
+        assert not thread.is_alive()
 
-    def work():
-        return (current_replica().exchange(1), time.sleep(0.1 * (not meets)))
+
+def press_ctrl_c():
+    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+
+@pytest.mark.parametrize("devices", [CPUS, APART], ids=["one device", "several devices"])
+def test_keyboard_interrupt_ends_exchanges(devices):
+    pool = WorkerPool()
+
+    def exchanging():
+        return current_replica().exchange(1)
+
+    def interrupting():
+        press_ctrl_c()
+        time.sleep(0.2)
+        return current_replica().exchange(1)
 
     with pytest.raises(KeyboardInterrupt):
-        run_replicas([work] * 3, CPUS)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("replica")]
+        run_replicas([exchanging, interrupting, exchanging], devices, pool=pool)
+    assert run_replicas([exchanging] * 3, devices, pool=pool) == [[1] * 3] * 3
+
+
+def test_keyboard_interrupt_does_not_wait_for_a_hanging_replica(monkeypatch):
+    monkeypatch.setattr(workers, "INTERRUPTED_SECONDS", 0.2)
+    pool, released, threads = WorkerPool(), threading.Event(), []
+
+    def hanging():
+        threads.append(threading.current_thread())
+        press_ctrl_c()
+        released.wait(60)
+
+    with pytest.raises(KeyboardInterrupt):
+        run_replicas([int, hanging, int], APART, pool=pool)
+    assert run_replicas([threading.current_thread] * 3, APART, pool=pool)[1] is not threads[0]
+    released.set()
+    threads[0].join(20)
+    assert not threads[0].is_alive()
 
 
 @pytest.mark.usefixtures("double", "buckets")

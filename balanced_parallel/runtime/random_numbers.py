@@ -1,0 +1,36 @@
+"""Random numbers of the replicas and ranks.
+
+``torch.manual_seed(s)`` gives every device of every process the same seed, so equal shards would draw equal dropout masks.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from .devices import on_device
+
+__all__: list[str] = []
+
+
+def offset_seeds(devices: Sequence[torch.device], first: int = 0) -> None:
+    """Gives the accelerators of replicas or ranks different seeds: ``s``, ``s + 1``, ``s + 2`` and so on.
+
+    A generator is changed only if its seed is that of ``torch.manual_seed``, or that of a device before it. So a forward after
+    ``torch.manual_seed(s)`` begins anew, one without it goes on, and states that were set by hand or from a checkpoint stay.
+    The CPU's generator is never changed: samplers draw from it, on all ranks alike.
+
+    Args:
+        devices: devices of the replicas, or of this rank.
+        first: number of the first device. Number 0 keeps its seed.
+    """
+    seeds = {torch.initial_seed()}
+    for number, device in enumerate(dict.fromkeys(devices), first):
+        if device.type == "cpu":
+            continue
+        module = torch.get_device_module(device)
+        with on_device(device, None):
+            seed = module.initial_seed()
+            if number and seed in seeds:
+                seed = (seed + number) % 2**64
+                module.manual_seed(seed)
+            seeds.add(seed)

@@ -1,0 +1,150 @@
+"""Random numbers of replicas and ranks: different for equal shards, the same for the same seed and layout."""
+
+import itertools
+
+import pytest
+import torch
+from helpers.ranks import run_ranks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from balanced_parallel import DataParallelModel, convert_sync_batchnorm, parallelize, simulate
+
+X = torch.ones(6, 64)
+LAYOUTS = [["sim:0", "sim:1", "sim:2"], ["sim:1", "sim:0"], ["sim:0", "sim:1", "sim:0"], ["cpu", "sim:0", "sim:1"], ["sim:1"] * 3]
+
+
+def masks(model, x=X):
+    return [output.cpu() for output in model(x)]
+
+
+def are_equal(some, others):
+    return all(one.equal(other) for one, other in zip(some, others, strict=True))
+
+
+@pytest.mark.parametrize("devices", LAYOUTS, ids=str)
+def test_equal_shards_draw_different_numbers_that_follow_the_seed(devices):
+    with simulate(3):
+        torch.manual_seed(5)
+        plain = nn.Dropout()(torch.ones(6 // len(devices), 64, device=devices[0])).cpu()
+        torch.manual_seed(5)
+        model = DataParallelModel(nn.Dropout(), devices)
+        first, second = masks(model), masks(model)
+        assert first[0].equal(plain)
+        assert not any(one.equal(other) for one, other in itertools.combinations([*first, *second], 2))
+        for _ in range(3):  # again with the same model, and before any of it is made
+            torch.manual_seed(5)
+            assert are_equal([*masks(model), *masks(model)], [*first, *second])
+            model = DataParallelModel(nn.Dropout(), devices)
+
+
+def test_seeding_each_device_alike_is_enough():
+    with simulate(3):
+        model = DataParallelModel(nn.Dropout())
+        torch.sim.manual_seed_all(7)
+        first = masks(model)
+        assert not any(one.equal(other) for one, other in itertools.combinations(first, 2))
+        torch.sim.manual_seed_all(7)
+        assert are_equal(masks(model), first)
+
+
+def test_two_models_leave_no_two_devices_alike():
+    with simulate(3):
+        torch.manual_seed(5)
+        masks(DataParallelModel(nn.Dropout(), ["sim:1", "sim:2"]))
+        torch.zeros(3, 64, device="sim:0").uniform_()
+        found = masks(DataParallelModel(nn.Dropout()))
+        assert not any(one.equal(other) for one, other in itertools.combinations(found, 2))
+
+
+def test_states_that_were_set_stay():
+    with simulate(3):
+        torch.manual_seed(5)
+        model = DataParallelModel(nn.Dropout())
+        masks(model)
+        states, of_cpu = [torch.sim.get_rng_state(index) for index in range(3)], torch.get_rng_state()
+        expected = masks(model)
+        torch.manual_seed(9)
+        for index, state in enumerate(states):
+            torch.sim.set_rng_state(state, index)
+        torch.set_rng_state(of_cpu)
+        assert are_equal(masks(model), expected)
+
+
+def test_a_single_replica_draws_the_numbers_of_the_plain_program_and_seeds_no_device():
+    with simulate(3):
+        torch.manual_seed(5)
+        before = [torch.sim.get_rng_state(index) for index in range(3)]
+        plain = nn.Dropout()(X[:1].to("sim:0"))
+        torch.manual_seed(5)
+        assert masks(DataParallelModel(nn.Dropout()), X[:1])[0].equal(plain.cpu())
+        assert all(torch.sim.get_rng_state(index).equal(before[index]) for index in (1, 2))
+
+
+def test_the_generator_of_the_cpu_stays():
+    before = torch.get_rng_state()
+    with simulate(3):
+        masks(DataParallelModel(nn.Dropout()))
+        masks(DataParallelModel(nn.Dropout(), ["sim:0", "cpu", "sim:1"]), X[:1])
+    assert torch.get_rng_state().equal(before)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.drop, self.use_reentrant = nn.Dropout(), use_reentrant
+
+    def forward(self, x):
+        return checkpoint(self.drop, x, use_reentrant=self.use_reentrant)
+
+
+@pytest.mark.parametrize("devices", LAYOUTS, ids=str)
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_activation_checkpointing_draws_the_same_numbers_again(devices, use_reentrant):
+    with simulate(3):
+        model = DataParallelModel(Checkpointed(use_reentrant), devices)
+        for _ in range(3):
+            x = X.clone().requires_grad_()
+            outputs = model(x)
+            sum(output.cpu().sum() for output in outputs).backward()
+            assert x.grad.equal(outputs.gather("cpu"))
+
+
+class Mixing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.drop, self.norm = nn.Dropout(), nn.BatchNorm1d(64)
+
+    def forward(self, x):
+        return self.drop(self.norm(self.drop(x)) + 1)
+
+
+@pytest.mark.parametrize("devices", [["cpu"] * 3, ["sim:0"] * 3, ["sim:0", "sim:1", "sim:0"], ["cpu", "sim:0", "cpu"]], ids=str)
+def test_replicas_that_share_a_generator_draw_in_order(devices):
+    with simulate(2):
+        model = DataParallelModel(convert_sync_batchnorm(Mixing()), devices)
+        found = []
+        for _ in range(10):
+            torch.manual_seed(5)
+            found.append(masks(model))
+        assert all(are_equal(some, found[0]) for some in found)
+
+
+def draw_on_rank(rank):
+    with simulate(2):
+        model = parallelize(nn.Sequential(nn.Linear(64, 64), nn.Dropout()))
+        drawn = []
+        for _ in range(2):
+            torch.manual_seed(5)
+            drawn.append([(mask == 0).tolist() for mask in (*masks(model), *masks(model))])
+        torch.manual_seed(5)
+        return drawn, (nn.Dropout()(torch.ones(6, 64, device=f"sim:{rank}")) == 0).tolist()
+
+
+def test_ranks_draw_different_numbers_that_follow_the_seed():
+    (drawn, plain), (of_other, _) = run_ranks(2, draw_on_rank, fresh=True)
+    assert drawn[0] == drawn[1]
+    assert of_other[0] == of_other[1]
+    assert drawn[0][0] == plain
+    assert drawn[0][0] != drawn[0][1]
+    assert drawn[0][0] != of_other[0][0]
