@@ -1,5 +1,6 @@
 """The tree of a module's submodules, and its skeletons: copies that share everything except parameters and buffers."""
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -142,7 +143,18 @@ class ModuleTree:
                     attributes[name] = before
 
     def _swapped(self, value: Any, tensors: list[Tensor]) -> Any:
-        """Returns a list of parameters, such as ``_flat_weights`` of an RNN, with its parameters replaced. Other values stay."""
-        if type(value) is not list or not any(isinstance(entry, nn.Parameter) for entry in value):
+        """Returns a list of parameters, or of weak references to them, with the parameters replaced. Other values stay.
+
+        An RNN has both lists. It flattens its weights again in every forward in which they do not agree with its parameters.
+        """
+        if type(value) is not list:
             return value
-        return [tensors[self.place[id(entry)]] if id(entry) in self.place else entry for entry in value]
+        referents = [entry() if isinstance(entry, weakref.ref) else entry for entry in value]
+        if not any(isinstance(referent, nn.Parameter) for referent in referents):
+            return value
+        swapped = []
+        for entry, referent in zip(value, referents, strict=True):
+            at = self.place.get(id(referent))
+            tensor = None if at is None else tensors[at]
+            swapped.append(entry if tensor is None else weakref.ref(tensor) if isinstance(entry, weakref.ref) else tensor)
+        return swapped

@@ -1,10 +1,13 @@
 """Statistics over all rows in flight: outputs, gradients and running statistics of the plain program."""
 
 import copy
+import os
+import pickle
 import threading
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.problems import assert_same_gradients, class_targets, gradients, plain_program
 from helpers.ranks import run_ranks
 from torch import nn
@@ -19,6 +22,7 @@ from balanced_parallel import (
     parallelize,
     simulate,
 )
+from balanced_parallel.replicas.sync_batchnorm import use_torch_sync_batchnorm
 
 CPUS = ["cpu"] * 3
 
@@ -210,3 +214,65 @@ def test_sync_batch_norm_uses_the_rows_of_all_devices(double):
         found.backward()
         torch.testing.assert_close(found.detach().cpu(), loss, rtol=1e-10, atol=1e-10)
         assert_same_gradients([parameter.grad.cpu() for parameter in converted.parameters()], expected)
+
+
+def check_order(rank):
+    """Rank 0 starts a sum before the forward and before the backward of the layer, rank 1 after them."""
+    parallelize(nn.Linear(2, 2))
+    layer = convert_sync_batchnorm(nn.BatchNorm1d(2))
+    x = torch.arange(8.0).view(4, 2)
+    mine = x[2 * rank : 2 * rank + 2].clone().requires_grad_()
+    many = [torch.full((1000,), float(rank)) for _ in range(2)]
+    works = [dist.all_reduce(many[0], async_op=True)] if rank == 0 else []
+    output = layer(mine)
+    works += [dist.all_reduce(many[rank == 0], async_op=True)]
+    output.pow(3).sum().backward()
+    works += [] if rank == 0 else [dist.all_reduce(many[1], async_op=True)]
+    for work in works:
+        work.wait()
+    assert [set(tensor.tolist()) for tensor in many] == [{1.0}, {1.0}]
+    plain, whole = nn.BatchNorm1d(2), x.clone().requires_grad_()
+    plain(whole).pow(3).sum().backward()
+    torch.testing.assert_close(output.detach(), plain(x).detach()[2 * rank : 2 * rank + 2])
+    torch.testing.assert_close(mine.grad, whole.grad[2 * rank : 2 * rank + 2], rtol=1e-3, atol=1e-4)
+    return True
+
+
+@pytest.mark.timeout(60)
+def test_collectives_of_a_layer_do_not_change_places_with_others():
+    assert run_ranks(2, check_order, timeout=30) == [True, True]
+
+
+def check_copies(rank):
+    """The process group is no part of the layer: models are copied and saved as before."""
+    net = convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    model = parallelize(net)
+    model(torch.randn(3, 2))
+    use_torch_sync_batchnorm(net)  # as on CUDA
+    group = net[1].process_group
+    assert group is not dist.group.WORLD
+    assert group.size() == 2
+    for copied in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert copied[1].process_group is group
+        assert list(copied.state_dict()) == list(net.state_dict())
+    return True
+
+
+def test_a_layer_with_a_process_group_is_copied_and_pickled():
+    assert run_ranks(2, check_copies) == [True, True]
+
+
+def check_second_group(rank):
+    """A second process group of the same process has statistics groups of its own."""
+    layer = convert_sync_batchnorm(nn.BatchNorm1d(2))
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, is_master=rank == 0)
+    for start in ("one", "two"):
+        dist.init_process_group("gloo", store=dist.PrefixStore(start, store), rank=rank, world_size=2)
+        layer(torch.randn(3, 2))
+        dist.barrier()
+        dist.destroy_process_group()
+    return True
+
+
+def test_a_process_group_that_is_started_again_gets_a_new_group():
+    assert run_ranks(2, check_second_group, fresh=True) == [True, True]
