@@ -22,6 +22,7 @@ __all__: list[str] = []
 MAX_DEVICES = 64  # kDevices of native/ledger.h
 NO_LIMIT = 2**50  # 1 PiB, more than any simulation reaches
 Memory = int | str | Sequence[int | str | None] | None
+_Numbers = tuple[list[int], list[int], Counter[tuple[str, str]], list[dict[str, int]], list[tuple[str, str]]]  # at the end
 _entering = threading.Lock()
 _active = False
 
@@ -39,7 +40,7 @@ class Cluster:
         self.memory = list(memory)
         self._native = native
         self._labels = labels
-        self._ended: tuple[list[int], list[int], Counter[tuple[str, str]], list[dict[str, int]]] | None = None
+        self._ended: _Numbers | None = None
 
     @property
     def live(self) -> list[int]:
@@ -59,6 +60,17 @@ class Cluster:
         places = [*enumerate(map(str, self.devices)), (MAX_DEVICES, "cpu")]
         moved = {(source, target): self._native.simulation_moved(i, j) for i, source in places for j, target in places}
         return Counter({ends: count for ends, count in moved.items() if count})
+
+    @property
+    def copies(self) -> list[tuple[str, str]]:
+        """Source and target of all copies so far, in order."""
+        if self._ended:
+            return self._ended[4]
+        size = self._native.simulation_copies(0, 0, None)
+        found = (ctypes.c_int * size)()
+        self._native.simulation_copies(0, size, found)
+        names = {MAX_DEVICES: "cpu", **dict(enumerate(map(str, self.devices)))}
+        return [(names[ends // (MAX_DEVICES + 1)], names[ends % (MAX_DEVICES + 1)]) for ends in found]
 
     def reset_peak(self) -> None:
         """Restarts the measurement of :attr:`peak` and :meth:`categories`.
@@ -105,7 +117,8 @@ class Cluster:
         return tabulate(rows, headers, tablefmt="simple", stralign="right")
 
     def _end(self) -> None:
-        self._ended = self.live, self.peak, self.moved, [self.categories(index) for index in range(len(self.devices))]
+        categories = [self.categories(index) for index in range(len(self.devices))]
+        self._ended = self.live, self.peak, self.moved, categories, self.copies
 
 
 @contextmanager

@@ -43,7 +43,8 @@ def load_native() -> ctypes.CDLL:
     native.simulation_tag.argtypes = [ctypes.c_void_p, ctypes.c_int]
     native.simulation_in_optimizer.argtypes = [ctypes.c_bool]
     native.simulation_categories.argtypes = [ctypes.c_int, ctypes.POINTER(integer)]
-    for function in (native.simulation_live, native.simulation_peak, native.simulation_moved):
+    native.simulation_copies.argtypes = [integer, integer, ctypes.POINTER(ctypes.c_int)]
+    for function in (native.simulation_live, native.simulation_peak, native.simulation_moved, native.simulation_copies):
         function.restype = integer
     return native
 
