@@ -1,3 +1,5 @@
+"""Environment variables of torchrun."""
+
 import pytest
 import torch
 

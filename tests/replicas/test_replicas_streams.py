@@ -111,7 +111,7 @@ class OnItsOwnStreams(nn.Module):
 
 @pytest.mark.parametrize("devices", LAYOUTS, ids=str)
 @pytest.mark.parametrize("streams", [own_streams, contextlib.nullcontext], ids=["own", "default"])
-def test_a_module_may_use_streams_of_its_own(double, devices, streams):
+def test_modules_may_use_their_own_streams(double, devices, streams):
     inputs, targets = batches()
     expected = plain_gradients(lambda: OnItsOwnStreams(build_net()), inputs, targets)
     with simulate(3), streams():
@@ -136,7 +136,7 @@ def test_batch_norm_may_run_on_a_stream_of_the_module(double, devices):
 @pytest.mark.parametrize("balanced", [False, True])
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 @pytest.mark.parametrize("devices", LAYOUTS[:3], ids=str)
-def test_training_on_other_streams(double, devices, balanced, micro_batch_size):
+def test_training_on_other_streams_equals_the_plain_program(double, devices, balanced, micro_batch_size):
     inputs, targets = batches()
     plain = build_net()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
@@ -155,7 +155,7 @@ def test_training_on_other_streams(double, devices, balanced, micro_batch_size):
             torch.testing.assert_close(one.cpu(), other, rtol=1e-9, atol=1e-10)
 
 
-def test_models_in_a_chain_on_other_streams(double):
+def test_chained_models_on_other_streams_equal_the_plain_program(double):
     inputs, _ = batches()
     expected = [build_net(4)(x) for x in inputs]
     with simulate(3), own_streams():
