@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.nets import NETS
 from helpers.ranks import kill_pools
 from hypothesis import settings
 
@@ -55,6 +56,19 @@ def double():
 def buckets(request, monkeypatch):
     """One bucket for all parameters of a small model, or one for each, whose sums run beside the backward."""
     monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", request.param)
+
+
+@pytest.fixture
+def small_buckets(monkeypatch):
+    """A bucket for each parameter: the sums of all but the last run beside the backward."""
+    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 1)
+
+
+@pytest.fixture
+def nets(tmp_path):
+    """Writes a file of networks. Returns the place of one of them, as the command line takes it."""
+    (tmp_path / "nets.py").write_text(NETS)
+    return lambda name: f"{tmp_path / 'nets.py'}:{name}"
 
 
 def pytest_sessionfinish(session, exitstatus):

@@ -1,4 +1,4 @@
-"""The oracle: whatever the split, loss and gradients are those of the plain program. In float64, to 1e-10."""
+"""Comparison with the plain program: loss and gradients of any split are equal, in float64, to 1e-10."""
 
 import dataclasses
 
@@ -123,7 +123,7 @@ def without_zeros(found):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_any_cut_of_any_problem_equals_the_plain_program(ranks):
+def test_random_splits_equal_the_plain_program(ranks):
     checked = []
 
     @settings(max_examples=300)
@@ -137,7 +137,7 @@ def test_any_cut_of_any_problem_equals_the_plain_program(ranks):
     assert min(checked) > 0
 
 
-def test_the_oracle_sees_a_mean_of_means(monkeypatch):
+def test_comparison_detects_a_mean_of_means(monkeypatch):
     def mean_of_means(sums, device, minimum):
         return sum(one.total / one.weight for one in sums) / len(sums)
 
@@ -146,7 +146,7 @@ def test_the_oracle_sees_a_mean_of_means(monkeypatch):
         test_three_replicas_equal_the_plain_program("MSELoss", 7)
 
 
-def test_the_oracle_sees_a_window_divided_by_its_micro_batches(monkeypatch):
+def test_comparison_detects_division_by_the_number_of_micro_batches(monkeypatch):
     """Divides as most loops by hand do: the mean of each micro-batch over the number of micro-batches."""
     run = DataParallelCriterion.loss_sums
 

@@ -1,8 +1,11 @@
 """The public names of the package, and its version."""
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
+
+from helpers.scripts import SCRIPT
 
 import balanced_parallel
 
@@ -27,7 +30,7 @@ PUBLIC = {
 }
 
 
-def test_public_names():
+def test_public_names_are_exported():
     assert set(balanced_parallel.__all__) == PUBLIC
     assert all(getattr(balanced_parallel, name).__doc__ for name in PUBLIC)
 
@@ -39,3 +42,15 @@ def test_the_version_is_read_without_torch():
         [sys.executable, "-c", "__file__ = 'setup.py'; " + code], capture_output=True, text=True, timeout=100, cwd=root
     )
     assert done.stdout.splitlines()[-1] == balanced_parallel.__version__
+
+
+def test_scripts_and_examples_import_public_names_only():
+    root = SCRIPT.parents[1]
+    sources = [*root.glob("scripts/*.py"), *root.glob("examples/*.py")]
+    assert len(sources) > 5
+    for path in sources:
+        assert len(path.read_text().splitlines()) <= 300
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) else []
+            assert not [name for name in names if name.startswith("balanced_parallel.")], path.name

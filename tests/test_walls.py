@@ -1,4 +1,4 @@
-"""Walls between the folders, each kept by a test; and the rules for all files: sizes, names, what importing does."""
+"""Rules for all files: which folders a file may import, its length, the names of tests, no side effects of the import."""
 
 import ast
 import subprocess
@@ -10,6 +10,7 @@ import pytest
 import balanced_parallel
 
 PACKAGE = Path(balanced_parallel.__file__).parent
+TESTS = Path(__file__).parent
 ROOT = {"__init__", "__main__"}  # the public names and the command line may import everything
 
 MAY_IMPORT = {
@@ -26,6 +27,7 @@ MAY_IMPORT = {
     "simulation": {"runtime"},
 }
 TORCH_ONLY = [Path("loss/rules.py")]
+OTHER_TESTS = {"helpers", "regressions"}  # their files are not named after modules
 
 
 def imported_modules(source, package):
@@ -63,12 +65,12 @@ def files():
             yield pytest.param(path, inside.parts[:-1], id=str(inside))
 
 
-def test_every_folder_has_its_walls():
+def test_all_folders_are_in_the_import_table():
     assert {path.name for path in PACKAGE.iterdir() if path.is_dir()} - {"__pycache__"} == set(MAY_IMPORT)
     assert {path.stem for path in PACKAGE.glob("*.py")} == ROOT
 
 
-def test_walls_have_no_cycles():
+def test_import_table_has_no_cycles():
     left = dict(MAY_IMPORT)
     while left:
         free = [folder for folder, needs in left.items() if not needs & left.keys()]
@@ -78,16 +80,16 @@ def test_walls_have_no_cycles():
 
 
 @pytest.mark.parametrize(("path", "package"), list(files()))
-def test_files_import_only_what_their_folder_may(path, package):
+def test_files_import_only_allowed_folders(path, package):
     assert not forbidden_imports(path.read_text(), package)
 
 
 @pytest.mark.parametrize("path", TORCH_ONLY, ids=str)
-def test_some_files_import_torch_only(path):
+def test_torch_only_files_import_no_other_module(path):
     assert not imported_modules((PACKAGE / path).read_text(), path.parts[:-1])
 
 
-def test_a_wall_can_be_hit():
+def test_forbidden_imports_are_found():
     assert forbidden_imports("from ..replicas.model import DataParallelModel", ("batch",)) == {"replicas.model.DataParallelModel"}
     assert forbidden_imports("from ..distributed import ddp", ("training",)) == {"distributed.ddp"}
     assert forbidden_imports("from .. import simulation", ("memory",)) == {"simulation"}
@@ -97,14 +99,40 @@ def test_a_wall_can_be_hit():
     assert not forbidden_imports("from ..runtime.devices import move\nfrom .torchrun import x", ("distributed",))
 
 
-def test_files_stay_small():
+def test_package_files_are_short():
     sources = [*PACKAGE.rglob("*.py"), *(PACKAGE / "simulation" / "native").iterdir()]
     lines = sorted(len(path.read_text().splitlines()) for path in sources if path.name != "__init__.py")
     assert max(lines) <= 300
     assert lines[len(lines) // 2] <= 120
 
 
-def test_no_public_name_hides_a_module():
+def misnamed(test_files, modules):
+    """Returns the test files whose names do not begin with ``test_<module>``, for any of ``modules``."""
+    return [name for name in test_files if not any(f"{name}_".startswith(f"test_{module}_") for module in modules)]
+
+
+def test_test_files_are_named_after_modules():
+    for folder in TESTS.iterdir():
+        tested = next((root / folder.name for root in (PACKAGE, TESTS.parent) if (root / folder.name).is_dir()), None)
+        if tested is not None and folder.name not in OTHER_TESTS:
+            modules = {path.stem for path in tested.rglob("*")}  # also those of native/ and the folders of benchmarks
+            assert not misnamed([path.stem for path in folder.glob("test_*.py")], modules), folder
+        else:
+            assert not folder.is_dir() or folder.name in {*OTHER_TESTS, "__pycache__"}, f"{folder.name} is not a tested folder"
+
+
+def test_misnamed_test_files_are_found():
+    assert misnamed(["test_bucket", "test_bucket_streams", "test_buckets", "test_ranks"], {"bucket"}) == [
+        "test_buckets",
+        "test_ranks",
+    ]
+
+
+def test_test_files_are_short():
+    assert {str(path) for path in TESTS.rglob("*.py") if len(path.read_text().splitlines()) > 300} == set()
+
+
+def test_public_names_do_not_shadow_modules():
     for folder in ["", *MAY_IMPORT]:
         module = __import__(f"balanced_parallel.{folder}".rstrip("."), fromlist=["__name__"])
         names = {path.stem for path in (PACKAGE / folder).iterdir()}
@@ -129,11 +157,11 @@ assert not torch.distributed.is_initialized()
 """
 
 
-def test_importing_prints_nothing_reads_no_variable_and_starts_nothing():
+def test_import_has_no_side_effects():
     done = subprocess.run([sys.executable, "-W", "error", "-c", IMPORT], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
-def test_only_one_file_reads_the_environment():
+def test_only_torchrun_reads_the_environment():
     readers = [path.name for path in PACKAGE.rglob("*.py") if "environ" in path.read_text() and "os." in path.read_text()]
     assert readers == ["torchrun.py"]

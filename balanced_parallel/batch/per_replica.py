@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn, SupportsIndex
+from typing import Any, NoReturn
 
 import torch
 
@@ -113,7 +113,7 @@ class PerReplica(list[Any], nested.Leaf):
     def __getitem__(self, key: Any) -> Any:
         if isinstance(key, slice):
             return PerReplica(list.__getitem__(self, key), self.sizes[key], self.dim)
-        if isinstance(key, SupportsIndex) and not isinstance(key, torch.Tensor):
+        if hasattr(key, "__index__") and not isinstance(key, torch.Tensor):
             return list.__getitem__(self, key)
         if any(isinstance(entry, torch.Tensor) for entry in self):
             _refuse(f"[{key!r}]", TypeError)

@@ -18,6 +18,7 @@ from ..batch.rows import count_rows, move_leaves
 from ..loss.partial_sums import Criterion
 from ..replicas.model import mark_inputs
 from ..replicas.module_checks import check_method
+from ..runtime.modules import children_of
 from ..runtime.precision import Precision
 from ..runtime.random_numbers import offset_seeds
 from .unused_parameters import connect, zero_of_parameters
@@ -112,10 +113,10 @@ class DistributedModel(DistributedDataParallel):
         offset_seeds(self.devices, dist.get_rank())
         if self.require_backward_grad_sync:
             self._begin_sparse_gradients()
-        module = self.module
+        children, module = children_of(self), self.module  # assigning self.module takes ten times as long as its entry
 
         def call() -> Any:
-            self.module = module  # as code inside of the function knows it
+            children["module"] = module  # as code inside of the function knows it
             return function(*inputs, **kwargs)
 
         with self.precision.autocast(self.devices), self._as_wrapped() as wrapped:
@@ -125,13 +126,14 @@ class DistributedModel(DistributedDataParallel):
     @contextlib.contextmanager
     def _as_wrapped(self) -> Iterator["_Wrapped"]:
         """Makes ``DistributedDataParallel`` run the module that its reducer was built for."""
-        before, self.module = self.module, self._wrapped[0]
+        children = children_of(self)
+        before, children["module"] = children["module"], self._wrapped[0]
         try:
             with contextlib.nullcontext() if self._has_run else _without_advice():
                 yield self._wrapped[0]
             self._has_run = True
         finally:
-            self.module = before
+            children["module"] = before
 
     def _begin_sparse_gradients(self) -> None:
         """Sets empty sparse gradients: the reducer refuses a missing one, as of a rank that has counted nothing."""

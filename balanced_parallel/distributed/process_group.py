@@ -14,7 +14,9 @@ __all__: list[str] = []
 
 
 def rank_device(environment: TorchrunEnvironment, device_ids: Sequence[DeviceLike] | None) -> torch.device:
-    """Returns the device of this rank: one visible accelerator per rank, or the CPU, which ranks share.
+    """Returns the device of this rank: an accelerator for each rank, or the CPU, which ranks share.
+
+    A rank that can see one accelerator alone uses it, as with ``torchrun --virtual-local-rank`` and under Slurm.
 
     Args:
         environment: ranks of this process.
@@ -23,13 +25,15 @@ def rank_device(environment: TorchrunEnvironment, device_ids: Sequence[DeviceLik
     Raises:
         ValueError: fewer devices than local ranks.
     """
-    devices = visible_devices() if device_ids is None else resolve_devices(device_ids)
-    if len(devices) == 1 and devices[0].type == "cpu":
+    visible = visible_devices()
+    devices = visible if device_ids is None else resolve_devices(device_ids)
+    if len(devices) == 1 and (devices[0].type == "cpu" or len(visible) == 1):
         return devices[0]
     if environment.local_world_size > len(devices):
         raise ValueError(
             f"torchrun started {environment.local_world_size} processes on this machine for {len(devices)} devices "
-            f"({', '.join(map(str, devices))}), expected at most one process per device: lower --nproc-per-node"
+            f"({', '.join(map(str, devices))}), and this is LOCAL_RANK={environment.local_rank}, expected at most one process "
+            "per device, or one visible device for each process: lower --nproc-per-node"
         )
     return devices[environment.local_rank]
 

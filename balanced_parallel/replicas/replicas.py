@@ -20,7 +20,8 @@ from ..runtime.tensors import mark_as_parameter
 from .bucket import Owners
 from .gradient_buckets import GradientBuckets
 from .module_tree import ModuleTree, Skeletons
-from .parameter_copies import ParameterCopies
+from .parameter_copies import ParameterCopies, copy_buffers
+from .rnn_weights import RNNWeights
 from .worker_pool import shared_pool
 from .workers import Workers, run_replicas
 
@@ -50,6 +51,7 @@ class Replicas:
         self.copies = ParameterCopies(checksums)
         self.gradients = GradientBuckets(side)
         self._skeletons: list[Skeletons] = []
+        self._rnns = RNNWeights((), {})
         self._lock = threading.Lock()
 
     def __reduce__(self) -> Any:  # a copy of the model makes replicas of its own
@@ -79,10 +81,10 @@ class Replicas:
             tree = self._follow(module, [home, *others])
             self.copies.compare_checksums(tree.parameters, goes_on=self.gradients.deferred)
             tensors = self._connected_parameters(tree, [*([home] if modules else []), *others])
-            for skeletons, device in zip(self._skeletons, others, strict=False):
-                # buffers every time: batch norm writes to its statistics without torch's version counter
-                copy_buffer = functools.partial(torch.Tensor.to, device=device, copy=True)
-                modules.append(tree.fill(skeletons, tensors.get(device), copy_buffer))
+            # buffers every time: batch norm writes to its statistics without torch's version counter
+            buffers = copy_buffers(tree.buffers(), others)
+            for skeletons, device, copied in zip(self._skeletons, others, buffers, strict=False):
+                modules.append(tree.fill(skeletons, tensors.get(device), copied))
             with tree.parameters_replaced(tensors[home]) if home in tensors else nullcontext():
                 yield modules
 
@@ -153,9 +155,10 @@ class Replicas:
             tree.check_device(devices[0])
             self._follow_learning(tree, changes.learns)
             self.copies.update(tree.parameters, changes)
-            if self.gradients.is_sharded:
-                self.gradients.repoint({tree.parameters[i]: self.copies.everywhere(tree.parameters, i) for i in changes.moved})
         self.copies.extend_to([device for device in devices if device != devices[0]], tree.parameters)
+        self._rnns.flatten(self.copies.by_device)
+        if changes is not None and self.gradients.is_sharded:
+            self.gradients.repoint({tree.parameters[i]: self.copies.everywhere(tree.parameters, i) for i in changes.moved})
         return tree
 
     def _rebuild(self, module: nn.Module) -> ModuleTree:
@@ -164,7 +167,7 @@ class Replicas:
             self._refuse_sharded()
             self.gradients.rebuild()
             self.copies.forget()
-        self.tree, self._skeletons = tree, []
+        self.tree, self._skeletons, self._rnns = tree, [], RNNWeights(tree.modules, tree.place)
         return tree
 
     def _follow_learning(self, tree: ModuleTree, has_changed: bool) -> None:

@@ -7,13 +7,13 @@ backward is an ordinary one without synchronisation.
 """
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..runtime.autograd import current_backward_id
-from ..runtime.collectives import gather_rows, world_size
+from ..runtime.collectives import gather_rows, statistics_group, world_size
 from ..runtime.modules import BatchNorm
 from .meeting import current_replica
 
@@ -60,8 +60,7 @@ def use_torch_sync_batchnorm(module: nn.Module) -> None:
     """Converts layers of this module to torch's ``SyncBatchNorm``, which has kernels for CUDA."""
     for layer in module.modules():
         if isinstance(layer, AllRowsBatchNorm):
-            layer.__class__ = nn.SyncBatchNorm  # type: ignore[assignment]
-            layer.__dict__["process_group"] = None
+            layer.__class__ = AllRanksBatchNorm  # type: ignore[assignment]
 
 
 def meets_other_ranks(layers: Iterable[nn.Module]) -> bool:
@@ -120,6 +119,19 @@ class AllRowsBatchNorm(BatchNorm):
             running.copy_(running * (1 - factor) + value.to(running.dtype) * factor)
 
 
+class AllRanksBatchNorm(nn.SyncBatchNorm):
+    """torch's ``SyncBatchNorm`` over the rows of all ranks, in the process group of :func:`statistics_group`."""
+
+    @property
+    def process_group(self) -> Any:
+        """Not an attribute of the layer: a process group cannot be copied or pickled."""
+        return statistics_group()
+
+    @process_group.setter
+    def process_group(self, group: Any) -> None:
+        raise AttributeError("the layer runs in the process group of all ranks, expected no other")
+
+
 class Statistics(NamedTuple):
     """Statistics of some rows. They are zeros if there are no rows."""
 
@@ -142,7 +154,7 @@ def _gather_statistics(local: Statistics) -> list[Statistics]:
     if world_size() == 1:
         return moved
     packed = torch.stack([torch.cat([part.moments, torch.full_like(part.moments[:1], part.size)]) for part in moved])
-    gathered = gather_rows(packed, [len(packed)] * world_size(), 0)
+    gathered = gather_rows(packed, [len(packed)] * world_size(), 0, statistics_group())
     return [Statistics(int(part[2, 0]), part[:2]) for part in gathered]
 
 
@@ -150,6 +162,9 @@ def _combine(statistics: list[Statistics]) -> tuple[int, Tensor, Tensor]:
     """Returns count, mean and sum of squared differences of all rows, without waiting for a device."""
     count = sum(part.size for part in statistics)
     means, squares = torch.stack([part.moments for part in statistics]).unbind(1)
-    counts = torch.tensor([[part.size] for part in statistics], dtype=means.dtype).to(means.device)
+    counts = means.new_full((len(statistics), 1), statistics[0].size)
+    for number, part in enumerate(statistics):
+        if part.size != statistics[0].size:
+            counts[number] = part.size  # a fill; a copy of a tensor from the host would wait for the device
     mean = (counts / max(count, 1) * means).sum(0)
     return count, mean, (squares + counts * (means - mean).square()).sum(0)

@@ -1,15 +1,20 @@
-"""Collectives of the default process group: sums over ranks, rows of all ranks.
+"""Collectives of all ranks: sums over ranks, rows of all ranks.
 
 Without a process group there is one rank, and no function communicates.
 """
 
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 __all__: list[str] = []
+
+Group: TypeAlias = "dist.ProcessGroup | None"  # None is the default group
+
+_statistics_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
 
 
 def world_size() -> int:
@@ -17,12 +22,26 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def sum_over_ranks(tensor: torch.Tensor) -> torch.Tensor:
+def statistics_group() -> Group:
+    """Returns a process group of all ranks besides the default one. The first call makes it, on all ranks.
+
+    Ranks must call the collectives of one group in the same order. The statistics of layers have this group to themselves, so
+    their order among the collectives of a backward does not matter.
+    """
+    world = dist.group.WORLD if world_size() > 1 else None
+    if world is None:
+        return None
+    if world not in _statistics_groups:
+        _statistics_groups[world] = dist.new_group()
+    return _statistics_groups[world]
+
+
+def sum_over_ranks(tensor: torch.Tensor, group: Group = None) -> torch.Tensor:
     """Returns the sum of ``tensor`` over all ranks, on the device of ``tensor``. The sum has no gradient."""
     if world_size() == 1:
         return tensor.detach().clone()
     total = _to_backend_device(tensor.detach()).clone()
-    dist.all_reduce(total)
+    dist.all_reduce(total, group=group)
     return total.to(tensor.device)
 
 
@@ -51,15 +70,16 @@ def gather_objects(value: Any) -> list[Any]:
     return values
 
 
-def gather_rows(tensor: torch.Tensor, sizes: list[int], dim: int) -> torch.Tensor:
+def gather_rows(tensor: torch.Tensor, sizes: list[int], dim: int, group: Group = None) -> torch.Tensor:
     """Concatenates the rows of all ranks on the device of ``tensor``. The result is differentiable.
 
     Args:
         tensor: the rows of this rank.
         sizes: number of rows of each rank along ``dim``.
         dim: dimension of the rows.
+        group: runs the collectives of forward and backward.
     """
-    gathered: torch.Tensor = _GatherRows.apply(tensor, sizes, dim)
+    gathered: torch.Tensor = _GatherRows.apply(tensor, sizes, dim, group)
     return gathered
 
 
@@ -78,20 +98,20 @@ class _GatherRows(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, sizes: list[int], dim: int) -> torch.Tensor:
-        ctx.sizes, ctx.dim = sizes, dim
+    def forward(ctx: Any, tensor: torch.Tensor, sizes: list[int], dim: int, group: Group) -> torch.Tensor:
+        ctx.sizes, ctx.dim, ctx.group = sizes, dim, group
         shape = list(tensor.shape)
         shape[dim] = max(sizes)  # all_gather needs equal sizes: pad, then drop the padding
         padded = tensor.new_zeros(shape)
         padded.narrow(dim, 0, tensor.size(dim)).copy_(tensor)
         padded = _to_backend_device(padded)
         received = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(received, padded)
+        dist.all_gather(received, padded, group=group)
         rows = [part.narrow(dim, 0, size) for part, size in zip(received, sizes, strict=True)]
         return torch.cat(rows, dim).to(tensor.device)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        total = sum_over_ranks(gradients[0].contiguous())
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+        total = sum_over_ranks(gradients[0].contiguous(), ctx.group)
         rank = dist.get_rank()
-        return total.narrow(ctx.dim, sum(ctx.sizes[:rank]), ctx.sizes[rank]), None, None
+        return total.narrow(ctx.dim, sum(ctx.sizes[:rank]), ctx.sizes[rank]), None, None, None

@@ -6,8 +6,6 @@ code as three GPUs.
 
 import contextlib
 import os
-import resource
-import sys
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -127,11 +125,3 @@ def free_bytes(device: torch.device) -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free, _ = torch.accelerator.get_memory_info(device)
     return free + torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Returns the peak number of bytes so far: of torch's allocator on an accelerator, of the whole process on the CPU."""
-    if device.type != "cpu":
-        return int(torch.accelerator.max_memory_allocated(device))
-    unit = 1 if sys.platform == "darwin" else 1024  # getrusage(2): kilobytes on Linux, bytes on macOS
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

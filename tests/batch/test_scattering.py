@@ -1,15 +1,17 @@
 """Scattering: sizes of shards, values without rows, errors for inputs with different numbers of rows."""
 
 import dataclasses
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
+from helpers.traffic import NAMES, devices_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balanced_parallel import gather, scatter
+from balanced_parallel import gather, scatter, simulate
 from balanced_parallel.batch.splits import proportional_sizes, split_sizes
 
 CPUS = ["cpu"] * 4
@@ -114,3 +116,22 @@ def test_targets_are_split_in_proportion_to_the_inputs():
     assert proportional_sizes(0, [0]) == [0]
     with pytest.raises(ValueError, match=r"the targets have 8 rows, but the inputs have 7 \(split into 4, 3\)"):
         proportional_sizes(8, [4, 3])
+
+
+@dataclass
+class Sample:
+    pixels: torch.Tensor
+    name: list[str]
+
+
+def test_scatter_and_gather_move_all_tensors_of_a_structure():
+    with simulate(3) as cluster:
+        batch = {"x": torch.arange(7.0), "pair": (torch.ones(7, 2), None), "sample": Sample(torch.zeros(7), list("abcdefg"))}
+        pieces = scatter(batch, cluster.devices)
+        for piece, name in zip(pieces, NAMES, strict=True):
+            assert devices_of([piece["x"], piece["pair"][0], piece["sample"].pixels]) == [name] * 3
+        back = gather(pieces, "cpu")
+        assert back["x"].equal(batch["x"])
+        assert back["sample"].name == list("abcdefg")
+        assert {ends for ends in cluster.moved if "cpu" not in ends} == set()  # only between the CPU and each device
+        assert devices_of(scatter(torch.ones(6, device="sim:1"), cluster.devices)) == NAMES

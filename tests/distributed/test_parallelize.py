@@ -1,13 +1,16 @@
-"""``parallelize`` under torchrun: models without a criterion, other methods than forward, rows in other dimensions."""
+"""``parallelize``: models without a criterion, other methods than forward, other losses, rows in other dimensions."""
+
+import copy
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.problems import assert_same_gradients, build_net, gradients
+from helpers.ddp import Chosen
+from helpers.problems import assert_same_gradients, build_net, class_targets, gradients
 from helpers.ranks import run_ranks
 from torch import nn
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, gather, parallelize, weighted_mean
 from balanced_parallel.distributed.ddp import DistributedModel
 
 SIZES = [3, 1]
@@ -48,7 +51,7 @@ def train_a_method(rank):
     assert model(my_rows(x, rank)).sizes == (SIZES[rank],)
 
 
-def test_another_method_than_forward_is_reduced():
+def test_gradients_of_a_method_besides_forward_are_reduced():
     run_ranks(2, train_a_method)
 
 
@@ -72,7 +75,7 @@ def teach(rank):
     assert_same_gradients(gradients(student), expected)
 
 
-def test_a_frozen_teacher_needs_no_criterion_and_no_reducer():
+def test_frozen_module_without_a_criterion_is_not_wrapped_in_ddp():
     run_ranks(2, teach)
 
 
@@ -88,11 +91,11 @@ def time_major(rank):
     torch.testing.assert_close(outputs.gather(), expected)  # rows of both ranks
 
 
-def test_rows_in_another_dimension_are_gathered_along_it():
+def test_gather_over_ranks_along_another_dimension():
     run_ranks(2, time_major)
 
 
-def test_in_one_process_the_model_comes_alone_without_a_criterion():
+def test_parallelize_without_a_criterion_returns_the_model():
     model = parallelize(build_net(), device_ids=["cpu"] * 2)
     assert isinstance(model, DataParallelModel)
     settings = DataParallelCriterion(nn.MSELoss(), minimum=1)
@@ -135,5 +138,101 @@ def several_means(rank, sizes, micro_batch_size):
 
 
 @pytest.mark.parametrize(("sizes", "micro_batch_size"), [([7, 2], 2), ([9, 0], None)])
-def test_several_means_are_divided_by_what_all_ranks_count(sizes, micro_batch_size):
+def test_several_means_are_divided_by_the_weights_of_all_ranks(sizes, micro_batch_size):
     run_ranks(2, several_means, sizes, micro_batch_size)
+
+
+LOSSES = {
+    "of the model's own": lambda outputs, wanted: weighted_mean([nn.functional.cross_entropy(outputs[0], wanted)], [len(wanted)]),
+    "of all outputs": lambda outputs, wanted: nn.functional.cross_entropy(gather(outputs), gather([wanted])),
+    "by hand": lambda outputs, wanted: nn.functional.cross_entropy(outputs[0], wanted, reduction="sum") * 2 / 6,
+}
+
+
+def check_own_losses(rank):
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(6, 4, dtype=torch.float64), class_targets(6)
+    mine = slice(0, 2) if rank == 0 else slice(2, None)
+    plain = Chosen()
+    nn.functional.cross_entropy(plain(inputs), targets).backward()
+    for loss_of in LOSSES.values():
+        model, _ = parallelize(Chosen(), nn.CrossEntropyLoss())
+        for _ in range(3):
+            model.zero_grad()
+            loss_of(model(inputs[mine]), targets[mine]).backward()
+            assert_same_gradients(gradients(model.module), gradients(plain))
+    return True
+
+
+def test_gradients_of_custom_losses_are_reduced():
+    assert run_ranks(2, check_own_losses) == [True, True]
+
+
+def check_chain(rank):
+    """A loss that goes through two parallelized models, as a generator's does."""
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(6, 4, dtype=torch.float64), class_targets(6)
+    mine = slice(0, 2) if rank == 0 else slice(2, None)
+    plain = [nn.Linear(4, 4).double(), Chosen()]
+    nets = copy.deepcopy(plain)
+    nn.functional.cross_entropy(plain[1](plain[0](inputs)), targets).backward()
+    generator, _ = parallelize(nets[0], nn.MSELoss())
+    judge, criterion = parallelize(nets[1], nn.CrossEntropyLoss())
+    for _ in range(3):
+        generator.zero_grad()
+        judge.zero_grad()
+        criterion(judge(generator(inputs[mine])[0]), targets[mine]).backward()
+        assert_same_gradients(gradients(*nets), gradients(*plain))
+    return True
+
+
+def test_loss_through_two_models_has_exact_gradients():
+    assert run_ranks(2, check_chain) == [True, True]
+
+
+def check_two_criteria(rank):
+    """The loss of two forwards, added before one backward."""
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(6, 4, dtype=torch.float64), class_targets(6)
+    plain = Chosen()
+    (2 * nn.functional.cross_entropy(plain(inputs), targets)).backward()
+    model, criterion = parallelize(Chosen(), nn.CrossEntropyLoss())
+    mine = slice(0, 2) if rank == 0 else slice(2, None)
+    for _ in range(2):
+        model.zero_grad()
+        (criterion(model(inputs[mine]), targets[mine]) + criterion(model(inputs[mine]), targets[mine])).backward()
+        assert_same_gradients(gradients(model.module), gradients(plain))
+    return True
+
+
+def test_sum_of_two_losses_has_exact_gradients():
+    assert run_ranks(2, check_two_criteria) == [True, True]
+
+
+def test_parallelize_without_torchrun_returns_replicas():
+    model, criterion = parallelize(build_net(), torch.nn.MSELoss(), ["cpu"] * 2)
+    assert isinstance(model, DataParallelModel)
+    assert isinstance(criterion, DataParallelCriterion)
+    assert len(model(torch.randn(5, 4))) == 2
+
+
+def check_alone(rank):
+    model, criterion = parallelize(build_net(), torch.nn.CrossEntropyLoss())
+    assert isinstance(model, DataParallelModel)
+    assert torch.distributed.get_world_size() == 1
+    assert criterion(model(torch.randn(3, 4)), torch.zeros(3, dtype=torch.long)).isfinite()
+    return True
+
+
+def test_parallelize_with_world_size_1_returns_replicas():
+    assert run_ranks(1, check_alone) == [True]
+
+
+def check_nothing_to_train(rank):
+    with pytest.raises(ValueError, match="no parameter of the module requires a gradient, expected one at least"):
+        parallelize(build_net().requires_grad_(False), torch.nn.CrossEntropyLoss())
+    return True
+
+
+def test_module_without_trainable_parameters_raises_an_error():
+    assert run_ranks(2, check_nothing_to_train) == [True, True]

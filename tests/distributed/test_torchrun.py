@@ -1,3 +1,5 @@
+"""Environment variables of torchrun."""
+
 import pytest
 import torch
 
@@ -27,11 +29,11 @@ def environment(monkeypatch):
     return set_to
 
 
-def test_outside_of_torchrun_there_is_none(environment):
+def test_environment_without_torchrun_is_none(environment):
     assert TorchrunEnvironment.detect() is None
 
 
-def test_it_reads_what_torchrun_sets(environment):
+def test_environment_has_the_values_of_torchrun(environment):
     environment()
     assert TorchrunEnvironment.detect() == TorchrunEnvironment(rank=3, world_size=4, local_rank=1, local_world_size=2)
 
@@ -45,13 +47,13 @@ def test_it_reads_what_torchrun_sets(environment):
         ({"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9, expected"),
     ],
 )
-def test_an_environment_that_makes_no_sense_is_an_error(environment, changes, message):
+def test_invalid_environment_raises_an_error(environment, changes, message):
     environment(**changes)
     with pytest.raises(ValueError, match=message):
         TorchrunEnvironment.detect()
 
 
-def test_each_rank_has_its_device():
+def test_device_follows_the_local_rank():
     second = TorchrunEnvironment(rank=1, world_size=2, local_rank=1, local_world_size=2)
     cpu = torch.device("cpu")
     assert rank_device(second, ["cpu"]) == cpu

@@ -1,7 +1,6 @@
 """Runs functions on several ranks, as torchrun would start them, and returns their results."""
 
 import gc
-import multiprocessing
 import multiprocessing.connection
 import os
 import random
@@ -9,6 +8,8 @@ import socket
 import time
 import traceback
 import warnings
+
+from .processes import PROCESSES, enter_environment
 
 _pools = {}
 
@@ -48,14 +49,13 @@ class Ranks:
     """Processes that run many functions, one after the other. After a failure they cannot be used again."""
 
     def __init__(self, world_size):
-        context = multiprocessing.get_context("spawn")
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             port = listener.getsockname()[1]
         self.pipes, self.processes = [], []
         for rank in range(world_size):
-            pipe, remote = context.Pipe()
-            process = context.Process(target=_rank_main, args=(remote, rank, world_size, port), daemon=True)
+            pipe, remote = PROCESSES.Pipe()
+            process = PROCESSES.Process(target=_rank_main, args=(remote, dict(os.environ), rank, world_size, port), daemon=True)
             process.start()
             remote.close()
             self.pipes.append(pipe)
@@ -95,7 +95,8 @@ class Ranks:
         return [results[rank] for rank in range(len(self.pipes))]
 
 
-def _rank_main(pipe, rank, world_size, port):
+def _rank_main(pipe, environment, rank, world_size, port):
+    enter_environment(environment)
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),

@@ -7,9 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers.problems import LOSSES, OnTop, make_targets
+from helpers.traffic import NAMES
 from torch import nn
 
-from balanced_parallel import DataParallelCriterion, loss_weight, weighted_mean
+from balanced_parallel import DataParallelCriterion, loss_weight, simulate, weighted_mean
 from balanced_parallel.loss.reduction import reduction_of
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -168,3 +169,15 @@ def test_weighted_mean_of_invalid_arguments_raises_an_error():
         weighted_mean([], [])
     with pytest.raises(ValueError, match=r"shape \(2,\), expected a scalar"):
         weighted_mean([torch.zeros(2)], [1])
+
+
+def test_weighted_mean_of_losses_on_several_devices_is_exact():
+    with simulate(3):
+        losses = [
+            torch.tensor(value, device=name, requires_grad=True) for value, name in zip((1.0, 2.0, 4.0), NAMES, strict=True)
+        ]
+        weights = [torch.tensor(count, device=name) for count, name in zip((1, 1, 2), NAMES, strict=True)]
+        mean = weighted_mean(losses, weights)
+        mean.backward()
+        assert (str(mean.device), mean.item()) == ("sim:0", 2.75)
+        assert [loss.grad.item() for loss in losses] == [0.25, 0.25, 0.5]

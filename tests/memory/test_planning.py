@@ -1,11 +1,11 @@
-"""Plans: what is planned fits devices of exactly that capacity, one row more does not, and the result stays exact."""
+"""Plans: they fit devices of their capacity, one more row does not, and the result stays exact."""
 
 import dataclasses
 import functools
 
 import pytest
 import torch
-from test_estimation import VOCABULARY, conv_net, tokens
+from helpers.memory_problems import VOCABULARY, conv_net, tokens
 from torch import nn
 
 from balanced_parallel import convert_sync_batchnorm, memory, simulate
@@ -70,7 +70,7 @@ def run(plan, rows, more=0, steps=2):
 
 
 @pytest.mark.parametrize("capacity", ["3MiB", "1300KiB"])
-def test_a_plan_fits_exactly_that_capacity_and_one_row_more_does_not(capacity):
+def test_plan_fits_its_capacity_and_one_more_row_does_not(capacity):
     plan = make_plan(capacity, 3, 60)
     assert plan.fits
     peaks = run(plan, 60)
@@ -90,7 +90,7 @@ def test_unequal_devices_get_unequal_rows():
     assert make_plan(["1GiB", "2GiB"], 2, 37).chosen.split is None  # equal rows fit
 
 
-def test_an_applied_plan_trains_as_the_plain_program():
+def test_applied_plan_equals_the_plain_program():
     plan = make_plan("1200KiB", 2, 13)
     plain, net = LanguageModel(), LanguageModel()
     inputs, targets = batch(13)
@@ -106,7 +106,7 @@ def test_an_applied_plan_trains_as_the_plain_program():
     torch.testing.assert_close(found, [parameter.detach() for parameter in plain.parameters()], rtol=1e-4, atol=1e-6)
 
 
-def test_the_cheapest_exact_plan_comes_first():
+def test_cheapest_exact_plan_is_chosen():
     plenty = make_plan("1GiB", 2, 24)
     assert plenty.chosen.micro_batches == 1
     assert plenty.chosen.checkpoint == ()
@@ -127,7 +127,7 @@ def test_the_cheapest_exact_plan_comes_first():
     assert "not tried, because less fits: checkpointed blocks; BalancedOptimizer, checkpointed blocks; bf16" in str(plenty)
 
 
-def test_what_the_first_traces_decide_needs_no_others(monkeypatch):
+def test_plan_runs_few_traces(monkeypatch):
     traced = []
     run = candidates.run_traces
     monkeypatch.setattr(candidates, "run_traces", lambda jobs: traced.extend(jobs) or run(jobs))
@@ -141,7 +141,7 @@ def test_what_the_first_traces_decide_needs_no_others(monkeypatch):
     assert not any(request.blocks for request, _ in traced)
 
 
-def test_checkpointing_is_applied_where_nothing_less_fits():
+def test_checkpointing_is_chosen_only_if_nothing_else_fits():
     plan = make_plan(505 * 1024, 1, 6, optimizer=torch.optim.SGD)
     assert plan.fits
     assert plan.chosen.checkpoint == ("layers.0", "layers.1")
@@ -154,26 +154,28 @@ def test_checkpointing_is_applied_where_nothing_less_fits():
         assert isinstance(net.layers[0], Checkpointed)
 
 
-def test_where_nothing_fits_the_plan_says_what_would():
-    plan = make_plan("300KiB", 2, 24)
+def test_plan_that_does_not_fit_reports_the_needed_capacity():
+    layers = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 10))  # not repeated: fewer options are traced
+    batch = torch.zeros(4, 64), torch.zeros(4, dtype=torch.int64)
+    plan = memory.plan(layers, nn.CrossEntropyLoss(), *batch, batch_size=24, capacity="100KiB", devices=2, **KINDS)
     assert not plan.fits
     assert any(choice.precision == "bf16" and choice.changes_result for choice in plan.choices)
     assert "nothing fits" in str(plan)
     with pytest.raises(ValueError, match="nothing fits: one row per device needs devices of"):
-        plan.apply(LanguageModel(), nn.CrossEntropyLoss())
+        plan.apply(layers, nn.CrossEntropyLoss())
     assert plan.needs[1] is None  # the parameters alone are more
 
 
-def test_the_number_of_devices_that_would_do():
-    capacity = make_plan("200KiB", 3, 24).needs[0]
-    plan = make_plan(capacity, 2, 24)
+def test_plan_that_does_not_fit_reports_the_needed_devices():
+    capacity = make_plan("200KiB", 3, 24, precision="bf16").needs[0]
+    plan = make_plan(capacity, 2, 24, precision="bf16")
     assert not plan.fits
     assert plan.needs[1] == 3
     assert "or 3 devices" in plan.advice
-    assert make_plan(capacity, 3, 24).fits
+    assert make_plan(capacity, 3, 24, precision="bf16").fits
 
 
-def test_plans_are_values():
+def test_plans_are_frozen_and_serialize_to_json():
     plan = planned(("3MiB", "1500KiB"), 2, 37)
     again = MemoryPlan.from_json(plan.to_json())
     assert again == plan
@@ -188,7 +190,7 @@ def test_plans_are_values():
         assert text in str(again)
 
 
-def test_other_networks_and_optimizers():
+def test_plan_of_a_convolutional_network_with_momentum():
     momentum = functools.partial(torch.optim.SGD, momentum=0.9)
     settings = {"batch_size": 40, "devices": 2, "device_kind": "h200", "optimizer": momentum}
     plan = memory.plan(
@@ -213,7 +215,7 @@ class Normalised(nn.Sequential):
         (True, 2, "64KiB", "micro-batch", "batch norm by micro-batch"),
     ],
 )
-def test_batch_norm_over_some_rows_is_not_called_exact(convert, devices, capacity, statistics, result):
+def test_batch_norm_over_part_of_the_rows_is_not_reported_as_exact(convert, devices, capacity, statistics, result):
     net = convert_sync_batchnorm(Normalised()) if convert else Normalised()
     settings = {"batch_size": 640, "capacity": capacity, "devices": devices, **KINDS}
     plan = memory.plan(net, nn.CrossEntropyLoss(), torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64), **settings)
@@ -227,7 +229,7 @@ def test_batch_norm_over_some_rows_is_not_called_exact(convert, devices, capacit
     assert MemoryPlan.from_json(plan.to_json()).chosen.statistics == statistics
 
 
-def test_rows_in_another_dimension():
+def test_plan_with_rows_in_dimension_1():
     settings = {"batch_size": 12, "capacity": "1MiB", "devices": 2, "dim": 1, **KINDS}
     loss = nn.MSELoss()
     plan = memory.plan(nn.Sequential(nn.Linear(64, 256)), loss, torch.zeros(3, 2, 64), torch.zeros(3, 2, 256), **settings)
@@ -252,12 +254,12 @@ BAD = {
 
 
 @pytest.mark.parametrize("said", BAD)
-def test_bad_settings_are_named(said):
+def test_invalid_settings_of_plan_raise_an_error(said):
     settings = {"capacity": "1GiB", "devices": 3, "batch_size": 6} | BAD[said]
     with pytest.raises(ValueError, match=said):
         make_plan(**settings)
 
 
-def test_another_number_of_devices_is_refused():
+def test_apply_with_other_devices_raises_an_error():
     with pytest.raises(ValueError, match="expected the 2 that were planned for"):
         make_plan("1GiB", 2, 6).apply(LanguageModel(), nn.CrossEntropyLoss(), device_ids=["cpu"])

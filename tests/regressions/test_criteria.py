@@ -23,11 +23,11 @@ from balanced_parallel import (
 pytestmark = pytest.mark.usefixtures("double")
 
 
-class TestReductions:
+class TestReduction:
     """The divisor of a class that computes its loss itself is not believed."""
 
     @pytest.mark.parametrize("setting", ["sum", "none"])
-    def test_the_attribute_of_a_class_with_a_forward_of_its_own_is_not_believed(self, setting):
+    def test_reduction_attribute_of_a_subclass_with_its_own_forward_is_ignored(self, setting):
         class BNLLLoss(nn.BCEWithLogitsLoss):
             def forward(self, output, target):
                 return F.binary_cross_entropy_with_logits(output, target, reduction="sum") / len(output)
@@ -40,7 +40,7 @@ class TestReductions:
         with pytest.warns(UserWarning, match=f"weighted by rows.*reduction='{setting}' has no effect"):
             DataParallelCriterion(criterion)(DataParallelModel(module, CPUS)(x), target)
 
-    def test_a_focal_loss_with_none_inside_is_a_scalar(self):
+    def test_focal_loss_over_an_unreduced_loss_equals_the_plain_program(self):
         class FocalLoss(nn.CrossEntropyLoss):
             def forward(self, output, target):
                 loss = super().forward(output, target)
@@ -51,7 +51,7 @@ class TestReductions:
         split = DataParallelCriterion(criterion, weight="rows")
         assert_equal_program(build_net(), split, lambda net: criterion(net(x), target), [x], [target])
 
-    def test_a_sum_is_not_divided(self):
+    def test_sum_reduction_is_not_divided(self):
         def elbo(output, mean, target):
             return F.binary_cross_entropy(output.sigmoid(), target, reduction="sum") + mean.pow(2).sum()
 
@@ -63,7 +63,7 @@ class TestReductions:
     @pytest.mark.parametrize(
         "settings", [{"size_average": False}, {"reduce": False}, {"size_average": True}, {"reduction": "mean"}]
     )
-    def test_a_reduction_at_the_call_is_obeyed(self, settings):
+    def test_reduction_passed_to_the_call_is_used(self, settings):
         net, x, target = build_net(), torch.randn(7, 4), torch.rand(7, CLASSES)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -71,7 +71,7 @@ class TestReductions:
         found = DataParallelCriterion(F.mse_loss)(DataParallelModel(net, CPUS)(x), target, **settings)
         torch.testing.assert_close(gather(found) if isinstance(found, list) else found, expected)
 
-    def test_the_warning_knows_sums_and_rows(self):
+    def test_warning_for_unknown_losses_names_all_settings(self):
         criterion = DataParallelCriterion(lambda output, target: (output - target).pow(2).sum())
         with pytest.warns(UserWarning, match=r"weight=.*reduction='sum' for a sum; weight='rows'"):
             criterion([torch.zeros(2, 3)], torch.ones(2, 3))
@@ -85,17 +85,17 @@ class TestReductions:
             ({"in_dims": "rows"}, "in_dims contains 'rows', expected the dimension"),
         ],
     )
-    def test_settings_out_of_their_range(self, settings, message):
+    def test_invalid_settings_of_a_criterion_raise_an_error(self, settings, message):
         with pytest.raises((ValueError, TypeError), match=message):
             DataParallelCriterion(lambda output, target: output.mean(), **settings)
 
-    def test_a_reduction_that_torchs_loss_does_not_have(self):
+    def test_reduction_different_from_the_loss_raises_an_error(self):
         with pytest.raises(ValueError, match="reduction='sum' was given for a loss of torch with reduction='mean'"):
             DataParallelCriterion(nn.MSELoss(), reduction="sum")
 
 
-class TestWeights:
-    def test_a_weight_is_called_as_the_criterion_is(self):
+class TestWeight:
+    def test_weight_receives_the_arguments_of_the_criterion(self):
         def criterion(one, two, target, *, mask):
             return ((one - two - target).pow(2).mean(1) * mask).sum() / mask.sum()
 
@@ -115,7 +115,7 @@ class TestWeights:
             ("many", TypeError, "a weight is an object of type str"),
         ],
     )
-    def test_weights_that_are_not_weights(self, weight, error, message):
+    def test_invalid_weights_raise_an_error(self, weight, error, message):
         criterion = DataParallelCriterion(lambda output, target: output.mean(), weight=lambda *_: weight)
         with pytest.raises(error, match=message):
             criterion([torch.zeros(2)], torch.zeros(2))
@@ -123,7 +123,7 @@ class TestWeights:
             weighted_mean([torch.tensor(1.0)], [weight])
 
     @pytest.mark.parametrize("positives", [0, 1, 5])
-    def test_a_divisor_with_a_floor(self, positives):
+    def test_minimum_bounds_the_divisor(self, positives):
         """Detection divides by max(positives, 1), while every row has a loss."""
 
         def count(output, target):
@@ -141,7 +141,7 @@ class TestWeights:
         mean = weighted_mean([criterion(*piece) for piece in pieces], [count(*piece) for piece in pieces], minimum=1)
         torch.testing.assert_close(mean, criterion(net(x), target))
 
-    def test_several_means_each_with_a_divisor_of_its_own(self):
+    def test_several_means_have_their_own_divisors(self):
         def criterion(output, target):
             kept = target > 0
             return {"class": F.cross_entropy(output, target), "box": output[kept].pow(2).sum() / kept.sum()}
@@ -156,7 +156,7 @@ class TestWeights:
             [target],
         )
 
-    def test_weights_that_are_not_one_for_each_mean(self):
+    def test_weights_must_match_the_means(self):
         outputs, target = DataParallelModel(build_net(), CPUS)(torch.randn(7, 4)), torch.rand(7, CLASSES)
         for weights in ([1, 2, 3], {"two": 1, "one": 2}):
             criterion = DataParallelCriterion(lambda o, t: {"one": o.mean(), "two": t.mean()}, weight=lambda o, t, w=weights: w)
@@ -176,7 +176,7 @@ class TestWeights:
         sums = DataParallelCriterion(lambda o, t: [F.mse_loss(o, t, reduction="sum"), o.sum()], reduction="sum")(outputs, target)
         torch.testing.assert_close(sums[1], net(x).sum())
 
-    def test_several_means_where_a_replica_counts_nothing(self):
+    def test_several_means_with_a_replica_of_weight_zero(self):
         net, x, target = build_net(), torch.randn(6, 4), torch.tensor([1, 2, -100, -100, 0, 3])
         criterion = DataParallelCriterion(lambda o, t: {"nll": F.cross_entropy(o, t)}, weight=lambda o, t: (t != -100).sum())
         found = criterion(DataParallelModel(net, CPUS)(x), target)

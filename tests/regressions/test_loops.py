@@ -23,10 +23,10 @@ from balanced_parallel import (
 pytestmark = pytest.mark.usefixtures("double")
 
 
-class TestOneLine:
+class TestGatherOutputs:
     """``gather_outputs=True`` returns what ``nn.DataParallel`` returns."""
 
-    def test_the_loss_may_be_whatever_it_was(self):
+    def test_gathered_outputs_work_with_a_plain_loss(self):
         net, x, target = build_net(), torch.randn(7, 4), class_targets(7, 2)
         loss, expected = plain_program(net, nn.CrossEntropyLoss(), x, target)
         output = DataParallelModel(net, CPUS, gather_outputs=True)(x)
@@ -35,7 +35,7 @@ class TestOneLine:
         torch.testing.assert_close(found.detach(), loss)
         assert_same_gradients(gradients(net), expected)
 
-    def test_inside_of_a_model(self):
+    def test_submodule_can_be_wrapped(self):
         class Detector(nn.Module):
             def __init__(self):
                 super().__init__()
@@ -51,12 +51,12 @@ class TestOneLine:
         torch.testing.assert_close(module(x), expected)
 
     @pytest.mark.parametrize("devices", [1, 3])
-    def test_scalars_as_torch_returns_them(self, devices):
+    def test_scalars_have_the_shape_of_nn_data_parallel(self, devices):
         model = DataParallelModel(Calls(lambda net, x: net(x).mean()), ["cpu"] * devices, gather_outputs=True)
         with torch.no_grad():
             assert model(torch.randn(7, 4)).shape == (() if devices == 1 else (3,))
 
-    def test_the_mean_of_scalars_is_warned_about(self):
+    def test_scalar_losses_emit_one_warning(self):
         model = DataParallelModel(Calls(lambda net, x: {"loss": net(x).mean()}), CPUS, gather_outputs=True)
         with pytest.warns(UserWarning, match=r"the output\['loss'\] is a scalar per replica.*weighted_mean") as caught:
             model(torch.randn(7, 4))
@@ -110,7 +110,7 @@ class TestMicroBatches:
         with pytest.raises(ValueError, match="the rows of the outputs are in dimension 1"):
             TrainStep(model, DataParallelCriterion(nn.MSELoss()), torch.optim.SGD(module.parameters()))((x, scale), target)
 
-    def test_named_targets_behind_several_outputs(self):
+    def test_keyword_targets_with_several_outputs(self):
         def loss(one, two, target):
             return F.mse_loss(one * two, target)
 
@@ -141,7 +141,7 @@ class TestMicroBatches:
         self.assert_step(critic, DataParallelCriterion(nn.MSELoss()), plain, fake, target)
 
     @pytest.mark.parametrize("positives", [0, 4])
-    def test_a_divisor_with_a_floor(self, positives):
+    def test_minimum_bounds_the_divisor_of_micro_batches(self, positives):
         def count(output, target):
             return (target > 0).sum()
 
@@ -154,7 +154,7 @@ class TestMicroBatches:
         self.assert_step(build_net(), split, lambda net: loss(net(x), target), x, target)
 
     @pytest.mark.parametrize("kept", [(0, 3, 4, 9), ()])
-    def test_several_means_each_with_a_divisor_of_its_own(self, kept):
+    def test_several_means_have_their_own_divisors_in_micro_batches(self, kept):
         def loss(output, target):
             some = target > 0
             return {"class": F.cross_entropy(output, target), "box": output[some].pow(2).sum() / some.sum().clamp(min=1)}
@@ -165,7 +165,7 @@ class TestMicroBatches:
         split = DataParallelCriterion(loss, weight=weight, minimum=1)
         self.assert_step(build_net(), split, lambda net: sum(loss(net(x), target).values()), x, target)
 
-    def test_divisors_that_depend_on_outputs_are_refused(self):
+    def test_divisors_that_depend_on_outputs_raise_an_error(self):
         split = DataParallelCriterion(
             lambda output, target: (output.mean(), output.sum()), weight=lambda output, target: (len(output), output.numel())
         )
@@ -177,11 +177,11 @@ class TestMicroBatches:
         with pytest.raises(ValueError, match=r"divisors of their own.*step\(inputs, targets\)"):
             step.add(torch.randn(7, 4), torch.rand(7, CLASSES))
 
-    def test_no_outputs_are_refused_by_the_criterion(self):
+    def test_criterion_without_outputs_raises_an_error(self):
         with pytest.raises(TypeError, match="the criterion was given an object of type PerReplica, expected the list"):
             DataParallelCriterion(nn.MSELoss())(PerReplica([], []), torch.zeros(0, CLASSES))
 
-    def test_gathered_outputs_are_refused(self):
+    def test_gathered_outputs_in_a_step_raise_an_error(self):
         model = DataParallelModel(build_net(), CPUS, gather_outputs=True)
         with pytest.raises(TypeError, match="gather_outputs=True, expected outputs that stay"):
             TrainStep(model, DataParallelCriterion(nn.MSELoss()), torch.optim.SGD(model.parameters()))

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("double")
 
 class TestChains:
     @pytest.mark.parametrize("split", [None, [1, 4, 2]])
-    def test_outputs_are_inputs_of_another_model(self, split):
+    def test_outputs_can_be_inputs_of_another_model(self, split):
         """netD(netG(z)), also where the two share rows in another way."""
         generator, critic, z = build_net(4), build_net(1), torch.randn(9, 4)
         critic(generator(z)).pow(2).mean().backward()
@@ -36,12 +36,12 @@ class TestChains:
         criterion(outputs).backward()
         assert_same_gradients(gradients(generator, critic), expected)
 
-    def test_rows_that_are_in_their_place_stay_there(self):
+    def test_outputs_on_their_devices_are_not_copied(self):
         model = DataParallelModel(Calls(lambda net, x: x), CPUS)
         outputs = model(torch.randn(7, 4))
         assert all(one is other for one, other in zip(model(outputs), outputs, strict=True))
 
-    def test_a_teachers_outputs_are_targets(self):
+    def test_outputs_can_be_targets(self):
         student, teacher, x = build_net(), build_net(), torch.randn(7, 4)
         with torch.no_grad():
             wanted = DataParallelModel(teacher, CPUS, split=[3, 1, 1])(x)
@@ -53,12 +53,12 @@ class TestChains:
             [wanted],
         )
 
-    def test_a_list_that_is_no_per_replica_any_more_is_refused(self):
+    def test_plain_list_of_outputs_as_input_raises_an_error(self):
         model = DataParallelModel(build_net(4), CPUS)
         with pytest.raises(ValueError, match=r"inputs\[0\] is a list of the outputs of replicas 0, 1, 2.*outputs\.map"):
             model(list(model(torch.randn(7, 4))))
 
-    def test_hidden_states_in_a_tuple_of_outputs(self):
+    def test_hidden_states_can_be_unzipped_and_passed_back(self):
         lstm = nn.LSTM(4, 6)
         model = DataParallelModel(lstm, CPUS, dim=1, in_dims=(1, (1, 1)), out_dims=(1, (1, 1)))
         x = torch.randn(5, 7, 4)
@@ -85,7 +85,7 @@ class TestMethods:
         def forward(self, x):
             return self.text(x)
 
-    def test_another_method_than_forward_is_cut_and_run_like_it(self):
+    def test_call_splits_the_arguments_of_a_method(self):
         module, x = self.TwoTowers(), torch.randn(7, 4)
         loss = module.encode_image(x, scale=2).pow(2).mean()
         loss.backward()
@@ -96,7 +96,7 @@ class TestMethods:
         DataParallelCriterion(lambda output: output.pow(2).mean(), weight="rows")(outputs).backward()
         assert_same_gradients(gradients(module), expected)
 
-    def test_dimensions_of_forward_are_not_those_of_a_method(self):
+    def test_positional_in_dims_do_not_apply_to_methods(self):
         module, x = self.TwoTowers(), torch.randn(7, 4)
         module.scaled = lambda x, scale: module.image(x) * scale.sum()
         scale = torch.rand(3)
@@ -105,7 +105,7 @@ class TestMethods:
         with pytest.raises(ValueError, match="has positions of arguments of forward, which do not apply to 'scaled'"):
             DataParallelModel(module, CPUS, in_dims=(0, None)).call("scaled", x, scale)
 
-    def test_a_method_that_there_is_not(self):
+    def test_call_of_a_missing_method_raises_an_error(self):
         with pytest.raises(ValueError, match="TwoTowers has no method 'encode_audio' to call"):
             DataParallelModel(self.TwoTowers(), CPUS).call("encode_audio", torch.zeros(1))
 
@@ -119,7 +119,7 @@ class TestMethods:
         (nn.DataParallel(nn.Linear(2, 2)), "wrapped in DataParallel already"),
     ],
 )
-def test_what_cannot_be_wrapped(module, message):
+def test_invalid_modules_raise_an_error(module, message):
     with pytest.raises(TypeError, match=message):
         DataParallelModel(module, CPUS)
 
@@ -127,7 +127,7 @@ def test_what_cannot_be_wrapped(module, message):
 class TestDevices:
     """The same on devices whose memory is their own."""
 
-    def test_chains_move_only_rows_that_must(self):
+    def test_outputs_move_only_if_the_split_differs(self):
         torch.set_default_dtype(torch.float32)
         with simulate(devices=3) as cluster:
             generator, critic = DataParallelModel(build_net(4)), DataParallelModel(build_net(1))
@@ -144,7 +144,7 @@ class TestDevices:
             gathered = DataParallelModel(build_net(1), output_device=1, gather_outputs=True)(fake)
             assert gathered.device.index == 1
 
-    def test_whole_and_rows_are_on_every_device(self):
+    def test_whole_and_rows_are_moved_to_every_device(self):
         torch.set_default_dtype(torch.float32)
         with simulate(devices=3):
             model = DataParallelModel(Calls(lambda net, rows, scale: torch.stack([net(row * scale) for row in rows])))

@@ -27,7 +27,7 @@ class TestListOutputs:
     def stacks(self):
         return Calls(lambda net, x: [net(x), net(x * 2), net(x * 3)])  # as many as there are devices
 
-    def test_the_old_loop_over_the_list_is_refused(self):
+    def test_criterion_on_the_outputs_of_one_replica_raises_an_error(self):
         x, target = torch.randn(6, 4), torch.rand(6, CLASSES)
         criterion = DataParallelCriterion(nn.MSELoss())
         outputs = DataParallelModel(self.stacks(), CPUS)(x)
@@ -39,7 +39,7 @@ class TestListOutputs:
             criterion(DataParallelModel(self.stacks(), CPUS)(x)[0], target)
 
     @pytest.mark.parametrize("micro_batch_size", [None, 1, 2])
-    def test_a_list_of_targets_has_the_rows_of_the_outputs(self, micro_batch_size):
+    def test_lists_of_targets_are_split_like_the_outputs(self, micro_batch_size):
         def loss(outputs, targets):
             return sum(F.mse_loss(output, target) for output, target in zip(outputs, targets, strict=True))
 
@@ -52,7 +52,7 @@ class TestListOutputs:
         with pytest.raises(ValueError, match="a list of 3 entries of one type"):  # they may be the three rows
             split(DataParallelModel(module, CPUS)(x[:3]), [target[:3] for target in targets])
 
-    def test_the_error_shows_the_way(self):
+    def test_map_and_zip_equal_the_plain_program(self):
         x, target = torch.randn(7, 4), torch.rand(7, CLASSES)
         split = DataParallelCriterion(nn.MSELoss())
 
@@ -67,25 +67,25 @@ class TestListOutputs:
                 self.stacks(), loss, lambda module: sum(F.mse_loss(output, target) for output in module(x)), [x], [target]
             )
 
-    def test_outputs_in_another_order_are_refused(self):
+    def test_outputs_in_another_order_raise_an_error(self):
         outputs = DataParallelModel(build_net(), CPUS)(torch.randn(7, 4))
         with pytest.raises(ValueError, match="outputs of replicas 2, 1, 0 of 3, expected one of each, in order"):
             DataParallelCriterion(nn.MSELoss())(list(outputs)[::-1], torch.rand(7, CLASSES))
 
-    def test_one_of_several_outputs_is_refused(self):
+    def test_output_of_one_replica_raises_an_error(self):
         """[1, CLASSES] beside [7, CLASSES] would be broadcast."""
         outputs = DataParallelModel(Calls(lambda net, x: (net(x),)), CPUS)(torch.randn(3, 4))
         with pytest.raises(ValueError, match="outputs of replicas 0 of 3"):
             DataParallelCriterion(nn.MSELoss())(outputs[0], torch.rand(3, CLASSES))
 
-    def test_what_all_replicas_contributed_to_is_nobodys(self):
+    def test_gathered_outputs_are_accepted_by_the_criterion(self):
         net, x, target = build_net(), torch.randn(7, 4), class_targets(7)
         whole = DataParallelModel(net, CPUS)(x).gather()
         criterion = DataParallelCriterion(nn.CrossEntropyLoss())
         torch.testing.assert_close(criterion([whole], target), F.cross_entropy(net(x), target))
         torch.testing.assert_close(criterion(list(whole.split(4)), target), F.cross_entropy(net(x), target))
 
-    def test_nothing_is_kept_of_outputs_that_are_gone(self):
+    def test_records_of_deleted_outputs_are_removed(self):
         model = DataParallelModel(build_net(), CPUS)
         before = len(provenance._known)
         for _ in range(3):
@@ -99,7 +99,7 @@ class TestPerReplica:
     def outputs(self):
         return DataParallelModel(Calls(lambda net, x: {"logits": net(x), "deep": {"x": x}}), CPUS)(torch.randn(7, 4))
 
-    def test_keys_and_attributes_reach_into_every_entry(self):
+    def test_keys_and_attributes_apply_to_every_entry(self):
         outputs = self.outputs()
         logits = outputs["logits"]
         assert isinstance(logits, PerReplica)
@@ -110,7 +110,7 @@ class TestPerReplica:
         with pytest.raises(KeyError):
             outputs["loss"]
 
-    def test_it_is_a_list(self):
+    def test_per_replica_is_a_list(self):
         outputs = self.outputs()["logits"]
         assert len(outputs) == 3
         assert outputs[-1].shape == (2, CLASSES)
@@ -136,12 +136,12 @@ class TestPerReplica:
             lambda outputs: nn.Linear(CLASSES, 2)(outputs),
         ],
     )
-    def test_it_is_not_a_tensor_and_says_so(self, use):
+    def test_tensor_operations_raise_an_error_with_a_fix(self, use):
         message = r"PerReplica, .*not a tensor: call \.gather\(\).*DataParallelCriterion"
         with pytest.raises((TypeError, AttributeError), match=message):
             use(self.outputs()["logits"])
 
-    def test_a_gradient_penalty(self):
+    def test_gradient_penalty_equals_the_plain_program(self):
         """WGAN-GP takes the gradient of a gradient with respect to the inputs."""
         net, x = build_net(1), torch.randn(7, 4, requires_grad=True)
         (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
@@ -156,7 +156,7 @@ class TestPerReplica:
         torch.testing.assert_close(found, penalty)
         assert_same_gradients(gradients(net), expected)
 
-    def test_map_keeps_the_rows_for_the_criterion(self):
+    def test_map_keeps_the_rows(self):
         x, target = torch.randn(7, 4), class_targets(7)
         criterion = DataParallelCriterion(nn.CrossEntropyLoss())
         assert_equal_program(
@@ -167,7 +167,7 @@ class TestPerReplica:
             [target],
         )
 
-    def test_parts_fill_the_criterions_arguments(self):
+    def test_entries_can_be_arguments_of_the_criterion(self):
         module = Calls(lambda net, x: {"one": net(x), "two": net(x * 2)})
         x, target = torch.randn(7, 4), torch.rand(7, CLASSES)
 

@@ -26,7 +26,7 @@ class TestOtherDimensions:
     def time_major(self):
         return Calls(lambda net, x: net(x))  # [T, B, 4] to [T, B, CLASSES]
 
-    def test_a_flattened_time_major_batch_is_refused(self):
+    def test_flattened_time_major_outputs_raise_an_error(self):
         x, target = torch.randn(5, 7, 4), torch.randint(CLASSES, (5, 7))
         criterion = DataParallelCriterion(nn.CrossEntropyLoss())
         model = DataParallelModel(self.time_major(), CPUS, dim=1)
@@ -37,7 +37,7 @@ class TestOtherDimensions:
         with pytest.raises(ValueError, match="the rows of the outputs are in dimension 1; say where those of the targets are"):
             criterion(model(x), target)
 
-    def test_the_dimension_of_the_targets_can_be_said(self):
+    def test_dim_and_in_dims_set_the_dimension_of_the_targets(self):
         def loss(output, target):
             return F.cross_entropy(output.reshape(-1, CLASSES), target.reshape(-1))
 
@@ -54,7 +54,7 @@ class TestOtherDimensions:
             assert_equal_program(module, criterion, lambda module: loss(module(x), target), [x], [target], model)
 
     @pytest.mark.parametrize("in_dims", [(0, 1, None), {"state": 1, "scale": None}, {1: 1, 2: None}])
-    def test_each_argument_can_have_its_rows_elsewhere(self, in_dims):
+    def test_in_dims_sets_the_dimension_of_each_argument(self, in_dims):
         def function(net, x, state, scale):
             return {"y": net(x + state.sum(0)) * scale.sum(), "state": state * 2}
 
@@ -73,7 +73,7 @@ class TestOtherDimensions:
         again = model(x, outputs["state"], scale)  # from step to step, on its devices
         torch.testing.assert_close(again.gather(), module(x, expected["state"], scale))
 
-    def test_a_position_is_that_of_an_argument_given_by_name_too(self):
+    def test_positional_in_dims_apply_to_keyword_arguments(self):
         class Stateful(Calls):
             def forward(self, x, state=None):
                 return self.net(x) if state is None else self.net(x + state.sum(0))
@@ -83,7 +83,7 @@ class TestOtherDimensions:
         torch.testing.assert_close(model(x, state=state).gather(), module(x, state))
         torch.testing.assert_close(model(x).gather(), module(x))
 
-    def test_dimensions_that_name_nothing(self):
+    def test_invalid_dims_raise_an_error(self):
         model = DataParallelModel(build_net(), CPUS, in_dims={"mask": 1})
         with pytest.raises(ValueError, match="dimensions are given for 'mask', expected one of the arguments input"):
             model(torch.zeros(3, 4))
@@ -102,7 +102,7 @@ class TestRowsThatAreNotTensors:
         outputs = DataParallelModel(Calls(lambda net, *inputs, **kwargs: [(inputs, kwargs)]), CPUS)(*inputs, **kwargs)
         return [entry for output in outputs for entry in output]
 
-    def test_what_default_collate_makes_of_names(self):
+    def test_strings_of_default_collate_are_split(self):
         images, names = default_collate([(torch.full((2,), float(row)), f"row {row}") for row in range(7)])
         assert type(names) is tuple
         seen = self.seen(images, names)
@@ -116,16 +116,16 @@ class TestRowsThatAreNotTensors:
         (seen,) = {len(inputs[0][1]) for inputs, _ in self.seen(default_collate([(torch.zeros(2), "a"), (torch.zeros(2), "b")]))}
         assert seen == 1
 
-    def test_a_list_of_names_with_none_in_it_is_cut(self):
+    def test_lists_of_strings_with_none_are_split(self):
         seen = self.seen(torch.zeros(4, 2), ["a", None, "c", "d"])
         assert [inputs[1] for inputs, _ in seen] == [["a", None], ["c"], ["d"]]
 
-    def test_names_that_are_no_rows_are_refused(self):
+    def test_strings_that_are_not_rows_raise_an_error(self):
         with pytest.raises(ValueError, match=r"inputs\[1\] is a tuple of 2 plain values \(2 rows\).*Whole"):
             self.seen(torch.zeros(4, 2), ("cat", "dog"))
         assert [inputs[1] for inputs, _ in self.seen(torch.zeros(4, 2), Whole(("cat", "dog")))] == [("cat", "dog")] * 3
 
-    def test_clips_of_different_lengths(self):
+    def test_rows_splits_a_list_of_clips(self):
         clips = [torch.full((length, 2), float(length)) for length in (2, 3, 4)]
         for inputs in ([clips], [torch.zeros(3, 2), clips]):
             with pytest.raises(ValueError, match=r"Rows\(...\)"):
@@ -133,7 +133,7 @@ class TestRowsThatAreNotTensors:
         seen = self.seen(Rows(clips))
         assert [[len(clip) for clip in inputs[0]] for inputs, _ in seen] == [[2], [3], [4]]
 
-    def test_lists_that_may_be_rows_or_parts(self):
+    def test_ambiguous_lists_raise_an_error(self):
         pair = [torch.zeros(3, 2), torch.ones(3, 2)]
         with pytest.raises(ValueError, match=r"inputs\[0\] is a list of 2 entries of one type.*Rows.*tuple.*Whole"):
             self.seen(pair)
@@ -142,7 +142,7 @@ class TestRowsThatAreNotTensors:
         model = DataParallelModel(Calls(lambda net, pair: net(torch.cat(pair, 1))), CPUS, in_dims=(0,))
         assert model([torch.zeros(3, 2), torch.ones(3, 2)]).sizes == (1, 1, 1)
 
-    def test_the_targets_of_detection(self):
+    def test_rows_splits_detection_targets(self):
         images = [torch.rand(3, height, 5) for height in (4, 5, 6, 7)]
         targets = [{"boxes": torch.rand(count, 4), "labels": torch.arange(count)} for count in (1, 0, 3, 2)]
         with pytest.raises(ValueError, match="Rows"):
@@ -151,13 +151,13 @@ class TestRowsThatAreNotTensors:
         assert [[len(target["labels"]) for target in inputs[1]] for inputs, _ in seen] == [[1, 0], [3], [2]]
         assert [[image.shape[1] for image in inputs[0]] for inputs, _ in seen] == [[4, 5], [6], [7]]
 
-    def test_lists_of_lists(self):
+    def test_rows_splits_lists_of_lists(self):
         ragged = [[1, 2, 3], [4], [5, 6]]
         with pytest.raises(ValueError, match="Rows"):
             self.seen(torch.zeros(3, 2), ragged)
         assert [inputs[1] for inputs, _ in self.seen(torch.zeros(3, 2), Rows(ragged))] == [[[1, 2, 3]], [[4]], [[5, 6]]]
 
-    def test_an_object_that_holds_tensors_is_refused(self):
+    def test_objects_that_hold_tensors_raise_an_error(self):
         class Data:
             def __init__(self):
                 self.store = {"x": torch.zeros(4, 2)}

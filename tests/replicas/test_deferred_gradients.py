@@ -1,15 +1,17 @@
-"""Gradients that stay with the replicas over some backwards are the parameters' own to whoever looks."""
+"""Deferred gradients: reads and writes of ``parameter.grad`` equal the plain program, and ``no_sync`` reduces once."""
 
 import contextlib
+import copy
 import gc
+import warnings
 import weakref
 
 import pytest
 import torch
-from helpers.problems import CLASSES, assert_same_gradients, build_net, gradients
+from helpers.problems import CLASSES, assert_same_gradients, build_net, gradients, plain_program
 from torch import nn
 
-from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, gather, simulate
+from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
 from balanced_parallel.runtime.tensors import get_gradient
 
 pytestmark = pytest.mark.usefixtures("double", "buckets")
@@ -65,7 +67,7 @@ LAYOUTS = {"one device": ["cpu"] * 3, "three devices": ["sim:0", "sim:1", "sim:2
 @pytest.mark.parametrize("between", [*CHANGES, step_without_a_reduction], ids=lambda change: change.__name__)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("begins", ["with nothing", "with gradients"])
-def test_what_is_held_is_seen_discarded_and_changed_as_in_the_plain_program(between, layout, begins):
+def test_reads_and_writes_of_deferred_grad_equal_the_plain_program(between, layout, begins):
     torch.manual_seed(2)
     x, y = torch.randn(20, 4), torch.randn(20, CLASSES)
 
@@ -98,7 +100,7 @@ def test_what_is_held_is_seen_discarded_and_changed_as_in_the_plain_program(betw
         assert_same_gradients([gradient.cpu() for gradient in found], expected)
 
 
-def test_between_windows_the_attribute_is_torchs_own():
+def test_grad_is_the_attribute_of_torch_if_nothing_is_deferred():
     def is_torchs_own():
         return "grad" not in vars(nn.Parameter)
 
@@ -118,7 +120,7 @@ def test_between_windows_the_attribute_is_torchs_own():
             assert is_torchs_own()
 
 
-def test_what_is_held_does_not_keep_the_replicas_alive():
+def test_deferred_gradients_do_not_keep_the_replicas_alive():
     with simulate(3):
         model = DataParallelModel(build_net())
         with model.no_sync():
@@ -130,7 +132,7 @@ def test_what_is_held_does_not_keep_the_replicas_alive():
         assert parameter.grad is None
 
 
-def test_each_backward_follows_its_own_forward():
+def test_no_sync_applies_to_the_backward_of_its_forward():
     with simulate(2):
         net = build_net()
         model = DataParallelModel(net)
@@ -146,3 +148,82 @@ def test_each_backward_follows_its_own_forward():
         third.backward()
         assert not any(get_gradient(one).equal(then) for one, then in zip(net.parameters(), before, strict=True))
         assert "grad" not in vars(nn.Parameter)  # nothing is left with the replicas
+
+
+CPUS = ["cpu"] * 3
+
+
+def test_no_sync_reduces_gradients_once(double):
+    net, x, target = build_net(), torch.randn(12, 4), torch.randint(5, (12,))
+    _, expected = plain_program(net, nn.CrossEntropyLoss(reduction="sum"), x, target)
+    with simulate(3) as cluster:
+        model, criterion = DataParallelModel(net.to("sim:0")), DataParallelCriterion(nn.CrossEntropyLoss(reduction="sum"))
+        size = sum(parameter.nbytes for parameter in net.parameters())
+
+        def run(start):
+            criterion(model(x[start : start + 3]), target[start : start + 3]).backward()
+
+        run(0)  # the copies are there
+        net.zero_grad()
+        before = cluster.moved
+        with model.no_sync():
+            for start in (0, 3, 6):
+                run(start)
+        assert (cluster.moved - before)["sim:1", "sim:0"] < 200
+        run(9)
+        assert size <= (cluster.moved - before)["sim:1", "sim:0"] < size + 200
+        assert_same_gradients([gradient.cpu() for gradient in gradients(net)], expected)
+        net.zero_grad()
+        with model.no_sync():
+            for start in (0, 3, 6, 9):
+                run(start)
+        model.reduce_gradients()
+        assert_same_gradients([gradient.cpu() for gradient in gradients(net)], expected)
+
+
+def test_create_graph_backward_reduces_deferred_gradients(double):
+    net, x = build_net(), torch.randn(6, 4)
+    with simulate(3):
+        model = DataParallelModel(net)
+        gather(model(x), "cpu").square().sum().backward()
+        expected = [gradient.cpu() * 2 for gradient in gradients(net)]
+        model.zero_grad()
+        with model.no_sync():
+            gather(model(x), "cpu").square().sum().backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's own, of what create_graph=True keeps
+            gather(model(x), "cpu").square().sum().backward(create_graph=True)
+        assert_same_gradients([gradient.detach().cpu() for gradient in gradients(net)], expected)
+        model.zero_grad()
+
+
+def test_step_over_micro_batches_reduces_gradients_once():
+    with simulate(4) as cluster:
+        net = nn.Linear(64, 512).to("sim:0")
+        model, criterion = DataParallelModel(net), DataParallelCriterion(nn.CrossEntropyLoss())
+        step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), 0.1), micro_batch_size=2)
+        size = sum(parameter.nbytes for parameter in net.parameters())
+        x, target = torch.randn(64, 64), torch.randint(512, (64,))
+        step(x, target)
+        before = cluster.moved
+        step(x, target)
+        moved = cluster.moved - before
+        assert size <= moved["sim:2", "sim:0"] <= size + 8 * 16
+        assert size <= moved["sim:0", "sim:2"] <= size + 8 * 16
+        for start in range(0, 64, 16):
+            step.add(x[start : start + 16], target[start : start + 16])
+        before = cluster.moved
+        step.apply()
+        assert (cluster.moved - before)["sim:2", "sim:0"] == size
+
+
+def test_failed_accumulation_discards_deferred_gradients(double):
+    net, x, target = build_net(), torch.randn(12, 4), torch.randint(5, (12,))
+    model = DataParallelModel(net, CPUS)
+    step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), torch.optim.SGD(net.parameters(), 0.1))
+    step.add(x, target)
+    with pytest.raises(IndexError):
+        step.add(x, target + 100)
+    _, expected = plain_program(copy.deepcopy(net), nn.CrossEntropyLoss(), x, target)
+    step(x, target)
+    assert_same_gradients(gradients(net), expected)

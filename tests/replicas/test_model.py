@@ -1,3 +1,5 @@
+"""``DataParallelModel``: outputs, arguments, devices, errors, copies."""
+
 import copy
 import dataclasses
 import pickle
@@ -7,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 from helpers.problems import assert_same_gradients, build_net, gradients
+from helpers.traffic import NAMES, devices_of, traffic
 from torch import nn
 
-from balanced_parallel import DataParallelModel, gather
+from balanced_parallel import DataParallelModel, gather, parallelize, simulate
 
 CPUS = ["cpu"] * 3
 
@@ -25,7 +28,7 @@ class Recorder(nn.Module):
         return {"inputs": inputs, "kwargs": kwargs, "state": (torch.is_grad_enabled(), torch.is_inference_mode_enabled())}
 
 
-def test_it_is_torchs_data_parallel_with_its_state_dict():
+def test_model_is_a_data_parallel_with_its_state_dict():
     model = DataParallelModel(build_net(), CPUS)
     assert isinstance(model, nn.DataParallel)
     other = nn.DataParallel(build_net())
@@ -43,14 +46,14 @@ def test_one_output_per_replica_that_had_rows(rows):
     assert [len(output) for output in outputs] == [size for size in (-(-(rows - i) // 3) for i in range(3)) if size > 0] or [0]
 
 
-def test_one_device_gives_a_list_too():
+def test_one_device_returns_a_list():
     x = torch.randn(3, 4)
     net = build_net()
     (output,) = DataParallelModel(net, ["cpu"])(x)
     assert torch.equal(output, net(x))
 
 
-def test_gathered_outputs_and_input_gradients_are_those_of_the_plain_program():
+def test_gathered_outputs_and_input_gradients_equal_the_plain_program():
     net, x = build_net(), torch.randn(7, 4, requires_grad=True)
     net(x).pow(2).sum().backward()
     expected, expected_input = gradients(net), x.grad.clone()
@@ -61,7 +64,7 @@ def test_gathered_outputs_and_input_gradients_are_those_of_the_plain_program():
     torch.testing.assert_close(x.grad, expected_input)
 
 
-def test_keyword_arguments_scalars_and_plain_values():
+def test_keyword_arguments_are_split_and_scalars_are_not():
     outputs = DataParallelModel(Recorder(), CPUS)(mask=torch.arange(4), scale=torch.tensor(2.0), names=list("abcd"), flag=True)
     assert [output["kwargs"]["mask"].tolist() for output in outputs] == [
         [0, 1],
@@ -72,12 +75,12 @@ def test_keyword_arguments_scalars_and_plain_values():
     assert all(output["kwargs"]["scale"] == 2 and output["kwargs"]["flag"] is True for output in outputs)
 
 
-def test_no_rows_anywhere_runs_one_replica():
+def test_arguments_without_rows_run_one_replica():
     assert len(DataParallelModel(Recorder(), CPUS)()) == 1
     assert len(DataParallelModel(Recorder(), CPUS)(torch.tensor(1.0), 3, flag=None)) == 1
 
 
-def test_a_dataclass_is_split():
+def test_dataclasses_are_split():
     @dataclasses.dataclass
     class Batch:
         x: torch.Tensor
@@ -87,7 +90,7 @@ def test_a_dataclass_is_split():
     assert [output["inputs"][0].x.tolist() for output in outputs] == [[0, 1], [2, 3], [4, 5]]  # torch: each has all six
 
 
-def test_rows_that_disagree_name_both_shapes():
+def test_different_numbers_of_rows_raise_an_error_with_both_shapes():
     model = DataParallelModel(Recorder(), CPUS)
     with pytest.raises(
         ValueError, match=r"inputs\[0\] is a tensor of shape \(4, 2\).*kwargs\['mask'\] is a tensor of shape \(3,\)"
@@ -113,14 +116,14 @@ def test_autocast_reaches_the_replicas_with_its_dtype(dtype):
     assert {output.dtype for output in outputs} == {dtype}
 
 
-def test_unequal_shares():
+def test_split_gives_unequal_shards():
     outputs = DataParallelModel(build_net(), CPUS, split=[2, 0, 1])(torch.randn(9, 4))
     assert [len(output) for output in outputs] == [6, 3]
     with pytest.raises(ValueError, match="split='sped', expected None or one weight per device"):
         DataParallelModel(build_net(), CPUS, split="sped")
 
 
-def test_a_failing_replica_is_named():
+def test_errors_name_the_replica():
     class Fails(nn.Module):
         def forward(self, x):
             if 2.0 in x:
@@ -131,12 +134,12 @@ def test_a_failing_replica_is_named():
         DataParallelModel(Fails(), CPUS)(torch.arange(3.0))
 
 
-def test_the_batch_can_be_along_another_dimension():
+def test_dim_sets_the_dimension_of_the_batch():
     outputs = DataParallelModel(nn.RNN(4, 6), CPUS, dim=1)(torch.randn(5, 7, 4))
     assert [output.shape for output, _ in outputs] == [(5, 3, 6), (5, 2, 6), (5, 2, 6)]
 
 
-def test_it_can_be_copied_and_pickled():
+def test_model_can_be_copied_and_pickled():
     model, x = DataParallelModel(build_net(), CPUS), torch.randn(4, 4)
     expected = gather(model(x))
     assert torch.equal(gather(copy.deepcopy(model)(x)), expected)
@@ -145,7 +148,47 @@ def test_it_can_be_copied_and_pickled():
     assert copy.copy(outputs).sizes == pickle.loads(pickle.dumps(outputs)).sizes == (2, 1, 1)
 
 
-def test_nothing_is_warned_about():
+def test_forward_emits_no_warning():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         DataParallelModel(nn.LSTM(4, 6, batch_first=True), CPUS)(torch.randn(7, 5, 4))
+
+
+def test_fewer_rows_than_devices_use_no_other_devices():
+    with simulate(3) as cluster:
+        model, criterion = parallelize(build_net().to("sim:0"), nn.CrossEntropyLoss())
+        before = cluster.moved
+        outputs = model(torch.randn(1, 4))
+        assert devices_of(outputs) == NAMES[:1]
+        criterion(outputs, torch.tensor([1])).backward()
+        assert traffic(cluster, before)[1] == {}
+
+
+def test_default_devices_are_all_simulated_devices():
+    with simulate(3) as cluster:
+        net = build_net().to("sim:0")
+        assert DataParallelModel(net).devices == cluster.devices
+        assert DataParallelModel(net, device_ids=[0, "sim:2"]).devices == cluster.devices[::2]
+        assert devices_of(DataParallelModel(net, [0, 0])(torch.randn(4, 4))) == ["sim:0"] * 2
+        with pytest.raises(ValueError, match="there is no device 3: this machine has 3 sim devices"):
+            DataParallelModel(net, device_ids=[3])
+
+
+def test_dropout_masks_differ_between_devices_and_follow_the_seed():
+    with simulate(3):
+        model = DataParallelModel(nn.Dropout(0.5).to("sim:0"))
+        torch.manual_seed(1)
+        torch.sim.set_rng_state(torch.Generator().manual_seed(9).get_state(), 1)
+        first = [output.cpu() for output in model(torch.ones(3, 64))]
+        torch.manual_seed(1)
+        torch.sim.set_rng_state(torch.Generator().manual_seed(9).get_state(), 1)
+        assert all(one.equal(other.cpu()) for one, other in zip(first, model(torch.ones(3, 64)), strict=True))
+        assert not first[0].equal(first[1])
+
+
+def test_out_of_memory_error_names_the_replica():
+    with simulate(3, memory=["8MiB", "2MiB", "8MiB"]):
+        model = DataParallelModel(nn.Linear(64, 2048).to("sim:0"))
+        with pytest.raises(torch.OutOfMemoryError, match="GPU 1 has a total capacity of 2.00 MiB") as caught:
+            model(torch.randn(600, 64))
+        assert "replica 1" in "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])

@@ -1,16 +1,28 @@
 """Statistics over all rows in flight: outputs, gradients and running statistics of the plain program."""
 
 import copy
+import os
+import pickle
 import threading
 
 import pytest
 import torch
-from helpers.problems import assert_same_gradients, class_targets, gradients
+import torch.distributed as dist
+from helpers.problems import assert_same_gradients, class_targets, gradients, plain_program
 from helpers.ranks import run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, convert_sync_batchnorm, gather, parallelize
+from balanced_parallel import (
+    DataParallelCriterion,
+    DataParallelModel,
+    TrainStep,
+    convert_sync_batchnorm,
+    gather,
+    parallelize,
+    simulate,
+)
+from balanced_parallel.replicas.sync_batchnorm import use_torch_sync_batchnorm
 
 CPUS = ["cpu"] * 3
 
@@ -58,7 +70,7 @@ def test_three_replicas_equal_the_plain_program(rows, settings, double):
     torch.testing.assert_close(gather(DataParallelModel(net, CPUS)(x)), plain(x), rtol=1e-10, atol=1e-10)
 
 
-def test_plain_batch_norm_would_not(double):
+def test_plain_batch_norm_differs_from_the_plain_program(double):
     plain, x = build(), torch.randn(7, 2, 3, 3)
     assert not torch.allclose(gather(DataParallelModel(copy.deepcopy(plain), CPUS)(x)), plain(x))
 
@@ -74,18 +86,18 @@ def test_conversion_keeps_names_parameters_and_hooks():
     assert isinstance(convert_sync_batchnorm(nn.BatchNorm1d(3)), nn.modules.batchnorm._BatchNorm)
 
 
-def test_a_lazy_layer_is_refused():
+def test_lazy_layers_raise_an_error():
     with pytest.raises(ValueError, match="1 is not initialised yet: run the module once"):
         convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.LazyBatchNorm1d()))
 
 
-def test_one_device_and_no_torchrun_is_the_plain_layer(double):
+def test_one_device_equals_the_plain_layer(double):
     plain, x = build(), torch.randn(5, 2, 3, 3)
     net = convert_sync_batchnorm(copy.deepcopy(plain))
     assert torch.equal(net(x), plain(x))
 
 
-def test_half_precision_is_normalised_in_single():
+def test_half_precision_is_normalized_in_float32():
     net = convert_sync_batchnorm(nn.BatchNorm1d(3))
     x = torch.randn(7, 3)
     outputs = DataParallelModel(net, CPUS)(x.bfloat16())
@@ -93,7 +105,7 @@ def test_half_precision_is_normalised_in_single():
     torch.testing.assert_close(gather(outputs).float(), nn.BatchNorm1d(3)(x), rtol=0.05, atol=0.05)
 
 
-def test_what_accumulation_means(double):
+def test_statistics_are_those_of_each_micro_batch(double):
     """Statistics are those of each micro-batch over all devices: as the plain program that runs the same micro-batches."""
     plain = build()
     net = convert_sync_batchnorm(copy.deepcopy(plain))
@@ -114,7 +126,7 @@ def test_what_accumulation_means(double):
     assert_same_buffers(net, plain)
 
 
-def test_one_value_per_channel_is_the_error_it_is_in_torch():
+def test_one_value_per_channel_raises_the_error_of_torch():
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         DataParallelModel(convert_sync_batchnorm(nn.BatchNorm1d(3)), CPUS)(torch.randn(1, 3))
 
@@ -142,14 +154,14 @@ class Uneven(nn.Module):
         (False, RuntimeError, "replica 1 ended without the exchange that replica . waits in"),
     ],
 )
-def test_nobody_hangs_where_one_replica_does_not_come(fails, error, message):
+def test_replica_without_the_exchange_raises_an_error(fails, error, message):
     model = DataParallelModel(convert_sync_batchnorm(Uneven(fails)), CPUS)
     with pytest.raises(error, match=message):
         model(torch.arange(6.0).view(3, 2))
     assert threading.active_count() < 10
 
 
-def test_recomputing_in_the_backward_is_refused():
+def test_activation_checkpointing_raises_an_error():
     class Checkpointed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -189,3 +201,78 @@ def check_ranks(rank, sizes, micro_batch_size):
 @pytest.mark.parametrize(("sizes", "micro_batch_size"), [([4, 3], None), ([6, 1], 2), ([5, 0, 2], None)])
 def test_ranks_equal_the_plain_program(sizes, micro_batch_size):
     assert run_ranks(len(sizes), check_ranks, sizes, micro_batch_size) == [True] * len(sizes)
+
+
+def test_sync_batch_norm_uses_the_rows_of_all_devices(double):
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 5))
+    inputs, targets = torch.randn(11, 4), torch.randint(5, (11,))
+    loss, expected = plain_program(copy.deepcopy(net), nn.CrossEntropyLoss(), inputs, targets)
+    with simulate(3):
+        converted = convert_sync_batchnorm(net).to("sim:0")
+        model, criterion = parallelize(converted, nn.CrossEntropyLoss())
+        found = criterion(model(inputs), targets)
+        found.backward()
+        torch.testing.assert_close(found.detach().cpu(), loss, rtol=1e-10, atol=1e-10)
+        assert_same_gradients([parameter.grad.cpu() for parameter in converted.parameters()], expected)
+
+
+def check_order(rank):
+    """Rank 0 starts a sum before the forward and before the backward of the layer, rank 1 after them."""
+    parallelize(nn.Linear(2, 2))
+    layer = convert_sync_batchnorm(nn.BatchNorm1d(2))
+    x = torch.arange(8.0).view(4, 2)
+    mine = x[2 * rank : 2 * rank + 2].clone().requires_grad_()
+    many = [torch.full((1000,), float(rank)) for _ in range(2)]
+    works = [dist.all_reduce(many[0], async_op=True)] if rank == 0 else []
+    output = layer(mine)
+    works += [dist.all_reduce(many[rank == 0], async_op=True)]
+    output.pow(3).sum().backward()
+    works += [] if rank == 0 else [dist.all_reduce(many[1], async_op=True)]
+    for work in works:
+        work.wait()
+    assert [set(tensor.tolist()) for tensor in many] == [{1.0}, {1.0}]
+    plain, whole = nn.BatchNorm1d(2), x.clone().requires_grad_()
+    plain(whole).pow(3).sum().backward()
+    torch.testing.assert_close(output.detach(), plain(x).detach()[2 * rank : 2 * rank + 2])
+    torch.testing.assert_close(mine.grad, whole.grad[2 * rank : 2 * rank + 2], rtol=1e-3, atol=1e-4)
+    return True
+
+
+@pytest.mark.timeout(60)
+def test_collectives_of_a_layer_do_not_change_places_with_others():
+    assert run_ranks(2, check_order, timeout=30) == [True, True]
+
+
+def check_copies(rank):
+    """The process group is no part of the layer: models are copied and saved as before."""
+    net = convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    model = parallelize(net)
+    model(torch.randn(3, 2))
+    use_torch_sync_batchnorm(net)  # as on CUDA
+    group = net[1].process_group
+    assert group is not dist.group.WORLD
+    assert group.size() == 2
+    for copied in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert copied[1].process_group is group
+        assert list(copied.state_dict()) == list(net.state_dict())
+    return True
+
+
+def test_a_layer_with_a_process_group_is_copied_and_pickled():
+    assert run_ranks(2, check_copies) == [True, True]
+
+
+def check_second_group(rank):
+    """A second process group of the same process has statistics groups of its own."""
+    layer = convert_sync_batchnorm(nn.BatchNorm1d(2))
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, is_master=rank == 0)
+    for start in ("one", "two"):
+        dist.init_process_group("gloo", store=dist.PrefixStore(start, store), rank=rank, world_size=2)
+        layer(torch.randn(3, 2))
+        dist.barrier()
+        dist.destroy_process_group()
+    return True
+
+
+def test_a_process_group_that_is_started_again_gets_a_new_group():
+    assert run_ranks(2, check_second_group, fresh=True) == [True, True]

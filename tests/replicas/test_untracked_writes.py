@@ -1,277 +1,18 @@
-"""Writes that torch's version counter does not record: loops as people write them, each beside the plain program."""
+"""Writes by optimizers and through ``.data`` that torch's version counter does not record."""
 
+import contextlib
 import copy
 import gc
 import io
+import warnings
 
 import pytest
 import torch
 from helpers.problems import CLASSES, build_net
+from helpers.updates import Head, assert_equal, random_batches, values_of
 from torch import nn
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
-
-pytestmark = pytest.mark.usefixtures("double")
-
-ROWS = 7
-
-
-class Split:
-    """The same program with replicas: ``wrap`` and ``loss`` are all that differs."""
-
-    device = "sim:0"
-
-    def wrap(self, net):
-        return DataParallelModel(net)
-
-    def loss(self, criterion, outputs, targets):
-        return DataParallelCriterion(criterion)(outputs, targets)
-
-    def whole(self, outputs):
-        return gather(outputs)
-
-
-class Plain:
-    device = "cpu"
-
-    def wrap(self, net):
-        return net
-
-    def loss(self, criterion, outputs, targets):
-        return criterion(outputs, targets)
-
-    def whole(self, outputs):
-        return outputs
-
-
-def batches(steps):
-    generator = torch.Generator().manual_seed(5)
-    for _ in range(steps):
-        yield torch.randn(ROWS, 4, generator=generator), torch.randn(ROWS, CLASSES, generator=generator)
-
-
-def values_of(*modules):
-    return [parameter.detach().cpu().clone() for module in modules for parameter in module.parameters()]
-
-
-class Averages:
-    """An average of the parameters, as torch_ema writes one."""
-
-    def __init__(self, parameters, decay=0.8):
-        self.decay = decay
-        self.shadow = [parameter.clone().detach() for parameter in parameters]
-
-    def update(self, parameters):
-        with torch.no_grad():
-            for shadow, parameter in zip(self.shadow, parameters, strict=True):
-                shadow.sub_((1 - self.decay) * (shadow - parameter))
-
-    def store(self, parameters):
-        self.stored = [parameter.clone() for parameter in parameters]
-
-    def copy_to(self, parameters):
-        for shadow, parameter in zip(self.shadow, parameters, strict=True):
-            parameter.data.copy_(shadow.data)
-
-    def restore(self, parameters):
-        for stored, parameter in zip(self.stored, parameters, strict=True):
-            parameter.data.copy_(stored.data)
-
-
-def averages_for_evaluation(run):
-    net = build_net().to(run.device)
-    model, optimizer, averages = run.wrap(net), torch.optim.Adam(net.parameters(), 0.05), Averages([*net.parameters()])
-    seen = []
-    for number, (x, y) in enumerate(batches(30)):
-        if number % 7 == 6:
-            averages.store(net.parameters())
-            averages.copy_to(net.parameters())
-            with torch.no_grad():
-                seen.append(run.whole(model(x)).cpu())
-            averages.restore(net.parameters())
-        optimizer.zero_grad()
-        run.loss(nn.MSELoss(), model(x), y).backward()
-        optimizer.step()
-        averages.update(net.parameters())
-    return [*seen, *values_of(net)]
-
-
-def averages_that_are_swapped(run):
-    net, average = build_net().to(run.device), build_net().to(run.device)
-    model, optimizer = run.wrap(net), torch.optim.Adam(net.parameters(), 0.05)
-    seen = []
-    for number, (x, y) in enumerate(batches(30)):
-        for _ in range(2 if number % 7 == 6 else 0):  # there, and back
-            for mine, theirs in zip(net.parameters(), average.parameters(), strict=True):
-                mine.data, theirs.data = theirs.data, mine.data
-            with torch.no_grad():
-                seen.append(run.whole(model(x)).cpu())
-        optimizer.zero_grad()
-        run.loss(nn.MSELoss(), model(x), y).backward()
-        optimizer.step()
-        for mine, theirs in zip(net.parameters(), average.parameters(), strict=True):
-            theirs.data.mul_(0.8).add_(mine.data, alpha=0.2)
-    return [*seen, *values_of(net, average)]
-
-
-def a_critic_that_is_clamped(run):
-    critic, generator = build_net(1).to(run.device), build_net(4).to(run.device)
-    critic_of, generate = run.wrap(critic), run.wrap(generator)
-    for_critic, for_generator = (torch.optim.RMSprop(net.parameters(), 0.03) for net in (critic, generator))
-    for number, (x, _) in enumerate(batches(25)):
-        for parameter in critic.parameters():  # that the generator's turn has used since it was trained
-            parameter.data.clamp_(-0.1, 0.1)
-        for_critic.zero_grad()
-        fake = run.whole(generate(x.flip(1))).detach()
-        (run.whole(critic_of(fake)).mean() - run.whole(critic_of(x)).mean()).backward()
-        for_critic.step()
-        if number % 3 == 0:
-            for_generator.zero_grad()
-            (-run.whole(critic_of(run.whole(generate(x)))).mean()).backward()
-            for_generator.step()
-    return values_of(critic, generator)
-
-
-def a_teacher_that_is_validated_first(run):
-    student, teacher = build_net().to(run.device), build_net().to(run.device).requires_grad_(False)
-    learn, teach = run.wrap(student), run.wrap(teacher)
-    optimizer = torch.optim.SGD(student.parameters(), 0.5)
-    seen = []
-    for x, y in batches(20):
-        seen.append(run.whole(teach(x)).cpu())
-        optimizer.zero_grad()
-        run.loss(nn.MSELoss(), learn(x), y + run.whole(teach(x)).cpu().detach()).backward()
-        optimizer.step()
-        for mine, theirs in zip(teacher.parameters(), student.parameters(), strict=True):
-            mine.data.mul_(0.7).add_(theirs.data, alpha=0.3)
-    return [*seen, *values_of(student, teacher)]
-
-
-def targets_that_are_delayed(run):
-    critic, target = build_net().to(run.device), build_net().to(run.device)
-    value, target_value = run.wrap(critic), run.wrap(target)
-    optimizer = torch.optim.Adam(critic.parameters(), 0.05)
-    for number, (x, y) in enumerate(batches(24)):
-        with torch.no_grad():
-            wanted = y + 0.9 * run.whole(target_value(x)).cpu()
-        optimizer.zero_grad()
-        run.loss(nn.MSELoss(), value(x), wanted).backward()
-        optimizer.step()
-        if number % 5 == 4:
-            for mine, theirs in zip(critic.parameters(), target.parameters(), strict=True):
-                theirs.data.copy_(0.3 * mine.data + 0.7 * theirs.data)
-    return values_of(critic, target)
-
-
-def two_views_with_a_write_between(run):
-    net = build_net().to(run.device)
-    model, optimizer = run.wrap(net), torch.optim.SGD(net.parameters(), 0.1)
-    for x, y in batches(12):
-        optimizer.zero_grad()
-        first = run.loss(nn.MSELoss(), model(x), y)
-        for parameter in net.parameters():
-            parameter.data.mul_(0.9)
-        second = run.loss(nn.MSELoss(), model(x + 1), y)
-        (first + second).backward()  # of the values there are by then, as torch does without a word
-        optimizer.step()
-    return values_of(net)
-
-
-def views_that_are_kept(run):
-    net = build_net().to(run.device)
-    model, optimizer = run.wrap(net), torch.optim.SGD(net.parameters(), 0.1)
-    model(torch.randn(ROWS, 4))
-    views = [parameter.data.view(-1) for parameter in net.parameters()]
-    for x, y in batches(12):
-        optimizer.zero_grad()
-        run.loss(nn.MSELoss(), model(x), y).backward()
-        optimizer.step()
-        model(x)
-        for view in views:
-            view.mul_(0.9)
-    return values_of(net)
-
-
-def memory_that_was_given_and_is_written_to(run):
-    net = build_net().to(run.device)
-    model, optimizer = run.wrap(net), torch.optim.SGD(net.parameters(), 0.1)
-    model(torch.randn(ROWS, 4))
-    given = torch.full_like(net[0].weight, 0.3, requires_grad=False)
-    net[0].weight.data = given
-    for x, y in batches(12):
-        optimizer.zero_grad()
-        run.loss(nn.MSELoss(), model(x), y).backward()
-        optimizer.step()
-        model(x)
-        given.mul_(0.5)
-    return values_of(net)
-
-
-def new_memory_twice_between_forwards(run):
-    net = build_net().to(run.device)
-    model = run.wrap(net)
-    seen = []
-    for x, _ in batches(12):
-        for parameter in net.parameters():
-            for factor in (0.5, 3.0):  # the second may be given the memory that the first has let go
-                parameter.data = parameter.data * factor
-        with torch.no_grad():
-            seen.append(run.whole(model(x)).cpu())
-    return seen
-
-
-def a_criterion_that_is_clamped(run):
-    net = build_net().to(run.device)
-    torch.manual_seed(2)
-    head = Head().to(run.device)
-    model, criterion = run.wrap(net), run.wrap_criterion(head) if run.device != "cpu" else head
-    optimizer = torch.optim.SGD([*net.parameters(), *head.parameters()], 0.1)
-    for x, y in batches(12):
-        optimizer.zero_grad()
-        criterion(model(x), y).backward()
-        optimizer.step()
-        criterion(model(x), y)
-        head.weight.data.clamp_(-0.2, 0.2)
-    return values_of(net, head)
-
-
-class Head(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(CLASSES, CLASSES))
-
-    def forward(self, x, y):
-        return (x @ self.weight - y).square().mean()
-
-
-Split.wrap_criterion = lambda self, head: DataParallelCriterion(head, weight=lambda x, y: x.size(0))
-
-LOOPS = [
-    averages_for_evaluation,
-    averages_that_are_swapped,
-    a_critic_that_is_clamped,
-    a_teacher_that_is_validated_first,
-    targets_that_are_delayed,
-    two_views_with_a_write_between,
-    views_that_are_kept,
-    memory_that_was_given_and_is_written_to,
-    new_memory_twice_between_forwards,
-    a_criterion_that_is_clamped,
-]
-
-
-def assert_equal(found, expected):
-    assert len(found) == len(expected)
-    for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
-def test_writes_through_data_are_in_the_next_forward(loop):
-    """Without a warning: there is nothing to be warned of."""
-    expected = loop(Plain())
-    with simulate(3):
-        assert_equal(loop(Split()), expected)
+from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
 
 
 class Fused(torch.optim.AdamW):
@@ -286,6 +27,7 @@ def fused_optimizer(parameters, device):
     return Fused(parameters, 0.05) if device.startswith("sim") else torch.optim.AdamW(parameters, 0.05, fused=True)
 
 
+@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("devices", [["cpu"], ["sim:0", "sim:1"], ["cpu", "sim:0", "sim:1"]], ids=str)
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 @pytest.mark.parametrize("scaled", [False, True])
@@ -300,7 +42,7 @@ def test_a_fused_optimizer_trains_all_replicas(devices, micro_batch_size, scaled
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda number: float(number > 2))
         scaler = torch.amp.GradScaler("cpu" if devices[0] == "cpu" else "sim", init_scale=64.0, enabled=scaled)
         step = TrainStep(model, criterion, optimizer, micro_batch_size=micro_batch_size, scheduler=scheduler)
-        for number, (x, y) in enumerate(batches(8)):
+        for number, (x, y) in enumerate(random_batches(8)):
             if number % 2:
                 step(x, y)
             else:
@@ -318,7 +60,8 @@ def test_a_fused_optimizer_trains_all_replicas(devices, micro_batch_size, scaled
         assert_equal(trained(devices), expected)
 
 
-def test_the_step_of_an_optimizer_copies_what_it_trains_and_nothing_else():
+@pytest.mark.usefixtures("double")
+def test_optimizer_step_copies_only_its_parameters():
     with simulate(2) as cluster:
         net, other = nn.Linear(64, 64).to("sim:0"), nn.Linear(64, 64).to("sim:0")
         net.bias.requires_grad_(False)
@@ -340,7 +83,8 @@ def test_the_step_of_an_optimizer_copies_what_it_trains_and_nothing_else():
         assert moved_by_a_forward() == still
 
 
-def test_reading_data_copies_that_parameter_once_and_while_it_is_held():
+@pytest.mark.usefixtures("double")
+def test_reading_data_copies_the_parameter_while_the_result_lives():
     with simulate(2) as cluster:
         net = nn.Linear(64, 64).to("sim:0")
         model, x = DataParallelModel(net), torch.randn(4, 64)
@@ -360,7 +104,8 @@ def test_reading_data_copies_that_parameter_once_and_while_it_is_held():
         assert moved_by_a_forward() == still
 
 
-def test_parameters_are_what_they_were():
+@pytest.mark.usefixtures("double")
+def test_parameters_keep_their_class_and_serialization():
     with simulate(3):
         net = build_net().to("sim:0")
         model = DataParallelModel(net)
@@ -387,7 +132,8 @@ def test_parameters_are_what_they_were():
     assert b"balanced_parallel" not in file.getvalue()
 
 
-def test_who_listens_goes_with_the_replicas():
+@pytest.mark.usefixtures("double")
+def test_records_are_removed_with_the_replicas():
     from balanced_parallel.replicas.untracked_writes import _listening
 
     gc.collect()
@@ -400,3 +146,37 @@ def test_who_listens_goes_with_the_replicas():
         del model
         gc.collect()
     assert len(_listening) == before
+
+
+@pytest.mark.usefixtures("buckets")
+@pytest.mark.parametrize("micro_batch_size", [None, 2])
+@pytest.mark.parametrize("balanced", [False, True])
+def test_an_optimizer_that_writes_through_data_trains_all_replicas(micro_batch_size, balanced):
+    class Old(torch.optim.Optimizer):  # as many were written, and still are
+        def __init__(self, parameters):
+            super().__init__(parameters, {})
+
+        def step(self):
+            for parameter in self.param_groups[0]["params"]:
+                parameter.data.sub_(parameter.grad)
+
+    losses = {}
+    for devices in (None, 3):
+        with simulate(devices) if devices else contextlib.nullcontext():
+            net = build_net()
+            model = DataParallelModel(net, None if devices else ["cpu"])
+            optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=1.0) if balanced else Old(net.parameters())
+            step = TrainStep(model, DataParallelCriterion(nn.MSELoss()), optimizer, micro_batch_size=micro_batch_size)
+            torch.manual_seed(2)
+            x = torch.randn(12, 4)
+            y = torch.randn(12, CLASSES)
+            losses[devices] = []
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for _ in range(5):
+                    losses[devices].append(float(step(x, y)))
+                    if balanced:
+                        for parameter in net.parameters():
+                            parameter.data.clamp_(-0.2, 0.2)
+            assert not caught
+    torch.testing.assert_close(losses[None], losses[3])

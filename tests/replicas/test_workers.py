@@ -1,3 +1,6 @@
+"""Workers of replicas: results, failures, and the state of the calling thread."""
+
+import contextvars
 import functools
 import gc
 import signal
@@ -35,7 +38,7 @@ def failing(error):
     return work
 
 
-def test_results_come_in_order_and_at_once():
+def test_workers_run_concurrently_and_return_in_order():
     barrier = threading.Barrier(3, timeout=20)
     work = [lambda index=index: (barrier.wait(), index)[1] for index in range(3)]
     assert run_replicas(work, APART) == [0, 1, 2]
@@ -55,7 +58,7 @@ def test_results_come_in_order_and_at_once():
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_a_failure_keeps_its_type_and_names_its_replica(error):
+def test_errors_keep_their_type_and_name_the_replica(error):
     text = str(error)
     with pytest.raises(type(error), match="in replica 1 on device cpu") as caught:
         run_replicas([int, failing(error), int], CPUS)
@@ -65,12 +68,12 @@ def test_a_failure_keeps_its_type_and_names_its_replica(error):
         assert getattr(caught.value, name, None) == getattr(error, name, None)
 
 
-def test_one_replica_fails_the_same_way():
+def test_errors_of_a_single_replica_name_the_replica():
     with pytest.raises(ValueError, match=r"bad \(in replica 0 on device cpu\)"):
         run_replicas([failing(ValueError("bad"))], CPUS[:1])
 
 
-def test_the_first_failure_wins_and_the_others_are_joined():
+def test_first_error_is_raised_after_all_workers_ended():
     begun, finished = threading.Event(), threading.Event()
 
     def slow():
@@ -105,14 +108,14 @@ def test_replicas_on_one_device_take_turns_in_order():
     assert on_cpu == [(0, "a"), (0, "a"), (2, "a"), (2, "a"), (0, "b"), (0, "b"), (2, "b"), (2, "b"), (0, "c"), (2, "c")]
 
 
-def test_a_replica_that_waits_for_its_turn_does_not_begin_after_a_failure():
+def test_replicas_do_not_begin_after_a_failure_on_their_device():
     begun = []
     with pytest.raises(ValueError, match="replica 0"):
         run_replicas([failing(ValueError("bad")), lambda: begun.append(1), lambda: begun.append(2)], CPUS)
     assert not begun
 
 
-def test_a_failure_that_was_handled_holds_no_tensor():
+def test_handled_errors_keep_no_tensor_alive():
     tensor = torch.zeros(10)
     seen = weakref.ref(tensor)
 
@@ -131,7 +134,7 @@ def test_a_failure_that_was_handled_holds_no_tensor():
         gc.enable()
 
 
-def test_workers_carry_the_callers_state():
+def test_workers_have_the_grad_mode_and_autocast_of_the_caller():
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         found = run_replicas([lambda: (torch.is_grad_enabled(), torch.get_autocast_dtype("cpu"))] * 3, CPUS)
     assert found == [(False, torch.bfloat16)] * 3
@@ -190,7 +193,7 @@ def _invalid():
 @pytest.mark.parametrize(
     "make", [lambda: ByKeyword(code=3), lambda: ByMapping({"code": 3}), lambda: Slotted(3, 4), lambda: Indexed(3), _invalid]
 )
-def test_a_failure_with_a_constructor_of_its_own_keeps_its_type_and_arguments(make, replicas):
+def test_errors_with_custom_constructors_keep_type_and_arguments(make, replicas):
     error = make()
     text, arguments = str(error), error.args
     with pytest.raises(type(error)) as caught:
@@ -204,7 +207,7 @@ def test_a_failure_with_a_constructor_of_its_own_keeps_its_type_and_arguments(ma
 
 
 @pytest.mark.parametrize("moment", ["before a start", "in a start"])
-def test_ctrl_c_before_all_threads_run_leaves_nobody_waiting(monkeypatch, moment):
+def test_keyboard_interrupt_before_all_workers_run_ends_the_others(monkeypatch, moment):
     calls = []
     start = threading.Thread.start
 
@@ -229,7 +232,7 @@ def press_ctrl_c():
 
 
 @pytest.mark.parametrize("devices", [CPUS, APART], ids=["one device", "several devices"])
-def test_ctrl_c_ends_the_wait_of_replicas_for_each_other(devices):
+def test_keyboard_interrupt_ends_exchanges(devices):
     pool = WorkerPool()
 
     def exchanging():
@@ -245,7 +248,7 @@ def test_ctrl_c_ends_the_wait_of_replicas_for_each_other(devices):
     assert run_replicas([exchanging] * 3, devices, pool=pool) == [[1] * 3] * 3
 
 
-def test_ctrl_c_does_not_wait_for_a_replica_that_hangs(monkeypatch):
+def test_keyboard_interrupt_does_not_wait_for_a_hanging_replica(monkeypatch):
     monkeypatch.setattr(workers, "INTERRUPTED_SECONDS", 0.2)
     pool, released, threads = WorkerPool(), threading.Event(), []
 
@@ -260,3 +263,10 @@ def test_ctrl_c_does_not_wait_for_a_replica_that_hangs(monkeypatch):
     released.set()
     threads[0].join(20)
     assert not threads[0].is_alive()
+
+
+@pytest.mark.usefixtures("double", "buckets")
+def test_workers_have_the_context_variables_of_the_caller():
+    variable = contextvars.ContextVar("variable", default=0)
+    variable.set(7)
+    assert run_replicas([variable.get] * 3, [torch.device("cpu")] * 3) == [7] * 3

@@ -1,12 +1,10 @@
-"""Operators on simulated devices: results of the CPU, autocast dtypes of CUDA, optimizers, nn.DataParallel."""
+"""Operators on simulated devices: results of the CPU, optimizers, missing and custom operators."""
 
 import copy
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from balanced_parallel import simulate
 
@@ -93,88 +91,6 @@ def test_networks_give_the_results_of_the_cpu(name, training):
         assert (evaluated[0] if isinstance(evaluated, tuple) else evaluated).device == torch.device("sim:1")
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_attention_allocates_no_matrix_of_probabilities(masked):
-    with simulate(1) as cluster:
-        query = torch.randn(1, 2, 2048, 8, device="sim:0", requires_grad=True)
-        F.scaled_dot_product_attention(query, query, query, is_causal=not masked).sum().backward()
-        assert cluster.peak[0] < 2 * 2048 * 2048 * 4 / 8
-
-
-def test_dropout_uses_the_random_state_of_its_device():
-    with simulate(2):
-        host = torch.get_rng_state()
-        inputs = torch.ones(10_000, device="sim:1", requires_grad=True)
-        outputs = F.dropout(inputs, 0.25)
-        outputs.sum().backward()
-        assert torch.get_rng_state().equal(host)
-        assert outputs.unique().tolist() == pytest.approx([0, 4 / 3])
-        assert 0.7 < outputs.ne(0).float().mean().item() < 0.8
-        assert inputs.grad.equal(outputs)
-        assert F.dropout(inputs, 0.0).equal(inputs)
-        assert F.dropout(inputs, 1.0).eq(0).all()
-        assert F.dropout(inputs, 0.5, training=False).equal(inputs)
-
-
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_checkpointing_repeats_the_random_numbers_of_dropout(use_reentrant):
-    with simulate(2):
-        net = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 4)).to("sim:1")
-        inputs = torch.randn(16, 8, device="sim:1", requires_grad=True)
-        state = torch.sim.get_rng_state(1)
-        plain = torch.autograd.grad(net(inputs).pow(2).sum(), net.parameters())
-        torch.sim.set_rng_state(state, 1)
-        checkpoint(net, inputs, use_reentrant=use_reentrant).pow(2).sum().backward()
-        assert all(parameter.grad.equal(other) for parameter, other in zip(net.parameters(), plain, strict=True))
-
-
-CASTS = {  # dtypes of CUDA under bfloat16: https://docs.pytorch.org/docs/stable/amp.html
-    "linear": (lambda x: F.linear(x, x), torch.bfloat16),
-    "matmul": (lambda x: x @ x, torch.bfloat16),
-    "conv": (lambda x: F.conv1d(x[None], x[None]), torch.bfloat16),
-    "attention": (lambda x: F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None]), torch.bfloat16),
-    "baddbmm": (lambda x: torch.baddbmm(x[None], x[None], x[None]), torch.bfloat16),
-    "softmax": (lambda x: x.bfloat16().softmax(1), torch.float32),
-    "layer norm": (lambda x: F.layer_norm(x.bfloat16(), (4,)), torch.float32),
-    "cross entropy": (lambda x: F.cross_entropy(x.bfloat16(), x.softmax(1)), torch.float32),
-    "exp": (lambda x: x.bfloat16().exp(), torch.float32),
-    "sum": (lambda x: x.bfloat16().sum(), torch.float32),
-    "norm": (lambda x: x.bfloat16().norm(), torch.float32),
-    "add": (lambda x: x.bfloat16() + x.bfloat16(), torch.bfloat16),
-    "relu": (lambda x: x.bfloat16().relu(), torch.bfloat16),
-    "dot": (lambda x: torch.dot(x[0], x[1].bfloat16()), torch.float32),
-    "float64": (lambda x: x.double() @ x.double(), torch.float64),
-}
-
-
-@pytest.mark.parametrize("name", CASTS)
-def test_autocast_uses_the_dtypes_of_cuda(name):
-    function, dtype = CASTS[name]
-    with simulate(1):
-        x = torch.randn(4, 4, device="sim:0")
-        with torch.autocast("sim", torch.bfloat16):
-            assert function(x).dtype == dtype
-        assert (x @ x).dtype == torch.float32
-
-
-def test_autocast_of_the_cpu_does_not_apply_and_unsafe_losses_raise_an_error():
-    with simulate(1):
-        x = torch.rand(4, 4, device="sim:0")
-        with torch.autocast("cpu", torch.bfloat16):
-            assert (x @ x).dtype == torch.float32
-        with torch.autocast("sim", torch.float16), pytest.raises(RuntimeError, match="unsafe to autocast"):
-            F.binary_cross_entropy(x, x)
-
-
-def test_lstm_and_gru_train_under_autocast():
-    with simulate(1):
-        for kind in (nn.LSTM, nn.GRU):
-            net = kind(4, 3).to("sim:0")
-            with torch.autocast("sim", torch.bfloat16):
-                net(torch.randn(2, 5, 4, device="sim:0"))[0].float().sum().backward()
-            assert all(parameter.grad is not None for parameter in net.parameters())
-
-
 OPTIMIZERS = {
     "SGD": {"momentum": 0.9, "nesterov": True},
     "Adam": {"amsgrad": True},
@@ -250,33 +166,6 @@ def test_backward_crosses_devices():
         assert moved == {("sim:0", "sim:1"): 16, ("sim:1", "sim:2"): 16, ("sim:2", "sim:1"): 16, ("sim:1", "sim:0"): 16}
 
 
-def test_nn_data_parallel_has_the_gradients_of_the_plain_program():
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8).eval(), nn.Linear(8, 3))
-    inputs, targets = torch.randn(10, 6), torch.randint(3, (10,))
-    F.cross_entropy(net(inputs), targets).backward()
-    expected = [parameter.grad for parameter in net.parameters()]
-    net.zero_grad()
-    with simulate(4) as cluster:
-        model = nn.DataParallel(net.to("sim:0"))
-        output = model(inputs)
-        assert output.device == torch.device("sim:0")
-        F.cross_entropy(output, targets.to("sim:0")).backward()
-        for parameter, other in zip(net.parameters(), expected, strict=True):
-            torch.testing.assert_close(parameter.grad.cpu(), other, rtol=1e-5, atol=1e-6)
-        assert cluster.categories(1)["parameters"] >= sum(parameter.nbytes for parameter in net.parameters())
-
-
-def test_nn_data_parallel_runs_in_clusters_of_different_sizes():
-    """torch caches a list of streams with the length of the first cluster."""
-    net = nn.Linear(2, 2)
-    for devices in (2, 4, 3):
-        with simulate(devices):
-            assert nn.DataParallel(net.to("sim:0"))(torch.ones(8, 2)).shape == (8, 2)
-        net.cpu()
-    assert nn.parallel._functions._streams is None
-
-
 def test_inference_mode_and_double_backward_work():
     with simulate(1):
         net = nn.LSTM(3, 3).to("sim:0")
@@ -299,3 +188,32 @@ def test_complex_tensors_and_lazy_conjugates_give_the_results_of_the_cpu():
             lambda x: torch.fft.fft(x).conj().imag,
         ):
             torch.testing.assert_close(function(there).cpu(), function(x))
+
+
+def test_missing_operators_raise_an_error_with_name_and_fix():
+    with simulate(1):
+        x = torch.ones(3, device="sim:0")
+        with pytest.raises(
+            NotImplementedError, match=r"'aten::_to_sparse' has none.*torch.library.impl\('aten::_to_sparse', 'PrivateUse1'\)"
+        ):
+            x.to_sparse()
+        with pytest.raises(NotImplementedError, match=r"aten::_cudnn_init_dropout_state"):
+            torch.ops.aten._cudnn_init_dropout_state(0.1, True, 0, dtype=torch.uint8, device="sim:0")
+
+
+def test_missing_operators_can_be_added_with_torch_library():
+    with simulate(1), torch.library._scoped_library("aten", "IMPL") as library:
+        x = torch.ones(3, device="sim:0")
+        with pytest.raises(NotImplementedError, match="batch_norm_stats"):
+            torch.batch_norm_stats(x[None], 1e-5)
+        library.impl("batch_norm_stats", lambda x, eps: (x.mean(0), (x.var(0, correction=0) + eps).rsqrt()), "PrivateUse1")
+        assert torch.batch_norm_stats(torch.stack([x, x]), 1.0)[1].eq(1).all()
+
+
+def test_custom_operators_of_other_libraries_run():
+    with torch.library._scoped_library("some_library", "DEF") as library, simulate(1):
+        library.define("twice(Tensor x) -> Tensor")
+        library.impl("twice", lambda x: x * 2, "CPU")
+        twice = torch.ops.some_library.twice(torch.ones(3, device="sim:0"))
+        assert twice.device == torch.device("sim:0")
+        assert twice.eq(2).all()

@@ -1,4 +1,4 @@
-"""``step(..., return_outputs=True)``: the outputs of a batch, as metrics need them."""
+"""``step(..., return_outputs=True)``: the outputs of a batch, for metrics."""
 
 import dataclasses
 import weakref
@@ -28,7 +28,7 @@ def make_step(net, criterion=None, devices=("cpu",) * 3, **settings):
         (2, None, (1, 1)),
     ],
 )
-def test_outputs_are_those_of_the_rows_before_the_update(double, rows, micro_batch_size, sizes):
+def test_return_outputs_has_the_outputs_before_the_update(double, rows, micro_batch_size, sizes):
     net, inputs, targets = build_net(), torch.randn(rows, 4), class_targets(rows)
     expected = net(inputs).detach()
     loss, outputs = make_step(net, micro_batch_size=micro_batch_size)(inputs, targets, return_outputs=True)
@@ -87,7 +87,7 @@ def test_an_empty_batch_has_no_outputs():
 
 
 @pytest.mark.parametrize("is_asked", [False, True])
-def test_outputs_are_kept_only_where_they_are_asked_for(is_asked):
+def test_outputs_are_kept_only_with_return_outputs(is_asked):
     net, alive = build_net(), []
     step, seen = make_step(net, micro_batch_size=1), []
 
@@ -122,5 +122,5 @@ def check_ranks(rank):
     return True
 
 
-def test_a_rank_has_the_outputs_of_its_own_rows():
+def test_return_outputs_has_the_rows_of_each_rank():
     assert run_ranks(2, check_ranks) == [True, True]

@@ -1,0 +1,72 @@
+"""Claims of the page about predicted memory, measured again on a small scale."""
+
+import importlib.util
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "benchmarks" / "estimate"
+TABLES = [
+    "| group | cases |",
+    "| model | checkpoint |",
+    "| model | cpu | h200 |",
+    "| layout | model | fp32: first, MiB |",
+    "| layout | model | | tensors, MiB |",
+    "| model | used, MiB | memory.estimate |",
+    "| model | first call, s |",
+]
+
+
+@pytest.fixture(scope="module")
+def benchmark():
+    if "transformers" not in sys.modules:
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    spec = importlib.util.spec_from_file_location("estimate_benchmark", FOLDER / "main.py")
+    module = importlib.util.module_from_spec(spec)
+    path, sys.modules[spec.name] = [*sys.path], module
+    spec.loader.exec_module(module)
+    yield module
+    sys.path[:] = path
+    for name in (spec.name, "models", "pretrained", "truth", "layouts"):
+        del sys.modules[name]
+
+
+BERT = "BERT (transformers)"
+SETTINGS = [  # tests/memory/test_estimation.py has all combinations for networks like the first three
+    ("MLP", "fp32", False),
+    ("GPT", "bf16", True),
+    ("MobileNet-like", "bf16", False),
+    (BERT, "fp32", False),
+    (BERT, "bf16", False),
+    (BERT, "bf16", True),
+]
+
+
+@pytest.mark.parametrize(("name", "precision", "checkpoint"), SETTINGS)
+def test_estimate_equals_the_peak_of_the_allocator(benchmark, name, precision, checkpoint):
+    if "transformers" in name:
+        pytest.importorskip("transformers")
+    problem = benchmark.build(name, rows=2)
+    used, error = benchmark.single_error(problem, precision, checkpoint)
+    assert used > sum(parameter.nbytes for parameter in problem.module.parameters()) * 3
+    assert abs(error) <= benchmark.LIMITS[benchmark.MODELS[name].group]
+
+
+def test_report_extrapolates_to_other_numbers_of_rows(benchmark):
+    assert benchmark.rows_error("MLP", "h200", (1, 17)) <= 1e-4
+
+
+def test_estimate_of_replicas_equals_the_simulated_peak(benchmark):
+    problem = benchmark.build("MLP", rows=64)
+    used = benchmark.layouts.simulated_peaks(problem, "replicas", True, "fp32")
+    guess = benchmark.estimate(problem, layout="replicas", devices=4, balanced_optimizer=True, device_kind="sim").peak
+    assert guess == pytest.approx(used, rel=1e-3)
+
+
+def test_page_has_all_tables():
+    page = re.sub(" +", " ", (FOLDER / "README.md").read_text())
+    assert [table for table in TABLES if table not in page] == []
+    assert "Environment: " in page

@@ -1,0 +1,116 @@
+"""Losses that are sums, means over something other than rows, or whose rows depend on each other."""
+
+import collections
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.problems import build_net, class_targets
+from helpers.verification import CPUS, check, contrastive_loss, flat_loss, time_major
+
+from balanced_parallel import verify
+from balanced_parallel.diagnostics.loss_parts import scalar_of
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+@pytest.mark.parametrize("criterion", [contrastive_loss, lambda output, target: contrastive_loss(output, target)])
+def test_a_loss_that_couples_rows_is_reported_as_a_reason(criterion):
+    report = check(build_net(), criterion)
+    assert not report.equal
+    assert report.first_difference is None
+    assert [reason.split(":")[0] for reason in report.reasons] == ["the loss"]
+    assert "criterion(gather(outputs), targets)" in report.reasons[0]
+
+
+def test_a_wrong_weight_is_reported_as_a_reason():
+    criterion = functools.partial(F.cross_entropy)
+    assert "give DataParallelCriterion weight=" in " ".join(
+        check(build_net(), criterion, weight=lambda output, target: len(target)).reasons
+    )
+
+
+# Losses that are sums, means over something other than rows, or whose rows depend on each other
+
+
+def variational_loss(output, target):
+    cross = F.binary_cross_entropy_with_logits(output, target, reduction="sum")
+    return cross + 0.5 * torch.sum(output.pow(2))
+
+
+def mean_of_few(output, target):
+    counted = target > 1
+    return F.cross_entropy(output[counted], target[counted], reduction="sum") / counted.sum()
+
+
+def reasons_of(criterion, rows=9, targets=None, **settings):
+    targets = class_targets(rows) if targets is None else targets
+    return verify(build_net(), criterion, torch.randn(rows, 4), targets, device_ids=CPUS, **settings).reasons
+
+
+def test_a_sum_without_reduction_is_reported_as_a_reason():
+    (reason,) = reasons_of(variational_loss, targets=torch.rand(9, 5))
+    assert reason == 'the loss is a sum (its parts add up to the whole): give DataParallelCriterion reduction="sum"'
+
+
+def test_weighted_means_are_distinguished_from_losses_that_couple_rows():
+    (reason,) = reasons_of(mean_of_few)
+    assert reason == (
+        "the loss is a mean, but not over rows: give DataParallelCriterion weight=, a function (output, *targets) -> scalar that "
+        "returns the divisor"
+    )
+    assert reasons_of(mean_of_few, weight=lambda output, target: (target > 1).sum()) == ()
+    (reason,) = reasons_of(contrastive_loss)
+    assert reason == (
+        "the loss: its rows depend on each other, so it cannot be computed in parts: compute it as "
+        "criterion(gather(outputs), targets)"
+    )
+
+
+def test_a_mean_over_rows_with_a_wrong_weight_is_reported_as_a_reason():
+    def loss(output, target):
+        return F.cross_entropy(output, target)
+
+    (reason,) = reasons_of(loss, weight=lambda output, target: (target + 1).sum())
+    assert reason == 'the loss is a mean over rows: give DataParallelCriterion weight="rows"'
+
+
+def test_a_loss_that_two_rows_cannot_classify_names_both_fixes():
+    (reason,) = reasons_of(contrastive_loss, rows=2)
+    assert reason.startswith("the loss: computed in parts it differs from the loss of the whole batch, so ")
+    assert "criterion(gather(outputs), targets)" in reason
+    assert "weight=" in reason
+
+
+def test_reasons_are_found_with_rows_in_dimension_1():
+    net, inputs, targets = time_major()
+
+    def total(output, target):
+        return flat_loss(output, target) * target.numel()
+
+    report = verify(net, total, inputs, targets, device_ids=CPUS, dim=1)
+    assert report.first_difference is None
+    (reason,) = report.reasons
+    assert reason.startswith("the loss is a sum")
+
+
+def test_errors_of_a_criterion_on_parts_are_ignored():
+    def picky(output, target):
+        if len(output) < 3:
+            raise ZeroDivisionError("too few rows")
+        return contrastive_loss(output, target)
+
+    report = verify(build_net(), picky, torch.randn(9, 4), class_targets(9), device_ids=CPUS)
+    assert not report.equal
+
+
+def test_the_loss_of_several_terms_is_their_sum():
+    Record = collections.namedtuple("Record", ["output", "loss"])
+    one, two = torch.tensor(1.0), torch.tensor(2.0)
+    assert scalar_of(one) is one
+    assert scalar_of(Record(one, two)) is two
+    assert scalar_of((one, two)) == 3
+    assert scalar_of({"a": one, "b": {"c": two}}) == 3
+    with pytest.raises(TypeError, match="returned str 'x', expected a scalar or several"):
+        scalar_of("x")

@@ -1,0 +1,25 @@
+"""Relative errors, and the first module whose output differs."""
+
+import pytest
+import torch
+from helpers.verification import CPUS, flat_loss, time_major
+from torch import nn
+
+from balanced_parallel import verify
+from balanced_parallel.diagnostics.module_recording import relative_error
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+def test_the_relative_error_of_one_nan_is_infinite():
+    one, nan = torch.tensor([1.0, 2.0]), torch.tensor([1.0, torch.nan])
+    assert relative_error(nan, one) == relative_error(one, nan) == float("inf")
+    assert relative_error(nan, nan) == 0.0
+    assert relative_error(torch.tensor([1.0, 3.0]), one) == 0.5
+
+
+def test_the_first_difference_is_found_with_rows_in_dimension_1():
+    net, inputs, targets = time_major()
+    net.output = nn.Sequential(nn.Dropout(0.5), net.output)
+    report = verify(net, flat_loss, inputs, targets, device_ids=CPUS, dim=1)
+    assert report.first_difference.startswith("output.0 (Dropout): relative error")

@@ -1,0 +1,57 @@
+"""Models and updates of the tests of ``DistributedDataParallel``."""
+
+import torch
+from helpers.problems import CLASSES, build_net
+from torch import nn
+
+from balanced_parallel import TrainStep, parallelize
+
+WAYS = ["step", "micro-batches", "criterion"]
+
+
+def make_update(way, module, criterion):
+    """One update with lr=0: by TrainStep at once, by TrainStep in micro-batches, and by hand."""
+    model, criterion = parallelize(module, criterion)
+    optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.0)
+    step = TrainStep(model, criterion, optimizer, micro_batch_size=2 if way == "micro-batches" else None)
+
+    def by_hand(inputs, targets):
+        optimizer.zero_grad()
+        loss = criterion(model(inputs), targets)
+        loss.backward()
+        return loss.detach()
+
+    return model, by_hand if way == "criterion" else step
+
+
+class Chosen(nn.Module):
+    """Uses one of its branches, or none, as it is told."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, CLASSES).double()
+        self.branches = nn.ModuleList(nn.Linear(CLASSES, CLASSES).double() for _ in range(60))
+        self.chosen = 0
+
+    def forward(self, inputs):
+        hidden = self.first(inputs)
+        return hidden if self.chosen is None else self.branches[self.chosen](hidden)
+
+
+def cut_over_ranks(tensor, sizes, rank):
+    return tensor.split(sizes)[rank]
+
+
+class Partly(torch.nn.Module):
+    """One layer is never used, one only where a rank has enough rows, and a buffer counts the forwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.never, self.sometimes = build_net(), torch.nn.Linear(2, 2), torch.nn.Linear(5, 5)
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def forward(self, inputs):
+        self.forwards += 1
+        outputs = self.net(inputs)
+        return outputs + self.sometimes(outputs) if len(inputs) > 2 else outputs

@@ -1,0 +1,40 @@
+"""Models and batches of the tests of ``memory.estimate``."""
+
+import torch
+from torch import nn
+
+VOCABULARY, LENGTH = 600, 16
+
+
+class LanguageModel(nn.Module):
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, 32)
+        self.layers = nn.Sequential(*[nn.TransformerEncoderLayer(32, 4, 64, dropout, batch_first=True) for _ in range(3)])
+        self.output = nn.Linear(32, VOCABULARY)
+
+    def forward(self, tokens):
+        return self.output(self.layers(self.embedding(tokens))).transpose(1, 2)
+
+
+def tokens(rows):
+    return torch.zeros(rows, LENGTH, dtype=torch.int64)
+
+
+def conv_net():
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True), nn.Conv2d(16, 32, 3, 2), nn.ReLU()]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+
+
+def perceptron():
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)], nn.Linear(64, 10))
+
+
+PROBLEMS = {
+    "perceptron": (perceptron, lambda rows: (torch.zeros(rows, 64), torch.zeros(rows, dtype=torch.int64))),
+    "language model": (LanguageModel, lambda rows: (tokens(rows), tokens(rows))),
+    "convolutions": (conv_net, lambda rows: (torch.zeros(rows, 3, 16, 16), torch.zeros(rows, dtype=torch.int64))),
+}

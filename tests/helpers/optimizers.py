@@ -1,0 +1,54 @@
+"""Batches, plain training and comparisons of the tests of ``BalancedOptimizer``."""
+
+import copy
+
+import torch
+from helpers.problems import CLASSES
+from torch import nn
+
+from balanced_parallel import DataParallelCriterion
+
+ROWS = 11
+
+
+def batches(steps):
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(steps):
+        yield torch.randn(ROWS, 4, generator=generator), torch.randint(CLASSES, (ROWS,), generator=generator)
+
+
+def plain(net, make, steps=4, clip=None):
+    """The plain program on a copy: the net and its optimizer."""
+    net = copy.deepcopy(net)
+    optimizer = make(net)
+    for x, target in batches(steps):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(net(x), target).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(net.parameters(), clip)
+        optimizer.step()
+    return net, optimizer
+
+
+def assert_same(net, expected, tolerance=1e-10):
+    for one, other in zip(net.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(one.detach().cpu(), other.detach().cpu(), rtol=tolerance, atol=tolerance)
+
+
+def assert_same_state(found, expected):
+    assert found["param_groups"] == expected["param_groups"]
+    assert found["state"].keys() == expected["state"].keys()
+    for index, state in expected["state"].items():
+        assert found["state"][index].keys() == state.keys()
+        for name, value in state.items():
+            torch.testing.assert_close(found["state"][index][name], value, rtol=1e-10, atol=1e-10)
+
+
+def train(model, optimizer, steps=4, clip=None):
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss())
+    for x, target in batches(steps):
+        optimizer.zero_grad()
+        criterion(model(x), target).backward()
+        if clip:
+            clip()
+        optimizer.step()

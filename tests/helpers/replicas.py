@@ -1,0 +1,26 @@
+"""Models with replicas that have run, and comparisons with the module."""
+
+import torch
+
+from balanced_parallel import DataParallelModel, gather
+
+
+def outputs_of(model, x):
+    return gather(model(x), "cpu").detach()
+
+
+def settled(net, rows=6):
+    """A model that has run once, and its batch."""
+    model, x = DataParallelModel(net.to("sim:0")), torch.randn(rows, 4)
+    model(x)
+    return model, x
+
+
+def assert_follows(model, net, x):
+    torch.testing.assert_close(outputs_of(model, x), net(x.to("sim:0")).detach().cpu())
+
+
+def write_unseen(parameter, factor):
+    """Writes as a kernel would that torch knows nothing of."""
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(parameter):
+        parameter.mul_(factor)

@@ -1,0 +1,32 @@
+"""Batches and comparisons of training loops that differ in their devices."""
+
+import torch
+from helpers.problems import CLASSES
+from torch import nn
+
+ROWS = 7
+
+
+def random_batches(steps, rows=ROWS):
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(steps):
+        yield torch.randn(rows, 4, generator=generator), torch.randn(rows, CLASSES, generator=generator)
+
+
+def values_of(*modules):
+    return [parameter.detach().cpu().clone() for module in modules for parameter in module.parameters()]
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(CLASSES, CLASSES))
+
+    def forward(self, x, y):
+        return (x @ self.weight - y).square().mean()
+
+
+def assert_equal(found, expected):
+    assert len(found) == len(expected)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)

@@ -1,0 +1,39 @@
+"""Traces in a process of their own."""
+
+import os
+
+import pytest
+import torch
+from helpers.memory_problems import PROBLEMS
+from torch import nn
+from torch.nn import functional as F
+
+from balanced_parallel import memory, simulate
+from balanced_parallel.memory.device_specs import KINDS, find_kind
+
+
+def test_estimate_after_a_backward_on_an_accelerator_does_not_fork():
+    """Autograd refuses to run in a process that is forked then: the trace is made in this one."""
+    build, batch = PROBLEMS["perceptron"]
+    before = memory.estimate(build(), F.cross_entropy, *batch(6), device_kind="sim").peak
+    with simulate(2):
+        net = nn.Linear(4, 4).to("sim:0")
+        net(torch.zeros(2, 4, device="sim:0")).sum().backward()
+        assert memory.estimate(build(), F.cross_entropy, *batch(6)).peak == before
+        assert find_kind(None) is KINDS["sim"]
+    resize = torch.UntypedStorage.resize_
+    assert memory.estimate(build(), F.cross_entropy, *batch(6), device_kind="sim").peak == before
+    assert torch.UntypedStorage.resize_ is resize
+    logits = torch.zeros(4, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.softmax(logits.bfloat16(), 0).dtype == torch.bfloat16  # the CPU's own choice is back
+
+
+def test_killed_child_process_raises_an_error():
+    class Dying(nn.Linear):
+        def forward(self, inputs):
+            os._exit(3)
+
+    net = Dying(8, 8)
+    with pytest.raises(RuntimeError, match="without a result"):
+        memory.estimate(net, lambda out, _: out.sum(), torch.zeros(6, 8), torch.zeros(6))

@@ -1,0 +1,48 @@
+"""Peaks of other batches, from two traces."""
+
+import pytest
+from helpers.memory_problems import PROBLEMS
+from torch import nn
+from torch.nn import functional as F
+
+from balanced_parallel import memory
+
+
+@pytest.mark.parametrize("kind", ["cpu", "h200"])
+@pytest.mark.parametrize("problem", PROBLEMS)
+def test_extrapolated_peak_equals_a_direct_estimate(problem, kind):
+    build, batch = PROBLEMS[problem]
+    report = memory.estimate(build(), F.cross_entropy, *batch(6), device_kind=kind, precision="bf16")
+    assert report.affine
+    for rows in (1, 7, 301):
+        direct = memory.estimate(build(), F.cross_entropy, *batch(rows), device_kind=kind, precision="bf16")
+        assert report.at(rows)[0] == pytest.approx(direct.peak[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["cpu", "sim", "h200"])
+def test_largest_batch_fits_and_one_more_row_does_not(kind):
+    build, batch = PROBLEMS["perceptron"]
+    report = memory.estimate(build(), F.cross_entropy, *batch(6), device_kind=kind)
+    capacity = report.reserved[0] * 3
+    rows = report.largest(capacity)
+    assert rows > 18
+    assert report.largest(str(capacity)) == rows
+    direct = [memory.estimate(build(), F.cross_entropy, *batch(count), device_kind=kind) for count in (rows, rows + 1)]
+    assert direct[0].peak[0] <= capacity
+    if kind != "h200":  # there the allocator may give back segments, and do with less than it would take
+        assert direct[1].peak[0] > capacity
+    assert report.largest(1000) == 0
+
+
+def test_extrapolation_with_unequal_splits():
+    build, batch = PROBLEMS["language model"]
+    settings = {"layout": "replicas", "devices": 2, "split": (5.0, 2.0), "device_kind": "sim"}
+    report = memory.estimate(build(), nn.CrossEntropyLoss(), *batch(20), **settings)
+    for rows in (7, 33):
+        direct = memory.estimate(build(), nn.CrossEntropyLoss(), *batch(rows), **settings)
+        assert report.at(rows) == pytest.approx(direct.peak, rel=1e-4)
+    capacity = report.at(29)
+    assert report.largest(capacity) == 29
+    assert report.largest([capacity[0], "1GiB"]) >= 29 > report.largest(capacity[1])
+    with pytest.raises(ValueError, match="capacity has 3 sizes for 2 devices"):
+        report.largest(["1GiB"] * 3)

@@ -1,0 +1,120 @@
+"""Estimates of each layout, compared with simulated devices."""
+
+import contextlib
+import functools
+
+import pytest
+import torch
+from helpers.memory_problems import PROBLEMS, LanguageModel
+from torch import nn
+from torch.nn import functional as F
+
+from balanced_parallel import (
+    BalancedOptimizer,
+    DataParallelCriterion,
+    DataParallelModel,
+    TrainStep,
+    convert_sync_batchnorm,
+    memory,
+    simulate,
+)
+from balanced_parallel.replicas import gradient_buckets
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_gradients_kept_for_other_streams_are_estimated(monkeypatch, balanced):
+    """To one small gradient: how far the devices' threads are apart is not known. What is kept is 1.7 MiB here."""
+    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 2**20)
+
+    def build():
+        return nn.Sequential(nn.Linear(64, 500), nn.Linear(500, 900), nn.Linear(900, 64))
+
+    batch = torch.ones(12, 64), torch.ones(12, 64)
+    settings = {"layout": "replicas", "devices": 3, "device_kind": "sim", "balanced_optimizer": balanced}
+    report = memory.estimate(build(), nn.MSELoss(), *batch, micro_batch_size=2, **settings)
+    with simulate(3) as cluster:
+        model, criterion = DataParallelModel(build()), DataParallelCriterion(nn.MSELoss())
+        optimizer = BalancedOptimizer(model, torch.optim.AdamW) if balanced else torch.optim.AdamW(model.parameters())
+        step = TrainStep(model, criterion, optimizer, micro_batch_size=2)
+        for _ in range(2):
+            cluster.reset_peak()
+            step(*batch)
+        assert len(model.replicas.gradients.buckets) == 3
+        assert report.peak == pytest.approx(cluster.peak, abs=300 * 2**10)
+
+
+LAYOUTS = [("replicas", False), ("replicas", True), ("torch_data_parallel", False)]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("layout", "balanced"), LAYOUTS)
+def test_replicas_equal_the_simulated_peak(layout, balanced, precision):
+    build, batch = PROBLEMS["language model"]
+    settings = {"layout": layout, "balanced_optimizer": balanced, "precision": precision, "devices": 3, "device_kind": "sim"}
+    report = memory.estimate(build(), nn.CrossEntropyLoss(), *batch(24), **settings)
+    with simulate(3) as cluster:
+        inputs, targets = batch(24)
+        if layout == "replicas":
+            model, criterion = DataParallelModel(build(), precision=precision), DataParallelCriterion(nn.CrossEntropyLoss())
+        else:
+            model = nn.DataParallel(build().to("sim:0"))
+
+            def criterion(outputs, targets):
+                return F.cross_entropy(outputs, targets.to("sim:0"))
+
+        if precision == "bf16" and layout != "replicas":
+            pytest.skip("nn.DataParallel needs autocast inside of the module")
+        optimizer = BalancedOptimizer(model, torch.optim.AdamW) if balanced else torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            cluster.reset_peak()
+            optimizer.zero_grad()
+            with torch.autocast("sim", torch.bfloat16) if precision == "bf16" else contextlib.nullcontext():
+                loss = criterion(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            del loss
+        assert report.peak == pytest.approx(cluster.peak, rel=0.02)
+
+
+def test_dropout_equals_the_simulated_peak():
+    build, batch = functools.partial(LanguageModel, 0.1), PROBLEMS["language model"][1]
+    settings = {"layout": "replicas", "devices": 2, "device_kind": "sim"}
+    report = memory.estimate(build(), nn.CrossEntropyLoss(), *batch(24), **settings)
+    with simulate(2) as cluster:
+        model, criterion = DataParallelModel(build()), DataParallelCriterion(nn.CrossEntropyLoss())
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(2):
+            cluster.reset_peak()
+            optimizer.zero_grad()
+            criterion(model(batch(24)[0]), batch(24)[1]).backward()
+            optimizer.step()
+        assert report.peak == pytest.approx(cluster.peak, rel=0.005)
+
+
+def test_ddp_adds_communication_buckets_to_the_plain_program():
+    build, batch = PROBLEMS["perceptron"]
+    settings = {"device_kind": "cpu"}
+    plain = memory.estimate(build(), F.cross_entropy, *batch(24), **settings)
+    size = sum(parameter.nbytes for parameter in build().parameters())
+    report = memory.estimate(build(), F.cross_entropy, *batch(24), layout="ddp", devices=2, **settings)
+    assert report.parts[0]["communication buckets"] + report.parts[0]["gradients"] == size
+    assert plain.peak[0] < report.peak[0] <= plain.peak[0] + size
+    alone = memory.estimate(build(), F.cross_entropy, *batch(24), layout="ddp", **settings)
+    assert alone.peak == plain.peak
+    spread = memory.estimate(build(), F.cross_entropy, *batch(24), layout="ddp", devices=2, balanced_optimizer=True, **settings)
+    assert report.peak[0] - spread.peak[0] == pytest.approx(size, rel=0.05)  # half of two states
+    sharded = memory.estimate(build(), F.cross_entropy, *batch(24), layout="fsdp", devices=2, **settings)
+    assert sharded.peak[0] < report.peak[0]
+    assert len(sharded.peak) == 2
+    assert not torch.distributed.is_initialized()
+
+
+def test_replicas_with_checkpointing_and_sync_batch_norm():
+    build, batch = PROBLEMS["language model"]
+    settings = {"layout": "replicas", "devices": 2, "device_kind": "sim"}
+    plain = memory.estimate(build(), F.cross_entropy, *batch(24), **settings)
+    less = memory.estimate(build(), F.cross_entropy, *batch(24), checkpoint="blocks", **settings)
+    assert less.peak < plain.peak
+    assert less.flops > plain.flops
+    build, batch = PROBLEMS["convolutions"]
+    assert memory.estimate(convert_sync_batchnorm(build()), F.cross_entropy, *batch(6), **settings).peak

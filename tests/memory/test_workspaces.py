@@ -1,0 +1,46 @@
+"""Memory that operators allocate for themselves."""
+
+import pytest
+import torch
+from helpers.allocations import used
+from torch import nn
+from torch.nn import functional as F
+
+from balanced_parallel import memory
+from balanced_parallel.memory.operators.workspaces import Call, Like, scratch_of
+
+
+def test_scratch_of_a_matrix_product_is_zero():
+    like = Like((256, 256), (256, 1), torch.float32)
+    assert scratch_of(Call(0, "cpu", "aten.mm.default", (like, like), (), like.bytes)) == 0
+    twice = Call(0, "cpu", "aten.mm.default", (Like((512, 256), (256, 1), torch.float32), like))
+    assert Call(0, "cpu", "aten.mm.default", (like, like)).between(twice, 1, 2).args[0].shape == (384, 256)
+
+
+BORROWERS = {
+    "upsample": lambda: nn.Upsample(scale_factor=2, mode="bilinear"),
+    "instance norm": lambda: nn.InstanceNorm2d(16, affine=True),
+    "group norm": lambda: nn.GroupNorm(4, 16),
+    "mish": nn.Mish,
+    "unfold": lambda: nn.Sequential(nn.Unfold(3), nn.Unflatten(1, (16, 9)), nn.Flatten(1, 2), nn.Unflatten(1, (16, 9))),
+}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", BORROWERS)
+def test_temporary_memory_of_operators_equals_the_allocator(name, precision):
+    """Copies of what is not contiguous, or not of the type that is computed in."""
+
+    def build():
+        torch.manual_seed(0)
+        ends = nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.LazyLinear(10)
+        net = nn.Sequential(nn.Conv2d(3, 16, 3, padding=1), BORROWERS[name](), *ends)
+        net(batch()[0])
+        return net
+
+    def batch():
+        return torch.zeros(8, 3, 32, 32), torch.zeros(8, dtype=torch.int64)
+
+    found = used(build, batch, torch.optim.AdamW, precision)
+    report = memory.estimate(build(), F.cross_entropy, *batch(), precision=precision, device_kind="cpu")
+    assert abs(report.peak[0] - found) <= 0.002 * found

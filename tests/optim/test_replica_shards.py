@@ -1,0 +1,239 @@
+"""Shards of parameters: checkpoints, changes between steps, shared parameters, copies."""
+
+import copy
+import gc
+import io
+import itertools
+import pickle
+
+import pytest
+import torch
+from helpers.optimizers import assert_same, assert_same_state, batches, plain, train
+from helpers.problems import CLASSES, build_net
+from helpers.updates import assert_equal, random_batches, values_of
+from torch import nn
+
+from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
+
+pytestmark = pytest.mark.usefixtures("double", "buckets")
+
+LAYOUTS = ["plain", "one device", "three devices", "four devices"]
+
+
+def layout(name, net):
+    """A net's optimizer, and a function that trains it for two steps on."""
+    if name == "plain":
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+
+        def go_on():
+            for x, target in batches(2):
+                optimizer.zero_grad()
+                nn.functional.cross_entropy(net(x), target).backward()
+                optimizer.step()
+
+        return optimizer, go_on
+    model = DataParallelModel(net, list(range({"one": 1, "three": 3, "four": 4}[name.split()[0]])))
+    optimizer = BalancedOptimizer(model, torch.optim.Adam, lr=0.1)
+    return optimizer, lambda: train(model, optimizer, 2)
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.product(LAYOUTS, LAYOUTS)))
+def test_checkpoint_moves_between_numbers_of_devices(first, second):
+    start = build_net()
+    expected, reference = plain(start, lambda net: torch.optim.Adam(net.parameters(), lr=0.1), steps=2)
+    for x, target in batches(2):
+        reference.zero_grad()
+        nn.functional.cross_entropy(expected(x), target).backward()
+        reference.step()
+    file = io.BytesIO()
+    with simulate(4):
+        net = copy.deepcopy(start)
+        optimizer, go_on = layout(first, net)
+        go_on()
+        torch.save({"net": net.state_dict(), "optimizer": optimizer.state_dict()}, file)
+        del optimizer, go_on
+    file.seek(0)
+    saved = torch.load(file, map_location="cpu")
+    with simulate(4):
+        net = build_net()
+        optimizer, go_on = layout(second, net)
+        net.load_state_dict(saved["net"])
+        optimizer.load_state_dict(saved["optimizer"])
+        go_on()
+        assert_same(net, expected)
+        state = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, optimizer.state_dict())
+        assert_same_state(state, reference.state_dict())
+
+
+def test_parameters_changed_between_steps_keep_their_values():
+    with simulate(3):
+        net = build_net()
+        model = DataParallelModel(net)
+        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=1.0)
+        train(model, optimizer, 1)
+        changes = {3: lambda p: p.data.mul_(0).add_(3), 4: lambda p: setattr(p, "data", torch.full_like(p, 4))}
+        for value, change in changes.items():
+            optimizer.zero_grad()
+            change(net[0].weight)
+            with torch.no_grad():
+                net[0].bias.fill_(2)
+            optimizer.step()  # no gradients: nothing else changes
+            assert net[0].weight.eq(value).all()
+            assert net[0].bias.eq(2).all()
+            train(model, optimizer, 1)
+            expected = copy.deepcopy(net).cpu()
+            train(model, optimizer, 2)
+            reference = torch.optim.SGD(expected.parameters(), lr=1.0)
+            for x, target in batches(2):
+                reference.zero_grad()
+                nn.functional.cross_entropy(expected(x), target).backward()
+                reference.step()
+            assert_same(net, expected)
+
+
+def test_replaced_parameters_raise_an_error():
+    with simulate(2):
+        net = build_net()
+        model = DataParallelModel(net)
+        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=1.0)
+        with pytest.raises(ValueError, match="has a BalancedOptimizer already"):
+            BalancedOptimizer(model, torch.optim.SGD, lr=1.0)
+        net[1].note = "an attribute is not a parameter"
+        train(model, optimizer, 1)
+        net[0].bias = nn.Parameter(torch.zeros(6, device="sim:0"))
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="other parameters than when its BalancedOptimizer was made.*make a new one"):
+                train(model, optimizer, 1)
+        del optimizer
+        gc.collect()
+        train(model, BalancedOptimizer(model, torch.optim.SGD, lr=1.0), 1)
+
+
+def test_deleting_the_optimizer_restores_plain_parameters():
+    net = build_net()
+    expected, _ = plain(net, lambda net: torch.optim.SGD(net.parameters(), lr=0.1), 2)
+    with simulate(3):
+        model = DataParallelModel(net)
+        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1)
+        train(model, optimizer, 1)
+        copied = copy.deepcopy(model)
+        assert all(type(parameter) is nn.Parameter for parameter in copied.parameters())
+        del optimizer
+        gc.collect()
+        assert all(type(parameter) is nn.Parameter for parameter in net.parameters())
+        net.zero_grad()
+        plain_optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        x, target = list(batches(2))[1]
+        DataParallelCriterion(nn.CrossEntropyLoss())(model(x), target).backward()
+        plain_optimizer.step()
+        assert_same(net, expected)
+
+
+class SharedHead(nn.Module):
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+        self.own = nn.Parameter(torch.full((CLASSES,), 0.3, device=weight.device))
+
+    def forward(self, x, y):
+        return ((x @ self.weight) @ self.weight.T * self.own - y).square().mean()
+
+
+@pytest.mark.parametrize("how", ["plain loop", "whole", "micro-batches", "fused"])
+def test_parameter_shared_by_model_and_criterion_equals_the_plain_program(how):
+    def trained(devices):
+        net = build_net().to(devices[0])
+        head = SharedHead(net[2].weight)
+        model, criterion = DataParallelModel(net, devices), DataParallelCriterion(head, weight=lambda x, y: x.size(0))
+        parameters = [*net.parameters(), head.own]
+        settings = {"lr": 0.05, "fused": how == "fused" and devices[0] == "cpu"}
+        if len(devices) == 1:
+            optimizer = torch.optim.AdamW(parameters, **settings)
+        else:
+            optimizer = BalancedOptimizer(model, Unrecorded if how == "fused" else torch.optim.AdamW, parameters, **settings)
+        step = TrainStep(model, criterion, optimizer, micro_batch_size=2 if how == "micro-batches" else None)
+        for x, y in random_batches(6):
+            if how in ("plain loop", "fused"):
+                optimizer.zero_grad()
+                criterion(model(x), y).backward()
+                optimizer.step()
+            else:
+                step(x, y)
+        return values_of(net, head)
+
+    expected = trained(["cpu"])
+    with simulate(3):
+        assert_equal(trained(["sim:0", "sim:1", "sim:2"]), expected)
+
+
+class Unrecorded(torch.optim.AdamW):
+    """Writes as fused kernels do: no version counter moves."""
+
+    def step(self, closure=None):
+        with torch.autograd._unsafe_preserve_version_counter(tuple(p for group in self.param_groups for p in group["params"])):
+            return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, Unrecorded])
+def test_two_models_of_one_module_equal_the_plain_program(kind):
+    def trained(wrap, make):
+        net = build_net()
+        first, second = wrap(net, [0, 1, 2]), wrap(net, [0, 2])
+        first(torch.randn(4, 4))
+        optimizer = make(first, net)
+        for x, y in random_batches(6):
+            optimizer.zero_grad()
+            out = gather(first(x), "cpu") if wrap is DataParallelModel else first(x)
+            again = gather(second(x + 1), "cpu") if wrap is DataParallelModel else second(x + 1)
+            ((out - y) * again).square().mean().backward()
+            optimizer.step()
+        return values_of(net)
+
+    expected = trained(lambda net, _: net, lambda _, net: torch.optim.AdamW(net.parameters(), 0.05))
+    with simulate(3):
+        assert_equal(trained(DataParallelModel, lambda first, net: BalancedOptimizer(first, kind, lr=0.05)), expected)
+
+
+def test_two_optimizers_of_one_module_raise_an_error():
+    with simulate(3):
+        net = build_net()
+        first, second = DataParallelModel(net), DataParallelModel(net)
+        optimizer = BalancedOptimizer(first, torch.optim.SGD, lr=0.1)
+        with pytest.raises(ValueError, match="the module's parameters belong to another BalancedOptimizer"):
+            BalancedOptimizer(second, torch.optim.SGD, lr=0.1)
+        del optimizer
+
+
+def through_pickle(value):
+    return pickle.loads(pickle.dumps(value))
+
+
+def through_torch(value):
+    file = io.BytesIO()
+    torch.save(value, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, through_pickle, through_torch])
+@pytest.mark.parametrize("devices", [["cpu"] * 2, ["sim:0", "sim:1", "sim:2"]], ids=["cpu", "sim"])
+def test_copies_train_like_the_original(copied, devices):
+    def train(model, optimizer, steps):
+        for x, y in random_batches(steps):
+            optimizer.zero_grad()
+            nn.functional.mse_loss(gather(model(x), "cpu"), y).backward()
+            optimizer.step()
+
+    with simulate(3):
+        model = DataParallelModel(build_net().to(devices[0]), devices)
+        groups = [{"params": model.module[0].parameters(), "lr": 0.02}, {"params": model.module[2].parameters()}]
+        optimizer = BalancedOptimizer(model, torch.optim.AdamW, groups, lr=0.05)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        train(model, optimizer, 3)
+        scheduler.step()
+        other_model, other = copied((model, optimizer))
+        assert [group["lr"] for group in other.param_groups] == [0.01, 0.025]
+        train(model, optimizer, 3)
+        assert any(not torch.equal(*pair) for pair in zip(values_of(model), values_of(other_model), strict=True))
+        train(other_model, other, 3)
+        assert_equal(values_of(other_model), values_of(model))

@@ -1,0 +1,195 @@
+"""Sums of gradients that overlap with the backward, on the streams of the caller."""
+
+import contextlib
+import threading
+import time
+
+import pytest
+import torch
+from helpers.problems import assert_same_gradients, build_net, class_targets, gradients, plain_program
+from helpers.streams import TOO_EARLY, stream_on
+from torch import nn
+
+from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, simulate
+from balanced_parallel.runtime import transport
+from balanced_parallel.runtime.streams import SideStreams, on_streams
+
+
+@contextlib.contextmanager
+def on_other_streams(streams):
+    """The program runs on streams of its own, where nothing is in order by chance."""
+    for stream in streams:
+        stream.wait_stream(torch.accelerator.current_stream(stream.device))
+    with on_streams({stream.device: stream for stream in streams}):
+        yield
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 2])
+@pytest.mark.parametrize("balanced", [False, True])
+def test_steps_on_any_streams_equal_the_plain_program(double, small_buckets, balanced, micro_batch_size):
+    inputs, targets = torch.randn(14, 4), class_targets(14, ignored=5)
+    plain = build_net()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(plain(inputs), targets).backward()
+        optimizer.step()
+    with simulate(3), on_other_streams([stream_on(index) for index in range(3)]):
+        model = DataParallelModel(build_net())
+        kind = torch.optim.AdamW
+        optimizer = BalancedOptimizer(model, kind, lr=0.1) if balanced else kind(model.parameters(), lr=0.1)
+        step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), optimizer, micro_batch_size=micro_batch_size)
+        for _ in range(3):
+            step(inputs, targets)
+        assert len(model.replicas.gradients.buckets) == 4
+        for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.cpu(), other, rtol=1e-9, atol=1e-10)
+
+
+class WithoutItsLastBucket(nn.Module):
+    """No backward reaches the bucket of what is registered first, so that nothing comes after the sums of the others."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused, self.net = nn.Parameter(torch.ones(3)), build_net()
+
+    def forward(self, inputs):
+        return self.net(inputs)
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_backward_on_other_streams_than_forward_equals_the_plain_program(double, small_buckets, balanced):
+    inputs, targets = torch.randn(7, 4), class_targets(7)
+    _, expected = plain_program(build_net(), nn.CrossEntropyLoss(), inputs, targets)
+    with simulate(3):
+        model, criterion = DataParallelModel(WithoutItsLastBucket()), DataParallelCriterion(nn.CrossEntropyLoss())
+        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1) if balanced else None
+        streams = [stream_on(index) for index in range(3)]
+
+        def loss():
+            with on_other_streams(streams):
+                found = criterion(model(inputs), targets)
+                for stream in streams:
+                    stream.synchronize()  # the loss and the outputs are used outside
+            return found
+
+        with model.no_sync():
+            for _ in range(2):
+                loss().backward()
+        model.replicas.gradients.scale(1.0)  # as TrainStep does for float16
+        model.reduce_gradients()
+        for _ in range(2):
+            loss().backward()
+            for stream in streams:
+                with stream:
+                    torch.zeros(1000, device=stream.device)  # may be given what was kept
+        assert_same_gradients([gradient.cpu() / 4 for gradient in gradients(model.module.net)], expected)
+        found = torch.autograd.grad(criterion(model(inputs), targets), list(model.module.net.parameters()))
+        assert_same_gradients([gradient.cpu() for gradient in found], expected)
+        del optimizer
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_gradients_are_ready_on_the_streams_of_the_caller(double, small_buckets, balanced):
+    inputs, targets = torch.randn(7, 4), class_targets(7)
+    _, expected = plain_program(build_net(), nn.CrossEntropyLoss(), inputs, targets)
+    with simulate(3):
+        model, criterion = DataParallelModel(WithoutItsLastBucket()), DataParallelCriterion(nn.CrossEntropyLoss())
+        kind = torch.optim.SGD
+        optimizer = BalancedOptimizer(model, kind, lr=0.0) if balanced else kind(model.parameters(), lr=0.0)
+        for _ in range(2):
+            loss = criterion(model(inputs), targets)
+            for index in range(3):
+                torch.accelerator.synchronize(index)
+            with on_other_streams([stream_on(index) for index in range(3)]):
+                loss.backward()
+                optimizer.step()
+                assert_same_gradients([gradient.cpu() for gradient in gradients(model.module.net)], expected)
+                optimizer.zero_grad()
+                for index in range(3):
+                    torch.accelerator.synchronize(index)
+
+
+def current_streams():
+    return {torch.accelerator.current_stream(f"sim:{index}").stream_id for index in range(2)}
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_sums_run_on_side_streams(small_buckets, monkeypatch, balanced):
+    """All but those of the last bucket, with which nothing could overlap."""
+    with simulate(2):
+        streams, name = [], "reduce_scatter" if balanced else "reduce"
+        collective = getattr(transport, name)
+
+        def watched(*args):
+            streams.append(current_streams())
+            assert not model.replicas.gradients.side._pending  # what the bucket before it used was let go
+            collective(*args)
+
+        monkeypatch.setattr(transport, name, watched)
+        model = DataParallelModel(build_net())
+        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1) if balanced else None
+        DataParallelCriterion(nn.MSELoss())(model(torch.ones(4, 4)), torch.ones(4, 5)).backward()
+        beside = [some for some in streams if 0 not in some]
+        assert len(beside) == 3
+        assert [some for some in streams if some not in beside] == [{0}]
+        del optimizer
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_gradients_belong_to_the_computing_streams(small_buckets, balanced):
+    """Their memory is given back to these streams, where activations can use it."""
+    with simulate(2):
+        model = DataParallelModel(build_net())
+        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1) if balanced else None
+        DataParallelCriterion(nn.MSELoss())(model(torch.ones(4, 4)), torch.ones(4, 5)).backward()
+        leaves = list(model.parameters()) if optimizer is None else optimizer.param_groups[0]["params"]
+        assert len(leaves) >= 4
+        for leaf in leaves:
+            other = torch.Stream(device=leaf.device)
+            other.wait_stream(torch.accelerator.current_stream(leaf.device))
+            with other:
+                leaf.grad.sum()
+            leaf.grad = None
+            with pytest.raises(RuntimeError, match="reuses memory that was freed"):
+                torch.ones(4, device=leaf.device)  # on the computing stream
+
+
+@contextlib.contextmanager
+def let_go_at_once(self, computing, uses, entered=SideStreams.entered):
+    with entered(self, computing, []):
+        yield
+    reduced.set()
+
+
+def no_wait_before(self, device, stream):
+    return self._streams.setdefault(device, torch.Stream(device))
+
+
+def no_wait_after(self):
+    self._pending.clear()
+
+
+reduced = threading.Event()
+
+
+@pytest.mark.parametrize(
+    ("method", "broken"),
+    [("entered", let_go_at_once), ("_side_stream", no_wait_before), ("join", no_wait_after), ("join", None)],
+)
+def test_missing_stream_synchronization_is_detected(small_buckets, monkeypatch, method, broken):
+    reduced.clear()
+
+    def watch(module, inputs, output):
+        """The second replica goes on when the first sums have been started, and what they use was let go."""
+        if output.device.index == 1 and method == "entered":
+            output.register_hook(lambda gradient: time.sleep(0.2) if reduced.wait(20) else pytest.fail("nothing was summed"))
+
+    monkeypatch.setattr(SideStreams, method, broken or getattr(SideStreams, method))
+    with simulate(2):
+        model = DataParallelModel(nn.Sequential(*[nn.Linear(8, 8) for _ in range(4)]))
+        model.module[0].register_forward_hook(watch)
+        criterion = DataParallelCriterion(nn.MSELoss())
+        with pytest.raises(RuntimeError, match=TOO_EARLY) if broken else contextlib.nullcontext():
+            criterion(model(torch.ones(9, 8)), torch.ones(9, 8)).backward()
+            sum(parameter.grad.sum() for parameter in model.parameters())

@@ -1,0 +1,72 @@
+"""The main job, run as a user runs it."""
+
+import pytest
+from helpers.scripts import SENTENCES, TORCHRUN, run, train
+
+
+def test_losses_are_equal_on_one_device_three_replicas_and_two_ranks(tmp_path):
+    common = ["--vocabulary", 500, "--steps", 12, "--batch-size", 24]
+    layouts = {
+        "one": (["--devices", "cpu"], {}),
+        "replicas": (["--devices", "cpu,cpu,cpu", "--micro-batch-size", 3], {}),
+        "torchrun": (["--micro-batch-size", 5], {"launcher": TORCHRUN}),
+    }
+    losses, validation = {}, {}
+    for name, (flags, settings) in layouts.items():
+        _, lines, summary = train(tmp_path / name, *common, *flags, **settings)
+        losses[name] = [line["loss"] for line in lines if "loss" in line]
+        validation[name] = summary["validation_loss"]
+        assert [line["step"] for line in lines if "loss" in line] == list(range(1, 13))
+        assert summary["ranks"] == (2 if name == "torchrun" else 1)
+        assert (tmp_path / name / "model.pt").exists()
+    assert losses["one"][-1] < losses["one"][0]
+    for name in ("replicas", "torchrun"):
+        assert losses[name] == pytest.approx(losses["one"], rel=1e-4)
+        assert validation[name] == pytest.approx(validation["one"], rel=1e-4)
+
+
+def test_digits_task_reaches_95_percent_accuracy(tmp_path):
+    output, lines, summary = train(tmp_path / "run", "--task", "digits")
+    assert summary["accuracy"] >= 0.95
+    assert lines[-1] == {"step": 300, "validation_loss": summary["validation_loss"], "accuracy": summary["accuracy"]}
+    assert "1 process, 1 device" in output
+    assert "waiting for data" in output
+
+
+def test_custom_text_and_short_last_batch(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(SENTENCES)
+    flags = ["--data", text, "--epochs", 2, "--batch-size", 13, "--precision", "bf16", "--workers", 1]
+    _, lines, summary = train(tmp_path / "run", *flags, "--devices", "cpu,cpu")
+    assert len([line for line in lines if "validation_loss" in line]) == 2
+    assert summary["validation_loss"] < summary["baseline_loss"]
+    assert summary["steps"] == 2 * -(-35 // 13)
+
+
+def test_simulated_gpus_under_torchrun_report_all_ranks(tmp_path):
+    flags = ["--task", "digits", "--steps", 3, "--precision", "bf16"]
+    output, _, summary = train(tmp_path / "sim", "--simulate", 2, *flags, launcher=TORCHRUN)
+    assert (summary["ranks"], len(summary["peak_bytes"])) == (2, 2)
+    assert sum(line.lstrip().startswith("sim:") for line in output.splitlines()) == 2
+
+
+def test_out_of_memory_prints_the_table_and_one_line(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(SENTENCES)
+    done = run("--simulate", 2, "--memory", "4MiB", "--steps", 2, "--data", text, "--out", tmp_path)
+    assert done.returncode == 1
+    assert "optimizer state" in done.stdout
+    assert len(done.stderr.splitlines()) == 1
+    assert "out of memory. Tried to allocate" in done.stderr
+    assert "Give --micro-batch-size fewer rows" in done.stderr
+
+
+def test_plan_is_printed_without_training(tmp_path):
+    flags = ["--plan", "--simulate", 2, "--memory", "3MiB", "--task", "digits", "--out", tmp_path / "nothing"]
+    done = run(*flags)
+    assert done.returncode == 0, done.stderr
+    assert "rows per update on 2 x sim with 3.00 MiB" in done.stdout
+    assert "chosen: " in done.stdout
+    assert not (tmp_path / "nothing").exists()
+    done = run("--plan", "--simulate", 2, "--task", "digits")
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)

@@ -1,0 +1,185 @@
+"""A cluster of simulated devices: its devices, its table, errors, and cleanup at the end of the block."""
+
+import copy
+import gc
+import importlib
+import re
+import subprocess
+import sys
+import threading
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import balanced_parallel
+from balanced_parallel import simulate
+
+MIB = 2**20
+
+
+def floats(mebibytes, device):
+    return torch.empty(mebibytes * MIB // 4, device=device)
+
+
+def test_devices_exist_inside_the_block_only():
+    assert torch.accelerator.current_accelerator(check_available=True) is None
+    with simulate(3) as cluster:
+        assert cluster.devices == [torch.device("sim", index) for index in range(3)]
+        assert torch.accelerator.current_accelerator(check_available=True) == torch.device("sim")
+        assert (torch.accelerator.device_count(), torch.sim.device_count()) == (3, 3)
+        with pytest.raises(RuntimeError, match="invalid device ordinal: there is no sim:3, the cluster has sim:0 to sim:2"):
+            torch.ones(1, device="sim:3")
+        with torch.accelerator.device_index(2):
+            assert torch.ones(1, device="sim").device == torch.device("sim:2")
+    assert torch.accelerator.current_accelerator(check_available=True) is None
+    with pytest.raises(RuntimeError, match="only inside `with simulate"):
+        torch.ones(1, device="sim:0")
+
+
+def test_the_table_and_all_numbers_are_readable_after_the_block():
+    with simulate(2, memory=["2GiB", "1GiB"]) as cluster:
+        torch.ones(MIB).to("sim:1")
+        inside = str(cluster)
+        expected = cluster.live, cluster.peak, cluster.moved, cluster.categories(1)
+    assert str(cluster) == inside
+    assert (cluster.live, cluster.peak, cluster.moved, cluster.categories(1)) == expected
+    lines = inside.splitlines()
+    assert re.split(r"\s{2,}", lines[0].strip())[:5] == ["device", "memory", "now", "peak", "parameters"]
+    assert re.split(r"\s{2,}", lines[-1].strip())[:4] == ["sim:1", "1.00 GiB", "0 B", "4.00 MiB"]
+    with pytest.raises(RuntimeError, match="peaks can be read, but not reset"):
+        cluster.reset_peak()
+    with pytest.raises(IndexError):
+        cluster.categories(2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0,), "devices=0, expected an integer from 1 to 64"),
+        ((2.0,), "devices=2.0, expected an integer"),
+        ((True,), "devices=True, expected an integer"),
+        ((65,), "from 1 to 64"),
+        ((2, ["1GiB"]), "memory has 1 entries for 2 devices"),
+        ((2, "24 gigs"), "'24 gigs' is not a memory size, expected a positive number of bytes, or text with a unit"),
+        ((2, -1), "-1 is not a memory size"),
+    ],
+)
+def test_invalid_arguments_raise_an_error_with_the_value(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)), simulate(*arguments):
+        pass
+
+
+def test_nested_clusters_raise_an_error():
+    with simulate(1):
+        with pytest.raises(RuntimeError, match="inside simulate"), simulate(2):
+            pass
+        assert torch.ones(1, device="sim:0").item() == 1
+
+
+def test_tensors_can_only_be_copied_to_the_cpu_or_freed_after_the_block():
+    with simulate(2):
+        old = torch.ones(MIB, device="sim:1")
+    assert old.cpu().eq(1).all()
+    with simulate(2) as cluster:
+        assert cluster.live == [0, 0]
+        with pytest.raises(RuntimeError, match="of a cluster that has ended"):
+            old + 1
+        with pytest.raises(RuntimeError, match="of a cluster that has ended"):
+            old.to("sim:0")
+        del old
+        assert cluster.live == [0, 0]
+
+
+def public_and_private_names(module):
+    return {name for name in dir(module) if not name.startswith("__")}
+
+
+def test_the_end_of_the_block_removes_patches_hooks_and_devices():
+    net = nn.Linear(2, 2)
+    optimizer = importlib.import_module("torch.optim.optimizer")  # torch.optim has no attribute for this module
+    with simulate(1):
+        pass  # makes the changes that torch cannot undo
+    places = [torch, torch._C, torch.Tensor, nn.Module, nn.parallel.comm, torch.cuda.nccl, nn.modules.module, optimizer]
+    names = [public_and_private_names(place) for place in places]
+    hooks = len(nn.modules.module._global_forward_pre_hooks), len(optimizer._global_optimizer_pre_hooks)
+    modules, state, nccl = set(sys.modules), torch.get_rng_state(), torch.cuda.nccl.is_available
+    with simulate(2):
+        torch.rand(3, device="sim:1")
+        assert nn.DataParallel(net.to("sim:0"))(torch.ones(2, 2)).shape == (2, 2)
+    assert [public_and_private_names(place) for place in places] == names
+    assert hooks == (len(nn.modules.module._global_forward_pre_hooks), len(optimizer._global_optimizer_pre_hooks))
+    assert set(sys.modules) - modules <= {name for name in sys.modules if name.startswith("torch.")}
+    assert torch.cuda.nccl.is_available is nccl
+    assert torch.get_rng_state().equal(state)
+    assert not torch.accelerator.is_available()
+    assert torch.accelerator.device_count() == 0
+    torch.manual_seed(3)
+    plain = nn.Linear(2, 2)
+    plain(torch.ones(1, 2)).sum().backward()
+    torch.optim.Adam(plain.parameters()).step()  # queries the accelerator
+    assert balanced_parallel.DataParallelModel(plain).devices == [torch.device("cpu")]
+
+
+def test_an_error_inside_the_block_ends_the_cluster():
+    with pytest.raises(IndexError), simulate(2) as cluster:
+        floats(1, "sim:1")[MIB]
+    assert cluster.peak == [0, MIB]
+    with simulate(3):
+        assert torch.accelerator.device_count() == 3
+
+
+LATE = """
+import torch
+x = torch.ones(3, requires_grad=True)
+(x * 2).sum().backward()                      # torch starts its autograd threads here, one per device: none
+import balanced_parallel
+from balanced_parallel import simulate
+for devices in (2, 5):
+    with simulate(devices):
+        last = torch.ones(3, device=f"sim:{devices - 1}", requires_grad=True)
+        (last.to("sim:0") * 3).sum().backward()
+        assert last.grad.eq(3).all()
+(x * 2).sum().backward()
+import os
+if not os.fork():
+    (x * 2).sum().backward()
+    os._exit(0)
+assert os.wait()[1] == 0
+print(x.grad.tolist())
+"""
+
+
+def test_clusters_work_after_a_backward_and_in_forked_processes():
+    quiet = ["-W", "error", "-W", "ignore:The AccumulateGrad node's stream:UserWarning"]  # as in pyproject.toml
+    done = subprocess.run([sys.executable, *quiet, "-c", LATE], capture_output=True, text=True, timeout=200)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[4.0, 4.0, 4.0]\n", "")
+
+
+def test_devices_can_be_used_from_several_threads():
+    with simulate(4) as cluster:
+        net = nn.Linear(8, 8).to("sim:0")
+        results = {}
+
+        def work(index):
+            copied = copy.deepcopy(net).to(f"sim:{index}")
+            copied(torch.ones(2, 8, device=f"sim:{index}")).sum().backward()
+            results[index] = copied.weight.grad.cpu()
+
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert all(result.eq(2).all() for result in results.values())
+        del threads
+        gc.collect()
+        assert cluster.live[1:] == [0, 0, 0]
+
+
+def test_simulation_emits_no_warnings():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with simulate(2):
+            nn.Linear(2, 2).to("sim:1")(torch.ones(1, 2, device="sim:1")).sum().backward()

@@ -1,0 +1,44 @@
+"""Operators that the simulation composes: attention and dropout."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from balanced_parallel import simulate
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_attention_allocates_no_matrix_of_probabilities(masked):
+    with simulate(1) as cluster:
+        query = torch.randn(1, 2, 2048, 8, device="sim:0", requires_grad=True)
+        F.scaled_dot_product_attention(query, query, query, is_causal=not masked).sum().backward()
+        assert cluster.peak[0] < 2 * 2048 * 2048 * 4 / 8
+
+
+def test_dropout_uses_the_random_state_of_its_device():
+    with simulate(2):
+        host = torch.get_rng_state()
+        inputs = torch.ones(10_000, device="sim:1", requires_grad=True)
+        outputs = F.dropout(inputs, 0.25)
+        outputs.sum().backward()
+        assert torch.get_rng_state().equal(host)
+        assert outputs.unique().tolist() == pytest.approx([0, 4 / 3])
+        assert 0.7 < outputs.ne(0).float().mean().item() < 0.8
+        assert inputs.grad.equal(outputs)
+        assert F.dropout(inputs, 0.0).equal(inputs)
+        assert F.dropout(inputs, 1.0).eq(0).all()
+        assert F.dropout(inputs, 0.5, training=False).equal(inputs)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointing_repeats_the_random_numbers_of_dropout(use_reentrant):
+    with simulate(2):
+        net = nn.Sequential(nn.Linear(8, 64), nn.Dropout(0.5), nn.Linear(64, 4)).to("sim:1")
+        inputs = torch.randn(16, 8, device="sim:1", requires_grad=True)
+        state = torch.sim.get_rng_state(1)
+        plain = torch.autograd.grad(net(inputs).pow(2).sum(), net.parameters())
+        torch.sim.set_rng_state(state, 1)
+        checkpoint(net, inputs, use_reentrant=use_reentrant).pow(2).sum().backward()
+        assert all(parameter.grad.equal(other) for parameter, other in zip(net.parameters(), plain, strict=True))

@@ -1,0 +1,142 @@
+"""Accumulation: the weight of a batch, the divisor of its gradients, batches that count nothing."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.problems import Calls, assert_same_gradients, build_net, class_targets, gradients, plain_program
+from helpers.steps import CPUS, make_step
+from torch import nn
+
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep
+
+
+def test_uneven_and_empty_micro_batches_equal_the_plain_program(double):
+    net, x, target = build_net(), torch.randn(11, 4), class_targets(11, 5)
+    loss, expected = plain_program(net, nn.CrossEntropyLoss(), x, target)
+    step = make_step(net)
+    for rows in (slice(0, 3), slice(3, 3), slice(3, 4), slice(4, 9), slice(9, 11)):
+        step.add(x[rows], target[rows])
+    torch.testing.assert_close(step.apply(), loss, rtol=1e-10, atol=1e-10)
+    assert_same_gradients(gradients(net), expected)
+    loss, expected = plain_program(net, nn.CrossEntropyLoss(), x[:4], target[2:6])
+    torch.testing.assert_close(step(x[:4], target[2:6]), loss, rtol=1e-10, atol=1e-10)  # nothing is left of the first window
+    assert_same_gradients(gradients(net), expected)
+
+
+@pytest.mark.parametrize("rows", [0, 3])
+def test_zero_weight_skips_the_update(rows):
+    net = build_net()
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    step = make_step(net, optimizer=optimizer, scheduler=scheduler, precision="fp16")
+    step(torch.randn(3, 4), class_targets(3))
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    state, scale = str(optimizer.state_dict()), step.precision.scaler.state_dict()
+    with pytest.warns(UserWarning, match="nothing is updated, and its loss is nan") as caught:
+        loss = step(torch.randn(rows, 4), torch.full((rows,), -100))
+    assert loss.isnan()
+    assert caught[0].filename == __file__
+    assert all(torch.equal(one, other) for one, other in zip(before, net.parameters(), strict=True))
+    assert (str(optimizer.state_dict()), step.precision.scaler.state_dict()) == (state, scale)
+    assert scheduler.get_last_lr() == [0.05]
+
+
+def test_sum_losses_are_not_divided(double):
+    net, x, target = build_net(), torch.randn(7, 4), class_targets(7, 2)
+    loss, expected = plain_program(net, nn.CrossEntropyLoss(reduction="sum"), x, target)
+    step = make_step(net, nn.CrossEntropyLoss(reduction="sum"), micro_batch_size=1)
+    torch.testing.assert_close(step(x, target), loss)
+    assert_same_gradients(gradients(net), expected)
+
+
+def test_float16_gradients_do_not_overflow_in_accumulation():
+    """With a scale of 2**16, gradients of the sum of many terms would be past 65504: the window is divided as it accumulates."""
+    net = build_net()
+    x, target = torch.randn(512, 4), class_targets(512)
+    with torch.autocast("cpu", torch.float16):
+        loss = F.cross_entropy(net(x), target)
+    (loss * 2.0**16).backward()
+    assert all(gradient.isfinite().all() for gradient in gradients(net))
+    step = make_step(net, precision="fp16", micro_batch_size=32)
+    step(x, target)
+    assert step.precision.scaler.get_scale() == 2.0**16
+
+
+def test_float16_divisor_follows_growing_micro_batches():
+    """Nobody knows after the first row that 500 will follow: what has been accumulated is divided further."""
+    net = build_net()
+    x, target = torch.randn(512, 4), class_targets(512)
+    loss, expected = plain_program(net, nn.CrossEntropyLoss(), x, target)
+    step = make_step(net, precision="fp16")
+    for rows in (slice(0, 1), slice(1, 12), slice(12, 500), slice(500, 512)):
+        step.add(x[rows], target[rows])
+    torch.testing.assert_close(step.apply(), loss, rtol=1e-2, atol=0)
+    assert step.precision.scaler.get_scale() == 2.0**16  # no overflow
+    assert_same_gradients(gradients(net), expected, 5e-3)
+
+
+def weighted_by_hand(criterion):
+    return DataParallelCriterion(criterion, weight=lambda output, target: (target != criterion.ignore_index).sum())
+
+
+@pytest.mark.parametrize(
+    ("make_criterion", "times"),
+    [
+        (lambda: nn.CrossEntropyLoss(ignore_index=2), 1),
+        (lambda: functools.partial(F.cross_entropy, ignore_index=2, label_smoothing=0.1), 1),
+        (lambda: nn.CrossEntropyLoss(torch.linspace(0.5, 2.0, 5), ignore_index=2), 6),
+        (lambda: weighted_by_hand(nn.CrossEntropyLoss(ignore_index=2)), 7),  # once to see whether it counts several things
+    ],
+)
+def test_weight_of_targets_is_computed_once_per_batch(double, make_criterion, times):
+    net, x, target, criterion = build_net(), torch.randn(11, 4), class_targets(11, ignored=0), make_criterion()
+    wrapped = criterion if isinstance(criterion, DataParallelCriterion) else DataParallelCriterion(criterion)
+    loss, expected = plain_program(net, wrapped.module, x, target)
+    step = TrainStep(DataParallelModel(net, CPUS), wrapped, torch.optim.SGD(net.parameters(), lr=0.0), micro_batch_size=2)
+    with Calls(torch.ops.aten.ne.Scalar) as comparisons:
+        found = step(x, target)
+    torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10)
+    assert_same_gradients(gradients(net), expected)
+    assert comparisons.seen == times  # else for each micro-batch and each replica
+    with Calls(torch.ops.aten.ne.Scalar) as comparisons:
+        step(x, target)
+    assert comparisons.seen == min(times, 6)
+    step.add(x[:7], target[:7])
+    step.add(x[7:], target[7:])
+    torch.testing.assert_close(step.apply(), loss, rtol=1e-10, atol=1e-10)
+    assert_same_gradients(gradients(net), expected)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "micro_batch_size", "times"),
+    [
+        (nn.CrossEntropyLoss(), 2, 0),
+        (nn.MSELoss(), None, 0),
+        (nn.MSELoss(), 1, 1),  # 11 rows are 2, 2, 2, 2, 2 and 1, and the first does not show it
+        (nn.MSELoss(reduction="sum"), None, 0),
+        (nn.CrossEntropyLoss(torch.linspace(0.5, 2.0, 5)), 2, 1),
+    ],
+)
+def test_gradients_are_rescaled_only_if_the_weight_was_not_predicted(double, criterion, micro_batch_size, times):
+    net, x = build_net(), torch.randn(11, 4)
+    target = torch.rand(11, 5) if isinstance(criterion, nn.MSELoss) else class_targets(11, 3)
+    loss, expected = plain_program(net, criterion.double(), x, target)
+    step = make_step(net, criterion, micro_batch_size=micro_batch_size)
+    with Calls(torch.ops.aten._foreach_mul_.Scalar) as divisions:
+        found = step(x, target)
+    torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10)
+    assert_same_gradients(gradients(net), expected)
+    assert divisions.seen == times
+
+
+def test_failed_micro_batch_discards_the_accumulation(double):
+    net, x, target = build_net(), torch.randn(5, 4), class_targets(5)
+    loss, expected = plain_program(net, nn.CrossEntropyLoss(), x, target)
+    step = make_step(net)
+    step.add(torch.randn(2, 4), class_targets(2))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        step.add(torch.randn(2, 9), class_targets(2))
+    torch.testing.assert_close(step(x, target), loss)
+    assert_same_gradients(gradients(net), expected)

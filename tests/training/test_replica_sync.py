@@ -1,0 +1,43 @@
+"""Bytes that an update moves between the devices of one process."""
+
+import torch
+from helpers.traffic import traffic
+from torch import nn
+
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize, simulate
+
+
+def test_a_training_step_moves_only_the_batch_parameters_gradients_and_scalars():
+    """Outputs (6 MB) stay on their devices."""
+    with simulate(3) as cluster:
+        net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1000)).to("sim:0")
+        model, criterion = DataParallelModel(net), DataParallelCriterion(nn.CrossEntropyLoss())
+        optimizer = torch.optim.Adam(net.parameters())
+        size = sum(parameter.nbytes for parameter in net.parameters())
+        inputs, targets = torch.randn(1500, 32), torch.randint(1000, (1500,))
+        for _ in range(2):
+            before = cluster.moved
+            loss = criterion(model(inputs), targets)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        from_host, between = traffic(cluster, before)
+        assert from_host == {("cpu", f"sim:{index}"): 500 * (32 * 4 + 8) for index in range(3)}
+        scalars = 64
+        for index in (1, 2):
+            assert size <= between.pop(("sim:0", f"sim:{index}")) <= size + scalars
+            assert size <= between.pop((f"sim:{index}", "sim:0")) <= size + scalars
+        assert not between
+
+
+def test_micro_batches_move_parameters_and_gradients_but_no_outputs():
+    with simulate(3) as cluster:
+        net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1000)).to("sim:0")
+        model, criterion = parallelize(net, nn.CrossEntropyLoss())
+        step = TrainStep(model, criterion, torch.optim.AdamW(net.parameters()), micro_batch_size=100, max_grad_norm=1.0)
+        size = sum(parameter.nbytes for parameter in net.parameters())
+        before = cluster.moved
+        step(torch.randn(1500, 32), torch.randint(1000, (1500,)))
+        _, between = traffic(cluster, before)
+        assert set(between) == {(f"sim:{a}", f"sim:{b}") for a, b in ((0, 1), (0, 2), (1, 0), (2, 0))}
+        assert all(count <= 5 * (size + 64) for count in between.values())
