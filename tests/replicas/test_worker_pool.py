@@ -4,6 +4,7 @@ import contextvars
 import copy
 import gc
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -151,6 +152,32 @@ def test_a_pool_outlives_failures():
     with pytest.raises(ZeroDivisionError, match="replica 1"):
         run_replicas([int, lambda: 1 // 0, int], APART, pool=pool)
     assert run_replicas([threading.current_thread] * 3, APART, pool=pool) == before
+
+
+class Interrupting(nn.Module):
+    """Presses Ctrl-C in the forward of one replica, once."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self.presses = nn.Linear(4, 5), nn.BatchNorm1d(5), [True]
+
+    def forward(self, x):
+        if x.device.index == 1 and self.presses:
+            self.presses.pop()
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            time.sleep(0.2)
+        return self.norm(self.linear(x))
+
+
+def test_a_model_can_be_used_after_ctrl_c():
+    with simulate(3):
+        net = convert_sync_batchnorm(Interrupting())
+        own, model = [*map(id, net.parameters())], DataParallelModel(net)
+        with pytest.raises(KeyboardInterrupt):
+            model(torch.randn(9, 4))
+        assert [*map(id, net.parameters())] == own
+        model(torch.randn(9, 4)).gather().sum().backward()
+        assert len(workers()) == 3
 
 
 class Large:
