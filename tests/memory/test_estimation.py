@@ -148,6 +148,38 @@ def test_replicas_need_what_simulated_devices_count(layout, balanced, precision)
         assert report.peak == pytest.approx(cluster.peak, rel=0.02)
 
 
+class Repeated(nn.Module):
+    """One layer, applied several times, as in ALBERT."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(128, 128)
+
+    def forward(self, x):
+        for _ in range(6):
+            x = self.layer(x).relu()
+        return x
+
+
+def test_a_weight_of_a_replica_is_cast_at_each_use_and_that_is_counted():
+    inputs, targets = torch.randn(4, 128), torch.randint(128, (4,))
+    settings = {"optimizer": torch.optim.SGD, "precision": "bf16", "device_kind": "sim"}
+    loss = nn.CrossEntropyLoss()
+    report = memory.estimate(Repeated(), loss, inputs, targets, layout="replicas", devices=2, **settings)
+    single = memory.estimate(Repeated(), loss, inputs[:2], targets[:2], **settings)
+    casts = 5 * 128 * 128 * 2  # the plain program casts once
+    assert report.peak[0] - single.peak[0] == pytest.approx(casts, rel=0.02)
+    with simulate(2) as cluster:
+        model, criterion = DataParallelModel(Repeated(), precision="bf16"), DataParallelCriterion(loss)
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(2):
+            cluster.reset_peak()
+            optimizer.zero_grad()
+            criterion(model(inputs), targets).backward()
+            optimizer.step()
+        assert report.peak == pytest.approx(cluster.peak, rel=0.02)
+
+
 def test_dropout_needs_what_simulated_devices_count():
     build, batch = functools.partial(LanguageModel, 0.1), PROBLEMS["language model"][1]
     settings = {"layout": "replicas", "devices": 2, "device_kind": "sim"}
