@@ -169,7 +169,7 @@ def test_a_weight_of_a_replica_is_cast_at_each_use_and_that_is_counted():
     casts = 5 * 128 * 128 * 2  # more than in the plain program
     assert casts > 0.05 * report.peak[0]
     with simulate(2) as cluster:
-        model, criterion = DataParallelModel(Repeated(), precision="bf16"), DataParallelCriterion(loss)
+        model, criterion = DataParallelModel(Repeated(), precision="bf16"), DataParallelCriterion(loss, precision="bf16")
         optimizer = torch.optim.SGD(model.parameters())
         for _ in range(2):
             cluster.reset_peak()
