@@ -120,16 +120,12 @@ class AllRowsBatchNorm(BatchNorm):
 
 
 class AllRanksBatchNorm(nn.SyncBatchNorm):
-    """torch's ``SyncBatchNorm`` over the rows of all ranks, in the process group of :func:`statistics_group`."""
+    """torch's ``SyncBatchNorm``, in the process group of :func:`statistics_group`."""
 
     @property
-    def process_group(self) -> Any:
-        """Not an attribute of the layer: a process group cannot be copied or pickled."""
+    def process_group(self) -> Any:  # type: ignore[override]
+        """Returns the process group. It is not an attribute of the layer, which could then not be copied or pickled."""
         return statistics_group()
-
-    @process_group.setter
-    def process_group(self, group: Any) -> None:
-        raise AttributeError("the layer runs in the process group of all ranks, expected no other")
 
 
 class Statistics(NamedTuple):

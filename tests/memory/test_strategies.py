@@ -91,6 +91,37 @@ def test_dropout_equals_the_simulated_peak():
         assert report.peak == pytest.approx(cluster.peak, rel=0.005)
 
 
+class Repeated(nn.Module):
+    """One layer, applied several times, as in ALBERT."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(128, 128)
+
+    def forward(self, x):
+        for _ in range(6):
+            x = self.layer(x).relu()
+        return x
+
+
+def test_replicas_cast_a_weight_at_each_use():
+    inputs, targets = torch.randn(1024, 128), torch.randint(128, (1024,))
+    settings = {"optimizer": torch.optim.SGD, "precision": "bf16", "device_kind": "sim"}
+    loss = nn.CrossEntropyLoss()
+    report = memory.estimate(Repeated(), loss, inputs, targets, layout="replicas", devices=2, **settings)
+    casts = 5 * 128 * 128 * 2  # more than in the plain program
+    assert casts > 0.05 * report.peak[0]
+    with simulate(2) as cluster:
+        model, criterion = DataParallelModel(Repeated(), precision="bf16"), DataParallelCriterion(loss, precision="bf16")
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(2):
+            cluster.reset_peak()
+            optimizer.zero_grad()
+            criterion(model(inputs), targets).backward()
+            optimizer.step()
+        assert report.peak == pytest.approx(cluster.peak, rel=0.02)
+
+
 def test_ddp_adds_communication_buckets_to_the_plain_program():
     build, batch = PROBLEMS["perceptron"]
     settings = {"device_kind": "cpu"}
