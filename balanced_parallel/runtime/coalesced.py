@@ -55,9 +55,13 @@ def unpack(layouts: Sequence[Layout], flat: Tensor) -> list[Tensor]:
     return [layout.restore(row.data) for layout, row in zip(layouts, rows, strict=True)]
 
 
-def copy_(targets: Sequence[Sequence[Tensor]], sources: Sequence[Tensor]) -> None:
-    """Copies ``sources[i]`` to ``targets[d][i]`` of each other device ``d``, all dense tensors."""
-    for chunk in _chunks(sources) if targets else ():
+def copy_(targets: Sequence[Sequence[Tensor]], sources: Sequence[Tensor], buffer_bytes: int | None = None) -> None:
+    """Copies ``sources[i]`` to ``targets[d][i]`` of each other device ``d``, all dense tensors.
+
+    Args:
+        buffer_bytes: size of the buffers, 25 MiB by default. With 0 no contiguous tensor needs one.
+    """
+    for chunk in _chunks(sources, BUFFER_BYTES if buffer_bytes is None else buffer_bytes):
         layouts = [layout_of(sources[i]) for i in chunk]
         flat = pack(layouts, [sources[i] for i in chunk])
         chosen = [[tensors[i] for i in chunk] for tensors in targets]
@@ -74,7 +78,7 @@ def copy_(targets: Sequence[Sequence[Tensor]], sources: Sequence[Tensor]) -> Non
 def copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
     """Returns copies of dense tensors for each of ``devices``, which may repeat. Copies from one buffer share its memory."""
     copied: list[list[Any]] = [[None] * len(tensors) for _ in devices]
-    for chunk in _chunks(tensors) if devices else ():
+    for chunk in _chunks(tensors, BUFFER_BYTES) if devices else ():
         layouts = [layout_of(tensors[i]) for i in chunk]
         flat = pack(layouts, [tensors[i] for i in chunk])
         others = [device for device in dict.fromkeys(devices) if device != flat.device]
@@ -90,12 +94,12 @@ def copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[l
     return copied
 
 
-def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yields indices of tensors of one dtype with at most ``BUFFER_BYTES``, or of one larger tensor."""
+def _chunks(tensors: Sequence[Tensor], limit: int) -> Iterator[list[int]]:
+    """Yields indices of tensors of one dtype with at most ``limit`` bytes, or of one larger tensor."""
     open_chunks: dict[torch.dtype, tuple[list[int], int]] = {}
     for i, tensor in enumerate(tensors):
         chunk, size = open_chunks.get(tensor.dtype, ([], 0))
-        if chunk and size + tensor.nbytes > BUFFER_BYTES:
+        if chunk and size + tensor.nbytes > limit:
             yield chunk
             chunk, size = [], 0
         open_chunks[tensor.dtype] = [*chunk, i], size + tensor.nbytes
