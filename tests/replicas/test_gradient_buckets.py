@@ -10,6 +10,7 @@ from helpers.problems import assert_same_gradients, build_net, class_targets, gr
 from torch import nn
 
 from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, memory, simulate
+from balanced_parallel.memory import estimation
 from balanced_parallel.replicas import gradient_buckets
 from balanced_parallel.runtime import transport
 from balanced_parallel.runtime.streams import SideStreams, on_streams
@@ -341,6 +342,22 @@ def test_what_is_kept_for_other_streams_is_estimated(monkeypatch, balanced):
             step(*batch)
         assert len(model.replicas.gradients.buckets) == 3
         assert report.peak == pytest.approx(cluster.peak, abs=300 * 2**10)
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_a_trace_knows_the_memory_of_side_streams(monkeypatch, balanced):
+    """They have what they received until it is added, and no gradient."""
+    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 2**20)
+    traces, run = [], estimation.run_traces
+    monkeypatch.setattr(estimation, "run_traces", lambda jobs: traces.extend(found := run(jobs)) or found)
+    net = nn.Sequential(nn.Linear(64, 500), nn.Linear(500, 900), nn.Linear(900, 64))
+    settings = {"layout": "replicas", "devices": 3, "device_kind": "sim", "balanced_optimizer": balanced}
+    memory.estimate(net, nn.MSELoss(), torch.ones(12, 64), torch.ones(12, 64), **settings)
+    blocks = traces[0].blocks
+    beside = [block for block in blocks if block.stream]
+    assert beside
+    assert {block.kind for block in beside} == {"temporaries"}
+    assert any(block.kind == "gradients" for block in blocks)
 
 
 @pytest.mark.parametrize("balanced", [False, True])
