@@ -49,6 +49,8 @@ def test_with_its_optimizer_every_device_carries_the_same(problem, devices, monk
     assert max(ours.peak) <= 1.02 * sum(ours.peak) / devices
     assert sum(ours.peak) <= 1.02 * sum(rule.peak)
     assert max(ours.through) <= 1.05 * 4 * (devices - 1) / devices * size  # reduce-scatter and all-gather, and the batch
+    collective, scalars = 2 * (devices - 1), 3 * (devices - 1)  # of the loss
+    assert benchmark.longest_chain(ours.copies) <= 2 * collective + scalars
     assert ours.error < 1e-10
 
 
