@@ -17,8 +17,13 @@ class Layout(NamedTuple):
     """Order of a tensor's elements in a buffer: that of its memory, or row by row if its memory has gaps."""
 
     shape: torch.Size
-    strides: tuple[int, ...] | None  # None for row by row
-    order: tuple[int, ...]  # dimensions in the order of the memory
+    strides: tuple[int, ...] | None = None  # None for row by row
+    order: tuple[int, ...] = ()  # dimensions in the order of the memory
+
+    @property
+    def has_gaps(self) -> bool:
+        """True if the memory has gaps or overlaps."""
+        return self.strides is None and self.order != ()
 
     def flatten(self, tensor: Tensor) -> Tensor:
         """Returns the elements of a tensor of this shape, without a copy if its memory has this layout."""
@@ -32,7 +37,7 @@ class Layout(NamedTuple):
 def layout_of(tensor: Tensor) -> Layout:
     """Returns the layout of a tensor."""
     if tensor.is_contiguous():
-        return Layout(tensor.shape, None, ())
+        return Layout(tensor.shape)
     order = tuple(sorted(range(tensor.dim()), key=lambda dim: (tensor.stride(dim), tensor.size(dim)), reverse=True))
     is_dense = tensor.permute(order).is_contiguous()
     return Layout(tensor.shape, tensor.stride() if is_dense else None, order)
@@ -59,14 +64,14 @@ def copy_(targets: Sequence[Sequence[Tensor]], sources: Sequence[Tensor], buffer
     """Copies ``sources[i]`` to ``targets[d][i]`` of each other device ``d``, all dense tensors.
 
     Args:
-        buffer_bytes: size of the buffers, 25 MiB by default. With 0 no contiguous tensor needs one.
+        buffer_bytes: size of the buffers, 25 MiB by default. With 0 no buffer is needed where strides are equal.
     """
     for chunk in _chunks(sources, BUFFER_BYTES if buffer_bytes is None else buffer_bytes):
         layouts = [layout_of(sources[i]) for i in chunk]
         flat = pack(layouts, [sources[i] for i in chunk])
         chosen = [[tensors[i] for i in chunk] for tensors in targets]
-        if len(chunk) == 1 and all(tensor.is_contiguous() for (tensor,) in chosen):
-            transport.broadcast(flat, [tensor.view(-1) for (tensor,) in chosen])
+        if len(chunk) == 1 and not layouts[0].has_gaps and all(layout_of(tensor) == layouts[0] for (tensor,) in chosen):
+            transport.broadcast(flat, [layouts[0].flatten(tensor) for (tensor,) in chosen])
             torch.autograd.graph.increment_version([tensor for (tensor,) in chosen])
             continue
         received = [torch.empty_like(flat, device=tensors[0].device) for tensors in chosen]
@@ -102,5 +107,6 @@ def _chunks(tensors: Sequence[Tensor], limit: int) -> Iterator[list[int]]:
         if chunk and size + tensor.nbytes > limit:
             yield chunk
             chunk, size = [], 0
-        open_chunks[tensor.dtype] = [*chunk, i], size + tensor.nbytes
+        chunk.append(i)
+        open_chunks[tensor.dtype] = chunk, size + tensor.nbytes
     yield from (chunk for chunk, _ in open_chunks.values())
