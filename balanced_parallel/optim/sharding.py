@@ -3,7 +3,8 @@
 Each device owns an equal part of the elements: it reduces their gradients, keeps their optimizer state, and updates them.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -84,8 +85,10 @@ class BucketOwners:
     def take(self, replicas: Sequence[Gradients]) -> Callable[[], None]:
         """Allocates sums of the replicas' gradients on the owners. Returns a function that computes them."""
         chosen = [i for i in range(len(self._parameters)) if any(gradients[i] is not None for gradients in replicas)]
-        layouts = [coalesced.layout_of(self._parameters[i]) for i in chosen]
-        sizes = self._sizes(chosen)
+        learned = set(chosen)
+        pieces = [[piece for piece in owned if piece.index in learned] for owned in self._owned]
+        sizes = _sizes(pieces, len(chosen))
+        layouts = [self._layout(i) for i in chosen]
         flat = []
         for gradients in replicas:
             known = [_check_dense(gradients[i]) for i in chosen]
@@ -102,9 +105,8 @@ class BucketOwners:
             if not flat:
                 return
             transport.reduce_scatter(flat, sums)
-            for device, total in zip(self._devices, sums, strict=True):
-                owned = [piece for piece in self._owned(device) if piece.index in chosen]
-                for piece, gradient in zip(owned, coalesced.unpack(_layouts(owned), total), strict=True):
+            for owned, total in zip(pieces, sums, strict=True):
+                for piece, gradient in zip(owned, coalesced.unpack(self._layouts(owned), total), strict=True):
                     piece.add_gradient(gradient)
 
         return compute
@@ -118,40 +120,53 @@ class BucketOwners:
     @torch.no_grad()
     def publish(self) -> None:
         """Copies each owner's values to all other devices."""
-        sizes = self._sizes(range(len(self._parameters)))
+        sizes = _sizes(self._owned, len(self._parameters))
         places = [[piece.places[device] for piece in self.pieces] for device in self._devices]
         if len(self._parameters) == 1 and all(one.is_contiguous() for some in places for one in some):
             whole = [some[0].as_strided((sum(sizes),), (1,)) for some in places]
             transport.all_gather(_own_slices(whole, sizes), whole)  # in place
             torch.autograd.graph.increment_version([one for some in places for one in some])
             return
-        layouts = _layouts(self.pieces)
         gathered = [some[0].new_empty(sum(sizes)) for some in places]
-        for device, some, flat in zip(self._devices, places, gathered, strict=True):
-            rows = coalesced.unpack(layouts, flat)
-            mine = [i for i, piece in enumerate(self.pieces) if piece.owner == device]
-            multi_tensor.copy_([rows[i] for i in mine], [some[i] for i in mine])
+        rows = [coalesced.unpack(self._layouts(self.pieces), flat) for flat in gathered]
+        for device, some, packed in zip(self._devices, places, rows, strict=True):
+            own = [i for i, piece in enumerate(self.pieces) if piece.owner == device]
+            multi_tensor.copy_([packed[i] for i in own], [some[i] for i in own])
         transport.all_gather(_own_slices(gathered, sizes), gathered)
-        for device, some, flat in zip(self._devices, places, gathered, strict=True):
-            rows = coalesced.unpack(layouts, flat)
+        for device, some, packed in zip(self._devices, places, rows, strict=True):
             others = [i for i, piece in enumerate(self.pieces) if piece.owner != device]
-            multi_tensor.copy_([some[i] for i in others], [rows[i] for i in others])
+            multi_tensor.copy_([some[i] for i in others], [packed[i] for i in others])
 
-    def _owned(self, device: torch.device) -> list[Piece]:
-        return [piece for piece in self.pieces if piece.owner == device]
+    @functools.cached_property
+    def _owned(self) -> list[list[Piece]]:
+        """The pieces of each device."""
+        return [[piece for piece in self.pieces if piece.owner == device] for device in self._devices]
 
-    def _sizes(self, chosen: Collection[int]) -> list[int]:
-        """Returns the number of elements of some parameters on each owner: equal numbers if padding of the last suffices."""
-        owned = [sum(len(piece) for piece in self._owned(device) if piece.index in chosen) for device in self._devices]
-        total, count = sum(owned), len(owned)
-        share = -(-total // count)
-        even = [max(0, min(share, total - share * number)) for number in range(count)]
-        # a single large parameter is not copied, so it cannot be padded
-        return [share] * count if owned == even and (len(chosen) > 1 or total == share * count) else owned
+    @functools.cached_property
+    def _is_cut(self) -> set[int]:
+        """Indices of the parameters of which no piece is the whole."""
+        return {piece.index for piece in self.pieces if not piece.is_whole}
+
+    def _layout(self, index: int) -> coalesced.Layout:
+        parameter = self._parameters[index]
+        return coalesced.Layout(parameter.shape) if index in self._is_cut else coalesced.layout_of(parameter)
+
+    def _layouts(self, pieces: Sequence[Piece]) -> list[coalesced.Layout]:
+        return [self._layout(one.index) if one.is_whole else coalesced.Layout(one.values.shape) for one in pieces]
 
 
-def _layouts(pieces: Sequence[Piece]) -> list[coalesced.Layout]:
-    return [coalesced.layout_of(one.parameter) if one.is_whole else coalesced.layout_of(one.values) for one in pieces]
+def _sizes(pieces: Sequence[Sequence[Piece]], parameters: int) -> list[int]:
+    """Returns the number of elements on each owner: equal numbers if padding of the last owners suffices.
+
+    Args:
+        pieces: of each owner.
+        parameters: number of parameters. A single one may be large and is not copied, so it cannot be padded.
+    """
+    owned = [sum(map(len, some)) for some in pieces]
+    total, count = sum(owned), len(owned)
+    share = -(-total // count)
+    even = [max(0, min(share, total - share * number)) for number in range(count)]
+    return [share] * count if owned == even and (parameters > 1 or total == share * count) else owned
 
 
 def _own_slices(flat: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:

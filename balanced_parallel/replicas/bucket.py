@@ -9,8 +9,8 @@ copies on each device. Its backward runs once, when every replica has its gradie
     parameters --+--> aliases, replica 1 --> ...     .grad <-- sum--+-- gradients, replica 1 <-- ...
                  +--> aliases, replica 2 --> ...                    +-- gradients, replica 2 <-- ...
 
-The sum is always taken in the order of the replicas. Under ``no_sync()`` the gradients stay with the replicas instead, and are
-added there until the next backward that reduces.
+The sum is taken in the order of the replicas, except by NCCL. Under ``no_sync()`` the gradients stay with the replicas instead,
+and are added there until the next backward that reduces.
 """
 
 import functools

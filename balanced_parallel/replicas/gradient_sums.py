@@ -1,4 +1,7 @@
-"""Sums of the replicas' gradients on one device, in the order of the replicas and with the strides that autograd would use."""
+"""Sums of the replicas' gradients on one device, with the strides that autograd would use.
+
+They are taken in the order of the replicas, except by NCCL.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -41,7 +44,7 @@ def _have_same_strides(one: Tensor, other: Tensor) -> bool:
 class GradientSum:
     """The sum of a bucket's gradients over the replicas.
 
-    Memory is allocated here, on the current streams. :meth:`compute` may run on other streams, and allocates nothing that stays.
+    Memory is allocated here, on the current streams. :meth:`compute` may run on side streams, and allocates nothing that stays.
     Gradients that some replicas do not have, sparse ones, and those with a graph are added at once.
 
     Args:

@@ -93,8 +93,11 @@ class ModuleTree:
 
     def buffers(self) -> list[Tensor]:
         """Returns the buffers of all modules, each once."""
-        found = [buffer for module in self.modules for buffer in buffers_of(module).values() if buffer is not None]
-        return list({id(buffer): buffer for buffer in found}.values())
+        found: dict[int, Tensor] = {}
+        for module in self.modules:
+            if own := module.__dict__["_buffers"]:  # as above
+                found.update((id(buffer), buffer) for buffer in own.values() if buffer is not None)
+        return list(found.values())
 
     def fill(self, skeletons: Skeletons, tensors: list[Tensor] | None, buffers: Mapping[int, Tensor]) -> nn.Module:
         """Gives the skeletons the modules' current modes, hooks and attributes, and returns the root's skeleton.

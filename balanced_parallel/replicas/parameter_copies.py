@@ -86,7 +86,8 @@ class ParameterCopies:
         if missing:
             with torch.inference_mode(False), torch.no_grad():
                 copies = {device: [_empty_copy(parameter, device) for parameter in parameters] for device in missing}
-                _refresh(copies, parameters, range(len(parameters)))
+                # each by itself: buffers would need more memory than the copies
+                coalesced.copy_(list(copies.values()), [parameter.detach() for parameter in parameters], buffer_bytes=0)
             self.by_device |= copies
             self._writes = self._writes or Writes(parameters)
 
@@ -143,8 +144,10 @@ def _refresh(
         tracked: moves the version counters of the copies, as those of the parameters moved. If they did not, a graph of an
             earlier forward may still run backward, with the new values.
     """
+    if not (by_device and places):
+        return
     targets = []
-    for device, copies in by_device.items() if places else ():
+    for device, copies in by_device.items():
         for i in places:
             if copies[i].shape != parameters[i].shape or copies[i].dtype != parameters[i].dtype:
                 copies[i] = _empty_copy(parameters[i], device)

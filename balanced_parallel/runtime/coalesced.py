@@ -17,8 +17,13 @@ class Layout(NamedTuple):
     """Order of a tensor's elements in a buffer: that of its memory, or row by row if its memory has gaps."""
 
     shape: torch.Size
-    strides: tuple[int, ...] | None  # None for row by row
-    order: tuple[int, ...]  # dimensions in the order of the memory
+    strides: tuple[int, ...] | None = None  # None for row by row
+    order: tuple[int, ...] = ()  # dimensions in the order of the memory
+
+    @property
+    def has_gaps(self) -> bool:
+        """True if the memory has gaps or overlaps."""
+        return self.strides is None and self.order != ()
 
     def flatten(self, tensor: Tensor) -> Tensor:
         """Returns the elements of a tensor of this shape, without a copy if its memory has this layout."""
@@ -32,7 +37,7 @@ class Layout(NamedTuple):
 def layout_of(tensor: Tensor) -> Layout:
     """Returns the layout of a tensor."""
     if tensor.is_contiguous():
-        return Layout(tensor.shape, None, ())
+        return Layout(tensor.shape)
     order = tuple(sorted(range(tensor.dim()), key=lambda dim: (tensor.stride(dim), tensor.size(dim)), reverse=True))
     is_dense = tensor.permute(order).is_contiguous()
     return Layout(tensor.shape, tensor.stride() if is_dense else None, order)
@@ -55,14 +60,18 @@ def unpack(layouts: Sequence[Layout], flat: Tensor) -> list[Tensor]:
     return [layout.restore(row.data) for layout, row in zip(layouts, rows, strict=True)]
 
 
-def copy_(targets: Sequence[Sequence[Tensor]], sources: Sequence[Tensor]) -> None:
-    """Copies ``sources[i]`` to ``targets[d][i]`` of each other device ``d``, all dense tensors."""
-    for chunk in _chunks(sources) if targets else ():
+def copy_(targets: Sequence[Sequence[Tensor]], sources: Sequence[Tensor], buffer_bytes: int | None = None) -> None:
+    """Copies ``sources[i]`` to ``targets[d][i]`` of each other device ``d``, all dense tensors.
+
+    Args:
+        buffer_bytes: size of the buffers, 25 MiB by default. With 0 no buffer is needed where strides are equal.
+    """
+    for chunk in _chunks(sources, BUFFER_BYTES if buffer_bytes is None else buffer_bytes):
         layouts = [layout_of(sources[i]) for i in chunk]
         flat = pack(layouts, [sources[i] for i in chunk])
         chosen = [[tensors[i] for i in chunk] for tensors in targets]
-        if len(chunk) == 1 and all(tensor.is_contiguous() for (tensor,) in chosen):
-            transport.broadcast(flat, [tensor.view(-1) for (tensor,) in chosen])
+        if len(chunk) == 1 and not layouts[0].has_gaps and all(layout_of(tensor) == layouts[0] for (tensor,) in chosen):
+            transport.broadcast(flat, [layouts[0].flatten(tensor) for (tensor,) in chosen])
             torch.autograd.graph.increment_version([tensor for (tensor,) in chosen])
             continue
         received = [torch.empty_like(flat, device=tensors[0].device) for tensors in chosen]
@@ -74,7 +83,7 @@ def copy_(targets: Sequence[Sequence[Tensor]], sources: Sequence[Tensor]) -> Non
 def copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
     """Returns copies of dense tensors for each of ``devices``, which may repeat. Copies from one buffer share its memory."""
     copied: list[list[Any]] = [[None] * len(tensors) for _ in devices]
-    for chunk in _chunks(tensors) if devices else ():
+    for chunk in _chunks(tensors, BUFFER_BYTES) if devices else ():
         layouts = [layout_of(tensors[i]) for i in chunk]
         flat = pack(layouts, [tensors[i] for i in chunk])
         others = [device for device in dict.fromkeys(devices) if device != flat.device]
@@ -90,13 +99,14 @@ def copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[l
     return copied
 
 
-def _chunks(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
-    """Yields indices of tensors of one dtype with at most ``BUFFER_BYTES``, or of one larger tensor."""
+def _chunks(tensors: Sequence[Tensor], limit: int) -> Iterator[list[int]]:
+    """Yields indices of tensors of one dtype with at most ``limit`` bytes, or of one larger tensor."""
     open_chunks: dict[torch.dtype, tuple[list[int], int]] = {}
     for i, tensor in enumerate(tensors):
         chunk, size = open_chunks.get(tensor.dtype, ([], 0))
-        if chunk and size + tensor.nbytes > BUFFER_BYTES:
+        if chunk and size + tensor.nbytes > limit:
             yield chunk
             chunk, size = [], 0
-        open_chunks[tensor.dtype] = [*chunk, i], size + tensor.nbytes
+        chunk.append(i)
+        open_chunks[tensor.dtype] = chunk, size + tensor.nbytes
     yield from (chunk for chunk, _ in open_chunks.values())

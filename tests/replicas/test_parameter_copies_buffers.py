@@ -57,14 +57,15 @@ def test_without_owners_each_device_sends_and_receives_once(count):
     with simulate(count) as cluster:
         model = DataParallelModel(build())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        torch.autograd.backward([output.sum() for output in model(torch.randn(2 * count, 4))])
+        copies = Copies(cluster)
         for _ in range(2):
-            copies = Copies(cluster)
+            optimizer.step()
             copies.take()
             losses = [output.sum() for output in model(torch.randn(2 * count, 4))]
             assert len(copies.take()) == 3 * (count - 1)  # parameters, and buffers of two dtypes
             torch.autograd.backward(losses)
             assert sorted(copies.take()) == sorted((f"sim:{index}", "sim:0") for index in range(1, count))
-            optimizer.step()
 
 
 @pytest.mark.parametrize("balanced", [False, True])
@@ -85,6 +86,14 @@ def test_a_large_parameter_is_not_packed(balanced):
             optimizer.step()
             assert max(cluster.peak) <= (1.25 if balanced else 2) * size + 4096
             optimizer.zero_grad()
+
+
+def test_the_first_copies_need_no_other_memory():
+    with simulate(3) as cluster:
+        model = DataParallelModel(nn.Sequential(*[nn.Linear(64, 64) for _ in range(20)]).to("sim:0"))
+        model.replicas.prepare(model.module, model.devices)
+        size = sum(-(-parameter.nbytes // 512) * 512 for parameter in model.parameters())
+        assert cluster.peak == [size] * 3
 
 
 def test_gradients_that_some_replicas_do_not_have():

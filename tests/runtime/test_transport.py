@@ -124,6 +124,20 @@ def test_a_single_tensor_is_not_copied():
     assert not flat.is_conj()
 
 
+@pytest.mark.parametrize("buffer_bytes", [0, 10**6])
+def test_copies_between_tensors_of_other_strides(buffer_bytes):
+    value = torch.arange(24.0).view(4, 6)
+    laid = [value, value.t().contiguous().t(), value.repeat_interleave(2, 1)[:, ::2]]
+    with simulate(2):
+        for source in laid:
+            for target in laid:
+                found = torch.empty(48, device="sim:1").as_strided(target.shape, target.stride())
+                before = found._version
+                coalesced.copy_([[found]], [source.to("sim:0")], buffer_bytes)
+                assert torch.equal(found.cpu(), value)
+                assert found._version > before
+
+
 @pytest.mark.parametrize("bytes_per_buffer", [1, 100, 10**6])
 def test_copies_of_many_tensors(monkeypatch, bytes_per_buffer):
     monkeypatch.setattr(coalesced, "BUFFER_BYTES", bytes_per_buffer)
