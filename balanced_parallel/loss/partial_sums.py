@@ -4,6 +4,7 @@ There are three ways to compute it. A criterion that is a sum is called as it is
 weight. A loss of torch is called with ``reduction="sum"``.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -64,7 +65,8 @@ def total_of(shard: Shard) -> Any:
     return nested.map_leaves(lambda leaf: leaf if leaf is None else LossSum(weighted_sum(leaf, 1), None), shard.call())
 
 
-class MeanAndWeight(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class MeanAndWeight:
     """A function that computes ``mean x weight`` of a shard, as :class:`LossSum`.
 
     Args:

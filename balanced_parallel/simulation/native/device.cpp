@@ -47,8 +47,14 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     record_event(event, stream);
   }
   void block(void* event, const c10::Stream& stream) const override { wait_event(event, stream); }
-  bool queryEvent(void*) const override { return true; }
-  bool queryStream(const c10::Stream&) const override { return true; }
+  bool queryEvent(void* event) const override {
+    synchronize_event(event);  // the host knows now that the work has ended
+    return true;
+  }
+  bool queryStream(const c10::Stream& stream) const override {
+    synchronize_stream(stream);
+    return true;
+  }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { destroy_event(event); }
   void synchronizeStream(const c10::Stream& stream) const override {
     wait_on_host(stream.device_index(), "synchronize");
