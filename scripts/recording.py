@@ -45,12 +45,14 @@ class Recorder:
 
     Args:
         total: updates of the whole training.
+        cluster: simulated devices, or None. They know where a GPU would make the host wait.
     """
 
     def __init__(
-        self, flags: argparse.Namespace, task: Task, devices: list[torch.device], rank: int, ranks: int, total: int
+        self, flags: argparse.Namespace, task: Task, devices: list[torch.device], rank: int, ranks: int, total: int, cluster: Any
     ) -> None:
         self.flags, self.task, self.devices, self.ranks, self.total = flags, task, devices, ranks, total
+        self.cluster, self.waits_before = cluster, 0
         self.main = rank == 0
         self.terminal = sys.stderr.isatty()
         self.losses: list[float] = []
@@ -88,9 +90,13 @@ class Recorder:
         elapsed = time.perf_counter() - self.started
         speed, waiting = self.rows / elapsed, self.waited / elapsed
         self.peak = [peak_bytes(device) for device in dict.fromkeys(self.devices)]
-        state = {"rows_per_second": round(speed, 1), "waiting_for_data": round(waiting, 4), "peak_bytes": self.peak}
-        self._write(step=self.done, loss=loss, **state)
+        state: dict[str, Any] = {"rows_per_second": round(speed, 1), "waiting_for_data": round(waiting, 4)}
+        state["peak_bytes"] = self.peak
         line = f"loss {loss:.4f}, {speed:.0f} rows/s, {waiting:.1%} waiting for data, peak {mebibytes(self.peak)}"
+        if self.cluster is not None:
+            state["waits"], self.waits_before = len(self.cluster.waits) - self.waits_before, len(self.cluster.waits)
+            line += f", waits for a GPU: {state['waits']}"
+        self._write(step=self.done, loss=loss, **state)
         self.bar.update()
         self.bar.set_postfix_str(line)
         if self.main and not self.terminal and (self.done in (1, self.total) or self.done % max(1, self.total // 10) == 0):
@@ -99,6 +105,7 @@ class Recorder:
     def record_validation(self, results: dict[str, float]) -> None:
         """Records the results of one pass over the validation rows."""
         self.validation = results
+        self.waits_before = 0 if self.cluster is None else len(self.cluster.waits)
         self._write(step=self.done, **results)
 
     def finish(self) -> None:

@@ -28,8 +28,8 @@ from torch.utils.data import DataLoader
 from balanced_parallel import BalancedOptimizer, DataParallelCriterion, TrainStep, gather, memory, parallelize, simulate
 
 
-def train(flags: argparse.Namespace, task: Task, model: Any, criterion: DataParallelCriterion) -> list[float]:
-    """Trains the task's module and returns the loss of each step."""
+def train(flags: argparse.Namespace, task: Task, model: Any, criterion: DataParallelCriterion, cluster: Any) -> list[float]:
+    """Trains the task's module, on the devices of a simulated cluster if there is one. Returns the loss of each step."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     loader = make_loader(task.train, flags.batch_size, flags.seed, rank, ranks, flags.workers)
     held_out = make_loader(task.validation, flags.batch_size, None, rank, ranks)
@@ -46,7 +46,7 @@ def train(flags: argparse.Namespace, task: Task, model: Any, criterion: DataPara
     )
     each_row = DataParallelCriterion(nn.CrossEntropyLoss(reduction="none"), precision=flags.precision)
 
-    recorder = Recorder(flags, task, model.devices, rank, ranks, total)
+    recorder = Recorder(flags, task, model.devices, rank, ranks, total, cluster)
     while recorder.done < total:
         for inputs, targets in recorder.timed(loader):
             recorder.record_step(step(inputs, targets).item())
@@ -143,7 +143,7 @@ def main() -> None:
             model, criterion = parallelize(task.module, nn.CrossEntropyLoss(), flags.devices, precision=flags.precision)
             flags.out.mkdir(parents=True, exist_ok=True)
         try:
-            losses = train(flags, task, model, criterion)
+            losses = train(flags, task, model, criterion, cluster)
         except torch.OutOfMemoryError as error:
             if cluster is None:
                 raise

@@ -1,4 +1,4 @@
-"""The oracle: whatever the split, loss and gradients are those of the plain program. In float64, to 1e-10."""
+"""Comparison with the plain program: loss and gradients of any split are equal, in float64, to 1e-10."""
 
 import dataclasses
 

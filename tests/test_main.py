@@ -1,4 +1,4 @@
-"""python -m balanced_parallel: what is good is printed, what is bad is one line and exit code 2."""
+"""``python -m balanced_parallel``: estimates, plans and findings are printed; errors are one line and exit code 2."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Walls between the folders, each kept by a test; and the rules for all files: sizes, names, what importing does."""
+"""Rules for all files: which folders a file may import, its length, the names of tests, no side effects of the import."""
 
 import ast
 import subprocess

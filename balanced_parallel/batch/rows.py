@@ -167,18 +167,18 @@ def cut(node: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
     return nested.unzip_leaves(cut_leaf, node, len(sizes))
 
 
-def move_leaves(node: Any, device: torch.device) -> Any:
-    """Returns ``node`` with all tensors on ``device``, and without marks."""
+def move_leaves(node: Any, device: torch.device | None) -> Any:
+    """Returns ``node`` with all tensors on ``device``, or where they are if that is None, and without marks."""
 
     def move_leaf(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            return move(leaf, device)
+            return leaf if device is None else move(leaf, device)
         if isinstance(leaf, Whole):
             return move_leaves(leaf.value, device)
         if isinstance(leaf, Rows):
             return [move_leaves(entry, device) for entry in leaf.entries]
         if type(leaf) is Along:
             return move_leaf(leaf.leaf)
-        return leaf.on(device) if isinstance(leaf, PerReplica) else leaf
+        return leaf.on(device) if isinstance(leaf, PerReplica) and device is not None else leaf
 
     return nested.map_leaves(move_leaf, node)

@@ -19,6 +19,7 @@ from ..loss.rules import is_known, refuse_coupled
 from ..replicas.model import DataParallelModel
 from ..runtime.devices import DeviceLike, keep_random_state
 from ..runtime.precision import Precision
+from ..runtime.tf32 import without_tf32
 from ..training.step import TrainStep
 from .loss_parts import copy_of, scalar_of
 from .mismatch import find_reasons
@@ -102,7 +103,8 @@ def verify(
     Each program runs two steps, without updates of parameters. The second step shows state of the model or the criterion that the
     first step has written. Both programs run on copies, so the caller's model and criterion do not change. The programs start
     with different random states, so a model that draws random numbers in forward is not equal by chance. Use float64
-    (``model.double()``) for the clearest result.
+    (``model.double()``) for the clearest result. TF32 is off while the programs run, because it rounds to 10 bits, which is more
+    than the tolerance of float32.
 
     Args:
         model: a module, or a :class:`DataParallelModel`, whose devices and dimensions are then used.
@@ -132,7 +134,7 @@ def verify(
     inner: Criterion = criterion.module if isinstance(criterion, DataParallelCriterion) else criterion
     dtype = next((parameter.dtype for parameter in module.parameters()), torch.float32)
     limit = _TOLERANCES.get(dtype, 1e-4) if tolerance is None else tolerance
-    with keep_random_state(), warnings.catch_warnings():
+    with keep_random_state(), without_tf32(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="the divisor of the mean of .* is unknown")
         plain, split = Program(module, inner), Program(module, inner)
         wrapped = _wrap_model(split.module, model, device_ids, dim, in_dims)

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from ..loss.criterion import DataParallelCriterion
-from ..loss.weighting import LossSum, Weight
+from ..loss.weighting import LossSum, Weight, add_up
 from ..replicas.sync_batchnorm import meets_other_ranks
-from ..runtime import collectives, multi_tensor
+from ..runtime import collectives, host_copies, multi_tensor
 from ..runtime.tensors import base_of, versions
-from ..training.accumulation import power_of_two
+from ..training.divisors import is_one, power_of_two
 from ..training.gradient_sync import GradientSync, gradient_sync, run_backward
 from ..training.gradients import scale_gradients
 from .ddp import DistributedModel
@@ -42,8 +42,8 @@ class DDPSync:
         self._bucket_views: dict[Tensor, Tensor] = {}
         self._has_begun = False  # an accumulation
         self._untouched: list[Tensor] = []  # zeros so far, in an accumulation
-        self._wait: Callable[[], Tensor] | None = None
-        self._whole: Tensor | None = None  # loss and weight of all ranks
+        self._wait: Callable[[], Tensor] | None = None  # returns loss and weight of all ranks
+        self._started: torch.Event | None = None
         self._failures: Callable[[], Tensor] | None = None  # number of ranks whose last backward has failed
 
     def __reduce__(self) -> Any:  # a copy has no gradients
@@ -60,12 +60,12 @@ class DDPSync:
 
     def first_divisor(self, expected: Weight, before: float) -> float:
         """Returns a power of two near the mean weight of a rank in the previous update. It is the same on all ranks."""
-        mean = before / collectives.world_size()
-        return power_of_two(mean) if mean > 0 else 1.0
+        return float(power_of_two(before / collectives.world_size()))
 
-    def whole_weight(self, expected: Weight, *, last: bool) -> float:
+    def whole_weight(self, expected: Weight, *, last: bool) -> Weight:
         """Returns the weight of all ranks if ``last``, otherwise that of this rank times the number of ranks."""
-        return float(self._take_whole()[1]) if last else float(expected) * collectives.world_size()
+        whole = self._sum()[1] if last else expected * collectives.world_size()
+        return float(whole) if not isinstance(whole, Tensor) or whole.is_cpu else whole
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -81,11 +81,11 @@ class DDPSync:
 
     def start(self, local: LossSum) -> None:
         """Starts the all-reduce of loss and weight."""
-        weight = torch.as_tensor(local.weight, dtype=torch.float64).to(local.total.device)
-        self._wait = collectives.start_sum_over_ranks(torch.stack([local.total.double(), weight]))
-        self._whole = None
+        weight = add_up([0.0 if local.weight is None else local.weight], local.total.device)
+        self._wait = collectives.start_sum_over_ranks(torch.stack([local.total.double(), weight.double()]))
+        self._started = host_copies.mark(local.total.device)
 
-    def backward(self, losses: Sequence[Tensor], divisor: float, *, last: bool) -> None:
+    def backward(self, losses: Sequence[Tensor], divisor: Weight, *, last: bool) -> None:
         """Runs one backward. The last one completes the reduction, whatever this rank has used."""
         if not last:
             run_backward(losses, divisor)
@@ -105,25 +105,27 @@ class DDPSync:
                 self._bucket_views[parameter] = parameter.grad
 
     def finish(self, local: LossSum) -> LossSum:
-        """Returns loss and weight of all ranks.
+        """Returns loss and weight of all ranks. The host waits for their sum, but not for the backward.
 
         Raises:
             RuntimeError: the last backward of another rank has failed.
         """
-        total, weight = self._take_whole()
+        with host_copies.ahead_of_later_work(local.total.device, self._started):
+            total, weight = host_copies.start_copy(self._sum())().tolist()
+        self._wait = None
         if self._failures is not None and (count := int(self._failures())):
             raise RuntimeError(
                 f"{count} of {collectives.world_size()} ranks failed in the backward, expected none: nothing was "
                 "updated, and the step can be repeated"
             )
-        return LossSum(total.to(local.total.dtype), float(weight))
+        return LossSum(torch.full_like(local.total, total), weight)
 
-    def rescale(self, factor: float) -> None:
+    def rescale(self, factor: Weight) -> None:
         """Multiplies the gradients that this rank has accumulated."""
         self._forget_untouched()
         scale_gradients(self._model.reduced_parameters, factor)
 
-    def multiply(self, tensors: Sequence[Tensor], factor: float) -> None:
+    def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
         """Multiplies the reduced gradients.
 
         Raises:
@@ -136,7 +138,7 @@ class DDPSync:
                 "share: make it part of the module or of the criterion that parallelize is given"
             )
         views = self._bucket_views
-        gradients = [views.get(one, one.grad) for one in tensors if one.grad is not None] if factor != 1 else []
+        gradients = [] if is_one(factor) else [views.get(one, one.grad) for one in tensors if one.grad is not None]
         multi_tensor.multiply_(_buckets_of(gradients), factor)
 
     def discard(self) -> None:
@@ -145,11 +147,9 @@ class DDPSync:
         for parameter in self._model.reduced_parameters:
             parameter.grad = None
 
-    def _take_whole(self) -> Tensor:
-        if self._whole is None:
-            assert self._wait is not None
-            self._whole, self._wait = self._wait(), None
-        return self._whole
+    def _sum(self) -> Tensor:
+        assert self._wait is not None
+        return self._wait()
 
     def _accumulate_in_buckets(self) -> None:
         """Sets missing gradients to zeros in the buckets of the reducer, where autograd adds to them.

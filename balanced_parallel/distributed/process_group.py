@@ -1,12 +1,13 @@
 """Starts the process group that torchrun prepared, and ends it at exit."""
 
 import atexit
-import time
+import sys
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
+from ..runtime import gloo
 from ..runtime.devices import DeviceLike, resolve_devices, visible_devices
 from .torchrun import TorchrunEnvironment
 
@@ -56,16 +57,21 @@ def join_process_group(environment: TorchrunEnvironment, device: torch.device) -
                 f"{environment.rank} of {environment.world_size}: start only one of them, or unset RANK and WORLD_SIZE"
             )
         return
-    backend = dist.get_default_backend_for_device(device)
-    dist.init_process_group("gloo" if device.type == "cpu" else f"cpu:gloo,{device.type}:{backend}")
+    if device.type == "cpu":
+        dist.init_process_group("gloo")
+    else:
+        backend = dist.get_default_backend_for_device(device)
+        dist.init_process_group(f"cpu:gloo,{device.type}:{backend}", device_id=device)
     atexit.register(end_process_group)
 
 
 def end_process_group() -> None:
-    """Ends the running process group, if there is one, and waits for its threads to release their last tensors."""
-    if dist.is_initialized():
+    """Ends the running process group, if there is one and the exit is clean.
+
+    To end it is to wait for its collectives. After an exception the other ranks may never come to them. torchrun ends these
+    ranks as soon as this one has ended.
+    """
+    gloo.keep_backends()
+    if dist.is_initialized() and not hasattr(sys, "last_value"):  # set by an exception that nothing has caught
         dist.destroy_process_group()
-    # A model keeps the group's threads alive. A thread that releases the tensors of the last collective while the interpreter
-    # shuts down waits for its lock and aborts the process ("terminate called without an active exception"). There is no way to
-    # wait for the release, https://github.com/pytorch/pytorch/issues/190489. It takes microseconds, once a thread gets a core.
-    time.sleep(0.2)
+    gloo.wait_until_idle()

@@ -18,7 +18,7 @@ from ..runtime.precision import Precision
 from .criterion_copies import copy_criterion, devices_of
 from .custom_weights import call_weight, check_settings, count_leading, keywords_of, warn_unknown, weigh_without_output
 from .output_rows import as_per_replica, sizes_like
-from .partial_sums import Criterion, Shard, mean_and_weight, merge, sum_and_weight, sum_of_terms, total_of
+from .partial_sums import Criterion, MeanAndWeight, Shard, merge, sum_and_weight, sum_of_terms, total_of
 from .reduction import reduction_in, reduction_of
 from .rules import find_torch_loss, has_sum, is_known, refuse_coupled
 from .targets import weight_of_targets
@@ -139,8 +139,9 @@ class DataParallelCriterion(nn.Module):
         """Returns the function that computes one replica's part of the loss."""
         if reduction == "sum":
             return total_of
-        by_sum = self.weight is None and has_sum(self.module)
-        return sum_and_weight if by_sum else mean_and_weight(self._weigh(), self.minimum)
+        if self.weight is None and has_sum(self.module):
+            return sum_and_weight
+        return MeanAndWeight(self._weigh(), self.minimum)
 
     def divisors_of_targets(self, *targets: Any) -> list[float] | None:
         """Returns the divisors of several means over a whole batch, if they depend on the targets alone; otherwise None."""
@@ -238,14 +239,30 @@ class DataParallelCriterion(nn.Module):
         sizes = sizes_like(entries, rows)
         batches = [batch] * len(entries) if rows is None else cut(batch, sizes, dim)
 
-        def run(criterion: Criterion, size: int, output: Any, arguments: Arguments, device: torch.device) -> Any:
+        def run(criterion: Criterion, size: int, output: Any, arguments: Arguments, weights: Any, device: torch.device) -> Any:
             targets, kwargs = move_leaves(arguments.inputs, device), move_leaves(arguments.kwargs, device)
-            return term(Shard(criterion, size, output, targets, kwargs))
+            return term(Shard(criterion, size, output, targets, kwargs, weights))
 
         with self.precision.autocast(devices), copy_criterion(self.module, self.replicas, devices) as criteria:
-            replicas = zip(criteria, sizes, entries, batches, devices, strict=True)
+            weights = self._weights_in_place(term, list(zip(sizes, entries, batches, strict=True)), devices)
+            replicas = zip(criteria, sizes, entries, batches, weights, devices, strict=True)
             work = [functools.partial(run, *replica) for replica in replicas]
             return self.replicas.workers(work, devices, together=False)
+
+    def _weights_in_place(
+        self, term: Callable[[Shard], Any], shards: list[tuple[int, Any, Arguments]], devices: Sequence[torch.device]
+    ) -> list[Any]:
+        """Returns the weights of all shards, from targets that are not moved, or None for those that the replicas compute.
+
+        Targets on the host are counted there, and the host waits once for targets on a device.
+        """
+        if isinstance(term, MeanAndWeight) and any(device.type != "cpu" for device in devices):
+            unmoved = [(size, output, *move_leaves(tuple(batch), None)) for size, output, batch in shards]
+            try:
+                return term.read([Shard(self.module, *shard) for shard in unmoved])
+            except Exception:  # noqa: BLE001 - it needs outputs and targets on one device; or it fails there too, for the user to see
+                pass
+        return [None] * len(shards)
 
 
 def _add_means(part: Any) -> LossSum:

@@ -11,6 +11,7 @@ from ..batch import nested
 from ..batch.per_replica import PerReplica
 from ..batch.rows import move_leaves
 from ..replicas.replicas import Replicas
+from ..runtime.host_copies import pin
 from ..runtime.modules import buffers_of, children_of, parameters_of
 from .partial_sums import Criterion
 
@@ -47,7 +48,10 @@ def copy_criterion(
             criterion.to(devices[0])  # only if needed: Module.to() reads grad, which would reduce deferred gradients
         return replicas.of(criterion, devices, devices[0])
     if isinstance(criterion, functools.partial):
-        moved = [(move_leaves(criterion.args, device), move_leaves(criterion.keywords, device)) for device in devices]
+        given = criterion.args, criterion.keywords
+        if any(device.type != "cpu" for device in devices):
+            given = nested.map_leaves(lambda leaf: pin(leaf) if isinstance(leaf, torch.Tensor) else leaf, given)
+        moved = [move_leaves(given, device) for device in devices]
         copies = [functools.partial(criterion.func, *arguments, **settings) for arguments, settings in moved]
         return contextlib.nullcontext(copies)
     return contextlib.nullcontext([criterion] * len(devices))

@@ -4,6 +4,7 @@ There are three ways to compute it. A criterion that is a sum is called as it is
 weight. A loss of torch is called with ``reduction="sum"``.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -29,6 +30,7 @@ class Shard(NamedTuple):
     output: Any
     targets: tuple[Any, ...]
     kwargs: dict[str, Any]
+    weights: Any = None  # numbers that are known before the replica runs
 
     def call(self, criterion: Criterion | None = None) -> Any:
         """Calls the criterion, or another in its place, and returns the loss. See :func:`loss_of`."""
@@ -63,23 +65,31 @@ def total_of(shard: Shard) -> Any:
     return nested.map_leaves(lambda leaf: leaf if leaf is None else LossSum(weighted_sum(leaf, 1), None), shard.call())
 
 
-def mean_and_weight(weigh: Callable[[Shard], Any], minimum: float) -> Callable[[Shard], Any]:
-    """Returns a function that computes ``mean x weight`` of a shard, as :class:`LossSum`.
+@dataclasses.dataclass(frozen=True)
+class MeanAndWeight:
+    """A function that computes ``mean x weight`` of a shard, as :class:`LossSum`.
 
     Args:
         weigh: returns the weight of a shard, or a structure with one weight for each mean that the criterion returns.
         minimum: lower bound of the criterion's divisor.
     """
 
-    def term(shard: Shard) -> Any:
-        with torch.no_grad():
-            weights = read_weights(weigh(shard))
-        if not shard.rows or weights == 0 == minimum:
+    weigh: Callable[[Shard], Any]
+    minimum: float
+
+    def __call__(self, shard: Shard) -> Any:
+        """Returns the :class:`LossSum` of a shard, or a structure of them."""
+        weights = self.read([shard])[0] if shard.weights is None else shard.weights
+        if not shard.rows or weights == 0 == self.minimum:
             # The criterion would return nan or raise an error.
             return map_weights(lambda weight: LossSum(shard.nothing(), weight), weights)
-        return _weighted(shard.call(), weights, minimum, "the loss")
+        return _weighted(shard.call(), weights, self.minimum, "the loss")
 
-    return term
+    @torch.no_grad()
+    def read(self, shards: Sequence[Shard]) -> list[Any]:
+        """Returns the weights of several shards as numbers. The host waits once at most."""
+        weights: list[Any] = read_weights([self.weigh(shard) for shard in shards])
+        return weights
 
 
 def _weighted(means: Any, weights: Any, minimum: float, place: str) -> Any:
@@ -133,16 +143,21 @@ def sum_of_terms(shard: Shard) -> Tensor:
         shard = shard._replace(kwargs={name: value for name, value in shard.kwargs.items() if name != "reduction"})
     halves = [leaf for leaf in nested.spread(shard.output) if isinstance(leaf, Tensor) and leaf.dtype == torch.float16]
     if halves and not torch.is_autocast_enabled(halves[0].device.type):  # a sum in float16 overflows
-        return weighted_sum(shard.call(), check_weight(shard.weigh()))
+        weight = shard.weigh()
+        if weight.is_cpu:
+            return weighted_sum(shard.call(), check_weight(weight))
+        terms = shard.call(_reducing(shard.criterion, "none"))  # a mean would need the number of counted targets
+        return widen(terms).sum()
     if halves:  # autocast computes losses in float32, but not on the CPU
         output = tuple(widen(leaf) if isinstance(leaf, Tensor) else leaf for leaf in nested.spread(shard.output))
         shard = shard._replace(output=output)
-    return widen(shard.call(_summing(shard.criterion)))
+    return widen(shard.call(_reducing(shard.criterion, "sum")))
 
 
-def _summing(criterion: Criterion) -> Criterion:
+def _reducing(criterion: Criterion, reduction: str) -> Criterion:
+    """Returns the criterion with another reduction."""
     if not isinstance(criterion, nn.Module):
-        return functools.partial(criterion, reduction="sum")
-    summing = type(criterion).__new__(type(criterion))
-    object.__setattr__(summing, "__dict__", criterion.__dict__ | {"reduction": "sum"})  # copy.copy takes ten times as long
-    return summing
+        return functools.partial(criterion, reduction=reduction)
+    changed = type(criterion).__new__(type(criterion))
+    object.__setattr__(changed, "__dict__", criterion.__dict__ | {"reduction": reduction})  # copy.copy takes ten times as long
+    return changed

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..batch.nested import Leaf
 from ..runtime.collectives import sum_over_ranks, world_size
-from .weights import check_weight
+from .weights import check_weights
 
 __all__: list[str] = []
 
@@ -44,9 +44,9 @@ def weighted_mean(
     """Returns the exact mean of means: the sum of ``weight x loss``, divided by the sum of the weights.
 
     For a model that computes its own loss, this is ``weighted_mean([o.loss for o in outputs], weights)``. A loss with weight zero
-    is ignored, even if it is nan. The result is nan if all weights are zero. If a process group with several ranks is running,
-    the mean is over all ranks, and each of them must call this function. Gradients are then correct after they are averaged over
-    ranks, as DistributedDataParallel does.
+    is ignored, even if it is nan. So the host waits, once, for weights that are on devices. The result is nan if all weights are
+    zero. If a process group with several ranks is running, the mean is over all ranks, and each of them must call this function.
+    Gradients are then correct after they are averaged over ranks, as DistributedDataParallel does.
 
     Args:
         losses: one scalar per replica, each on its own device.
@@ -68,13 +68,13 @@ def weighted_mean(
             f"weighted_mean was given {len(losses)} losses and {len(weights)} weights, expected one weight "
             "per loss and at least one"
         )
-    values = [check_weight(weight) for weight in weights]
+    values = check_weights(weights)
     pairs = zip(losses, values, strict=True)
     sums = [LossSum(weighted_sum(loss, max(weight, minimum)), weight) for loss, weight in pairs]
     return divide_once(sums, device or losses[0].device, minimum)
 
 
-def weighted_sum(mean: Tensor, weight: Weight) -> Tensor:
+def weighted_sum(mean: Tensor, weight: float) -> Tensor:
     """Returns ``mean x weight`` in at least float32, or zero if the weight is zero, even if the mean is nan."""
     if isinstance(mean, float | int):
         mean = torch.tensor(float(mean))  # a loss that is a constant on this replica
@@ -88,7 +88,7 @@ def weighted_sum(mean: Tensor, weight: Weight) -> Tensor:
     mean = widen(mean.reshape(()))
     if not weight:
         return zero_of(mean)
-    return mean * (weight.to(mean.device) if isinstance(weight, Tensor) else weight)
+    return mean * weight
 
 
 def widen(tensor: Tensor) -> Tensor:
@@ -124,8 +124,10 @@ def add_up(scalars: Sequence[Weight], device: torch.device) -> Tensor:
 
 
 def _as_scalar(value: Weight, device: torch.device) -> Tensor:
+    if isinstance(value, Tensor) and value.is_cpu and device.type != "cpu":
+        value = value.item()  # a fill of a new tensor does not wait for the device, as a copy from the host would
     if not isinstance(value, Tensor):
-        return torch.tensor(value, dtype=None if isinstance(value, int) else torch.float64, device=device)
+        return torch.full((), value, dtype=torch.int64 if isinstance(value, int) else torch.float64, device=device)
     value = widen(value)
     value = value.reshape(()) if value.dim() else value
     return value if value.device == device else value.to(device)

@@ -3,10 +3,13 @@
 import dataclasses
 import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from ..runtime.devices import move
 
 __all__: list[str] = []
 
@@ -29,15 +32,29 @@ def check_weight(weight: Any) -> float:
     return value
 
 
+def check_weights(weights: Sequence[Any]) -> list[float]:
+    """Returns ``weights`` as numbers. The host waits once for all that are on devices. Raises as :func:`check_weight` does."""
+    numbers = list(weights)
+    places = [i for i, one in enumerate(numbers) if isinstance(one, Tensor) and one.numel() == 1 and not one.is_cpu]
+    if len(places) > 1 and len({numbers[i].dtype for i in places}) == 1:
+        scalars = [move(numbers[i].detach().reshape(()), numbers[places[0]].device) for i in places]
+        for i, number in zip(places, torch.stack(scalars).tolist(), strict=True):
+            numbers[i] = float(number)
+    return [check_weight(number) for number in numbers]
+
+
 def read_weights(weights: Any) -> Any:
     """Returns a weight as a number, and weights in a sequence, mapping or dataclass as a list or dict of numbers."""
-    if dataclasses.is_dataclass(weights) and not isinstance(weights, type):
-        weights = {field.name: getattr(weights, field.name) for field in dataclasses.fields(weights)}
-    return map_weights(check_weight, weights)
+    found: list[Any] = []
+    map_weights(found.append, weights)
+    numbers = iter(check_weights(found))
+    return map_weights(lambda _: next(numbers), weights)
 
 
 def map_weights(function: Callable[[Any], Any], weights: Any) -> Any:
-    """Applies ``function`` to each weight. Sequences become lists, and mappings dicts."""
+    """Applies ``function`` to each weight. Sequences become lists, and mappings and dataclasses dicts."""
+    if dataclasses.is_dataclass(weights) and not isinstance(weights, type):
+        weights = {field.name: getattr(weights, field.name) for field in dataclasses.fields(weights)}
     if isinstance(weights, Mapping):
         return {name: map_weights(function, weight) for name, weight in weights.items()}
     if isinstance(weights, (list, tuple)):

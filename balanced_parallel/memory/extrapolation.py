@@ -140,7 +140,8 @@ class Lines:
         sizes = self.sizes(rows).tolist()
         events = [len(sizes) + 1, *events]
         sizes.append(self.kind.workspace)
-        found = replay(events, sizes, None if capacity is None else capacity - self.kind.context)
+        streams = [*(block.stream for block in self.first.blocks), 0]
+        found = replay(events, sizes, None if capacity is None else capacity - self.kind.context, streams)
         return None if found is None else found + self.kind.context
 
     def flops(self, rows: int | None = None) -> int:

@@ -9,24 +9,24 @@ copies on each device. Its backward runs once, when every replica has its gradie
     parameters --+--> aliases, replica 1 --> ...     .grad <-- sum--+-- gradients, replica 1 <-- ...
                  +--> aliases, replica 2 --> ...                    +-- gradients, replica 2 <-- ...
 
-The sum is always taken in the order of the replicas. Under ``no_sync()`` the gradients stay with the replicas instead, and are
-added there until the next backward that reduces.
+The sum is taken in the order of the replicas, except by NCCL. Under ``no_sync()`` the gradients stay with the replicas instead,
+and are added there until the next backward that reduces.
 """
 
-import contextlib
 import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from ..runtime.autograd import run_first, will_run
+from ..runtime.devices import move
 from ..runtime.streams import SideStreams, Streams, on_streams
 from ..runtime.tensors import has_gradient_hooks
 from . import deferred_gradients
-from .gradient_sums import Gradients, accumulate, add, add_up
+from .gradient_sums import Gradients, GradientSum, accumulate, add, add_up
 
 __all__: list[str] = []
 
@@ -34,8 +34,8 @@ __all__: list[str] = []
 class Owners(Protocol):
     """Devices that own elements of a bucket's parameters, and receive the gradients of these elements."""
 
-    def take(self, replicas: Sequence[Gradients]) -> None:
-        """Sums gradients of the replicas to their owners."""
+    def take(self, replicas: Sequence[Gradients]) -> Callable[[], None]:
+        """Allocates sums of the replicas' gradients on the current streams. Returns a function that computes them."""
 
     def repoint(self, copies: Mapping[nn.Parameter, Mapping[torch.device, Tensor]]) -> None:
         """Takes memory from ``copies`` of some parameters, which have moved."""
@@ -90,42 +90,54 @@ class Bucket:
                 a hook of the parameter), and False for neither.
             schedule: of the forward that this backward belongs to.
         """
-        returned = add_up([_only(gradients, [want is None for want in wanted]) for gradients in replicas], self._home)
-        fresh = [_only(gradients, [want is True for want in wanted]) for gradients in replicas]
+        returned: Gradients = [None] * len(wanted)
+        if None in wanted:
+            passed_on = [_only(gradients, [want is None for want in wanted]) for gradients in replicas]
+            returned = add_up(self.parameters, passed_on, self._home)
+        self._hold([_only(gradients, [want is True for want in wanted]) for gradients in replicas], schedule.deferred)
         if schedule.deferred:
-            with self._lock:
-                self._hold(fresh)
-                deferred_gradients.hold(self)
             if schedule.side is not None:
                 schedule.side.expect(schedule.streams, schedule.streams, [])
             return returned
-        overlapping: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        reduction = self._prepare()
         if schedule.side is not None and schedule.overlaps:
-            uses = [list(gradients) for gradients in (*self.held, *fresh)]
-            overlapping = schedule.side.entered(schedule.streams, uses)
-        with overlapping:
-            self._hold(fresh)
-            self.reduce()
+            with schedule.side.entered(schedule.streams, [reduction]):
+                reduction()
+        else:
+            reduction()
         return returned
 
     def reduce(self) -> None:
         """Sums the gradients that the replicas hold into the parameters' ``grad``, or to the owners."""
+        self._prepare()()
+
+    @torch.no_grad()
+    def _prepare(self) -> Callable[[], None]:
+        """Returns a function that reduces the gradients that the replicas hold now.
+
+        Memory that stays is allocated here, on the current streams: blocks of the caching allocator belong to a stream.
+        """
         held = self._release()
         if not held:
-            return
-        with torch.no_grad():
-            if self.owners is not None:
-                self.owners.take(held)
-                return
-            totals = add_up(held, self._home, own=True)
-            for parameter, total in zip(self.parameters, totals, strict=True):
-                if total is not None:
-                    accumulate(parameter, total)
+            return lambda: None
+        if self.owners is not None:
+            return self.owners.take(held)
+        return functools.partial(self._accumulate, GradientSum(self.parameters, held, self._home, own=True))
 
-    def scale(self, factor: float) -> None:
+    @torch.no_grad()
+    def _accumulate(self, sums: GradientSum) -> None:
+        for parameter, total in zip(self.parameters, sums.compute(), strict=True):
+            if total is not None:
+                accumulate(parameter, total)
+
+    def scale(self, factor: float | Tensor) -> None:
         """Multiplies the gradients that the replicas hold."""
+
+        def scaled(gradient: Tensor) -> Tensor:
+            return gradient * (move(factor, gradient.device) if isinstance(factor, Tensor) else factor)
+
         with self._lock:
-            self.held = [[None if gradient is None else gradient * factor for gradient in held] for held in self.held]
+            self.held = [[None if gradient is None else scaled(gradient) for gradient in held] for held in self.held]
 
     def drop(self) -> None:
         """Forgets the gradients that the replicas hold."""
@@ -160,8 +172,10 @@ class Bucket:
         return held
 
     @torch.no_grad()
-    def _hold(self, replicas: list[Gradients]) -> None:
+    def _hold(self, replicas: list[Gradients], deferred: bool) -> None:
         with self._lock:
+            if deferred:
+                deferred_gradients.hold(self)
             for held, fresh in zip(self.held, replicas, strict=False):
                 both = [i for i, gradient in enumerate(fresh) if gradient is not None and held[i] is not None]
                 for i, total in zip(both, add([held[i] for i in both], [fresh[i] for i in both]), strict=True):
@@ -194,7 +208,7 @@ class _Broadcast(torch.autograd.Function):
             if schedule.side is not None:
                 schedule.side.join()
             if bucket.goes_to_autograd(schedule):
-                return (None, None, None, *add_up(replicas, bucket.parameters[0].device))
+                return (None, None, None, *add_up(bucket.parameters, replicas, bucket.parameters[0].device))
             nodes = [node for node, _ in ctx.next_functions]
             wanted = [
                 None if has_gradient_hooks(p) else _is_accumulated(node) for p, node in zip(bucket.parameters, nodes, strict=True)

@@ -41,7 +41,7 @@ class GradientBuckets:
         for bucket in self.buckets:
             bucket.reduce()
 
-    def scale(self, factor: float) -> None:
+    def scale(self, factor: float | Tensor) -> None:
         """Multiplies the gradients that the replicas hold."""
         for bucket in self.buckets:
             bucket.scale(factor)

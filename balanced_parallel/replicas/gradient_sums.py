@@ -1,4 +1,7 @@
-"""Sums of the replicas' gradients on one device, in the order of the replicas and with the strides that autograd would use."""
+"""Sums of the replicas' gradients on one device, with the strides that autograd would use.
+
+They are taken in the order of the replicas, except by NCCL.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..runtime import multi_tensor
+from ..runtime import coalesced, multi_tensor, transport
+from ..runtime.devices import move
 from ..runtime.tensors import get_gradient, set_gradient
 
 __all__: list[str] = []
@@ -37,36 +41,55 @@ def _have_same_strides(one: Tensor, other: Tensor) -> bool:
     )
 
 
-def add_up(replicas: Sequence[Gradients], device: torch.device, *, own: bool = False) -> Gradients:
-    """Returns the sums over the replicas, in their order, on ``device``; None if no replica has a gradient.
+class GradientSum:
+    """The sum of a bucket's gradients over the replicas.
+
+    Memory is allocated here, on the current streams. :meth:`compute` may run on side streams, and allocates nothing that stays.
+    Gradients that some replicas do not have, sparse ones, and those with a graph are added at once.
 
     Args:
-        own: the results share no memory with the gradients. Autograd may have given the same tensor to two parameters, so the
-            gradient of a single replica is cloned.
+        leaves: parameters of the bucket, whose strides the results get.
+        replicas: gradients of each replica.
+        device: where the sum is needed.
+        own: the results share no memory with the gradients. Autograd may have given the same tensor to two parameters.
     """
-    totals: list[Any] = [None] * len(replicas[0])
-    new: set[int] = set()  # totals made here, which may be changed in place
-    given: set[int] = set()  # totals that are the gradient of a replica
-    for gradients in replicas:
-        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        moved = dict(zip(present, move_together([gradients[i] for i in present], device), strict=True))
-        first, again = [i for i in present if totals[i] is None], [i for i in present if i in new]
-        second = [i for i in present if totals[i] is not None and i not in new]
-        for i, total in zip(second, add([totals[i] for i in second], [moved[i] for i in second]), strict=True):
-            totals[i] = total
-        if again and all(_is_dense(tensor) for i in again for tensor in (totals[i], moved[i])):
-            multi_tensor.add_([totals[i] for i in again], [moved[i] for i in again])
-        else:
-            for i in again:
-                totals[i] = totals[i] + moved[i]
-        new.update(second)
-        for i in first:
-            totals[i] = moved[i]
-            if own and moved[i] is gradients[i]:
-                given.add(i)
-    for i in given.difference(new):
-        totals[i] = totals[i].clone()
-    return totals
+
+    def __init__(
+        self, leaves: Sequence[Tensor], replicas: Sequence[Gradients], device: torch.device, *, own: bool = False
+    ) -> None:
+        together = len(replicas) > 1 and not torch.is_grad_enabled()
+        self._places = [i for i in range(len(leaves)) if together and all(_is_dense(gradients[i]) for gradients in replicas)]
+        self._layouts = [coalesced.layout_of(leaves[i]) for i in self._places]
+        others = set(range(len(leaves))).difference(self._places)
+        self._sums = [
+            _add_in_turn([one[i] for one in replicas], device, own) if i in others else None for i in range(len(leaves))
+        ]
+        if self._places:
+            self._flat = [coalesced.pack(self._layouts, [one[i] for i in self._places]) for one in replicas]  # type: ignore[misc]
+            self._total = torch.empty_like(self._flat[0], device=device)
+
+    def compute(self) -> Gradients:
+        """Returns the sums; None if no replica has a gradient."""
+        if self._places:
+            transport.reduce(self._flat, self._total)
+            for i, total in zip(self._places, coalesced.unpack(self._layouts, self._total), strict=True):
+                self._sums[i] = total
+        return self._sums
+
+
+def add_up(leaves: Sequence[Tensor], replicas: Sequence[Gradients], device: torch.device) -> Gradients:
+    """Returns the sums over the replicas, in their order, on ``device``; None if no replica has a gradient."""
+    return GradientSum(leaves, replicas, device).compute()
+
+
+def _add_in_turn(gradients: Gradients, device: torch.device, own: bool) -> Tensor | None:
+    present = [gradient for gradient in gradients if gradient is not None]
+    if not present:
+        return None
+    total = move(present[0], device)
+    for gradient in present[1:]:
+        total = total + move(gradient, device)
+    return total.clone() if own and total is present[0] else total
 
 
 def add(left: list[Any], right: list[Any]) -> list[Tensor]:
@@ -77,35 +100,4 @@ def add(left: list[Any], right: list[Any]) -> list[Tensor]:
 
 
 def _is_dense(tensor: Any) -> bool:
-    return bool(tensor.layout == torch.strided)
-
-
-def move_together(tensors: list[Any], device: torch.device) -> list[Tensor]:
-    """Returns tensors of one dtype on one device, moved to ``device``. Dense tensors keep their strides and move in one copy."""
-    if not tensors or tensors[0].device == device:
-        return tensors
-    if len(tensors) == 1 or any(tensor.layout != torch.strided for tensor in tensors):
-        return [tensor.to(device, non_blocking=device.type != "cpu") for tensor in tensors]
-    strides = [_packed_strides(tensor) for tensor in tensors]
-    rows = [
-        tensor.reshape(-1) if stride is None else tensor.as_strided((tensor.numel(),), (1,))
-        for tensor, stride in zip(tensors, strides, strict=True)
-    ]
-    pieces = torch.cat(rows).to(device, non_blocking=device.type != "cpu").split([row.numel() for row in rows])
-    return [
-        piece.view(tensor.shape) if stride is None else piece.as_strided(tensor.shape, stride)
-        for piece, tensor, stride in zip(pieces, tensors, strides, strict=True)
-    ]
-
-
-def _packed_strides(tensor: Tensor) -> tuple[int, ...] | None:
-    """Returns the strides of a tensor without gaps whose memory is not in row-major order, else None."""
-    if tensor.is_contiguous():
-        return None
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1:
-            if stride != expected:
-                return None
-            expected *= size
-    return tensor.stride()
+    return tensor is not None and bool(tensor.layout == torch.strided)

@@ -36,9 +36,10 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
     place. With ``gather_outputs=True`` the call returns the gathered outputs, as in ``torch.nn.DataParallel``.
 
     Rows are split as by :func:`scatter`. A batch with fewer rows than devices uses fewer replicas. A batch without rows, and
-    inputs without a dimension of rows, use one. Each replica runs with the caller's gradient mode, inference mode, autocast
-    (flag and dtype) and default device. Replicas persist between forwards and follow every change of the module that Python
-    makes. The first replica is the module itself, so writes to its buffers stay, as in ``nn.DataParallel``.
+    inputs without a dimension of rows, use one. Each replica runs in a thread of its own, with the caller's gradient mode,
+    inference mode, autocast (flag and dtype), default device, streams, context variables, hooks of saved tensors, and dispatch
+    and function modes. Replicas persist between forwards and follow every change of the module that Python makes. The first
+    replica is the module itself, so writes to its buffers stay, as in ``nn.DataParallel``.
 
     Args:
         module: moved to the first device. Parameters and their gradients stay there.

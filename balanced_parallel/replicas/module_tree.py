@@ -1,7 +1,7 @@
 """The tree of a module's submodules, and its skeletons: copies that share everything except parameters and buffers."""
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -91,25 +91,28 @@ class ModuleTree:
         ]
         return list(zip(self.modules, skeletons, children, self._places, self._lists, strict=True))
 
-    def fill(self, skeletons: Skeletons, tensors: list[Tensor] | None, copy_buffer: Callable[[Tensor], Tensor]) -> nn.Module:
+    def buffers(self) -> list[Tensor]:
+        """Returns the buffers of all modules, each once."""
+        found: dict[int, Tensor] = {}
+        for module in self.modules:
+            if own := module.__dict__["_buffers"]:  # as above
+                found.update((id(buffer), buffer) for buffer in own.values() if buffer is not None)
+        return list(found.values())
+
+    def fill(self, skeletons: Skeletons, tensors: list[Tensor] | None, buffers: Mapping[int, Tensor]) -> nn.Module:
         """Gives the skeletons the modules' current modes, hooks and attributes, and returns the root's skeleton.
 
         Args:
             skeletons: result of :meth:`make_skeletons`.
             tensors: replacements of the parameters, in the order of the tree. ``None`` keeps the parameters.
-            copy_buffer: called once for each buffer.
+            buffers: replacements of the buffers, by the id of the buffer.
         """
-        copied: dict[int, Tensor] = {}
         for module, skeleton, children, places, lists in skeletons:
             state = module.__dict__.copy()
             if children:
                 state["_modules"] = children.copy()  # entries of a new __dict__, for which torch has no function
-            if buffers := state["_buffers"]:  # as above
-                for buffer in buffers.values():
-                    if buffer is not None and id(buffer) not in copied:
-                        # A trained buffer is copied with a graph, which brings it the gradients of all replicas.
-                        copied[id(buffer)] = copy_buffer(buffer if buffer.requires_grad else buffer.detach())
-                copies = {name: None if buffer is None else copied[id(buffer)] for name, buffer in buffers.items()}
+            if own := state["_buffers"]:  # as above
+                copies = {name: None if buffer is None else buffers[id(buffer)] for name, buffer in own.items()}
                 state["_buffers"] = copies  # as above
             if tensors is not None:
                 if places:

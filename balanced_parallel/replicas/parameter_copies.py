@@ -1,13 +1,12 @@
 """Copies of a module's parameters on other devices, refreshed where the parameters have changed."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from ..runtime import multi_tensor
-from ..runtime.devices import move
+from ..runtime import coalesced
 from ..runtime.tensors import versions
 from .checksums import Watch
 from .untracked_writes import Writes
@@ -78,17 +77,19 @@ class ParameterCopies:
         """Copies the parameters that changed."""
         for parameter in parameters[:1]:
             self.by_device.pop(parameter.device, None)
-        for device, copies in self.by_device.items():
-            _copy_into(copies, parameters, changes.written, device)
-            _copy_into(copies, parameters, changes.untracked, device, tracked=False)
+        _refresh(self.by_device, parameters, changes.written)
+        _refresh(self.by_device, parameters, changes.untracked, tracked=False)
 
     def extend_to(self, devices: Iterable[torch.device], parameters: Sequence[nn.Parameter]) -> None:
         """Makes copies on those of ``devices`` that have none."""
-        for device in devices:
-            if device not in self.by_device:
-                with torch.inference_mode(False), torch.no_grad():
-                    self.by_device[device] = [move(parameter.detach(), device) for parameter in parameters]
-                self._writes = self._writes or Writes(parameters)
+        missing = [device for device in dict.fromkeys(devices) if device not in self.by_device]
+        if missing:
+            with torch.inference_mode(False), torch.no_grad():
+                copies = {device: [_empty_copy(parameter, device) for parameter in parameters] for device in missing}
+                # each by itself: buffers would need more memory than the copies
+                coalesced.copy_(list(copies.values()), [parameter.detach() for parameter in parameters], buffer_bytes=0)
+            self.by_device |= copies
+            self._writes = self._writes or Writes(parameters)
 
     def compare_checksums(self, parameters: Sequence[nn.Parameter], *, goes_on: bool) -> None:
         """Copies the parameters that were written to without any record.
@@ -99,8 +100,7 @@ class ParameterCopies:
         if self._watch is not None and self.by_device:
             copies = next(iter(self.by_device.values()))
             found = self._watch.look(parameters, copies, self._fresh, goes_on=goes_on)
-            for device, tensors in self.by_device.items() if found else ():
-                _copy_into(tensors, parameters, found, device, tracked=False)
+            _refresh(self.by_device, parameters, found, tracked=False)
 
     def everywhere(self, parameters: Sequence[nn.Parameter], place: int) -> dict[torch.device, Tensor]:
         """Returns one parameter and its copies, by device."""
@@ -108,25 +108,48 @@ class ParameterCopies:
         return {parameter.device: parameter, **{device: copies[place] for device, copies in self.by_device.items()}}
 
 
+def copy_buffers(buffers: Sequence[Tensor], devices: Sequence[torch.device]) -> list[dict[int, Tensor]]:
+    """Returns copies of all buffers for each of ``devices``, by the id of the buffer."""
+    together: list[Tensor] = []
+    alone: list[Tensor] = []
+    for buffer in buffers:
+        # A trained buffer is copied with a graph, which brings it the gradients of all replicas.
+        is_plain = buffer.layout == torch.strided and not (buffer.requires_grad or buffer.is_quantized)
+        (together if is_plain else alone).append(buffer)
+    copied = coalesced.copies([buffer.detach() for buffer in together], devices)
+    copies = [dict(zip(map(id, together), found, strict=True)) for found in copied]
+    for device, found in zip(devices, copies, strict=True):
+        found.update((id(buffer), buffer.to(device, copy=True)) for buffer in alone)
+    return copies
+
+
 def _states_of(parameters: Sequence[Tensor]) -> list[State]:
     learns = [parameter.requires_grad for parameter in parameters]
     return list(zip([parameter.data_ptr() for parameter in parameters], versions(parameters), learns, strict=True))
 
 
+def _empty_copy(parameter: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_like(parameter.detach(), device=device)
+
+
 @torch.no_grad()
-def _copy_into(
-    copies: list[Tensor], parameters: Sequence[Tensor], places: list[int], device: torch.device, *, tracked: bool = True
+def _refresh(
+    by_device: Mapping[torch.device, list[Tensor]], parameters: Sequence[Tensor], places: Sequence[int], *, tracked: bool = True
 ) -> None:
-    """Copies the values of some parameters.
+    """Copies the values of some parameters to all devices.
 
     Args:
+        by_device: copies of all parameters, for each device.
         places: of these parameters.
         tracked: moves the version counters of the copies, as those of the parameters moved. If they did not, a graph of an
             earlier forward may still run backward, with the new values.
     """
-    alike = [i for i in places if copies[i].shape == parameters[i].shape and copies[i].dtype == parameters[i].dtype]
-    for i in set(places).difference(alike):
-        copies[i] = move(parameters[i].detach(), device)
-    if alike:
-        targets = [copies[i] if tracked else copies[i].data for i in alike]
-        multi_tensor.copy_(targets, [parameters[i].detach() for i in alike], non_blocking=device.type != "cpu")
+    if not (by_device and places):
+        return
+    targets = []
+    for device, copies in by_device.items():
+        for i in places:
+            if copies[i].shape != parameters[i].shape or copies[i].dtype != parameters[i].dtype:
+                copies[i] = _empty_copy(parameters[i], device)
+        targets.append([copies[i] if tracked else copies[i].data for i in places])
+    coalesced.copy_(targets, [parameters[i].detach() for i in places])

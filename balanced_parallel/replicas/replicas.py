@@ -20,7 +20,7 @@ from ..runtime.tensors import mark_as_parameter
 from .bucket import Owners
 from .gradient_buckets import GradientBuckets
 from .module_tree import ModuleTree, Skeletons
-from .parameter_copies import ParameterCopies
+from .parameter_copies import ParameterCopies, copy_buffers
 from .rnn_weights import RNNWeights
 from .worker_pool import shared_pool
 from .workers import Workers, run_replicas
@@ -81,10 +81,10 @@ class Replicas:
             tree = self._follow(module, [home, *others])
             self.copies.compare_checksums(tree.parameters, goes_on=self.gradients.deferred)
             tensors = self._connected_parameters(tree, [*([home] if modules else []), *others])
-            for skeletons, device in zip(self._skeletons, others, strict=False):
-                # buffers every time: batch norm writes to its statistics without torch's version counter
-                copy_buffer = functools.partial(torch.Tensor.to, device=device, copy=True)
-                modules.append(tree.fill(skeletons, tensors.get(device), copy_buffer))
+            # buffers every time: batch norm writes to its statistics without torch's version counter
+            buffers = copy_buffers(tree.buffers(), others)
+            for skeletons, device, copied in zip(self._skeletons, others, buffers, strict=False):
+                modules.append(tree.fill(skeletons, tensors.get(device), copied))
             with tree.parameters_replaced(tensors[home]) if home in tensors else nullcontext():
                 yield modules
 

@@ -120,16 +120,12 @@ class AllRowsBatchNorm(BatchNorm):
 
 
 class AllRanksBatchNorm(nn.SyncBatchNorm):
-    """torch's ``SyncBatchNorm`` over the rows of all ranks, in the process group of :func:`statistics_group`."""
+    """torch's ``SyncBatchNorm``, in the process group of :func:`statistics_group`."""
 
     @property
-    def process_group(self) -> Any:
-        """Not an attribute of the layer: a process group cannot be copied or pickled."""
+    def process_group(self) -> Any:  # type: ignore[override]
+        """Returns the process group. It is not an attribute of the layer, which could then not be copied or pickled."""
         return statistics_group()
-
-    @process_group.setter
-    def process_group(self, group: Any) -> None:
-        raise AttributeError("the layer runs in the process group of all ranks, expected no other")
 
 
 class Statistics(NamedTuple):
@@ -162,6 +158,9 @@ def _combine(statistics: list[Statistics]) -> tuple[int, Tensor, Tensor]:
     """Returns count, mean and sum of squared differences of all rows, without waiting for a device."""
     count = sum(part.size for part in statistics)
     means, squares = torch.stack([part.moments for part in statistics]).unbind(1)
-    counts = torch.tensor([[part.size] for part in statistics], dtype=means.dtype).to(means.device)
+    counts = means.new_full((len(statistics), 1), statistics[0].size)
+    for number, part in enumerate(statistics):
+        if part.size != statistics[0].size:
+            counts[number] = part.size  # a fill; a copy of a tensor from the host would wait for the device
     mean = (counts / max(count, 1) * means).sum(0)
     return count, mean, (squares + counts * (means - mean).square()).sum(0)

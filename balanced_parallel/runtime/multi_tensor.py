@@ -8,6 +8,8 @@ A loop over tensors launches one kernel for each of them. torch's optimizers avo
 import torch
 from torch import Tensor
 
+from .devices import move
+
 __all__: list[str] = []
 
 # The stubs of torch ask for tuples or lists; the operations take both.
@@ -26,9 +28,13 @@ def add_(tensors: Tensors, others: Tensors) -> None:
 
 
 def multiply_(tensors: Tensors, factor: float | Tensor) -> None:
-    """Multiplies all tensors by one factor in place. A factor with one element may be on the device of the tensors."""
-    if tensors:
-        torch._foreach_mul_(tensors, factor)
+    """Multiplies all tensors by one factor in place. A factor with one element moves to each of their devices."""
+    if not isinstance(factor, Tensor):
+        if tensors:
+            torch._foreach_mul_(tensors, factor)
+        return
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        torch._foreach_mul_([tensor for tensor in tensors if tensor.device == device], move(factor, device))
 
 
 def copy_(targets: Tensors, sources: Tensors, *, non_blocking: bool = False) -> None:

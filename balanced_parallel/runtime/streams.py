@@ -3,7 +3,8 @@
 A freed tensor's memory is reused at once by the stream that allocated it. A kernel of a side stream may still have to read it.
 ``Tensor.record_stream`` delays the reuse until that kernel has run, so peak memory would depend on timing. As in torch's FSDP2,
 the tensor is kept alive until its own stream has waited for the side stream. That happens before the next work is put on the
-side stream, so the tensors of at most one piece of work are kept.
+side stream, so the tensors of at most one piece of work are kept. For the same reason results are allocated before a side stream
+is entered: memory that a side stream has allocated is of no use to activations.
 
 ::
 
@@ -13,6 +14,7 @@ side stream, so the tensors of at most one piece of work are kept.
 """
 
 import contextlib
+import contextvars
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -47,6 +49,14 @@ def on_streams(streams: Streams) -> Iterator[None]:
         yield
 
 
+_beside: contextvars.ContextVar[bool] = contextvars.ContextVar("beside", default=False)
+
+
+def on_side_stream() -> bool:
+    """Returns True if this thread runs the work of side streams, also on devices that have no streams."""
+    return _beside.get()
+
+
 class SideStreams:
     """One side stream per device. Methods may be called only inside a backward."""
 
@@ -63,10 +73,12 @@ class SideStreams:
             uses: tensors of the compute streams, kept alive until these have waited for the side streams.
         """
         sides = {device: self._side_stream(device, stream) for device, stream in computing.items()}
+        token = _beside.set(True)
         try:
             with on_streams(sides):
                 yield
         finally:
+            _beside.reset(token)
             self.expect(computing, sides, uses)
 
     def expect(self, computing: Streams, working: Streams, uses: list[Any]) -> None:

@@ -18,6 +18,9 @@ from torch.utils._device import DeviceContext  # the type of `with torch.device(
 __all__: list[str] = []
 
 
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
 @dataclass(frozen=True)
 class ThreadState:
     """State of a thread, as ``with`` blocks of torch set it.
@@ -37,7 +40,7 @@ class ThreadState:
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     autocast_cache: bool
     threads: int
-    saved_tensor_hooks: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None
+    saved_tensor_hooks: Hooks | None
     function_modes: tuple[overrides.TorchFunctionMode, ...]
     dispatch_modes: tuple[_python_dispatch.TorchDispatchMode, ...]
 
@@ -51,21 +54,15 @@ class ThreadState:
             autocast=tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in types),
             autocast_cache=torch.is_autocast_cache_enabled(),
             threads=torch.get_num_threads(),
-            # torch applies the last pair of hooks alone. The public block pushes hooks, and cannot read them.
-            saved_tensor_hooks=torch._C._autograd._top_saved_tensors_default_hooks(False),
+            saved_tensor_hooks=_saved_tensor_hooks(),
             function_modes=tuple(overrides._get_current_function_mode_stack()),  # without a public name
             dispatch_modes=tuple(_python_dispatch._get_current_dispatch_mode_stack()),  # as above
         )
 
     @property
     def needs_turns(self) -> bool:
-        """True if a mode sees the operators of all replicas, and may expect one module to run at a time.
-
-        So do the hooks of activation checkpointing, which number the tensors.
-        """
-        modes = [mode for mode in (*self.function_modes, *self.dispatch_modes) if not isinstance(mode, DeviceContext)]
-        pack = self.saved_tensor_hooks and self.saved_tensor_hooks[0]
-        return bool(modes) or getattr(pack, "__module__", None) == "torch.utils.checkpoint"
+        """True if a mode sees the operators of all replicas, and may expect one module to run at a time."""
+        return not all(isinstance(mode, DeviceContext) for mode in (*self.function_modes, *self.dispatch_modes))
 
     @contextlib.contextmanager
     def enter(self) -> Iterator[None]:
@@ -88,3 +85,12 @@ class ThreadState:
                 _python_dispatch._push_mode(dispatch_mode)  # as above
                 stack.callback(_python_dispatch._pop_mode)  # as above
             yield
+
+
+def _saved_tensor_hooks() -> Hooks | None:
+    """Returns the hooks that torch applies: the last pair. Those of activation checkpointing around the call are left out.
+
+    They recompute when a saved tensor is needed. The backwards of several devices would do so at the same time, and fail.
+    """
+    hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)  # the public block cannot be read
+    return None if hooks is None or hooks[0].__module__ == "torch.utils.checkpoint" else hooks

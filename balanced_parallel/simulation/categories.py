@@ -44,6 +44,8 @@ class Labels:
 
     def __init__(self, native: ctypes.CDLL) -> None:
         self.native = native
+        self.steps = 0  # finished: a forward has followed the optimizer's update
+        self._has_updated = False
         self.modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 
     @contextmanager
@@ -72,6 +74,7 @@ class Labels:
 
     def _before_forward(self, module: nn.Module, args: object) -> None:
         self.native.simulation_in_optimizer(False)  # _after_step does not run if a step fails
+        self.steps, self._has_updated = self.steps + self._has_updated, False
         is_new = self.modules.get(id(module)) is not module
         self.modules[id(module)] = module
         # The first time with all submodules: some modules use parameters of their children without calling the children.
@@ -86,4 +89,5 @@ class Labels:
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         self.native.simulation_in_optimizer(False)
+        self._has_updated = True
         self.label(leaves(list(optimizer.state.values())), Category.OPTIMIZER_STATE)

@@ -4,7 +4,7 @@ import ctypes
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -16,12 +16,14 @@ from . import device_module
 from .categories import Category, Labels
 from .compilation import load_native
 from .torch_data_parallel import comm_for_simulated_devices
+from .waits import Wait, Waits, shorten
 
 __all__: list[str] = []
 
 MAX_DEVICES = 64  # kDevices of native/ledger.h
 NO_LIMIT = 2**50  # 1 PiB, more than any simulation reaches
 Memory = int | str | Sequence[int | str | None] | None
+_Numbers = tuple[list[int], list[int], Counter[tuple[str, str]], list[dict[str, int]], list[tuple[str, str]]]  # at the end
 _entering = threading.Lock()
 _active = False
 
@@ -34,12 +36,13 @@ class Cluster:
         memory: capacity of each device in bytes; ``None`` means no limit.
     """
 
-    def __init__(self, memory: Sequence[int | None], native: ctypes.CDLL, labels: Labels) -> None:
+    def __init__(self, memory: Sequence[int | None], native: ctypes.CDLL, labels: Labels, waits: Waits) -> None:
         self.devices = [torch.device("sim", index) for index in range(len(memory))]
         self.memory = list(memory)
         self._native = native
         self._labels = labels
-        self._ended: tuple[list[int], list[int], Counter[tuple[str, str]], list[dict[str, int]]] | None = None
+        self._waits = waits
+        self._ended: _Numbers | None = None
 
     @property
     def live(self) -> list[int]:
@@ -59,6 +62,29 @@ class Cluster:
         places = [*enumerate(map(str, self.devices)), (MAX_DEVICES, "cpu")]
         moved = {(source, target): self._native.simulation_moved(i, j) for i, source in places for j, target in places}
         return Counter({ends: count for ends, count in moved.items() if count})
+
+    @property
+    def copies(self) -> list[tuple[str, str]]:
+        """Source and target of all copies so far, in order."""
+        if self._ended:
+            return self._ended[4]
+        size = self._native.simulation_copies(0, 0, None)
+        found = (ctypes.c_int * size)()
+        self._native.simulation_copies(0, size, found)
+        names = {MAX_DEVICES: "cpu", **dict(enumerate(map(str, self.devices)))}
+        return [(names[ends // (MAX_DEVICES + 1)], names[ends % (MAX_DEVICES + 1)]) for ends in found]
+
+    @property
+    def waits(self) -> list[Wait]:
+        """Calls so far for which a GPU would have made the host wait, in their order. See :class:`Wait`."""
+        return list(self._waits.record)
+
+    def forbidding_waits(self) -> AbstractContextManager[None]:
+        """Returns a context manager that raises ``RuntimeError`` at a wait, like ``torch.cuda.set_sync_debug_mode("error")``.
+
+        The message has the kind of the wait, its file and line, and a way to avoid it.
+        """
+        return self._waits.forbidding()
 
     def reset_peak(self) -> None:
         """Restarts the measurement of :attr:`peak` and :meth:`categories`.
@@ -92,7 +118,7 @@ class Cluster:
         return {category.title: counts[category] for category in Category}
 
     def __str__(self) -> str:
-        """Returns a table with one row per device: bytes now and at the peak, categories of the peak, and bytes moved."""
+        """Returns a table with one row per device: bytes now, at the peak, by category, and moved; and the waits in each step."""
         moved = self.moved
         rows = []
         for index, (device, memory) in enumerate(zip(map(str, self.devices), self.memory, strict=True)):
@@ -100,12 +126,15 @@ class Cluster:
             into = sum(count for (_, target), count in moved.items() if target == device)
             out = sum(count for (source, _), count in moved.items() if source == device)
             counts = [self.live[index], self.peak[index], *parts.values(), into, out]
-            rows.append([device, "no limit" if memory is None else format_bytes(memory), *map(format_bytes, counts)])
+            waits = shorten(self._waits.per_step(self.devices[index]))
+            rows.append([device, "no limit" if memory is None else format_bytes(memory), *map(format_bytes, counts), waits])
         headers = ["device", "memory", "now", "peak", *(category.title for category in Category), "moved in", "moved out"]
+        headers.append("waits per step")
         return tabulate(rows, headers, tablefmt="simple", stralign="right")
 
     def _end(self) -> None:
-        self._ended = self.live, self.peak, self.moved, [self.categories(index) for index in range(len(self.devices))]
+        categories = [self.categories(index) for index in range(len(self.devices))]
+        self._ended = self.live, self.peak, self.moved, categories, self.copies
 
 
 @contextmanager
@@ -118,8 +147,9 @@ def simulate(devices: int, memory: Memory = None, *, strict: bool = True) -> Ite
 
     Speed is not simulated: kernels run one after the other on the CPU. Instead, streams are checked. It is an error to use or
     free memory on a stream that has not waited for another stream that uses it, because a GPU might do it too early. Workspaces
-    inside a kernel (such as cuDNN's) and fragmentation are not counted. Under torchrun, each rank has its own cluster.
-    torch.distributed communicates through gloo, and :attr:`Cluster.moved` does not count that traffic.
+    inside a kernel (such as cuDNN's) and fragmentation are not counted. :attr:`Cluster.waits` lists the calls for which a GPU
+    would make the host wait. Under torchrun, each rank has its own cluster. torch.distributed communicates through gloo, and
+    :attr:`Cluster.moved` does not count that traffic.
 
     On first use a C++ extension is compiled, in about fifteen seconds, and cached in ``~/.cache/balanced_parallel``.
 
@@ -175,7 +205,9 @@ def simulate(devices: int, memory: Memory = None, *, strict: bool = True) -> Ite
             undo.callback(dist.Backend.default_device_backend_map.pop, "sim")
             undo.enter_context(labels.watching())
             undo.enter_context(comm_for_simulated_devices(labels))
-            cluster = Cluster(limits, native, labels)
+            waits = Waits(lambda: labels.steps)
+            undo.enter_context(waits.listening(native))
+            cluster = Cluster(limits, native, labels, waits)
             undo.callback(cluster._end)
             yield cluster
     finally:

@@ -15,12 +15,14 @@ from pathlib import Path
 
 import torch
 
+from .waits import LISTENER
+
 __all__: list[str] = []
 
 SOURCES = Path(__file__).parent / "native"
 TORCH = Path(torch.__file__).parent
 # Parsing torch's headers takes most of the time. Two translation units, compiled in parallel, parse them twice only.
-UNITS = (("streams", "ledger", "device", "storage", "composites", "operators"), ("autocast", "collectives"))
+UNITS = (("waits", "streams", "ledger", "device", "storage", "composites", "operators"), ("autocast", "collectives"))
 COMPILERS = ("c++", "g++", "clang++")
 
 
@@ -41,9 +43,11 @@ def load_native() -> ctypes.CDLL:
     native.simulation_start.argtypes = [ctypes.c_int, ctypes.POINTER(integer), ctypes.c_bool, ctypes.c_uint64]
     native.simulation_seed.argtypes = [ctypes.c_int, ctypes.c_uint64]
     native.simulation_tag.argtypes = [ctypes.c_void_p, ctypes.c_int]
+    native.simulation_listen.argtypes = [LISTENER]
     native.simulation_in_optimizer.argtypes = [ctypes.c_bool]
     native.simulation_categories.argtypes = [ctypes.c_int, ctypes.POINTER(integer)]
-    for function in (native.simulation_live, native.simulation_peak, native.simulation_moved):
+    native.simulation_copies.argtypes = [integer, integer, ctypes.POINTER(ctypes.c_int)]
+    for function in (native.simulation_live, native.simulation_peak, native.simulation_moved, native.simulation_copies):
         function.restype = integer
     return native
 

@@ -1,7 +1,8 @@
-"""Support for ``torch.nn.DataParallel`` on simulated devices, for comparisons with this library.
+"""``torch.cuda.comm`` and ``torch.cuda.nccl`` on simulated devices, which this library and ``torch.nn.DataParallel`` use.
 
-torch implements its copies between devices for CUDA only (torch/csrc/cuda/comm.cpp). The functions here make the same copies, in
-buffers of the same size. Tensors of other devices go to torch's own functions, if this build of torch has them.
+torch implements them for CUDA only (torch/csrc/cuda/comm.cpp and nccl.cpp). The functions here copy the same bytes between the
+same devices, and sum in the order of the tensors. Tensors of other devices go to torch's own functions, if this build of torch
+has them.
 """
 
 import functools
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.cuda import nccl
 from torch.nn.parallel import _functions
 
-from ..runtime import coalesced
+from ..runtime import copy_rounds, torch_comm
 from .categories import Category, Labels
 
 __all__: list[str] = []
@@ -31,7 +32,7 @@ def broadcast_coalesced(
         return copy
 
     others = [torch.device("sim", device) for device in devices[1:]]
-    return [list(tensors), *coalesced.broadcast_coalesced(tensors, others, buffer_size, transfer)]
+    return [list(tensors), *torch_comm.broadcast_coalesced(tensors, others, buffer_size, transfer)]
 
 
 def broadcast(tensor: Tensor, devices: Sequence[int]) -> list[Tensor]:
@@ -56,9 +57,34 @@ def gather(tensors: Sequence[Tensor], dim: int, device: int | None) -> Tensor:
     return result
 
 
-def no_nccl(tensors: Sequence[Tensor]) -> bool:
-    """Returns False, as torch's own function does, but without its warning."""
-    return False
+def nccl_is_available(tensors: Sequence[Tensor]) -> bool:
+    """Returns True for tensors that NCCL accepts: dense, contiguous, each on another device."""
+    places = {tensor.device for tensor in tensors}
+    return len(places) == len(tensors) and all(
+        tensor.device.type == "sim" and not tensor.is_sparse and tensor.is_contiguous() for tensor in tensors
+    )
+
+
+def nccl_broadcast(tensors: Sequence[Tensor], root: int, streams: object, communicators: object) -> None:
+    """Copies the first tensor to the others. torch ignores ``root`` too."""
+    copy_rounds.broadcast(tensors[0], tensors[1:])
+
+
+def nccl_reduce(tensors: Sequence[Tensor], output: Tensor, root: int, op: int, streams: object, communicators: object) -> None:
+    """Sums the tensors on the device of ``tensors[root]``, in their order."""
+    copy_rounds.reduce(tensors, output)
+
+
+def nccl_reduce_scatter(
+    tensors: Sequence[Tensor], outputs: Sequence[Tensor], op: int, streams: object, communicators: object
+) -> None:
+    """Sums the tensors in their order, and puts an equal slice of the sum on each device."""
+    copy_rounds.reduce_scatter(tensors, outputs)
+
+
+def nccl_all_gather(tensors: Sequence[Tensor], outputs: Sequence[Tensor], streams: object, communicators: object) -> None:
+    """Concatenates the tensors on each device."""
+    copy_rounds.all_gather(tensors, outputs)
 
 
 @contextmanager
@@ -69,7 +95,11 @@ def comm_for_simulated_devices(labels: Labels) -> Iterator[None]:
         (torch._C, "_broadcast", broadcast),
         (torch._C, "_scatter", scatter),
         (torch._C, "_gather", gather),
-        (nccl, "is_available", no_nccl),
+        (torch._C, "_nccl_broadcast", nccl_broadcast),
+        (torch._C, "_nccl_reduce", nccl_reduce),
+        (torch._C, "_nccl_reduce_scatter", nccl_reduce_scatter),
+        (torch._C, "_nccl_all_gather", nccl_all_gather),
+        (nccl, "is_available", nccl_is_available),
     ]
     originals = [(owner, name, getattr(owner, name, None)) for owner, name, _ in places]
     streams, _functions._streams = _functions._streams, None  # torch caches one stream per device

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..loss.criterion import DataParallelCriterion
 from ..loss.weighting import LossSum, Weight
+from ..runtime.devices import move
 
 __all__: list[str] = []
 
@@ -39,7 +40,7 @@ class GradientSync(Protocol):
             before: the weight of the update before, over everything.
         """
 
-    def whole_weight(self, expected: Weight, *, last: bool) -> float:
+    def whole_weight(self, expected: Weight, *, last: bool) -> Weight:
         """Returns the expected weight over everything. It is exact if ``last``, after :meth:`start`."""
 
     def accumulating(self) -> AbstractContextManager[None]:
@@ -51,16 +52,16 @@ class GradientSync(Protocol):
     def start(self, local: LossSum) -> None:
         """Starts to sum loss and weight over everything, before the last backward."""
 
-    def backward(self, losses: Sequence[Tensor], divisor: float, *, last: bool) -> None:
+    def backward(self, losses: Sequence[Tensor], divisor: Weight, *, last: bool) -> None:
         """Runs backward from the losses over ``divisor``. The last one reduces all gradients."""
 
     def finish(self, local: LossSum) -> LossSum:
-        """Returns loss and weight over everything. All gradients are reduced."""
+        """Returns loss and weight over everything. All gradients are reduced. A weight of other ranks is on the host."""
 
-    def rescale(self, factor: float) -> None:
+    def rescale(self, factor: Weight) -> None:
         """Multiplies the gradients that are not reduced yet."""
 
-    def multiply(self, tensors: Sequence[Tensor], factor: float) -> None:
+    def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
         """Multiplies the reduced gradients of ``tensors``."""
 
     def discard(self) -> None:
@@ -77,8 +78,13 @@ def gradient_sync(model: Any, criterion: DataParallelCriterion) -> GradientSync:
     raise TypeError(f"the model is a {type(model).__name__}, expected a DataParallelModel or the model that parallelize returns")
 
 
-def run_backward(losses: Sequence[Tensor], divisor: float) -> None:
+def run_backward(losses: Sequence[Tensor], divisor: Weight) -> None:
     """Runs one backward from all losses that require a gradient, divided by ``divisor``."""
     roots = [loss for loss in losses if loss.requires_grad] or list(losses)  # without any, torch names the reason
-    gradients = None if divisor == 1 else [torch.full_like(root, 1 / divisor) for root in roots]
+    factor = 1 / divisor
+    gradients: list[Tensor] | None = None
+    if isinstance(factor, Tensor):
+        gradients = [move(factor, root.device).to(root.dtype) for root in roots]
+    elif factor != 1:
+        gradients = [torch.full_like(root, factor) for root in roots]
     torch.autograd.backward(roots, gradients)

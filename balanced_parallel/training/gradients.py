@@ -5,7 +5,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..loss.weighting import Weight
 from ..runtime import multi_tensor
+from .divisors import is_one
 
 __all__: list[str] = []
 
@@ -17,7 +19,7 @@ def trained_tensors(model: Any, criterion: nn.Module) -> dict[str, Tensor]:
     return {name.replace(".module", "", 1): tensor for name, tensor in (*both.named_parameters(), *learning)}
 
 
-def scale_gradients(tensors: Iterable[Tensor], factor: float) -> None:
+def scale_gradients(tensors: Iterable[Tensor], factor: Weight) -> None:
     """Multiplies the gradients that exist."""
-    gradients = [tensor.grad for tensor in tensors if tensor.grad is not None] if factor != 1 else []
+    gradients = [] if is_one(factor) else [tensor.grad for tensor in tensors if tensor.grad is not None]
     multi_tensor.multiply_(gradients, factor)

@@ -39,9 +39,9 @@ class ReplicaSync:
         """Returns the expected weight, if the host knows it. One device then computes as the plain program does, bit for bit."""
         return expected if isinstance(expected, float) else 1.0
 
-    def whole_weight(self, expected: Weight, *, last: bool) -> float:
-        """Returns the expected weight. Waits for the device that has it."""
-        return float(expected)
+    def whole_weight(self, expected: Weight, *, last: bool) -> Weight:
+        """Returns the expected weight."""
+        return expected
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -58,7 +58,7 @@ class ReplicaSync:
     def start(self, local: LossSum) -> None:
         """Does nothing: the loss of this process is the whole loss."""
 
-    def backward(self, losses: Sequence[Tensor], divisor: float, *, last: bool) -> None:
+    def backward(self, losses: Sequence[Tensor], divisor: Weight, *, last: bool) -> None:
         """Runs one backward. The last one sums the gradients of the replicas."""
         if losses:
             run_backward(losses, divisor)
@@ -70,7 +70,7 @@ class ReplicaSync:
         """Returns ``local``."""
         return local
 
-    def rescale(self, factor: float) -> None:
+    def rescale(self, factor: Weight) -> None:
         """Multiplies the gradients of the parameters, and those on the replicas."""
         for buckets in self._buckets:
             buckets.scale(factor)
@@ -79,7 +79,7 @@ class ReplicaSync:
         gradients = [gradient for gradient in own if gradient is not None]
         multi_tensor.multiply_(gradients, factor)
 
-    def multiply(self, tensors: Sequence[Tensor], factor: float) -> None:
+    def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
         """Multiplies the gradients of ``tensors``."""
         scale_gradients(tensors, factor)
 

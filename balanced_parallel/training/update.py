@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..batch.nested import describe
+from ..loss.weighting import Weight
 from ..optim.sharded_parameters import ShardedParameter
 from .gradient_sync import GradientSync
 from .gradients import scale_gradients
@@ -65,7 +66,7 @@ class Update:
     def run(
         self,
         sync: GradientSync,
-        factor: float,
+        factor: Weight,
         scaler: torch.amp.GradScaler | None,
         max_grad_norm: float | None,
         schedulers: Sequence[LRScheduler],
@@ -95,8 +96,9 @@ class Update:
             return
         try:
             scaler.unscale_(self._as_optimizer())
-            if any(parameter.grad is not None for parameter in self.outside):  # asking for the scale waits for the device
-                scale_gradients(self.outside, 1 / scaler.get_scale())
+            outside = [parameter for parameter in self.outside if parameter.grad is not None]
+            if outside:  # get_scale() would wait for the device
+                scale_gradients(outside, 1 / scaler.scale(torch.ones((), device=outside[0].device)))
             yield
         except BaseException:
             scaler.update(scaler.get_scale())  # the scale it has: this forgets what was unscaled

@@ -115,10 +115,15 @@ WAYS: dict[str, Way] = {
 
 @dataclass(frozen=True)
 class Measurement:
-    """Results of one step: for each device its peak and the bytes moved to and from it, and the error of the parameters."""
+    """Results of one step: for each device its peak and the bytes moved to and from it, and the error of the parameters.
+
+    Attributes:
+        copies: source and target of each copy between devices, in order.
+    """
 
     peak: list[int]
     through: list[int]
+    copies: list[tuple[str, str]]
     error: float
 
 
@@ -133,7 +138,7 @@ def train(name: str, problem: Problem, cluster: Cluster) -> tuple[Measurement, l
             optimizer = BalancedOptimizer(model, torch.optim.Adam)
     for _ in range(2):
         cluster.reset_peak()
-        before = cluster.moved
+        before, number = cluster.moved, len(cluster.copies)
         loss = WAYS[name](model, problem.inputs, problem.targets, cluster.devices)
         loss.backward()
         optimizer.step()
@@ -141,7 +146,8 @@ def train(name: str, problem: Problem, cluster: Cluster) -> tuple[Measurement, l
         del loss
     moved = cluster.moved - before
     through = [sum(count for ends, count in moved.items() if str(device) in ends) for device in cluster.devices]
-    return Measurement(cluster.peak, through, 0.0), [parameter.detach().cpu() for parameter in module.parameters()]
+    copies = [ends for ends in cluster.copies[number:] if "cpu" not in ends]
+    return Measurement(cluster.peak, through, copies, 0.0), [parameter.detach().cpu() for parameter in module.parameters()]
 
 
 def measure(name: str, problem: Problem, devices: int, expected: list[Tensor]) -> Measurement:
@@ -152,7 +158,15 @@ def measure(name: str, problem: Problem, devices: int, expected: list[Tensor]) -
     with simulate(devices) as cluster:  # in float32, Adam turns a rounding error of the gradient into a whole step
         _, parameters = train(name, in_double(problem), cluster)
     pairs = zip(parameters, expected, strict=True)
-    return Measurement(found.peak, found.through, max(float((one - other).abs().max()) for one, other in pairs))
+    return Measurement(found.peak, found.through, found.copies, max(float((one - other).abs().max()) for one, other in pairs))
+
+
+def longest_chain(copies: list[tuple[str, str]]) -> int:
+    """Returns how many copies must wait for each other: a device takes part in one copy at a time."""
+    busy: dict[str, int] = {}
+    for source, target in copies:
+        busy[source] = busy[target] = max(busy.get(source, 0), busy.get(target, 0)) + 1
+    return max(busy.values(), default=0)
 
 
 def in_double(problem: Problem) -> Problem:
@@ -198,9 +212,10 @@ def table(problem: Problem) -> str:
             ratio = max(found.peak) * len(found.peak) / sum(found.peak)
             through = max(found.through)
             row = [len(found.peak), name, shown(found.peak), f"{ratio:.2f}", f"{sum(found.peak) / MIB:.1f}"]
-            rows.append([*row, f"{through / MIB:.1f}", f"{through / parameters:.1f}", f"{found.error:.0e}"])
+            traffic = [f"{through / MIB:.1f}", f"{through / parameters:.1f}", len(found.copies), longest_chain(found.copies)]
+            rows.append([*row, *traffic, f"{found.error:.0e}"])
     headers = ["devices", "", "peak, MiB", "hottest / mean", "sum, MiB", "through the hottest, MiB", "in parameters' bytes"]
-    return tabulate(rows, [*headers, "off by"], tablefmt="github", disable_numparse=True)
+    return tabulate(rows, [*headers, "copies", "longest chain", "off by"], tablefmt="github", disable_numparse=True)
 
 
 def report(problems: list[Problem]) -> str:
@@ -213,8 +228,10 @@ def report(problems: list[Problem]) -> str:
         lines += [table(problem), ""]
     lines += [
         "Peak: bytes of tensors in use, each rounded up to 512, as CUDA's caching allocator counts them. Through the hottest:",
-        "bytes copied to and from the device with the most traffic in one step, the batch from the host included. Off by: the",
-        "largest difference of a parameter from the plain program's after the same two steps in float64.",
+        "bytes copied to and from the device with the most traffic in one step, the batch from the host included. Copies: those",
+        "between devices in one step. Longest chain: those that wait for each other if a device takes part in one at a time, as",
+        "with torch's copies between GPUs. NCCL has schedules of its own. Off by: the largest difference of a parameter from the",
+        "plain program's after the same two steps in float64.",
         "",
         "What this shows is arithmetic, placement, bytes and traffic. It says nothing about time.",
         "",

@@ -20,8 +20,7 @@ def test_outputs_are_not_copied_to_the_first_device(problem, monkeypatch):
     assert max(ours.error, theirs.error) < 1e-10
 
 
-@pytest.mark.parametrize("devices", [4, 8])
-@pytest.mark.parametrize("problem", ["language_problem", "segmentation_problem"])
+@pytest.mark.parametrize(("problem", "devices"), [("language_problem", 8), ("segmentation_problem", 4)])
 def test_balanced_optimizer_balances_peak_memory(problem, devices, monkeypatch):
     benchmark = load("balance", monkeypatch)
     problem = getattr(benchmark, problem)()
@@ -31,6 +30,8 @@ def test_balanced_optimizer_balances_peak_memory(problem, devices, monkeypatch):
     assert max(ours.peak) <= 1.02 * sum(ours.peak) / devices
     assert sum(ours.peak) <= 1.02 * sum(rule.peak)
     assert max(ours.through) <= 1.05 * 4 * (devices - 1) / devices * size  # reduce-scatter and all-gather, and the batch
+    collective, scalars = 2 * (devices - 1), 3 * (devices - 1)  # of the loss
+    assert benchmark.longest_chain(ours.copies) <= 2 * collective + scalars
     assert ours.error < 1e-10
 
 

@@ -34,8 +34,18 @@ def benchmark():
         del sys.modules[name]
 
 
-@pytest.mark.parametrize(("precision", "checkpoint"), [("fp32", False), ("bf16", False), ("bf16", True)])
-@pytest.mark.parametrize("name", ["MLP", "GPT", "BERT (transformers)", "MobileNet-like"])
+BERT = "BERT (transformers)"
+SETTINGS = [  # tests/memory/test_estimation.py has all combinations for networks like the first three
+    ("MLP", "fp32", False),
+    ("GPT", "bf16", True),
+    ("MobileNet-like", "bf16", False),
+    (BERT, "fp32", False),
+    (BERT, "bf16", False),
+    (BERT, "bf16", True),
+]
+
+
+@pytest.mark.parametrize(("name", "precision", "checkpoint"), SETTINGS)
 def test_estimate_equals_the_peak_of_the_allocator(benchmark, name, precision, checkpoint):
     if "transformers" in name:
         pytest.importorskip("transformers")
@@ -45,9 +55,8 @@ def test_estimate_equals_the_peak_of_the_allocator(benchmark, name, precision, c
     assert abs(error) <= benchmark.LIMITS[benchmark.MODELS[name].group]
 
 
-@pytest.mark.parametrize("kind", ["cpu", "h200"])
-def test_report_extrapolates_to_other_numbers_of_rows(benchmark, kind):
-    assert benchmark.rows_error("MLP", kind, (1, 17)) <= 1e-4
+def test_report_extrapolates_to_other_numbers_of_rows(benchmark):
+    assert benchmark.rows_error("MLP", "h200", (1, 17)) <= 1e-4
 
 
 def test_estimate_of_replicas_equals_the_simulated_peak(benchmark):

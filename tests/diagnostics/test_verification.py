@@ -36,6 +36,35 @@ def test_verify_restores_the_random_state():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+class ReadsTF32(nn.Module):
+    """A layer that records in forward and backward what CUDA would compute products with."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = nn.Linear(4, 5), set()
+
+    def forward(self, x):
+        output = self.layer(x)
+        output.register_hook(lambda _: self.read())
+        self.read()
+        return output
+
+    def read(self):
+        self.seen.add((torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32))
+
+    def __deepcopy__(self, memo):
+        return self  # so that the record is that of the copies
+
+
+def test_float32_is_compared_without_tf32():
+    assert torch.backends.cudnn.allow_tf32  # torch's default
+    net = ReadsTF32().float()
+    report = verify(net, nn.CrossEntropyLoss(), torch.randn(7, 4).float(), class_targets(7), device_ids=CPUS)
+    assert report.equal
+    assert net.seen == {(False, False)}
+    assert torch.backends.cudnn.allow_tf32
+
+
 def test_settings_of_a_wrapped_criterion_are_used():
     def loss(output, target):
         return F.cross_entropy(output, target)

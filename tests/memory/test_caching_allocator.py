@@ -33,3 +33,11 @@ def test_segments_are_reserved_by_the_rules_of_torch():
 def test_free_neighbouring_blocks_are_merged():
     sizes = [4 * MIB] * 5 + [16 * MIB]
     assert replay([1, 2, 3, 4, 5, -2, -4, -3, -1, 6], sizes) == 20 * MIB
+
+
+def test_stream_does_not_reuse_the_memory_of_another():
+    events, sizes = [1, -1, 2], [4 * MIB] * 2
+    assert replay(events, sizes) == 20 * MIB
+    assert replay(events, sizes, streams=[0, 0]) == 20 * MIB
+    assert replay(events, sizes, streams=[1, 0]) == 40 * MIB
+    assert replay(events, sizes, 30 * MIB, [1, 0]) == 20 * MIB  # free segments of all streams are given back

@@ -1,4 +1,4 @@
-"""Memory of ranks under ``DistributedDataParallel``: the estimate beside the CPU's allocator on real ranks."""
+"""Memory of ranks under ``DistributedDataParallel``: the estimate, compared with the CPU's allocator on real ranks."""
 
 import gc
 

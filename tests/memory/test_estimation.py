@@ -1,4 +1,4 @@
-"""``memory.estimate``: to the byte what the CPU's allocator counts."""
+"""``memory.estimate``: peaks of the CPU's allocator, to the byte."""
 
 import functools
 

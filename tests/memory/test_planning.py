@@ -1,4 +1,4 @@
-"""Plans: what is planned fits devices of exactly that capacity, one row more does not, and the result stays exact."""
+"""Plans: they fit devices of their capacity, one more row does not, and the result stays exact."""
 
 import dataclasses
 import functools

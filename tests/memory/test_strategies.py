@@ -18,6 +18,7 @@ from balanced_parallel import (
     memory,
     simulate,
 )
+from balanced_parallel.memory import estimation
 from balanced_parallel.replicas import gradient_buckets
 
 
@@ -89,6 +90,53 @@ def test_dropout_equals_the_simulated_peak():
             criterion(model(batch(24)[0]), batch(24)[1]).backward()
             optimizer.step()
         assert report.peak == pytest.approx(cluster.peak, rel=0.005)
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_trace_has_the_memory_of_side_streams(monkeypatch, balanced):
+    """They have what they received until it is added, and no gradient."""
+    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 2**20)
+    traces, run = [], estimation.run_traces
+    monkeypatch.setattr(estimation, "run_traces", lambda jobs: traces.extend(found := run(jobs)) or found)
+    net = nn.Sequential(nn.Linear(64, 500), nn.Linear(500, 900), nn.Linear(900, 64))
+    settings = {"layout": "replicas", "devices": 3, "device_kind": "sim", "balanced_optimizer": balanced}
+    memory.estimate(net, nn.MSELoss(), torch.ones(12, 64), torch.ones(12, 64), **settings)
+    blocks = traces[0].blocks
+    beside = [block for block in blocks if block.stream]
+    assert beside
+    assert {block.kind for block in beside} == {"temporaries"}
+    assert any(block.kind == "gradients" for block in blocks)
+
+
+class Repeated(nn.Module):
+    """One layer, applied several times, as in ALBERT."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(128, 128)
+
+    def forward(self, x):
+        for _ in range(6):
+            x = self.layer(x).relu()
+        return x
+
+
+def test_replicas_cast_a_weight_at_each_use():
+    inputs, targets = torch.randn(1024, 128), torch.randint(128, (1024,))
+    settings = {"optimizer": torch.optim.SGD, "precision": "bf16", "device_kind": "sim"}
+    loss = nn.CrossEntropyLoss()
+    report = memory.estimate(Repeated(), loss, inputs, targets, layout="replicas", devices=2, **settings)
+    casts = 5 * 128 * 128 * 2  # more than in the plain program
+    assert casts > 0.05 * report.peak[0]
+    with simulate(2) as cluster:
+        model, criterion = DataParallelModel(Repeated(), precision="bf16"), DataParallelCriterion(loss, precision="bf16")
+        optimizer = torch.optim.SGD(model.parameters())
+        for _ in range(2):
+            cluster.reset_peak()
+            optimizer.zero_grad()
+            criterion(model(inputs), targets).backward()
+            optimizer.step()
+        assert report.peak == pytest.approx(cluster.peak, rel=0.02)
 
 
 def test_ddp_adds_communication_buckets_to_the_plain_program():

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 
 from balanced_parallel import DataParallelModel, gather, simulate
-from balanced_parallel.replicas import bucket, gradient_buckets
+from balanced_parallel.replicas import gradient_buckets
+from balanced_parallel.replicas.gradient_sums import GradientSum
 
 pytestmark = pytest.mark.usefixtures("buckets")
 
@@ -18,21 +19,23 @@ def test_bucket_is_reduced_once_every_replica_has_its_gradients(monkeypatch):
         net = nn.Sequential(nn.Linear(4, 2600), nn.Linear(2600, 2600), nn.Linear(2600, 4)).to("sim:0")  # 27 MB in the middle
         model = DataParallelModel(net)
         events = []
-        add_up = bucket.add_up
-
-        def watched(replicas, device):
-            events.append(len(replicas[0]))
-            return add_up(replicas, device)
-
-        monkeypatch.setattr(bucket, "add_up", watched)
+        compute = GradientSum.compute
         last = threading.Event()
+
+        def watched(gradient_sum):
+            sums = compute(gradient_sum)
+            events.append(len(sums))
+            if len(events) == 1:
+                last.set()
+            return sums
+
+        monkeypatch.setattr(GradientSum, "compute", watched)
 
         def watch(module, inputs, output):
             """The first layer of the second replica waits until the last layers were reduced."""
             if output.device.index == 1:
                 output.register_hook(lambda gradient: events.append("waited" if last.wait(20) else "in vain"))
 
-        monkeypatch.setattr(bucket, "add_up", lambda *args, **_: (watched(*args), last.set() if len(events) == 1 else None)[0])
         net[0].register_forward_hook(watch)
         gather(model(torch.ones(4, 4))).sum().backward()
         assert events[0] == 3

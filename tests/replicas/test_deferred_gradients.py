@@ -1,4 +1,4 @@
-"""Gradients that stay with the replicas over some backwards are the parameters' own to whoever looks."""
+"""Deferred gradients: reads and writes of ``parameter.grad`` equal the plain program, and ``no_sync`` reduces once."""
 
 import contextlib
 import copy

@@ -11,7 +11,7 @@ from helpers.streams import TOO_EARLY, stream_on
 from torch import nn
 
 from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, simulate
-from balanced_parallel.replicas import bucket
+from balanced_parallel.runtime import transport
 from balanced_parallel.runtime.streams import SideStreams, on_streams
 
 
@@ -110,22 +110,49 @@ def test_gradients_are_ready_on_the_streams_of_the_caller(double, small_buckets,
                     torch.accelerator.synchronize(index)
 
 
-def test_sums_run_on_side_streams(small_buckets, monkeypatch):
+def current_streams():
+    return {torch.accelerator.current_stream(f"sim:{index}").stream_id for index in range(2)}
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_sums_run_on_side_streams(small_buckets, monkeypatch, balanced):
     """All but those of the last bucket, with which nothing could overlap."""
     with simulate(2):
-        streams, add_up = [], bucket.add_up
+        streams, name = [], "reduce_scatter" if balanced else "reduce"
+        collective = getattr(transport, name)
 
-        def watched(*args, **settings):
-            if settings:
-                streams.append({torch.accelerator.current_stream(f"sim:{index}").stream_id for index in range(2)})
-                assert not model.replicas.gradients.side._pending  # what the bucket before it used was let go
-            return add_up(*args, **settings)
+        def watched(*args):
+            streams.append(current_streams())
+            assert not model.replicas.gradients.side._pending  # what the bucket before it used was let go
+            collective(*args)
 
-        monkeypatch.setattr(bucket, "add_up", watched)
+        monkeypatch.setattr(transport, name, watched)
         model = DataParallelModel(build_net())
+        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1) if balanced else None
         DataParallelCriterion(nn.MSELoss())(model(torch.ones(4, 4)), torch.ones(4, 5)).backward()
-        assert len(streams) == 3
-        assert all(0 not in some for some in streams)
+        beside = [some for some in streams if 0 not in some]
+        assert len(beside) == 3
+        assert [some for some in streams if some not in beside] == [{0}]
+        del optimizer
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_gradients_belong_to_the_computing_streams(small_buckets, balanced):
+    """Their memory is given back to these streams, where activations can use it."""
+    with simulate(2):
+        model = DataParallelModel(build_net())
+        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1) if balanced else None
+        DataParallelCriterion(nn.MSELoss())(model(torch.ones(4, 4)), torch.ones(4, 5)).backward()
+        leaves = list(model.parameters()) if optimizer is None else optimizer.param_groups[0]["params"]
+        assert len(leaves) >= 4
+        for leaf in leaves:
+            other = torch.Stream(device=leaf.device)
+            other.wait_stream(torch.accelerator.current_stream(leaf.device))
+            with other:
+                leaf.grad.sum()
+            leaf.grad = None
+            with pytest.raises(RuntimeError, match="reuses memory that was freed"):
+                torch.ones(4, device=leaf.device)  # on the computing stream
 
 
 @contextlib.contextmanager

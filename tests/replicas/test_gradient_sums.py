@@ -9,7 +9,6 @@ from helpers.replicas import settled
 from torch import nn
 
 from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
-from balanced_parallel.replicas.gradient_sums import move_together
 
 CPUS = ["cpu"] * 3
 
@@ -126,20 +125,3 @@ def test_gradients_have_the_strides_of_autograd(how, dtype):
             assert [s for s, n in zip(one.stride(), one.shape, strict=True) if n > 1] == [
                 s for s, n in zip(other.stride(), other.shape, strict=True) if n > 1
             ]
-
-
-@pytest.mark.usefixtures("double", "buckets")
-def test_tensors_that_move_together_keep_their_strides():
-    tensors = [
-        torch.randn(6, 2, 3, 3).to(memory_format=torch.channels_last),
-        torch.randn(5, 3).T,
-        torch.randn(5, 3, 2)[..., 0],  # gaps are not moved
-        torch.randn(4)[1:],
-        torch.empty(0, 3),
-        torch.tensor(2.0),
-    ]
-    with simulate(1):
-        moved = move_together(tensors, torch.device("sim:0"))
-        for one, other in zip(moved, tensors, strict=True):
-            torch.testing.assert_close(one.cpu(), other)
-            assert one.stride() == ((3, 1) if other.dim() == 2 and other.stride(1) == 2 else other.stride())

@@ -187,8 +187,8 @@ def test_dropout_masks_differ_between_devices_and_follow_the_seed():
 
 
 def test_out_of_memory_error_names_the_replica():
-    with simulate(3, memory=["8MiB", "1MiB", "8MiB"]):
+    with simulate(3, memory=["8MiB", "2MiB", "8MiB"]):
         model = DataParallelModel(nn.Linear(64, 2048).to("sim:0"))
-        with pytest.raises(torch.OutOfMemoryError, match="GPU 1 has a total capacity of 1024.00 KiB") as caught:
+        with pytest.raises(torch.OutOfMemoryError, match="GPU 1 has a total capacity of 2.00 MiB") as caught:
             model(torch.randn(600, 64))
         assert "replica 1" in "".join([str(caught.value), *getattr(caught.value, "__notes__", [])])

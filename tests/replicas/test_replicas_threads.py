@@ -1,4 +1,4 @@
-"""One model used from several threads, inside of others, and inside of itself."""
+"""One model called from several threads, by another model, and in its own forward."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Writes through ``.data``: loops as people write them, compared with the plain program."""
+"""Writes through ``.data``: training loops of users, compared with the plain program."""
 
 import pytest
 import torch
@@ -63,7 +63,7 @@ class Averages:
             parameter.data.copy_(stored.data)
 
 
-def averages_for_evaluation(run):
+def average_copied_for_evaluation(run):
     net = build_net().to(run.device)
     model, optimizer, averages = run.wrap(net), torch.optim.Adam(net.parameters(), 0.05), Averages([*net.parameters()])
     seen = []
@@ -81,7 +81,7 @@ def averages_for_evaluation(run):
     return [*seen, *values_of(net)]
 
 
-def averages_that_are_swapped(run):
+def average_swapped_for_evaluation(run):
     net, average = build_net().to(run.device), build_net().to(run.device)
     model, optimizer = run.wrap(net), torch.optim.Adam(net.parameters(), 0.05)
     seen = []
@@ -99,7 +99,7 @@ def averages_that_are_swapped(run):
     return [*seen, *values_of(net, average)]
 
 
-def a_critic_that_is_clamped(run):
+def clamped_critic(run):
     critic, generator = build_net(1).to(run.device), build_net(4).to(run.device)
     critic_of, generate = run.wrap(critic), run.wrap(generator)
     for_critic, for_generator = (torch.optim.RMSprop(net.parameters(), 0.03) for net in (critic, generator))
@@ -117,7 +117,7 @@ def a_critic_that_is_clamped(run):
     return values_of(critic, generator)
 
 
-def a_teacher_that_is_validated_first(run):
+def averaged_teacher(run):
     student, teacher = build_net().to(run.device), build_net().to(run.device).requires_grad_(False)
     learn, teach = run.wrap(student), run.wrap(teacher)
     optimizer = torch.optim.SGD(student.parameters(), 0.5)
@@ -132,7 +132,7 @@ def a_teacher_that_is_validated_first(run):
     return [*seen, *values_of(student, teacher)]
 
 
-def targets_that_are_delayed(run):
+def delayed_target_network(run):
     critic, target = build_net().to(run.device), build_net().to(run.device)
     value, target_value = run.wrap(critic), run.wrap(target)
     optimizer = torch.optim.Adam(critic.parameters(), 0.05)
@@ -148,7 +148,7 @@ def targets_that_are_delayed(run):
     return values_of(critic, target)
 
 
-def two_views_with_a_write_between(run):
+def write_between_two_forwards(run):
     net = build_net().to(run.device)
     model, optimizer = run.wrap(net), torch.optim.SGD(net.parameters(), 0.1)
     for x, y in random_batches(12):
@@ -162,7 +162,7 @@ def two_views_with_a_write_between(run):
     return values_of(net)
 
 
-def views_that_are_kept(run):
+def views_kept_over_steps(run):
     net = build_net().to(run.device)
     model, optimizer = run.wrap(net), torch.optim.SGD(net.parameters(), 0.1)
     model(torch.randn(ROWS, 4))
@@ -177,7 +177,7 @@ def views_that_are_kept(run):
     return values_of(net)
 
 
-def memory_that_was_given_and_is_written_to(run):
+def tensor_assigned_to_data(run):
     net = build_net().to(run.device)
     model, optimizer = run.wrap(net), torch.optim.SGD(net.parameters(), 0.1)
     model(torch.randn(ROWS, 4))
@@ -192,7 +192,7 @@ def memory_that_was_given_and_is_written_to(run):
     return values_of(net)
 
 
-def new_memory_twice_between_forwards(run):
+def data_assigned_twice(run):
     net = build_net().to(run.device)
     model = run.wrap(net)
     seen = []
@@ -205,7 +205,7 @@ def new_memory_twice_between_forwards(run):
     return seen
 
 
-def a_criterion_that_is_clamped(run):
+def clamped_criterion(run):
     net = build_net().to(run.device)
     torch.manual_seed(2)
     head = Head().to(run.device)
@@ -224,16 +224,16 @@ Split.wrap_criterion = lambda self, head: DataParallelCriterion(head, weight=lam
 
 
 LOOPS = [
-    averages_for_evaluation,
-    averages_that_are_swapped,
-    a_critic_that_is_clamped,
-    a_teacher_that_is_validated_first,
-    targets_that_are_delayed,
-    two_views_with_a_write_between,
-    views_that_are_kept,
-    memory_that_was_given_and_is_written_to,
-    new_memory_twice_between_forwards,
-    a_criterion_that_is_clamped,
+    average_copied_for_evaluation,
+    average_swapped_for_evaluation,
+    clamped_critic,
+    averaged_teacher,
+    delayed_target_network,
+    write_between_two_forwards,
+    views_kept_over_steps,
+    tensor_assigned_to_data,
+    data_assigned_twice,
+    clamped_criterion,
 ]
 
 

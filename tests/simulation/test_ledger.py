@@ -117,3 +117,16 @@ def test_moved_bytes_are_counted_by_source_and_target():
         before = cluster.moved
         x.to("sim:1")
         assert cluster.moved - before == {("sim:0", "sim:1"): 8000}
+
+
+def test_copies_are_listed_in_order():
+    with simulate(2) as cluster:
+        x = torch.ones(1000).to("sim:0")
+        x.to("sim:1").cpu()
+        x.to("sim:0", copy=True)
+        torch.empty(0, device="sim:0").to("sim:1")
+        expected = [("cpu", "sim:0"), ("sim:0", "sim:1"), ("sim:1", "cpu")]
+        assert cluster.copies == expected
+    assert cluster.copies == expected
+    with simulate(1) as cluster:
+        assert cluster.copies == []

@@ -41,7 +41,7 @@ def read_a_number(other, tensor):
         return tensor[0].item()
 
 
-def made_here_and_read_on(other):
+def allocate_and_read_on(other):
     fresh = torch.ones(4, device="sim:0")
     other.wait_stream(torch.accelerator.current_stream())
     with other:
@@ -49,23 +49,23 @@ def made_here_and_read_on(other):
     return fresh
 
 
-def free_too_early(other, tensor):
-    made_here_and_read_on(other)
+def free_while_it_is_read(other, tensor):
+    allocate_and_read_on(other)
     return tensor * 3  # may be given the same memory
 
 
-WRONG = [
+UNSYNCHRONIZED = [
     read_before,
     write_before,
     write_while_it_is_read,
     read_what_another_wrote,
     copy_to_the_host,
     read_a_number,
-    free_too_early,
+    free_while_it_is_read,
 ]
 
 
-@pytest.mark.parametrize("program", WRONG)
+@pytest.mark.parametrize("program", UNSYNCHRONIZED)
 def test_unsynchronized_streams_raise_an_error(program):
     with simulate(2):
         tensor = torch.ones(4, device="sim:0")
@@ -106,9 +106,9 @@ def test_synchronized_streams_run_in_order():
 def test_record_stream_delays_reuse_of_memory():
     with simulate(1):
         mine, other = torch.accelerator.current_stream(), stream_on()
-        made_here_and_read_on(other).record_stream(other)
+        allocate_and_read_on(other).record_stream(other)
         assert torch.zeros(4, device="sim:0").sum() == 0
-        made_here_and_read_on(other)
+        allocate_and_read_on(other)
         mine.wait_stream(other)
         assert torch.zeros(4, device="sim:0").sum() == 0
 

@@ -1,4 +1,4 @@
-"""``step(..., return_outputs=True)``: the outputs of a batch, as metrics need them."""
+"""``step(..., return_outputs=True)``: the outputs of a batch, for metrics."""
 
 import dataclasses
 import weakref

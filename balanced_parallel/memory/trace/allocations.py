@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # documented, but in
 from torch.utils.flop_counter import flop_registry
 
 from ...runtime.autograd import current_node
+from ...runtime.streams import on_side_stream
 from ...runtime.tensors import storage_id
 from ...runtime.trees import leaves
 from ..operators.data_dependent import answer, selected
@@ -29,7 +30,11 @@ _OPTIMIZERS = (f"{_TORCH}/optim", f"{_TORCH}/amp")
 
 @dataclass
 class Block:
-    """The memory of one storage: device, bytes, purpose, and the operator, module and line that allocated it."""
+    """The memory of one storage: device, bytes, purpose, and the operator, module and line that allocated it.
+
+    Attributes:
+        stream: 0 for a compute stream, 1 for a side stream. Only that stream reuses the memory.
+    """
 
     device: str
     size: int
@@ -37,6 +42,7 @@ class Block:
     operator: str
     module: str
     line: str
+    stream: int = 0
 
 
 _DEVICE = torch.ops.prim.device.default
@@ -147,6 +153,7 @@ class Count(TorchDispatchMode):
 
     def _allocate(self, storage: Any, block: Block) -> None:
         key = storage_id(storage)
+        block.stream = int(on_side_stream())
         self.blocks.append(block)
         self.events.append(len(self.blocks))
         self._live[key] = (weakref.ref(storage, lambda _: self._release(key)), len(self.blocks))

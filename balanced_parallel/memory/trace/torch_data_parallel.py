@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ...batch.row_marks import Arguments
 from ...batch.rows import count_rows, cut, move_leaves
 from ...batch.splits import split_sizes
-from ...runtime.coalesced import broadcast_coalesced, reduce_add_coalesced
+from ...runtime.torch_comm import broadcast_coalesced, reduce_add_coalesced
 from .fake_devices import HOME
 
 __all__: list[str] = []

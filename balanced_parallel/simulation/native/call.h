@@ -1,5 +1,6 @@
 // Conversion of an operator's arguments to CPU tensors on the same memory, and of its results back to simulated devices.
 #pragma once
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
 #include <c10/core/impl/VirtualGuardImpl.h>

@@ -11,6 +11,7 @@
 #include <torch/library.h>
 
 #include "streams.h"
+#include "waits.h"
 
 namespace simulation {
 namespace {
@@ -46,12 +47,27 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     record_event(event, stream);
   }
   void block(void* event, const c10::Stream& stream) const override { wait_event(event, stream); }
-  bool queryEvent(void*) const override { return true; }
-  bool queryStream(const c10::Stream&) const override { return true; }
+  bool queryEvent(void* event) const override {
+    synchronize_event(event);  // the host knows now that the work has ended
+    return true;
+  }
+  bool queryStream(const c10::Stream& stream) const override {
+    synchronize_stream(stream);
+    return true;
+  }
   void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override { destroy_event(event); }
-  void synchronizeStream(const c10::Stream& stream) const override { synchronize_stream(stream); }
-  void synchronizeEvent(void* event) const override { synchronize_event(event); }
-  void synchronizeDevice(const c10::DeviceIndex device) const override { synchronize_device(device); }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    wait_on_host(stream.device_index(), "synchronize");
+    synchronize_stream(stream);
+  }
+  void synchronizeEvent(void* event) const override {
+    wait_on_host(device_of_event(event), "synchronize");
+    synchronize_event(event);
+  }
+  void synchronizeDevice(const c10::DeviceIndex device) const override {
+    wait_on_host(device, "synchronize");
+    synchronize_device(device);
+  }
   void recordDataPtrOnStream(const c10::DataPtr& pointer, const c10::Stream& stream) const override {
     if (Block* block = block_of(pointer)) used_on(*block, stream);
   }

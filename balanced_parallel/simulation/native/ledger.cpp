@@ -1,5 +1,6 @@
 #include "streams.h"
 
+#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <sstream>
@@ -68,6 +69,7 @@ struct Device {
 std::mutex& mutex = *new std::mutex;
 std::vector<Device>& devices = *new std::vector<Device>;
 std::atomic<int64_t> moved[kDevices + 1][kDevices + 1];
+std::vector<int>& copies = *new std::vector<int>;  // in order: source * (kDevices + 1) + target
 std::atomic<uint64_t> cluster{0};
 std::atomic<int> count{0};
 std::atomic<bool> strict{true};
@@ -173,6 +175,7 @@ void start(int number, const int64_t* capacities, bool is_strict) {
   for (int i = 0; i < number; ++i) devices[i].capacity = capacities[i];
   for (auto& row : moved)
     for (auto& bytes : row) bytes = 0;
+  copies.clear();
   strict = is_strict;
   count = number;
   reset_streams();
@@ -218,7 +221,12 @@ Block* block_of(const c10::DataPtr& pointer) {
   return pointer.get_deleter() == &release ? static_cast<Holder*>(pointer.get_context())->block.get() : nullptr;
 }
 
-void move_bytes(int source, int target, int64_t bytes) { moved[source][target] += bytes; }
+void move_bytes(int source, int target, int64_t bytes) {
+  if (bytes == 0) return;
+  moved[source][target] += bytes;
+  std::lock_guard<std::mutex> lock(mutex);
+  copies.push_back(source * (kDevices + 1) + target);
+}
 
 bool in_backward() { return torch::autograd::get_current_graph_task_id() != -1 && !c10::GradMode::is_enabled(); }
 
@@ -246,6 +254,12 @@ void simulation_categories(int device, int64_t* bytes) {
   auto& on = simulation::devices.at(device);
   on.find_peak();
   for (const auto& block : on.at_peak) bytes[static_cast<int>(block->category.load())] += block->bytes;
+}
+int64_t simulation_copies(int64_t first, int64_t length, int* found) {
+  std::lock_guard<std::mutex> lock(simulation::mutex);
+  const auto size = static_cast<int64_t>(simulation::copies.size());
+  for (int64_t i = first; i < std::min(size, first + length); ++i) found[i - first] = simulation::copies[i];
+  return size;
 }
 int64_t simulation_moved(int source, int target) { return simulation::moved[source][target]; }
 void simulation_tag(c10::StorageImpl* storage, int category) {

@@ -8,6 +8,7 @@
 
 #include "call.h"
 #include "streams.h"
+#include "waits.h"
 
 namespace simulation {
 at::Generator host_generator(const at::Generator& generator);
@@ -65,6 +66,7 @@ void run(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* 
     if (value.isGenerator() && call.device() == -1) call.look(value.toGenerator().device());
   }
   check_device(call.device());
+  report_operator(op, c10::ArrayRef<c10::IValue>(*stack).slice(first), call.device());
   std::optional<Launch> launch;
   if (!is_view(op)) launch.emplace(call.device());
   c10::SmallVector<at::Tensor, 4> written;

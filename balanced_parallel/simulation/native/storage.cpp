@@ -5,6 +5,7 @@
 
 #include "call.h"
 #include "streams.h"
+#include "waits.h"
 
 namespace simulation {
 namespace {
@@ -67,6 +68,7 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   Call call;
   const auto host_source = call.to_host(source, !is_simulated(self)), host_self = call.to_host(self);
   const int from = place(source), to = place(self);
+  report_copy(self, source, non_blocking);
   const bool between = from != to && from != kHost && to != kHost;
   if (between) wait_for_each_other(from, to);
   order_copy(self, source, from == kHost ? to : from);
@@ -94,6 +96,7 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& target
 
 at::Scalar local_scalar_dense(const at::Tensor& self) {
   Call call;
+  wait_on_host(place(self), "item");
   Launch(place(self)).reads(block_of(self.storage()), "Reading a number");
   synchronize_stream(current_stream(place(self)));
   move_bytes(place(self), kHost, static_cast<int64_t>(self.element_size()));

@@ -12,6 +12,11 @@ namespace {
 
 using Clock = std::vector<uint64_t>;  // by stream: the time up to which its work is known
 
+struct RecordedEvent {
+  Clock clock;
+  int device;
+};
+
 std::mutex& ordering = *new std::mutex;
 std::vector<Clock>& clocks = *new std::vector<Clock>;  // by stream: its clock
 Clock& host = *new Clock;                              // clock of the host, which all streams know
@@ -82,21 +87,23 @@ c10::Stream new_stream(int device) {
 
 void record_event(void** event, c10::Stream stream) {
   std::lock_guard<std::mutex> lock(ordering);
-  if (*event == nullptr) *event = new Clock;
+  if (*event == nullptr) *event = new RecordedEvent;
   tick(number_of(stream));
-  *static_cast<Clock*>(*event) = clock_of(number_of(stream));
+  *static_cast<RecordedEvent*>(*event) = {clock_of(number_of(stream)), stream.device_index()};
 }
 
-void destroy_event(void* event) { delete static_cast<Clock*>(event); }
+void destroy_event(void* event) { delete static_cast<RecordedEvent*>(event); }
+
+int device_of_event(void* event) { return event ? static_cast<RecordedEvent*>(event)->device : 0; }
 
 void wait_event(void* event, c10::Stream stream) {
   std::lock_guard<std::mutex> lock(ordering);
-  if (event) learn(clock_of(number_of(stream)), *static_cast<Clock*>(event));
+  if (event) learn(clock_of(number_of(stream)), static_cast<RecordedEvent*>(event)->clock);
 }
 
 void synchronize_event(void* event) {
   std::lock_guard<std::mutex> lock(ordering);
-  if (event) learn(host, *static_cast<Clock*>(event));
+  if (event) learn(host, static_cast<RecordedEvent*>(event)->clock);
 }
 
 void synchronize_stream(c10::Stream stream) {

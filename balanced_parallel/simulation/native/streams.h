@@ -15,6 +15,7 @@ c10::Stream new_stream(int device);
 
 void record_event(void** event, c10::Stream stream);
 void destroy_event(void* event);
+int device_of_event(void* event);
 void wait_event(void* event, c10::Stream stream);
 void synchronize_event(void* event);
 void synchronize_stream(c10::Stream stream);  // orders all later calls after the stream

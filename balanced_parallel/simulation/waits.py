@@ -1,0 +1,117 @@
+"""Waits of the host: calls for which a GPU would have to finish its work first. The native code detects them."""
+
+import ctypes
+import inspect
+import itertools
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+
+from ..runtime.autograd import current_backward_id
+
+__all__: list[str] = []
+
+# Arguments: device, kind, and a buffer of some size for the message of an error. An empty message allows the wait.
+LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int)
+
+_SKIPPED = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, __file__))
+_ADVICE = {
+    "item": "keep the number in a tensor on the device, or read it after the step",
+    "copy to the host": "copy with non_blocking=True, and read the copy later, after an event",
+    "pageable copy to the host": "copy into pinned memory, torch.empty(..., pin_memory=True)",
+    "copy from the host": "create the tensor on the device (torch.full), or copy it from pinned memory with non_blocking=True",
+    "pageable copy from the host": "pin the memory, with DataLoader(pin_memory=True) or tensor.pin_memory(), and copy whole rows",
+    "boolean mask": "use torch.where, or multiply by the mask",
+    "synchronize": "let one stream wait for another, with stream.wait_stream(other) or stream.wait_event(event)",
+}
+
+
+class Wait(NamedTuple):
+    """A call for which a GPU would have made the host wait.
+
+    Attributes:
+        device: the device that the host waits for.
+        kind: ``"item"`` (also ``bool(tensor)``), ``"copy to the host"``, ``"copy from the host"``, the same with ``"pageable "``
+            in front for ``non_blocking=True`` without pinned memory, ``"boolean mask"``, ``"synchronize"``, or the name of an
+            operator that needs values on the host, such as ``"nonzero"``.
+        file: file of the caller, the first outside of torch; ``"backward"`` for a thread of autograd without Python code.
+        line: line of the caller in ``file``; 0 if there is no caller.
+        step: number of the step, from 1. A step ends with the first forward after an optimizer's update.
+    """
+
+    device: torch.device
+    kind: str
+    file: str
+    line: int
+    step: int
+
+    def __str__(self) -> str:
+        place = f"{self.file}:{self.line}" if self.line else self.file
+        return f"{self.kind} on {self.device} in {place}"
+
+
+class Waits:
+    """A record of the waits of one cluster, in their order.
+
+    Args:
+        steps: returns the number of finished steps.
+    """
+
+    def __init__(self, steps: Callable[[], int]) -> None:
+        self.record: list[Wait] = []
+        self._steps = steps
+        self._forbidden = 0
+        self._listener = LISTENER(self._note)
+
+    @contextmanager
+    def listening(self, native: ctypes.CDLL) -> Iterator[None]:
+        """Records waits for the duration of the block."""
+        native.simulation_listen(self._listener)
+        try:
+            yield
+        finally:
+            native.simulation_listen(LISTENER())  # a null pointer
+
+    @contextmanager
+    def forbidding(self) -> Iterator[None]:
+        """Raises an error at each wait in the block."""
+        self._forbidden += 1
+        try:
+            yield
+        finally:
+            self._forbidden -= 1
+
+    def per_step(self, device: torch.device) -> list[int]:
+        """Returns the number of waits for a device in each step."""
+        numbers = Counter(wait.step for wait in self.record if wait.device == device)
+        return [numbers[step] for step in range(1, max([self._steps() + 1, *numbers]) + 1)]
+
+    def _note(self, device: int, kind: bytes, buffer: int, size: int) -> None:
+        file, line = _caller(inspect.currentframe())
+        wait = Wait(torch.device("sim", device), kind.decode(), file, line, self._steps() + 1)
+        self.record.append(wait)
+        if self._forbidden:
+            advice = _ADVICE.get(wait.kind, "use an operator whose result has a known size, such as torch.where")
+            message = f"the host would wait for a GPU, which forbidding_waits() does not allow: {wait}. To avoid it, {advice}"
+            ctypes.memmove(buffer, encoded := message.encode()[: size - 1] + b"\0", len(encoded))
+
+
+def _caller(frame: FrameType | None) -> tuple[str, int]:
+    """Returns file and line of the innermost caller outside of torch and of this package."""
+    while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED):
+        frame = frame.f_back
+    if frame is not None:
+        return frame.f_code.co_filename, frame.f_lineno
+    return "a thread without Python code" if current_backward_id() is None else "backward", 0
+
+
+def shorten(numbers: list[int]) -> str:
+    """Formats numbers with their repetitions, the last four at most: ``41, 5 x 19``."""
+    runs = [(number, len(list(run))) for number, run in itertools.groupby(numbers)]
+    texts = [f"{number} x {count}" if count > 1 else str(number) for number, count in runs]
+    return ", ".join(texts if len(texts) < 5 else ["...", *texts[-4:]])

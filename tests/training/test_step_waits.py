@@ -1,0 +1,229 @@
+"""A training step makes the host wait for no device. Simulated devices show each call that would."""
+
+import functools
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.problems import CLASSES, assert_same_gradients, build_net, class_targets, gradients, plain_program
+from torch import nn
+
+from balanced_parallel import (
+    BalancedOptimizer,
+    DataParallelCriterion,
+    DataParallelModel,
+    TrainStep,
+    convert_sync_batchnorm,
+    simulate,
+    weighted_mean,
+)
+
+ROWS = 11
+
+
+def class_weights():
+    return torch.linspace(0.5, 2.0, CLASSES)
+
+
+def counted(output, target):
+    return (target != -100).sum()
+
+
+CRITERIA = {
+    "cross entropy": lambda: nn.CrossEntropyLoss(),
+    "class weights": lambda: nn.CrossEntropyLoss(class_weights()),
+    "class weights of a function": lambda: functools.partial(F.cross_entropy, weight=class_weights()),
+    "a weight": lambda: DataParallelCriterion(lambda output, target: F.cross_entropy(output, target), weight=counted),
+    "sum": lambda: nn.CrossEntropyLoss(reduction="sum"),
+    "squares": lambda: DataParallelCriterion(lambda output, target: output.pow(2).mean(), weight="rows"),
+}
+
+
+def make_net(norm=False):
+    net = build_net()
+    return convert_sync_batchnorm(nn.Sequential(net[0], nn.BatchNorm1d(6), *net[1:])) if norm else net
+
+
+def make_step(net, criterion, *, balanced=False, **settings):
+    model = DataParallelModel(net)
+    criterion = criterion if isinstance(criterion, DataParallelCriterion) else DataParallelCriterion(criterion)
+    optimizer = BalancedOptimizer(model, torch.optim.AdamW) if balanced else torch.optim.AdamW(net.parameters())
+    return TrainStep(model, criterion, optimizer, **settings)
+
+
+def batch(place):
+    inputs, targets = torch.randn(ROWS, 4).pin_memory(), class_targets(ROWS, ignored=3).pin_memory()
+    return (inputs, targets) if place == "host" else (inputs.to("sim:0"), targets.to("sim:0"))
+
+
+SETTINGS = {
+    "plain": {},
+    "micro-batches": {"micro_batch_size": 2},
+    "clipping": {"max_grad_norm": 0.1},
+    "balanced": {"balanced": True, "max_grad_norm": 0.1},
+    "norm": {"norm": True},
+    "bf16": {"precision": "bf16", "micro_batch_size": 2},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("name", CRITERIA)
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_a_step_waits_only_where_the_caller_reads_its_loss(place, name, settings):
+    with simulate(3) as cluster:
+        options = dict(SETTINGS[settings])
+        step = make_step(make_net(options.pop("norm", False)), CRITERIA[name](), **options)
+        inputs, targets = batch(place)
+        step(inputs, targets)  # the criterion moves its weights
+        before = len(cluster.waits)
+        reads = name == "a weight" and place == "device"  # a mean of nothing may be nan: one look at the counts of all replicas
+        for _ in range(4):  # checksums are compared in the windows 2 and 4
+            if reads:
+                loss = step(inputs, targets)
+            else:
+                with cluster.forbidding_waits():
+                    loss = step(inputs, targets)
+        calls = 2 if step.micro_batch_size else 1
+        assert len(cluster.waits) - before == (4 * calls if reads else 0)
+        assert loss.item() > 0
+        assert cluster.waits[-1].file == __file__
+
+
+@pytest.mark.parametrize("name", ["cross entropy", "class weights", "class weights of a function", "squares", "sum"])
+@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("balanced", [False, True])
+def test_float16_waits_once_for_the_scaler(place, name, balanced):
+    with simulate(3) as cluster:
+        step = make_step(build_net(), CRITERIA[name](), precision="fp16", micro_batch_size=2, balanced=balanced)
+        inputs, targets = batch(place)
+        step(inputs, targets)
+        for _ in range(3):
+            before = len(cluster.waits)
+            step(inputs, targets)
+            found = [(wait.kind, wait.file.rsplit("/", 1)[-1]) for wait in cluster.waits[before:]]
+            assert found == [("item", "update.py")] * (3 if balanced else 1)  # for each device that has gradients
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("weights", [None, class_weights().half()])
+def test_half_precision_without_autocast_waits_nowhere(place, weights):
+    with simulate(3) as cluster:
+        step = make_step(build_net().half(), nn.CrossEntropyLoss(weights), micro_batch_size=2)
+        step.optimizer = torch.optim.SGD(step.model.parameters(), lr=0.1)
+        inputs, targets = batch("host")
+        inputs = inputs.half().pin_memory()
+        targets = targets if place == "host" else targets.to("sim:0")
+        step(inputs, targets)
+        with cluster.forbidding_waits():
+            for _ in range(3):
+                loss = step(inputs, targets)
+        assert loss.isfinite()
+
+
+@pytest.mark.parametrize("name", ["cross entropy", "class weights", "a weight"])
+@pytest.mark.parametrize("place", ["host", "device"])
+def test_windows_that_are_added_wait_nowhere(place, name):
+    with simulate(3) as cluster:
+        step = make_step(build_net(), CRITERIA[name]())
+        inputs, targets = batch(place)
+        step(inputs, targets)
+        if name == "a weight" and place == "device":
+            pytest.skip("one look at the counts of all replicas in each call of the criterion")
+        with cluster.forbidding_waits():
+            for rows in (slice(0, 3), slice(3, 4), slice(4, 11)):
+                step.add(inputs[rows], targets[rows])
+            loss = step.apply()
+        assert loss.item() > 0
+
+
+@pytest.mark.parametrize("name", ["cross entropy", "class weights", "a weight"])
+@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_batch_without_counted_targets_still_changes_nothing(place, name, precision):
+    with simulate(3) as cluster:
+        net = build_net()
+        step = make_step(net, CRITERIA[name](), precision=precision, micro_batch_size=2)
+        inputs, targets = batch(place)
+        step(inputs, targets)
+        ignored = torch.full((ROWS,), -100).pin_memory().to(targets.device)
+        before, state = [parameter.detach().clone() for parameter in net.parameters()], str(step.optimizer.state_dict())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if name == "a weight" and place == "device":
+                loss = step(inputs, ignored)
+            else:
+                with cluster.forbidding_waits():
+                    loss = step(inputs, ignored)
+        assert ["nothing is updated" in str(warning.message) for warning in caught] == [True]
+        assert loss.isnan()
+        assert all(map(torch.equal, before, net.parameters()))
+        assert str(step.optimizer.state_dict()) == state
+        assert step(inputs, targets).isfinite()
+
+
+@pytest.mark.parametrize("name", ["cross entropy", "class weights", "a weight"])
+@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("micro_batch_size", [None, 1, 2])
+@pytest.mark.parametrize("ignored", [0, 8])
+def test_loss_and_gradients_are_those_of_the_plain_program(double, place, name, micro_batch_size, ignored):
+    """Eight ignored rows leave a replica, and whole micro-batches, without a counted target."""
+    net, criterion = build_net(), CRITERIA[name]()
+    plain = criterion.module if isinstance(criterion, DataParallelCriterion) else criterion
+    inputs, targets = torch.randn(ROWS, 4), class_targets(ROWS, ignored)
+    loss, expected = plain_program(net, plain, inputs, targets)
+    with simulate(3):
+        if place == "device":
+            inputs, targets = inputs.to("sim:0"), targets.to("sim:0")
+        step = make_step(net, criterion, micro_batch_size=micro_batch_size)
+        for _ in range(2):
+            step.optimizer.param_groups[0]["lr"] = 0.0
+            step.optimizer.param_groups[0]["weight_decay"] = 0.0
+            torch.testing.assert_close(step(inputs, targets).cpu(), loss, rtol=1e-10, atol=1e-10)
+            assert_same_gradients([gradient.cpu() for gradient in gradients(net)], expected)
+
+
+@pytest.mark.parametrize("name", ["cross entropy", "class weights"])
+@pytest.mark.parametrize("rows", [[slice(0, 11)], [slice(0, 1), slice(1, 4), slice(4, 11)]])
+def test_float16_divides_by_the_same_numbers_wherever_targets_are(name, rows):
+    """The divisor of the gradients so far is a power of two, computed on the host or on the device."""
+    found = {}
+    for place in ("host", "device"):
+        with simulate(2):
+            net = build_net()
+            step = make_step(net, CRITERIA[name](), precision="fp16", micro_batch_size=1)
+            torch.manual_seed(0)
+            inputs, targets = batch(place)
+            losses = []
+            for _ in range(3):
+                for some in rows:
+                    step.add(inputs[some], targets[some])
+                losses.append(step.apply().cpu())
+            found[place] = [*losses, *(parameter.detach().cpu() for parameter in net.parameters())]
+    for one, other in zip(found["host"], found["device"], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
+
+
+def test_a_criterion_waits_nowhere():
+    with simulate(3) as cluster:
+        model, criterion = DataParallelModel(build_net()), DataParallelCriterion(nn.CrossEntropyLoss())
+        squares = DataParallelCriterion(nn.MSELoss())
+        inputs, targets = batch("host")
+        values = torch.rand(ROWS, CLASSES).pin_memory()
+        model(inputs)
+        with cluster.forbidding_waits():
+            (criterion(model(inputs), targets) + squares(model(inputs), values)).backward()
+
+
+@pytest.mark.parametrize("weights", ["numbers", "tensors on the host", "tensors on devices"])
+def test_weighted_mean_waits_once_at_most(weights):
+    with simulate(3) as cluster:
+        values = zip([1.0, torch.nan, 4.0], cluster.devices, strict=True)
+        losses = [torch.full((), value, device=device) for value, device in values]
+        counts = [2, 0, 1] if weights == "numbers" else [torch.tensor(count) for count in (2, 0, 1)]
+        if weights == "tensors on devices":
+            counts = [count.to(device) for count, device in zip(counts, cluster.devices, strict=True)]
+        before = len(cluster.waits)
+        mean = weighted_mean(losses, counts)
+        assert len(cluster.waits) - before == (weights == "tensors on devices")
+        assert mean.item() == 2
