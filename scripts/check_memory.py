@@ -14,49 +14,66 @@ from balanced_parallel import Precision, memory
 PEAK_LIMIT = 0.1  # relative; cuDNN's workspaces are not predicted
 RESERVED_LIMIT = 0.2
 
-Model = tuple[Callable[[], nn.Module], Tensor, Tensor]
+Problem = tuple[nn.Module, Tensor, Tensor]  # a model, its inputs and its targets
 
 
-def models(words: int = 200_000) -> dict[str, Model]:
-    """Returns seven models with a batch each, large enough to make constants negligible.
+class Recurrent(nn.Module):
+    """Three layers of LSTM, and a classifier of their last outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.LSTM(512, 512, num_layers=3, batch_first=True)
+        self.output = nn.Linear(512, 10)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Computes the logits of ``inputs`` [rows, positions, 512]."""
+        logits: Tensor = self.output(self.layers(inputs)[0][:, -1])
+        return logits
+
+
+def _perceptron() -> Problem:
+    layers = [layer for _ in range(6) for layer in (nn.Linear(4096, 4096), nn.GELU())]
+    return nn.Sequential(*layers, nn.Linear(4096, 10)), torch.randn(8192, 4096), torch.zeros(8192, dtype=torch.int64)
+
+
+def _encoder(dropout: float) -> Problem:
+    layers = [nn.TransformerEncoderLayer(512, 8, 2048, dropout, batch_first=True) for _ in range(6)]
+    net = nn.Sequential(nn.Embedding(8192, 512), *layers, nn.Linear(512, 8192), nn.Flatten(0, 1))
+    tokens = torch.randint(8192, (16, 256))
+    return net, tokens, tokens.flatten()
+
+
+def _convolutions(norm: Callable[[int], nn.Module]) -> Problem:
+    layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3), norm(64), nn.ReLU()]
+    for _ in range(6):
+        layers += [nn.Conv2d(64, 64, 3, padding=1), norm(64), nn.ReLU()]
+    net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 1000))
+    return net, torch.randn(32, 3, 224, 224), torch.zeros(32, dtype=torch.int64)
+
+
+def _recurrent() -> Problem:
+    return Recurrent(), torch.randn(64, 256, 512), torch.zeros(64, dtype=torch.int64)
+
+
+def _embedding(words: int) -> Problem:
+    net = nn.Sequential(nn.EmbeddingBag(words, 256), nn.Linear(256, 10))
+    return net, torch.randint(words, (16, 256)), torch.zeros(16, dtype=torch.int64)
+
+
+def models(words: int = 200_000) -> dict[str, Callable[[], Problem]]:
+    """Returns functions that build seven models with a batch each, large enough to make constants negligible.
 
     Args:
-        words: rows of the embedding in the smallest of them.
+        words: rows of the embedding of the last of them.
     """
-    torch.manual_seed(0)
-
-    def encoder(dropout: float) -> nn.Module:
-        layers = [nn.TransformerEncoderLayer(512, 8, 2048, dropout, batch_first=True) for _ in range(6)]
-        return nn.Sequential(nn.Embedding(8192, 512), *layers, nn.Linear(512, 8192), nn.Flatten(0, 1))
-
-    def convolutions(norm: Callable[[int], nn.Module]) -> nn.Module:
-        layers: list[nn.Module] = [nn.Conv2d(3, 64, 7, 2, 3), norm(64), nn.ReLU()]
-        for _ in range(6):
-            layers += [nn.Conv2d(64, 64, 3, padding=1), norm(64), nn.ReLU()]
-        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, 1000))
-
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.LSTM(512, 512, num_layers=3, batch_first=True)
-            self.output = nn.Linear(512, 10)
-
-        def forward(self, inputs: Tensor) -> Tensor:
-            logits: Tensor = self.output(self.layers(inputs)[0][:, -1])
-            return logits
-
-    def wide() -> nn.Module:
-        return nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(4096, 4096), nn.GELU())], nn.Linear(4096, 10))
-
-    tokens, images, zeros = torch.randint(8192, (16, 256)), torch.randn(32, 3, 224, 224), torch.zeros(8192, dtype=torch.int64)
     return {
-        "perceptron": (wide, torch.randn(8192, 4096), zeros),
-        "encoder": (lambda: encoder(0.0), tokens, tokens.flatten()),
-        "encoder with dropout": (lambda: encoder(0.1), tokens, tokens.flatten()),
-        "batch norm": (lambda: convolutions(nn.BatchNorm2d), images, zeros[:32]),
-        "group norm": (lambda: convolutions(lambda channels: nn.GroupNorm(8, channels)), images, zeros[:32]),
-        "recurrent": (Recurrent, torch.randn(64, 256, 512), zeros[:64]),
-        "embedding": (lambda: nn.Sequential(nn.EmbeddingBag(words, 256), nn.Linear(256, 10)), tokens, zeros[:16]),
+        "perceptron": _perceptron,
+        "encoder": lambda: _encoder(0.0),
+        "encoder with dropout": lambda: _encoder(0.1),
+        "batch norm": lambda: _convolutions(nn.BatchNorm2d),
+        "group norm": lambda: _convolutions(lambda channels: nn.GroupNorm(8, channels)),
+        "recurrent": _recurrent,
+        "embedding": lambda: _embedding(words),
     }
 
 
@@ -68,13 +85,13 @@ def check_memory(machine: Machine, only: str | None = None) -> Iterator[Row]:
         only: one of the models. On simulated devices the small one is the only one by default.
     """
     only = only or ("embedding" if machine.simulated else None)
-    for model, (build, inputs, targets) in models(machine.size(200_000, 10_000)).items():
+    for model, build in models(machine.size(200_000, 2_000)).items():
         if model == (only or model):
-            net = build()
+            torch.manual_seed(0)
+            net, *batch = build()
             for precision in ("fp32", "bf16"):
                 name = f"estimate of {model}, {precision}"
-
-                yield attempt(name, functools.partial(_compare, machine, name, net, (inputs, targets), precision))
+                yield attempt(name, functools.partial(_compare, machine, name, net, (batch[0], batch[1]), precision))
 
 
 def _compare(machine: Machine, name: str, net: nn.Module, batch: tuple[Tensor, Tensor], precision: str) -> Row:
