@@ -1,6 +1,7 @@
 """Small networks, and the training steps in which checks compare lists of devices."""
 
 import copy
+import ctypes
 import functools
 import hashlib
 import math
@@ -125,13 +126,16 @@ def _largest(name: str, errors: dict[str, float], limit: float) -> Row:
 def digest(machine: Machine, devices: Devices) -> str:
     """Returns a checksum of all bits of the parameters after three updates of each network."""
     torch.use_deterministic_algorithms(True)
-    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 - mypy does not know the property
-    sums = hashlib.sha256()
-    for net, inputs in networks(machine).values():
-        step = make_step(net, devices)
-        for _ in range(3):
-            step(inputs, labels(len(inputs)))
-        for parameter in parameters_of(step):
-            sums.update(parameter.detach().cpu().numpy().tobytes())
-    torch.use_deterministic_algorithms(False)
-    return sums.hexdigest()
+    setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010 - it would hide early reads; mypy does not know it
+    try:
+        sums = hashlib.sha256()
+        for net, inputs in networks(machine).values():
+            step = make_step(net, devices)
+            for _ in range(3):
+                step(inputs, labels(len(inputs)))
+            for parameter in parameters_of(step):
+                on_host = parameter.cpu().contiguous()
+                sums.update(ctypes.string_at(on_host.data_ptr(), on_host.nbytes))
+        return sums.hexdigest()
+    finally:
+        torch.use_deterministic_algorithms(False)
