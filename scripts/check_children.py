@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -41,6 +42,12 @@ def run_child(flags: Sequence[str], environment: Mapping[str, str] | None = None
         raise RuntimeError(f"gpu_check.py {' '.join(flags)} did not end in {timeout:.0f} s") from None
     answers = [line for line in output.splitlines() if line.startswith("{")]
     if process.returncode != 0 or not answers:
-        lines = [line for line in errors.splitlines() if "Error" in line] or errors.splitlines() or ["no output"]
-        raise RuntimeError(f"gpu_check.py {' '.join(flags)} ended with code {process.returncode}: {lines[0][-250:]}")
+        raise RuntimeError(f"gpu_check.py {' '.join(flags)} ended with code {process.returncode}: {_cause(errors)[:250]}")
     return json.loads(answers[-1])
+
+
+def _cause(errors: str) -> str:
+    """Returns the line of the first exception or signal, else the last line."""
+    lines = [line.strip() for line in errors.splitlines() if line.strip()] or ["no output"]
+    causes = [line for line in lines if re.match(r"(\[rank\d+\]: ?)?[\w.]+(Error|Exception): \S|.*Signal \d", line)]
+    return (causes or lines[-1:])[0]

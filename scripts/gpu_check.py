@@ -41,6 +41,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--simulate", action="store_true", help="on simulated devices; without a part, both parts")
     add("--devices", metavar="LIST", help="of digest, such as cuda:0,cuda:0")
     add("--gloo", action="store_true", help="of rank: gloo in place of NCCL")
+    add("--plain", action="store_true", help="of rank: torch's DDP alone")
     return parser
 
 
@@ -63,7 +64,7 @@ def checks_of(part: str, only: str | None) -> Mapping[str, Check]:
 def run_part(part: str, machine: Machine, flags: argparse.Namespace) -> bool:
     """Runs one part, or prints the result of a process that a part has started. Returns False if a check failed."""
     if part == "rank":
-        result = rank_main(machine, "gloo" if flags.gloo or machine.simulated else "nccl")
+        result = rank_main(machine, "gloo" if flags.gloo or machine.simulated else "nccl", only_plain=flags.plain)
         if result["rank"] == 0:
             print(json.dumps(result), flush=True)
         return True
