@@ -1,4 +1,4 @@
-"""Other Python processes of a check: with settings that are read at the start, and one per rank."""
+"""Python processes that a check starts: with settings that are read at the start, and one per rank."""
 
 import json
 import os
