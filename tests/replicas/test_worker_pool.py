@@ -92,6 +92,18 @@ def test_threads_end_with_the_last_model():
         wait_for_no_workers()
 
 
+def test_a_model_that_has_not_run_in_threads_keeps_none():
+    other = DataParallelModel(nn.Linear(4, 5), ["cpu"] * 2)
+    other(torch.randn(6, 4))
+    model = normalised()
+    model(torch.ones(6, 4))
+    assert len(workers()) == 3
+    del model
+    gc.collect()
+    wait_for_no_workers()
+    other(torch.randn(6, 4))
+
+
 def test_a_thousand_models_have_no_more_threads_than_one():
     keep = []
     for number in range(1000):
