@@ -1,6 +1,7 @@
 """python -m balanced_parallel: what is good is printed, what is bad is one line and exit code 2."""
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -78,6 +79,19 @@ class Sum(nn.Module):
 class Loses(nn.Module):
     def forward(self, x):
         return {}["nothing"]
+
+class Waiting(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 3)
+
+    def forward(self, x):
+        return super().forward(x) * x.sum().item()
+
+class Picky(Waiting):
+    def forward(self, x):
+        if not x.is_meta and type(x) is torch.Tensor:
+            raise ArithmeticError("I do not like small numbers")
+        return nn.Linear.forward(self, x)
 
 def small():
     return nn.Linear(4, 3)
@@ -331,6 +345,21 @@ def test_doctor_lists_what_will_break(nets, capsys):
 def test_doctor_does_not_fail_for_a_note(nets, capsys):
     assert main(["doctor", "--model", nets("recurrent")]) == 0
     assert capsys.readouterr().out.startswith("- note: 0 (LSTM) ")
+
+
+def test_doctor_finds_waits_by_a_step_on_simulated_devices(nets, capsys):
+    good = ["doctor", "--model", nets("small"), "--input", "4"]
+    for flags in (good, [*good, "--target", ":int64"], [*good, "--criterion", "MSELoss", "--target", "3"]):
+        assert main(flags) == 0
+        assert capsys.readouterr().out == "nothing found: Linear runs as replicas\n"
+    assert main(["doctor", "--model", nets("Waiting"), "--input", "4", "--batch-size", "6"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert re.match(r"- note: waits: item in .*nets\.py:\d+ makes the host wait for a GPU, 2 times in a step of two ", line)
+    assert main(["doctor", "--model", nets("Picky"), "--input", "4"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(
+        "- note: waits: a step on simulated devices failed, so they are not known: I do not like small numbers"
+    )
 
 
 # building
