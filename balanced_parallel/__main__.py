@@ -5,8 +5,8 @@ How it fits:           python -m balanced_parallel plan --model net.py:build --i
 What will go wrong:    python -m balanced_parallel doctor --model net.py:build
 What will wait:        python -m balanced_parallel doctor --model net.py:build --input 3x224x224
 
-No accelerator is needed, and the model takes no memory, except for the last command, which runs it. The exit code is 0 for success, 1 if nothing fits or the doctor finds
-a problem, and 2, with one line on stderr, if the model or a flag is wrong.
+No accelerator is needed, and the model takes no memory, except in the last command, which runs it. The exit code is 0 for
+success, 1 if nothing fits or the doctor finds a problem, and 2, with one line on stderr, if the model or a flag is wrong.
 """
 
 import argparse
