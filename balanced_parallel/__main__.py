@@ -3,9 +3,10 @@
 What a step needs:     python -m balanced_parallel estimate --model net.py:build --input 3x224x224 --batch-size 256 --devices 4
 How it fits:           python -m balanced_parallel plan --model net.py:build --input 128:int64 --batch-size 512 --memory 24GiB
 What will go wrong:    python -m balanced_parallel doctor --model net.py:build
+What will wait:        python -m balanced_parallel doctor --model net.py:build --input 3x224x224
 
-No accelerator is needed, and the model takes no memory. The exit code is 0 for success, 1 if nothing fits or the doctor finds
-a problem, and 2, with one line on stderr, if the model or a flag is wrong.
+No accelerator is needed, and the model takes no memory, except in the last command, which runs it. The exit code is 0 for
+success, 1 if nothing fits or the doctor finds a problem, and 2, with one line on stderr, if the model or a flag is wrong.
 """
 
 import argparse
@@ -17,12 +18,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
+from torch import nn
+
 from . import memory
 from .diagnostics.doctor import examine, is_note
+from .diagnostics.waiting import find_waits
+from .loss.targets import targets_of
+from .memory.batch_shapes import build_batch
 from .memory.device_specs import find_kind
 from .memory.model_loading import Problem, build_criterion, build_model, build_problem, find_optimizer
 from .memory.plot import draw_report, load_pyplot
 from .memory.trace.strategies import LAYOUTS, Replicas, SingleDevice
+from .simulation import simulate
 
 __all__: list[str] = []
 
@@ -60,7 +68,9 @@ def make_parser() -> OneLineParser:
     for command in (estimate, plan, doctor):
         _add_model(command)
     for command in (estimate, plan):
+        _add_batch(command, required=True)
         _add_step(command)
+    _add_batch(doctor, required=False)
     add = estimate.add_argument
     add("--layout", choices=LAYOUTS, help="how the devices are used (default: single, replicas on several devices)")
     add("--micro-batch-size", type=positive, metavar="N", help="rows per device in one forward (default: its whole share)")
@@ -85,11 +95,12 @@ def _add_model(parser: OneLineParser) -> None:
     add("--criterion", metavar="NAME", help="a loss of torch.nn, or file.py:name (default: the model's, else CrossEntropyLoss)")
 
 
-def _add_step(parser: OneLineParser) -> None:
+def _add_batch(parser: OneLineParser, *, required: bool) -> None:
     add = parser.add_argument
     add(
         "--input",
-        required=True,
+        required=required,
+        default=None if required else [],
         action="append",
         metavar="SHAPE",
         help="of one row, such as 3x224x224, or 128:int64 for token ids (default dtype: float32); once for each input. "
@@ -103,7 +114,12 @@ def _add_step(parser: OneLineParser) -> None:
         help="of one row, as for --input (names make a dict); ':int64' is one number per row (default: as the criterion takes)",
     )
     add("--dim", type=dimension, default=0, metavar="N", help="the dimension of the rows, which shapes leave out (default: 0)")
-    add("--batch-size", required=True, type=positive, metavar="N", help="rows per update, over all devices and ranks")
+    rows = "rows per update, over all devices and ranks"
+    add("--batch-size", required=required, default=None if required else 4, type=positive, metavar="N", help=rows)
+
+
+def _add_step(parser: OneLineParser) -> None:
+    add = parser.add_argument
     add("--devices", type=positive, default=1, metavar="N", help="how many, or how many ranks (default: 1)")
     add("--optimizer", default="AdamW", metavar="NAME", help="a class of torch.optim, in any case (default: adamw)")
     add("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="arithmetic of forward and loss (default: fp32)")
@@ -161,12 +177,29 @@ def plan(flags: argparse.Namespace) -> int:
 
 
 def doctor(flags: argparse.Namespace) -> int:
-    """Prints problems of the model with replicas. Returns the exit code: 1 if there are any."""
+    """Prints problems of the model with replicas, and its waits if the shape of the input is given.
+
+    Returns the exit code: 1 if there are any problems.
+    """
     with contextlib.redirect_stdout(sys.stderr):
         module, own = build_model(flags.model)
-        findings = examine(module, build_criterion(flags.criterion) if flags.criterion else own)
+        criterion = build_criterion(flags.criterion) if flags.criterion else own
+        findings = examine(module, criterion)
+        if flags.input:
+            findings += tuple(_waits(flags, module, criterion or nn.CrossEntropyLoss()))
     print("\n".join(f"- {finding}" for finding in findings) or f"nothing found: {type(module).__name__} runs as replicas")
     return 0 if all(map(is_note, findings)) else 1
+
+
+def _waits(flags: argparse.Namespace, module: nn.Module, criterion: Any) -> list[str]:
+    rows = flags.batch_size, flags.dim
+    inputs = build_batch(flags.input, *rows, torch.float32)
+    index = torch.int64 if targets_of(criterion) == "classes" else torch.float32
+    targets = build_batch(flags.target, *rows, index) if flags.target else ()
+    try:
+        return list(find_waits(simulate, module, inputs, criterion if flags.target else None, targets, flags.dim))
+    except Exception as error:  # noqa: BLE001 - a model may raise anything on the small numbers that it is given
+        return [f"note: waits: a step on simulated devices failed, so they are not known: {str(error).splitlines()[0]}"]
 
 
 def _build(flags: argparse.Namespace, rows: int) -> Problem:

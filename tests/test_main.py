@@ -1,6 +1,7 @@
 """``python -m balanced_parallel``: estimates, plans and findings are printed; errors are one line and exit code 2."""
 
 import json
+import re
 import sys
 import warnings
 from types import SimpleNamespace
@@ -218,6 +219,21 @@ def test_doctor_lists_findings_and_exits_with_code_1(nets, capsys):
 def test_doctor_with_only_notes_exits_with_code_0(nets, capsys):
     assert main(["doctor", "--model", nets("recurrent")]) == 0
     assert capsys.readouterr().out.startswith("- note: 0 (LSTM) ")
+
+
+def test_doctor_finds_waits_by_a_step_on_simulated_devices(nets, capsys):
+    good = ["doctor", "--model", nets("small"), "--input", "4"]
+    for flags in (good, [*good, "--target", ":int64"], [*good, "--criterion", "MSELoss", "--target", "3"]):
+        assert main(flags) == 0
+        assert capsys.readouterr().out == "nothing found: Linear runs as replicas\n"
+    assert main(["doctor", "--model", nets("Waiting"), "--input", "4", "--batch-size", "6"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert re.match(r"- note: waits: item in .*nets\.py:\d+ makes the host wait for a GPU, 2 times in a step of two ", line)
+    assert main(["doctor", "--model", nets("Picky"), "--input", "4"]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(
+        "- note: waits: a step on simulated devices failed, so they are not known: I do not like small numbers"
+    )
 
 
 MASKED = ["--input", "pair.0=3", "--input", "pair.1=3", "--input", "mask=:float32", "--input", "extra.shift=3"]

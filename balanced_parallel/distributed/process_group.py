@@ -17,7 +17,7 @@ __all__: list[str] = []
 def rank_device(environment: TorchrunEnvironment, device_ids: Sequence[DeviceLike] | None) -> torch.device:
     """Returns the device of this rank: an accelerator for each rank, or the CPU, which ranks share.
 
-    A rank that can see one accelerator alone uses it, as with ``torchrun --virtual-local-rank`` and under Slurm.
+    If a rank can see only one accelerator, it uses that one, as with ``torchrun --virtual-local-rank`` and under Slurm.
 
     Args:
         environment: ranks of this process.
@@ -68,8 +68,7 @@ def join_process_group(environment: TorchrunEnvironment, device: torch.device) -
 def end_process_group() -> None:
     """Ends the running process group, if there is one and the exit is clean.
 
-    To end it is to wait for its collectives. After an exception the other ranks may never come to them. torchrun ends these
-    ranks as soon as this one has ended.
+    This waits for its collectives, which may never come to their end after an exception. torchrun ends the other ranks then.
     """
     gloo.keep_backends()
     if dist.is_initialized() and not hasattr(sys, "last_value"):  # set by an exception that nothing has caught

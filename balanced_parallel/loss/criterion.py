@@ -50,7 +50,8 @@ class DataParallelCriterion(nn.Module):
         weight: the divisor of the criterion's mean, if :func:`loss_weight` does not know it: ``"rows"``, or a function
             ``(output, *targets) -> scalar`` that is called with the arguments of the criterion, and with the keyword arguments
             that it accepts. For several means with different divisors it returns a divisor for each, in the same structure.
-            Without it, an unknown criterion is weighted by rows, with a warning.
+            Without it, an unknown criterion is weighted by rows, with a warning. It is called with the targets where they are,
+            and on the outputs' devices only if that fails. So targets on the host are counted without waiting for a device.
         precision: autocast inside every replica, as in :class:`DataParallelModel`.
         reduction: ``"sum"``, ``"mean"`` or ``"none"``, for a criterion that is not a loss of torch.
         minimum: lower bound of the divisor, for a criterion that divides by ``max(count, minimum)``. ``weight`` is the count.

@@ -46,7 +46,7 @@ class Replicas:
     """
 
     def __init__(self, *, checksums: bool = True, side: SideStreams | None = None, workers: Workers | None = None) -> None:
-        self.workers = workers or functools.partial(run_replicas, pool=shared_pool())
+        self.workers = workers or functools.partial(run_replicas, pool=functools.cache(shared_pool))  # kept from its first use on
         self.tree: ModuleTree | None = None
         self.copies = ParameterCopies(checksums)
         self.gradients = GradientBuckets(side)

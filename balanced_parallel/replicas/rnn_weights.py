@@ -1,7 +1,7 @@
-"""The weights of an RNN in one block of memory, which cuDNN takes as they are.
+"""Copies of an RNN's weights in one block of memory, which cuDNN takes as they are.
 
-cuDNN wants all weights of an RNN in one buffer, in its own order. ``nn.RNNBase.flatten_parameters`` makes that buffer for the
-parameters of a module. Copies on another device need their own, or cuDNN copies all of them together in every forward.
+cuDNN needs all weights of an RNN in one buffer, in its own order. ``nn.RNNBase.flatten_parameters`` makes this buffer for the
+parameters of a module. Copies on another device need a buffer too. Otherwise they are copied together in every forward.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

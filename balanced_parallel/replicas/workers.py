@@ -38,7 +38,11 @@ class Workers(Protocol):
 
 
 def run_replicas(
-    work: Sequence[Callable[[], T]], devices: Sequence[torch.device], *, together: bool = True, pool: WorkerPool | None = None
+    work: Sequence[Callable[[], T]],
+    devices: Sequence[torch.device],
+    *,
+    together: bool = True,
+    pool: Callable[[], WorkerPool] = shared_pool,
 ) -> list[T]:
     """Calls ``work[i]()`` for replica ``i`` with ``devices[i]`` current, all at once, and returns the results in order.
 
@@ -48,7 +52,7 @@ def run_replicas(
     calling thread unless they exchange values (``together``).
 
     Args:
-        pool: the threads; ``None`` is :func:`shared_pool`.
+        pool: returns the threads. It is called only if there are several.
 
     Raises:
         BaseException: the first failure (in time), of its own type, with the replica and its device added to the message.
@@ -83,7 +87,7 @@ def run_replicas(
 
     contexts = [contextvars.copy_context() for _ in work]
     calls = [functools.partial(context.run, call, index) for index, context in enumerate(contexts)]
-    _run_in_workers(calls, devices, meeting, shared_pool() if pool is None else pool)
+    _run_in_workers(calls, devices, meeting, pool())
     if failures:
         try:
             raise failures[0]

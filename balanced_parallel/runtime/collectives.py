@@ -23,10 +23,10 @@ def world_size() -> int:
 
 
 def statistics_group() -> Group:
-    """Returns a process group of all ranks besides the default one. The first call makes it, on all ranks.
+    """Returns a second process group of all ranks, for the statistics of layers. All ranks make it together in the first call.
 
-    Ranks must call the collectives of one group in the same order. The statistics of layers have this group to themselves, so
-    their order among the collectives of a backward does not matter.
+    Ranks must call the collectives of one group in the same order. In a group of their own, the statistics may come before or
+    after the gradients.
     """
     world = dist.group.WORLD if world_size() > 1 else None
     if world is None:

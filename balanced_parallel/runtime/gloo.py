@@ -1,9 +1,9 @@
-"""Threads of gloo at the end of a process.
+"""Threads of gloo at the end of a process. Because of them, an exit can hang or crash.
 
-Two of them threaten an exit. A thread that waits for a collective which never comes is waited for where its process group is
-destroyed, if only because the interpreter shuts down. And a thread that releases the last tensors of a collective while the
-interpreter shuts down aborts the process ("terminate called without an active exception", sometimes a segmentation fault).
-torch has no way to wait for the release, https://github.com/pytorch/pytorch/issues/190489, so its threads are looked at here.
+- The destructor of a process group waits for its threads. A thread waits for its collective, which never comes to its end if
+  another rank has failed.
+- A thread that releases the tensors of the last collective while the interpreter shuts down aborts the process ("terminate
+  called without an active exception"). torch cannot wait for the release, https://github.com/pytorch/pytorch/issues/190489.
 """
 
 import ctypes
@@ -18,9 +18,9 @@ _TASKS = Path("/proc/self/task")  # Linux alone has it
 
 
 def keep_backends() -> None:
-    """Keeps the backends of all running process groups until the process has ended, so that nothing waits for their threads.
+    """Keeps gloo's backends of all running process groups until the process has ended. Their destructor does not run.
 
-    The destructor of ``ProcessGroupGloo`` waits until its collectives end. Those of other backends do not, and run as usual.
+    Destructors of other backends do not wait, and run as usual.
     """
     for group in list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else ():  # there is no public list
         for device in group._device_types:
@@ -31,10 +31,10 @@ def keep_backends() -> None:
 
 
 def wait_until_idle(seconds: float = 5.0) -> None:
-    """Waits until gloo's threads have released the tensors of their last collectives. They may lack a core for it.
+    """Waits until gloo's threads have released the tensors of their last collectives, which takes long on a busy machine.
 
-    A thread may also sleep because it waits for the interpreter's lock. So the threads must be seen asleep twice, and the lock
-    is given away between the two looks.
+    A sleeping thread may still wait for the interpreter's lock. So the threads must sleep twice in a row. The lock is free in
+    between.
     """
     if not _TASKS.exists():
         time.sleep(0.2)

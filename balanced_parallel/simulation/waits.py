@@ -50,6 +50,11 @@ class Wait(NamedTuple):
     line: int
     step: int
 
+    @property
+    def advice(self) -> str:
+        """A way to avoid the wait."""
+        return _ADVICE.get(self.kind, "use an operator whose result has a known size, such as torch.where")
+
     def __str__(self) -> str:
         place = f"{self.file}:{self.line}" if self.line else self.file
         return f"{self.kind} on {self.device} in {place}"
@@ -96,8 +101,8 @@ class Waits:
         wait = Wait(torch.device("sim", device), kind.decode(), file, line, self._steps() + 1)
         self.record.append(wait)
         if self._forbidden:
-            advice = _ADVICE.get(wait.kind, "use an operator whose result has a known size, such as torch.where")
-            message = f"the host would wait for a GPU, which forbidding_waits() does not allow: {wait}. To avoid it, {advice}"
+            found = f"the host would wait for a GPU, which forbidding_waits() does not allow: {wait}"
+            message = f"{found}. To avoid it, {wait.advice}"
             ctypes.memmove(buffer, encoded := message.encode()[: size - 1] + b"\0", len(encoded))
 
 

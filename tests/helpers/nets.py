@@ -63,6 +63,19 @@ class Loses(nn.Module):
     def forward(self, x):
         return {}["nothing"]
 
+class Waiting(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 3)
+
+    def forward(self, x):
+        return super().forward(x) * x.sum().item()
+
+class Picky(Waiting):
+    def forward(self, x):
+        if not x.is_meta and type(x) is torch.Tensor:
+            raise ArithmeticError("I do not like small numbers")
+        return nn.Linear.forward(self, x)
+
 def small():
     return nn.Linear(4, 3)
 

@@ -92,6 +92,18 @@ def test_threads_end_with_the_last_model():
         wait_for_no_workers()
 
 
+def test_a_model_that_has_not_run_in_threads_keeps_none():
+    other = DataParallelModel(nn.Linear(4, 5), ["cpu"] * 2)
+    other(torch.randn(6, 4))
+    model = normalised()
+    model(torch.ones(6, 4))
+    assert len(workers()) == 3
+    del model
+    gc.collect()
+    wait_for_no_workers()
+    other(torch.randn(6, 4))
+
+
 def test_a_thousand_models_have_no_more_threads_than_one():
     keep = []
     for number in range(1000):
@@ -135,7 +147,8 @@ def test_a_forward_inside_of_a_forward_gets_threads_of_its_own():
 def test_forwards_in_two_threads_at_once_do_not_wait_for_each_other():
     together = threading.Barrier(6, timeout=20)
     pool = WorkerPool()
-    threads = [threading.Thread(target=run_replicas, args=([together.wait] * 3, APART), kwargs={"pool": pool}) for _ in range(2)]
+    settings = {"pool": lambda: pool}
+    threads = [threading.Thread(target=run_replicas, args=([together.wait] * 3, APART), kwargs=settings) for _ in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -143,15 +156,15 @@ def test_forwards_in_two_threads_at_once_do_not_wait_for_each_other():
         assert not thread.is_alive()
     assert not together.broken
     assert len(workers()) == 6
-    assert len(set(run_replicas([threading.current_thread] * 3, APART, pool=pool))) == 3
+    assert len(set(run_replicas([threading.current_thread] * 3, APART, pool=lambda: pool))) == 3
 
 
 def test_a_pool_outlives_failures():
     pool = WorkerPool()
-    before = run_replicas([threading.current_thread] * 3, APART, pool=pool)
+    before = run_replicas([threading.current_thread] * 3, APART, pool=lambda: pool)
     with pytest.raises(ZeroDivisionError, match="replica 1"):
-        run_replicas([int, lambda: 1 // 0, int], APART, pool=pool)
-    assert run_replicas([threading.current_thread] * 3, APART, pool=pool) == before
+        run_replicas([int, lambda: 1 // 0, int], APART, pool=lambda: pool)
+    assert run_replicas([threading.current_thread] * 3, APART, pool=lambda: pool) == before
 
 
 class Interrupting(nn.Module):
@@ -198,7 +211,7 @@ def test_an_idle_worker_keeps_no_reference(fails):
     gc.disable()  # reference counts alone: memory in a cycle comes back late
     try:
         try:
-            run_replicas([work, int, int], APART, pool=pool)
+            run_replicas([work, int, int], APART, pool=lambda: pool)
         except ValueError:
             assert fails
         del work, large

@@ -244,8 +244,8 @@ def test_keyboard_interrupt_ends_exchanges(devices):
         return current_replica().exchange(1)
 
     with pytest.raises(KeyboardInterrupt):
-        run_replicas([exchanging, interrupting, exchanging], devices, pool=pool)
-    assert run_replicas([exchanging] * 3, devices, pool=pool) == [[1] * 3] * 3
+        run_replicas([exchanging, interrupting, exchanging], devices, pool=lambda: pool)
+    assert run_replicas([exchanging] * 3, devices, pool=lambda: pool) == [[1] * 3] * 3
 
 
 def test_keyboard_interrupt_does_not_wait_for_a_hanging_replica(monkeypatch):
@@ -258,8 +258,8 @@ def test_keyboard_interrupt_does_not_wait_for_a_hanging_replica(monkeypatch):
         released.wait(60)
 
     with pytest.raises(KeyboardInterrupt):
-        run_replicas([int, hanging, int], APART, pool=pool)
-    assert run_replicas([threading.current_thread] * 3, APART, pool=pool)[1] is not threads[0]
+        run_replicas([int, hanging, int], APART, pool=lambda: pool)
+    assert run_replicas([threading.current_thread] * 3, APART, pool=lambda: pool)[1] is not threads[0]
     released.set()
     threads[0].join(20)
     assert not threads[0].is_alive()

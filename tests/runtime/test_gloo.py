@@ -24,7 +24,8 @@ def group(tmp_path):
 
 
 def test_threads_of_a_process_group_are_known_by_their_name(group):
-    assert len(gloo.thread_states()) >= 2
+    dist.barrier()  # one of them has run
+    assert gloo.thread_states()
 
 
 def test_an_idle_group_is_not_waited_for(group):
