@@ -124,7 +124,7 @@ def add_up(scalars: Sequence[Weight], device: torch.device) -> Tensor:
 
 
 def _as_scalar(value: Weight, device: torch.device) -> Tensor:
-    if isinstance(value, Tensor) and value.is_cpu and device.type != "cpu":
+    if isinstance(value, Tensor) and value.is_cpu and device.type != "cpu" and not value.requires_grad:
         value = value.item()  # a fill of a new tensor does not wait for the device, as a copy from the host would
     if not isinstance(value, Tensor):
         return torch.full((), value, dtype=torch.int64 if isinstance(value, int) else torch.float64, device=device)

@@ -6,11 +6,20 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.problems import LOSSES, OnTop, make_targets
+from helpers.problems import (
+    LOSSES,
+    OnTop,
+    assert_same_gradients,
+    build_net,
+    class_targets,
+    gradients,
+    make_targets,
+    plain_program,
+)
 from helpers.traffic import NAMES
 from torch import nn
 
-from balanced_parallel import DataParallelCriterion, loss_weight, simulate, weighted_mean
+from balanced_parallel import DataParallelCriterion, DataParallelModel, loss_weight, scatter, simulate, weighted_mean
 from balanced_parallel.loss.reduction import reduction_of
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -181,3 +190,30 @@ def test_weighted_mean_of_losses_on_several_devices_is_exact():
         mean.backward()
         assert (str(mean.device), mean.item()) == ("sim:0", 2.75)
         assert [loss.grad.item() for loss in losses] == [0.25, 0.25, 0.5]
+
+
+MIXED = [("sim:0", "cpu"), ("cpu", "sim:0"), ("sim:1", "cpu", "sim:0")]
+
+
+@pytest.mark.parametrize("devices", MIXED, ids=" ".join)
+@pytest.mark.parametrize("name", ["CrossEntropyLoss", "sum", "weight", "weighted_mean"])
+def test_losses_on_gpus_and_the_cpu_have_gradients_of_all_replicas(devices, name):
+    inputs, targets = torch.randn(7, 4), class_targets(7, ignored=2)
+    plain = nn.CrossEntropyLoss(reduction="sum" if name == "sum" else "mean")
+    loss, expected = plain_program(build_net(), plain, inputs, (targets,))
+    with simulate(2):
+        net = build_net()
+        model = DataParallelModel(net, devices)
+        outputs = model(inputs)
+        if name == "weighted_mean":
+            shards = scatter(targets, devices)
+            losses = [F.cross_entropy(*pair) for pair in zip(outputs, shards, strict=True)]
+            found = weighted_mean(losses, [(shard != -100).sum() for shard in shards])
+        elif name == "weight":
+            weight = {"weight": lambda output, target: (target != -100).sum()}
+            found = DataParallelCriterion(lambda output, target: F.cross_entropy(output, target), **weight)(outputs, targets)
+        else:
+            found = DataParallelCriterion(plain)(outputs, targets)
+        found.backward()
+        torch.testing.assert_close(found.detach().cpu(), loss)
+        assert_same_gradients([gradient.cpu() for gradient in gradients(net)], expected)
