@@ -20,7 +20,7 @@ from ..replicas.model import mark_inputs
 from ..replicas.module_checks import check_method
 from ..runtime.modules import children_of
 from ..runtime.precision import Precision
-from ..runtime.random_numbers import offset_seeds
+from ..runtime.random_numbers import cpu_numbers_of_rank, offset_seeds
 from .unused_parameters import connect, zero_of_parameters
 
 __all__: list[str] = []
@@ -111,6 +111,8 @@ class DistributedModel(DistributedDataParallel):
         inputs, kwargs = move_leaves(arguments.inputs, self.devices[0]), move_leaves(arguments.kwargs, self.devices[0])
         self._refuse_unfrozen()
         offset_seeds(self.devices, dist.get_rank())
+        draws_on_cpu = self.training and self.devices[0].type == "cpu"
+        random_numbers = cpu_numbers_of_rank(dist.get_rank()) if draws_on_cpu else contextlib.nullcontext()
         if self.require_backward_grad_sync:
             self._begin_sparse_gradients()
         children, module = children_of(self), self.module  # assigning self.module takes ten times as long as its entry
@@ -119,7 +121,7 @@ class DistributedModel(DistributedDataParallel):
             children["module"] = module  # as code inside of the function knows it
             return function(*inputs, **kwargs)
 
-        with self.precision.autocast(self.devices), self._as_wrapped() as wrapped:
+        with self.precision.autocast(self.devices), random_numbers, self._as_wrapped() as wrapped:
             super().forward(call, self.require_backward_grad_sync)
         return PerReplica.of_forward([wrapped.take_output()], [rows], self.out_dims)
 

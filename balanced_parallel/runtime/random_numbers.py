@@ -3,7 +3,8 @@
 ``torch.manual_seed(s)`` gives every device of every process the same seed, so equal shards would draw equal dropout masks.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -17,7 +18,7 @@ def offset_seeds(devices: Sequence[torch.device], first: int = 0) -> None:
 
     A generator is changed only if its seed is that of ``torch.manual_seed``, or that of a device before it. So a forward after
     ``torch.manual_seed(s)`` begins anew, one without it goes on, and states that were set by hand or from a checkpoint stay.
-    The CPU's generator is never changed: samplers draw from it, on all ranks alike.
+    The CPU's generator is not changed.
 
     Args:
         devices: devices of the replicas, or of this rank.
@@ -34,3 +35,19 @@ def offset_seeds(devices: Sequence[torch.device], first: int = 0) -> None:
                 seed = (seed + number) % 2**64
                 module.manual_seed(seed)
             seeds.add(seed)
+
+
+@contextlib.contextmanager
+def cpu_numbers_of_rank(rank: int) -> Iterator[None]:
+    """Draws from a CPU generator of this rank inside the block.
+
+    Samplers draw from the CPU's generator, on all ranks alike. So the block takes one number from it, as a seed, and the
+    generator goes on from there behind the block, whatever the ranks have drawn inside.
+    """
+    seed = int(torch.empty((), dtype=torch.int64).random_())
+    state = torch.get_rng_state()
+    torch.default_generator.manual_seed(seed + rank)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state)

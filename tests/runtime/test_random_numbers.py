@@ -148,3 +148,28 @@ def test_ranks_draw_different_numbers_that_follow_the_seed():
     assert drawn[0][0] == plain
     assert drawn[0][0] != drawn[0][1]
     assert drawn[0][0] != of_other[0][0]
+
+
+def draw_on_cpu_rank(rank, rows):
+    model = parallelize(nn.Sequential(nn.Linear(64, 64), nn.Dropout()))
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        drawn.append([(model(torch.ones(rows[rank], 64))[0] == 0).tolist() for _ in range(2)])
+    following = torch.rand(3).tolist()
+    model.eval()
+    torch.manual_seed(5)
+    model(torch.ones(2, 64))
+    return drawn, following, torch.rand(3).tolist()
+
+
+@pytest.mark.parametrize("rows", [(6, 6), (6, 3)])
+def test_ranks_on_the_cpu_draw_different_numbers_and_keep_the_generator_alike(rows):
+    (drawn, following, evaluated), (of_other, *others) = run_ranks(2, draw_on_cpu_rank, rows)
+    assert drawn[0] == drawn[1]
+    assert of_other[0] == of_other[1]
+    assert drawn[0][0] != drawn[0][1]
+    assert drawn[0][0][:3] != of_other[0][0][:3]
+    assert [following, evaluated] == others
+    torch.manual_seed(5)
+    assert evaluated == torch.rand(3).tolist()
