@@ -1,6 +1,7 @@
 """Rules for the whole suite: one thread per process, fixed seeds, and no test leaves anything behind."""
 
 import gc
+import importlib
 import os
 import threading
 
@@ -17,6 +18,13 @@ from balanced_parallel.replicas import gradient_buckets
 settings.register_profile("suite", derandomize=True, deadline=None, database=None)  # the same cases on every machine
 settings.load_profile("suite")
 torch.set_num_threads(1)  # the suite already runs one process per core
+
+
+def pytest_collection_finish(session):
+    """Hides what imports and the collection of tests have made from the garbage collector. Many tests run it."""
+    importlib.import_module("torch._dynamo")  # the first optimizer would import it
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
