@@ -41,8 +41,8 @@ def offset_seeds(devices: Sequence[torch.device], first: int = 0) -> None:
 def cpu_numbers_of_rank(rank: int) -> Iterator[None]:
     """Draws from a CPU generator of this rank inside the block.
 
-    Samplers draw from the CPU's generator, on all ranks alike. So the block takes one number from it, as a seed, and the
-    generator goes on from there behind the block, whatever the ranks have drawn inside.
+    Samplers draw from the CPU's generator, on all ranks alike. So the block takes one number from it as a seed. The
+    generator continues from there after the block, whatever this rank has drawn inside.
     """
     seed = int(torch.empty((), dtype=torch.int64).random_())
     state = torch.get_rng_state()
