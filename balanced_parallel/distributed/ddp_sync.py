@@ -1,12 +1,12 @@
 """Synchronisation of gradients over the ranks of ``DistributedDataParallel``.
 
-    rank 0   forward 0 | backward 0 | forward 1 | backward 1          | finish | update
-    rank 1   forward 0 |                        | backward 0          | finish | update
-                        no_sync() .............. loss and weight ---> sum
-                                                 bucket n, ..., bucket 0 ---> averages
+    rank 0   forward 0 | backward 0 | forward 1 | backward 1                          | finish | update
+    rank 1   forward 0 |                        | backward 0                          | finish | update
+                        no_sync() .............. bucket n, ..., bucket 0 ---> averages  sum
 
-The loss and its weight are one small all-reduce, which starts before the last backward. Buckets are all-reduced by torch's
-reducer while that backward runs.
+Buckets are all-reduced by torch's reducer while the last backward runs. The loss, its weight and failures are one small
+all-reduce of the hosts behind it. The loss is on its way to the host before that backward is launched, so the host does not wait
+for the backward.
 """
 
 import contextlib
@@ -39,12 +39,13 @@ class DDPSync:
     def __init__(self, model: DistributedModel) -> None:
         self._model = model
         self._meets_ranks = meets_other_ranks(model.modules())
-        self._bucket_views: dict[Tensor, Tensor] = {}
+        self._reduced = {id(parameter): parameter for parameter in model.reduced_parameters}
+        self._bucket_views: dict[int, Tensor] = {}  # by the id of the parameter
+        self._buckets: list[Tensor] = []
         self._has_begun = False  # an accumulation
-        self._untouched: list[Tensor] = []  # zeros so far, in an accumulation
-        self._wait: Callable[[], Tensor] | None = None  # returns loss and weight of all ranks
-        self._started: torch.Event | None = None
-        self._failures: Callable[[], Tensor] | None = None  # number of ranks whose last backward has failed
+        self._untouched: Sequence[Tensor] = []  # zeros so far, in an accumulation
+        self._local: Callable[[], Tensor] | None = None  # returns loss and weight of this rank, on the host
+        self._is_reducing = False  # other ranks wait for this one
 
     def __reduce__(self) -> Any:  # a copy has no gradients
         return DDPSync, (self._model,)
@@ -64,7 +65,7 @@ class DDPSync:
 
     def whole_weight(self, expected: Weight, *, last: bool) -> Weight:
         """Returns the weight of all ranks if ``last``, otherwise that of this rank times the number of ranks."""
-        whole = self._sum()[1] if last else expected * collectives.world_size()
+        whole = collectives.sum_over_ranks(self._weight) if last else expected * collectives.world_size()
         return float(whole) if not isinstance(whole, Tensor) or whole.is_cpu else whole
 
     @contextlib.contextmanager
@@ -80,10 +81,9 @@ class DDPSync:
         return [self._model.forward_without_rows()]
 
     def start(self, local: LossSum) -> None:
-        """Starts the all-reduce of loss and weight."""
-        weight = add_up([0.0 if local.weight is None else local.weight], local.total.device)
-        self._wait = collectives.start_sum_over_ranks(torch.stack([local.total.double(), weight.double()]))
-        self._started = host_copies.mark(local.total.device)
+        """Starts to copy loss and weight to the host."""
+        self._weight = add_up([0.0 if local.weight is None else local.weight], local.total.device).double()
+        self._local = host_copies.start_copy(torch.stack([local.total.double(), self._weight]))
 
     def backward(self, losses: Sequence[Tensor], divisor: Weight, *, last: bool) -> None:
         """Runs one backward. The last one completes the reduction, whatever this rank has used."""
@@ -91,31 +91,23 @@ class DDPSync:
             run_backward(losses, divisor)
             return
         self._forget_untouched()
-        self._has_begun = False
+        self._has_begun, self._is_reducing = False, True
         roots = [loss for loss in losses if loss.requires_grad]
-        try:
-            run_backward(roots or [zero_of_parameters(self._model.reduced_parameters)], divisor)
-        except Exception:
-            self._complete()
-            self._start_counting_failures(1)()
-            raise
-        self._failures = self._start_counting_failures(0)
-        for parameter in self._model.reduced_parameters:
-            if parameter not in self._bucket_views and parameter.grad is not None and parameter.grad.layout == torch.strided:
-                self._bucket_views[parameter] = parameter.grad
+        run_backward(roots or [zero_of_parameters(self._model.reduced_parameters)], divisor)
+        if len(self._bucket_views) < len(self._reduced):
+            self._remember_buckets()
 
     def finish(self, local: LossSum) -> LossSum:
-        """Returns loss and weight of all ranks. The host waits for their sum, but not for the backward.
+        """Returns loss and weight of all ranks. The host waits for them, but not for the backward.
 
         Raises:
             RuntimeError: the last backward of another rank has failed.
         """
-        with host_copies.ahead_of_later_work(local.total.device, self._started):
-            total, weight = host_copies.start_copy(self._sum())().tolist()
-        self._wait = None
-        if self._failures is not None and (count := int(self._failures())):
+        assert self._local is not None
+        total, weight, failures = self._sum(self._local(), failures=0)
+        if failures:
             raise RuntimeError(
-                f"{count} of {collectives.world_size()} ranks failed in the backward, expected none: nothing was "
+                f"{failures:.0f} of {collectives.world_size()} ranks failed in the backward, expected none: nothing was "
                 "updated, and the step can be repeated"
             )
         return LossSum(torch.full_like(local.total, total), weight)
@@ -131,25 +123,30 @@ class DDPSync:
         Raises:
             ValueError: one of ``tensors`` has a gradient that is not reduced.
         """
-        known = set(map(id, self._model.reduced_parameters))
-        for parameter in [one for one in tensors if id(one) not in known and one.grad is not None]:
+        present = [one for one in tensors if one.grad is not None]
+        for parameter in [one for one in present if id(one) not in self._reduced]:
             raise ValueError(
                 f"the optimizer has a parameter of shape {tuple(parameter.shape)} with a gradient that the ranks would not "
                 "share: make it part of the module or of the criterion that parallelize is given"
             )
-        views = self._bucket_views
-        gradients = [] if is_one(factor) else [views.get(one, one.grad) for one in tensors if one.grad is not None]
-        multi_tensor.multiply_(_buckets_of(gradients), factor)
+        if not is_one(factor):
+            others = [one.grad for one in present if one.grad is not None and id(one) not in self._bucket_views]
+            multi_tensor.multiply_([*self._buckets, *others], factor)
 
     def discard(self) -> None:
-        """Forgets the gradients that this rank has accumulated."""
-        self._wait, self._failures, self._untouched, self._has_begun = None, None, [], False
+        """Forgets the gradients that this rank has accumulated. If other ranks wait for them, it tells them of the failure."""
+        if self._is_reducing:
+            self._complete()
+            self._sum(torch.zeros(2, dtype=torch.float64), failures=1)
+        self._local, self._untouched, self._has_begun = None, [], False
         for parameter in self._model.reduced_parameters:
             parameter.grad = None
 
-    def _sum(self) -> Tensor:
-        assert self._wait is not None
-        return self._wait()
+    def _sum(self, local: Tensor, failures: int) -> list[float]:
+        """Returns loss, weight and failures of all ranks."""
+        self._is_reducing = False
+        whole: list[float] = collectives.sum_over_ranks(torch.cat([local, local.new_tensor([failures])])).tolist()
+        return whole
 
     def _accumulate_in_buckets(self) -> None:
         """Sets missing gradients to zeros in the buckets of the reducer, where autograd adds to them.
@@ -157,18 +154,28 @@ class DDPSync:
         The views are those of the previous update. ``data`` gives each its own version counter. A gradient whose version stays 0
         was not touched.
         """
-        missing = [parameter for parameter in self._bucket_views if parameter.grad is None]
-        views = [self._bucket_views[parameter] for parameter in missing]
-        multi_tensor.zero_(_buckets_of(views) if len(missing) == len(self._bucket_views) else views)
+        missing = [one for key, one in self._reduced.items() if key in self._bucket_views and one.grad is None]
+        views = [self._bucket_views[id(parameter)] for parameter in missing]
+        multi_tensor.zero_(self._buckets if len(missing) == len(self._bucket_views) else views)
         for parameter, view in zip(missing, views, strict=True):
             parameter.grad = view.data
         self._untouched, self._has_begun = missing, True
 
+    def _remember_buckets(self) -> None:
+        """Keeps the views that the reducer has set as gradients, and their buckets.
+
+        A bucket contains nothing else, so one operation changes all of its gradients."""
+        for key, parameter in self._reduced.items():
+            if parameter.grad is not None and parameter.grad.layout == torch.strided:
+                self._bucket_views[key] = parameter.grad
+        self._buckets = list({id(bucket): bucket for bucket in map(base_of, self._bucket_views.values())}.values())
+
     def _forget_untouched(self) -> None:
         """Sets gradients of parameters that no micro-batch has used to None. The reducer then decides over all ranks."""
-        pairs = [(parameter, parameter.grad) for parameter in self._untouched]
-        counters = versions([self._bucket_views[parameter] if gradient is None else gradient for parameter, gradient in pairs])
-        for (parameter, _), version in zip(pairs, counters, strict=True):
+        gradients = [parameter.grad for parameter in self._untouched]
+        views = [self._bucket_views[id(parameter)] for parameter in self._untouched]
+        counters = versions([view if gradient is None else gradient for gradient, view in zip(gradients, views, strict=True)])
+        for parameter, version in zip(self._untouched, counters, strict=True):
             if version == 0:
                 parameter.grad = None
         self._untouched = []
@@ -178,14 +185,6 @@ class DDPSync:
         for parameter in self._model.reduced_parameters:
             with contextlib.suppress(RuntimeError):  # it has been reached
                 zero_of_parameters([parameter]).backward()
-
-    def _start_counting_failures(self, failures: int) -> Callable[[], Tensor]:
-        return collectives.start_sum_over_ranks(torch.tensor(failures, dtype=torch.float64))
-
-
-def _buckets_of(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the buckets that gradients are views of. A bucket contains nothing else, so one operation changes all of it."""
-    return list({id(bucket): bucket for bucket in map(base_of, gradients)}.values())
 
 
 @gradient_sync.register

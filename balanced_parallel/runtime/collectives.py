@@ -4,7 +4,6 @@ Without a process group there is one rank, and no function communicates.
 """
 
 import weakref
-from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -43,18 +42,6 @@ def sum_over_ranks(tensor: torch.Tensor, group: Group = None) -> torch.Tensor:
     total = _to_backend_device(tensor.detach()).clone()
     dist.all_reduce(total, group=group)
     return total.to(tensor.device)
-
-
-def start_sum_over_ranks(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Starts to sum ``tensor`` over all ranks. Returns a function that waits for the sum and returns it."""
-    total = _to_backend_device(tensor.detach()).clone()
-    work = dist.all_reduce(total, async_op=True)
-
-    def wait() -> torch.Tensor:
-        work.wait()
-        return total.to(tensor.device)
-
-    return wait
 
 
 def max_over_ranks(number: int) -> int:

@@ -7,8 +7,7 @@ comes soon, while the device still has later work::
     host       ... start_copy(count) ... launches the backward, reads the count
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -35,21 +34,3 @@ def start_copy(tensor: Tensor) -> Callable[[], Tensor]:
 def pin(tensor: Tensor) -> Tensor:
     """Returns a copy in pinned memory, from which a copy to an accelerator does not make the host wait."""
     return tensor.pin_memory() if tensor.is_cpu and not tensor.requires_grad and torch.accelerator.is_available() else tensor
-
-
-def mark(device: torch.device) -> torch.Event | None:
-    """Returns an event behind the work that the current stream of a device was given so far; None without streams."""
-    stream = current_stream(device)
-    return None if stream is None else stream.record_event()
-
-
-@contextlib.contextmanager
-def ahead_of_later_work(device: torch.device, event: torch.Event | None) -> Iterator[None]:
-    """Runs the copies of the block behind ``event``, on a stream of their own."""
-    if event is None:
-        yield
-        return
-    stream = torch.Stream(device)
-    stream.wait_event(event)
-    with stream:
-        yield

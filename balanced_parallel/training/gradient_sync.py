@@ -2,7 +2,7 @@
 
 with sync.accumulating():
     sync.backward(losses, divisor, last=False)    # micro-batches before the last
-sync.start(loss_sum)                              # loss and weight begin to travel
+sync.start(loss_sum)                              # loss and weight begin their way to the host
 sync.backward(losses, divisor, last=True)         # gradients are reduced while it runs
 loss_sum = sync.finish(loss_sum)                  # everything is summed
 """
@@ -50,7 +50,7 @@ class GradientSync(Protocol):
         """Takes part in the last forward of other processes, without rows. Returns zeros for :meth:`backward`."""
 
     def start(self, local: LossSum) -> None:
-        """Starts to sum loss and weight over everything, before the last backward."""
+        """Starts to copy loss and weight to where they are summed, before the last backward."""
 
     def backward(self, losses: Sequence[Tensor], divisor: Weight, *, last: bool) -> None:
         """Runs backward from the losses over ``divisor``. The last one reduces all gradients."""
@@ -65,7 +65,7 @@ class GradientSync(Protocol):
         """Multiplies the reduced gradients of ``tensors``."""
 
     def discard(self) -> None:
-        """Forgets the gradients that are not reduced yet, after a failure."""
+        """Forgets the gradients that are not reduced yet, after a failure. Processes that wait for them are told."""
 
 
 @functools.singledispatch
