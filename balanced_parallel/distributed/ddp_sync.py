@@ -166,7 +166,7 @@ class DDPSync:
 
         A bucket contains nothing else, so one operation changes all of its gradients."""
         for key, parameter in self._reduced.items():
-            if parameter.grad is not None and parameter.grad.layout == torch.strided:
+            if key not in self._bucket_views and parameter.grad is not None and parameter.grad.layout == torch.strided:
                 self._bucket_views[key] = parameter.grad
         self._buckets = list({id(bucket): bucket for bucket in map(base_of, self._bucket_views.values())}.values())
 
