@@ -23,7 +23,7 @@ __all__: list[str] = []
 MAX_DEVICES = 64  # kDevices of native/ledger.h
 NO_LIMIT = 2**50  # 1 PiB, more than any simulation reaches
 Memory = int | str | Sequence[int | str | None] | None
-_Numbers = tuple[list[int], list[int], Counter[tuple[str, str]], list[dict[str, int]], list[tuple[str, str]]]  # at the end
+_Numbers = tuple[list[int], list[int], Counter[tuple[str, str]], list[dict[str, int]], list[tuple[str, str]], int]  # at the end
 _entering = threading.Lock()
 _active = False
 
@@ -86,14 +86,33 @@ class Cluster:
         """
         return self._waits.forbidding()
 
+    @property
+    def allocations(self) -> int:
+        """Number of allocations so far, on all devices."""
+        return self._ended[5] if self._ended else self._native.simulation_allocations()
+
+    def fail_allocation(self, number: int) -> None:
+        """Makes one allocation fail: it raises ``torch.OutOfMemoryError``, whatever the capacity. Those after it succeed.
+
+        Args:
+            number: of the allocation, counted from now on over all devices. 1 is the next.
+
+        Raises:
+            ValueError: the number is not positive.
+            RuntimeError: after the :func:`simulate` block.
+        """
+        if number < 1:
+            raise ValueError(f"fail_allocation({number}), expected 1 for the next allocation, or a larger number")
+        self._must_run("allocations")
+        self._native.simulation_fail_allocation(number)
+
     def reset_peak(self) -> None:
         """Restarts the measurement of :attr:`peak` and :meth:`categories`.
 
         Raises:
             RuntimeError: after the :func:`simulate` block.
         """
-        if self._ended:
-            raise RuntimeError("the simulate() block has ended: peaks can be read, but not reset")
+        self._must_run("peaks")
         self._native.simulation_reset_peak()
 
     def categories(self, device: int) -> dict[str, int]:
@@ -132,9 +151,13 @@ class Cluster:
         headers.append("waits per step")
         return tabulate(rows, headers, tablefmt="simple", stralign="right")
 
+    def _must_run(self, numbers: str) -> None:
+        if self._ended:
+            raise RuntimeError(f"the simulate() block has ended: {numbers} can be read, but not changed")
+
     def _end(self) -> None:
         categories = [self.categories(index) for index in range(len(self.devices))]
-        self._ended = self.live, self.peak, self.moved, categories, self.copies
+        self._ended = self.live, self.peak, self.moved, categories, self.copies, self.allocations
 
 
 @contextmanager

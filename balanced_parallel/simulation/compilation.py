@@ -47,8 +47,9 @@ def load_native() -> ctypes.CDLL:
     native.simulation_in_optimizer.argtypes = [ctypes.c_bool]
     native.simulation_categories.argtypes = [ctypes.c_int, ctypes.POINTER(integer)]
     native.simulation_copies.argtypes = [integer, integer, ctypes.POINTER(ctypes.c_int)]
-    for function in (native.simulation_live, native.simulation_peak, native.simulation_moved, native.simulation_copies):
-        function.restype = integer
+    native.simulation_fail_allocation.argtypes = [integer]
+    for name in ("live", "peak", "moved", "copies", "allocations"):
+        getattr(native, f"simulation_{name}").restype = integer
     return native
 
 

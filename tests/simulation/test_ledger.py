@@ -130,3 +130,18 @@ def test_copies_are_listed_in_order():
     assert cluster.copies == expected
     with simulate(1) as cluster:
         assert cluster.copies == []
+
+
+def test_the_allocation_that_is_asked_to_fail_raises_an_error_and_those_after_it_succeed():
+    with simulate(2) as cluster:
+        cluster.fail_allocation(3)
+        before, kept = cluster.allocations, [floats(1, "sim:0"), floats(1, "sim:1")]
+        with pytest.raises(torch.OutOfMemoryError, match=r"sim out of memory\. Tried to allocate 1024\.00 KiB"):
+            floats(1, "sim:1")
+        assert (cluster.live, cluster.allocations - before) == ([MIB, MIB], 3)
+        kept.append(floats(1, "sim:1"))
+        with pytest.raises(ValueError, match=r"fail_allocation\(0\), expected 1"):
+            cluster.fail_allocation(0)
+    assert cluster.allocations - before == 4
+    with pytest.raises(RuntimeError, match="can be read, but not changed"):
+        cluster.fail_allocation(1)

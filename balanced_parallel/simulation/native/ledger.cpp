@@ -73,6 +73,7 @@ std::vector<int>& copies = *new std::vector<int>;  // in order: source * (kDevic
 std::atomic<uint64_t> cluster{0};
 std::atomic<int> count{0};
 std::atomic<bool> strict{true};
+int64_t allocations = 0, failing = 0;  // number so far, and that of the allocation that fails
 thread_local bool in_optimizer = false;
 
 struct Holder {  // context of the pointer of a storage on a simulated device
@@ -109,7 +110,7 @@ Shared take(size_t bytes, int device, Category category) {
   std::lock_guard<std::mutex> lock(mutex);
   Device& on = devices[device];
   const int64_t size = rounded(bytes);
-  if (on.live + size > on.capacity) {
+  if (++allocations == failing || on.live + size > on.capacity) {
     C10_THROW_ERROR(
         OutOfMemoryError,
         c10::str(
@@ -173,6 +174,7 @@ void start(int number, const int64_t* capacities, bool is_strict) {
   ++cluster;
   devices.assign(number, Device());
   for (int i = 0; i < number; ++i) devices[i].capacity = capacities[i];
+  allocations = failing = 0;
   for (auto& row : moved)
     for (auto& bytes : row) bytes = 0;
   copies.clear();
@@ -244,6 +246,14 @@ int64_t simulation_live(int device) {
 int64_t simulation_peak(int device) {
   std::lock_guard<std::mutex> lock(simulation::mutex);
   return simulation::devices.at(device).peak;
+}
+int64_t simulation_allocations() {
+  std::lock_guard<std::mutex> lock(simulation::mutex);
+  return simulation::allocations;
+}
+void simulation_fail_allocation(int64_t number) {  // counted from now on
+  std::lock_guard<std::mutex> lock(simulation::mutex);
+  simulation::failing = simulation::allocations + number;
 }
 void simulation_reset_peak() {
   std::lock_guard<std::mutex> lock(simulation::mutex);
