@@ -63,6 +63,7 @@ class DistributedModel(DistributedDataParallel):
         self._wrapped = [wrapped]  # in a list, so that the state_dict() has the names of the module alone
         self._frozen = {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
         self._has_run = False
+        self.has_shared_buffers = False  # in the first forward of this update
         self.module = module
         self.devices = [device]
         self.split = None
@@ -75,6 +76,11 @@ class DistributedModel(DistributedDataParallel):
     def reduced_parameters(self) -> list[nn.Parameter]:
         """The parameters whose gradients are reduced: those of the module and of the criterion."""
         return self._wrapped[0].trained
+
+    @property
+    def sparse_parameters(self) -> list[Tensor]:
+        """The weights of embeddings with sparse gradients."""
+        return self._wrapped[0].sparse
 
     def forward(self, *inputs: Any, **kwargs: Any) -> PerReplica:
         """Runs the module on this rank's rows. Returns a list with its output."""
@@ -91,6 +97,7 @@ class DistributedModel(DistributedDataParallel):
 
     def forward_without_rows(self) -> Tensor:
         """Takes part in a reduction without running the module. Returns a zero to run backward from."""
+        self.require_forward_param_sync = not self.has_shared_buffers
         self._begin_sparse_gradients()
         with self._as_wrapped():
             super().forward(lambda: None, True)
@@ -119,6 +126,7 @@ class DistributedModel(DistributedDataParallel):
 
         def call() -> Any:
             children["module"] = module  # as code inside of the function knows it
+            self.has_shared_buffers = True
             return function(*inputs, **kwargs)
 
         with self.precision.autocast(self.devices), random_numbers, self._as_wrapped() as wrapped:
@@ -139,7 +147,7 @@ class DistributedModel(DistributedDataParallel):
 
     def _begin_sparse_gradients(self) -> None:
         """Sets empty sparse gradients: the reducer refuses a missing one, as of a rank that has counted nothing."""
-        for weight in self._wrapped[0].sparse if torch.is_grad_enabled() else ():
+        for weight in self.sparse_parameters if torch.is_grad_enabled() else ():
             if weight.grad is None:
                 nowhere = torch.empty(1, 0, dtype=torch.long, device=weight.device)
                 nothing = weight.new_empty(0, *weight.shape[1:])

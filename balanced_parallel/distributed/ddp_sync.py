@@ -45,7 +45,10 @@ class DDPSync:
         self._has_begun = False  # an accumulation
         self._untouched: Sequence[Tensor] = []  # zeros so far, in an accumulation
         self._local: Callable[[], Tensor] | None = None  # returns loss and weight of this rank, on the host
+        self._whole_weight: Tensor | None = None
         self._is_reducing = False  # other ranks wait for this one
+        self._failures = 0, 0  # numbers of ranks, by the agreement of this update: out of memory, for another reason
+        self._is_agreed = self._is_abandoned = False
 
     def __reduce__(self) -> Any:  # a copy has no gradients
         return DDPSync, (self._model,)
@@ -54,6 +57,11 @@ class DDPSync:
     def gradient_scale(self) -> float:
         """The number of ranks: the reducer averages."""
         return float(collectives.world_size())
+
+    def begin(self) -> None:
+        """Begins an update."""
+        self._is_agreed = self._is_abandoned = self._model.has_shared_buffers = False
+        self._whole_weight = None
 
     def count_micro_batches(self, count: int) -> int:
         """Returns ``count``, or the largest of any rank if layers of the model wait for every rank in each forward."""
@@ -65,8 +73,11 @@ class DDPSync:
 
     def whole_weight(self, expected: Weight, *, last: bool) -> Weight:
         """Returns the weight of all ranks if ``last``, otherwise that of this rank times the number of ranks."""
-        whole = collectives.sum_over_ranks(self._weight) if last else expected * collectives.world_size()
-        return float(whole) if not isinstance(whole, Tensor) or whole.is_cpu else whole
+        if not last:
+            return expected * collectives.world_size()
+        if self._whole_weight is None:  # once per update, also if this rank gives it up later
+            self._whole_weight = collectives.sum_over_ranks(self._weight)
+        return float(self._whole_weight) if self._whole_weight.is_cpu else self._whole_weight
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -90,8 +101,10 @@ class DDPSync:
         if not last:
             run_backward(losses, divisor)
             return
-        self._forget_untouched()
         self._has_begun, self._is_reducing = False, True
+        if self._is_abandoned:
+            self._set_zero_gradients()
+        self._forget_untouched()
         roots = [loss for loss in losses if loss.requires_grad]
         run_backward(roots or [zero_of_parameters(self._model.reduced_parameters)], divisor)
         if len(self._bucket_views) < len(self._reduced):
@@ -101,15 +114,12 @@ class DDPSync:
         """Returns loss and weight of all ranks. The host waits for them, but not for the backward.
 
         Raises:
-            RuntimeError: the last backward of another rank has failed.
+            torch.OutOfMemoryError: another rank is out of memory.
+            RuntimeError: the last backward of another rank has failed for another reason.
         """
         assert self._local is not None
-        total, weight, failures = self._sum(self._local(), failures=0)
-        if failures:
-            raise RuntimeError(
-                f"{failures:.0f} of {collectives.world_size()} ranks failed in the backward, expected none: nothing was "
-                "updated, and the step can be repeated"
-            )
+        total, weight = self._agree(self._local(), out_of_memory=self._is_abandoned)
+        self._refuse_failures()
         return LossSum(torch.full_like(local.total, total), weight)
 
     def rescale(self, factor: Weight) -> None:
@@ -133,20 +143,50 @@ class DDPSync:
             others = [one.grad for one in present if one.grad is not None and id(one) not in self._bucket_views]
             multi_tensor.multiply_([*self._buckets, *others], factor)
 
-    def discard(self) -> None:
+    def smallest(self, number: int) -> int:
+        """Returns the smallest ``number`` of all ranks."""
+        return -collectives.max_over_ranks(-number)
+
+    def abandon(self) -> bool:
+        """Makes :meth:`finish` tell the other ranks that this one is out of memory, unless they know."""
+        if self._is_agreed:
+            self._refuse_failures(but_memory=True)
+        self._is_abandoned = not self._is_agreed
+        return self._is_abandoned
+
+    def discard(self, *, out_of_memory: bool = False) -> None:
         """Forgets the gradients that this rank has accumulated. If other ranks wait for them, it tells them of the failure."""
         if self._is_reducing:
             self._complete()
-            self._sum(torch.zeros(2, dtype=torch.float64), failures=1)
+            self._agree(torch.zeros(2, dtype=torch.float64), out_of_memory=out_of_memory, others=not out_of_memory)
         self._local, self._untouched, self._has_begun = None, [], False
         for parameter in self._model.reduced_parameters:
             parameter.grad = None
 
-    def _sum(self, local: Tensor, failures: int) -> list[float]:
-        """Returns loss, weight and failures of all ranks."""
-        self._is_reducing = False
-        whole: list[float] = collectives.sum_over_ranks(torch.cat([local, local.new_tensor([failures])])).tolist()
-        return whole
+    def _agree(self, local: Tensor, *, out_of_memory: bool = False, others: bool = False) -> tuple[float, float]:
+        """Returns loss and weight of all ranks, and counts failures."""
+        self._is_reducing, self._is_agreed, self._model.has_shared_buffers = False, True, False
+        self._whole_weight = None
+        mine = torch.cat([local, local.new_tensor([out_of_memory, others])])
+        total, weight, *failures = collectives.sum_over_ranks(mine).tolist()
+        self._failures = int(failures[0]), int(failures[1])
+        return total, weight
+
+    def _refuse_failures(self, *, but_memory: bool = False) -> None:
+        ranks, (out_of_memory, others) = collectives.world_size(), self._failures
+        last = "expected none: nothing was updated, and the step can be repeated"
+        if others:
+            raise RuntimeError(f"{others} of {ranks} ranks failed in the backward, {last}")
+        if out_of_memory and not but_memory:
+            raise torch.OutOfMemoryError(f"{out_of_memory} of {ranks} ranks ran out of memory, {last}")
+
+    def _set_zero_gradients(self) -> None:
+        """Sets all gradients. The reducer refuses a missing one that a backward of this update has had before its failure."""
+        self._accumulate_in_buckets()
+        self._untouched, sparse = [], {id(weight) for weight in self._model.sparse_parameters}
+        for key, parameter in self._reduced.items():
+            if parameter.grad is None and key not in sparse:
+                parameter.grad = torch.zeros_like(parameter)
 
     def _accumulate_in_buckets(self) -> None:
         """Sets missing gradients to zeros in the buckets of the reducer, where autograd adds to them.

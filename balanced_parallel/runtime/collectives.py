@@ -21,6 +21,11 @@ def world_size() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
+def rank() -> int:
+    """Returns the number of this rank, which is 0 without a process group."""
+    return dist.get_rank() if world_size() > 1 else 0
+
+
 def statistics_group() -> Group:
     """Returns a second process group of all ranks, for the statistics of layers. All ranks make it together in the first call.
 

@@ -4,7 +4,7 @@
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -51,3 +51,16 @@ def cpu_numbers_of_rank(rank: int) -> Iterator[None]:
         yield
     finally:
         torch.set_rng_state(state)
+
+
+def keep_generators(devices: Sequence[torch.device]) -> Callable[[], None]:
+    """Returns a function that puts the generators of the CPU and of ``devices`` back into their present state."""
+    modules = {device: torch.get_device_module(device) for device in devices if device.type != "cpu"}
+    of_cpu, states = torch.get_rng_state(), {device: module.get_rng_state(device) for device, module in modules.items()}
+
+    def restore() -> None:
+        torch.set_rng_state(of_cpu)
+        for device, module in modules.items():
+            module.set_rng_state(states[device], device)
+
+    return restore

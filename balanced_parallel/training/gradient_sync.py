@@ -25,6 +25,9 @@ __all__: list[str] = []
 class GradientSync(Protocol):
     """Synchronises the gradients of one update, of a model and its criterion."""
 
+    def begin(self) -> None:
+        """Begins an update that may be abandoned."""
+
     @property
     def gradient_scale(self) -> float:
         """The factor from the reduced gradients to their sum: the number of ranks, if ranks average."""
@@ -64,7 +67,20 @@ class GradientSync(Protocol):
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
         """Multiplies the reduced gradients of ``tensors``."""
 
-    def discard(self) -> None:
+    def smallest(self, number: int) -> int:
+        """Returns the smallest ``number`` of all processes."""
+
+    def abandon(self) -> bool:
+        """Gives the update up, after this process ran out of memory.
+
+        Returns:
+            True if other processes wait in their reduction. :meth:`finish` then takes part, tells them, and raises.
+
+        Raises:
+            RuntimeError: another process failed for another reason.
+        """
+
+    def discard(self, *, out_of_memory: bool = False) -> None:
         """Forgets the gradients that are not reduced yet, after a failure. Processes that wait for them are told."""
 
 

@@ -31,6 +31,9 @@ class ReplicaSync:
     def _buckets(self) -> list[GradientBuckets]:
         return [self._model.replicas.gradients, self._criterion.replicas.gradients]
 
+    def begin(self) -> None:
+        """Does nothing."""
+
     def count_micro_batches(self, count: int) -> int:
         """Returns ``count``: there is one process."""
         return count
@@ -83,7 +86,15 @@ class ReplicaSync:
         """Multiplies the gradients of ``tensors``."""
         scale_gradients(tensors, factor)
 
-    def discard(self) -> None:
+    def smallest(self, number: int) -> int:
+        """Returns ``number``."""
+        return number
+
+    def abandon(self) -> bool:
+        """Returns False: no other process waits."""
+        return False
+
+    def discard(self, *, out_of_memory: bool = False) -> None:
         """Forgets the gradients on the replicas."""
         for buckets in self._buckets:
             buckets.drop()

@@ -1,8 +1,7 @@
 """``TrainStep``: an effective batch in micro-batches that fit, and one exact update."""
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any, Literal, overload
 
 from torch import Tensor
@@ -12,14 +11,15 @@ from ..batch.nested import spread
 from ..batch.per_replica import PerReplica
 from ..loss.batch_losses import BatchLosses, losses_of_batch
 from ..loss.criterion import DataParallelCriterion
-from ..loss.weighting import LossSum
+from ..loss.weighting import LossSum, Weight
 from ..runtime.precision import Precision
-from .accumulation import Accumulation
 from .arguments import check_arguments
 from .gradient_sync import gradient_sync
 from .gradients import trained_tensors
-from .micro_batches import MicroBatch, Model, cut_micro_batches
+from .micro_batches import Batch, MicroBatch, Model, cut_micro_batches
+from .recovery import make_attempts
 from .update import Optimizers, Schedulers, Update, each_optimizer, each_scheduler
+from .window import Window
 
 __all__: list[str] = []
 
@@ -38,7 +38,8 @@ class TrainStep:
         model: a :class:`DataParallelModel`, or the model of :func:`parallelize`.
         criterion: a :class:`DataParallelCriterion`.
         optimizer: one or a list. They step together: with ``"fp16"`` an overflow in the gradients of one skips all.
-        micro_batch_size: rows per device at most in one forward; ``None`` runs the whole batch at once.
+        micro_batch_size: rows per device at most in one forward; ``None`` runs the whole batch at once. ``"auto"`` begins with
+            that, and halves the number after each ``torch.OutOfMemoryError``. The same effective batch runs again then.
         precision: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a :class:`Precision`, for every replica.
         max_grad_norm: clips the norm of the true gradient over all optimizers, as ``torch.nn.utils.clip_grad_norm_`` does.
         scheduler: one or a list, stepped once after each update that was made.
@@ -61,7 +62,7 @@ class TrainStep:
         criterion: DataParallelCriterion,
         optimizer: Optimizers,
         *,
-        micro_batch_size: int | None = None,
+        micro_batch_size: int | Literal["auto"] | None = None,
         precision: str | Precision = "fp32",
         max_grad_norm: float | None = None,
         scheduler: Schedulers | None = None,
@@ -69,10 +70,10 @@ class TrainStep:
         self._sync = gradient_sync(model, criterion)
         check_arguments(criterion, micro_batch_size, max_grad_norm, scheduler)
         self.model, self.criterion, self.optimizer, self.scheduler = model, criterion, optimizer, scheduler
-        self.micro_batch_size, self.max_grad_norm = micro_batch_size, max_grad_norm
+        self.max_grad_norm = max_grad_norm
+        self._attempts = make_attempts(self._sync, model, criterion, micro_batch_size)
         self.precision, self._trained = Precision(precision), trained_tensors(model, criterion)
-        self._accumulation: Accumulation | None = None  # since the last update
-        self._last_weight = 0.0  # of the last update, over everything
+        self._window = Window(self._sync, criterion, self._trained, model.devices[0])
         self._update()
 
     @overload
@@ -89,26 +90,36 @@ class TrainStep:
                 11 rows with ``micro_batch_size=2`` on three devices make entries of 2, 2, 2, 2, 2 and 1 rows.
         """
         outputs: list[PerReplica] = []
-        self._accumulate(inputs, spread(targets), is_whole=True, outputs=outputs if return_outputs else None)
+        batch = Batch(inputs, spread(targets), is_whole=True, outputs=outputs if return_outputs else None)
+        self._attempts.accumulate(self._accumulate, batch)
         return (self._apply(), join_outputs(outputs, self.model.out_dims)) if return_outputs else self._apply()
 
     def add(self, inputs: Any, targets: Any) -> None:
         """Accumulates the gradients of some more rows; nothing is updated before :meth:`apply`."""
-        self._accumulate(inputs, spread(targets), is_whole=False, outputs=None)
+        self._attempts.accumulate(self._accumulate, Batch(inputs, spread(targets), is_whole=False, outputs=None))
 
     def apply(self) -> Tensor:
         """Updates with the gradients of all rows that were added, and returns their loss."""
         return self._apply()
 
-    def _accumulate(self, inputs: Any, targets: tuple[Any, ...], *, is_whole: bool, outputs: list[PerReplica] | None) -> None:
-        micro_batches = cut_micro_batches(self.model, self.criterion, self._sync, inputs, targets, self.micro_batch_size)
-        with self._discarding_on_failure() as accumulation:
-            losses = losses_of_batch(self.criterion, targets, is_whole=is_whole)
+    @property
+    def micro_batch_size(self) -> int | None:
+        """Rows per device at most in one forward. With ``"auto"``, the number settled on so far."""
+        return self._attempts.micro_batch_size
+
+    @micro_batch_size.setter
+    def micro_batch_size(self, rows: int | None) -> None:
+        self._attempts.micro_batch_size = rows
+
+    def _accumulate(self, batch: Batch) -> None:
+        micro_batches = cut_micro_batches(self.model, self.criterion, self._sync, batch, self.micro_batch_size)
+        with self._window.adding(self._update, self.precision) as accumulation:
+            losses = losses_of_batch(self.criterion, batch.targets, is_whole=batch.is_whole)
             accumulation.begin_batch(losses)
             for micro_batch in micro_batches:
-                last = is_whole and micro_batch.followers == 0
+                last = batch.is_whole and micro_batch.followers == 0
                 with nullcontext() if last else self._sync.accumulating():
-                    sums = self._forward(micro_batch, losses, outputs)
+                    sums = self._forward(micro_batch, losses, batch.outputs)
                     accumulation.backward(sums, micro_batch.followers, last=last)
 
     def _forward(self, micro_batch: MicroBatch, losses: BatchLosses, kept: list[PerReplica] | None) -> list[LossSum]:
@@ -119,32 +130,20 @@ class TrainStep:
             return losses.compute(outputs, *micro_batch.targets)
 
     def _apply(self) -> Tensor:
-        with self._discarding_on_failure() as accumulation:
-            loss, weight, factor = accumulation.finish(self.criterion.minimum)
-            self._accumulation, self._last_weight = None, weight
+        loss, weight, factor = self._attempts.finish(self._accumulate, self._finish)
+        update = self._update()
+        with self._window.ending(weight):
             if weight == 0:
-                self._update().forget_gradients()
+                update.forget_gradients()
                 warnings.warn("no target of this batch was counted: nothing is updated, and its loss is nan", stacklevel=3)
-            else:
-                self._update().run(self._sync, factor, self.precision.scaler, self.max_grad_norm, each_scheduler(self.scheduler))
+                return loss
+            with self._attempts.updating(update):
+                update.run(self._sync, factor, self.precision.scaler, self.max_grad_norm, each_scheduler(self.scheduler))
             return loss
+
+    def _finish(self) -> tuple[Tensor, float, Weight]:
+        with self._window.adding(self._update, self.precision) as accumulation:
+            return accumulation.finish(self.criterion.minimum)
 
     def _update(self) -> Update:
         return Update(each_optimizer(self.optimizer), self._trained)
-
-    @contextmanager
-    def _discarding_on_failure(self) -> Iterator[Accumulation]:
-        """Yields the accumulation. After a failure nobody knows which rows its gradients are of: the next call starts anew."""
-        try:
-            if self._accumulation is None:
-                self._update().forget_gradients()
-                parts = self._sync, self.criterion, self._trained, self.model.devices[0], self.precision
-                self._accumulation = Accumulation(*parts, weight_before=self._last_weight)
-            yield self._accumulation
-        except BaseException:
-            self._accumulation = None
-            self._sync.discard()
-            raise
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_accumulation": None}  # a copy has no gradients

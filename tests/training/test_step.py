@@ -66,8 +66,12 @@ def test_unused_parameters_keep_no_gradient():
 @pytest.mark.parametrize(
     ("settings", "error", "message"),
     [
-        ({"micro_batch_size": 0}, ValueError, "micro_batch_size=0, expected a positive number of rows per device, or None"),
-        ({"micro_batch_size": "auto"}, ValueError, "micro_batch_size='auto', expected"),
+        (
+            {"micro_batch_size": 0},
+            ValueError,
+            "micro_batch_size=0, expected a positive number of rows per device, None or 'auto'",
+        ),
+        ({"micro_batch_size": "automatic"}, ValueError, "micro_batch_size='automatic', expected"),
         ({"max_grad_norm": -1.0}, ValueError, "max_grad_norm=-1.0, expected"),
         ({"precision": "int8"}, ValueError, "precision='int8', expected one of 'fp32', 'bf16', 'fp16'"),
     ],

@@ -1,0 +1,226 @@
+"""Running out of memory: everything is put back, and the same effective batch runs again in smaller micro-batches.
+
+    rank 0   forward | backward | out of memory      abandon | put back | forward | backward | ...
+    rank 1   forward | backward | forward | backward  finish | put back | forward | backward | ...
+
+All ranks learn of it in the all-reduce of their losses. Nothing is updated before.
+"""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+
+from ..loss.criterion import DataParallelCriterion
+from ..replicas.sync_batchnorm import meets_other_ranks
+from ..runtime.allocation_retries import RetriedAllocations, release_memory
+from ..runtime.collectives import rank, world_size
+from .gradient_sync import GradientSync
+from .micro_batches import Batch, Model, most_rows
+from .rollback import Snapshot, prepare_undo
+from .update import Update
+
+__all__: list[str] = []
+
+T = TypeVar("T")
+Run = Callable[[Batch], None]
+
+_log = logging.getLogger(__name__)
+_NO_LIMIT = 2**62
+
+
+class Attempts(Protocol):
+    """Runs the parts of an update: batches, the reduction, the optimizers' step.
+
+    Attributes:
+        micro_batch_size: rows per device at most in one forward; None for the whole share.
+    """
+
+    micro_batch_size: int | None
+
+    def accumulate(self, run: Run, batch: Batch) -> None:
+        """Calls ``run(batch)``."""
+
+    def finish(self, run: Run, finish: Callable[[], T]) -> T:
+        """Returns the result of ``finish()``, after the last batch."""
+
+    def updating(self, update: Update) -> AbstractContextManager[None]:
+        """Surrounds an update."""
+
+
+class OneAttempt:
+    """Runs everything once. An error is the caller's."""
+
+    def __init__(self, micro_batch_size: int | None) -> None:
+        self.micro_batch_size = micro_batch_size
+
+    def accumulate(self, run: Run, batch: Batch) -> None:
+        """Calls ``run(batch)``."""
+        run(batch)
+
+    def finish(self, run: Run, finish: Callable[[], T]) -> T:
+        """Returns the result of ``finish()``."""
+        return finish()
+
+    def updating(self, update: Update) -> AbstractContextManager[None]:
+        """Does nothing."""
+        return contextlib.nullcontext()
+
+
+def make_attempts(
+    sync: GradientSync, model: Model, criterion: DataParallelCriterion, micro_batch_size: int | Literal["auto"] | None
+) -> Attempts:
+    """Returns the way to run updates, with recovery from running out of memory for ``"auto"``."""
+    return Recovery(sync, model, criterion) if micro_batch_size == "auto" else OneAttempt(micro_batch_size)
+
+
+class Recovery:
+    """Runs an effective batch again in smaller micro-batches after ``torch.OutOfMemoryError``, on any replica or rank.
+
+    Random numbers and buffers are those of before, so the result is that of smaller micro-batches from the start.
+
+    Args:
+        sync: of the gradients. Ranks agree through it.
+        model, criterion: their buffers and the random numbers of their devices are put back.
+
+    Raises:
+        ValueError: layers of the model wait for other ranks in their forward.
+    """
+
+    def __init__(self, sync: GradientSync, model: Model, criterion: DataParallelCriterion) -> None:
+        if world_size() > 1 and meets_other_ranks(model.modules()):
+            raise ValueError(
+                "micro_batch_size='auto' with batch norm over all ranks: after an out of memory in the forward of one rank, the "
+                "others would wait for it; give micro_batch_size a number, as memory.fit finds it"
+            )
+        self.micro_batch_size: int | None = None
+        self._sync = sync
+        self._model = model
+        modules: list[Any] = [model, criterion]
+        self._before = Snapshot(modules, [*model.devices, *(criterion.devices or ())])
+        self._has_updated = False
+        self._has_begun = False
+        self._batches: list[Batch] = []  # of the present update
+        self._tried: list[int] = []
+        self._failed = self._is_mine = False
+        self._reason = ""
+
+    def accumulate(self, run: Run, batch: Batch) -> None:
+        """Calls ``run(batch)``. After a failure, batches only wait for :meth:`finish`."""
+        with self._forgetting_on_failure():
+            self._begin()
+            self._batches.append(batch)
+            if not self._failed:
+                self._attempt(lambda: run(batch))
+                self._is_mine = self._failed
+
+    def finish(self, run: Run, finish: Callable[[], T]) -> T:
+        """Returns the result of ``finish()``, which raises on all ranks if memory was too small on one.
+
+        Raises:
+            torch.OutOfMemoryError: one row per device does not fit. Nothing has changed.
+        """
+        with self._forgetting_on_failure():
+            self._begin()  # a rank without rows has not called accumulate
+            results: list[T] = []
+            while not results:
+                if not self._failed or self._sync.abandon():
+                    with self._retrying():  # what follows the agreement of the ranks must not fail on one of them
+                        self._attempt(lambda: results.append(finish()))
+                if self._failed:
+                    self._restart(run)
+            self._report()
+        self._forget()
+        return results[0]
+
+    @contextlib.contextmanager
+    def updating(self, update: Update) -> Iterator[None]:
+        """Repeats operators whose allocation fails in the block. A first update that fails nevertheless is undone on all ranks.
+
+        Raises:
+            torch.OutOfMemoryError: the optimizer's step does not fit.
+        """
+        undo = None if self._has_updated else prepare_undo(update)
+        reason = ""
+        try:
+            with self._retrying():
+                yield
+        except torch.OutOfMemoryError as error:
+            reason = str(error)
+        if undo is not None and not self._sync.smallest(0 if reason else 1):
+            undo()
+            raise torch.OutOfMemoryError(
+                f"the optimizer's step does not fit on every device, and was undone: {reason or 'see the other ranks'}. Smaller "
+                "micro-batches do not help here: BalancedOptimizer spreads the state, and other optimizers have less"
+            )
+        if reason:
+            raise torch.OutOfMemoryError(f"the optimizer's step ended in the middle, go on from a checkpoint: {reason}")
+        self._has_updated = True
+
+    def _begin(self) -> None:
+        if not self._has_begun:
+            self._sync.begin()
+            with self._retrying():
+                self._before.take()
+            self._has_begun = True
+
+    def _attempt(self, work: Callable[[], None]) -> None:
+        """Calls ``work``, and keeps nothing of it if memory is too small."""
+        try:
+            work()
+        except torch.OutOfMemoryError as error:
+            self._failed, self._reason = True, self._reason or str(error)
+
+    def _restart(self, run: Run) -> None:
+        """Puts everything back, and runs all batches again in smaller micro-batches."""
+        rows = max((most_rows(self._model, batch.inputs, self.micro_batch_size) for batch in self._batches), default=0)
+        smaller = self._sync.smallest(_half(rows) if self._is_mine else _NO_LIMIT)
+        if smaller == _NO_LIMIT:  # no forward or backward has failed, but the reduction behind them
+            smaller = self._sync.smallest(_half(rows))
+        self._before.restore()
+        release_memory()
+        if not smaller:
+            raise torch.OutOfMemoryError(f"one row per device does not fit: {self._reason}")
+        self._tried.append(rows)
+        self.micro_batch_size, self._failed, self._reason = smaller, False, ""
+        self._sync.begin()
+        for batch in self._batches:
+            if batch.outputs is not None:
+                batch.outputs.clear()
+            if not self._failed:
+                self._attempt(lambda batch=batch: run(batch))  # type: ignore[misc]
+        self._is_mine = self._failed
+
+    def _report(self) -> None:
+        if self._tried and rank() == 0:
+            tried = ", then ".join(map(str, self._tried))
+            _log.warning(
+                "out of memory with %s rows per device in one forward: from now on at most %s", tried, self.micro_batch_size
+            )
+
+    def _forget(self) -> None:
+        self._has_begun, self._failed, self._is_mine = False, False, False
+        self._batches, self._tried, self._reason = [], [], ""
+
+    @contextlib.contextmanager
+    def _forgetting_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._forget()
+            raise
+
+    def _retrying(self) -> AbstractContextManager[Any]:
+        has_accelerators = any(device.type != "cpu" for device in self._model.devices)
+        return RetriedAllocations() if has_accelerators else contextlib.nullcontext()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_has_begun": False, "_batches": [], "_tried": [], "_failed": False}  # a copy has no gradients
+
+
+def _half(rows: int) -> int:
+    """Returns half of the rows, rounded up; 0 if one row cannot be halved."""
+    return -(-rows // 2) if rows > 1 else 0

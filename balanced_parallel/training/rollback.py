@@ -1,0 +1,100 @@
+"""State that a failed attempt changes, and that is put back: random numbers, buffers, and a first update."""
+
+import copy
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..runtime import multi_tensor
+from ..runtime.modules import buffers_of
+from ..runtime.random_numbers import keep_generators
+from .update import Update
+
+__all__: list[str] = []
+
+
+class Snapshot:
+    """Copies of what the forwards of an update change: buffers, and the random numbers of the CPU and of the devices.
+
+    Batch norm's statistics are buffers. The copies are made again in the same memory for each update.
+
+    Args:
+        modules: whose buffers are copied.
+        devices: of the replicas.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], devices: Sequence[torch.device]) -> None:
+        self._modules = list(modules)
+        self._devices = list(devices)
+        self._buffers: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
+        self._copies: list[Tensor] = []
+        self._restore_generators: Callable[[], None] = lambda: None
+
+    def __reduce__(self) -> Any:  # a copy has nothing to put back
+        return Snapshot, (self._modules, self._devices)
+
+    def take(self) -> None:
+        """Copies the present state."""
+        self._restore_generators = keep_generators(self._devices)
+        parts = {id(part): buffers_of(part) for module in self._modules for part in module.modules()}
+        self._buffers = [(part, name, buffer) for part in parts.values() for name, buffer in part.items() if buffer is not None]
+        buffers = [buffer.detach() for _, _, buffer in self._buffers]
+        if list(map(_kind, buffers)) == list(map(_kind, self._copies)):
+            multi_tensor.copy_(self._copies, buffers)
+        else:
+            self._copies = [buffer.clone() for buffer in buffers]
+
+    def restore(self) -> None:
+        """Puts the state back. Buffers that a forward has replaced are the former tensors again."""
+        self._restore_generators()
+        for part, name, buffer in self._buffers:
+            part[name] = buffer
+        with torch.no_grad():
+            multi_tensor.copy_([buffer for _, _, buffer in self._buffers], self._copies)
+
+
+def _kind(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.dtype, tensor.device
+
+
+def prepare_undo(update: Update) -> Callable[[], None]:
+    """Copies parameters, optimizer states and settings to the host. Returns a function that puts them back.
+
+    The first update makes the optimizer's state, so it needs more memory than any before it.
+    """
+    tensors = list({id(one): one for one in (*update.parameters, *update.trained.values())}.values())
+    values = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
+    groups = [[{**group, "params": None} for group in one.param_groups] for one in update.optimizers]
+    states = [{key: _keep(state) for key, state in one.state.items()} for one in update.optimizers]
+
+    def undo() -> None:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, values, strict=True):
+                tensor.copy_(value)
+        for optimizer, settings, before in zip(update.optimizers, groups, states, strict=True):
+            for group, setting in zip(optimizer.param_groups, settings, strict=True):
+                group.update({name: value for name, value in setting.items() if name != "params"})
+            for key in list(optimizer.state):
+                if key not in before:
+                    del optimizer.state[key]
+                    continue
+                optimizer.state[key].update(before[key]())
+
+    return undo
+
+
+def _keep(state: dict[str, Any]) -> Callable[[], dict[str, Any]]:
+    """Returns a function that puts the values of a parameter's state back and returns them."""
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    values = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+    others = {name: copy.deepcopy(value) for name, value in state.items() if name not in tensors}
+
+    def put_back() -> dict[str, Any]:
+        with torch.no_grad():
+            for name, tensor in tensors.items():
+                tensor.copy_(values[name])
+        return {**tensors, **others}
+
+    return put_back

@@ -1,0 +1,277 @@
+"""``micro_batch_size="auto"``: after an out of memory, the run is that of smaller micro-batches from the start."""
+
+import copy
+import gc
+import logging
+import pickle
+import random
+
+import pytest
+import torch
+from helpers.problems import CLASSES, class_targets
+from torch import nn
+
+from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, simulate
+
+ROWS, STEPS = 11, 4
+ADAM = {"lr": 0.1, "weight_decay": 0.1}
+
+
+class Counting(nn.Module):
+    """Changes a buffer in place, and replaces another, in each forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(3))
+        self.register_buffer("mean", torch.zeros(6))
+
+    def forward(self, inputs):
+        self.calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * inputs.detach().mean(0)
+        return inputs
+
+
+def build():
+    torch.manual_seed(3)
+    norm = nn.Unflatten(1, (2, 3)), nn.BatchNorm1d(2), nn.Flatten()  # takes one row
+    return nn.Sequential(nn.Linear(4, 6), *norm, nn.Dropout(0.3), Counting(), nn.Tanh(), nn.Linear(6, CLASSES))
+
+
+def batch(number):
+    torch.manual_seed(100 + number)
+    return torch.randn(ROWS, 4), class_targets(ROWS, ignored=2)
+
+
+class Run:
+    """A run of several steps on simulated devices."""
+
+    def __init__(self, devices, *, optimizer=torch.optim.AdamW, balanced=False, build=build, **settings):
+        self.net = build().to(devices[0])
+        self.model = DataParallelModel(self.net, devices)
+        made = BalancedOptimizer(self.model, optimizer, **ADAM) if balanced else optimizer(self.net.parameters(), **ADAM)
+        criterion = DataParallelCriterion(nn.CrossEntropyLoss())
+        settings = {"micro_batch_size": "auto", "max_grad_norm": 0.5, **settings}
+        self.step = TrainStep(self.model, criterion, made, **settings)
+        self.losses = []
+        torch.manual_seed(7)
+
+    def train(self, number, add=False):
+        inputs, targets = batch(number)
+        torch.manual_seed(number)
+        if add:
+            self.step.add(inputs[:6], targets[:6])
+            self.step.add(inputs[6:], targets[6:])
+            self.losses.append(self.step.apply().item())
+        else:
+            self.losses.append(self.step(inputs, targets).item())
+        torch.randn(1)  # the numbers go on from where the step has left them
+        return self
+
+    def result(self):
+        tensors = [tensor.detach().cpu() for tensor in self.net.state_dict().values()]
+        numbers = [torch.get_rng_state(), *(torch.sim.get_rng_state(index) for index in range(2))]
+        return [torch.tensor(self.losses), *tensors, *numbers]
+
+
+def assert_equal(one, other):
+    assert len(one.result()) == len(other.result())
+    assert all(map(torch.equal, one.result(), other.result()))
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("balanced", [False, True])
+def test_any_failed_allocation_leaves_the_run_of_smaller_micro_batches(balanced, precision, add):
+    """Whatever fails, the result is that of some micro-batch size from that step on, bit for bit."""
+    choose, seen = random.Random(0), set()
+    with simulate(2) as cluster:
+        devices = cluster.devices
+
+        def run(sizes):
+            some = Run(devices, balanced=balanced, precision=precision)
+            for number, size in enumerate(sizes):
+                some.step.micro_batch_size = size
+                some.train(number, add)
+            return some
+
+        expected = {size: run([None] * 2 + [size] * 2) for size in (None, 3, 2, 1)}
+        undisturbed = Run(devices, balanced=balanced, precision=precision)
+        for number in range(2):
+            undisturbed.train(number, add)
+        before = cluster.allocations
+        undisturbed.train(2, add)
+        count = cluster.allocations - before
+        assert_equal(undisturbed.train(3, add), expected[None])
+        for _ in range(15):
+            some = Run(devices, balanced=balanced, precision=precision)
+            for number in range(2):
+                some.train(number, add)
+            cluster.fail_allocation(choose.randrange(1, count + 1))
+            for number in (2, 3):
+                some.train(number, add)
+            size = some.step.micro_batch_size
+            assert_equal(some, expected[size])
+            seen.add(size)
+    assert {2 if add else 3} <= seen <= {None, 2 if add else 3}
+
+
+def wide():
+    torch.manual_seed(3)
+    return nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2048), nn.Tanh(), nn.Linear(2048, CLASSES))
+
+
+@pytest.mark.parametrize("add", [False, True])
+@pytest.mark.parametrize("balanced", [False, True])
+def test_training_within_a_part_of_the_memory_has_the_losses_of_all_of_it(balanced, add):
+    def run(rows=600):
+        torch.manual_seed(0)
+        inputs, targets = torch.randn(rows, 4), class_targets(rows, ignored=rows // 12)
+        some = Run(["sim:0", "sim:1"], build=wide, balanced=balanced)
+        for _ in range(3):
+            if add:
+                some.step.add(inputs[:400], targets[:400])
+                some.step.add(inputs[400:], targets[400:])
+                some.losses.append(some.step.apply())
+            else:
+                some.losses.append(some.step(inputs, targets))
+        return torch.stack(some.losses).cpu(), some.step.micro_batch_size
+
+    with simulate(2) as cluster:
+        expected, _ = run()
+        peak = max(cluster.peak)
+    with simulate(2) as cluster:
+        run(rows=2)
+        least = max(cluster.peak)
+    sizes = []
+    for part in (0.9, 0.5, 0.3, 0.1):  # of what the rows need
+        with simulate(2, memory=int(least + part * (peak - least))):
+            losses, size = run()
+        torch.testing.assert_close(losses, expected, rtol=1e-5, atol=1e-6)
+        sizes.append(size)
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) > 1
+
+
+def live_after(cluster, run):
+    gc.collect()
+    run.step.optimizer.zero_grad()
+    return cluster.live
+
+
+def test_nothing_of_the_failed_attempt_stays_in_memory():
+    with simulate(2) as cluster:
+        run, undisturbed = Run(cluster.devices), Run(cluster.devices)
+        for number in range(3):
+            run.train(number)
+        before = cluster.allocations
+        run.train(3)
+        count, live = cluster.allocations - before, live_after(cluster, run)
+        for number in (count // 8, count // 3, count // 2):
+            cluster.fail_allocation(number)
+            run.step.micro_batch_size = None
+            run.train(4)
+            assert run.step.micro_batch_size == 3
+            assert live_after(cluster, run) == live
+        assert undisturbed is not None
+
+
+def test_a_row_that_does_not_fit_is_an_error_that_changes_nothing(caplog):
+    with simulate(2, memory=["1GiB", "16MiB"]):
+        run = Run(["sim:0", "sim:1"], build=wide, micro_batch_size="auto")
+        inputs, targets = torch.randn(4, 2**12, 4), class_targets(4 * 2**12).view(4, 2**12)
+        before = [tensor.clone() for tensor in run.result()[1:]]
+        with pytest.raises(torch.OutOfMemoryError, match=r"one row per device does not fit: sim out of memory.* replica 1"):
+            run.step((inputs,), targets)
+        assert all(map(torch.equal, before, run.result()[1:]))
+        assert run.step.micro_batch_size == 1
+        assert run.step(*batch(0)).isfinite()
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_an_optimizer_without_room_for_its_state_is_undone(balanced):
+    with simulate(1, memory="26MiB"):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2**18), nn.AdaptiveAvgPool1d(CLASSES)).to("sim:0")
+        before = [parameter.detach().cpu() for parameter in net.parameters()]
+        optimizer = torch.optim.AdamW(net.parameters())
+        step = TrainStep(DataParallelModel(net), DataParallelCriterion(nn.CrossEntropyLoss()), optimizer, micro_batch_size="auto")
+        for _ in range(2):
+            with pytest.raises(
+                torch.OutOfMemoryError, match="the optimizer's step does not fit on every device, and was undone: sim"
+            ):
+                step(torch.randn(2, 4), class_targets(2))
+            assert all(torch.equal(one, other.cpu()) for one, other in zip(before, net.parameters(), strict=True))
+            assert not optimizer.state
+            assert step.micro_batch_size is None
+
+
+def test_what_was_tried_is_one_line_of_the_log(caplog):
+    with simulate(2) as cluster:
+        run = Run(cluster.devices).train(0)
+        cluster.fail_allocation(60)
+        with caplog.at_level(logging.WARNING, "balanced_parallel"):
+            run.train(1)
+            run.train(2)
+    assert [record.getMessage() for record in caplog.records] == [
+        "out of memory with 6 rows per device in one forward: from now on at most 3"
+    ]
+
+
+class Interrupted(nn.Module):
+    fails = False
+
+    def forward(self, inputs):
+        if self.fails:
+            raise ArithmeticError("a forward that fails")
+        return inputs
+
+
+def test_other_errors_are_the_callers_and_the_step_can_be_repeated():
+    def interrupted():
+        return build().append(Interrupted())
+
+    with simulate(2) as cluster:
+        run, expected = Run(cluster.devices, build=interrupted), Run(cluster.devices, build=interrupted)
+        run.train(0)
+        run.net[-1].fails = True
+        numbers, buffers = torch.get_rng_state(), [buffer.clone() for buffer in run.net.buffers()]
+        with pytest.raises(ArithmeticError, match="a forward that fails"):
+            run.step(*batch(1))
+        torch.set_rng_state(numbers)
+        for buffer, value in zip(run.net.buffers(), buffers, strict=True):
+            buffer.data.copy_(value)
+        run.net[-1].fails = False
+        for number in (0, 1):
+            expected.train(number)
+        run.train(1)
+        assert_equal(run, expected)
+
+
+@pytest.mark.parametrize("bad", [0, -1, True, 2.0, "whole"])
+def test_bad_sizes_raise_an_error_that_names_the_choices(bad):
+    with pytest.raises(ValueError, match="expected a positive number of rows per device, None or 'auto'"):
+        Run(["cpu"], micro_batch_size=bad)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda step: pickle.loads(pickle.dumps(step))], ids=["copied", "pickled"])
+def test_copies_recover_too(duplicate):
+    step = duplicate(Run(["cpu"] * 2).step)
+    step.add(*batch(0))
+    again = duplicate(step)
+    loss, other = step.apply(), again(*batch(0))
+    assert loss.isfinite()
+    assert other.isfinite()
+    assert again.micro_batch_size is None
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_auto_waits_for_no_device(precision):
+    with simulate(2) as cluster:
+        run = Run(cluster.devices, precision=precision)
+        inputs, targets = (tensor.pin_memory() for tensor in batch(0))
+        for _ in range(2):
+            run.step(inputs, targets)
+        with cluster.forbidding_waits():
+            loss = run.step(inputs, targets)
+        assert loss.isfinite()
