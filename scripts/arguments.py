@@ -26,6 +26,11 @@ def number(kind: type[int] | type[float], minimum: float) -> Callable[[str], Any
     return parse
 
 
+def rows_or_auto(text: str) -> int | str:
+    """Returns a number of rows, or ``"auto"``."""
+    return text if text == "auto" else number(int, 1)(text)
+
+
 def device_list(text: str) -> list[int | str]:
     """Splits ``"cpu,cpu"`` or ``"0,1"`` into devices."""
     return [int(name) if name.strip().isdecimal() else name.strip() for name in text.split(",")]
@@ -44,7 +49,8 @@ def make_parser(description: str | None = None) -> argparse.ArgumentParser:
     add("--epochs", type=number(int, 1), metavar="N", help="passes over the data (default: until --steps)")
     rows = "rows per update, over all devices and ranks (default: 24)"
     add("--batch-size", type=number(int, 1), default=24, metavar="N", help=rows)
-    add("--micro-batch-size", type=number(int, 1), metavar="N", help="rows per device in one forward (default: its whole share)")
+    forward = "rows per device in one forward (default: auto, its whole share, and less where that does not fit)"
+    add("--micro-batch-size", type=rows_or_auto, default="auto", metavar="N", help=forward)
     add("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="arithmetic of forward and loss (default: fp32)")
     add("--devices", type=device_list, metavar="LIST", help="such as cpu,cpu,cpu or 0,1 (default: every accelerator, else cpu)")
     add("--max-grad-norm", type=number(float, 0), default=1.0, metavar="X", help="clip the gradient's global norm (default: 1.0)")

@@ -21,7 +21,7 @@ from balanced_parallel import gather
 def describe(flags: argparse.Namespace, devices: list[torch.device], ranks: int) -> str:
     """Returns the layout of one effective batch, for the first lines of the output."""
     rows = ", ".join(map(str, shares(flags.batch_size, ranks * len(devices))))
-    micro = f", in micro-batches of at most {flags.micro_batch_size}" if flags.micro_batch_size else ""
+    micro = "" if flags.micro_batch_size == "auto" else f", in micro-batches of at most {flags.micro_batch_size}"
     where = f"{ranks} processes with one device each" if ranks > 1 else f"1 process, {len(devices)} device(s)"
     names = ", ".join(map(str, devices))
     return f"{where} ({names}); effective batch of {flags.batch_size} rows: {rows} per device{micro}; {flags.precision}"

@@ -56,6 +56,7 @@ def train(flags: argparse.Namespace, task: Task, model: Any, criterion: DataPara
         if not task.classifies:
             del results["accuracy"]
         recorder.record_validation(results)
+    flags.micro_batch_size = step.micro_batch_size  # that "auto" has settled on
     recorder.finish()
     return recorder.losses
 
@@ -149,7 +150,9 @@ def main() -> None:
                 raise
             print(cluster)
             first = str(error).splitlines()[0]
-            parser.exit(1, f"{parser.prog}: error: {first} Give --micro-batch-size fewer rows, or the devices more --memory.\n")
+            parser.exit(
+                1, f"{parser.prog}: error: {first} Give --micro-batch-size auto or fewer rows, or the devices more --memory.\n"
+            )
     if dist.is_initialized() and dist.get_rank() > 0:
         return
     if cluster is not None:

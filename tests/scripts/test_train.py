@@ -1,5 +1,7 @@
 """The main job, run as a user runs it."""
 
+import json
+
 import pytest
 from helpers.scripts import SENTENCES, TORCHRUN, run, train
 
@@ -53,12 +55,26 @@ def test_simulated_gpus_under_torchrun_report_all_ranks(tmp_path):
 def test_out_of_memory_prints_the_table_and_one_line(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(SENTENCES)
-    done = run("--simulate", 2, "--memory", "4MiB", "--steps", 2, "--data", text, "--out", tmp_path)
+    done = run("--simulate", 2, "--memory", "4MiB", "--micro-batch-size", 12, "--steps", 2, "--data", text, "--out", tmp_path)
     assert done.returncode == 1
     assert "optimizer state" in done.stdout
     assert len(done.stderr.splitlines()) == 1
     assert "out of memory. Tried to allocate" in done.stderr
-    assert "Give --micro-batch-size fewer rows" in done.stderr
+    assert "Give --micro-batch-size auto or fewer rows" in done.stderr
+
+
+def test_a_run_out_of_memory_goes_on_in_smaller_micro_batches(tmp_path):
+    flags = ["--task", "digits", "--simulate", 2, "--batch-size", 256, "--steps", 3]
+    _, expected, whole = train(tmp_path / "whole", *flags)
+    done = run("--out", tmp_path / "small", *flags, "--memory", max(whole["peak_bytes"]) * 2 // 3)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "small" / "metrics.jsonl").read_text().splitlines()]
+    size = json.loads((tmp_path / "small" / "summary.json").read_text())["micro_batch_size"]
+    assert whole["micro_batch_size"] is None
+    assert size in (64, 32, 16)
+    assert f"from now on at most {size}" in done.stderr
+    for one, other in zip(expected, lines, strict=True):
+        assert one.get("loss") == pytest.approx(other.get("loss"), rel=1e-4)
 
 
 def test_plan_is_printed_without_training(tmp_path):
