@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "replicas": {"batch", "runtime"},
     "loss": {"savings", "replicas", "batch", "runtime"},
     "optim": {"replicas", "runtime"},
-    "training": {"optim", "loss", "replicas", "batch", "runtime"},
+    "training": {"savings", "optim", "loss", "replicas", "batch", "runtime"},
     "distributed": {"training", "optim", "loss", "replicas", "batch", "runtime"},
     "memory": {"diagnostics", "savings", "distributed", "training", "optim", "loss", "replicas", "batch", "runtime"},
     "diagnostics": {"savings", "distributed", "training", "optim", "loss", "replicas", "batch", "runtime"},

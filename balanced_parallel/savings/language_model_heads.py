@@ -40,7 +40,8 @@ def replace_lm_head(model: Any) -> None:
         ... )
         >>> loss = criterion(parallel(input_ids, labels=labels), labels)  # doctest: +SKIP
     """
-    kind, name = type(model), type(model).__name__
+    kind: Any = type(model)
+    name = kind.__name__
     if issubclass(kind, WithoutLogits):
         return
     code = getattr(inspect.unwrap(getattr(kind, "forward", None) or (lambda: None)), "__code__", None)
