@@ -37,16 +37,27 @@ def test_many_small_losses_are_summed_in_float64():
         assert running.compute() == pytest.approx(float(loss), rel=1e-12)
 
 
-def test_no_graph_is_kept():
-    layer = nn.Linear(3, 1)
-    running, graphs = RunningLoss(), []
-    for _ in range(3):
-        loss = layer(torch.ones(2, 3)).mean()
-        running.update(loss, torch.ones(()))
-        graphs.append(weakref.ref(loss.grad_fn))
-    del loss
-    gc.collect()
-    assert [graph() for graph in graphs] == [None] * 3
+class Hook:
+    """A hook of a graph, which lives as long as it."""
+
+    def __call__(self, *gradients): ...
+
+
+@pytest.mark.parametrize("device", ["cpu", "sim:0"])
+def test_no_graph_is_kept(device):
+    with simulate(1):
+        layer = nn.Linear(3, 1).to(device)
+        running, graphs = RunningLoss(), []
+        for _ in range(3):
+            loss = layer(torch.ones(2, 3, device=device)).mean()
+            hook = Hook()
+            loss.grad_fn.register_hook(hook)
+            graphs.append(weakref.ref(hook))
+            running.update(loss, loss)
+        assert graphs[-1]() is not None
+        del loss, hook
+        gc.collect()
+        assert [graph() for graph in graphs] == [None] * 3
 
 
 def test_updates_wait_for_no_device_and_keep_no_memory():
@@ -65,7 +76,7 @@ def test_updates_wait_for_no_device_and_keep_no_memory():
                 running.update(there[1], counts[0])  # from another device
                 running.update(there[1] / none, none)  # nothing counts
                 running.update(1.5, counts[1])
-            losses.append([float(loss) for loss in there])
+            losses.append([loss.item() for loss in there])
             del there
             live.append(cluster.live)
             layers[0].bias.data += step
