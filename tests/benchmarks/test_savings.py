@@ -6,7 +6,7 @@ import pytest
 from helpers.benchmarks import load
 from helpers.ranks import run_ranks
 
-TRAINING = {"LinearCrossEntropy": 0.9, "release_gradients_in_backward": 0.85}  # at most this much of the plain peak
+TRAINING = {"LinearCrossEntropy": 0.9, "release_gradients_in_backward": 0.75}  # at most this much of the plain peak
 EVALUATION = {"inference": 0.5, "RunningLoss": 0.6}
 ONE_PROCESS = {"release_gradients_in_backward"}  # refused under torchrun
 
@@ -22,8 +22,8 @@ def benchmark(monkeypatch):
 @pytest.mark.parametrize("name", TRAINING)
 def test_savings_of_training_lower_the_peak_and_keep_the_result(benchmark, name):
     size, change = benchmark.QUICK, benchmark.TRAINING[name]
-    if name == "release_gradients_in_backward":  # saves where gradients fill several buckets, and take more than activations
-        size = dataclasses.replace(size, width=512, layers=12, rows=2, positions=2)
+    if name == "release_gradients_in_backward":  # saves where gradients take more than activations
+        size = dataclasses.replace(size, width=128, layers=6, rows=2, positions=2)
     assert benchmark.peak(size, "training", change) <= TRAINING[name] * benchmark.peak(size, "training")
     assert benchmark.error("training", change) <= 1e-10
 
