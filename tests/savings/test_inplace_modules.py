@@ -77,6 +77,12 @@ def used_in_evaluation(net, x):
     return result if net.training else result + hidden
 
 
+def read_in_evaluation(net, x):
+    hidden = net.first(x)
+    result = net.activation(hidden)
+    return result if net.training else result + 0 * hidden
+
+
 def as_output(net, x):
     hidden = net.first(x)
     return Output(hidden, net.second(net.activation(hidden)))
@@ -112,6 +118,7 @@ UNSAFE = {
     "kept": with_input_kept,
     "logged": with_input_logged,
     "evaluation": used_in_evaluation,
+    "evaluation without an effect": read_in_evaluation,
     "pieces": with_pieces,
     "twice": twice,
     "by name": lambda net, x: (hidden := net.first(x)) + net.activation(input=hidden),
