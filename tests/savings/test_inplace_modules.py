@@ -219,6 +219,18 @@ def test_the_first_activation_of_a_checkpointed_block_stays():
     assert savings.inplace_activations(net, torch.randn(2, 4)) == ("1.2",)
 
 
+def test_saved_results_inside_of_a_checkpointed_block_are_not_overwritten():
+    class Squared(nn.Module):
+        def forward(self, x):
+            return (x * x).exp()  # positive, so that the activation changes nothing here
+
+    for checkpointed in (False, True):
+        net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), Squared(), nn.ReLU(), nn.Linear(4, 4)))
+        if checkpointed:
+            savings.checkpoint_activations(net, blocks=["1"])
+        assert savings.inplace_activations(net, torch.randn(2, 4)) == ()
+
+
 def test_replicas_peak_lower():
     peaks = []
     for change in (False, True):
