@@ -15,12 +15,12 @@ ROOT = {"__init__", "__main__"}  # the public names and the command line may imp
 
 MAY_IMPORT = {
     "runtime": set(),
-    "savings": set(),
+    "savings": {"runtime"},
     "batch": {"runtime"},
     "replicas": {"batch", "runtime"},
-    "loss": {"replicas", "batch", "runtime"},
+    "loss": {"savings", "replicas", "batch", "runtime"},
     "optim": {"replicas", "runtime"},
-    "training": {"optim", "loss", "replicas", "batch", "runtime"},
+    "training": {"savings", "optim", "loss", "replicas", "batch", "runtime"},
     "distributed": {"training", "optim", "loss", "replicas", "batch", "runtime"},
     "memory": {"diagnostics", "savings", "distributed", "training", "optim", "loss", "replicas", "batch", "runtime"},
     "diagnostics": {"savings", "distributed", "training", "optim", "loss", "replicas", "batch", "runtime"},

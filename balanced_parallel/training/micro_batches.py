@@ -7,12 +7,15 @@ import torch
 from torch import nn
 
 from ..batch.dims import Dims
-from ..batch.microbatches import as_arguments, count_micro_batches, cut_batch
+from ..batch.microbatches import as_arguments, count_micro_batches, cut_batch, detach_outputs
 from ..batch.per_replica import PerReplica
 from ..batch.row_marks import Arguments
 from ..batch.rows import count_rows
 from ..batch.splits import split_sizes
+from ..loss.batch_losses import BatchLosses
 from ..loss.criterion import DataParallelCriterion
+from ..loss.weighting import LossSum
+from ..runtime.precision import Precision
 from .gradient_sync import GradientSync
 
 __all__: list[str] = []
@@ -92,6 +95,21 @@ def cut_micro_batches(
     count = sync.count_micro_batches(count_micro_batches(rows, micro_batch_size, model.split or len(model.devices)))
     parts = cut_batch(arguments, marked.inputs, split_sizes(rows, count), (model.dim, target_dim))
     return [MicroBatch(*part, followers) for part, followers in zip(parts, reversed(range(len(parts))), strict=True)]
+
+
+def run_forward(
+    model: Model, precision: Precision, micro_batch: MicroBatch, losses: BatchLosses, kept: list[PerReplica] | None
+) -> list[LossSum]:
+    """Runs the model and the criterion. Returns a loss per replica.
+
+    Args:
+        kept: receives the detached outputs.
+    """
+    with precision.autocast(model.devices):
+        outputs = model(*micro_batch.arguments.inputs, **micro_batch.arguments.kwargs)
+        if kept is not None:
+            kept.append(detach_outputs(outputs))
+        return losses.compute(outputs, *micro_batch.targets)
 
 
 def most_rows(model: Model, inputs: Any, micro_batch_size: int | None) -> int:

@@ -37,9 +37,11 @@ class Attempts(Protocol):
 
     Attributes:
         micro_batch_size: rows per device at most in one forward; None for the whole share.
+        run_again: a batch may run several times.
     """
 
     micro_batch_size: int | None
+    run_again: bool
 
     def accumulate(self, run: Run, batch: Batch) -> None:
         """Calls ``run(batch)``."""
@@ -53,6 +55,8 @@ class Attempts(Protocol):
 
 class OneAttempt:
     """Runs everything once. An error is the caller's."""
+
+    run_again = False
 
     def __init__(self, micro_batch_size: int | None) -> None:
         self.micro_batch_size = micro_batch_size
@@ -89,6 +93,8 @@ class Recovery:
     Raises:
         ValueError: layers of the model wait for other ranks in their forward.
     """
+
+    run_again = True
 
     def __init__(self, sync: GradientSync, model: Model, criterion: DataParallelCriterion) -> None:
         if world_size() > 1 and meets_other_ranks(model.modules()):

@@ -6,18 +6,20 @@ from typing import Any, Literal, overload
 
 from torch import Tensor
 
-from ..batch.microbatches import detach_outputs, join_outputs
+from ..batch.microbatches import join_outputs
 from ..batch.nested import spread
 from ..batch.per_replica import PerReplica
-from ..loss.batch_losses import BatchLosses, losses_of_batch
+from ..loss.batch_losses import losses_of_batch
 from ..loss.criterion import DataParallelCriterion
-from ..loss.weighting import LossSum, Weight
+from ..loss.weighting import Weight
 from ..runtime.precision import Precision
+from .accumulation import Accumulation
 from .arguments import check_arguments
 from .gradient_sync import gradient_sync
 from .gradients import trained_tensors
-from .micro_batches import Batch, MicroBatch, Model, cut_micro_batches
+from .micro_batches import Batch, Model, cut_micro_batches, run_forward
 from .recovery import make_attempts
+from .releasing_sync import releasing
 from .update import Optimizers, Schedulers, Update, each_optimizer, each_scheduler
 from .window import Window
 
@@ -73,7 +75,7 @@ class TrainStep:
         self.max_grad_norm = max_grad_norm
         self._attempts = make_attempts(self._sync, model, criterion, micro_batch_size)
         self.precision, self._trained = Precision(precision), trained_tensors(model, criterion)
-        self._window = Window(self._sync, criterion, self._trained, model.devices[0])
+        self._window = Window(self._sync)
         self._update()
 
     @overload
@@ -113,21 +115,14 @@ class TrainStep:
 
     def _accumulate(self, batch: Batch) -> None:
         micro_batches = cut_micro_batches(self.model, self.criterion, self._sync, batch, self.micro_batch_size)
-        with self._window.adding(self._update, self.precision) as accumulation:
+        with self._window.adding(self._begin) as accumulation:
             losses = losses_of_batch(self.criterion, batch.targets, is_whole=batch.is_whole)
             accumulation.begin_batch(losses)
             for micro_batch in micro_batches:
                 last = batch.is_whole and micro_batch.followers == 0
                 with nullcontext() if last else self._sync.accumulating():
-                    sums = self._forward(micro_batch, losses, batch.outputs)
+                    sums = run_forward(self.model, self.precision, micro_batch, losses, batch.outputs)
                     accumulation.backward(sums, micro_batch.followers, last=last)
-
-    def _forward(self, micro_batch: MicroBatch, losses: BatchLosses, kept: list[PerReplica] | None) -> list[LossSum]:
-        with self.precision.autocast(self.model.devices):
-            outputs = self.model(*micro_batch.arguments.inputs, **micro_batch.arguments.kwargs)
-            if kept is not None:
-                kept.append(detach_outputs(outputs))
-            return losses.compute(outputs, *micro_batch.targets)
 
     def _apply(self) -> Tensor:
         loss, weight, factor = self._attempts.finish(self._accumulate, self._finish)
@@ -142,8 +137,14 @@ class TrainStep:
             return loss
 
     def _finish(self) -> tuple[Tensor, float, Weight]:
-        with self._window.adding(self._update, self.precision) as accumulation:
+        with self._window.adding(self._begin) as accumulation:
             return accumulation.finish(self.criterion.minimum)
 
     def _update(self) -> Update:
         return Update(each_optimizer(self.optimizer), self._trained)
+
+    def _begin(self, weight_before: float) -> Accumulation:
+        update = self._update()
+        update.forget_gradients()
+        sync = releasing(self._sync, update.optimizers, self.criterion.minimum, self.max_grad_norm, self._attempts.run_again)
+        return Accumulation(sync, self.criterion, self._trained, self.model.devices[0], self.precision, weight_before)

@@ -1,17 +1,13 @@
 """The micro-batches since the last update. A failure forgets them: nobody knows which rows the gradients are of."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ..loss.criterion import DataParallelCriterion
-from ..runtime.precision import Precision
 from .accumulation import Accumulation
 from .gradient_sync import GradientSync
-from .update import Update
 
 __all__: list[str] = []
 
@@ -20,28 +16,24 @@ class Window:
     """Holds the accumulation of one update, and the weight of the update before.
 
     Args:
-        sync, criterion, trained, device: as for :class:`Accumulation`.
+        sync: of the gradients.
     """
 
-    def __init__(
-        self, sync: GradientSync, criterion: DataParallelCriterion, trained: Mapping[str, Tensor], device: torch.device
-    ) -> None:
-        self._parts = sync, criterion, trained, device
+    def __init__(self, sync: GradientSync) -> None:
+        self._sync = sync
         self._accumulation: Accumulation | None = None
         self._weight_before = 0.0
 
     @contextmanager
-    def adding(self, update: Callable[[], Update], precision: Precision) -> Iterator[Accumulation]:
+    def adding(self, begin: Callable[[float], Accumulation]) -> Iterator[Accumulation]:
         """Yields the accumulation, a new one after an update or a failure.
 
         Args:
-            update: returns the update to come. Gradients of before are forgotten through it.
-            precision: of a new accumulation.
+            begin: makes it. The argument is the weight of the update before, over everything.
         """
         with self._discarding_on_failure():
             if self._accumulation is None:
-                update().forget_gradients()
-                self._accumulation = Accumulation(*self._parts, precision, self._weight_before)
+                self._accumulation = begin(self._weight_before)
             yield self._accumulation
 
     @contextmanager
@@ -61,7 +53,7 @@ class Window:
             yield
         except BaseException as error:
             self._accumulation = None
-            self._parts[0].discard(out_of_memory=isinstance(error, torch.OutOfMemoryError))
+            self._sync.discard(out_of_memory=isinstance(error, torch.OutOfMemoryError))
             raise
 
     def __getstate__(self) -> dict[str, Any]:

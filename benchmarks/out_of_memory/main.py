@@ -1,4 +1,4 @@
-"""Is a run the same after running out of memory, wherever it happens, and what does it cost when it does not happen?
+"""Runs after an out of memory at any place, compared with undisturbed ones. And the cost when it does not happen.
 
 Faults: 300 runs on simulated devices, in one process and on two ranks. In each, one allocation of the third step fails: a random
 one of its forward, backward, reduction or update. Cost: a step with ``micro_batch_size="auto"`` beside one without, in turns. Run
