@@ -27,6 +27,12 @@ def describe(flags: argparse.Namespace, devices: list[torch.device], ranks: int)
     return f"{where} ({names}); effective batch of {flags.batch_size} rows: {rows} per device{micro}; {flags.precision}"
 
 
+def waiting_advice(share: float, workers: int) -> list[str]:
+    """Returns a line that names the flag to turn, if more than 20 % of the time was spent waiting for data."""
+    more = workers * 2 or 2
+    return [f"{share:.0%} of the time was spent waiting for data: load it ahead, with --workers {more}"] if share > 0.2 else []
+
+
 def peak_bytes(device: torch.device) -> int:
     """Returns the peak of the allocator, or of the whole process for the CPU."""
     if device.type != "cpu":
@@ -144,6 +150,8 @@ class Recorder:
         print(
             f"after {self.done} steps in {elapsed:.0f} s: {results} ({guess}: {self.task.baseline:.4f}); peak {mebibytes(peak)}"
         )
+        for line in waiting_advice(self.waited / elapsed, self.flags.workers):
+            print(line)
         print(f"wrote {out}/metrics.jsonl, summary.json, model.pt")
 
     def _write(self, **line: Any) -> None:
