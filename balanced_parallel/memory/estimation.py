@@ -118,7 +118,7 @@ def make_report(request: Request, rows: int, mine: Lines, asked: Sequence[int] |
         asked: for each device, the rows at which to read ``mine``. ``None`` reads at the rows that were traced.
         lines: for other numbers of rows.
     """
-    traced = request.layout.traced_devices(request.devices)
+    traced = request.traced_devices
     read = [(i, None if asked is None else asked[i]) for i in traced]
 
     @functools.cache
@@ -145,7 +145,7 @@ def make_report(request: Request, rows: int, mine: Lines, asked: Sequence[int] |
         layout=request.layout.name,
         device_kind=request.kind.name,
         precision=request.precision,
-        devices=request.devices,
+        devices=len(traced),
         rows=rows,
         micro_batches=request.micro_batches,
         peak=tuple(mine.peak(i, at) for i, at in read),

@@ -32,6 +32,7 @@ class Request:
         blocks: names of the modules to checkpoint.
         split: the weight of each device; None for equal shares.
         scalar: the result of every read of a tensor's value in the module.
+        places: for each replica of an existing step, the number of its device.
     """
 
     module: torch.nn.Module
@@ -39,7 +40,7 @@ class Request:
     inputs: Arguments
     targets: tuple[Any, ...]
     rows: int
-    optimizer: OptimizerChoice
+    optimizer: Any  # an OptimizerChoice, or the ExistingOptimizers of a step
     precision: str
     micro_batches: int
     batches: int
@@ -51,6 +52,7 @@ class Request:
     kind: DeviceKind
     dim: int
     scalar: int | float | bool | None
+    places: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -118,6 +120,11 @@ class Request:
     def rows_per_micro_batch(self) -> int:
         """Rows of the largest micro-batch over all devices of a process."""
         return -(-self.rows * self.batches // self.micro_batches)
+
+    @property
+    def traced_devices(self) -> list[int]:
+        """The traced device that stands for each of the devices."""
+        return sorted(set(self.places)) or self.layout.traced_devices(self.devices)
 
     @property
     def row_step(self) -> int:

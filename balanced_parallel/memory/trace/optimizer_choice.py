@@ -26,6 +26,9 @@ class OptimizerChoice:
     make: Callable[..., torch.optim.Optimizer]
     foreach: bool
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "OptimizerChoice":
+        return self  # its settings keep their values in a trace
+
     def __call__(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
         return self._with_kernels(self.make(parameters))
 

@@ -1,6 +1,7 @@
 """Runs two updates on fake tensors, which compute nothing, and records every allocation. In processes of their own."""
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import importlib
@@ -88,8 +89,8 @@ def _trace_all(jobs: Sequence[tuple[Request, int]]) -> list[Trace]:
 
 def _trace(request: Request, rows: int) -> Trace:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    module = fake_copy(request.module, mode, HOME)
-    criterion = fake_copy(request.criterion, mode, HOME)
+    module, criterion, optimizer = fake_copy((request.module, request.criterion, request.optimizer), mode, HOME)
+    request = dataclasses.replace(request, optimizer=optimizer)
     checkpoint_blocks(module, request.blocks)
     whole = rows * (request.micro_batches // request.batches)
     place = host_of(request.devices) if request.layout.batch_on_host else HOME
