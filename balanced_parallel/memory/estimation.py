@@ -98,6 +98,12 @@ def estimate(
 
 def report_of(request: Request, rows: int) -> MemoryReport:
     """Traces micro-batches of ``rows`` rows, and of twice as many, and makes the report."""
+    mine, lines = lines_of(request, rows)
+    return make_report(request, rows, mine, None, lines)
+
+
+def lines_of(request: Request, rows: int) -> tuple[Lines, Lines]:
+    """Traces micro-batches of ``rows`` rows, and of twice as many. Returns the lines of this number of rows, and of others."""
     step = request.row_step
     base = -(-max(rows, 2) // step) * step  # one row is a special case for torch: broadcasting, strides
     traces, reason = _trace_lines(request, sorted({rows, base, 2 * base}))
@@ -105,9 +111,9 @@ def report_of(request: Request, rows: int) -> MemoryReport:
     lines = Lines(traces[-2], traces[-1], request.kind, request.devices, step, request.split) if len(traces) > 1 else mine
     if not lines.is_affine:
         warnings.warn(
-            f"{reason}, so memory is not affine in the rows: at() and largest() trace each number of rows", stacklevel=3
+            f"{reason}, so memory is not affine in the rows: at() and largest() trace each number of rows", stacklevel=4
         )
-    return make_report(request, rows, mine, None, lines)
+    return mine, lines
 
 
 def make_report(request: Request, rows: int, mine: Lines, asked: Sequence[int] | None, lines: Lines) -> MemoryReport:
@@ -118,7 +124,7 @@ def make_report(request: Request, rows: int, mine: Lines, asked: Sequence[int] |
         asked: for each device, the rows at which to read ``mine``. ``None`` reads at the rows that were traced.
         lines: for other numbers of rows.
     """
-    traced = request.traced_devices
+    traced = request.layout.traced_devices(request.devices)
     read = [(i, None if asked is None else asked[i]) for i in traced]
 
     @functools.cache
@@ -145,7 +151,7 @@ def make_report(request: Request, rows: int, mine: Lines, asked: Sequence[int] |
         layout=request.layout.name,
         device_kind=request.kind.name,
         precision=request.precision,
-        devices=len(traced),
+        devices=request.devices,
         rows=rows,
         micro_batches=request.micro_batches,
         peak=tuple(mine.peak(i, at) for i, at in read),

@@ -7,14 +7,14 @@ from typing import Any
 from ..batch.microbatches import count_micro_batches
 from ..batch.splits import split_sizes
 from ..replicas.model import DataParallelModel
-from ..runtime.byte_sizes import format_bytes, parse_each
+from ..runtime.byte_sizes import parse_each
 from ..runtime.collectives import max_over_ranks
 from ..runtime.devices import free_bytes
 from ..training.step import TrainStep
 from .candidates import SCALARS
-from .estimation import report_of
-from .remedies import best_remedy
-from .report import Holder, MemoryReport
+from .estimation import lines_of, make_report, report_of
+from .remedies import explain, trace_exactly
+from .report import MemoryReport
 from .request import Request
 from .step_request import bytes_in_use, kind_of, request_of_step
 
@@ -32,7 +32,7 @@ def fit(step: TrainStep, inputs: Any, targets: Any, *, capacity: int | str | Seq
         step: with a :class:`DataParallelModel`, or the model of :func:`parallelize`.
         inputs, targets: an effective batch, as for the step; meta tensors suffice.
         capacity: bytes or text such as ``"24GiB"``, for each device or one for all. ``None`` is the memory that is free now, and
-            that of the step's own tensors. The CPU has none of its own, so that its capacity must be given.
+            that of the step's own tensors. For the CPU it must be given.
 
     Returns:
         The report of an update with these micro-batches.
@@ -47,41 +47,49 @@ def fit(step: TrainStep, inputs: Any, targets: Any, *, capacity: int | str | Seq
         >>> step = TrainStep(model, criterion, torch.optim.AdamW(model.parameters()))
         >>> report = fit(step, torch.zeros(4096, 256), torch.zeros(4096, 256), capacity="4MiB")
         >>> step.micro_batch_size, report.micro_batches, report.peak[0] <= 4 * 2**20
-        (744, 6, True)
+        (612, 7, True)
     """
     request = request_of_step(step, inputs, targets)
     limits = _limits(step, capacity, request)
     shares = request.split or request.layout.devices_per_process(request.devices)
-    report = report_of(request, request.rows)
-    if all(size <= limit for size, limit in zip(report.reserved, limits, strict=True)):
-        rows = max(split_sizes(request.rows, shares))
+    traced = request.layout.traced_devices(request.devices)
+    at_once = trace_exactly(request, request.rows)
+    if all(at_once.reserved(traced[i], None, limit) is not None for i, limit in enumerate(limits)):
+        rows, lines = max(split_sizes(request.rows, shares)), at_once
     else:
-        report = report_of(dataclasses.replace(request, micro_batches=2), -(-request.rows // 2))
-        rows = _per_device(report.largest(limits) if min(limits) > 0 else 0, shares)
+        several = dataclasses.replace(request, micro_batches=2)
+        half = -(-request.rows // 2 // request.row_step) * request.row_step
+        mine, lines = lines_of(several, half)
+        most = make_report(several, half, mine, None, lines).largest(limits) if min(limits) > 0 else 0
+        rows = _per_device(most, shares)
     if not isinstance(step.model, DataParallelModel):
         rows = -max_over_ranks(-rows)
     if rows == 0:
-        raise ValueError(_explain(request, limits))
+        raise ValueError(explain(request, limits))
     step.micro_batch_size = rows
     count = count_micro_batches(request.rows, rows, shares)
-    if count != report.micro_batches:
-        report = report_of(dataclasses.replace(request, micro_batches=count), -(-request.rows // count))
-    return report
+    request, rows = dataclasses.replace(request, micro_batches=count), -(-request.rows // count)
+    if count == 1 and lines is at_once:
+        return make_report(request, rows, lines, None, lines)
+    if request.split or not lines.is_affine:
+        return report_of(request, rows)
+    asked = -(-rows // request.row_step) * request.row_step
+    return make_report(request, rows, lines, [asked] * request.devices, lines)
 
 
-def _limits(step: TrainStep, capacity: int | str | Sequence[int | str] | None, request: Request) -> tuple[int, ...]:
-    """Returns the bytes that the tensors of a trace may use on each device."""
+def _limits(step: TrainStep, capacity: int | str | Sequence[int | str] | None, request: Request) -> list[int]:
+    """Returns the bytes that each replica may use, or each rank. Replicas on one device have equal parts of it."""
     devices = list(dict.fromkeys(step.model.devices))
     if capacity is not None:
-        limits = list(parse_each(capacity, len(devices)))
+        total = dict(zip(devices, parse_each(capacity, len(devices)), strict=True))
     else:
         if any(device.type == "cpu" for device in devices):
             raise ValueError("the model is on the CPU, which other programs use too: give capacity=, such as '16GiB'")
         used = bytes_in_use(step)
-        limits = [free_bytes(device) + used[device] + kind_of(device).context for device in devices]
-    clipping = 0 if step.max_grad_norm is None else request.kind.rounds_to * len(list(step.model.parameters()))  # norms
-    limits = [limit - SCALARS - clipping for limit in limits]
-    return tuple(limits * (len(request.traced_devices) // len(limits)))
+        total = {device: free_bytes(device) + used[device] + kind_of(device).context for device in devices}
+    norms = 0 if step.max_grad_norm is None else request.kind.rounds_to * len(list(request.module.parameters()))
+    limits = [total[device] // step.model.devices.count(device) - SCALARS - norms for device in step.model.devices]
+    return limits * (request.devices // len(limits))
 
 
 def _per_device(rows: int, shares: int | Sequence[float]) -> int:
@@ -90,21 +98,3 @@ def _per_device(rows: int, shares: int | Sequence[float]) -> int:
         return rows // shares
     most = max(split_sizes(rows, shares))
     return most - (max(split_sizes(rows + 1, shares)) <= most)
-
-
-def _explain(request: Request, limits: Sequence[int]) -> str:
-    """Returns the message for a step of which not one row fits: the largest holders, and the best saving."""
-    report = report_of(request, request.row_step)
-    worst = max(range(len(limits)), key=lambda i: report.reserved[i] - limits[i])
-    holders = ", ".join(f"{format_bytes(one.bytes)} of {one.part}{_place(one)}" for one in report.where[worst][:3])
-    remedy = best_remedy(request)
-    return (
-        f"not one row fits: one row per device needs {format_bytes(report.reserved[worst])} on device {worst}, which has "
-        f"{format_bytes(limits[worst])}. The largest holders are {holders}; "
-        + ("no known saving helps" if remedy is None else f"{remedy[0]} would save most: {format_bytes(remedy[1])}")
-    )
-
-
-def _place(holder: Holder) -> str:
-    where = ", ".join(filter(None, (holder.module, holder.line)))
-    return f" ({where})" if where else ""

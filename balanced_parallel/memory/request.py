@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,9 @@ from ..savings.activation_checkpointing import find_blocks
 from .device_specs import DeviceKind, find_kind
 from .trace.optimizer_choice import OptimizerChoice
 from .trace.strategies import LAYOUTS, Layout, find_layout
+
+if TYPE_CHECKING:
+    from .trace.existing_step import ExistingOptimizers
 
 __all__: list[str] = []
 
@@ -32,7 +35,6 @@ class Request:
         blocks: names of the modules to checkpoint.
         split: the weight of each device; None for equal shares.
         scalar: the result of every read of a tensor's value in the module.
-        places: for each replica of an existing step, the number of its device.
     """
 
     module: torch.nn.Module
@@ -40,7 +42,7 @@ class Request:
     inputs: Arguments
     targets: tuple[Any, ...]
     rows: int
-    optimizer: Any  # an OptimizerChoice, or the ExistingOptimizers of a step
+    optimizer: "OptimizerChoice | ExistingOptimizers"
     precision: str
     micro_batches: int
     batches: int
@@ -52,7 +54,6 @@ class Request:
     kind: DeviceKind
     dim: int
     scalar: int | float | bool | None
-    places: tuple[int, ...] = ()
 
     @classmethod
     def of(
@@ -120,11 +121,6 @@ class Request:
     def rows_per_micro_batch(self) -> int:
         """Rows of the largest micro-batch over all devices of a process."""
         return -(-self.rows * self.batches // self.micro_batches)
-
-    @property
-    def traced_devices(self) -> list[int]:
-        """The traced device that stands for each of the devices."""
-        return sorted(set(self.places)) or self.layout.traced_devices(self.devices)
 
     @property
     def row_step(self) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..loss.criterion import DataParallelCriterion
 from ..optim.balanced import BalancedOptimizer
 from ..replicas.model import DataParallelModel
 from ..runtime.collectives import world_size
@@ -28,18 +29,19 @@ def request_of_step(step: TrainStep, inputs: Any, targets: Any) -> Request:
     Raises:
         ValueError: the inputs have no rows, or rows in different dimensions.
     """
-    model, criterion = step.model, step.criterion
+    model: Any = step.model
+    criterion = step.criterion
     is_local = isinstance(model, DataParallelModel)
-    if model.in_dims is not None or criterion.in_dims is not None or criterion.dim not in (None, model.dim):  # type: ignore[attr-defined]
+    if model.in_dims is not None or criterion.in_dims is not None or criterion.dim not in (None, model.dim):
         raise ValueError(
             "the rows of the inputs and the targets are in different dimensions (in_dims=), expected one dim= for all: call "
             "memory.estimate with a function of one batch, and set step.micro_batch_size"
         )
     kind = kind_of(model.devices[0])
     optimizers = each_optimizer(step.optimizer)
-    of_model = model.precision.name  # type: ignore[attr-defined]
+    of_model = model.precision.name
     request = Request.of(
-        model.module,  # type: ignore[attr-defined]
+        model.module,
         criterion if is_local else criterion.module,
         inputs,
         targets,
@@ -53,12 +55,10 @@ def request_of_step(step: TrainStep, inputs: Any, targets: Any) -> Request:
         balanced_optimizer=any(isinstance(one, BalancedOptimizer) for one in optimizers),
         split=model.split,
     )
-    devices = list(dict.fromkeys(model.devices))
     return dataclasses.replace(
         request,
         optimizer=ExistingOptimizers(optimizers, foreach=kind.like_cuda),
         layout=ReplicasOfStep if is_local else request.layout,
-        places=tuple(devices.index(device) for device in model.devices) if is_local else (),
     )
 
 
@@ -81,11 +81,11 @@ def bytes_in_use(step: TrainStep) -> Counter[torch.device]:
 
 
 def _tensors_of(step: TrainStep) -> Iterator[Tensor]:
-    parts: tuple[Any, ...] = step.model, step.criterion
-    parameters = [parameter for part in parts for parameter in part.parameters()]
+    parts: list[Any] = [step.model, step.criterion]
+    parameters: list[Tensor] = [parameter for part in parts for parameter in part.parameters()]
     for part in parts:
         yield from part.buffers()
-        if isinstance(part, torch.nn.Module) and hasattr(part, "replicas"):
+        if isinstance(part, (DataParallelModel, DataParallelCriterion)):
             yield from (copy for copies in part.replicas.copies.by_device.values() for copy in copies)
             for bucket in part.replicas.gradients.buckets:
                 yield from (one for gradients in bucket.held for one in gradients if one is not None)

@@ -104,7 +104,7 @@ class ReplicasOfStep(Replicas):
     def wrap(self, module: nn.Module, criterion: DataParallelCriterion) -> tuple[TracedModel, Any]:
         """Returns the model and the criterion on fake devices."""
         request = self.request
-        devices = [fake_devices(request.devices)[place] for place in request.places]
+        devices = fake_devices(request.devices)
         model = TracedModel(module, devices, self.replicas[0], split=request.split, dim=request.dim, precision=request.precision)
         criterion.devices = criterion.output_device = None
         criterion.replicas = self.replicas[1]
