@@ -123,6 +123,8 @@ def test_cheapest_exact_plan_is_chosen():
         "BalancedOptimizer, bf16",
         "checkpointed blocks, bf16",
         "BalancedOptimizer, checkpointed blocks, bf16",
+        "SGD, checkpointed blocks",
+        "Adafactor, checkpointed blocks",
     )
     assert "not tried, because less fits: checkpointed blocks; BalancedOptimizer, checkpointed blocks; bf16" in str(plenty)
 

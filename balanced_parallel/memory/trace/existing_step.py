@@ -12,6 +12,7 @@ from ...optim.balanced import BalancedOptimizer
 from ...replicas.model import DataParallelModel
 from ...runtime.precision import Precision
 from .fake_devices import fake_devices
+from .optimizer_choice import use_kernels
 from .strategies import Replicas
 from .traced_replicas import TracedModel
 
@@ -61,8 +62,7 @@ class ExistingOptimizers:
         for group in (group for one in inner for group in one.param_groups):
             if "capturable" in group:
                 group["capturable"] = False  # torch refuses it for the CPUs of a trace
-            if self.foreach and group.get("foreach", True) is None and not group.get("fused"):
-                group["foreach"] = True
+        use_kernels(inner, self.foreach)
         return cast(torch.optim.Optimizer, Together(optimizers, inner))
 
 
