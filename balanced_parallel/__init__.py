@@ -8,7 +8,7 @@ Train in micro-batches: :class:`TrainStep`. Run under torchrun: :func:`paralleli
 :class:`BalancedOptimizer`. Predict memory: :func:`memory.estimate`, :func:`memory.plan`. Try it without GPUs: :func:`simulate`.
 """
 
-from . import memory
+from . import memory, savings
 from .batch.gathering import gather
 from .batch.per_replica import PerReplica
 from .batch.row_marks import Rows, Whole
@@ -41,6 +41,7 @@ __all__ = [
     "loss_weight",
     "memory",
     "parallelize",
+    "savings",
     "scatter",
     "simulate",
     "verify",

@@ -12,7 +12,7 @@ from torch import nn
 import balanced_parallel
 
 NAMES = {"torch": torch, "nn": nn, **{name: getattr(balanced_parallel, name) for name in balanced_parallel.__all__}}
-WITH_EXAMPLE = set(balanced_parallel.__all__) - {"memory"}  # a package, not a function or a class
+WITH_EXAMPLE = set(balanced_parallel.__all__) - {"memory", "savings"}  # packages
 
 
 def examples():

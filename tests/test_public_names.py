@@ -23,6 +23,7 @@ PUBLIC = {
     "loss_weight",
     "memory",
     "parallelize",
+    "savings",
     "scatter",
     "simulate",
     "verify",

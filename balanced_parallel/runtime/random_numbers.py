@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -11,6 +12,8 @@ import torch
 from .devices import on_device
 
 __all__: list[str] = []
+
+_cpu_generator = threading.RLock()
 
 
 def offset_seeds(devices: Sequence[torch.device], first: int = 0) -> None:
@@ -51,3 +54,51 @@ def cpu_numbers_of_rank(rank: int) -> Iterator[None]:
         yield
     finally:
         torch.set_rng_state(state)
+
+
+class RandomState:
+    """The states of random number generators, from which a forward that runs again draws the same numbers.
+
+    torch's checkpointing sets and restores the one generator of the CPU in each recomputation. Those of several devices run at
+    once, in one thread per device, and would leave the generator in the middle of the forward. Here it is set if the forward
+    has drawn from it, by one thread at a time.
+
+    Args:
+        devices: devices of the forward.
+    """
+
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self._cpu: torch.Tensor | None = torch.get_rng_state()
+        self._devices = [device for device in dict.fromkeys(devices) if device.type not in ("cpu", "meta")]
+        self._states = self._of_devices()
+
+    def end(self) -> None:
+        """Ends the forward. The state of the CPU's generator is dropped if it has not changed, for a forward on accelerators."""
+        if self._devices and self._cpu is not None and torch.equal(self._cpu, torch.get_rng_state()):
+            self._cpu = None
+
+    @contextlib.contextmanager
+    def again(self) -> Iterator[None]:
+        """Sets the generators to the states of the forward for the duration of the block."""
+        before = self._of_devices()
+        self._set(self._states)
+        try:
+            if self._cpu is None:
+                yield
+                return
+            with _cpu_generator:
+                cpu_before = torch.get_rng_state()
+                torch.set_rng_state(self._cpu)
+                try:
+                    yield
+                finally:
+                    torch.set_rng_state(cpu_before)
+        finally:
+            self._set(before)
+
+    def _of_devices(self) -> list[torch.Tensor]:
+        return [torch.get_device_module(device).get_rng_state(device) for device in self._devices]
+
+    def _set(self, states: list[torch.Tensor]) -> None:
+        for device, state in zip(self._devices, states, strict=True):
+            torch.get_device_module(device).set_rng_state(state, device)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 __all__: list[str] = []
 
@@ -65,3 +66,24 @@ def storage_id(storage: torch.UntypedStorage) -> int:
     ``data_ptr()`` does not serve: it is 0 for every empty, fake or meta storage.
     """
     return int(storage._cdata)
+
+
+class StorageReference:
+    """A key for a storage, which does not keep its memory. Its number is given to no other storage as long as the key exists.
+
+    torch's class is not listed in its documentation, but other parts of torch use it (``torch.compile``, FSDP).
+    """
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._number = storage_id(storage)
+        self._reference = StorageWeakRef(storage)
+
+    def is_alive(self) -> bool:
+        """Returns True if a tensor still has the storage."""
+        return not self._reference.expired()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StorageReference) and other._number == self._number
+
+    def __hash__(self) -> int:
+        return hash(self._number)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 __all__: list[str] = []
 
@@ -21,3 +21,9 @@ def leaves(tree: Any) -> list[Any]:
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
     """Returns ``tree`` with each tensor replaced by ``function(tensor)``. Other values stay as they are."""
     return tree_map_only(Tensor, function, tree)
+
+
+def flatten(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Returns the values of :func:`leaves`, and a function that makes a tree of the same structure from as many values."""
+    values, structure = tree_flatten(tree)
+    return values, lambda others: tree_unflatten(others, structure)

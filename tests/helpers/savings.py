@@ -1,0 +1,90 @@
+"""Training with a saving of memory, compared with the same training without it."""
+
+import torch
+from helpers.problems import CLASSES, assert_same_gradients, gradients
+from helpers.steps import run
+from torch import nn
+
+from balanced_parallel import TrainStep, parallelize
+
+ROWS = [7, 1, 5]  # of each update; with one row, a replica and a rank have none
+WIDTH = 12
+
+
+class Block(nn.Module):
+    """A residual block with random numbers and a buffer that it writes to."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH), nn.LayerNorm(24)
+        self.activation, self.drop = nn.LeakyReLU(0.1), nn.Dropout(0.3)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x, *, scale):
+        self.calls += 1
+        return x + scale * self.drop(self.second(self.activation(self.norm(self.first(x)))))
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks, self.output = nn.ModuleList([Block() for _ in range(4)]), nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x, scale=0.5)
+        return self.output(x)
+
+
+def convolutions():
+    layers = [nn.Unflatten(1, (3, 2, 2)), nn.Conv2d(3, 6, 2, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.Dropout(0.2)]
+    layers += [nn.Conv2d(6, 4, 2), nn.ELU(), nn.Flatten(), nn.Linear(16, CLASSES)]
+    return nn.Sequential(*layers)
+
+
+def encoder():
+    layers = [nn.TransformerEncoderLayer(4, 2, 8, 0.1, batch_first=True) for _ in range(2)]
+    return nn.Sequential(nn.Unflatten(1, (3, 4)), nn.Sequential(*layers), nn.Flatten(), nn.Linear(WIDTH, CLASSES))
+
+
+NETS = {"residual": Residual, "convolutions": convolutions, "encoder": encoder}
+
+
+def batch(rows, ignored=2):
+    numbers = torch.Generator().manual_seed(rows)
+    targets = torch.randint(CLASSES, (rows,), generator=numbers)
+    targets[:ignored] = -100 if rows > ignored else targets[:ignored]
+    return torch.randn(rows, WIDTH, generator=numbers), targets
+
+
+def train(rank, world_size, name, saving):
+    """Returns losses, gradients of all updates, and buffers. ``saving(net)`` is applied first; a context manager is entered."""
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(3)
+    net = NETS[name]()
+    context = saving(net)
+    model, criterion = parallelize(net, nn.CrossEntropyLoss(), ["cpu"] * 2 if world_size == 1 else None)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    step = TrainStep(model, criterion, optimizer, micro_batch_size=None if name == "convolutions" else 3)
+    found = []
+    torch.manual_seed(5)
+    for rows in ROWS:
+        inputs, targets = batch(rows)
+        mine = slice(rank, None, world_size)
+        if context is not None:
+            with context():
+                loss = step(inputs[mine], targets[mine])
+        else:
+            loss = step(inputs[mine], targets[mine])
+        found += [loss, *gradients(net)]
+    return [*found, *net.buffers(), torch.rand(3)]
+
+
+def nothing(net):
+    """No saving."""
+
+
+def assert_unchanged(ranks, name, saving, tolerance=1e-10):
+    """Trains with and without a saving, in one process with two replicas or on several ranks."""
+    for with_it, without in zip(run(ranks, train, name, saving), run(ranks, train, name, nothing), strict=True):
+        assert_same_gradients(with_it, without, tolerance)
