@@ -176,7 +176,10 @@ LOSSES: list[tuple[type[nn.Module], Callable[..., Tensor], Rule, Targets | None]
 ]
 if hasattr(nn, "LinearCrossEntropyLoss"):  # new in torch 2.13
     LOSSES.append((nn.LinearCrossEntropyLoss, F.linear_cross_entropy, _classes, None))
-RULES = {function: rule for _, function, rule, _ in LOSSES}
+RULES: dict[Callable[..., Tensor], Rule] = {}
+TARGETS: dict[Callable[..., Tensor], Targets | None] = {}
+# Handlers of these losses. A handler that a user registers for one of them replaces it here.
+_FORMS: dict[Callable[..., Tensor], tuple[type[nn.Module], Callable[..., Tensor]]] = {}
 _MISSING = object()
 
 
@@ -201,7 +204,11 @@ def _positional_names(function: Callable[..., Tensor]) -> tuple[list[str], int]:
     return [parameter.name for parameter in positional], sum(parameter.default is parameter.empty for parameter in positional)
 
 
-def _register(module: type[nn.Module], function: Callable[..., Tensor], rule: Rule) -> None:
+def add_loss(
+    module: type[nn.Module], function: Callable[..., Tensor], rule: Rule = _classes, targets: Targets | None = None
+) -> None:
+    """Adds a loss to those that are computed as sums: its module, its function, and the divisor of its mean."""
+    RULES[function], TARGETS[function] = rule, targets
     given = _signature(module.forward).parameters
     names = [name for name in _signature(rule).parameters if name in _signature(function).parameters and name not in given]
 
@@ -216,9 +223,11 @@ def _register(module: type[nn.Module], function: Callable[..., Tensor], rule: Ru
             bound["input"] = bound.pop("log_input")
         return rule(**settings, **bound).detach()  # faster than torch.no_grad()
 
+    _FORMS[weigh] = module, function
 
-for _module, _function, _rule, _ in LOSSES:
-    _register(_module, _function, _rule)
+
+for _loss in LOSSES:
+    add_loss(*_loss)
 
 
 @loss_weight.register(nn.AdaptiveLogSoftmaxWithLoss)
@@ -226,8 +235,6 @@ def _weigh_adaptive(criterion: Any, output: Any, *targets: Any) -> Tensor:
     return _pairs(target=targets[0])
 
 
-# Handlers of torch's losses. A handler that a user registers for one of them replaces it here.
-_FORMS = {loss_weight.dispatch(module): (module, form) for module, form, _, _ in LOSSES}
 FUNCTIONS = types.FunctionType, types.BuiltinFunctionType
 
 

@@ -4,11 +4,9 @@ from typing import Any
 
 from torch import Tensor
 
-from .rules import LOSSES, RULES, Targets, find_torch_loss, unwrap
+from .rules import RULES, TARGETS, Targets, find_torch_loss, unwrap
 
 __all__: list[str] = []
-
-_TARGETS = {function: targets for _, function, _, targets in LOSSES}
 
 
 def targets_of(criterion: Any) -> Targets | None:
@@ -17,14 +15,14 @@ def targets_of(criterion: Any) -> Targets | None:
     None for losses with several targets or with targets that the output does not determine, and for other criteria.
     """
     function = find_torch_loss(criterion)
-    return None if function is None else _TARGETS[function]
+    return None if function is None else TARGETS[function]
 
 
 def weight_of_targets(criterion: Any, targets: tuple[Any, ...]) -> Tensor | None:
     """Returns :func:`loss_weight` if it depends on the targets alone, otherwise None."""
     loss = find_torch_loss(criterion)
     unwrapped, arguments, settings = unwrap(criterion)
-    if loss is None or _TARGETS[loss] != "classes" or arguments or len(targets) != 1:
+    if loss is None or TARGETS[loss] != "classes" or arguments or len(targets) != 1:
         return None
     class_weights = settings.get("weight", getattr(unwrapped, "weight", None))
     if class_weights is not None or not isinstance(targets[0], Tensor) or targets[0].is_floating_point():

@@ -53,3 +53,8 @@ def current_backward_id() -> int | None:
     """Returns the number of the backward that the calling thread runs, or None outside of one. No public function exists."""
     number = torch._C._current_graph_task_id()
     return None if number == -1 else number
+
+
+def keeps_graph() -> bool:
+    """Returns True if the running backward has ``retain_graph=True``, so that it may run again. No public function exists."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())

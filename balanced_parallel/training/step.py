@@ -19,6 +19,7 @@ from .arguments import check_arguments
 from .gradient_sync import gradient_sync
 from .gradients import trained_tensors
 from .micro_batches import MicroBatch, Model, cut_micro_batches
+from .releasing_sync import releasing
 from .update import Optimizers, Schedulers, Update, each_optimizer, each_scheduler
 
 __all__: list[str] = []
@@ -138,7 +139,8 @@ class TrainStep:
         try:
             if self._accumulation is None:
                 self._update().forget_gradients()
-                parts = self._sync, self.criterion, self._trained, self.model.devices[0], self.precision
+                sync = releasing(self._sync, each_optimizer(self.optimizer), self.criterion.minimum, self.max_grad_norm)
+                parts = sync, self.criterion, self._trained, self.model.devices[0], self.precision
                 self._accumulation = Accumulation(*parts, weight_before=self._last_weight)
             yield self._accumulation
         except BaseException:

@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from balanced_parallel.savings import LinearCrossEntropy
+
 CLASSES = 5
 
 
@@ -86,6 +88,8 @@ LOSSES = {
     "AdaptiveLogSoftmaxWithLoss": (lambda: _adaptive(), "all classes"),
     "HuberLoss": (lambda: nn.HuberLoss(delta=0.3), "probabilities"),
     "huber_loss": (lambda: F.huber_loss, "probabilities"),
+    "savings.LinearCrossEntropy": (lambda: _head(), "classes"),
+    "savings.LinearCrossEntropy, weight, smoothing": (lambda: _head(weight=_weights(), label_smoothing=0.1), "classes"),
 }
 
 
@@ -103,6 +107,11 @@ def _distance(one, other):
 def _adaptive():
     torch.manual_seed(4)
     return nn.AdaptiveLogSoftmaxWithLoss(CLASSES, CLASSES, cutoffs=[2, 3], div_value=1.0)
+
+
+def _head(**settings):
+    torch.manual_seed(4)
+    return LinearCrossEntropy(CLASSES, CLASSES, bias=True, **settings)
 
 
 def _linear(**settings):

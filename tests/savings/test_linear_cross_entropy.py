@@ -1,0 +1,170 @@
+"""The head of a language model with its loss: replicas, ranks, tied weights, memory."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.problems import assert_same_gradients, gradients
+from helpers.ranks import run_ranks
+from torch import nn
+
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize, simulate, verify
+from balanced_parallel.savings import LinearCrossEntropy
+
+WORDS, WIDTH, POSITIONS = 13, 6, 5
+SETTINGS = [{}, {"bias": True}, {"label_smoothing": 0.1, "weighted": True}]
+
+
+class Body(nn.Module):
+    """Hidden states of tokens, [rows, positions, width]."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.embedding, self.layer = nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens):
+        return torch.tanh(self.layer(self.embedding(tokens)))
+
+
+class Plain(nn.Module):
+    """The same loss of a linear layer and cross entropy."""
+
+    def __init__(self, head):
+        super().__init__()
+        self.linear, self.head = head.linear, [head]
+
+    def forward(self, hidden, target):
+        (head,) = self.head
+        settings = {"label_smoothing": head.label_smoothing, "ignore_index": head.ignore_index}
+        return F.cross_entropy(self.linear(hidden).flatten(0, 1), target.flatten(), head.weight, **settings)
+
+
+def make_head(weighted=False, **settings):
+    torch.manual_seed(2)
+    return LinearCrossEntropy(WIDTH, WORDS, weight=torch.linspace(0.5, 2, WORDS) if weighted else None, **settings)
+
+
+def batch(rows=7, ignored_rows=3):
+    generator = torch.Generator().manual_seed(3)
+    tokens, targets = (torch.randint(WORDS, (rows, POSITIONS), generator=generator) for _ in range(2))
+    targets[:ignored_rows], targets[-1, 2:] = -100, -100  # with two replicas almost all of the first shard
+    return tokens, targets
+
+
+def expected_of(body, head, tokens, targets):
+    body, head = copy.deepcopy((body, head))
+    loss = Plain(head)(body(tokens), targets)
+    loss.backward()
+    return loss.detach(), gradients(body, head)
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize(("rows", "ignored"), [(7, 3), (7, 4), (1, 0), (4, 4)])
+def test_replicas_equal_the_plain_layers(double, settings, rows, ignored):
+    body, head = Body(), make_head(**settings)
+    tokens, targets = batch(rows, ignored)
+    loss, expected = expected_of(body, head, tokens, targets)
+    found = DataParallelCriterion(head)(DataParallelModel(body, ["cpu"] * 2)(tokens), targets)
+    found.backward()
+    torch.testing.assert_close(found.detach(), loss, rtol=1e-10, atol=1e-10, equal_nan=True)
+    assert_same_gradients(gradients(body, head), expected)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("micro_batch_size", [None, 1, 2])
+def test_training_equals_the_plain_loop(double, tied, micro_batch_size):
+    body, head = Body(), make_head()
+    if tied:
+        head.linear.weight = body.embedding.weight
+    plain_body, plain_head = copy.deepcopy((body, head))
+    learning = list(dict.fromkeys([*body.parameters(), *head.parameters()]))
+    plain_learning = list(dict.fromkeys([*plain_body.parameters(), *plain_head.parameters()]))
+    assert len(learning) == 4 - tied
+    optimizer, plain_optimizer = (torch.optim.Adam(some, lr=0.1) for some in (learning, plain_learning))
+    model = DataParallelModel(body, ["cpu"] * 2)
+    step = TrainStep(model, DataParallelCriterion(head), optimizer, micro_batch_size=micro_batch_size)
+    for ignored in (3, 0, 6):
+        tokens, targets = batch(7, ignored)
+        plain_optimizer.zero_grad()
+        loss = Plain(plain_head)(plain_body(tokens), targets)
+        loss.backward()
+        plain_optimizer.step()
+        torch.testing.assert_close(step(tokens, targets), loss.detach(), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(learning, plain_learning, rtol=1e-9, atol=1e-9)
+
+
+def check_ranks(rank, tied):
+    torch.set_default_dtype(torch.float64)
+    body, head = Body(), make_head(bias=True)
+    if tied:
+        head.linear.weight = body.embedding.weight
+    tokens, targets = batch(7, 3)
+    loss, expected = expected_of(body, head, tokens, targets)
+    model, criterion = parallelize(body, head)
+    mine = slice(0, 3) if rank == 0 else slice(3, 7)  # no label of the first rank counts
+    found = criterion(model(tokens[mine]), targets[mine])
+    found.backward()
+    torch.testing.assert_close(found.detach(), loss, rtol=1e-10, atol=1e-10)
+    assert_same_gradients(gradients(body, head), expected)
+    optimizer = torch.optim.SGD(list(dict.fromkeys([*body.parameters(), *head.parameters()])), lr=0.1)
+    step = TrainStep(model, criterion, optimizer, micro_batch_size=2)
+    torch.testing.assert_close(step(tokens[mine], targets[mine]), loss, rtol=1e-10, atol=1e-10)
+    assert_same_gradients(gradients(body, head), expected)
+    return True
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_ranks_equal_the_plain_layers(tied):
+    assert run_ranks(2, check_ranks, tied) == [True, True]
+
+
+def test_verify_finds_no_difference():
+    assert verify(Body().double(), make_head().double(), *batch(), device_ids=["cpu"] * 2, micro_batch_size=2).equal
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_simulated_devices_never_have_the_logits_of_all_rows(precision):
+    words, rows, positions = 4096, 32, 64
+    tokens = torch.randint(words, (rows, positions + 1))
+    peaks, losses = [], []
+    for make in (lambda: LinearCrossEntropy(32, words), None):
+        torch.manual_seed(0)
+        body = nn.Embedding(words, 32)
+        with simulate(2) as cluster:
+            head = nn.Linear(32, words, bias=False) if make is None else make()
+            net = nn.Sequential(body, head, Transposed()) if make is None else body
+            criterion = DataParallelCriterion(nn.CrossEntropyLoss() if make is None else head.to(cluster.devices[0]))
+            model = DataParallelModel(net, cluster.devices)
+            step = TrainStep(model, criterion, torch.optim.SGD([*body.parameters(), *head.parameters()]), precision=precision)
+            inputs, targets = (some.contiguous().pin_memory() for some in (tokens[:, :-1], tokens[:, 1:]))
+            with cluster.forbidding_waits():
+                loss = step(inputs, targets)
+            losses.append(loss.cpu())
+        peaks.append(max(cluster.peak))
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-2 if precision == "bf16" else 1e-5, atol=0)
+    assert peaks[1] >= 2 * rows // 2 * positions * words * 4
+    assert peaks[0] <= 0.35 * peaks[1]  # there are 4 chunks only
+
+
+class Transposed(nn.Module):
+    """Moves classes to the dimension where nn.CrossEntropyLoss expects them."""
+
+    def forward(self, logits):
+        return logits.transpose(1, 2)
+
+
+def test_parameters_have_the_names_of_torch():
+    head = LinearCrossEntropy(4, 3, bias=True, weight=torch.ones(3))
+    assert list(head.state_dict()) == ["weight", "linear.weight", "linear.bias"]
+    assert "label_smoothing=0.0" in repr(head)
+
+
+def test_wrong_settings_are_refused():
+    with pytest.raises(ValueError, match=r"shape \(4,\), expected one weight for each of 3 classes"):
+        LinearCrossEntropy(4, 3, weight=torch.ones(4))
+    with pytest.raises(ValueError, match="label_smoothing=2, expected a number from 0 to 1"):
+        LinearCrossEntropy(4, 3, label_smoothing=2)
+    with pytest.raises(ValueError, match="reduction='max', expected 'mean', 'sum' or 'none'"):
+        LinearCrossEntropy(4, 3, reduction="max")
