@@ -33,6 +33,7 @@ def estimate(
     devices: int = 1,
     balanced_optimizer: bool = False,
     checkpoint: str | Iterable[str] | None = None,
+    savings: Iterable[str] = (),
     device_kind: str | None = None,
     split: Sequence[float] | None = None,
     dim: int = 0,
@@ -58,6 +59,8 @@ def estimate(
         devices: number of devices, or of ranks.
         balanced_optimizer: uses :class:`BalancedOptimizer`, which under ddp is torch's ``ZeroRedundancyOptimizer``.
         checkpoint: ``"blocks"`` for activation checkpointing of the module's repeated blocks, or names of submodules.
+        savings: names of functions of ``balanced_parallel.savings``, such as ``["offload_activations"]``, with their default
+            settings. They are applied to the copies that are traced.
         device_kind: ``"h200"``, ``"a100"``, ..., ``"cpu"``, or ``"sim"`` for the devices of :func:`simulate`. ``None`` is the
             accelerator of this machine, else ``"h200"``.
         split: the weight of each device, as in :class:`DataParallelModel`.
@@ -88,6 +91,7 @@ def estimate(
         devices=devices,
         balanced_optimizer=balanced_optimizer,
         checkpoint=checkpoint,
+        savings=savings,
         device_kind=device_kind,
         split=split,
         dim=dim,

@@ -13,6 +13,7 @@ from ..batch.rows import count_rows
 from ..runtime.precision import Precision
 from ..savings.activation_checkpointing import find_blocks
 from .device_specs import DeviceKind, find_kind
+from .trace.applied_savings import check_savings
 from .trace.optimizer_choice import OptimizerChoice
 from .trace.strategies import LAYOUTS, Layout, find_layout
 
@@ -33,6 +34,7 @@ class Request:
         batches: how many batches make the update. Each is cut into an equal part of the micro-batches.
         balanced: the optimizer is a :class:`BalancedOptimizer`.
         blocks: names of the modules to checkpoint.
+        savings: functions of ``balanced_parallel.savings`` to apply to the traced copies.
         split: the weight of each device; None for equal shares.
         scalar: the result of every read of a tensor's value in the module.
     """
@@ -54,6 +56,7 @@ class Request:
     kind: DeviceKind
     dim: int
     scalar: int | float | bool | None
+    savings: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -75,6 +78,7 @@ class Request:
         balanced_optimizer: bool = False,
         checkpoint: str | Iterable[str] | None = None,
         split: Sequence[float] | None = None,
+        savings: Iterable[str] = (),
     ) -> "Request":
         """Makes a request of the arguments of :func:`estimate`.
 
@@ -115,6 +119,7 @@ class Request:
             kind=kind,
             dim=dim,
             scalar=scalar,
+            savings=check_savings(savings),
         )
 
     @property

@@ -27,6 +27,7 @@ from ..operators.cuda import cuda_choices
 from ..operators.workspaces import Call
 from ..request import Request
 from .allocations import Block, Count
+from .applied_savings import around_update, change_module, change_optimizers
 from .child_process import start_in_child
 from .fake_devices import HOME, host_of
 from .fake_tensors import fake_batch, fake_copy, names_of
@@ -91,6 +92,7 @@ def _trace(request: Request, rows: int) -> Trace:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     module, criterion, optimizer = fake_copy((request.module, request.criterion, request.optimizer), mode, HOME)
     request = dataclasses.replace(request, optimizer=optimizer)
+    change_module(module, request.savings)
     checkpoint_blocks(module, request.blocks)
     whole = rows * (request.micro_batches // request.batches)
     place = host_of(request.devices) if request.layout.batch_on_host else HOME
@@ -115,13 +117,15 @@ def _run(request: Request, count: Count, module: Any, criterion: Any, batch: Mic
     with count, contextlib.nullcontext() if request.kind.like_cuda else counting_random_states(count):
         layout = request.layout(request, module, criterion)
         count.see_all(layout.parameters, "parameters")  # those that sharding replaced
+        change_optimizers(layout.optimizer, request.savings)
         try:
             # the first update makes the state of the optimizer
             for name, update in (("first", micro_batches[:1]), ("second", micro_batches)):
                 gc.collect()
                 count.mark(name)
                 count.flops = 0
-                _update(layout, count, update, host_of(request.devices) if request.kind.like_cuda else None)
+                with around_update(request.savings, host_of(request.devices)):
+                    _update(layout, count, update, host_of(request.devices) if request.kind.like_cuda else None)
         finally:
             layout.close()
 
