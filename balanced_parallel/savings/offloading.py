@@ -89,7 +89,7 @@ class Offload:
             stored = self._stored.get(key)
             if stored is None:
                 self._stored[key] = stored = link.store(tensor, stream)
-        return Offloaded(stored, tensor.dtype, tensor.storage_offset(), tensor.size(), tensor.stride())
+        return Offloaded(stored, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
     def unpack(self, saved: _Kept | Offloaded) -> Tensor:
         """Hook that autograd calls when it needs a saved tensor."""

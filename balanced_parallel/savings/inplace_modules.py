@@ -1,0 +1,154 @@
+"""``inplace_activations``: activations that overwrite their input, where nothing needs the input any more."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..runtime import trees
+from ..runtime.devices import keep_random_state, move
+from .input_uses import InputUses
+
+__all__: list[str] = []
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def inplace_activations(module: nn.Module, inputs: Any) -> tuple[str, ...]:
+    """Sets ``inplace=True`` on the activations of a module that may overwrite their input, and save memory if they do.
+
+    Every submodule with an attribute ``inplace`` is considered: ``nn.ReLU``, ``nn.LeakyReLU``, ``nn.Dropout`` and so on. Two
+    proofs are needed, since a wrong value in a forward raises no error.
+
+    - A forward is watched in training and in evaluation. After the call nothing may read the memory of the input, and nothing may
+      keep it: no later layer, output, attribute or list, and not the caller.
+    - A step is run in place and compared with the plain one. The backward must not raise an error. Outputs and gradients must be
+      equal, and the call must allocate less. ``nn.SiLU``, for example, stays as it is: in place it copies its input.
+
+    The proofs run on copies of the module, on its device, with equal random numbers. Apply this function after
+    ``checkpoint_activations``.
+
+    Args:
+        module: any module.
+        inputs: a small batch: a tensor, a tuple of positional arguments or a mapping of keyword arguments. It should take the way
+            through the module that training takes.
+
+    Returns:
+        The names of the submodules that were changed. To undo it, set their ``inplace`` to False.
+
+    Example:
+        >>> net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(), nn.Linear(8, 4), nn.SiLU(), nn.Linear(4, 2), nn.Tanh())
+        >>> savings.inplace_activations(net, torch.randn(2, 4))
+        ('1',)
+    """
+    with keep_random_state():
+        chosen = find_inplace_activations(module, inputs)
+    for name in chosen:
+        _set_inplace(module, name)
+    return chosen
+
+
+def find_inplace_activations(module: nn.Module, inputs: Any, *, have_values: bool = True) -> tuple[str, ...]:
+    """Returns the names of the activations that :func:`inplace_activations` would change.
+
+    Args:
+        have_values: compares a step in place with the plain one. Fake tensors have no values.
+    """
+    device = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+    batch = trees.map_tensors(lambda tensor: move(tensor.detach(), device).requires_grad_(tensor.requires_grad), inputs)
+    call: Call = ((), dict(batch)) if isinstance(batch, Mapping) else (batch if isinstance(batch, tuple) else (batch,), {})
+    proof = _Proof(module, call, have_values)
+    return tuple(proof.accepted([name for name in proof.allocated if name not in proof.unsafe], []))
+
+
+def _set_inplace(module: nn.Module, name: str) -> None:
+    module.get_submodule(name).inplace = True  # type: ignore[assignment]
+
+
+class _Proof:
+    """A plain step, and steps with activations in place that are compared with it.
+
+    Attributes:
+        allocated: bytes that each activation allocates in the plain step.
+        unsafe: names of activations whose input is used after them.
+    """
+
+    def __init__(self, module: nn.Module, call: Call, have_values: bool) -> None:
+        self._module, self._call, self._have_values = module, call, have_values
+        self.unsafe: set[str] = set()
+        for training in (True, False):
+            uses = InputUses(watched := self._copy().train(training))
+            torch.manual_seed(0)
+            args, kwargs = self._arguments()
+            with uses, torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
+                outputs = watched(*args, **kwargs)  # autograd keeps nothing, so that what is alive afterwards is kept by others
+            self.unsafe |= uses.used_later() | uses.still_kept()
+            del outputs
+        self._expected, self.allocated = self._step([])
+
+    def accepted(self, names: list[str], others: list[str]) -> list[str]:
+        """Returns those of ``names`` that can be in place together with ``others``."""
+        if not names or self._is_equal(names, others):
+            return names
+        if len(names) == 1:
+            return []
+        half = len(names) // 2
+        first = self.accepted(names[:half], others)
+        return first + self.accepted(names[half:], others + first)
+
+    def _is_equal(self, names: list[str], others: list[str]) -> bool:
+        try:
+            found, allocated = self._step(names + others)
+            if self._have_values:
+                torch.testing.assert_close(found, self._expected, equal_nan=True)
+        except (RuntimeError, AssertionError):  # of the backward, and of the comparison
+            return False
+        return all(allocated[name] < self.allocated[name] for name in names)
+
+    def _step(self, names: list[str]) -> tuple[list[Tensor | None], dict[str, int]]:
+        """Returns outputs and gradients of a step, then outputs of an evaluation, and the bytes that activations allocate."""
+        net = self._copy()
+        for name in names:
+            _set_inplace(net, name)
+        torch.manual_seed(0)
+        args, kwargs = self._arguments()
+        with InputUses(net.train()) as uses:
+            outputs = _tensors(net(*args, **kwargs))
+        if sums := [_weighted_sum(output) for output in outputs if output.requires_grad]:
+            torch.autograd.backward(sums)
+        leaves = [*net.parameters(), *(leaf for leaf in trees.leaves((args, kwargs)) if isinstance(leaf, Tensor))]
+        with torch.no_grad():
+            args, kwargs = self._arguments()
+            evaluated = _tensors(net.eval()(*args, **kwargs))
+        gradients = [leaf.grad for leaf in leaves if leaf.is_leaf]
+        return [*(output.detach() for output in outputs), *gradients, *evaluated], uses.allocated
+
+    def _arguments(self) -> Any:
+        return trees.map_tensors(lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), self._call)
+
+    def _copy(self) -> nn.Module:
+        """Returns a copy in which every parameter is trained, also those that are frozen for now."""
+        net = copy.deepcopy(self._module)
+        for parameter in net.parameters():
+            parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
+        return net
+
+
+def _weighted_sum(tensor: Tensor) -> Tensor:
+    """Returns a sum in which every element has another weight."""
+    parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    weights = torch.linspace(0.5, 1.5, parts.numel(), device=parts.device, dtype=parts.dtype)
+    return (parts * weights.view(parts.shape)).sum()
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Returns the tensors in the output of a model: a tensor, containers of them, or objects with attributes."""
+    found = []
+    for leaf in trees.leaves(value):
+        if isinstance(leaf, Tensor):
+            found.append(leaf)
+        elif hasattr(leaf, "__dict__") and not isinstance(leaf, type):
+            found += _tensors(list(vars(leaf).values()))
+    return found
