@@ -24,7 +24,8 @@ def release_gradients_in_backward(optimizer: Optimizer) -> "GradientRelease":
 
     The gradient must be final when the backward makes it. Two backwards before a step raise ``RuntimeError``. Gradients cannot be
     clipped, unscaled or read after the backward: use no ``clip_grad_norm_`` and no ``GradScaler``. :class:`TrainStep` refuses
-    these settings. A backward that fails has updated some of the parameters.
+    these settings. A backward that fails has updated some of the parameters. With several devices, a replica that runs ahead
+    keeps its gradients until the others have theirs.
 
     Args:
         optimizer: one of ``torch.optim``, except LBFGS. Parameters that are frozen now or added later are updated by ``step()``.

@@ -1,0 +1,74 @@
+"""Claims of the page about savings, measured again on a small scale."""
+
+import dataclasses
+
+import pytest
+from helpers.benchmarks import load
+from helpers.ranks import run_ranks
+
+TRAINING = {"LinearCrossEntropy": 0.9, "release_gradients_in_backward": 0.75}  # at most this much of the plain peak
+EVALUATION = {"inference": 0.5, "RunningLoss": 0.6}
+ONE_PROCESS = {"release_gradients_in_backward"}  # refused under torchrun
+
+
+@pytest.fixture
+def benchmark(monkeypatch):
+    module = load("savings", monkeypatch)
+    assert module.TRAINING.keys() == TRAINING.keys()
+    assert module.EVALUATION.keys() == EVALUATION.keys()
+    return module
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_savings_of_training_lower_the_peak_and_keep_the_result(benchmark, name):
+    size, change = benchmark.QUICK, benchmark.TRAINING[name]
+    if name == "release_gradients_in_backward":  # saves where gradients take more than activations
+        size = dataclasses.replace(size, width=128, layers=6, rows=2, positions=2)
+    assert benchmark.peak(size, "training", change) <= TRAINING[name] * benchmark.peak(size, "training")
+    assert benchmark.error("training", change) <= 1e-10
+
+
+@pytest.mark.parametrize("name", EVALUATION)
+def test_savings_of_evaluation_lower_the_peak_and_keep_the_result(benchmark, name):
+    size, change = benchmark.QUICK, benchmark.EVALUATION[name]
+    assert benchmark.peak(size, "evaluation", change) <= EVALUATION[name] * benchmark.peak(size, "evaluation")
+    assert benchmark.error("evaluation", change) <= 1e-10
+
+
+def test_all_pairs_keep_the_result(benchmark):
+    pairs = benchmark.pairs_of(benchmark.TRAINING)
+    assert len(pairs) == len(TRAINING) * (len(TRAINING) - 1) / 2
+    assert max(off for _, off in pairs) <= 1e-10
+
+
+def check_ranks(rank):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        benchmark = load("savings", monkeypatch)
+        changes = {name: change for name, change in benchmark.TRAINING.items() if name not in ONE_PROCESS}
+        alone = [benchmark.error("training", change, ranks=True) for change in changes.values()]
+        alone += [benchmark.error("evaluation", change, ranks=True) for change in benchmark.EVALUATION.values()]
+        return max([*alone, *(off for _, off in benchmark.pairs_of(changes, ranks=True))])
+
+
+def test_ranks_keep_the_result():
+    assert max(run_ranks(2, check_ranks)) <= 1e-10
+
+
+def test_an_error_would_be_seen(benchmark):
+    def scaled(program):
+        program.net.embedding.weight.data *= 1 + 1e-8
+
+    assert benchmark.error("training", scaled) > 1e-9
+
+
+def test_a_head_needs_a_fifth_of_the_memory(benchmark):
+    plain, *others = benchmark.head_numbers(words=4096, tokens=4096, width=64, rounds=1)
+    assert plain[1] >= 3 * 4096 * 4096 * 4 * 0.99
+    assert others[-1][0] == "savings.LinearCrossEntropy"
+    assert others[-1][1] <= 0.2 * plain[1]
+
+
+def test_page_has_all_rows(benchmark):
+    page = (benchmark.HERE / "README.md").read_text()
+    assert [name for name in [*TRAINING, *EVALUATION, "savings.LinearCrossEntropy"] if f"| {name} " not in page] == []
+    assert "Environment: " in page
