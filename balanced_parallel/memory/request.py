@@ -1,5 +1,6 @@
 """One step to trace: the arguments of ``memory.estimate`` and ``memory.plan``, checked and in one place."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from ..runtime.precision import Precision
 from ..savings.activation_checkpointing import find_blocks
 from .device_specs import DeviceKind, find_kind
 from .trace.applied_savings import check_savings
+from .trace.inplace_names import inplace_names
 from .trace.optimizer_choice import OptimizerChoice
 from .trace.strategies import LAYOUTS, Layout, find_layout
 
@@ -35,6 +37,7 @@ class Request:
         balanced: the optimizer is a :class:`BalancedOptimizer`.
         blocks: names of the modules to checkpoint.
         savings: functions of ``balanced_parallel.savings`` to apply to the traced copies.
+        inplace: names of the activations that are in place.
         split: the weight of each device; None for equal shares.
         scalar: the result of every read of a tensor's value in the module.
     """
@@ -57,6 +60,7 @@ class Request:
     dim: int
     scalar: int | float | bool | None
     savings: tuple[str, ...] = ()
+    inplace: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -101,7 +105,7 @@ class Request:
         if not rows:
             raise ValueError(f"the inputs have no rows, expected tensors with rows along dimension {dim}")
         count = count_micro_batches(rows, micro_batch_size, split or chosen.devices_per_process(devices))
-        return cls(
+        request = cls(
             module=module,
             criterion=criterion,
             inputs=arguments,
@@ -121,6 +125,11 @@ class Request:
             scalar=scalar,
             savings=check_savings(savings),
         )
+        return request.in_place() if "inplace_activations" in request.savings else request
+
+    def in_place(self) -> "Request":
+        """Returns the request with every activation in place that may be."""
+        return dataclasses.replace(self, inplace=inplace_names(self))
 
     @property
     def rows_per_micro_batch(self) -> int:

@@ -15,7 +15,13 @@ from .traced_offload import offloading
 __all__: list[str] = []
 
 # in the order in which they are applied
-SAVINGS = ("replace_lm_head", "checkpoint_activations", "offload_activations", "release_gradients_in_backward")
+SAVINGS = (
+    "replace_lm_head",
+    "checkpoint_activations",
+    "inplace_activations",
+    "offload_activations",
+    "release_gradients_in_backward",
+)
 
 
 def check_savings(names: Iterable[str]) -> tuple[str, ...]:
@@ -37,6 +43,12 @@ def change_module(module: nn.Module, names: Iterable[str]) -> None:
         replace_lm_head(module)
     if "checkpoint_activations" in names:
         checkpoint_activations(module)
+
+
+def set_inplace(module: nn.Module, names: Iterable[str]) -> None:
+    """Sets ``inplace=True`` on submodules."""
+    for name in names:
+        module.get_submodule(name).inplace = True  # type: ignore[assignment]
 
 
 def change_optimizers(optimizer: Any, names: Iterable[str]) -> None:

@@ -27,7 +27,7 @@ from ..operators.cuda import cuda_choices
 from ..operators.workspaces import Call
 from ..request import Request
 from .allocations import Block, Count
-from .applied_savings import around_update, change_module, change_optimizers
+from .applied_savings import around_update, change_module, change_optimizers, set_inplace
 from .child_process import start_in_child
 from .fake_devices import HOME, host_of
 from .fake_tensors import fake_batch, fake_copy, names_of
@@ -94,6 +94,7 @@ def _trace(request: Request, rows: int) -> Trace:
     request = dataclasses.replace(request, optimizer=optimizer)
     change_module(module, request.savings)
     checkpoint_blocks(module, request.blocks)
+    set_inplace(module, request.inplace)
     whole = rows * (request.micro_batches // request.batches)
     place = host_of(request.devices) if request.layout.batch_on_host else HOME
     batch = fake_batch((request.inputs, request.targets), whole, request.rows, mode, place, request.dim)
