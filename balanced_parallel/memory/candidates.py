@@ -39,6 +39,8 @@ class Choice:
         changes_result: the loss and the gradients are computed in another precision.
         statistics: rows that batch norm takes its statistics from: ``"replica"`` or ``"micro-batch"``; None for all rows.
         optimizer: name of an optimizer in the place of the given one, which makes this an alternative that is never chosen.
+        inplace: names of the activations that are in place.
+        offload: activations wait for the backward in the memory of the host.
     """
 
     name: str
@@ -57,6 +59,8 @@ class Choice:
     fits: bool
     statistics: str | None = None
     optimizer: str | None = None
+    inplace: tuple[str, ...] = ()
+    offload: bool = False
 
     @property
     def exact(self) -> bool:
@@ -115,12 +119,15 @@ class Option:
     precision: str
     changes_result: bool
     optimizer: OptimizerChoice | None = None
+    inplace: bool = False
+    offload: bool = False
 
     @property
     def name(self) -> str:
         """The settings as text."""
         settings = [self.optimizer.name] if self.optimizer else []
-        settings += ["BalancedOptimizer"] * self.balanced + ["checkpointed blocks"] * bool(self.blocks)
+        settings += ["BalancedOptimizer"] * self.balanced + ["in-place activations"] * self.inplace
+        settings += ["checkpointed blocks"] * bool(self.blocks) + ["offloaded activations"] * self.offload
         return ", ".join([*settings, *([self.precision] if self.changes_result else [])]) or "replicas"
 
 
@@ -140,8 +147,11 @@ class Measured:
             blocks=option.blocks,
             precision=option.precision,
             optimizer=option.optimizer or request.optimizer,
+            savings=("offload_activations",) if option.offload else (),
             micro_batches=1,
         )
+        if option.inplace:
+            self.request = self.request.in_place()
         self._lines: dict[int, Lines] = {}
 
     def lines(self, micro_batches: int) -> Lines:
@@ -240,12 +250,18 @@ class Measured:
             reserved=tuple(self.reserved(i, max(largest[i], 1), count or 2) or 0 for i in devices),
             saved=0,
             recomputed=self.flops / plain.flops - 1 if plain.flops else 0.0,
-            traffic=_traffic(self.request, self.option.balanced),
+            traffic=_traffic(self.request, self.option.balanced) + (self._offloaded(largest, count) if fits else 0),
             changes_result=self.option.changes_result,
             fits=fits,
             statistics=statistics_of(self.request.module, len(devices), count),
             optimizer=self.option.optimizer.name if self.option.optimizer else None,
+            inplace=self.request.inplace,
+            offload=self.option.offload,
         )
+
+    def _offloaded(self, rows: Sequence[int], count: int) -> int:
+        """Returns the bytes per update from the busiest device to the host and back."""
+        return 2 * count * self.lines(count).bytes_on_host(max(rows) * len(rows)) if self.option.offload else 0
 
 
 def measure_what_decides(options: Sequence[Measured], batch_size: int, plain: Measured) -> None:

@@ -21,9 +21,11 @@ from .candidates import Choice, Measured, Option, choice_of, measure_what_decide
 from .capacity import what_would_fit
 from .device_specs import DeviceKind
 from .estimation import make_report, report_of
+from .offloading_step import OffloadingStep
 from .report import MemoryReport
 from .request import Request
 from .small_optimizers import smaller_optimizers
+from .trace.applied_savings import set_inplace
 from .trace.optimizer_choice import OptimizerChoice
 
 __all__: list[str] = []
@@ -105,7 +107,7 @@ class MemoryPlan:
         max_grad_norm: float | None = None,
         **defaults: Any,
     ) -> tuple[DataParallelModel, DataParallelCriterion, torch.optim.Optimizer, TrainStep]:
-        """Makes the model, the criterion, the optimizer and the step of the plan. Blocks of ``module`` are checkpointed in place.
+        """Makes the model, the criterion, the optimizer and the step of the plan. The savings change ``module`` in place.
 
         Args:
             module, criterion: those of the plan.
@@ -118,6 +120,7 @@ class MemoryPlan:
         """
         chosen = self.chosen
         checkpoint_blocks(module, chosen.checkpoint)
+        set_inplace(module, chosen.inplace)
         devices = list(range(self.devices)) if device_ids is None and torch.accelerator.is_available() else device_ids
         if devices is not None and len(devices) != self.devices:
             raise ValueError(f"device_ids has {len(devices)} devices, expected the {self.devices} that were planned for")
@@ -128,7 +131,7 @@ class MemoryPlan:
         )  # torch chooses kernels by itself on real devices
         learned = [*model.parameters(), *wrapped.parameters()]
         trained = choice.balanced(model, learned) if chosen.balanced_optimizer else choice(learned)
-        step = TrainStep(
+        step = (OffloadingStep if chosen.offload else TrainStep)(
             model,
             wrapped,
             trained,
@@ -182,10 +185,10 @@ def plan(
 ) -> MemoryPlan:
     """Plans the cheapest way to fit an effective batch on the devices of one process.
 
-    The plan chooses the number of micro-batches, the split over unequal devices, :class:`BalancedOptimizer` and activation
-    checkpointing of the module's repeated blocks. If none of these suffices, it tries the same in bf16, which changes the
-    result. The cheapest choice has the fewest operations, then the fewest micro-batches, then the least traffic. If nothing fits,
-    optimizers with less state are shown as alternatives.
+    The plan chooses the number of micro-batches, the split over unequal devices, :class:`BalancedOptimizer`, activations in
+    place, checkpointing of the module's repeated blocks, and offloaded activations. If none of these suffices, it tries the same
+    in bf16, which changes the result. The cheapest choice has the fewest operations, then the fewest micro-batches, then the
+    least traffic. If nothing fits, optimizers with less state are shown as alternatives.
 
     Args:
         module, criterion, inputs, targets, optimizer, device_kind, dim, scalar: as for :func:`estimate`. Inputs and targets
@@ -223,9 +226,9 @@ def plan(
         try:
             measure_what_decides(some, batch_size, plain)
         except ValueError:
-            if some[0].option.optimizer is None:
+            if not (some[0].option.optimizer or some[0].option.offload):
                 raise
-            continue  # an alternative that cannot be traced here
+            continue  # an optimizer that cannot be traced here; more rows that are offloaded than others
         measured += some
         choices += [each.choose(batch_size, plain) for each in some]
     whole = max(plain.lines(1).peak(i, -(-batch_size // devices) * devices) for i in range(devices))
@@ -264,8 +267,12 @@ def _stages(request: Request) -> Iterator[list[Option]]:
     spread_state = [False, True] if request.devices > 1 else [False]
     blocks, precision = find_blocks(request.module), request.precision
     for used in dict.fromkeys((precision, "bf16" if precision == "fp32" else precision)):
+        kwargs: dict[str, Any] = {"precision": used, "changes_result": used != precision}
         for names in ((), blocks) if blocks else ((),):
-            yield [Option(balanced, names, used, used != precision) for balanced in spread_state]
+            yield [Option(balanced, names, **kwargs) for balanced in spread_state]
+            if not names and any(getattr(part, "inplace", None) is False for part in request.module.modules()):
+                yield [Option(balanced, names, inplace=True, **kwargs) for balanced in spread_state]
+        yield [Option(balanced, blocks, offload=True, **kwargs) for balanced in spread_state]
     assert isinstance(request.optimizer, OptimizerChoice)
     others = smaller_optimizers(request.optimizer)
     if others:

@@ -26,14 +26,14 @@ def explain(request: Request, limits: Sequence[int]) -> str:
         limits: bytes of each device.
     """
     rows = request.row_step
-    options = [request, *(other for _, other in remedies(request))]
-    traces = run_traces([(option, rows) for option in options])
+    options = list(remedies(request))
+    traces = run_traces([(option, rows) for option in (request, *(other for _, other in options))])
     plain, *saving = [Lines(trace, None, request.kind, request.devices, 1) for trace in traces]
     report = make_report(request, rows, plain, None, plain)
     worst = max(range(len(limits)), key=lambda i: report.reserved[i] - limits[i])
     device = request.layout.traced_devices(request.devices)[worst]
     holders = ", ".join(f"{format_bytes(one.bytes)} of {one.part}{_place(one)}" for one in report.where[worst][:3])
-    saved = {name: plain.peak(device) - lines.peak(device) for (name, _), lines in zip(remedies(request), saving, strict=True)}
+    saved = {name: plain.peak(device) - lines.peak(device) for (name, _), lines in zip(options, saving, strict=True)}
     best = max(saved, key=lambda name: saved[name], default="")
     advice = f"{best} would save most, {format_bytes(saved[best])}" if saved.get(best, 0) > 0 else "no known saving would help"
     return (
@@ -46,6 +46,10 @@ def remedies(request: Request) -> Iterator[tuple[str, Request]]:
     """Yields the name of each saving that leaves the result as it is, and the request with it."""
     if not request.blocks and (blocks := find_blocks(request.module)):
         yield "checkpoint_activations", dataclasses.replace(request, blocks=blocks)
+    if not request.inplace and any(getattr(part, "inplace", None) is False for part in request.module.modules()):
+        yield "inplace_activations", request.in_place()
+    if "offload_activations" not in request.savings:
+        yield "offload_activations", dataclasses.replace(request, savings=(*request.savings, "offload_activations"))
     if not request.balanced and request.layout.takes_balanced_optimizer and request.devices > 1:
         yield "BalancedOptimizer", dataclasses.replace(request, balanced=True)
 
