@@ -2,6 +2,7 @@
 
 What a step needs:     python -m balanced_parallel estimate --model net.py:build --input 3x224x224 --batch-size 256 --devices 4
 How it fits:           python -m balanced_parallel plan --model net.py:build --input 128:int64 --batch-size 512 --memory 24GiB
+What would save:       python -m balanced_parallel tricks --model net.py:build --input 3x224x224 --batch-size 256 --devices 4
 What will go wrong:    python -m balanced_parallel doctor --model net.py:build
 What will wait:        python -m balanced_parallel doctor --model net.py:build --input 3x224x224
 
@@ -30,6 +31,7 @@ from .memory.device_specs import find_kind
 from .memory.model_loading import Problem, build_criterion, build_model, build_problem, find_optimizer
 from .memory.plot import draw_report, load_pyplot
 from .memory.trace.strategies import LAYOUTS, Replicas, SingleDevice
+from .memory.tricks import measure_tricks
 from .simulation import simulate
 
 __all__: list[str] = []
@@ -61,13 +63,14 @@ def make_parser() -> OneLineParser:
     """Makes the parser of all commands."""
     raw = argparse.RawDescriptionHelpFormatter
     parser = OneLineParser("python -m balanced_parallel", description=__doc__, formatter_class=raw)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="estimate|plan|doctor")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="estimate|plan|tricks|doctor")
     estimate = commands.add_parser("estimate", allow_abbrev=False, help="the memory of an update on each device")
     plan = commands.add_parser("plan", allow_abbrev=False, help="the cheapest way to fit the batch")
+    tricks = commands.add_parser("tricks", allow_abbrev=False, help="the bytes that each known trick saves for the model")
     doctor = commands.add_parser("doctor", allow_abbrev=False, help="problems of the model with replicas")
-    for command in (estimate, plan, doctor):
+    for command in (estimate, plan, tricks, doctor):
         _add_model(command)
-    for command in (estimate, plan):
+    for command in (estimate, plan, tricks):
         _add_batch(command, required=True)
         _add_step(command)
     _add_batch(doctor, required=False)
@@ -176,6 +179,25 @@ def plan(flags: argparse.Namespace) -> int:
     return 0 if found.fits else 1
 
 
+def tricks(flags: argparse.Namespace) -> int:
+    """Prints the table of tricks. Returns the exit code."""
+    problem = _build(flags, flags.batch_size)
+    with contextlib.redirect_stdout(sys.stderr):
+        found = measure_tricks(
+            problem.module,
+            problem.criterion,
+            problem.inputs,
+            problem.targets,
+            devices=flags.devices,
+            optimizer=find_optimizer(flags.optimizer),
+            precision=flags.precision,
+            device_kind=flags.device_kind,
+            dim=flags.dim,
+        )
+    _show(flags, problem, found, found.report, find_kind(found.report.device_kind).capacity)
+    return 0
+
+
 def doctor(flags: argparse.Namespace) -> int:
     """Prints problems of the model with replicas, and its waits if the shape of the input is given.
 
@@ -228,7 +250,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. For bad input it prints one line to stderr and raises ``SystemExit(2)``."""
     parser = make_parser()
     flags = parser.parse_args(arguments)
-    command = {"estimate": estimate, "plan": plan, "doctor": doctor}[flags.command]
+    command = {"estimate": estimate, "plan": plan, "tricks": tricks, "doctor": doctor}[flags.command]
     disabled = logging.root.manager.disable
     logging.disable(logging.ERROR)  # torch logs a traceback for each shape that an operator refuses
     try:

@@ -14,6 +14,7 @@ from ..runtime.byte_sizes import format_bytes
 from .errors import UnknownMemory
 from .extrapolation import Lines
 from .request import Request
+from .trace.optimizer_choice import OptimizerChoice
 from .trace.tracer import Trace, run_traces
 
 __all__: list[str] = []
@@ -37,6 +38,9 @@ class Choice:
         traffic: bytes to and from the busiest device per update, for parameters and gradients.
         changes_result: the loss and the gradients are computed in another precision.
         statistics: rows that batch norm takes its statistics from: ``"replica"`` or ``"micro-batch"``; None for all rows.
+        optimizer: name of an optimizer in the place of the given one, which makes this an alternative that is never chosen.
+        inplace: names of the activations that are in place.
+        offload: activations wait for the backward in the memory of the host.
     """
 
     name: str
@@ -54,16 +58,19 @@ class Choice:
     changes_result: bool
     fits: bool
     statistics: str | None = None
+    optimizer: str | None = None
+    inplace: tuple[str, ...] = ()
+    offload: bool = False
 
     @property
     def exact(self) -> bool:
-        """True if the loss and the gradients are those of the plain program on the whole batch, up to rounding."""
-        return not self.changes_result and self.statistics is None
+        """True if loss, gradients and update are those of the plain program on the whole batch, up to rounding."""
+        return not self.changes_result and self.statistics is None and self.optimizer is None
 
     @property
     def cost(self) -> tuple[Any, ...]:
         """Orders choices: exact ones first, then by operations, micro-batches and traffic."""
-        return self.changes_result, self.recomputed, self.micro_batches, self.traffic
+        return self.optimizer is not None, self.changes_result, self.recomputed, self.micro_batches, self.traffic
 
 
 def choice_of(values: dict[str, Any]) -> Choice:
@@ -89,7 +96,7 @@ def row_of(choice: Choice) -> list[str]:
 
 
 def _result_of(choice: Choice) -> str:
-    differences = ["other arithmetic"] * choice.changes_result
+    differences = ["other arithmetic"] * choice.changes_result + ["another optimizer"] * (choice.optimizer is not None)
     differences += [f"batch norm by {choice.statistics}"] if choice.statistics else []
     return ", ".join(differences) or "exact"
 
@@ -111,11 +118,16 @@ class Option:
     blocks: tuple[str, ...]
     precision: str
     changes_result: bool
+    optimizer: OptimizerChoice | None = None
+    inplace: bool = False
+    offload: bool = False
 
     @property
     def name(self) -> str:
         """The settings as text."""
-        settings = ["BalancedOptimizer"] * self.balanced + ["checkpointed blocks"] * bool(self.blocks)
+        settings = [self.optimizer.name] if self.optimizer else []
+        settings += ["BalancedOptimizer"] * self.balanced + ["in-place activations"] * self.inplace
+        settings += ["checkpointed blocks"] * bool(self.blocks) + ["offloaded activations"] * self.offload
         return ", ".join([*settings, *([self.precision] if self.changes_result else [])]) or "replicas"
 
 
@@ -130,8 +142,16 @@ class Measured:
     def __init__(self, request: Request, option: Option, capacity: tuple[int, ...]) -> None:
         self.option, self.capacity = option, capacity
         self.request = dataclasses.replace(
-            request, balanced=option.balanced, blocks=option.blocks, precision=option.precision, micro_batches=1
+            request,
+            balanced=option.balanced,
+            blocks=option.blocks,
+            precision=option.precision,
+            optimizer=option.optimizer or request.optimizer,
+            savings=("offload_activations",) if option.offload else (),
+            micro_batches=1,
         )
+        if option.inplace:
+            self.request = self.request.in_place()
         self._lines: dict[int, Lines] = {}
 
     def lines(self, micro_batches: int) -> Lines:
@@ -230,11 +250,18 @@ class Measured:
             reserved=tuple(self.reserved(i, max(largest[i], 1), count or 2) or 0 for i in devices),
             saved=0,
             recomputed=self.flops / plain.flops - 1 if plain.flops else 0.0,
-            traffic=_traffic(self.request, self.option.balanced),
+            traffic=_traffic(self.request, self.option.balanced) + (self._offloaded(largest, count) if fits else 0),
             changes_result=self.option.changes_result,
             fits=fits,
             statistics=statistics_of(self.request.module, len(devices), count),
+            optimizer=self.option.optimizer.name if self.option.optimizer else None,
+            inplace=self.request.inplace,
+            offload=self.option.offload,
         )
+
+    def _offloaded(self, rows: Sequence[int], count: int) -> int:
+        """Returns the bytes per update from the busiest device to the host and back."""
+        return 2 * count * self.lines(count).bytes_on_host(max(rows) * len(rows)) if self.option.offload else 0
 
 
 def measure_what_decides(options: Sequence[Measured], batch_size: int, plain: Measured) -> None:

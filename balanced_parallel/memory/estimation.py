@@ -33,6 +33,7 @@ def estimate(
     devices: int = 1,
     balanced_optimizer: bool = False,
     checkpoint: str | Iterable[str] | None = None,
+    savings: Iterable[str] = (),
     device_kind: str | None = None,
     split: Sequence[float] | None = None,
     dim: int = 0,
@@ -58,6 +59,8 @@ def estimate(
         devices: number of devices, or of ranks.
         balanced_optimizer: uses :class:`BalancedOptimizer`, which under ddp is torch's ``ZeroRedundancyOptimizer``.
         checkpoint: ``"blocks"`` for activation checkpointing of the module's repeated blocks, or names of submodules.
+        savings: names of functions of ``balanced_parallel.savings``, such as ``["offload_activations"]``, with their default
+            settings. They are applied to the copies that are traced.
         device_kind: ``"h200"``, ``"a100"``, ..., ``"cpu"``, or ``"sim"`` for the devices of :func:`simulate`. ``None`` is the
             accelerator of this machine, else ``"h200"``.
         split: the weight of each device, as in :class:`DataParallelModel`.
@@ -88,6 +91,7 @@ def estimate(
         devices=devices,
         balanced_optimizer=balanced_optimizer,
         checkpoint=checkpoint,
+        savings=savings,
         device_kind=device_kind,
         split=split,
         dim=dim,
@@ -98,6 +102,12 @@ def estimate(
 
 def report_of(request: Request, rows: int) -> MemoryReport:
     """Traces micro-batches of ``rows`` rows, and of twice as many, and makes the report."""
+    mine, lines = lines_of(request, rows)
+    return make_report(request, rows, mine, None, lines)
+
+
+def lines_of(request: Request, rows: int) -> tuple[Lines, Lines]:
+    """Traces micro-batches of ``rows`` rows, and of twice as many. Returns the lines of this number of rows, and of others."""
     step = request.row_step
     base = -(-max(rows, 2) // step) * step  # one row is a special case for torch: broadcasting, strides
     traces, reason = _trace_lines(request, sorted({rows, base, 2 * base}))
@@ -105,9 +115,9 @@ def report_of(request: Request, rows: int) -> MemoryReport:
     lines = Lines(traces[-2], traces[-1], request.kind, request.devices, step, request.split) if len(traces) > 1 else mine
     if not lines.is_affine:
         warnings.warn(
-            f"{reason}, so memory is not affine in the rows: at() and largest() trace each number of rows", stacklevel=3
+            f"{reason}, so memory is not affine in the rows: at() and largest() trace each number of rows", stacklevel=4
         )
-    return make_report(request, rows, mine, None, lines)
+    return mine, lines
 
 
 def make_report(request: Request, rows: int, mine: Lines, asked: Sequence[int] | None, lines: Lines) -> MemoryReport:

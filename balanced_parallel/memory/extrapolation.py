@@ -18,6 +18,7 @@ from .caching_allocator import replay
 from .device_specs import DeviceKind
 from .operators.workspaces import LARGEST, SMALL, Call, may_need_scratch, scratch_of
 from .trace.allocations import Block
+from .trace.fake_devices import host_of
 from .trace.tracer import Trace
 
 __all__: list[str] = []
@@ -150,6 +151,13 @@ class Lines:
             return self.first.flops
         one, two = self.first, self.second
         return one.flops + (two.flops - one.flops) * (rows - one.rows) // (two.rows - one.rows)
+
+    def bytes_on_host(self, rows: int | None = None) -> int:
+        """Returns the bytes per device that a micro-batch of the second update allocates on the host."""
+        host, sizes = str(host_of(self.devices)), self.sizes(rows)
+        made = [event - 1 for event in self.first.events[self.start :] if event > 0]
+        total = sum(int(sizes[number]) for number in made if self.first.blocks[number].device == host)
+        return total // (self.devices * self.first.micro_batches)
 
     def blocks_at(self, device: int, event: int, rows: int | None = None) -> list[Block]:
         """Returns the blocks in use after an event, with their sizes for ``rows`` rows."""

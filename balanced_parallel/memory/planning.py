@@ -21,8 +21,11 @@ from .candidates import Choice, Measured, Option, choice_of, measure_what_decide
 from .capacity import what_would_fit
 from .device_specs import DeviceKind
 from .estimation import make_report, report_of
+from .offloading_step import OffloadingStep
 from .report import MemoryReport
 from .request import Request
+from .small_optimizers import smaller_optimizers
+from .trace.applied_savings import set_inplace
 from .trace.optimizer_choice import OptimizerChoice
 
 __all__: list[str] = []
@@ -43,7 +46,7 @@ class MemoryPlan:
     Attributes:
         batch_size: rows per update.
         capacity: bytes of each device.
-        choices: all that were traced. The chosen one is the first, if any fits.
+        choices: all that were traced. The chosen one is the first, if any fits. Those with another optimizer are the last.
         fits: the first choice fits.
         needs: if none fits, the capacity in bytes that one row per device needs, and the number of devices that would suffice
             (None if no number would).
@@ -85,11 +88,13 @@ class MemoryPlan:
 
     @property
     def advice(self) -> str:
-        """The capacity and the number of devices that would fit, as text."""
+        """The capacity and the number of devices that would fit, and another optimizer that would, as text."""
         assert self.needs is not None
         size, count = self.needs
         more = "no number of such devices would do" if count is None else f"or {count} devices"
-        return f"one row per device needs devices of {format_bytes(size)}, {more}"
+        others = [choice.optimizer for choice in self.choices if choice.fits and choice.optimizer]
+        instead = f"; with optimizer={others[0]} it fits, which makes another result" if others else ""
+        return f"one row per device needs devices of {format_bytes(size)}, {more}{instead}"
 
     def apply(
         self,
@@ -102,7 +107,7 @@ class MemoryPlan:
         max_grad_norm: float | None = None,
         **defaults: Any,
     ) -> tuple[DataParallelModel, DataParallelCriterion, torch.optim.Optimizer, TrainStep]:
-        """Makes the model, the criterion, the optimizer and the step of the plan. Blocks of ``module`` are checkpointed in place.
+        """Makes the model, the criterion, the optimizer and the step of the plan. The savings change ``module`` in place.
 
         Args:
             module, criterion: those of the plan.
@@ -115,6 +120,7 @@ class MemoryPlan:
         """
         chosen = self.chosen
         checkpoint_blocks(module, chosen.checkpoint)
+        set_inplace(module, chosen.inplace)
         devices = list(range(self.devices)) if device_ids is None and torch.accelerator.is_available() else device_ids
         if devices is not None and len(devices) != self.devices:
             raise ValueError(f"device_ids has {len(devices)} devices, expected the {self.devices} that were planned for")
@@ -125,7 +131,7 @@ class MemoryPlan:
         )  # torch chooses kernels by itself on real devices
         learned = [*model.parameters(), *wrapped.parameters()]
         trained = choice.balanced(model, learned) if chosen.balanced_optimizer else choice(learned)
-        step = TrainStep(
+        step = (OffloadingStep if chosen.offload else TrainStep)(
             model,
             wrapped,
             trained,
@@ -179,9 +185,10 @@ def plan(
 ) -> MemoryPlan:
     """Plans the cheapest way to fit an effective batch on the devices of one process.
 
-    The plan chooses the number of micro-batches, the split over unequal devices, :class:`BalancedOptimizer` and activation
-    checkpointing of the module's repeated blocks. If none of these suffices, it tries the same in bf16, which changes the
-    result. The cheapest choice has the fewest operations, then the fewest micro-batches, then the least traffic.
+    The plan chooses the number of micro-batches, the split over unequal devices, :class:`BalancedOptimizer`, activations in
+    place, checkpointing of the module's repeated blocks, and offloaded activations. If none of these suffices, it tries the same
+    in bf16, which changes the result. The cheapest choice has the fewest operations, then the fewest micro-batches, then the
+    least traffic. If nothing fits, optimizers with less state are shown as alternatives.
 
     Args:
         module, criterion, inputs, targets, optimizer, device_kind, dim, scalar: as for :func:`estimate`. Inputs and targets
@@ -210,18 +217,23 @@ def plan(
     limits = _capacities(capacity, devices, request.kind)
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(f"batch_size={batch_size!r}, expected a positive number of rows per update")
-    stages = list(_stages(module, devices, precision))
+    stages = list(_stages(request))
     measured: list[Measured] = []
     choices: list[Choice] = []
     while stages and not any(choice.fits for choice in choices):
         some = [Measured(request, option, limits) for option in stages.pop(0)]
+        plain = (measured or some)[0]
+        try:
+            measure_what_decides(some, batch_size, plain)
+        except ValueError:
+            if not (some[0].option.optimizer or some[0].option.offload):
+                raise
+            continue  # an optimizer that cannot be traced here; more rows that are offloaded than others
         measured += some
-        plain = measured[0]
-        measure_what_decides(some, batch_size, plain)
         choices += [each.choose(batch_size, plain) for each in some]
     whole = max(plain.lines(1).peak(i, -(-batch_size // devices) * devices) for i in range(devices))
     choices = [dataclasses.replace(choice, saved=whole - max(choice.peak)) for choice in choices]
-    ranked = sorted(zip(choices, measured, strict=True), key=lambda pair: (not pair[0].fits, pair[0].cost))
+    ranked = sorted(zip(choices, measured, strict=True), key=lambda pair: (_is_other(pair[0]), not pair[0].fits, pair[0].cost))
     best, how = ranked[0]
     return MemoryPlan(
         batch_size=batch_size,
@@ -229,7 +241,7 @@ def plan(
         device_kind=request.kind.name,
         choices=tuple(choice for choice, _ in ranked),
         fits=best.fits,
-        needs=None if best.fits else what_would_fit(measured, max(limits)),
+        needs=None if best.fits else what_would_fit([each for each in measured if not each.option.optimizer], max(limits)),
         dim=dim,
         untried=tuple(option.name for stage in stages for option in stage),
         report=_report(how, best, batch_size) if best.fits else None,
@@ -244,15 +256,27 @@ def _capacities(capacity: int | str | Sequence[int | str] | None, devices: int, 
     return parse_each(capacity, devices)
 
 
-def _stages(module: torch.nn.Module, devices: int, precision: str) -> Iterator[list[Option]]:
+def _is_other(choice: Choice) -> bool:
+    return choice.optimizer is not None
+
+
+def _stages(request: Request) -> Iterator[list[Option]]:
     """Yields the options, the cheapest first.
 
     Each stage costs more operations than the one before, or changes the result. It is traced only if nothing before it fits."""
-    spread_state = [False, True] if devices > 1 else [False]
-    blocks = find_blocks(module)
+    spread_state = [False, True] if request.devices > 1 else [False]
+    blocks, precision = find_blocks(request.module), request.precision
     for used in dict.fromkeys((precision, "bf16" if precision == "fp32" else precision)):
+        kwargs: dict[str, Any] = {"precision": used, "changes_result": used != precision}
         for names in ((), blocks) if blocks else ((),):
-            yield [Option(balanced, names, used, used != precision) for balanced in spread_state]
+            yield [Option(balanced, names, **kwargs) for balanced in spread_state]
+            if not names and any(getattr(part, "inplace", None) is False for part in request.module.modules()):
+                yield [Option(balanced, names, inplace=True, **kwargs) for balanced in spread_state]
+        yield [Option(balanced, blocks, offload=True, **kwargs) for balanced in spread_state]
+    assert isinstance(request.optimizer, OptimizerChoice)
+    others = smaller_optimizers(request.optimizer)
+    if others:
+        yield [Option(False, blocks, precision, False, other) for other in others]
 
 
 def _report(measured: Measured, choice: Choice, batch_size: int) -> MemoryReport:

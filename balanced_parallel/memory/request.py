@@ -1,8 +1,9 @@
 """One step to trace: the arguments of ``memory.estimate`` and ``memory.plan``, checked and in one place."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -13,8 +14,13 @@ from ..batch.rows import count_rows
 from ..runtime.precision import Precision
 from ..savings.activation_checkpointing import find_blocks
 from .device_specs import DeviceKind, find_kind
+from .trace.applied_savings import check_savings
+from .trace.inplace_names import inplace_names
 from .trace.optimizer_choice import OptimizerChoice
 from .trace.strategies import LAYOUTS, Layout, find_layout
+
+if TYPE_CHECKING:
+    from .trace.existing_step import ExistingOptimizers
 
 __all__: list[str] = []
 
@@ -30,6 +36,8 @@ class Request:
         batches: how many batches make the update. Each is cut into an equal part of the micro-batches.
         balanced: the optimizer is a :class:`BalancedOptimizer`.
         blocks: names of the modules to checkpoint.
+        savings: functions of ``balanced_parallel.savings`` to apply to the traced copies.
+        inplace: names of the activations that are in place.
         split: the weight of each device; None for equal shares.
         scalar: the result of every read of a tensor's value in the module.
     """
@@ -39,7 +47,7 @@ class Request:
     inputs: Arguments
     targets: tuple[Any, ...]
     rows: int
-    optimizer: OptimizerChoice
+    optimizer: "OptimizerChoice | ExistingOptimizers"
     precision: str
     micro_batches: int
     batches: int
@@ -51,6 +59,8 @@ class Request:
     kind: DeviceKind
     dim: int
     scalar: int | float | bool | None
+    savings: tuple[str, ...] = ()
+    inplace: tuple[str, ...] = ()
 
     @classmethod
     def of(
@@ -72,6 +82,7 @@ class Request:
         balanced_optimizer: bool = False,
         checkpoint: str | Iterable[str] | None = None,
         split: Sequence[float] | None = None,
+        savings: Iterable[str] = (),
     ) -> "Request":
         """Makes a request of the arguments of :func:`estimate`.
 
@@ -94,7 +105,7 @@ class Request:
         if not rows:
             raise ValueError(f"the inputs have no rows, expected tensors with rows along dimension {dim}")
         count = count_micro_batches(rows, micro_batch_size, split or chosen.devices_per_process(devices))
-        return cls(
+        request = cls(
             module=module,
             criterion=criterion,
             inputs=arguments,
@@ -112,7 +123,13 @@ class Request:
             kind=kind,
             dim=dim,
             scalar=scalar,
+            savings=check_savings(savings),
         )
+        return request.in_place() if "inplace_activations" in request.savings else request
+
+    def in_place(self) -> "Request":
+        """Returns the request with every activation in place that may be."""
+        return dataclasses.replace(self, inplace=inplace_names(self))
 
     @property
     def rows_per_micro_batch(self) -> int:

@@ -97,6 +97,12 @@ class BalancedOptimizer(torch.optim.Optimizer):
         return _rebuild, (self._model, *self._made_of, self._groups, self.state_dict())
 
     @property
+    def recipe(self) -> tuple[type[torch.optim.Optimizer], Groups, dict[str, Any]]:
+        """The class of the plain optimizer, the groups of whole parameters, and the settings that it was made with."""
+        kind, defaults = self._made_of
+        return kind, self._groups, defaults
+
+    @property
     def param_groups(self) -> Groups:
         """The groups of the optimizer over the shards. Gradients on other devices are moved to the owners first."""
         if self._is_ready:

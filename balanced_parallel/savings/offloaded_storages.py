@@ -30,11 +30,23 @@ class Link:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.side = torch.Stream(device)
+        self.side = self.make_side_stream()
         self.lock = threading.RLock()  # replicas on one device run in several threads
         self._leaving: deque[tuple[Stored, Tensor]] = deque()
         self._loaded: list[weakref.ref[Stored]] = []
         self._last: weakref.ref[Stored] | None = None
+
+    def make_side_stream(self) -> torch.Stream:
+        """Makes the stream of the copies."""
+        return torch.Stream(self.device)
+
+    def bytes_of(self, tensor: Tensor) -> Tensor:
+        """Returns a storage as bytes: all its views come back with it, in one copy."""
+        return torch.empty(0, dtype=torch.uint8, device=self.device).set_(tensor.untyped_storage())
+
+    def empty_on_host(self, size: int) -> Tensor:
+        """Allocates bytes of pinned memory."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
     def store(self, tensor: Tensor, stream: torch.Stream) -> "Stored":
         """Starts to copy the storage of a tensor to the host."""
@@ -79,9 +91,8 @@ class Stored:
         self.overwritten = False
         self.device = link.device
         self._stream, self._link, self._previous = stream, link, previous
-        # The storage as bytes: all its views come back with it, in one copy.
-        self._on_device: Tensor | None = torch.empty(0, dtype=torch.uint8, device=link.device).set_(tensor.untyped_storage())
-        self._host = torch.empty(self._on_device.numel(), dtype=torch.uint8, pin_memory=True)
+        self._on_device: Tensor | None = link.bytes_of(tensor)
+        self._host = link.empty_on_host(tensor.untyped_storage().nbytes())
         self._copied = self._copy(self._host, self._on_device)
         self._loaded: torch.Event | None = None
 

@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -44,7 +44,7 @@ def offload_activations(*, min_bytes: int | str = "1MiB") -> Iterator[None]:
         >>> cluster.moved["sim:0", "cpu"]  # the input and the output of tanh, 4 MiB each
         8388608
     """
-    offload = _Offload(parse_bytes(min_bytes))
+    offload = Offload(parse_bytes(min_bytes))
     with torch.autograd.graph.saved_tensors_hooks(offload.pack, offload.unpack):
         try:
             yield
@@ -59,7 +59,9 @@ class _Kept(NamedTuple):
     version: int
 
 
-class _Offloaded(NamedTuple):
+class Offloaded(NamedTuple):
+    """A view of a storage that is on the host, or on its way."""
+
     stored: Stored
     dtype: torch.dtype
     offset: int
@@ -67,31 +69,31 @@ class _Offloaded(NamedTuple):
     stride: tuple[int, ...]
 
 
-class _Offload:
+class Offload:
     """The hooks of one block. Workers of replicas and threads of autograd call them at the same time."""
 
     def __init__(self, min_bytes: int) -> None:
-        self._min_bytes = min_bytes
+        self.min_bytes = min_bytes
         self._lock = threading.Lock()
         self._links: dict[torch.device, Link] = {}
-        self._stored: weakref.WeakValueDictionary[tuple[StorageReference, int], Stored] = weakref.WeakValueDictionary()
+        self._stored: weakref.WeakValueDictionary[tuple[Hashable, int], Stored] = weakref.WeakValueDictionary()
         self._backwards: set[int] = set()
 
-    def pack(self, tensor: Tensor) -> _Kept | _Offloaded:
+    def pack(self, tensor: Tensor) -> _Kept | Offloaded:
         """Hook that autograd calls with each tensor that it saves."""
-        stream = current_stream(tensor.device)
+        stream = self.stream_of(tensor.device)
         (version,) = versions([tensor])
-        if stream is None or self._stays(tensor):
+        if stream is None or self.stays(tensor):
             return _Kept(tensor.detach(), version)
         link = self._link(tensor.device)
         with link.lock:
-            key = StorageReference(tensor.untyped_storage()), version
+            key = self.refer(tensor.untyped_storage()), version
             stored = self._stored.get(key)
             if stored is None:
                 self._stored[key] = stored = link.store(tensor, stream)
-        return _Offloaded(stored, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
+        return Offloaded(stored, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
-    def unpack(self, saved: _Kept | _Offloaded) -> Tensor:
+    def unpack(self, saved: _Kept | Offloaded) -> Tensor:
         """Hook that autograd calls when it needs a saved tensor."""
         if isinstance(saved, _Kept):
             if versions([saved.tensor]) != [saved.version]:  # torch does not check tensors with hooks
@@ -101,27 +103,46 @@ class _Offload:
         with link.lock:
             if saved.stored.overwritten:
                 raise _modified(saved.size)
-            stream = torch.accelerator.current_stream(link.device)
-            storage = saved.stored.load(stream).untyped_storage()
+            stream = self.stream_of(link.device)
+            assert stream is not None
+            loaded = saved.stored.load(stream)
         self._end_with_backward()
-        return torch.empty(0, dtype=saved.dtype, device=link.device).set_(storage, saved.offset, saved.size, saved.stride)
+        return self.restore(loaded, saved)
 
     def settle(self) -> None:
         """Ends the block: the memory of all copied storages is given back."""
         for link in self._links.values():
             link.settle()
 
-    def _stays(self, tensor: Tensor) -> bool:
+    def restore(self, loaded: Tensor, saved: Offloaded) -> Tensor:
+        """Returns a saved tensor of a storage that is on the device again."""
+        made = torch.empty(0, dtype=saved.dtype, device=loaded.device)
+        return made.set_(loaded.untyped_storage(), saved.offset, saved.size, saved.stride)
+
+    def stream_of(self, device: torch.device) -> torch.Stream | None:
+        """Returns the current stream of a device; None for the CPU."""
+        return current_stream(device)
+
+    def refer(self, storage: torch.UntypedStorage) -> Hashable:
+        """Returns a key for a storage, which does not keep its memory."""
+        return StorageReference(storage)
+
+    def make_link(self, device: torch.device) -> Link:
+        """Makes the copies between a device and the host."""
+        return Link(device)
+
+    def stays(self, tensor: Tensor) -> bool:
+        """Returns True for a tensor that is not worth a copy, or cannot be copied as bytes."""
         parameter = isinstance(base_of(tensor), nn.Parameter)
         plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
         if parameter or not plain or tensor.is_conj() or tensor.is_neg():
             return True
-        return tensor.untyped_storage().nbytes() < self._min_bytes
+        return tensor.untyped_storage().nbytes() < self.min_bytes
 
     def _link(self, device: torch.device) -> Link:
         with self._lock:
             if device not in self._links:
-                self._links[device] = Link(device)
+                self._links[device] = self.make_link(device)
             return self._links[device]
 
     def _end_with_backward(self) -> None:

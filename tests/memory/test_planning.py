@@ -119,12 +119,18 @@ def test_cheapest_exact_plan_is_chosen():
     assert plenty.untried == (
         "checkpointed blocks",
         "BalancedOptimizer, checkpointed blocks",
+        "checkpointed blocks, offloaded activations",
+        "BalancedOptimizer, checkpointed blocks, offloaded activations",
         "bf16",
         "BalancedOptimizer, bf16",
         "checkpointed blocks, bf16",
         "BalancedOptimizer, checkpointed blocks, bf16",
+        "checkpointed blocks, offloaded activations, bf16",
+        "BalancedOptimizer, checkpointed blocks, offloaded activations, bf16",
+        "SGD, checkpointed blocks",
+        "Adafactor, checkpointed blocks",
     )
-    assert "not tried, because less fits: checkpointed blocks; BalancedOptimizer, checkpointed blocks; bf16" in str(plenty)
+    assert "not tried, because less fits: checkpointed blocks; BalancedOptimizer, checkpointed blocks; " in str(plenty)
 
 
 def test_plan_runs_few_traces(monkeypatch):

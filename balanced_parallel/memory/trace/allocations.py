@@ -169,6 +169,8 @@ def _storages(tensor: Tensor) -> list[Any]:
     if tensor.layout == torch.sparse_coo:
         parts = tensor._indices(), tensor._values()  # indices() and values() refuse tensors that are not coalesced
         return [storage for part in parts for storage in _storages(part)]
+    if hasattr(tensor, "__tensor_flatten__"):  # a wrapper, such as torchao's 8-bit states
+        return [storage for name in tensor.__tensor_flatten__()[0] for storage in _storages(getattr(tensor, name))]
     return [tensor.untyped_storage()]
 
 
@@ -194,10 +196,14 @@ def _where(names: dict[int, str]) -> tuple[str, str]:
 def _user_line() -> str:
     """Returns the line of the model or the criterion that reads a value; empty if an optimizer or this package does."""
     frame: Any = sys._getframe(2)
-    while frame is not None and frame.f_code.co_filename.startswith((_TORCH, _MEMORY, "<")):
-        if frame.f_code.co_filename.startswith(_OPTIMIZERS):
-            return ""
+    line = ""
+    while frame is not None:
+        name = frame.f_code.co_filename
+        if name.startswith(_OPTIMIZERS):
+            return ""  # also an optimizer of another package, whose step() torch wraps
+        if not line and not name.startswith((_TORCH, _MEMORY, "<")):
+            line = "" if name.startswith(_HERE) else f"{name}:{frame.f_lineno}"
+            if not line:
+                return ""
         frame = frame.f_back
-    if frame is None or frame.f_code.co_filename.startswith(_HERE):
-        return ""
-    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+    return line

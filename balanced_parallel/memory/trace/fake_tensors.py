@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode  # torch has no public module of fake tensors
 
 from ...batch.nested import is_row_list, map_leaves
+from ...optim.sharded_parameters import ShardedParameter
 
 __all__: list[str] = []
 
 
 def fake_copy(thing: Any, mode: FakeTensorMode, device: torch.device) -> Any:
-    """Returns a deep copy of ``thing`` (a module, a criterion, a function) with fake tensors on ``device``.
+    """Returns a deep copy of ``thing`` (a module, a function, a tuple of them) with fake tensors on ``device``.
 
     Tied tensors stay tied. The original does not change, and no value is copied.
     """
@@ -35,19 +36,23 @@ def fake_copy(thing: Any, mode: FakeTensorMode, device: torch.device) -> Any:
 def _shared(thing: Any) -> dict[int, Any]:
     """Returns a memo for ``deepcopy`` that shares attributes of modules, except modules, tensors and plain containers."""
     copied = (nn.Module, Tensor, list, dict, tuple, set)
-    modules = list(thing.modules()) if isinstance(thing, nn.Module) else []
+    parts = thing if isinstance(thing, tuple) else (thing,)
+    modules = [module for part in parts if isinstance(part, nn.Module) for module in part.modules()]
     values = [value for module in modules for value in vars(module).values() if not isinstance(value, copied)]
     return {id(value): value for value in values}
 
 
 @contextmanager
 def _copying_tensors_by(function: Any) -> Iterator[None]:
-    before = Tensor.__deepcopy__, nn.Parameter.__deepcopy__
-    Tensor.__deepcopy__ = nn.Parameter.__deepcopy__ = function  # type: ignore[method-assign]
+    kinds: tuple[Any, ...] = (Tensor, nn.Parameter, ShardedParameter)
+    before = [kind.__deepcopy__ for kind in kinds]
+    for kind in kinds:
+        kind.__deepcopy__ = function
     try:
         yield
     finally:
-        Tensor.__deepcopy__, nn.Parameter.__deepcopy__ = before  # type: ignore[method-assign]
+        for kind, method in zip(kinds, before, strict=True):
+            kind.__deepcopy__ = method
 
 
 def _fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device, shape: torch.Size | None = None) -> Any:

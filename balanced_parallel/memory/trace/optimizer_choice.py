@@ -26,8 +26,26 @@ class OptimizerChoice:
     make: Callable[..., torch.optim.Optimizer]
     foreach: bool
 
+    @property
+    def kind(self) -> Any:
+        """The class or the function, without the settings of a ``functools.partial``."""
+        kind: Any = self.make
+        while isinstance(kind, functools.partial):
+            kind = kind.func
+        return kind
+
+    @property
+    def name(self) -> str:
+        """The name of the class or the function."""
+        return getattr(self.kind, "__name__", repr(self.kind))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "OptimizerChoice":
+        return self  # its settings keep their values in a trace
+
     def __call__(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-        return self._with_kernels(self.make(parameters))
+        made = self.make(parameters)
+        use_kernels([made], self.foreach)
+        return made
 
     def balanced(self, model: DataParallelModel, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
         """Makes a :class:`BalancedOptimizer` for ``model``.
@@ -41,10 +59,14 @@ class OptimizerChoice:
             kind, settings = kind.func, kind.keywords | settings
         if not isinstance(kind, type):
             raise TypeError(f"optimizer={self.make!r}, expected a class, or a functools.partial of one, with BalancedOptimizer")
-        return self._with_kernels(BalancedOptimizer(model, kind, parameters, **settings))
+        made = BalancedOptimizer(model, kind, parameters, **settings)
+        use_kernels([made], self.foreach)
+        return made
 
-    def _with_kernels(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        for group in optimizer.param_groups if self.foreach else ():
+
+def use_kernels(optimizers: Iterable[torch.optim.Optimizer], foreach: bool) -> None:
+    """Selects the kernels that torch would choose: with ``foreach``, as on a GPU, where Adafactor alone loops over tensors."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups if foreach and not isinstance(optimizer, torch.optim.Adafactor) else ():
             if group.get("foreach", True) is None and not group.get("fused"):
                 group["foreach"] = True
-        return optimizer

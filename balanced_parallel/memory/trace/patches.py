@@ -42,8 +42,9 @@ def _no_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Turns off warnings, the log of fake tensors, and the garbage collector."""
-    with warnings.catch_warnings(action="ignore"), _without_log(), _no_collection():
+    """Turns off warnings, the log of fake tensors, the garbage collector, and compilation, which refuses dispatch modes."""
+    eager = torch.compiler.set_stance("force_eager")
+    with warnings.catch_warnings(action="ignore"), _without_log(), _no_collection(), eager:
         yield
 
 

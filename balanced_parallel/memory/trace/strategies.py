@@ -125,12 +125,18 @@ class Replicas(Layout):
     takes_balanced_optimizer = True
 
     def __init__(self, request: "Request", module: nn.Module, criterion: Any) -> None:
+        self.request = request
         self.replicas = [make_replicas(have_streams=request.kind.like_cuda) for _ in range(2)]
+        self.model, self.parallel_criterion = self.wrap(module, criterion)
+        super().__init__(request, module, criterion)
+
+    def wrap(self, module: nn.Module, criterion: Any) -> tuple[TracedModel, Any]:
+        """Returns the model and the criterion on fake devices."""
+        request = self.request
         settings: dict[str, Any] = {"dim": request.dim, "precision": request.precision}
         devices = fake_devices(request.devices)
-        self.model = TracedModel(module, devices, self.replicas[0], split=request.split, **settings)
-        self.parallel_criterion = TracedCriterion(criterion, self.replicas[1], **settings)
-        super().__init__(request, module, criterion)
+        model = TracedModel(module, devices, self.replicas[0], split=request.split, **settings)
+        return model, TracedCriterion(criterion, self.replicas[1], **settings)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """Makes the optimizer of the layout."""

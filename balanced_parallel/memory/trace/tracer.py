@@ -1,6 +1,7 @@
 """Runs two updates on fake tensors, which compute nothing, and records every allocation. In processes of their own."""
 
 import contextlib
+import dataclasses
 import functools
 import gc
 import importlib
@@ -26,6 +27,7 @@ from ..operators.cuda import cuda_choices
 from ..operators.workspaces import Call
 from ..request import Request
 from .allocations import Block, Count
+from .applied_savings import around_update, change_module, change_optimizers, set_inplace
 from .child_process import start_in_child
 from .fake_devices import HOME, host_of
 from .fake_tensors import fake_batch, fake_copy, names_of
@@ -88,9 +90,11 @@ def _trace_all(jobs: Sequence[tuple[Request, int]]) -> list[Trace]:
 
 def _trace(request: Request, rows: int) -> Trace:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    module = fake_copy(request.module, mode, HOME)
-    criterion = fake_copy(request.criterion, mode, HOME)
+    module, criterion, optimizer = fake_copy((request.module, request.criterion, request.optimizer), mode, HOME)
+    request = dataclasses.replace(request, optimizer=optimizer)
+    change_module(module, request.savings)
     checkpoint_blocks(module, request.blocks)
+    set_inplace(module, request.inplace)
     whole = rows * (request.micro_batches // request.batches)
     place = host_of(request.devices) if request.layout.batch_on_host else HOME
     batch = fake_batch((request.inputs, request.targets), whole, request.rows, mode, place, request.dim)
@@ -114,13 +118,15 @@ def _run(request: Request, count: Count, module: Any, criterion: Any, batch: Mic
     with count, contextlib.nullcontext() if request.kind.like_cuda else counting_random_states(count):
         layout = request.layout(request, module, criterion)
         count.see_all(layout.parameters, "parameters")  # those that sharding replaced
+        change_optimizers(layout.optimizer, request.savings)
         try:
             # the first update makes the state of the optimizer
             for name, update in (("first", micro_batches[:1]), ("second", micro_batches)):
                 gc.collect()
                 count.mark(name)
                 count.flops = 0
-                _update(layout, count, update, host_of(request.devices) if request.kind.like_cuda else None)
+                with around_update(request.savings, host_of(request.devices)):
+                    _update(layout, count, update, host_of(request.devices) if request.kind.like_cuda else None)
         finally:
             layout.close()
 

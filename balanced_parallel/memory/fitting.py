@@ -1,0 +1,100 @@
+"""``memory.fit``: the most rows of a micro-batch with which an existing step fits its devices."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from ..batch.microbatches import count_micro_batches
+from ..batch.splits import split_sizes
+from ..replicas.model import DataParallelModel
+from ..runtime.byte_sizes import parse_each
+from ..runtime.collectives import max_over_ranks
+from ..runtime.devices import free_bytes
+from ..training.step import TrainStep
+from .candidates import SCALARS
+from .estimation import lines_of, make_report, report_of
+from .remedies import explain, trace_exactly
+from .report import MemoryReport
+from .request import Request
+from .step_request import bytes_in_use, kind_of, request_of_step
+
+__all__: list[str] = []
+
+
+def fit(step: TrainStep, inputs: Any, targets: Any, *, capacity: int | str | Sequence[int | str] | None = None) -> MemoryReport:
+    """Sets ``step.micro_batch_size`` to the most rows per device that fit in one forward, before the first step runs.
+
+    One update is traced as by :func:`estimate`: with the model, the criterion, the optimizers with their settings and state, the
+    precision, the devices and the split of the step. A batch that fits at once runs in one micro-batch. Nothing else of the step
+    changes, and nothing is allocated on its devices. Under torchrun every rank calls it, and all get the smallest result.
+
+    Args:
+        step: with a :class:`DataParallelModel`, or the model of :func:`parallelize`.
+        inputs, targets: an effective batch, as for the step; meta tensors suffice.
+        capacity: bytes or text such as ``"24GiB"``, for each device or one for all. ``None`` is the memory that is free now, and
+            that of the step's own tensors. For the CPU it must be given.
+
+    Returns:
+        The report of an update with these micro-batches.
+
+    Raises:
+        ValueError: not one row fits; the message names the largest holders, and the saving that would help most. Or the model is
+            on the CPU and ``capacity`` is not given, or :func:`estimate` refuses the model.
+
+    Example:
+        >>> model = DataParallelModel(torch.nn.Linear(256, 256), ["cpu"])
+        >>> criterion = DataParallelCriterion(torch.nn.MSELoss())
+        >>> step = TrainStep(model, criterion, torch.optim.AdamW(model.parameters()))
+        >>> report = fit(step, torch.zeros(4096, 256), torch.zeros(4096, 256), capacity="4MiB")
+        >>> step.micro_batch_size, report.micro_batches, report.peak[0] <= 4 * 2**20
+        (612, 7, True)
+    """
+    request = request_of_step(step, inputs, targets)
+    limits = _limits(step, capacity, request)
+    shares = request.split or request.layout.devices_per_process(request.devices)
+    traced = request.layout.traced_devices(request.devices)
+    at_once = trace_exactly(request, request.rows)
+    if all(at_once.reserved(traced[i], None, limit) is not None for i, limit in enumerate(limits)):
+        rows, lines = max(split_sizes(request.rows, shares)), at_once
+    else:
+        several = dataclasses.replace(request, micro_batches=2)
+        half = -(-request.rows // 2 // request.row_step) * request.row_step
+        mine, lines = lines_of(several, half)
+        most = make_report(several, half, mine, None, lines).largest(limits) if min(limits) > 0 else 0
+        rows = _per_device(most, shares)
+    if not isinstance(step.model, DataParallelModel):
+        rows = -max_over_ranks(-rows)
+    if rows == 0:
+        raise ValueError(explain(request, limits))
+    step.micro_batch_size = rows
+    count = count_micro_batches(request.rows, rows, shares)
+    request, rows = dataclasses.replace(request, micro_batches=count), -(-request.rows // count)
+    if count == 1 and lines is at_once:
+        return make_report(request, rows, lines, None, lines)
+    if request.split or not lines.is_affine:
+        return report_of(request, rows)
+    asked = -(-rows // request.row_step) * request.row_step
+    return make_report(request, rows, lines, [asked] * request.devices, lines)
+
+
+def _limits(step: TrainStep, capacity: int | str | Sequence[int | str] | None, request: Request) -> list[int]:
+    """Returns the bytes that each replica may use, or each rank. Replicas on one device have equal parts of it."""
+    devices = list(dict.fromkeys(step.model.devices))
+    if capacity is not None:
+        total = dict(zip(devices, parse_each(capacity, len(devices)), strict=True))
+    else:
+        if any(device.type == "cpu" for device in devices):
+            raise ValueError("the model is on the CPU, which other programs use too: give capacity=, such as '16GiB'")
+        used = bytes_in_use(step)
+        total = {device: free_bytes(device) + used[device] + kind_of(device).context for device in devices}
+    norms = 0 if step.max_grad_norm is None else request.kind.rounds_to * len(list(request.module.parameters()))
+    limits = [total[device] // step.model.devices.count(device) - SCALARS - norms for device in step.model.devices]
+    return limits * (request.devices // len(limits))
+
+
+def _per_device(rows: int, shares: int | Sequence[float]) -> int:
+    """Returns the largest ``micro_batch_size`` with which no micro-batch has more than ``rows`` rows over all devices."""
+    if isinstance(shares, int):
+        return rows // shares
+    most = max(split_sizes(rows, shares))
+    return most - (max(split_sizes(rows + 1, shares)) <= most)

@@ -1,0 +1,97 @@
+"""``offload_activations`` on fake devices: the same copies, without streams."""
+
+import contextlib
+import weakref
+from collections.abc import Hashable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...runtime.tensors import base_of, storage_id
+from ...savings.offloaded_storages import Link
+from ...savings.offloading import Offload, Offloaded
+
+__all__: list[str] = []
+
+MIN_BYTES = 2**20  # the default of offload_activations
+
+
+@contextlib.contextmanager
+def offloading(host: torch.device) -> Iterator[None]:
+    """Moves what a forward saves to the fake device ``host``."""
+    offload = TracedOffload(host)
+    with torch.autograd.graph.saved_tensors_hooks(offload.pack, offload.unpack):
+        try:
+            yield
+        finally:
+            offload.settle()
+
+
+class TracedOffload(Offload):
+    """The hooks of one block. Its devices have one stream each, on which everything is in order."""
+
+    def __init__(self, host: torch.device) -> None:
+        super().__init__(MIN_BYTES)
+        self.host = host
+
+    def stream_of(self, device: torch.device) -> Any:
+        """Returns a stream that has nothing to wait for."""
+        return _STREAM
+
+    def refer(self, storage: torch.UntypedStorage) -> Hashable:
+        """Returns a key that lets the Python object of a storage end, whose end a trace counts as a release."""
+        return _Reference(storage)
+
+    def make_link(self, device: torch.device) -> Link:
+        """Makes the copies between a fake device and the fake host."""
+        return _TracedLink(device, self.host)
+
+    def restore(self, loaded: Tensor, saved: Offloaded) -> Tensor:
+        """Returns a view: the fake mode keeps every storage that ``set_`` was given."""
+        return loaded.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
+
+    def stays(self, tensor: Tensor) -> bool:
+        """Returns True for parameters, small tensors, and tensors of the host."""
+        is_small = tensor.untyped_storage().nbytes() < self.min_bytes
+        return is_small or tensor.device == self.host or isinstance(base_of(tensor), nn.Parameter)
+
+
+class _Reference:
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._number = storage_id(storage)
+        self._storage = weakref.ref(storage)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Reference) and (mine := self._storage()) is not None and mine is other._storage()
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class _TracedLink(Link):
+    def __init__(self, device: torch.device, host: torch.device) -> None:
+        self._host = host
+        super().__init__(device)
+
+    def make_side_stream(self) -> Any:
+        return _STREAM
+
+    def bytes_of(self, tensor: Tensor) -> Tensor:
+        count = tensor.untyped_storage().nbytes() // tensor.element_size()
+        return tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8)
+
+    def empty_on_host(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self._host)
+
+
+class _Stream(contextlib.nullcontext[None]):
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self) -> "_Stream":
+        return self
+
+
+_STREAM = _Stream()

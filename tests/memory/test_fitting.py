@@ -1,0 +1,208 @@
+"""``memory.fit``: the micro-batches that it chooses fit simulated devices, and one more row does not."""
+
+import functools
+
+import pytest
+import torch
+from helpers.memory_problems import VOCABULARY, tokens
+from helpers.ranks import run_ranks
+from torch import nn
+
+from balanced_parallel import (
+    BalancedOptimizer,
+    DataParallelCriterion,
+    DataParallelModel,
+    TrainStep,
+    memory,
+    parallelize,
+    simulate,
+)
+
+
+class LanguageModel(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(VOCABULARY, 32)
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2)])
+        self.output = nn.Linear(32, VOCABULARY)
+
+    def forward(self, tokens):
+        return self.output(self.layers(self.embedding(tokens))).transpose(1, 2)
+
+
+def batch(rows):
+    torch.manual_seed(1)
+    return torch.randint(VOCABULARY, (rows, 16)), torch.randint(VOCABULARY, (rows, 16))
+
+
+def adamw(model, **settings):
+    return torch.optim.AdamW(model.parameters(), **settings)
+
+
+def groups(model):
+    named = dict(model.named_parameters())
+    some = [{"params": [p for n, p in named.items() if "layers" in n], "amsgrad": True}]
+    return torch.optim.AdamW([*some, {"params": [p for n, p in named.items() if "layers" not in n], "foreach": False}])
+
+
+def several(model):
+    first, *others = model.parameters()
+    return [torch.optim.SGD([first], momentum=0.9), torch.optim.Adam(others)]
+
+
+OPTIMIZERS = {
+    "AdamW": adamw,
+    "SGD": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9),
+    "groups": groups,
+    "several": several,
+    "BalancedOptimizer": lambda model: BalancedOptimizer(model, torch.optim.AdamW, amsgrad=True),
+    "capturable": functools.partial(adamw, capturable=True),
+}
+
+
+def make_step(make_optimizer, devices=None, split=None, weight=None, criterion=None, **settings):
+    model = DataParallelModel(LanguageModel(), devices, split=split)
+    return TrainStep(
+        model, DataParallelCriterion(criterion or nn.CrossEntropyLoss(), weight=weight), make_optimizer(model), **settings
+    )
+
+
+def fits(make, size, capacity, rows):
+    """Returns True if two steps with micro-batches of ``size`` rows run within the capacity."""
+    with simulate(len(capacity), list(capacity)):
+        step = make()
+        step.micro_batch_size = size
+        try:
+            for _ in range(2):
+                step(*batch(rows))
+        except torch.OutOfMemoryError:
+            return False
+        return True
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_chosen_rows_fit_and_one_more_does_not(name):
+    capacity = ("2MiB",) * 2
+    make = functools.partial(make_step, OPTIMIZERS[name])
+    with simulate(2, capacity) as cluster:
+        step = make()
+        report = memory.fit(step, *batch(50))
+        size = step.micro_batch_size
+        for _ in range(2):
+            cluster.reset_peak()
+            step(*batch(50))
+        assert 1 < size < 25
+        assert max(report.peak) == pytest.approx(max(cluster.peak), rel=0.01)
+    assert not fits(make, size + 1, capacity, (size + 1) * 6)
+
+
+def other_loss(output, targets):
+    return nn.functional.cross_entropy(output, targets)
+
+
+@pytest.mark.parametrize(
+    ("capacity", "settings"),
+    [
+        (("2MiB", "1200KiB"), {"split": [2, 1]}),
+        (("2MiB",), {"precision": "bf16"}),
+        (("2MiB",), {"precision": "fp16", "max_grad_norm": 1.0}),
+        (("2MiB",) * 2, {"criterion": other_loss, "weight": lambda output, targets: targets.numel()}),
+    ],
+)
+def test_settings_of_the_step_decide(capacity, settings):
+    make = functools.partial(make_step, adamw, **settings)
+    with simulate(len(capacity), capacity) as cluster:
+        step = make()
+        report = memory.fit(step, *batch(100))
+        size = step.micro_batch_size
+        for _ in range(2):
+            cluster.reset_peak()
+            step(*batch(100))
+        assert 1 < size < 50
+        assert max(report.peak) == pytest.approx(max(cluster.peak), rel=0.01)
+    assert not fits(make, size + 2, capacity, 200)
+
+
+def test_tensors_of_others_and_of_the_step_count():
+    with simulate(1, "2MiB"):
+        step = make_step(adamw)
+        memory.fit(step, *batch(50))
+        alone = step.micro_batch_size
+        step(*batch(50))
+        memory.fit(step, *batch(50))
+        assert step.micro_batch_size == alone  # the optimizer's state and the gradients are the step's own
+        other = torch.zeros(2**18 // 4, device="sim:0")
+        memory.fit(step, *batch(50))
+        assert step.micro_batch_size < alone
+        assert step(*batch(50)).isfinite()
+        del other
+
+
+def test_a_batch_that_fits_runs_at_once():
+    with simulate(2, "1GiB"):
+        step = make_step(adamw, micro_batch_size=1)
+        assert memory.fit(step, *batch(7)).micro_batches == 1
+        assert step.micro_batch_size == 4
+        assert memory.fit(step, tokens(7).to("meta"), tokens(7).to("meta"), capacity="512MiB").peak[0] > 0
+
+
+def test_the_cpu_needs_a_capacity():
+    step = make_step(adamw, ["cpu"] * 2)
+    with pytest.raises(ValueError, match="the model is on the CPU, which other programs use too: give capacity="):
+        memory.fit(step, *batch(6))
+    assert step.micro_batch_size is None
+    report = memory.fit(step, *batch(60), capacity="4MiB")  # of the CPU, with both replicas
+    assert 1 < step.micro_batch_size < 30
+    assert sum(report.peak) <= 4 * 2**20
+
+
+def test_replicas_on_one_device_share_it():
+    make = functools.partial(make_step, adamw, ["sim:0", "sim:1", "sim:0"])
+    with simulate(2, ["4MiB", "2MiB"]):
+        step = make()
+        memory.fit(step, *batch(100))
+    assert 1 < step.micro_batch_size < 33
+    assert fits(make, step.micro_batch_size, ["4MiB", "2MiB"], 100)
+
+
+def test_a_step_that_does_not_fit_names_the_best_saving():
+    with simulate(2, "400KiB"):
+        step = make_step(adamw, micro_batch_size=3)
+        with pytest.raises(ValueError, match="not one row fits: one row per device needs .* of device 0, expected") as error:
+            memory.fit(step, *batch(50))
+        assert "The largest holders are " in str(error.value)
+        assert "185.09 KiB of parameters; " in str(error.value)
+        assert "BalancedOptimizer would save most, 371.00 KiB" in str(error.value)
+        assert step.micro_batch_size == 3
+
+
+def test_rows_in_different_dimensions_are_refused():
+    model = DataParallelModel(LanguageModel(), ["cpu"], in_dims=(0,))
+    step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), adamw(model))
+    with pytest.raises(ValueError, match=r"the inputs and the targets are in different dimensions \(in_dims=\)"):
+        memory.fit(step, *batch(6), capacity="1GiB")
+
+
+def fit_on_ranks(rank, balanced):
+    with simulate(2, ["2MiB", "3MiB"]) as cluster:
+        model, criterion = parallelize(LanguageModel(), nn.CrossEntropyLoss())
+        optimizer = BalancedOptimizer(model, torch.optim.AdamW) if balanced else adamw(model)
+        step = TrainStep(model, criterion, optimizer)
+        report = memory.fit(step, *batch(50 - rank))
+        for _ in range(2):
+            cluster.reset_peak()
+            step(*batch(50 - rank))
+        with pytest.raises(ValueError, match="not one row fits"):
+            memory.fit(step, *batch(50), capacity="300KiB" if rank else "2MiB")
+        return step.micro_batch_size, report.peak[0], cluster.peak[rank]
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_ranks_agree(balanced):
+    found = run_ranks(2, fit_on_ranks, balanced)
+    assert len({size for size, _, _ in found}) == 1
+    assert 1 < found[0][0] < 25
+    assert max(peak for _, _, peak in found) <= 2 * 2**20
+    assert max(peak for _, _, peak in found) == pytest.approx(found[0][1], rel=0.03)
