@@ -10,6 +10,7 @@ from ..replicas.model import DataParallelModel
 from ..runtime.byte_sizes import parse_each
 from ..runtime.collectives import max_over_ranks
 from ..runtime.devices import free_bytes
+from ..training import explanations
 from ..training.step import TrainStep
 from .candidates import SCALARS
 from .estimation import lines_of, make_report, report_of
@@ -65,7 +66,7 @@ def fit(step: TrainStep, inputs: Any, targets: Any, *, capacity: int | str | Seq
     if not isinstance(step.model, DataParallelModel):
         rows = -max_over_ranks(-rows)
     if rows == 0:
-        raise ValueError(explain(request, limits))
+        raise ValueError(f"not one row fits: {explain(request, limits)}")
     step.micro_batch_size = rows
     count = count_micro_batches(request.rows, rows, shares)
     request, rows = dataclasses.replace(request, micro_batches=count), -(-request.rows // count)
@@ -75,6 +76,13 @@ def fit(step: TrainStep, inputs: Any, targets: Any, *, capacity: int | str | Seq
         return report_of(request, rows)
     asked = -(-rows // request.row_step) * request.row_step
     return make_report(request, rows, lines, [asked] * request.devices, lines)
+
+
+@explanations.register
+def explain_step(step: TrainStep, inputs: Any, targets: Any) -> str:
+    """Returns the largest holders of memory of a step with one row per device, and the saving that would help most."""
+    request = request_of_step(step, inputs, targets)
+    return f"By the estimate, {explain(request, _limits(step, None, request))}"
 
 
 def _limits(step: TrainStep, capacity: int | str | Sequence[int | str] | None, request: Request) -> list[int]:

@@ -20,7 +20,7 @@ def trace_exactly(request: Request, rows: int) -> Lines:
 
 
 def explain(request: Request, limits: Sequence[int]) -> str:
-    """Returns the message for a step of which not one row fits.
+    """Returns what one row per device needs, the largest holders of it, and the saving that would help most.
 
     Args:
         limits: bytes of each device.
@@ -37,7 +37,7 @@ def explain(request: Request, limits: Sequence[int]) -> str:
     best = max(saved, key=lambda name: saved[name], default="")
     advice = f"{best} would save most, {format_bytes(saved[best])}" if saved.get(best, 0) > 0 else "no known saving would help"
     return (
-        f"not one row fits: one row per device needs {format_bytes(report.reserved[worst])} of device {worst}, expected at most "
+        f"one row per device needs {format_bytes(report.reserved[worst])} of device {worst}, expected at most "
         f"{format_bytes(limits[worst])}. The largest holders are {holders}; {advice}"
     )
 

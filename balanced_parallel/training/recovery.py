@@ -10,18 +10,21 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
 
 import torch
 
-from ..loss.criterion import DataParallelCriterion
 from ..replicas.sync_batchnorm import meets_other_ranks
 from ..runtime.allocation_retries import RetriedAllocations, release_memory
 from ..runtime.collectives import rank, world_size
+from .explanations import explain_step
 from .gradient_sync import GradientSync
-from .micro_batches import Batch, Model, most_rows
+from .micro_batches import Batch, most_rows
 from .rollback import Snapshot, prepare_undo
 from .update import Update
+
+if TYPE_CHECKING:
+    from .step import TrainStep
 
 __all__: list[str] = []
 
@@ -74,11 +77,9 @@ class OneAttempt:
         return contextlib.nullcontext()
 
 
-def make_attempts(
-    sync: GradientSync, model: Model, criterion: DataParallelCriterion, micro_batch_size: int | Literal["auto"] | None
-) -> Attempts:
+def make_attempts(step: "TrainStep", sync: GradientSync, micro_batch_size: int | Literal["auto"] | None) -> Attempts:
     """Returns the way to run updates, with recovery from running out of memory for ``"auto"``."""
-    return Recovery(sync, model, criterion) if micro_batch_size == "auto" else OneAttempt(micro_batch_size)
+    return Recovery(step, sync) if micro_batch_size == "auto" else OneAttempt(micro_batch_size)
 
 
 class Recovery:
@@ -87,8 +88,8 @@ class Recovery:
     Random numbers and buffers are those of before, so the result is that of smaller micro-batches from the start.
 
     Args:
-        sync: of the gradients. Ranks agree through it.
-        model, criterion: their buffers and the random numbers of their devices are put back.
+        step: whose buffers and random numbers are put back.
+        sync: of its gradients. Ranks agree through it.
 
     Raises:
         ValueError: layers of the model wait for other ranks in their forward.
@@ -96,7 +97,8 @@ class Recovery:
 
     run_again = True
 
-    def __init__(self, sync: GradientSync, model: Model, criterion: DataParallelCriterion) -> None:
+    def __init__(self, step: "TrainStep", sync: GradientSync) -> None:
+        model: Any = step.model
         if world_size() > 1 and meets_other_ranks(model.modules()):
             raise ValueError(
                 "micro_batch_size='auto' with batch norm over all ranks: after an out of memory in the forward of one rank, the "
@@ -104,9 +106,8 @@ class Recovery:
             )
         self.micro_batch_size: int | None = None
         self._sync = sync
-        self._model = model
-        modules: list[Any] = [model, criterion]
-        self._before = Snapshot(modules, [*model.devices, *(criterion.devices or ())])
+        self._step = step
+        self._before = Snapshot([model, step.criterion], [*model.devices, *(step.criterion.devices or ())])
         self._has_updated = False
         self._has_begun = False
         self._batches: list[Batch] = []  # of the present update
@@ -182,14 +183,15 @@ class Recovery:
 
     def _restart(self, run: Run) -> None:
         """Puts everything back, and runs all batches again in smaller micro-batches."""
-        rows = max((most_rows(self._model, batch.inputs, self.micro_batch_size) for batch in self._batches), default=0)
+        rows = max((most_rows(self._step.model, batch.inputs, self.micro_batch_size) for batch in self._batches), default=0)
         smaller = self._sync.smallest(_half(rows) if self._is_mine else _NO_LIMIT)
         if smaller == _NO_LIMIT:  # no forward or backward has failed, but the reduction behind them
             smaller = self._sync.smallest(_half(rows))
         self._before.restore()
         release_memory()
         if not smaller:
-            raise torch.OutOfMemoryError(f"one row per device does not fit: {self._reason}")
+            known = [explain_step(self._step, batch.inputs, batch.targets) for batch in self._batches[:1]]
+            raise torch.OutOfMemoryError(" ".join([f"one row per device does not fit: {self._reason}", *known]))
         self._tried.append(rows)
         self.micro_batch_size, self._failed, self._reason = smaller, False, ""
         self._sync.begin()
@@ -220,7 +222,7 @@ class Recovery:
             raise
 
     def _retrying(self) -> AbstractContextManager[Any]:
-        has_accelerators = any(device.type != "cpu" for device in self._model.devices)
+        has_accelerators = any(device.type != "cpu" for device in self._step.model.devices)
         return RetriedAllocations() if has_accelerators else contextlib.nullcontext()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -73,8 +73,8 @@ class TrainStep:
         check_arguments(criterion, micro_batch_size, max_grad_norm, scheduler)
         self.model, self.criterion, self.optimizer, self.scheduler = model, criterion, optimizer, scheduler
         self.max_grad_norm = max_grad_norm
-        self._attempts = make_attempts(self._sync, model, criterion, micro_batch_size)
         self.precision, self._trained = Precision(precision), trained_tensors(model, criterion)
+        self._attempts = make_attempts(self, self._sync, micro_batch_size)
         self._window = Window(self._sync)
         self._update()
 
