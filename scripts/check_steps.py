@@ -6,6 +6,7 @@ import functools
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import torch
 from check_machine import Machine, names
@@ -55,7 +56,7 @@ def make_step(
     net: nn.Module,
     devices: Devices,
     precision: str | Precision = "fp32",
-    micro_batch_size: int | None = None,
+    micro_batch_size: int | Literal["auto"] | None = None,
     optimizer: type[torch.optim.Optimizer] = torch.optim.SGD,
     lr: float = 0.1,
 ) -> TrainStep:

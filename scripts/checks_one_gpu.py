@@ -15,6 +15,7 @@ from check_asynchrony import check_bits, check_races, check_waits
 from check_machine import Machine, NotPossible, names
 from check_memory import check_memory
 from check_ranks import check_group_of_one
+from check_recovery import check_recovery
 from check_speed import check_plans, check_tokens
 from check_steps import LOSS_LIMIT, Devices, compare_devices, labels, make_step, networks, parameters_of, relative_error
 from check_table import Check, Row, at_most, attempt, judge
@@ -138,6 +139,7 @@ CHECKS: dict[str, Check] = {
     "races": _races,
     "bits": lambda machine: check_bits(machine, layouts(machine)[0]),
     "overflow": check_overflow,
+    "out of memory": check_recovery,
     "compile": check_compile,
     "plans": lambda machine: check_plans(machine, layouts(machine)[0]),
     "tokens": check_tokens,

@@ -22,6 +22,7 @@ CHECKS = {
         "[sim:0, cpu]: late inputs and parameters, inputs on cpu",
         "[sim:0, sim:0]: the same bits twice",
         "[sim:0, sim:0]: fp16 overflow",
+        "[sim:0, sim:0]: out of memory",
         "[sim:0]: torch.compile, eager",
         "[sim:0, sim:0]: cudnn.benchmark, host memory",
         "train.py's model: peak of [sim:0] / plain loop",
