@@ -138,18 +138,10 @@ def pairs_of(changes: dict[str, Change], *, ranks: bool = False) -> list[list[An
 
 def table(rows: list[list[Any]]) -> str:
     """Returns the table of a loop."""
-    plain = rows[0][1]
-    shown = [
-        [
-            name,
-            f"{most / MIB:.1f}",
-            f"{round((plain - most) / MIB, 1) + 0.0:.1f}",
-            f"{most / plain:.2f}",
-            f"{ratio:.2f}",
-            f"{off:.0e}",
-        ]
-        for name, most, ratio, off in rows
-    ]
+    plain, shown = rows[0][1], []
+    for name, most, ratio, off in rows:
+        saved = round((plain - most) / MIB, 1) + 0.0  # not -0.0
+        shown.append([name, f"{most / MIB:.1f}", f"{saved:.1f}", f"{most / plain:.2f}", f"{ratio:.2f}", f"{off:.0e}"])
     headers = ["saving", "peak, MiB", "saved, MiB", "peak / plain", "time / plain", "off by"]
     return tabulate(shown, headers, tablefmt="github", disable_numparse=True)
 
