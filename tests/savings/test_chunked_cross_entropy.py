@@ -109,6 +109,15 @@ def test_a_kept_graph_runs_backward_twice(reduction):
     torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo does so
+def test_compiled_heads_are_equal(monkeypatch):
+    monkeypatch.setattr(chunked_cross_entropy, "rows_per_chunk", lambda features: 256)
+    (hidden, weight, _), target = problem()
+    compiled = torch.compile(linear_cross_entropy, backend="aot_eager")
+    found, expected = (compute(function, (hidden, weight, None), target) for function in (compiled, linear_cross_entropy))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
 def test_second_derivatives_are_refused():
     tensors, target = problem()
     loss = linear_cross_entropy(*tensors[:2], target)
