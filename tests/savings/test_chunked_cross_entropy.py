@@ -161,3 +161,14 @@ def test_logits_of_all_rows_never_exist(monkeypatch):
     assert peaks[0] >= 2 * size
     assert peaks[1] <= 1.1 * (size / 16 + weight.nbytes + hidden.nbytes)  # one chunk and the gradients
     assert peaks[2] <= 1.1 * size / 16  # without a graph, one chunk
+
+
+def test_ignored_rows_may_be_nan():
+    (hidden, weight, _), target = problem(ignored=2)
+    padded = hidden.detach().clone()
+    padded[:2] = torch.nan
+    for reduction in REDUCTIONS:
+        settings = {"reduction": reduction, "label_smoothing": 0.1}
+        expected = plain(hidden, weight, target, **settings)
+        torch.testing.assert_close(plain(padded, weight, target, **settings), expected)
+        torch.testing.assert_close(linear_cross_entropy(padded, weight, target, **settings), expected)
