@@ -53,7 +53,7 @@ def run_checkpointed(module: nn.Module, function: Callable[..., Any], args: Any,
     # Tensors are passed by position: torch finds the devices, and thereby autocast, from positional arguments only.
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     before = versions(tensors)
-    devices = [tensor.device for tensor in tensors]
+    devices = [tensor.device for tensor in tensors or module.parameters()]  # objects may have tensors that no one finds
     outputs = checkpoint(
         run, *leaves, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: _contexts(module, devices, contexts())
     )

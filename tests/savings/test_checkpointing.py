@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import time
+import types
 
 import pytest
 import torch
@@ -167,6 +168,24 @@ def test_arguments_by_name_have_their_devices_numbers_and_autocast():
         assert output.dtype == torch.bfloat16
         mask = (output != 0).float() * 2
         torch.testing.assert_close(x.grad, (mask + mask.t()) @ torch.ones(8, 8, device="sim:0"))
+
+
+def test_arguments_inside_of_objects_have_the_numbers_of_their_device():
+    class Boxed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(64))
+
+        def forward(self, box):
+            return nn.functional.dropout(box.x * self.weight)
+
+    net = Boxed()
+    savings.checkpoint_activations(net, blocks="")
+    with simulate(1):
+        net.to("sim:0")
+        output = net(types.SimpleNamespace(x=torch.ones(9, 64, device="sim:0")))
+        output.sum().backward()
+        assert net.weight.grad.equal(output.sum(0))
 
 
 def test_spectral_norm_runs_again_with_the_weight_of_the_forward(double):
