@@ -188,6 +188,21 @@ def test_arguments_inside_of_objects_have_the_numbers_of_their_device():
         assert net.weight.grad.equal(output.sum(0))
 
 
+def test_layers_on_another_device_draw_the_same_numbers_again():
+    class Moving(nn.Linear):
+        def forward(self, x):
+            return nn.functional.dropout(x.to(self.weight.device)) * self.weight.sum()
+
+    net = Moving(1, 1)
+    savings.checkpoint_activations(net, blocks="")
+    with simulate(2):
+        net.to("sim:1")
+        x = torch.ones(9, 64, device="sim:0", requires_grad=True)
+        output = net(x)
+        output.sum().backward()
+        torch.testing.assert_close(x.grad.cpu(), output.detach().cpu())
+
+
 def test_spectral_norm_runs_again_with_the_weight_of_the_forward(double):
     nets = []
     for checkpointed in (False, True):
