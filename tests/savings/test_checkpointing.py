@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 import time
+import types
 
 import pytest
 import torch
@@ -77,6 +78,29 @@ def test_replicas_on_accelerators_peak_lower():
     assert all(with_it < 0.5 * without for with_it, without in zip(peaks[1], peaks[0], strict=True))
 
 
+def test_replicas_follow_a_call_after_their_first_forward():
+    net = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())])
+    with simulate(3) as cluster:
+        model = DataParallelModel(net.to("sim:0"))
+
+        def bytes_of_graph():
+            before = cluster.live
+            outputs = model(torch.ones(1536, 64))
+            kept = [after - at_first for after, at_first in zip(cluster.live, before, strict=True)]
+            outputs.gather().sum().backward()
+            net.zero_grad()
+            return kept
+
+        bytes_of_graph()
+        plain = bytes_of_graph()
+        handle = savings.checkpoint_activations(net)
+        assert all(checkpointed < 0.8 * kept for checkpointed, kept in zip(bytes_of_graph(), plain, strict=True))
+        savings.checkpoint_activations(net, segments=2)
+        assert max(bytes_of_graph()) < max(plain)
+        handle.remove()
+        assert bytes_of_graph() == plain
+
+
 class Later(nn.Module):
     """Lets the replicas on accelerators start after the others."""
 
@@ -144,6 +168,39 @@ def test_arguments_by_name_have_their_devices_numbers_and_autocast():
         assert output.dtype == torch.bfloat16
         mask = (output != 0).float() * 2
         torch.testing.assert_close(x.grad, (mask + mask.t()) @ torch.ones(8, 8, device="sim:0"))
+
+
+def test_arguments_inside_of_objects_have_the_numbers_of_their_device():
+    class Boxed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(64))
+
+        def forward(self, box):
+            return nn.functional.dropout(box.x * self.weight)
+
+    net = Boxed()
+    savings.checkpoint_activations(net, blocks="")
+    with simulate(1):
+        net.to("sim:0")
+        output = net(types.SimpleNamespace(x=torch.ones(9, 64, device="sim:0")))
+        output.sum().backward()
+        assert net.weight.grad.equal(output.sum(0))
+
+
+def test_layers_on_another_device_draw_the_same_numbers_again():
+    class Moving(nn.Linear):
+        def forward(self, x):
+            return nn.functional.dropout(x.to(self.weight.device)) * self.weight.sum()
+
+    net = Moving(1, 1)
+    savings.checkpoint_activations(net, blocks="")
+    with simulate(2):
+        net.to("sim:1")
+        x = torch.ones(9, 64, device="sim:0", requires_grad=True)
+        output = net(x)
+        output.sum().backward()
+        torch.testing.assert_close(x.grad.cpu(), output.detach().cpu())
 
 
 def test_spectral_norm_runs_again_with_the_weight_of_the_forward(double):
