@@ -5,7 +5,8 @@ batch, and no device carries more than its share.
 
 Replace ``nn.DataParallel``: :class:`DataParallelModel`, :class:`DataParallelCriterion`, :func:`gather`.
 Train in micro-batches: :class:`TrainStep`. Run under torchrun: :func:`parallelize`. Spread optimizer state:
-:class:`BalancedOptimizer`. Predict memory: :func:`memory.estimate`, :func:`memory.plan`. Try it without GPUs: :func:`simulate`.
+:class:`BalancedOptimizer`. Predict memory: :func:`memory.estimate`, :func:`memory.plan`. Lower it: :mod:`savings`. Try it
+without GPUs: :func:`simulate`.
 """
 
 from . import memory, savings

@@ -121,6 +121,8 @@ class ModuleTree:
                 for name in lists:
                     state[name] = self._swapped(state[name], tensors)
             object.__setattr__(skeleton, "__dict__", state)
+            if skeleton.__class__ is not module.__class__:  # as activation checkpointing changes it
+                object.__setattr__(skeleton, "__class__", module.__class__)
         return skeletons[0][1]
 
     @contextmanager

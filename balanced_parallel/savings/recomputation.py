@@ -18,6 +18,7 @@ from ..runtime.modules import buffers_of
 from ..runtime.random_numbers import RandomState
 from ..runtime.tensors import versions
 from .expensive_operators import keep_expensive
+from .key_value_caches import is_cache, without_empty_cache
 
 __all__: list[str] = []
 
@@ -33,10 +34,12 @@ def run_checkpointed(module: nn.Module, function: Callable[..., Any], args: Any,
 
     Raises:
         RuntimeError: the function writes to its arguments.
+        ValueError: an argument is a cache of keys and values that is not empty.
     """
-    if not torch.is_grad_enabled():
-        return function(*args, **kwargs)
     leaves, rebuild = trees.flatten((args, kwargs))
+    if not torch.is_grad_enabled() or (not module.training and any(map(is_cache, leaves))):
+        return function(*args, **kwargs)
+    leaves = without_empty_cache(leaves, type(module).__name__)
 
     def run(*again: Any) -> Any:
         positional, named = rebuild(list(again))

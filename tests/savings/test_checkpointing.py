@@ -77,6 +77,29 @@ def test_replicas_on_accelerators_peak_lower():
     assert all(with_it < 0.5 * without for with_it, without in zip(peaks[1], peaks[0], strict=True))
 
 
+def test_replicas_follow_a_call_after_their_first_forward():
+    net = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())])
+    with simulate(3) as cluster:
+        model = DataParallelModel(net.to("sim:0"))
+
+        def bytes_of_graph():
+            before = cluster.live
+            outputs = model(torch.ones(1536, 64))
+            kept = [after - at_first for after, at_first in zip(cluster.live, before, strict=True)]
+            outputs.gather().sum().backward()
+            net.zero_grad()
+            return kept
+
+        bytes_of_graph()
+        plain = bytes_of_graph()
+        handle = savings.checkpoint_activations(net)
+        assert all(checkpointed < 0.8 * kept for checkpointed, kept in zip(bytes_of_graph(), plain, strict=True))
+        savings.checkpoint_activations(net, segments=2)
+        assert max(bytes_of_graph()) < max(plain)
+        handle.remove()
+        assert bytes_of_graph() == plain
+
+
 class Later(nn.Module):
     """Lets the replicas on accelerators start after the others."""
 

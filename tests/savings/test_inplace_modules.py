@@ -77,6 +77,12 @@ def used_in_evaluation(net, x):
     return result if net.training else result + hidden
 
 
+def read_in_evaluation(net, x):
+    hidden = net.first(x)
+    result = net.activation(hidden)
+    return result if net.training else result + 0 * hidden
+
+
 def as_output(net, x):
     hidden = net.first(x)
     return Output(hidden, net.second(net.activation(hidden)))
@@ -112,6 +118,7 @@ UNSAFE = {
     "kept": with_input_kept,
     "logged": with_input_logged,
     "evaluation": used_in_evaluation,
+    "evaluation without an effect": read_in_evaluation,
     "pieces": with_pieces,
     "twice": twice,
     "by name": lambda net, x: (hidden := net.first(x)) + net.activation(input=hidden),
@@ -210,6 +217,18 @@ def test_the_first_activation_of_a_checkpointed_block_stays():
     net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)))
     savings.checkpoint_activations(net, blocks=["1"])
     assert savings.inplace_activations(net, torch.randn(2, 4)) == ("1.2",)
+
+
+def test_saved_results_inside_of_a_checkpointed_block_are_not_overwritten():
+    class Squared(nn.Module):
+        def forward(self, x):
+            return (x * x).exp()  # positive, so that the activation changes nothing here
+
+    for checkpointed in (False, True):
+        net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), Squared(), nn.ReLU(), nn.Linear(4, 4)))
+        if checkpointed:
+            savings.checkpoint_activations(net, blocks=["1"])
+        assert savings.inplace_activations(net, torch.randn(2, 4)) == ()
 
 
 def test_replicas_peak_lower():
