@@ -1,6 +1,8 @@
 """Ways to lower memory without changing the result.
 
-:func:`checkpoint_activations`, :func:`inplace_activations`, :func:`offload_activations`.
+Activations: :func:`checkpoint_activations`, :func:`inplace_activations`, :func:`offload_activations`. Heads of language models:
+:class:`LinearCrossEntropy`, :func:`replace_lm_head`. Gradients: :func:`release_gradients_in_backward`. Evaluation and logging:
+:func:`inference`, :class:`RunningLoss`.
 """
 
 from .checkpointing import checkpoint_activations

@@ -1,9 +1,9 @@
 """Memory and time of each saving
 
 One training step of a language model (the second, when optimizer state exists) and the evaluation of four batches, plain and with
-one saving at a time. Peaks are those of a simulated GPU. Times are ratios to the plain program in one CPU
-thread, both in turns. Errors are those of losses and parameters in float64. Run without arguments, it measures everything and
-writes the README beside it.
+one saving at a time. Peaks are those of a simulated GPU. Times are ratios to the plain program, in one CPU thread, both in
+turns. Errors are those of losses and parameters in float64. Run without arguments, it measures everything and writes the README
+beside it.
 """
 
 import itertools
@@ -138,11 +138,10 @@ def pairs_of(changes: dict[str, Change], *, ranks: bool = False) -> list[list[An
 
 def table(rows: list[list[Any]]) -> str:
     """Returns the table of a loop."""
-    plain = rows[0][1]
-    shown = [
-        [name, f"{most / MIB:.1f}", f"{(plain - most) / MIB:.1f}", f"{most / plain:.2f}", f"{ratio:.2f}", f"{off:.0e}"]
-        for name, most, ratio, off in rows
-    ]
+    plain, shown = rows[0][1], []
+    for name, most, ratio, off in rows:
+        saved = round((plain - most) / MIB, 1) + 0.0  # not -0.0
+        shown.append([name, f"{most / MIB:.1f}", f"{saved:.1f}", f"{most / plain:.2f}", f"{ratio:.2f}", f"{off:.0e}"])
     headers = ["saving", "peak, MiB", "saved, MiB", "peak / plain", "time / plain", "off by"]
     return tabulate(shown, headers, tablefmt="github", disable_numparse=True)
 
@@ -167,6 +166,7 @@ def report() -> str:
     lines += [
         "Peak: bytes of tensors in use, each rounded up to 512, as CUDA's caching allocator counts them; for the head, of the",
         "CPU's allocator. Off by: the largest relative difference of a loss or a parameter in float64, with two replicas.",
+        "offload_activations does nothing on a CPU, so this page has no time of it.",
         "",
         f"Environment: {platform.machine()}, 1 thread, Python {platform.python_version()}, torch {torch.__version__}.",
         "To reproduce (it writes this file):",

@@ -33,11 +33,11 @@ class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm, self.enter, self.leave = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.activation, self.dropout = nn.ReLU(), nn.Dropout(0.1)
+        self.activation, self.dropout = nn.LeakyReLU(), nn.Dropout(0.1)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Computes hidden states, [rows, positions, width]."""
-        update: Tensor = self.leave(self.dropout(self.activation(self.enter(self.norm(hidden)))))
+        update: Tensor = self.dropout(self.leave(self.activation(self.enter(self.norm(hidden)))))
         return hidden + update
 
 
@@ -113,6 +113,21 @@ def build(size: Size, dtype: torch.dtype = torch.float32) -> Program:
     return Program(net, nn.CrossEntropyLoss(), optimizer, tokens[:, :-1].contiguous(), targets)
 
 
+def checkpoint(program: Program) -> None:
+    """Recomputes every block."""
+    savings.checkpoint_activations(program.net)
+
+
+def inplace(program: Program) -> None:
+    """Applies activations in place."""
+    savings.inplace_activations(program.net, program.inputs[:2])
+
+
+def offload(program: Program) -> None:
+    """Moves activations to the host."""
+    program.surroundings.append(lambda: savings.offload_activations(min_bytes="64KiB"))
+
+
 def linear_cross_entropy(program: Program) -> None:
     """Moves the head from the model to the criterion."""
     head = program.net.head
@@ -138,6 +153,9 @@ def running_loss(program: Program) -> None:
 
 Change = Callable[[Program], None]
 TRAINING: dict[str, Change] = {
+    "checkpoint_activations": checkpoint,
+    "inplace_activations": inplace,
+    "offload_activations": offload,
     "LinearCrossEntropy": linear_cross_entropy,
     "release_gradients_in_backward": release_gradients,
 }

@@ -6,7 +6,7 @@ from helpers.problems import build_net, class_targets
 from helpers.steps import make_step
 from torch import nn
 
-from balanced_parallel import simulate
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, simulate
 from balanced_parallel.savings import release_gradients_in_backward
 
 CRITERIA = {
@@ -72,3 +72,18 @@ def test_settings_that_need_all_gradients_are_refused():
     step = refused("gradients of several micro-batches are accumulated", RuntimeError, micro_batch_size=2)
     with pytest.raises(RuntimeError, match="gradients of several micro-batches are accumulated"):
         step.add(torch.randn(1, 4), class_targets(1))
+
+
+@pytest.mark.parametrize("minimum", [2.0, 10.0])
+@pytest.mark.parametrize("ignored", [2, 7])
+def test_divisors_have_their_minimum(double, minimum, ignored):
+    found = []
+    for released in (False, True):
+        net = build_net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=0.1)
+        if released:
+            release_gradients_in_backward(optimizer)
+        criterion = DataParallelCriterion(nn.CrossEntropyLoss(), minimum=minimum)
+        step = TrainStep(DataParallelModel(net, ["cpu"] * 2), criterion, optimizer)
+        found.append([step(torch.ones(7, 4), class_targets(7, ignored)), *net.parameters()])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-10, atol=1e-10)
