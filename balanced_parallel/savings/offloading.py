@@ -60,6 +60,8 @@ class _Kept(NamedTuple):
 
 
 class Offloaded(NamedTuple):
+    """A saved tensor whose storage is on the host."""
+
     stored: Stored
     dtype: torch.dtype
     offset: int

@@ -1,4 +1,4 @@
-"""Which of the known tricks against running out of memory save how much, and which claims hold?
+"""Do the known tricks against running out of memory save memory, and do the claims about them hold?
 
 Each trick is traced for three models by ``memory.estimate``, as ``python -m balanced_parallel tricks`` does. Claims are measured
 on simulated devices, and times on this CPU. Run without arguments, it writes ``docs/tricks.md``.
