@@ -120,9 +120,10 @@ def _checkpointed(kind: Any, segments: tuple[Segment, ...]) -> Any:
     @functools.wraps(kind.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if len(segments) == 1:
-            return _run(self, segments[0], functools.partial(kind.forward, self), args, kwargs)
+            return _run(self, segments[0], [self], functools.partial(kind.forward, self), args, kwargs)
         for segment in segments:
-            args = (_run(self, segment, functools.partial(_run_layers, list(self)[segment.start : segment.end]), args, kwargs),)
+            layers = list(self)[segment.start : segment.end]
+            args = (_run(self, segment, layers, functools.partial(_run_layers, layers), args, kwargs),)
         return args[0]
 
     return type(
@@ -130,12 +131,14 @@ def _checkpointed(kind: Any, segments: tuple[Segment, ...]) -> Any:
     )
 
 
-def _run(module: nn.Module, segment: Segment, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _run(
+    module: nn.Module, segment: Segment, layers: list[nn.Module], function: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
     if not torch.compiler.is_compiling() and (run := runner.get()) is not None:
         return run(module, segment, function, args, kwargs)
     if not segment.recomputed:
         return function(*args, **kwargs)
-    return run_checkpointed(module, function, args, kwargs, selective=segment.selective)
+    return run_checkpointed(layers, function, args, kwargs, name=_kind(module).__name__, selective=segment.selective)
 
 
 def _run_layers(layers: Iterable[nn.Module], value: Any) -> Any:

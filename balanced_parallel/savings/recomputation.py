@@ -6,7 +6,7 @@ statistics twice, and spectral norm would use another weight.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from ..runtime import trees
-from ..runtime.modules import buffers_of
+from ..runtime.modules import buffers_of, parameters_of
 from ..runtime.random_numbers import RandomState
 from ..runtime.tensors import versions
 from .expensive_operators import keep_expensive
@@ -25,11 +25,14 @@ __all__: list[str] = []
 Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
 
 
-def run_checkpointed(module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any, *, selective: bool = False) -> Any:
+def run_checkpointed(
+    modules: Sequence[nn.Module], function: Callable[..., Any], args: Any, kwargs: Any, *, name: str, selective: bool = False
+) -> Any:
     """Returns ``function(*args, **kwargs)``. The graph keeps the arguments only, and the backward runs the function again.
 
     Args:
-        module: owner of the buffers that the function may write to.
+        modules: that the function runs, whose buffers it may write to.
+        name: for errors.
         selective: the graph also keeps the outputs of matrix multiplications, convolutions and attention.
 
     Raises:
@@ -37,9 +40,10 @@ def run_checkpointed(module: nn.Module, function: Callable[..., Any], args: Any,
         ValueError: an argument is a cache of keys and values that is not empty.
     """
     leaves, rebuild = trees.flatten((args, kwargs))
-    if not torch.is_grad_enabled() or (not module.training and any(map(is_cache, leaves))):
+    is_training = any(module.training for module in modules)
+    if not torch.is_grad_enabled() or (not is_training and any(map(is_cache, leaves))):
         return function(*args, **kwargs)
-    leaves = without_empty_cache(leaves, type(module).__name__)
+    leaves = without_empty_cache(leaves, name)
 
     def run(*again: Any) -> Any:
         positional, named = rebuild(list(again))
@@ -53,28 +57,32 @@ def run_checkpointed(module: nn.Module, function: Callable[..., Any], args: Any,
     # Tensors are passed by position: torch finds the devices, and thereby autocast, from positional arguments only.
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     before = versions(tensors)
-    devices = [tensor.device for tensor in tensors]
+    owners = list(dict.fromkeys(owner for module in modules for owner in module.modules()))
+    parameters = [parameter for owner in owners for parameter in parameters_of(owner).values() if parameter is not None]
+    devices = [tensor.device for tensor in (*tensors, *parameters)]  # an argument may be an object, layers on another device
     outputs = checkpoint(
-        run, *leaves, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: _contexts(module, devices, contexts())
+        run, *leaves, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: _contexts(owners, devices, contexts())
     )
     if versions(tensors) != before:
         raise RuntimeError(
-            f"{type(module).__name__} writes to its input in place, so its forward cannot run again: set inplace=False on the "
+            f"{name} writes to its input in place, so its forward cannot run again: set inplace=False on the "
             "module that does; call checkpoint_activations before inplace_activations, which then leaves that module as it is"
         )
     return outputs
 
 
-def _contexts(module: nn.Module, devices: list[torch.device], inner: Contexts) -> Contexts:
-    again = _Again(module, devices, inner[1])
+def _contexts(owners: list[nn.Module], devices: list[torch.device], inner: Contexts) -> Contexts:
+    again = _Again(owners, devices, inner[1])
     return again.first_run(inner[0]), again
 
 
 class _Again:
     """A context of each further run of a forward. One graph may enter it several times (``retain_graph=True``)."""
 
-    def __init__(self, module: nn.Module, devices: list[torch.device], inner: contextlib.AbstractContextManager[Any]) -> None:
-        self._owners = [(owner, buffers_of(owner)) for owner in module.modules() if buffers_of(owner)]
+    def __init__(
+        self, owners: list[nn.Module], devices: list[torch.device], inner: contextlib.AbstractContextManager[Any]
+    ) -> None:
+        self._owners = [(owner, buffers_of(owner)) for owner in owners if buffers_of(owner)]
         self._random = RandomState(devices)
         self._inner = inner
         self._written: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []

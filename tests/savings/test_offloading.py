@@ -60,6 +60,22 @@ def test_replicas_peak_lower_and_the_host_never_waits():
     assert all(offloaded < 0.6 * kept for kept, offloaded in zip(*peaks, strict=True)), peaks
 
 
+def test_the_host_never_waits_with_all_savings():
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        *[layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.LeakyReLU(), nn.Linear(64, 64), nn.Dropout())]
+    )
+    savings.checkpoint_activations(net, budget="150KiB", inputs=torch.zeros(32, 64))
+    savings.inplace_activations(net, torch.randn(2, 64))
+    with simulate(2) as cluster:
+        step = step_of(net.to("sim:0"))
+        pinned = torch.ones(64, 64).pin_memory(), torch.zeros(64, 64).pin_memory()
+        step(*pinned)
+        with OFFLOAD(), cluster.forbidding_waits():
+            step(*pinned)
+        del step
+
+
 def test_activations_are_copied_once_and_parameters_never():
     class Split(nn.Module):
         def __init__(self):
