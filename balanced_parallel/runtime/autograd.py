@@ -56,5 +56,5 @@ def current_backward_id() -> int | None:
 
 
 def keeps_graph() -> bool:
-    """Returns True if the running backward has ``retain_graph=True``, so that it may run again. No public function exists."""
-    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+    """Returns True if the running backward may run again: ``retain_graph=True``, or it is compiled. No public function exists."""
+    return torch.compiler.is_compiling() or bool(torch._C._autograd._get_current_graph_task_keep_graph())

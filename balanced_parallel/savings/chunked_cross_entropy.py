@@ -5,7 +5,7 @@ states and of the weight are made in the forward, for the sum of the losses, and
 
 ``torch.nn.functional.linear_cross_entropy`` is new in torch 2.13. It makes chunks too, but not with label smoothing or for
 ``[rows, positions]``, and under autocast it returns the loss in bfloat16. Its chunks are small where the layer is narrow: with 64
-features and 32,768 classes it takes 17 times as long as the plain layers on a CPU, and this function less than the plain layers.
+features and 32,768 classes it takes more than ten times as long as the plain layers on a CPU, and this function half as long.
 """
 
 from typing import Any, NamedTuple
@@ -173,8 +173,8 @@ def _like(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
 def _loss_and_gradient_(logits: Tensor, labels: Labels, makes_gradient: bool, factors: Tensor | None) -> Tensor:
     """Returns the loss of each row. Replaces ``logits`` by the gradient of their sum, weighted by ``factors``."""
     weights = _weights_of_rows(labels, logits.dtype)
-    kept = (labels.target != labels.ignore_index).to(logits.dtype)
-    chosen = labels.target.masked_fill(labels.target == labels.ignore_index, 0).unsqueeze(1)
+    ignored = labels.target == labels.ignore_index
+    kept, chosen = (~ignored).to(logits.dtype), labels.target.masked_fill(ignored, 0).unsqueeze(1)
     uniform = labels.label_smoothing / logits.size(1)  # the weight of each class besides the target
     logits -= logits.amax(1, keepdim=True)
     losses = -(1 - labels.label_smoothing) * weights * logits.gather(1, chosen).squeeze(1)
@@ -193,4 +193,4 @@ def _loss_and_gradient_(logits: Tensor, labels: Labels, makes_gradient: bool, fa
         logits.scatter_add_(1, chosen, -(peaked * scale).unsqueeze(1))
         if uniform:
             logits.addr_(uniform * kept * scale, class_weight, alpha=-1)
-    return losses
+    return losses.masked_fill_(ignored, 0)  # of rows that may be nan

@@ -74,3 +74,12 @@ def test_each_backward_has_a_number_of_its_own():
     assert None not in numbers
     assert len(set(numbers)) == 2
     assert autograd.current_backward_id() is None
+
+
+def test_keeps_graph_is_true_if_the_backward_may_run_again():
+    leaf, seen = torch.ones(2, requires_grad=True), []
+    total = (leaf * 2).sum()
+    total.register_hook(lambda _: seen.append(autograd.keeps_graph()))
+    total.backward(retain_graph=True)
+    total.backward()
+    assert seen == [True, False]

@@ -109,6 +109,15 @@ def test_a_kept_graph_runs_backward_twice(reduction):
     torch.testing.assert_close(first, second, rtol=0, atol=0)
 
 
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo does so
+def test_compiled_heads_are_equal(monkeypatch):
+    monkeypatch.setattr(chunked_cross_entropy, "rows_per_chunk", lambda features: 256)
+    (hidden, weight, _), target = problem()
+    compiled = torch.compile(linear_cross_entropy, backend="aot_eager")
+    found, expected = (compute(function, (hidden, weight, None), target) for function in (compiled, linear_cross_entropy))
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
 def test_second_derivatives_are_refused():
     tensors, target = problem()
     loss = linear_cross_entropy(*tensors[:2], target)
@@ -152,3 +161,14 @@ def test_logits_of_all_rows_never_exist(monkeypatch):
     assert peaks[0] >= 2 * size
     assert peaks[1] <= 1.1 * (size / 16 + weight.nbytes + hidden.nbytes)  # one chunk and the gradients
     assert peaks[2] <= 1.1 * size / 16  # without a graph, one chunk
+
+
+def test_ignored_rows_may_be_nan():
+    (hidden, weight, _), target = problem(ignored=2)
+    padded = hidden.detach().clone()
+    padded[:2] = torch.nan
+    for reduction in REDUCTIONS:
+        settings = {"reduction": reduction, "label_smoothing": 0.1}
+        expected = plain(hidden, weight, target, **settings)
+        torch.testing.assert_close(plain(padded, weight, target, **settings), expected)
+        torch.testing.assert_close(linear_cross_entropy(padded, weight, target, **settings), expected)

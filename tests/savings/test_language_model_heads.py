@@ -1,5 +1,6 @@
 """Language models of transformers whose logits do not exist in training."""
 
+import contextlib
 import copy
 import inspect
 import os
@@ -10,7 +11,7 @@ import torch.nn.functional as F
 from helpers.problems import assert_same_gradients, gradients
 from helpers.ranks import run_ranks
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize, simulate
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize, savings, simulate
 from balanced_parallel.runtime.allocator_profile import AllocatorProfile
 from balanced_parallel.savings import replace_lm_head
 
@@ -167,6 +168,44 @@ def check_ranks(rank, name):
 @pytest.mark.parametrize("name", ["gpt2, tied", "llama"])
 def test_ranks_equal_the_plain_model(name):
     assert run_ranks(2, check_ranks, name) == [True, True]
+
+
+OTHERS = {
+    "checkpoint_activations": lambda model, tokens: savings.checkpoint_activations(model),
+    "inplace_activations": lambda model, tokens: savings.inplace_activations(model, tokens[:2]),
+    "offload_activations": lambda model, tokens: None,
+}
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("other", OTHERS)
+def test_other_savings_apply_too(other, first):
+    model, (tokens, labels) = llama(), batch()
+    loss, expected = expected_of(model, tokens, labels)
+    changes = [lambda: OTHERS[other](model, tokens), lambda: replace_lm_head(model)]
+    for change in changes if first else reversed(changes):
+        change()
+    around = savings.offload_activations(min_bytes=1) if other == "offload_activations" else contextlib.nullcontext()
+    with around:
+        outputs = DataParallelModel(model, ["cpu"] * 2)(tokens, labels=labels)
+        found = own_loss()(outputs, labels)
+        found.backward()
+    torch.testing.assert_close(found.detach(), loss, rtol=1e-10, atol=1e-10)
+    assert_same_gradients(gradients(model), expected)
+
+
+def test_gradients_may_be_released():
+    models, (tokens, labels) = [llama(), llama()], batch()
+    replace_lm_head(models[1])
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
+    savings.release_gradients_in_backward(optimizers[1])
+    for _ in range(2):
+        loss_of_logits(models[0], tokens, labels).backward()
+        models[1](tokens, labels=labels).loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(models[1].state_dict(), models[0].state_dict(), rtol=1e-8, atol=1e-8)
 
 
 def test_logits_never_exist():
