@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,16 +15,17 @@ from ..loss.criterion import DataParallelCriterion
 from ..replicas.model import DataParallelModel
 from ..runtime.byte_sizes import format_bytes, parse_each
 from ..runtime.devices import DeviceLike
-from ..savings.activation_checkpointing import checkpoint_blocks, find_blocks
+from ..savings.activation_checkpointing import checkpoint_blocks
 from ..training.step import TrainStep
-from .candidates import Choice, Measured, Option, choice_of, measure_what_decides, row_of
+from .candidates import Measured, measure_what_decides
 from .capacity import what_would_fit
+from .choices import Choice, choice_of, row_of
 from .device_specs import DeviceKind
 from .estimation import make_report, report_of
 from .offloading_step import OffloadingStep
+from .plan_stages import stages_of
 from .report import MemoryReport
 from .request import Request
-from .small_optimizers import smaller_optimizers
 from .trace.applied_savings import set_inplace
 from .trace.optimizer_choice import OptimizerChoice
 
@@ -217,7 +218,7 @@ def plan(
     limits = _capacities(capacity, devices, request.kind)
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(f"batch_size={batch_size!r}, expected a positive number of rows per update")
-    stages = list(_stages(request))
+    stages = list(stages_of(request))
     measured: list[Measured] = []
     choices: list[Choice] = []
     while stages and not any(choice.fits for choice in choices):
@@ -258,25 +259,6 @@ def _capacities(capacity: int | str | Sequence[int | str] | None, devices: int, 
 
 def _is_other(choice: Choice) -> bool:
     return choice.optimizer is not None
-
-
-def _stages(request: Request) -> Iterator[list[Option]]:
-    """Yields the options, the cheapest first.
-
-    Each stage costs more operations than the one before, or changes the result. It is traced only if nothing before it fits."""
-    spread_state = [False, True] if request.devices > 1 else [False]
-    blocks, precision = find_blocks(request.module), request.precision
-    for used in dict.fromkeys((precision, "bf16" if precision == "fp32" else precision)):
-        kwargs: dict[str, Any] = {"precision": used, "changes_result": used != precision}
-        for names in ((), blocks) if blocks else ((),):
-            yield [Option(balanced, names, **kwargs) for balanced in spread_state]
-            if not names and any(getattr(part, "inplace", None) is False for part in request.module.modules()):
-                yield [Option(balanced, names, inplace=True, **kwargs) for balanced in spread_state]
-        yield [Option(balanced, blocks, offload=True, **kwargs) for balanced in spread_state]
-    assert isinstance(request.optimizer, OptimizerChoice)
-    others = smaller_optimizers(request.optimizer)
-    if others:
-        yield [Option(False, blocks, precision, False, other) for other in others]
 
 
 def _report(measured: Measured, choice: Choice, batch_size: int) -> MemoryReport:

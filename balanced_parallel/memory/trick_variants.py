@@ -107,7 +107,11 @@ def half_input(request: Request) -> Request:
     def halve(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
             return leaf
-        return leaf.new_empty([size // 2 if dim and size in sizes else size for dim, size in enumerate(leaf.shape)])
+        first, *others = leaf.shape
+        per_row = first // request.rows  # flattened targets have several entries per row
+        return leaf.new_empty(
+            [first // 2 if per_row in sizes else first, *(size // 2 if size in sizes else size for size in others)]
+        )
 
     inputs = Arguments(map_leaves(halve, request.inputs.inputs), map_leaves(halve, request.inputs.kwargs))
     return change(request, inputs=inputs, targets=map_leaves(halve, request.targets))

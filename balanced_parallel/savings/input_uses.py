@@ -24,11 +24,13 @@ class InputUses(TorchDispatchMode):
 
     Attributes:
         allocated: bytes by name of an activation.
+        returned: those of its output among them.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.allocated: dict[str, int] = defaultdict(int)
+        self.returned: dict[str, int] = defaultdict(int)
         self._inputs: dict[int, tuple[StorageReference, set[str]]] = {}
         self._running: list[str] = []
         self._read: set[str] = set()
@@ -62,7 +64,9 @@ class InputUses(TorchDispatchMode):
 
     def _end(self, name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._running.remove(name)
-        outputs = {storage_id(tensor.untyped_storage()) for tensor in _tensors(output)}
+        outputs = {storage_id(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in _tensors(output)}
+        inputs = {storage_id(tensor.untyped_storage()) for tensor in _tensors((args, kwargs))}
+        self.returned[name] += sum(size for identity, size in outputs.items() if identity not in inputs)
         for tensor in _tensors((args, kwargs)):
             reference = StorageReference(tensor.untyped_storage())
             if (identity := storage_id(tensor.untyped_storage())) not in outputs:

@@ -60,7 +60,7 @@ class _Kept(NamedTuple):
 
 
 class Offloaded(NamedTuple):
-    """A view of a storage that is on the host, or on its way."""
+    """A saved tensor whose storage is on the host."""
 
     stored: Stored
     dtype: torch.dtype

@@ -246,3 +246,15 @@ def test_replicas_peak_lower():
             peaks.append(cluster.peak)
             del model
     assert all(after < 0.7 * before for before, after in zip(*peaks, strict=True)), peaks
+
+
+def test_dropout_that_would_keep_a_wider_mask_stays_as_it_is():
+    """The mask of a GPU's dropout has one byte per element, and that of dropout in place four."""
+    torch.manual_seed(0)
+    net = nn.Sequential(*[layer for _ in range(4) for layer in (nn.Linear(64, 64), nn.Dropout(0.1))])
+    assert savings.inplace_activations(net, torch.randn(4, 64)) != ()  # the CPU's mask is as wide
+    for layer in net[1::2]:
+        layer.inplace = False
+    with simulate(1):
+        assert savings.inplace_activations(net.to("sim:0"), torch.randn(4, 64)) == ()
+        net.to("cpu")

@@ -1,11 +1,13 @@
 """The activations that may be in place, found on fake copies in a process of its own."""
 
+import contextlib
 from typing import TYPE_CHECKING
 
 from torch._subclasses.fake_tensor import FakeTensorMode  # torch has no public module of fake tensors
 
 from ...savings.activation_checkpointing import checkpoint_blocks
 from ...savings.inplace_modules import find_inplace_activations
+from ..operators.cuda import cuda_choices
 from .applied_savings import change_module
 from .child_process import start_in_child
 from .fake_devices import HOME
@@ -31,7 +33,8 @@ def inplace_names(request: "Request") -> tuple[str, ...]:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         module = fake_copy(request.module, mode, HOME)
         inputs, kwargs = fake_batch(tuple(request.inputs), min(request.rows, 4), request.rows, mode, HOME, request.dim)
-        with undisturbed(), mode:
+        choices = cuda_choices(request.kind.fuses) if request.kind.like_cuda else contextlib.nullcontext()
+        with undisturbed(), choices, mode:
             change_module(module, request.savings)
             checkpoint_blocks(module, request.blocks)
             return find_inplace_activations(module, kwargs or inputs, have_values=False)
