@@ -14,6 +14,7 @@ from ..replicas.model import DataParallelModel
 from ..runtime.collectives import world_size
 from ..runtime.tensors import get_gradient, storage_id
 from ..runtime.trees import leaves
+from ..savings.gradient_release import release_of
 from ..training.step import TrainStep
 from ..training.update import each_optimizer
 from .device_specs import DeviceKind, find_kind
@@ -54,6 +55,7 @@ def request_of_step(step: TrainStep, inputs: Any, targets: Any) -> Request:
         scalar=None,
         balanced_optimizer=any(isinstance(one, BalancedOptimizer) for one in optimizers),
         split=model.split,
+        savings=["release_gradients_in_backward"] if any(map(release_of, optimizers)) else [],
     )
     return dataclasses.replace(
         request,
