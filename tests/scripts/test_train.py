@@ -73,8 +73,9 @@ def test_a_run_out_of_memory_goes_on_in_smaller_micro_batches(tmp_path):
     assert whole["micro_batch_size"] is None
     assert size in (64, 32, 16)
     assert f"from now on at most {size}" in done.stderr
-    for one, other in zip(expected, lines, strict=True):
-        assert one.get("loss") == pytest.approx(other.get("loss"), rel=1e-4)
+    losses = [[line["loss"] for line in found if "loss" in line] for found in (expected, lines)]
+    assert len(losses[0]) == 3
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
 def test_plan_is_printed_without_training(tmp_path):
