@@ -36,7 +36,7 @@ def peak(micro_batch_size):
     inputs, targets = batch()
     model, criterion = parallelize(build(), nn.CrossEntropyLoss(), ["cpu"])
     step = TrainStep(model, criterion, sgd(model.parameters()), micro_batch_size=micro_batch_size)
-    # Not recorded: one of gloo's threads releases the tensors of the constructor's broadcast, and threads have profiles of their own.
+    # Not recorded: a thread of gloo releases the tensors of the constructor's broadcast, and each thread has its own profile.
     profile = AllocatorProfile()
     parameters = sum(parameter.nbytes for parameter in model.parameters())
     profile.now = inputs.nbytes + targets.nbytes + 2 * parameters  # with the reducer's buckets
