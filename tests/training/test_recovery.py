@@ -102,7 +102,7 @@ def test_any_failed_allocation_leaves_the_run_of_smaller_micro_batches(balanced,
         undisturbed.train(2, add)
         count = cluster.allocations - before
         assert_equal(undisturbed.train(3, add), expected[None])
-        for _ in range(15):
+        for _ in range(9):
             some = Run(devices, balanced=balanced, precision=precision)
             for number in range(2):
                 some.train(number, add)
