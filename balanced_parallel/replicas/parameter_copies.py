@@ -1,6 +1,7 @@
 """Copies of a module's parameters on other devices, refreshed where the parameters have changed."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -77,8 +78,9 @@ class ParameterCopies:
         """Copies the parameters that changed."""
         for parameter in parameters[:1]:
             self.by_device.pop(parameter.device, None)
-        _refresh(self.by_device, parameters, changes.written)
-        _refresh(self.by_device, parameters, changes.untracked, tracked=False)
+        with self._all_or_outdated():
+            _refresh(self.by_device, parameters, changes.written)
+            _refresh(self.by_device, parameters, changes.untracked, tracked=False)
 
     def extend_to(self, devices: Iterable[torch.device], parameters: Sequence[nn.Parameter]) -> None:
         """Makes copies on those of ``devices`` that have none."""
@@ -99,8 +101,18 @@ class ParameterCopies:
         """
         if self._watch is not None and self.by_device:
             copies = next(iter(self.by_device.values()))
-            found = self._watch.look(parameters, copies, self._fresh, goes_on=goes_on)
-            _refresh(self.by_device, parameters, found, tracked=False)
+            with self._all_or_outdated():
+                found = self._watch.look(parameters, copies, self._fresh, goes_on=goes_on)
+                _refresh(self.by_device, parameters, found, tracked=False)
+
+    @contextlib.contextmanager
+    def _all_or_outdated(self) -> Iterator[None]:
+        """Marks every copy as outdated if the block fails, for example because memory runs out."""
+        try:
+            yield
+        except BaseException:
+            self.forget_values()
+            raise
 
     def everywhere(self, parameters: Sequence[nn.Parameter], place: int) -> dict[torch.device, Tensor]:
         """Returns one parameter and its copies, by device."""

@@ -52,3 +52,29 @@ def test_replicas_on_one_device_share_parameters():
         model(torch.ones(3, 512))
         gc.collect()
         assert cluster.live[0] < 1.1 * size
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_refresh_without_memory_is_made_again(fused):
+    """A change that was seen, but not copied to every device, is not forgotten."""
+    with simulate(3) as cluster:
+        net = build_net().to("sim:0")
+        model, x = DataParallelModel(net), torch.randn(6, 4)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        failures = 0
+        for number in range(1, 12):
+            gather(model(x)).sum().backward()
+            if fused:
+                for parameter in net.parameters():
+                    parameter.data.sub_(parameter.grad)  # without a version
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+            cluster.fail_allocation(number)
+            try:
+                found = gather(model(x), "cpu")
+            except torch.OutOfMemoryError:
+                failures += 1
+                found = gather(model(x), "cpu")
+            torch.testing.assert_close(found, net(x.to("sim:0")).cpu())
+        assert failures > 3
