@@ -12,6 +12,7 @@ without GPUs: :func:`simulate`.
 from . import memory, savings
 from .batch.gathering import gather
 from .batch.per_replica import PerReplica
+from .batch.rank_batches import RankBatchSampler
 from .batch.row_marks import Rows, Whole
 from .batch.scattering import scatter
 from .diagnostics.verification import verify
@@ -34,6 +35,7 @@ __all__ = [
     "DataParallelModel",
     "PerReplica",
     "Precision",
+    "RankBatchSampler",
     "Rows",
     "TrainStep",
     "Whole",

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from loading import shares
 from tasks import Task
 from tqdm import tqdm
 
@@ -20,7 +19,8 @@ from balanced_parallel import gather
 
 def describe(flags: argparse.Namespace, devices: list[torch.device], ranks: int) -> str:
     """Returns the layout of one effective batch, for the first lines of the output."""
-    rows = ", ".join(map(str, shares(flags.batch_size, ranks * len(devices))))
+    count = ranks * len(devices)
+    rows = ", ".join(str(flags.batch_size // count + (index < flags.batch_size % count)) for index in range(count))
     micro = "" if flags.micro_batch_size == "auto" else f", in micro-batches of at most {flags.micro_batch_size}"
     where = f"{ranks} processes with one device each" if ranks > 1 else f"1 process, {len(devices)} device(s)"
     names = ", ".join(map(str, devices))

@@ -25,14 +25,24 @@ from tasks import Task, digits_task, text_task
 from torch import nn
 from torch.utils.data import DataLoader
 
-from balanced_parallel import BalancedOptimizer, DataParallelCriterion, TrainStep, gather, memory, parallelize, simulate
+from balanced_parallel import (
+    BalancedOptimizer,
+    DataParallelCriterion,
+    RankBatchSampler,
+    TrainStep,
+    gather,
+    memory,
+    parallelize,
+    simulate,
+)
 
 
 def train(flags: argparse.Namespace, task: Task, model: Any, criterion: DataParallelCriterion, cluster: Any) -> list[float]:
     """Trains the task's module, on the devices of a simulated cluster if there is one. Returns the loss of each step."""
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    loader = make_loader(task.train, flags.batch_size, flags.seed, rank, ranks, flags.workers)
-    held_out = make_loader(task.validation, flags.batch_size, None, rank, ranks)
+    batches = RankBatchSampler(task.train, flags.batch_size, flags.seed)
+    loader = make_loader(task.train, batches, flags.workers)
+    held_out = make_loader(task.validation, RankBatchSampler(task.validation, flags.batch_size))
     total = count_steps(flags, task, len(loader))
 
     optimizer = BalancedOptimizer(model, torch.optim.AdamW, lr=flags.learning_rate or task.learning_rate)
@@ -50,6 +60,7 @@ def train(flags: argparse.Namespace, task: Task, model: Any, criterion: DataPara
     while recorder.done < total:
         for inputs, targets in recorder.timed(loader):
             recorder.record_step(step(inputs, targets).item())
+            batches.advance()
             if recorder.done == total:
                 break
         results = validate(model, each_row, held_out)

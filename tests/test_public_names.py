@@ -15,6 +15,7 @@ PUBLIC = {
     "DataParallelModel",
     "PerReplica",
     "Precision",
+    "RankBatchSampler",
     "Rows",
     "TrainStep",
     "Whole",
