@@ -25,12 +25,14 @@ from .replicas.model import DataParallelModel
 from .replicas.sync_batchnorm import convert_sync_batchnorm
 from .runtime.precision import Precision
 from .simulation import simulate
+from .training.checkpoint import Checkpoints
 from .training.step import TrainStep
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BalancedOptimizer",
+    "Checkpoints",
     "DataParallelCriterion",
     "DataParallelModel",
     "PerReplica",

@@ -11,6 +11,7 @@ import balanced_parallel
 
 PUBLIC = {
     "BalancedOptimizer",
+    "Checkpoints",
     "DataParallelCriterion",
     "DataParallelModel",
     "PerReplica",

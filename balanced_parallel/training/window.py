@@ -13,7 +13,7 @@ __all__: list[str] = []
 
 
 class Window:
-    """Holds the accumulation of one update, and the weight of the update before.
+    """Holds the accumulation of one update, and the weight of the update before (``weight_before``), over everything.
 
     Args:
         sync: of the gradients.
@@ -22,7 +22,12 @@ class Window:
     def __init__(self, sync: GradientSync) -> None:
         self._sync = sync
         self._accumulation: Accumulation | None = None
-        self._weight_before = 0.0
+        self.weight_before = 0.0
+
+    @property
+    def is_empty(self) -> bool:
+        """Returns True between two updates."""
+        return self._accumulation is None
 
     @contextmanager
     def adding(self, begin: Callable[[float], Accumulation]) -> Iterator[Accumulation]:
@@ -33,7 +38,7 @@ class Window:
         """
         with self._discarding_on_failure():
             if self._accumulation is None:
-                self._accumulation = begin(self._weight_before)
+                self._accumulation = begin(self.weight_before)
             yield self._accumulation
 
     @contextmanager
@@ -43,7 +48,7 @@ class Window:
         Args:
             weight: of the update, over everything.
         """
-        self._accumulation, self._weight_before = None, weight
+        self._accumulation, self.weight_before = None, weight
         with self._discarding_on_failure():
             yield
 
