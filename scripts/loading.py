@@ -1,5 +1,6 @@
 """Batches of a task. Every rank loads its own rows of each effective batch, in an order that depends on the seed alone."""
 
+import signal
 from typing import Any
 
 import torch
@@ -25,4 +26,10 @@ def make_loader(rows: Rows, batches: RankBatchSampler, workers: int = 0) -> Data
         pin_memory=torch.accelerator.is_available(),
         persistent_workers=workers > 0,
         generator=torch.Generator(),  # the default one would advance that of dropout in each epoch
+        worker_init_fn=ignore_sigterm,
     )
+
+
+def ignore_sigterm(worker: int) -> None:
+    """Leaves SIGTERM to the process that trains. A scheduler may send it to all."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -76,7 +76,7 @@ class Checkpoints:
             number: of the updates so far, for the name of the folder and the return value of :meth:`load_latest`.
 
         Raises:
-            RuntimeError: the save before has failed, for example on a full disk. Earlier checkpoints are still there.
+            OSError: the save before has failed, for example on a full disk. Earlier checkpoints are still there.
             TypeError: a state that is not made of tensors, numbers, strings and containers.
         """
         from torch.distributed.checkpoint.state_dict_saver import async_save  # takes seconds, as the files' imports do
@@ -98,7 +98,7 @@ class Checkpoints:
         """Waits until the last save is complete.
 
         Raises:
-            RuntimeError: it has failed.
+            OSError: it has failed.
         """
         writing, self._writing = self._writing, None
         if writing is None:
@@ -116,9 +116,7 @@ class Checkpoints:
             known = complete(self.folder)
             left = f"{known[0].name} is the last good one" if known else "there is no earlier one"
             reasons = ", ".join(f"rank {rank}: {failure[0]}" for rank, failure in failures.items()) or str(error)
-            raise RuntimeError(
-                f"the checkpoint at {self._number} in {self.folder} was not written ({reasons}); {left}"
-            ) from error
+            raise OSError(f"the checkpoint at {self._number} in {self.folder} was not written ({reasons}); {left}") from error
 
     def load_latest(self) -> int | None:
         """Loads the newest checkpoint that is undamaged into the parts. Returns its number, or None if there is none.
@@ -155,7 +153,7 @@ class Checkpoints:
         from .checkpoint_files import rank_file
 
         mine = rank_file(folder, collectives.rank())
-        same = json.loads((folder / "checkpoint.json").read_text())["ranks"] == collectives.world_size()
+        same = len(json.loads((folder / "checkpoint.json").read_text())["files"]) == collectives.world_size()
         tree = json.loads((mine if same else rank_file(folder, 0)).read_text())["state"]
         reader = HuggingFaceStorageReader(str(folder))
         saved: dict[str, Any] = reader.read_metadata().state_dict_metadata

@@ -64,7 +64,7 @@ class Writer(HuggingFaceStorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Completes the checkpoint after all ranks have written, and removes old ones. Rank 0 runs this."""
         names = [rank_file(self.partial, rank).name for rank in range(self.ranks)]
-        write_json(self.partial / "checkpoint.json", {"ranks": self.ranks, "files": digests(self.partial, names)})
+        write_json(self.partial / "checkpoint.json", {"files": digests(self.partial, names)})
         remove(self.folder)
         self.partial.rename(self.folder)
         sync_folder(self.folder.parent)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..loss.criterion import DataParallelCriterion
-from ..runtime import collectives
+from ..runtime import collectives, progress
 from ..runtime.precision import Precision
 from ..runtime.random_numbers import generator_states, seed_anew, set_generators
 from .optimizer_states import load_state_by_name, state_by_name
@@ -54,6 +54,7 @@ class StepState:
             "python": random.getstate(),
             "numpy": _numpy_state(),
             "layout": self._layout(),
+            "updates": progress.updates(),
             "weight_before": self._window.weight_before,
             "micro_batch_size": self._attempts.micro_batch_size,
         }
@@ -81,6 +82,7 @@ class StepState:
         scaler = self.precision.scaler_on(self.model.devices[0])
         if scaler is not None and state_dict["scaler"]:
             scaler.load_state_dict(state_dict["scaler"])
+        progress.continue_from(state_dict["updates"])
         self._window.weight_before = state_dict["weight_before"]
         if self._attempts.run_again:  # "auto"; a number given by hand stays
             self._attempts.micro_batch_size = state_dict["micro_batch_size"]

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..runtime.progress import naming_ranks
 from .accumulation import Accumulation
 from .gradient_sync import GradientSync
 
@@ -54,12 +55,13 @@ class Window:
 
     @contextmanager
     def _discarding_on_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            self._accumulation = None
-            self._sync.discard(out_of_memory=isinstance(error, torch.OutOfMemoryError))
-            raise
+        with naming_ranks():
+            try:
+                yield
+            except BaseException as error:
+                self._accumulation = None
+                self._sync.discard(out_of_memory=isinstance(error, torch.OutOfMemoryError))
+                raise
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_accumulation": None}  # a copy has no gradients
