@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..runtime import multi_tensor
 from ..runtime.modules import buffers_of
-from ..runtime.random_numbers import keep_generators
+from ..runtime.random_numbers import RandomState
 from .update import Update
 
 __all__: list[str] = []
@@ -31,14 +31,14 @@ class Snapshot:
         self._buffers: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
         self._copies: list[Tensor] = []
         self._kinds: list[tuple[Any, ...]] = []
-        self._restore_generators: Callable[[], None] = lambda: None
+        self._random: RandomState | None = None
 
     def __reduce__(self) -> Any:  # a copy has nothing to put back
         return Snapshot, (self._modules, self._devices)
 
     def take(self) -> None:
         """Copies the present state."""
-        self._restore_generators = keep_generators(self._devices)
+        self._random = RandomState(self._devices)
         parts = [own for module in self._modules for part in module.modules() if (own := buffers_of(part))]
         self._buffers = [(part, name, buffer) for part in parts for name, buffer in part.items() if buffer is not None]
         buffers = [buffer for _, _, buffer in self._buffers]
@@ -52,7 +52,8 @@ class Snapshot:
 
     def restore(self) -> None:
         """Puts the state back. Buffers that a forward has replaced are the former tensors again."""
-        self._restore_generators()
+        if self._random is not None:
+            self._random.restore()
         for part, name, buffer in self._buffers:
             part[name] = buffer
         with torch.no_grad():
