@@ -6,7 +6,6 @@ import pytest
 from helpers.hosts import run_on_two_hosts
 from helpers.scripts import SCRIPT, train
 
-
 TEXT = " ".join(str(number * number % 61) for number in range(2600))  # rows that differ
 
 
