@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import sys
-import sysconfig
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -58,12 +57,11 @@ def _script_digests() -> dict[str, str]:
     script = getattr(sys.modules.get("__main__"), "__file__", None)
     if script is None:  # an interactive session
         return {}
-    folder = Path(script).resolve().parent
-    installed = [Path(sysconfig.get_path(name)).resolve() for name in ("stdlib", "purelib", "platlib")]
-    files = {Path(script).resolve()}
+    folder = Path(script).absolute().parent
+    files = {Path(script).absolute()}
     for imported in list(sys.modules.values()):
-        path = Path(getattr(imported, "__file__", None) or folder).resolve()
-        if path.is_relative_to(folder) and path.is_file() and not any(path.is_relative_to(place) for place in installed):
+        path = Path(getattr(imported, "__file__", None) or folder)
+        if path.is_relative_to(folder) and not {"site-packages", "dist-packages"} & set(path.parts):
             files.add(path)
     return {str(path.relative_to(folder)): digest([path.read_bytes()]) for path in sorted(files) if path.is_file()}
 
