@@ -60,9 +60,9 @@ def _script_digests() -> dict[str, str]:
     folder = Path(script).absolute().parent
     files = {Path(script).absolute()}
     for imported in list(sys.modules.values()):
-        path = Path(getattr(imported, "__file__", None) or folder)
-        if path.is_relative_to(folder) and not {"site-packages", "dist-packages"} & set(path.parts):
-            files.add(path)
+        name = getattr(imported, "__file__", None)
+        if isinstance(name, str) and name.startswith(f"{folder}/") and "-packages/" not in name:  # of pip, or of Debian
+            files.add(Path(name))
     return {str(path.relative_to(folder)): digest([path.read_bytes()]) for path in sorted(files) if path.is_file()}
 
 

@@ -33,6 +33,9 @@ def error_of_rank(rank, folder, change):
             only_here = types.ModuleType("writer")
             only_here.__file__ = str(script.with_name("writer.py"))
             patch.setitem(sys.modules, "writer", only_here)
+        elsewhere = types.ModuleType("elsewhere")
+        elsewhere.__file__ = str(folder / f"host{rank // 2}-other" / "elsewhere.py")
+        patch.setitem(sys.modules, "elsewhere", elsewhere)
         net = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2 + (change == "shape" and rank == 2)))
         net[0].weight.requires_grad_(not (change == "frozen" and rank == 2))
         if change == "missing" and rank == 2:
@@ -51,6 +54,8 @@ def hosts(tmp_path):
         (tmp_path / host).mkdir()
         for name in ("train", "model", "writer"):
             (tmp_path / host / f"{name}.py").write_text(f"# {name}")
+        (tmp_path / f"{host}-other").mkdir()
+        (tmp_path / f"{host}-other" / "elsewhere.py").write_text(f"# {host}")
     return tmp_path
 
 
