@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from ..runtime import gloo
 from ..runtime.devices import DeviceLike, resolve_devices, visible_devices
+from .restarts import store_of_this_start
 from .torchrun import TorchrunEnvironment
 
 __all__: list[str] = []
@@ -68,7 +69,11 @@ def join_process_group(environment: TorchrunEnvironment, device: torch.device, t
     if device.type != "cpu":
         backend, device_id = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}", device
     try:
-        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+        if environment.shares_store:
+            store, rank, ranks = store_of_this_start(environment, timeout), environment.rank, environment.world_size
+            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=ranks, device_id=device_id)
+        else:
+            dist.init_process_group(backend, timeout=timeout, device_id=device_id)
     except RuntimeError as error:  # torch's names neither the rank nor a remedy
         raise type(error)(_explain(environment, str(error).partition("\n")[0])) from error
     atexit.register(end_process_group)

@@ -12,7 +12,8 @@ _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT
 class TorchrunEnvironment:
     """Numbers of a process: ``rank`` among all processes, and ``local_rank`` among those of its machine.
 
-    ``master_address`` and ``master_port`` are those of rank 0's machine, where the ranks meet.
+    ``master_address`` and ``master_port`` are those of rank 0's machine, where the ranks meet. ``shares_store`` is True if
+    torchrun has a store there for all restarts.
     """
 
     rank: int
@@ -21,6 +22,7 @@ class TorchrunEnvironment:
     local_world_size: int
     master_address: str = field(default="", compare=False)
     master_port: int = field(default=0, compare=False)
+    shares_store: bool = field(default=False, compare=False)
 
     @classmethod
     def detect(cls) -> "TorchrunEnvironment | None":
@@ -48,4 +50,5 @@ class TorchrunEnvironment:
             )
         if not 0 < port < 2**16:
             raise ValueError(f"torchrun's environment has MASTER_PORT={port}, expected 1 to 65535")
-        return cls(rank, world_size, local_rank, local_world_size, os.environ["MASTER_ADDR"], port)
+        shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return cls(rank, world_size, local_rank, local_world_size, os.environ["MASTER_ADDR"], port, shares_store)

@@ -1,9 +1,9 @@
-"""Runs a script in which one rank fails once, at one step and one place, in the manner of torchft's event injector.
+"""Runs a script in which ranks fail, in the manner of torchft's event injector.
 
-python benchmarks/faults/inject.py PLACE RANK STEP MARKER scripts/train.py ...
+python benchmarks/faults/inject.py FOLDER PLACE:RANK:STEP,PLACE:RANK:STEP,... scripts/train.py ...
 
-MARKER is a file that is written just before the failure. A process that finds it does not fail: it is a restart. STEP counts
-the steps of this process, or its checkpoints if PLACE begins with "checkpoint".
+Each start of the script has one fault, in their order. Those behind the last have none. A file in FOLDER is written just before a
+fault. STEP counts the steps of this start, or its checkpoints if PLACE is "checkpoint", "checkpoint-complete" or "disk-full".
 """
 
 import datetime
@@ -119,10 +119,13 @@ def set_timeout(seconds: float) -> None:
 
 def main() -> None:
     """Runs the script of the command line."""
-    place, rank, step, marker, script, *flags = sys.argv[1:]
+    folder, faults, script, *flags = sys.argv[1:]
     torch.set_num_threads(1)
-    if not Path(marker).exists():
-        Fault(place, int(step), Path(marker), os.environ.get("RANK", "0") == rank).install()
+    Path(folder).mkdir(exist_ok=True)
+    done = len(os.listdir(folder))
+    if done < len(faults.split(",")):
+        place, rank, step = faults.split(",")[done].split(":")
+        Fault(place, int(step), Path(folder) / f"{done} {place}", os.environ.get("RANK", "0") == rank).install()
     sys.argv = [script, *flags]
     sys.path.insert(0, str(Path(script).parent))
     runpy.run_path(script, run_name="__main__")

@@ -30,7 +30,7 @@ def lines_of(out):
 
 def run_fault(place, step, out):
     """Runs until a fault that ``benchmarks/faults`` injects."""
-    return run_script(FAULTS, place, 0, step, out / "marker", SCRIPT, "--out", out, *FLAGS, "--resume")
+    return run_script(FAULTS, out / "faults", f"{place}:0:{step}", SCRIPT, "--out", out, *FLAGS, "--resume")
 
 
 @pytest.fixture(autouse=True)
@@ -43,7 +43,6 @@ def one_thread(monkeypatch):
 def test_killed_run_has_the_lines_of_the_undisturbed_one(undisturbed, tmp_path, place, step):
     done = run_fault(place, step, tmp_path)
     assert done.returncode == -signal.SIGKILL, done.stderr
-    assert (tmp_path / "marker").exists()
     assert 0 < len(lines_of(tmp_path)) < len(undisturbed)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 16, "lo')  # the line that was being written

@@ -1,0 +1,126 @@
+"""Faults of ranks, scripted: nothing is lost, nothing is trained twice, nobody hangs."""
+
+import datetime
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from helpers.problems import build_net
+from helpers.ranks import run_ranks
+from helpers.scripts import SCRIPT, SENTENCES, TORCHRUN
+from torch import nn
+
+from balanced_parallel import TrainStep, parallelize
+
+FAULTS = SCRIPT.parents[1] / "benchmarks" / "faults" / "inject.py"
+FLAGS = ["--batch-size", 17, "--epochs", 4, "--checkpoint-every", 2, "--resume"]  # 17, 17 and 1 row: one rank has none
+STEPS = 12
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(SENTENCES)
+    return path
+
+
+def command(launcher, faults, text, out):
+    program = [FAULTS, out / "faults", faults, SCRIPT, "--data", text, "--out", out, *FLAGS]
+    return list(map(str, [*launcher, *program]))
+
+
+def lines_of(out):
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(text, tmp_path_factory):
+    out = tmp_path_factory.mktemp("undisturbed")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command(TORCHRUN, "none:0:0", text, out), capture_output=True, text=True, timeout=200, env=environment)
+    assert done.returncode == 0, done.stderr
+    lines = lines_of(out)
+    assert [line["step"] for line in lines if "loss" in line] == list(range(1, STEPS + 1))
+    return lines
+
+
+def test_ranks_that_die_anywhere_are_restarted_and_nothing_is_lost_or_trained_twice(undisturbed, text, tmp_path):
+    faults = ["forward:1:4", "backward:0:3", "checkpoint:1:2", "all-reduce:0:3", "loader:1:2"]
+    launcher = [*TORCHRUN, f"--max-restarts={len(faults)}", "--monitor-interval=0.1"]
+    done = subprocess.run(command(launcher, ",".join(faults), text, tmp_path), capture_output=True, text=True, timeout=230)
+    assert done.returncode == 0, done.stderr
+    assert [name[2:] for name in sorted(os.listdir(tmp_path / "faults"))] == [fault.split(":")[0] for fault in faults]
+    assert "LookupError: the loader of this rank fails" in done.stderr
+    assert lines_of(tmp_path) == undisturbed
+
+
+def hang(rank):
+    """Rank 1 hangs in the forward of its third step. Returns the error of the other rank."""
+    torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=3))
+    net = build_net()
+    model, criterion = parallelize(net, nn.MSELoss())
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = torch.ones(2, 4), torch.ones(2, 5)
+    for _ in range(2):
+        step(*batch)
+    if rank == 1:
+        time.sleep(8)
+        return None
+    with pytest.raises(RuntimeError, match=r"(?i)timed out|timeout") as caught:
+        step(*batch)
+    return caught.value.__notes__
+
+
+def test_timeout_names_the_rank_that_hangs_and_the_step():
+    notes, _ = run_ranks(2, hang, fresh=True)
+    assert notes == ["rank 0 waits in the reduction of step 3, and rank 1 has not come further than step 2"]
+
+
+def test_number_of_ranks_changes_at_a_restart(undisturbed, text, tmp_path):
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    quick = "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=2"]
+    launcher += ["--monitor-interval=0.1", f"--rdzv-id={port}", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", quick]
+    whole = command([*launcher], "hang:1:7", text, tmp_path)
+    hosts = [subprocess.Popen(whole, start_new_session=True, stderr=subprocess.PIPE, text=True)]
+    try:
+        time.sleep(1)  # the first has the store
+        hosts.append(subprocess.Popen(whole, start_new_session=True, stderr=subprocess.DEVNULL))
+        deadline = time.monotonic() + 100
+        while not (tmp_path / "faults").exists() or not os.listdir(tmp_path / "faults"):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        kill(hosts[1])  # the whole host
+        _, errors = hosts[0].communicate(timeout=120)
+        assert hosts[0].returncode == 0, errors
+    finally:
+        for host in hosts:
+            kill(host)
+    assert json.loads((tmp_path / "summary.json").read_text())["ranks"] == 1
+    for found, expected in zip(lines_of(tmp_path), undisturbed, strict=True):
+        assert found == pytest.approx(expected, rel=1e-4)
+
+
+def kill(process):
+    """Kills all processes of a session."""
+    for folder in os.scandir("/proc"):
+        if folder.name.isdecimal() and folder.name != str(os.getpid()):
+            try:
+                if os.getsid(int(folder.name)) == process.pid:
+                    os.kill(int(folder.name), signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+    process.wait()
