@@ -58,7 +58,8 @@ WITH_SNIPPETS = [page for page in PAGES if page != "docs/migrating.md" and block
 
 
 @pytest.mark.parametrize("page", WITH_SNIPPETS)
-def test_snippets_of_a_page_run_in_order(page):
+def test_snippets_of_a_page_run_in_order(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     names = page_names(rows=2048 if page == "docs/memory.md" else ROWS)  # fewer do not show in the peak
     for snippet in blocks(page, "python"):

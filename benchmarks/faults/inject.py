@@ -121,7 +121,7 @@ def main() -> None:
     """Runs the script of the command line."""
     folder, faults, script, *flags = sys.argv[1:]
     torch.set_num_threads(1)
-    Path(folder).mkdir(exist_ok=True)
+    Path(folder).mkdir(parents=True, exist_ok=True)
     done = len(os.listdir(folder))
     if done < len(faults.split(",")):
         place, rank, step = faults.split(",")[done].split(":")

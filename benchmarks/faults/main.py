@@ -1,0 +1,108 @@
+"""Interrupts many runs of train.py at random steps, layouts and places, and compares their results. See README.md."""
+
+import argparse
+import collections
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from tabulate import tabulate
+
+HERE = Path(__file__).parent
+SCRIPT = HERE.parents[1] / "scripts" / "train.py"
+STEPS, EVERY = 12, 2
+LAYOUTS: dict[str, tuple[int, list[str]]] = {
+    "one device": (1, ["--devices", "cpu"]),
+    "3 replicas": (1, ["--devices", "cpu,cpu,cpu"]),
+    "2 ranks": (2, []),
+    "3 ranks": (3, []),
+}
+PLACES = ("forward", "backward", "all-reduce", "between", "loader", "hang", "checkpoint", "checkpoint-complete")
+LIMIT = 300.0  # seconds, then a run counts as hanging
+
+FLAGS = argparse.ArgumentParser(description=__doc__)
+FLAGS.add_argument("--runs", type=int, default=300)
+FLAGS.add_argument("--seed", type=int, default=0)
+
+
+def run(layout: str, faults: list[str], out: Path, restarts: int) -> "subprocess.CompletedProcess[str]":
+    """Runs train.py with the faults, under torchrun, which restarts it."""
+    ranks, flags = LAYOUTS[layout]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    launcher += [f"--max-restarts={restarts}", "--monitor-interval=0.1"]
+    program = [HERE / "inject.py", out / "faults", ",".join(faults) or "none:0:0", SCRIPT, "--out", out, "--task", "digits"]
+    program += ["--batch-size", 719, "--epochs", STEPS // 2, "--checkpoint-every", EVERY, "--resume", *flags]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(list(map(str, [*launcher, *program])), capture_output=True, text=True, timeout=LIMIT, env=environment)
+
+
+def draw_faults(layout: str, dice: random.Random) -> list[str]:
+    """Returns one to three faults that this layout can have."""
+    ranks, _ = LAYOUTS[layout]
+    places = [place for place in PLACES if ranks > 1 or place not in ("all-reduce", "hang")]
+    faults = []
+    for _ in range(dice.randint(1, 3)):
+        place = dice.choice(places)
+        rank = 0 if place == "checkpoint-complete" else dice.randrange(ranks)  # rank 0 completes it
+        faults.append(f"{place}:{rank}:{dice.randint(1, 2 if place.startswith(('checkpoint', 'loader')) else 3)}")
+    return faults
+
+
+def losses(out: Path) -> list[dict[str, Any]]:
+    """Returns the lines of metrics.jsonl."""
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+def judge(layout: str, faults: list[str], expected: list[dict[str, Any]], out: Path) -> tuple[str, int]:
+    """Returns the outcome of a run, and the number of faults that came."""
+    try:
+        done = run(layout, faults, out, len(faults))
+    except subprocess.TimeoutExpired:
+        return "hang", 0
+    came = len(os.listdir(out / "faults"))
+    if done.returncode:
+        print(f"{layout} {faults}: exit code {done.returncode}\n{done.stderr[-3000:]}", flush=True)
+        return "failed", came
+    found = losses(out)
+    if found == expected:
+        return "equal", came
+    steps = [line["step"] for line in found if "loss" in line]
+    if len(steps) > len(set(steps)):
+        return "trained twice", came
+    return "lost" if len(steps) < STEPS else "other losses", came
+
+
+def main() -> None:
+    """Prints a table of all runs."""
+    flags = FLAGS.parse_args()
+    dice, outcomes, counts = random.Random(flags.seed), collections.Counter[tuple[str, str]](), collections.Counter[str]()
+    with tempfile.TemporaryDirectory() as folder:
+        expected = {}
+        for layout in LAYOUTS:  # undisturbed
+            run(layout, [], Path(folder) / layout, 0).check_returncode()
+            expected[layout] = losses(Path(folder) / layout)
+        began = time.monotonic()
+        for number in range(1, flags.runs + 1):
+            layout = dice.choice(list(LAYOUTS))
+            faults = draw_faults(layout, dice)
+            outcome, came = judge(layout, faults, expected[layout], Path(folder) / str(number))
+            outcomes[layout, outcome] += 1
+            counts[layout] += came
+            seconds = (time.monotonic() - began) / number
+            print(f"{number} of {flags.runs}, {seconds:.0f} s each: {layout}, {' '.join(faults)}: {outcome}", flush=True)
+    columns = ["equal", "lost", "trained twice", "other losses", "failed", "hang"]
+    rows = [
+        [layout, sum(outcomes[layout, column] for column in columns), counts[layout], *(outcomes[layout, one] for one in columns)]
+        for layout in LAYOUTS
+    ]
+    print(tabulate(rows, ["layout", "runs", "faults", *columns], tablefmt="github"))
+
+
+if __name__ == "__main__":
+    main()
