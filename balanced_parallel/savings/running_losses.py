@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..runtime.collectives import sum_over_ranks
+from ..runtime.collectives import rank, sum_over_ranks
 
 __all__: list[str] = []
 
@@ -63,10 +63,25 @@ class RunningLoss:
 
     def compute(self) -> float:
         """Returns the mean; nan without a loss. This reads each device once. All ranks must call it."""
+        total, weight = self._sums()
+        return total / weight if weight else math.nan
+
+    def state_dict(self) -> dict[str, float]:
+        """Returns the sums over all ranks. All ranks must call it."""
+        total, weight = self._sums()
+        return {"total": total, "weight": weight}
+
+    def load_state_dict(self, state_dict: dict[str, float]) -> None:
+        """Takes the sums, which any number of ranks may have saved."""
+        self.reset()
+        if rank() == 0:
+            self._on_host = [state_dict["total"], state_dict["weight"]]
+
+    def _sums(self) -> tuple[float, float]:
         pairs: Sequence[Sequence[float]] = [self._on_host, *(pair.tolist() for pair in self._on_devices.values())]
         sums = torch.tensor([[math.fsum(column)] for column in zip(*pairs, strict=True)], dtype=torch.float64)
         total, weight = sum_over_ranks(sums).flatten().tolist()
-        return total / weight if weight else math.nan
+        return total, weight
 
 
 def _on(value: Tensor | float, device: torch.device) -> Tensor:

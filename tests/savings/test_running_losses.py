@@ -99,8 +99,14 @@ def check_ranks(rank):
     running = RunningLoss()
     for number in range(3 if rank == 0 else 0):  # one rank has no loss at all
         running.update(torch.tensor(float(number)), weight=number + 1)
-    return running.compute()
+    resumed = RunningLoss()
+    resumed.load_state_dict(running.state_dict())
+    return running.compute(), resumed.compute(), running.state_dict()
 
 
-def test_mean_is_over_all_ranks():
-    assert run_ranks(2, check_ranks) == [8 / 6] * 2
+def test_mean_is_over_all_ranks_and_so_is_its_state():
+    state = {"total": 8.0, "weight": 6.0}
+    assert run_ranks(2, check_ranks) == [(8 / 6, 8 / 6, state)] * 2
+    resumed = RunningLoss()
+    resumed.load_state_dict(state)
+    assert resumed.compute() == 8 / 6
