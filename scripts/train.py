@@ -21,7 +21,7 @@ from arguments import SIMULATED_STEPS, check, make_parser, memory_sizes, one_lin
 from comparison import Parts, draw_memory, estimated_parts, loss_table, memory_table, plain_losses, torch_data_parallel_parts
 from loading import make_loader
 from recording import Recorder
-from tasks import Task, digits_task, text_task
+from tasks import Task, check_same_data, digits_task, text_task
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -142,6 +142,7 @@ def main() -> None:
             cluster = start_simulation(flags, stack) if flags.simulate else None
             before = copy.deepcopy(task.module) if flags.plot else task.module
             model, criterion = parallelize(task.module, nn.CrossEntropyLoss(), flags.devices, precision=flags.precision)
+            check_same_data(task)
             flags.out.mkdir(parents=True, exist_ok=True)
         try:
             losses = train(flags, task, model, criterion, cluster)

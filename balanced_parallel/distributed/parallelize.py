@@ -15,6 +15,7 @@ from ..replicas.sync_batchnorm import use_torch_sync_batchnorm
 from ..runtime.collectives import world_size
 from ..runtime.devices import DeviceLike
 from ..runtime.precision import Precision
+from .agreement import check_agreement
 from .ddp import DistributedModel
 from .process_group import join_process_group, rank_device
 from .torchrun import TorchrunEnvironment
@@ -133,6 +134,7 @@ def _rank_model(
     is_frozen = criterion is None and not any(parameter.requires_grad for parameter in module.parameters())
     if world_size() == 1 or is_frozen:
         return DataParallelModel(module, [device], **settings)
+    check_agreement(module)
     if device.type == "cuda":
         use_torch_sync_batchnorm(module)
     plain = None if criterion is None else criterion.to(device).module
