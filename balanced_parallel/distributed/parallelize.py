@@ -98,6 +98,7 @@ def parallelize(
             with half of the free memory, and the other half is for activations. FSDP over several hosts shards over the devices
             of each host and copies over the hosts, if a host has room for a copy.
         compress: ``"bf16"`` or ``"fp16"`` reduces the gradients of ``"ddp"`` in half the bytes, by torch's communication hooks.
+            ``"auto"`` is ``"ddp"`` then.
         example: inputs and targets of one rank, for ``"auto"``.
 
     Returns:
@@ -162,7 +163,7 @@ def _rank_model(
     if world_size() == 1 or (is_frozen and strategy != "fsdp"):
         return DataParallelModel(module, [device], **settings)
     plain = None if criterion is None else criterion.module
-    if strategy == "auto":
+    if strategy == "auto" and compress is None:
         precision = Precision(settings["precision"] or "fp32")
         question = Question(module, plain, example or (None, None), world_size(), device, precision, settings["dim"])
         strategy = choose_strategy(question, example is not None and plain is not None, environment)
@@ -174,7 +175,5 @@ def _rank_model(
         plain = criterion.to(device).module
     model = DistributedModel(module.to(device), device, criterion=plain, **settings)
     if compress is not None:
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
-
-        model.register_comm_hook(None, bf16_compress_hook if compress == "bf16" else fp16_compress_hook)
+        model.compress_gradients(compress)
     return model

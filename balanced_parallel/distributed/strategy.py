@@ -75,31 +75,26 @@ def check_strategy(strategy: str, compress: str | None, environment: TorchrunEnv
         raise ValueError(f"compress={compress!r}, expected 'bf16', 'fp16' or None")
     if compress is not None and strategy in ("replicas", "fsdp"):
         raise ValueError(
-            f"compress={compress!r} with strategy={strategy!r}, expected strategy='ddp': "
-            "under 'fsdp', precision='bf16' all-gathers parameters in half the bytes"
+            f"compress={compress!r} with strategy={strategy!r}, expected strategy='ddp'; under 'fsdp', precision='bf16' "
+            "all-gathers parameters in half the bytes"
         )
+    if compress is not None and environment is None:
+        raise ValueError(f"compress={compress!r} in one process, expected None: it is for the ranks that torchrun starts")
 
 
 def choose_strategy(question: Question, has_example: bool, environment: TorchrunEnvironment) -> Literal["ddp", "fsdp"]:
     """Returns the strategy for ``"auto"`` with several ranks, the same on all of them, and logs the reason."""
-    capacity = free_bytes(question.device)
+    limit = free_bytes(question.device)
     if question.device.type == "cpu":
-        capacity //= environment.local_world_size
+        limit //= environment.local_world_size
     if has_example and _estimates:
-        needed, known, limit = _estimates[0](question), "an update by memory.estimate", capacity
+        needed, known = _estimates[0](question), "an update by memory.estimate"
     else:
-        needed, known, limit = state_bytes(question.module), "parameters, gradients and AdamW's state", capacity // 2
-    is_too_large = bool(max_over_ranks(needed > limit))
-    chosen: Literal["ddp", "fsdp"] = "fsdp" if is_too_large else "ddp"
+        needed, known, limit = state_bytes(question.module), "parameters, gradients and AdamW's state", limit // 2
+    chosen: Literal["ddp", "fsdp"] = "fsdp" if max_over_ranks(needed > limit) else "ddp"
     if rank() == 0:
-        _log.info(
-            "strategy='auto': %s, because %s needs %s per rank with copies of the parameters, and %s of %s are for it",
-            chosen,
-            known,
-            format_bytes(needed),
-            format_bytes(limit),
-            format_bytes(capacity),
-        )
+        sizes = format_bytes(needed), known, format_bytes(limit)
+        _log.info("strategy='auto' is %r: under 'ddp' a rank needs %s (%s) of %s", chosen, *sizes)
     return chosen
 
 

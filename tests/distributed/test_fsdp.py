@@ -2,7 +2,6 @@
 
 import os
 
-import pytest
 import torch
 from helpers.fsdp import Language, language_batch, whole_gradients
 from helpers.problems import assert_same_gradients, build_net, class_targets, plain_program
@@ -200,15 +199,3 @@ def check_sync_batchnorm(rank):
 
 def test_batch_norm_over_ranks_without_rows():
     assert run_ranks(2, check_sync_batchnorm) == [True, True]
-
-
-def test_strategies_that_are_impossible_here_have_clear_errors():
-    for strategy in ("ddp", "fsdp"):
-        with pytest.raises(ValueError, match=f"strategy='{strategy}' in one process, expected 'auto' or 'replicas'.*torchrun"):
-            parallelize(build_net(), nn.MSELoss(), ["cpu"], strategy=strategy)
-    with pytest.raises(ValueError, match="strategy='zero', expected one of 'auto', 'replicas', 'ddp', 'fsdp'"):
-        parallelize(build_net(), nn.MSELoss(), ["cpu"], strategy="zero")
-    with pytest.raises(ValueError, match="compress='bf16' with strategy='replicas', expected strategy='ddp'"):
-        parallelize(build_net(), nn.MSELoss(), ["cpu"], strategy="replicas", compress="bf16")
-    with pytest.raises(ValueError, match="compress='int8', expected 'bf16', 'fp16' or None"):
-        parallelize(build_net(), nn.MSELoss(), ["cpu"], compress="int8")
