@@ -99,7 +99,7 @@ def parallelize(
             of each host and copies over the hosts, if a host has room for a copy.
         compress: ``"bf16"`` or ``"fp16"`` reduces the gradients of ``"ddp"`` in half the bytes, by torch's communication hooks.
             ``"auto"`` is ``"ddp"`` then.
-        example: inputs and targets of one rank, for ``"auto"``.
+        example: inputs and targets of one rank, for ``"auto"``. Those of rank 0 count.
 
     Returns:
         The model and the criterion, or the model alone if no criterion was given.
@@ -165,8 +165,8 @@ def _rank_model(
     plain = None if criterion is None else criterion.module
     if strategy == "auto" and compress is None:
         precision = Precision(settings["precision"] or "fp32")
-        question = Question(module, plain, example or (None, None), world_size(), device, precision, settings["dim"])
-        strategy = choose_strategy(question, example is not None and plain is not None, environment)
+        question = Question(module, plain, example, world_size(), device, precision, settings["dim"])
+        strategy = choose_strategy(question, environment)
     if device.type == "cuda":
         use_torch_sync_batchnorm(module)
     if strategy == "fsdp":

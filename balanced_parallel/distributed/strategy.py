@@ -26,7 +26,7 @@ class Question(NamedTuple):
 
     Args:
         module, criterion: without wrappers.
-        example: inputs and targets of one rank.
+        example: inputs and targets of one rank, if they are known.
         ranks: number of ranks.
         device: of this rank.
         precision: of the forward.
@@ -35,7 +35,7 @@ class Question(NamedTuple):
 
     module: nn.Module
     criterion: Any
-    example: tuple[Any, Any]
+    example: tuple[Any, Any] | None
     ranks: int
     device: torch.device
     precision: Precision
@@ -82,14 +82,14 @@ def check_strategy(strategy: str, compress: str | None, environment: TorchrunEnv
         raise ValueError(f"compress={compress!r} in one process, expected None: it is for the ranks that torchrun starts")
 
 
-def choose_strategy(question: Question, has_example: bool, environment: TorchrunEnvironment) -> Literal["ddp", "fsdp"]:
+def choose_strategy(question: Question, environment: TorchrunEnvironment) -> Literal["ddp", "fsdp"]:
     """Returns the strategy for ``"auto"`` with several ranks, the same on all of them, and logs the reason."""
     limit = free_bytes(question.device)
     if question.device.type == "cpu":
         limit //= environment.local_world_size
-    if has_example and _estimates:
-        needed, known = _estimates[0](question), "an update by memory.estimate"
-    else:
+    needed = max_over_ranks(_estimates[0](question) if question.example is not None and rank() == 0 else 0)
+    known = "an update by memory.estimate"
+    if not needed:
         needed, known, limit = state_bytes(question.module), "parameters, gradients and AdamW's state", limit // 2
     chosen: Literal["ddp", "fsdp"] = "fsdp" if max_over_ranks(needed > limit) else "ddp"
     if rank() == 0:

@@ -12,6 +12,7 @@ __all__: list[str] = []
 @strategy.register
 def bytes_of_rank(question: strategy.Question) -> int:
     """Returns the bytes that one update reserves on a rank, by :func:`estimate`."""
+    assert question.example is not None
     inputs, targets = question.example
     with warnings.catch_warnings(action="ignore", category=UserWarning):
         report = estimate(
