@@ -60,7 +60,8 @@ class DDPSync:
 
     def begin(self) -> None:
         """Begins an update."""
-        self._is_agreed = self._is_abandoned = self._model.has_shared_buffers = False
+        self._is_agreed = self._is_abandoned = False
+        self._model.begin_update()
         self._whole_weight = None
 
     def count_micro_batches(self, count: int) -> int:
@@ -166,7 +167,8 @@ class DDPSync:
 
     def _agree(self, local: Tensor, *, out_of_memory: bool = False, others: bool = False) -> tuple[float, float]:
         """Returns loss and weight of all ranks, and counts failures."""
-        self._is_reducing, self._is_agreed, self._model.has_shared_buffers = False, True, False
+        self._is_reducing, self._is_agreed = False, True
+        self._model.begin_update()
         self._whole_weight = None
         mine = torch.cat([local, local.new_tensor([out_of_memory, others])])
         total, weight, *failures = collectives.sum_over_ranks(mine).tolist()

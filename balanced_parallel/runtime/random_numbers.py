@@ -5,7 +5,7 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
@@ -56,21 +56,8 @@ def cpu_numbers_of_rank(rank: int) -> Iterator[None]:
         torch.set_rng_state(state)
 
 
-def keep_generators(devices: Sequence[torch.device]) -> Callable[[], None]:
-    """Returns a function that puts the generators of the CPU and of ``devices`` back into their present state."""
-    modules = {device: torch.get_device_module(device) for device in devices if device.type != "cpu"}
-    of_cpu, states = torch.get_rng_state(), {device: module.get_rng_state(device) for device, module in modules.items()}
-
-    def restore() -> None:
-        torch.set_rng_state(of_cpu)
-        for device, module in modules.items():
-            module.set_rng_state(states[device], device)
-
-    return restore
-
-
 class RandomState:
-    """The states of random number generators, from which a forward that runs again draws the same numbers.
+    """The present states of random number generators, from which a forward that runs again draws the same numbers.
 
     torch's checkpointing sets and restores the one generator of the CPU in each recomputation. Those of several devices run at
     once, in one thread per device, and would leave the generator in the middle of the forward. Here it is set if the forward
@@ -108,6 +95,12 @@ class RandomState:
                     torch.set_rng_state(cpu_before)
         finally:
             self._set(before)
+
+    def restore(self) -> None:
+        """Sets the generators to the states of the forward. They go on from there."""
+        if self._cpu is not None:
+            torch.set_rng_state(self._cpu)
+        self._set(self._states)
 
     def _of_devices(self) -> list[torch.Tensor]:
         return [torch.get_device_module(device).get_rng_state(device) for device in self._devices]
