@@ -119,6 +119,8 @@ class Recorder:
         self.bar.close()
         elapsed = time.perf_counter() - self.started
         peak = gather([self.peak])
+        shards = self.task.module.state_dict()
+        state = {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in shards.items()}
         if self.file is None:
             return
         self.file.close()
@@ -144,7 +146,7 @@ class Recorder:
         }
         out = self.flags.out
         (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        torch.save(self.task.module.state_dict(), out / "model.pt")
+        torch.save(state, out / "model.pt")
         results = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in self.validation.items())
         guess = "guessing by class" if self.task.classifies else "a unigram model"
         print(

@@ -19,7 +19,7 @@ from ..replicas.module_checks import check_method
 from ..replicas.sync_batchnorm import meets_other_ranks
 from ..runtime.collectives import gather_objects, world_size
 from ..runtime.precision import Precision
-from ..runtime.random_numbers import cpu_numbers_of_rank, keep_generators, offset_seeds
+from ..runtime.random_numbers import RandomState, cpu_numbers_of_rank, offset_seeds
 from .sharded_gradients import ShardedGradients
 from .sharding import shard
 
@@ -133,7 +133,7 @@ class ShardedModel(nn.Module):
     @contextlib.contextmanager
     def _as_dummy(self) -> Iterator[None]:
         """Undoes what a forward changes: random numbers, and buffers, which are replaced by copies in the block."""
-        restore = keep_generators(self.devices)
+        random_numbers = RandomState(self.devices)
         buffers = [(part, name, buffer) for part in self.module.modules() for name, buffer in part.named_buffers(recurse=False)]
         for part, name, buffer in buffers:
             setattr(part, name, buffer.clone())
@@ -142,7 +142,7 @@ class ShardedModel(nn.Module):
             yield
         finally:
             self.gradients.is_dummy = False
-            restore()
+            random_numbers.restore()
             for part, name, buffer in buffers:
                 setattr(part, name, buffer)
 
