@@ -67,6 +67,40 @@ def test_saved_bytes_are_predicted(names, devices):
         assert found < 0.8 * plain
 
 
+def language_model():
+    """Logits of 4,096 words are larger than all else."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 4096}
+    config = transformers.GPT2Config(**sizes, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, use_cache=False)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def own_loss(output, labels):
+    return output.loss
+
+
+@pytest.mark.usefixtures("one_trace")
+def test_a_head_without_logits_is_predicted():
+    peaks, labels = [], torch.ones(8, 64, dtype=torch.int64)
+    batch = {"input_ids": labels, "labels": labels}
+    settings = {"optimizer": torch.optim.SGD, "device_kind": "sim"}
+    for names in ((), ("replace_lm_head",)):
+        report = memory.estimate(language_model(), own_loss, batch, labels, savings=names, **settings)
+        with simulate(1) as cluster:
+            net = language_model()
+            if names:
+                savings.replace_lm_head(net)
+            model = DataParallelModel(net)
+            step = TrainStep(model, DataParallelCriterion(own_loss, weight="rows"), torch.optim.SGD(model.parameters(), lr=0.1))
+            for _ in range(2):
+                cluster.reset_peak()
+                step(batch, labels)
+            peaks.append(cluster.peak[0])
+        assert report.peak[0] == pytest.approx(peaks[-1], rel=0.02)
+    assert peaks[1] < 0.5 * peaks[0]
+
+
 def test_the_module_of_the_caller_stays_as_it_is():
     net = build()
     before = copy.deepcopy(net)
