@@ -63,7 +63,7 @@ class DistributedModel(DistributedDataParallel):
         self._wrapped = [wrapped]  # in a list, so that the state_dict() has the names of the module alone
         self._frozen = {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
         self._has_run = False
-        self.has_shared_buffers = False  # in the first forward of this update
+        self._has_shared_buffers = False  # in the first forward of this update
         self.module = module
         self.devices = [device]
         self.split = None
@@ -95,9 +95,13 @@ class DistributedModel(DistributedDataParallel):
         """Returns the arguments with the dimensions of their rows, as ``in_dims`` gives them."""
         return mark_inputs(arguments, self.in_dims, self.module, method)
 
+    def begin_update(self) -> None:
+        """Makes the next forward share the buffers of rank 0 again, with or without rows."""
+        self._has_shared_buffers = False
+
     def forward_without_rows(self) -> Tensor:
         """Takes part in a reduction without running the module. Returns a zero to run backward from."""
-        self.require_forward_param_sync = not self.has_shared_buffers
+        self.require_forward_param_sync = not self._has_shared_buffers
         self._begin_sparse_gradients()
         with self._as_wrapped():
             super().forward(lambda: None, True)
@@ -113,6 +117,14 @@ class DistributedModel(DistributedDataParallel):
                 stacklevel=2,
             )
 
+    def compress_gradients(self, name: str) -> None:
+        """Reduces gradients in ``"bf16"`` or ``"fp16"``, by torch's communication hooks."""
+        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+        compress = getattr(default_hooks, f"{name}_compress_hook")
+        # a function of another name: torch refuses bf16_compress_hook without NCCL, but gloo sums bfloat16 as well
+        self.register_comm_hook(None, lambda group, bucket: compress(group, bucket))
+
     def _run(self, function: Callable[..., Any], arguments: Arguments) -> PerReplica:
         rows = count_rows(arguments, self.dim)
         inputs, kwargs = move_leaves(arguments.inputs, self.devices[0]), move_leaves(arguments.kwargs, self.devices[0])
@@ -126,7 +138,7 @@ class DistributedModel(DistributedDataParallel):
 
         def call() -> Any:
             children["module"] = module  # as code inside of the function knows it
-            self.has_shared_buffers = True
+            self._has_shared_buffers = True
             return function(*inputs, **kwargs)
 
         with self.precision.autocast(self.devices), random_numbers, self._as_wrapped() as wrapped:

@@ -60,7 +60,8 @@ class DDPSync:
 
     def begin(self) -> None:
         """Begins an update."""
-        self._is_agreed = self._is_abandoned = self._model.has_shared_buffers = False
+        self._is_agreed = self._is_abandoned = False
+        self._model.begin_update()
         self._whole_weight = None
 
     def count_micro_batches(self, count: int) -> int:
@@ -87,9 +88,10 @@ class DDPSync:
         with self._model.no_sync():
             yield
 
-    def forward_without_rows(self) -> list[Tensor]:
-        """Takes part in the forward of the ranks that have rows: buffers are broadcast."""
-        return [self._model.forward_without_rows()]
+    def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
+        """Takes part in the last forward of the ranks that have rows: buffers are broadcast."""
+        if not is_reduced:
+            yield [self._model.forward_without_rows()]
 
     def start(self, local: LossSum) -> None:
         """Starts to copy loss and weight to the host."""
@@ -165,7 +167,8 @@ class DDPSync:
 
     def _agree(self, local: Tensor, *, out_of_memory: bool = False, others: bool = False) -> tuple[float, float]:
         """Returns loss and weight of all ranks, and counts failures."""
-        self._is_reducing, self._is_agreed, self._model.has_shared_buffers = False, True, False
+        self._is_reducing, self._is_agreed = False, True
+        self._model.begin_update()
         self._whole_weight = None
         mine = torch.cat([local, local.new_tensor([out_of_memory, others])])
         total, weight, *failures = collectives.sum_over_ranks(mine).tolist()

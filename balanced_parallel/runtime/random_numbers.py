@@ -5,7 +5,7 @@
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -56,21 +56,43 @@ def cpu_numbers_of_rank(rank: int) -> Iterator[None]:
         torch.set_rng_state(state)
 
 
-def keep_generators(devices: Sequence[torch.device]) -> Callable[[], None]:
-    """Returns a function that puts the generators of the CPU and of ``devices`` back into their present state."""
-    modules = {device: torch.get_device_module(device) for device in devices if device.type != "cpu"}
-    of_cpu, states = torch.get_rng_state(), {device: module.get_rng_state(device) for device, module in modules.items()}
+def generator_states(devices: Sequence[torch.device]) -> dict[str, torch.Tensor]:
+    """Returns the states of the generators of the CPU and of ``devices``, by their place in the list."""
+    states = {"cpu": torch.get_rng_state()}
+    for number, device in _accelerators(devices):
+        states[f"device{number}"] = torch.get_device_module(device).get_rng_state(device)
+    return states
 
-    def restore() -> None:
-        torch.set_rng_state(of_cpu)
-        for device, module in modules.items():
-            module.set_rng_state(states[device], device)
 
-    return restore
+def set_generators(states: Mapping[str, torch.Tensor], devices: Sequence[torch.device]) -> None:
+    """Sets the generators of the CPU and of ``devices`` to the states that :func:`generator_states` has returned."""
+    torch.set_rng_state(states["cpu"])
+    for number, device in _accelerators(devices):
+        torch.get_device_module(device).set_rng_state(states[f"device{number}"], device)
+
+
+def seed_anew(of_cpu: torch.Tensor, devices: Sequence[torch.device], first: int) -> None:
+    """Sets the CPU's generator, and gives ``devices`` seeds that follow from it: all different, and others than before.
+
+    Args:
+        of_cpu: state of the CPU's generator, the same on all ranks.
+        devices: devices of the replicas, or of this rank.
+        first: number of the first device among those of all ranks.
+    """
+    torch.set_rng_state(of_cpu)
+    seed = int(torch.empty((), dtype=torch.int64).random_())
+    torch.set_rng_state(of_cpu)
+    for number, device in _accelerators(devices):
+        with on_device(device, None):
+            torch.get_device_module(device).manual_seed((seed + first + number) % 2**63)
+
+
+def _accelerators(devices: Sequence[torch.device]) -> list[tuple[int, torch.device]]:
+    return [(number, device) for number, device in enumerate(dict.fromkeys(devices)) if device.type != "cpu"]
 
 
 class RandomState:
-    """The states of random number generators, from which a forward that runs again draws the same numbers.
+    """The present states of random number generators, from which a forward that runs again draws the same numbers.
 
     torch's checkpointing sets and restores the one generator of the CPU in each recomputation. Those of several devices run at
     once, in one thread per device, and would leave the generator in the middle of the forward. Here it is set if the forward
@@ -108,6 +130,12 @@ class RandomState:
                     torch.set_rng_state(cpu_before)
         finally:
             self._set(before)
+
+    def restore(self) -> None:
+        """Sets the generators to the states of the forward. They go on from there."""
+        if self._cpu is not None:
+            torch.set_rng_state(self._cpu)
+        self._set(self._states)
 
     def _of_devices(self) -> list[torch.Tensor]:
         return [torch.get_device_module(device).get_rng_state(device) for device in self._devices]

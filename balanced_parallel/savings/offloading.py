@@ -17,9 +17,11 @@ from .offloaded_storages import Link, Stored
 
 __all__: list[str] = []
 
+MIN_BYTES = "1MiB"
+
 
 @contextmanager
-def offload_activations(*, min_bytes: int | str = "1MiB") -> Iterator[None]:
+def offload_activations(*, min_bytes: int | str = MIN_BYTES) -> Iterator[None]:
     """Moves what the forward saves for the backward to pinned memory of the host, in every replica.
 
     Copies run on a side stream, and the host waits for none. A storage is copied once, however many tensors share it.

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..runtime import multi_tensor
 from ..runtime.modules import buffers_of
-from ..runtime.random_numbers import keep_generators
+from ..runtime.random_numbers import RandomState
 from .update import Update
 
 __all__: list[str] = []
@@ -30,33 +30,34 @@ class Snapshot:
         self._devices = list(devices)
         self._buffers: list[tuple[dict[str, Tensor | None], str, Tensor]] = []
         self._copies: list[Tensor] = []
-        self._restore_generators: Callable[[], None] = lambda: None
+        self._kinds: list[tuple[Any, ...]] = []
+        self._random: RandomState | None = None
 
     def __reduce__(self) -> Any:  # a copy has nothing to put back
         return Snapshot, (self._modules, self._devices)
 
     def take(self) -> None:
         """Copies the present state."""
-        self._restore_generators = keep_generators(self._devices)
-        parts = {id(part): buffers_of(part) for module in self._modules for part in module.modules()}
-        self._buffers = [(part, name, buffer) for part in parts.values() for name, buffer in part.items() if buffer is not None]
-        buffers = [buffer.detach() for _, _, buffer in self._buffers]
-        if list(map(_kind, buffers)) == list(map(_kind, self._copies)):
-            multi_tensor.copy_(self._copies, buffers)
-        else:
-            self._copies = [buffer.clone() for buffer in buffers]
+        self._random = RandomState(self._devices)
+        parts = [own for module in self._modules for part in module.modules() if (own := buffers_of(part))]
+        self._buffers = [(part, name, buffer) for part in parts for name, buffer in part.items() if buffer is not None]
+        buffers = [buffer for _, _, buffer in self._buffers]
+        kinds = [(buffer.shape, buffer.dtype, buffer.device) for buffer in buffers]
+        with torch.no_grad():
+            if kinds == self._kinds:
+                multi_tensor.copy_(self._copies, buffers)
+            else:
+                self._kinds, self._copies = [], [buffer.clone() for buffer in buffers]  # a clone may run out of memory
+                self._kinds = kinds
 
     def restore(self) -> None:
         """Puts the state back. Buffers that a forward has replaced are the former tensors again."""
-        self._restore_generators()
+        if self._random is not None:
+            self._random.restore()
         for part, name, buffer in self._buffers:
             part[name] = buffer
         with torch.no_grad():
             multi_tensor.copy_([buffer for _, _, buffer in self._buffers], self._copies)
-
-
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.device
 
 
 def prepare_undo(update: Update) -> Callable[[], None]:
@@ -67,7 +68,7 @@ def prepare_undo(update: Update) -> Callable[[], None]:
     tensors = list({id(one): one for one in (*update.parameters, *update.trained.values())}.values())
     values = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
     groups = [[{**group, "params": None} for group in one.param_groups] for one in update.optimizers]
-    states = [{key: _keep(state) for key, state in one.state.items()} for one in update.optimizers]
+    states = [{key: _keep(state) for key, state in one.state.items() if state is not None} for one in update.optimizers]
 
     def undo() -> None:
         with torch.no_grad():
@@ -77,6 +78,8 @@ def prepare_undo(update: Update) -> Callable[[], None]:
             for group, setting in zip(optimizer.param_groups, settings, strict=True):
                 group.update({name: value for name, value in setting.items() if name != "params"})
             for key in list(optimizer.state):
+                if optimizer.state[key] is None:  # ZeroRedundancyOptimizer, for parameters of other ranks that it has loaded
+                    continue
                 if key not in before:
                     del optimizer.state[key]
                     continue

@@ -21,6 +21,8 @@ from balanced_parallel import (
 from balanced_parallel.memory import estimation
 from balanced_parallel.replicas import gradient_buckets
 
+pytestmark = pytest.mark.usefixtures("one_trace")
+
 
 @pytest.mark.parametrize("balanced", [False, True])
 def test_gradients_kept_for_other_streams_are_estimated(monkeypatch, balanced):

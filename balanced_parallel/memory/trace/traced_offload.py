@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...runtime.byte_sizes import parse_bytes
 from ...runtime.tensors import base_of, storage_id
 from ...savings.offloaded_storages import Link
-from ...savings.offloading import Offload, Offloaded
+from ...savings.offloading import MIN_BYTES, Offload, Offloaded
 
 __all__: list[str] = []
-
-MIN_BYTES = 2**20  # the default of offload_activations
 
 
 @contextlib.contextmanager
@@ -32,7 +31,7 @@ class TracedOffload(Offload):
     """The hooks of one block. Its devices have one stream each, on which everything is in order."""
 
     def __init__(self, host: torch.device) -> None:
-        super().__init__(MIN_BYTES)
+        super().__init__(parse_bytes(MIN_BYTES))
         self.host = host
 
     def stream_of(self, device: torch.device) -> Any:
