@@ -53,6 +53,8 @@ def make_parser(description: str | None = None) -> argparse.ArgumentParser:
     add("--micro-batch-size", type=rows_or_auto, default="auto", metavar="N", help=forward)
     add("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="arithmetic of forward and loss (default: fp32)")
     add("--devices", type=device_list, metavar="LIST", help="such as cpu,cpu,cpu or 0,1 (default: every accelerator, else cpu)")
+    strategy = "of several devices: replicas in one process, ddp or fsdp under torchrun (default: auto, which says why)"
+    add("--strategy", choices=["auto", "replicas", "ddp", "fsdp"], default="auto", help=strategy)
     add("--max-grad-norm", type=number(float, 0), default=1.0, metavar="X", help="clip the gradient's global norm (default: 1.0)")
     add("--learning-rate", type=number(float, 0), metavar="X", help="of AdamW (default: 0.003)")
     add("--seed", type=number(int, 0), default=0, metavar="N", help="of the weights and of the order of rows (default: 0)")

@@ -3,6 +3,7 @@
 One process, every visible accelerator (else the CPU):    python scripts/train.py
 One process, three replicas on the CPU:                   python scripts/train.py --devices cpu,cpu,cpu
 One process per device:                                   torchrun --standalone --nproc-per-node=2 scripts/train.py
+A model sharded over them:                                torchrun ... scripts/train.py --strategy fsdp
 Four simulated GPUs, compared with plain PyTorch:         python scripts/train.py --simulate 4 --plot runs/memory.png
 A run that survives being killed, run again:              python scripts/train.py --checkpoint-every 50 --resume
 A plan of what fits, without training:                    python scripts/train.py --plan --simulate 4 --memory 48MiB
@@ -14,6 +15,7 @@ ranks and micro-batches does not change loss or gradients. Copy this file; the t
 import argparse
 import contextlib
 import copy
+import logging
 from typing import Any
 
 import torch
@@ -157,6 +159,7 @@ def main() -> None:
     parser = make_parser(__doc__)
     flags = parser.parse_args()
     torch.manual_seed(flags.seed)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
     with contextlib.ExitStack() as stack:
         with one_line_errors(parser):
             check(flags)
@@ -166,7 +169,8 @@ def main() -> None:
                 return
             cluster = start_simulation(flags, stack) if flags.simulate else None
             before = copy.deepcopy(task.module) if flags.plot else task.module
-            model, criterion = parallelize(task.module, nn.CrossEntropyLoss(), flags.devices, precision=flags.precision)
+            settings = {"precision": flags.precision, "strategy": flags.strategy}
+            model, criterion = parallelize(task.module, nn.CrossEntropyLoss(), flags.devices, **settings)
             check_same_data(task)
             flags.out.mkdir(parents=True, exist_ok=True)
         try:

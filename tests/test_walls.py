@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "loss": {"savings", "replicas", "batch", "runtime"},
     "optim": {"replicas", "runtime"},
     "training": {"savings", "optim", "loss", "replicas", "batch", "runtime"},
-    "distributed": {"training", "optim", "loss", "replicas", "batch", "runtime"},
+    "distributed": {"savings", "training", "optim", "loss", "replicas", "batch", "runtime"},
     "memory": {"diagnostics", "savings", "distributed", "training", "optim", "loss", "replicas", "batch", "runtime"},
     "diagnostics": {"savings", "distributed", "training", "optim", "loss", "replicas", "batch", "runtime"},
     "simulation": {"runtime"},

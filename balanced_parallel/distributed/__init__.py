@@ -1,5 +1,5 @@
 """One process per device, under torchrun."""
 
-from . import ddp_sync  # registers with gradient_sync
+from . import ddp_sync, fsdp_sync  # register with gradient_sync
 
-__all__: list[str] = ["ddp_sync"]
+__all__: list[str] = ["ddp_sync", "fsdp_sync"]

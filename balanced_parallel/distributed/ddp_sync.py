@@ -88,9 +88,10 @@ class DDPSync:
         with self._model.no_sync():
             yield
 
-    def forward_without_rows(self) -> list[Tensor]:
-        """Takes part in the forward of the ranks that have rows: buffers are broadcast."""
-        return [self._model.forward_without_rows()]
+    def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
+        """Takes part in the last forward of the ranks that have rows: buffers are broadcast."""
+        if not is_reduced:
+            yield [self._model.forward_without_rows()]
 
     def start(self, local: LossSum) -> None:
         """Starts to copy loss and weight to the host."""

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..replicas.model import DataParallelModel
 from ..runtime.collectives import world_size
+from .dtensor_shards import DTensorShards, is_sharded
 from .replica_shards import Groups, ReplicaShards
 from .zero import RankShards
 
@@ -46,7 +47,7 @@ class BalancedOptimizer(torch.optim.Optimizer):
     With replicas in one process, each device owns an equal part of the parameters' elements. Gradients are reduced to their
     owner. The optimizer steps on the owner, in memory that the replicas share, and the update is copied to other devices. Per
     step and device this moves ``4 (n - 1) / n`` times the bytes of the parameters, in and out together. Under torchrun it is
-    ``torch.distributed.optim.ZeroRedundancyOptimizer``.
+    ``torch.distributed.optim.ZeroRedundancyOptimizer``, or the plain optimizer over the shards of ``strategy="fsdp"``.
 
     ``state_dict()`` equals that of the plain optimizer over ``model.parameters()``, with tensors on the CPU, so a checkpoint
     moves between one device, many devices and many ranks. ``param_groups`` hold the owners' pieces, for gradient scalers,
@@ -163,6 +164,8 @@ class BalancedOptimizer(torch.optim.Optimizer):
 def _shard(model: nn.Module, groups: Groups, optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]) -> Shards:
     if isinstance(model, DataParallelModel):
         return ReplicaShards(model, groups, optimizer_class, defaults)
+    if any(is_sharded(parameter) for group in groups for parameter in group["params"]):
+        return DTensorShards(groups, optimizer_class, defaults)
     if world_size() > 1 or dist.is_initialized():
         return RankShards(groups, optimizer_class, defaults)
     raise TypeError(f"the model is a {type(model).__name__}, expected a DataParallelModel or the model that parallelize returns")

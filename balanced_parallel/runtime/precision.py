@@ -51,10 +51,14 @@ class Precision:
     def __repr__(self) -> str:
         return f"Precision({self.name!r})"
 
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of autocast; None without autocast."""
+        return _DTYPES[self.name]
+
     def autocast(self, devices: Iterable[torch.device]) -> contextlib.AbstractContextManager[None]:
         """Returns a context manager that enables autocast for the types of ``devices``. Workers of replicas inherit it."""
-        dtype = _DTYPES[self.name]
-        return contextlib.nullcontext() if dtype is None else _autocast(dtype, devices)
+        return contextlib.nullcontext() if self.dtype is None else _autocast(self.dtype, devices)
 
     def scaler_on(self, device: torch.device) -> torch.amp.GradScaler | None:
         """Returns the gradient scaler of ``"fp16"``, created for ``device`` on first use; otherwise None."""

@@ -96,8 +96,8 @@ class Accumulation:
         Returns:
             The loss over everything, its weight, and the factor for the gradients.
         """
-        if not self.is_reduced:
-            self.backward([LossSum(zero, 0.0) for zero in self._sync.forward_without_rows()], 0, last=True)
+        for zeros in self._sync.forwards_without_rows(is_reduced=self.is_reduced):
+            self.backward([LossSum(zero, 0.0) for zero in zeros], 0, last=True)
         whole = self._sync.finish(LossSum(self.total, self.weight))
         known = self._weight_on_host if whole.weight is self.weight else whole.weight
         weight = max(float(known() if callable(known) else known or 0.0), minimum)

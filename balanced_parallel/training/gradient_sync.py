@@ -8,7 +8,7 @@ loss_sum = sync.finish(loss_sum)                  # everything is summed
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -29,7 +29,7 @@ class GradientSync(Protocol):
         """Begins an update that may be abandoned."""
 
     @property
-    def gradient_scale(self) -> float:
+    def gradient_scale(self) -> Weight:
         """The factor from the reduced gradients to their sum: the number of ranks, if ranks average."""
 
     def count_micro_batches(self, count: int) -> int:
@@ -49,8 +49,12 @@ class GradientSync(Protocol):
     def accumulating(self) -> AbstractContextManager[None]:
         """Surrounds micro-batches before the last, whose gradients stay where they are."""
 
-    def forward_without_rows(self) -> list[Tensor]:
-        """Takes part in the last forward of other processes, without rows. Returns zeros for :meth:`backward`."""
+    def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
+        """Takes part in forwards that other processes still make, without rows. Yields zeros for :meth:`backward`.
+
+        Args:
+            is_reduced: this process has run its last backward.
+        """
 
     def start(self, local: LossSum) -> None:
         """Starts to copy loss and weight to where they are summed, before the last backward."""

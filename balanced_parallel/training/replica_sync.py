@@ -54,9 +54,10 @@ class ReplicaSync:
                 stack.enter_context(buckets.no_sync())
             yield
 
-    def forward_without_rows(self) -> list[Tensor]:
-        """Returns nothing: there is no other process."""
-        return []
+    def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
+        """Yields no zeros, for a backward that only sums the gradients of the replicas."""
+        if not is_reduced:
+            yield []
 
     def start(self, local: LossSum) -> None:
         """Does nothing: the loss of this process is the whole loss."""

@@ -59,7 +59,7 @@ def test_slurm(tmp_path, monkeypatch):
     launcher, flags = parse(command[2:], monkeypatch)
     assert (launcher.nnodes, launcher.nproc_per_node, launcher.rdzv_id) == ("2", "gpu", "123456")
     assert launcher.rdzv_endpoint == "gpu7:23456"
-    assert (flags.out, flags.steps) == (Path("runs/123456"), 2)
+    assert (flags.out, flags.steps, flags.resume) == (Path("runs/123456"), 2, True)
     settings = [line.split()[1] for line in (CLUSTERS / "slurm.sbatch").read_text().splitlines() if line.startswith("#SBATCH")]
     assert {"--nodes=2", "--ntasks-per-node=1"} <= set(settings)  # one torchrun for each host
 
@@ -83,7 +83,7 @@ def test_kubernetes(monkeypatch):
     launcher, flags = parse([*container["command"], *container["args"]], monkeypatch)
     assert (launcher.nnodes, launcher.nproc_per_node, launcher.rdzv_backend) == ("2:2", "8", "c10d")
     assert (launcher.rdzv_endpoint, launcher.max_restarts) == ("balanced-parallel-worker-0:23456", 3)
-    assert flags.steps == 200
+    assert (flags.steps, flags.checkpoint_every, flags.resume) == (200, 100, True)
 
 
 class Trainer(types.SimpleNamespace):

@@ -1,0 +1,226 @@
+"""Synchronisation over the shards of FSDP2: loss, gradients and updates of the plain program."""
+
+import functools
+import warnings
+
+import pytest
+import torch
+from helpers.ddp import WAYS, Partly, cut_over_ranks
+from helpers.fsdp import Language, language_batch, make_update, whole_gradients
+from helpers.problems import assert_same_gradients, build_net, class_targets, gradients, plain_program
+from helpers.ranks import run_ranks
+from torch import nn
+
+from balanced_parallel import TrainStep, parallelize
+
+shard = functools.partial(parallelize, strategy="fsdp")
+
+
+def check_language(rank):
+    """Tied weights, checkpointed blocks, a parameter that nobody uses; ranks with no counted target, and with no rows."""
+    torch.set_default_dtype(torch.float64)
+    words, targets = language_batch()
+    plain = Language()
+    loss, expected = plain_program(plain, nn.CrossEntropyLoss(), words, targets)
+    targets = {"counted": targets, "some": targets.clone()}
+    targets["some"][:4] = -100
+    some, expected_some = plain_program(plain, nn.CrossEntropyLoss(), words, targets["some"])
+    for way in WAYS:
+        model, update = make_update(way, Language(), nn.CrossEntropyLoss())
+        for sizes, kind in (([4, 5], "counted"), ([0, 9], "counted"), ([4, 5], "some"), ([8, 1], "counted")):
+            mine = cut_over_ranks(words, sizes, rank), cut_over_ranks(targets[kind], sizes, rank)
+            found = update(*mine)
+            torch.testing.assert_close(found, loss if kind == "counted" else some, rtol=1e-10, atol=1e-10)
+            assert_same_gradients(whole_gradients(model.module), expected if kind == "counted" else expected_some)
+        assert model.module.never.weight.grad is None
+        assert len(model.units) == 4
+    return True
+
+
+def test_shards_equal_the_plain_program():
+    assert run_ranks(2, check_language) == [True, True]
+
+
+def check_windows(rank):
+    """Windows of different lengths on each rank, three in a row: one rank has no rows at all in the second."""
+    torch.set_default_dtype(torch.float64)
+    windows = [[[3, 1], [4]], [[], [2, 2, 3]], [[1], [1, 1]]]  # window -> rank -> rows of its micro-batches
+    plain = Partly()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.5)
+    model, criterion = shard(Partly(), nn.CrossEntropyLoss())
+    step = TrainStep(model, criterion, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5), max_grad_norm=0.3)
+    for number, window in enumerate(windows):
+        sizes = [size for mine in window for size in mine]
+        torch.manual_seed(number)
+        inputs, targets = torch.randn(sum(sizes), 4), class_targets(sum(sizes), ignored=1)
+        optimizer.zero_grad()
+        total = sum(
+            nn.functional.cross_entropy(plain(some), labels, reduction="sum")
+            for some, labels in zip(inputs.split(sizes), targets.split(sizes), strict=True)
+        )
+        loss = total / (targets != -100).sum()
+        loss.backward()
+        assert nn.utils.clip_grad_norm_(plain.parameters(), 0.3) > 0.3
+        optimizer.step()
+
+        start = sum(len(mine) for mine in window[:rank])
+        forwards = model.module.forwards.item()
+        for piece in range(start, start + len(window[rank])):
+            step.add(inputs.split(sizes)[piece], targets.split(sizes)[piece])
+        torch.testing.assert_close(step.apply(), loss.detach(), rtol=1e-10, atol=1e-10)
+        assert model.module.forwards.item() == forwards + len(window[rank])  # not those without rows
+        assert_same_gradients(whole_gradients(model.module), gradients(plain))
+        assert model.module.never.weight.grad is None
+        for one, other in zip(model.module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.full_tensor(), other, rtol=1e-9, atol=1e-10)
+    return True
+
+
+def test_uneven_accumulation_and_a_rank_without_rows_equal_the_plain_program():
+    assert run_ranks(2, check_windows) == [True, True]
+
+
+class Poisoned(nn.Module):
+    """Returns nan for rows that are marked, draws random numbers, and has batch statistics."""
+
+    is_poisoned = False
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.BatchNorm1d(6), nn.Linear(6, 5))
+        self.layers[1].p = 0.0
+
+    def forward(self, inputs):
+        if self.is_poisoned:
+            inputs = inputs * torch.nan
+        self.layers[2].train(len(inputs) > 1)  # torch refuses statistics of one row
+        torch.rand(3)
+        return self.layers(inputs)
+
+
+def check_poisoned(rank):
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(5, 4), class_targets(5)
+    plain = Poisoned()
+    loss, expected = plain_program(plain, nn.CrossEntropyLoss(), inputs, targets)
+    for way in WAYS:
+        model, update = make_update(way, Poisoned(), nn.CrossEntropyLoss())
+        if way == "micro-batches":
+            update.micro_batch_size = 5
+        for _ in range(2):
+            mine = slice(0, 5) if rank == 1 else slice(5, None)
+            model.module.is_poisoned = rank == 0
+            generator, buffers = torch.get_rng_state(), [buffer.clone() for buffer in model.buffers()]
+            torch.testing.assert_close(update(inputs[mine], targets[mine]), loss)
+            assert_same_gradients(whole_gradients(model.module), expected)
+            if rank == 0:
+                assert torch.equal(generator, torch.get_rng_state())
+                assert all(map(torch.equal, buffers, model.buffers()))
+        assert model.module.layers[2].num_batches_tracked == 2 * rank
+    return True
+
+
+def test_forward_without_rows_leaves_no_trace():
+    """It is nan, and changes neither gradients nor random numbers nor batch statistics."""
+    assert run_ranks(2, check_poisoned) == [True, True]
+
+
+def check_half(rank):
+    """One decision for all ranks to skip a step, and one scale, though only one rank overflows, or has rows at all."""
+    model, criterion = shard(build_net(), nn.MSELoss(), precision="fp16")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = TrainStep(model, criterion, optimizer, precision="fp16", micro_batch_size=2)
+    step(torch.randn(3 * rank, 4), torch.rand(3 * rank, 5))
+    assert all(gradient.abs().max() < 10 for gradient in whole_gradients(model))  # unscaled on both
+    scaler = step.precision.scaler
+    scale = scaler.get_scale()
+    before = [parameter.full_tensor() for parameter in model.parameters()]
+    step(torch.randn(2, 4), torch.full((2, 5), torch.inf if rank == 0 else 1.0))
+    assert scaler.get_scale() == scale / 2
+    assert all(torch.equal(one, other.full_tensor()) for one, other in zip(before, model.parameters(), strict=True))
+    step(torch.randn(2 * rank, 4), torch.rand(2 * rank, 5))
+    after = [parameter.full_tensor() for parameter in model.parameters()]
+    assert not torch.equal(before[0], after[0])
+    return [scaler.get_scale(), after[0].sum().item()]
+
+
+def test_gradient_scaler_is_equal_on_all_ranks():
+    first, second = run_ranks(2, check_half)
+    assert first == second
+
+
+def check_half_gradients(rank):
+    """Weights of different size on the ranks: the gradients in float16 are those in float32, to its precision."""
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(40, 4), class_targets(40, ignored=30)
+    plain = build_net()
+    _, expected = plain_program(plain, nn.CrossEntropyLoss(reduction="mean"), inputs, targets)
+    model, criterion = shard(build_net(), nn.CrossEntropyLoss(), precision="fp16")
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), precision="fp16", micro_batch_size=3)
+    for _ in range(2):
+        step(inputs.split([31, 9])[rank], targets.split([31, 9])[rank])
+        for one, other in zip(whole_gradients(model.module), expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-3)
+    return True
+
+
+def test_gradients_in_float16_have_one_divisor_on_all_ranks():
+    assert run_ranks(2, check_half_gradients) == [True, True]
+
+
+def check_nothing_counted(rank):
+    model, criterion = shard(build_net(), nn.CrossEntropyLoss())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step = TrainStep(model, criterion, optimizer)
+    before = [parameter.full_tensor() for parameter in model.parameters()]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert step(torch.randn(3, 4), torch.full((3,), -100)).isnan()
+        assert step(torch.randn(0, 4), torch.zeros(0, dtype=torch.long)).isnan()
+    assert sum("nothing is updated" in str(warning.message) for warning in caught) == 2
+    assert all(torch.equal(one, other.full_tensor()) for one, other in zip(before, model.parameters(), strict=True))
+    assert not optimizer.state
+    return True
+
+
+def test_zero_weight_on_all_ranks_skips_the_update():
+    assert run_ranks(2, check_nothing_counted) == [True, True]
+
+
+def check_failures(rank):
+    inputs, targets = torch.randn(4, 4), class_targets(4)
+    net = build_net()
+    model, criterion = shard(net, nn.CrossEntropyLoss())
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size="auto")
+    fails = True
+
+    def fail(module, given):
+        if fails:
+            raise torch.OutOfMemoryError("too large")
+
+    net[2].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="other ranks wait for its shards.*give micro_batch_size a smaller number"):
+        step(inputs, targets)
+    fails = False
+    plain = build_net()
+    loss, expected = plain_program(plain, nn.CrossEntropyLoss(), inputs, targets)
+    torch.testing.assert_close(step(inputs, targets), loss)  # the same rows on both ranks
+    assert_same_gradients(whole_gradients(model.module), expected, 1e-6)
+
+    stranger = nn.Parameter(torch.ones(()))
+    model, criterion = shard(build_net(), lambda output, target: (output * stranger).mean(), weight=lambda output, target: 1)
+    step = TrainStep(model, criterion, torch.optim.SGD([*model.parameters(), stranger], lr=0.1))
+    with pytest.raises(ValueError, match=r"shape \(\).*make it part of the module"):
+        step(inputs, targets)
+
+    learned = nn.AdaptiveLogSoftmaxWithLoss(5, 5, cutoffs=[2])
+    model, criterion = shard(build_net(), learned)
+    with pytest.raises(TypeError, match=r"the criterion has a parameter head\.weight to train, which is not sharded"):
+        TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1))
+    return True
+
+
+def test_failures_have_clear_errors_and_the_step_can_be_repeated():
+    assert run_ranks(2, check_failures) == [True, True]

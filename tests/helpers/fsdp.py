@@ -1,0 +1,62 @@
+"""Models, losses and comparisons of the tests of FSDP2."""
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from balanced_parallel import DataParallelCriterion, TrainStep, parallelize
+
+WORDS = 23
+
+
+class Language(nn.Module):
+    """A small language model with tied weights and checkpointed blocks, and a head that nobody uses."""
+
+    def __init__(self, dropout=0.0):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = nn.Embedding(WORDS, 8)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, dropout, batch_first=True) for _ in range(3))
+        self.head, self.never = nn.Linear(8, WORDS, bias=False), nn.Linear(8, 3)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, words):
+        hidden = self.embedding(words)
+        for block in self.blocks:
+            hidden = checkpoint(block, hidden, use_reentrant=False)
+        return self.head(hidden).transpose(1, 2)
+
+
+def language_batch(rows=9):
+    torch.manual_seed(1)
+    words, targets = torch.randint(WORDS, (rows, 5)), torch.randint(WORDS, (rows, 5))
+    targets[: rows // 2, 2:] = -100
+    return words, targets
+
+
+def make_update(way, module, criterion, **settings):
+    """Returns the model, and one update with lr=0: by TrainStep at once or in micro-batches, or by hand."""
+    model, criterion = parallelize(module, criterion, strategy="fsdp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    step = TrainStep(model, criterion, optimizer, micro_batch_size=2 if way == "micro-batches" else None, **settings)
+
+    def by_hand(inputs, targets):
+        optimizer.zero_grad()
+        loss = criterion(model(inputs), targets)
+        loss.backward()
+        return loss.detach()
+
+    return model, by_hand if way == "criterion" else step
+
+
+def whole_gradients(module):
+    """Returns the gradients with the elements of all ranks."""
+    return [None if one.grad is None else one.grad.full_tensor() for one in module.parameters()]
+
+
+def row_mean(output, target):
+    """A loss that no table knows, in which each row counts as one."""
+    return (output - target).pow(2).flatten(1).sum(1).mean()
+
+
+ROW_MEAN = DataParallelCriterion(row_mean, weight=lambda output, target: len(target))
