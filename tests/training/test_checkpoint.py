@@ -94,15 +94,12 @@ def test_resumed_run_equals_the_undisturbed_one_bit_for_bit(tmp_path, devices, s
     assert torch.equal(torch.rand(2), draws[0])
 
 
-def make_rank_step():
+def run_on_rank(rank, strategy, folder, begin, end, out):
+    """Goes on from a checkpoint on this rank, saves one, and returns the losses."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
-    return wrap(*parallelize(net, nn.CrossEntropyLoss()), "balanced", micro_batch_size="auto")
-
-
-def run_on_rank(rank, folder, begin, end, out):
-    """Goes on from a checkpoint on this rank, saves one, and returns the losses."""
-    step = make_rank_step()
+    settings = {} if strategy == "fsdp" else {"micro_batch_size": "auto"}
+    step = wrap(*parallelize(net, nn.CrossEntropyLoss(), strategy=strategy), "balanced", **settings)
     step.model.eval()
     checkpoints = Checkpoints(folder, step=step)
     assert checkpoints.load_latest() == (begin or None)
@@ -114,7 +111,7 @@ def run_on_rank(rank, folder, begin, end, out):
     return losses
 
 
-def test_run_moves_between_one_device_ranks_and_replicas(tmp_path):
+def test_run_moves_between_one_device_ddp_fsdp_and_replicas(tmp_path):
     def run_here(devices, folder, begin, end, out=None):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
@@ -128,10 +125,13 @@ def test_run_moves_between_one_device_ranks_and_replicas(tmp_path):
 
     expected, (tensors, *others) = run_here(["cpu"], tmp_path / "none", 0, 8)
     found, _ = run_here(["cpu"], tmp_path / "none", 0, 2, tmp_path / "one")
-    of_ranks = run_ranks(2, run_on_rank, tmp_path / "one", 2, 5, tmp_path / "ranks")
-    assert of_ranks[0] == of_ranks[1]
-    last, (moved, *rest) = run_here(["cpu"] * 3, tmp_path / "ranks", 5, 8)
-    assert found + of_ranks[0] + last == pytest.approx(expected, rel=1e-10, abs=1e-10)
+    for strategy, begin, end in (("ddp", 2, 3), ("fsdp", 3, 5), ("ddp", 5, 6)):
+        folder = tmp_path / ("one" if begin == 2 else f"{begin}")
+        losses, others_losses = run_ranks(2, run_on_rank, strategy, folder, begin, end, tmp_path / f"{end}")
+        assert losses == others_losses
+        found += losses
+    last, (moved, *rest) = run_here(["cpu"] * 3, tmp_path / "6", 6, 8)
+    assert found + last == pytest.approx(expected, rel=1e-10, abs=1e-10)
     for name, tensor in tensors.items():
         torch.testing.assert_close(moved[name], tensor, rtol=1e-10, atol=1e-10, msg=name)
     assert rest == others
