@@ -3,7 +3,8 @@
 python benchmarks/faults/inject.py FOLDER PLACE:RANK:STEP,PLACE:RANK:STEP,... scripts/train.py ...
 
 Each start of the script has one fault, in their order. Those behind the last have none. A file in FOLDER is written just before a
-fault. STEP counts the steps of this start, or its checkpoints if PLACE is "checkpoint", "checkpoint-complete" or "disk-full".
+fault, with the process id. STEP counts the steps of this start, or its checkpoints for the places "checkpoint",
+"checkpoint-complete" and "disk-full".
 """
 
 import datetime
@@ -48,7 +49,7 @@ class Fault:
             or self.marker.exists()
         ):
             return
-        self.marker.write_text(str(time.time()))
+        self.marker.write_text(str(os.getpid()))
         if place == "loader":
             raise LookupError("the loader of this rank fails")
         if place == "disk-full":

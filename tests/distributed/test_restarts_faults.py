@@ -94,33 +94,23 @@ def test_number_of_ranks_changes_at_a_restart(undisturbed, text, tmp_path):
     quick = "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=2"]
     launcher += ["--monitor-interval=0.1", f"--rdzv-id={port}", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", quick]
-    whole = command([*launcher], "hang:1:7", text, tmp_path)
-    hosts = [subprocess.Popen(whole, start_new_session=True, stderr=subprocess.PIPE, text=True)]
+    whole = command(launcher, "hang:1:7", text, tmp_path)
+    hosts = [subprocess.Popen(whole, stderr=subprocess.PIPE, text=True)]
     try:
         time.sleep(1)  # the first has the store
-        hosts.append(subprocess.Popen(whole, start_new_session=True, stderr=subprocess.DEVNULL))
-        deadline = time.monotonic() + 100
-        while not (tmp_path / "faults").exists() or not os.listdir(tmp_path / "faults"):
+        hosts.append(subprocess.Popen(whole, stderr=subprocess.DEVNULL))
+        deadline, folder = time.monotonic() + 100, tmp_path / "faults"
+        while not folder.exists() or not (hanging := "".join(path.read_text() for path in folder.iterdir())):
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        kill(hosts[1])  # the whole host
+        hosts[1].kill()  # the whole host: torchrun and its rank
+        os.kill(int(hanging), signal.SIGKILL)
         _, errors = hosts[0].communicate(timeout=120)
         assert hosts[0].returncode == 0, errors
     finally:
         for host in hosts:
-            kill(host)
+            host.kill()
+            host.wait()
     assert json.loads((tmp_path / "summary.json").read_text())["ranks"] == 1
     for found, expected in zip(lines_of(tmp_path), undisturbed, strict=True):
         assert found == pytest.approx(expected, rel=1e-4)
-
-
-def kill(process):
-    """Kills all processes of a session."""
-    for folder in os.scandir("/proc"):
-        if folder.name.isdecimal() and folder.name != str(os.getpid()):
-            try:
-                if os.getsid(int(folder.name)) == process.pid:
-                    os.kill(int(folder.name), signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-    process.wait()
