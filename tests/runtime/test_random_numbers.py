@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from balanced_parallel import DataParallelModel, convert_sync_batchnorm, parallelize, simulate
+from balanced_parallel.runtime.random_numbers import generator_states, seed_anew, set_generators
 
 X = torch.ones(6, 64)
 LAYOUTS = [["sim:0", "sim:1", "sim:2"], ["sim:1", "sim:0"], ["sim:0", "sim:1", "sim:0"], ["cpu", "sim:0", "sim:1"], ["sim:1"] * 3]
@@ -173,3 +174,20 @@ def test_ranks_on_the_cpu_draw_different_numbers_and_keep_the_generator_alike(ro
     assert [following, evaluated] == others
     torch.manual_seed(5)
     assert evaluated == torch.rand(3).tolist()
+
+
+def test_saved_generators_draw_the_same_again_and_new_seeds_are_different():
+    with simulate(2):
+        devices = [torch.device("sim", index) for index in (0, 1, 0)]
+        torch.manual_seed(5)
+        x = torch.rand(4, device="sim:0")
+        states = generator_states(devices)
+        draws = [torch.rand(4, device=device).cpu() for device in (*devices, "cpu")]
+        set_generators(states, devices)
+        assert are_equal(draws, [torch.rand(4, device=device).cpu() for device in (*devices, "cpu")])
+        seen = [x.cpu(), *draws[:2]]
+        for first in (0, 2):  # of two ranks with two devices each
+            seed_anew(states["cpu"], devices, first)
+            seen += [torch.rand(4, device=device).cpu() for device in devices]
+            assert torch.equal(torch.rand(4), draws[3])
+        assert len({tuple(draw.tolist()) for draw in seen}) == len(seen)
