@@ -215,6 +215,10 @@ def check_failures(rank):
     with pytest.raises(ValueError, match=r"shape \(\).*make it part of the module"):
         step(inputs, targets)
 
+    model.module[0].requires_grad_(False)
+    with pytest.raises(ValueError, match=r"0\.weight has requires_grad=False, but True when parallelize sharded it"):
+        model(inputs)
+
     learned = nn.AdaptiveLogSoftmaxWithLoss(5, 5, cutoffs=[2])
     model, criterion = shard(build_net(), learned)
     with pytest.raises(TypeError, match=r"the criterion has a parameter head\.weight to train, which is not sharded"):
