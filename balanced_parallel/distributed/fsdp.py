@@ -21,7 +21,7 @@ from ..runtime.collectives import gather_objects, world_size
 from ..runtime.precision import Precision
 from ..runtime.random_numbers import RandomState, cpu_numbers_of_rank, offset_seeds
 from .sharded_gradients import ShardedGradients
-from .sharding import shard
+from .sharding import StateOfRank0, shard
 
 __all__: list[str] = []
 
@@ -39,6 +39,10 @@ class ShardedModel(nn.Module):
         device: of this rank.
         dim, in_dims, out_dims: as in :class:`DataParallelModel`.
         precision: autocast around the forward, and the dtype in which parameters are all-gathered.
+
+    Raises:
+        ValueError: at the forward, a parameter was frozen or unfrozen since.
+        RuntimeError: at the first forward, no rank has a row.
     """
 
     def __init__(
@@ -54,7 +58,7 @@ class ShardedModel(nn.Module):
         super().__init__()
         self.precision = Precision("fp32" if precision is None else precision)
         self.gradients = ShardedGradients()
-        self.units = [cast(Any, unit) for unit in shard(module, mesh, self.precision)]
+        self.units = [cast(Any, unit) for unit in shard(module, mesh, self.precision, StateOfRank0(device).send)]
         for unit in self.units:
             self.gradients.add(unit)
         self.module = module
@@ -64,6 +68,7 @@ class ShardedModel(nn.Module):
         self.in_dims = in_dims
         self.out_dims = dim if out_dims is None else out_dims
         self._meets_ranks = meets_other_ranks(module.modules())
+        self._required = {name: (parameter, parameter.requires_grad) for name, parameter in module.named_parameters()}
         self._examples: dict[str, Arguments | None] = {}  # one row for each method
         self._methods = {"forward"}
 
@@ -119,6 +124,7 @@ class ShardedModel(nn.Module):
         return PerReplica.of_forward([self._call(method, arguments)], [rows], self.out_dims)
 
     def _call(self, method: str, arguments: Arguments) -> Any:
+        self._refuse_changes()
         inputs, kwargs = move_leaves(arguments.inputs, self.devices[0]), move_leaves(arguments.kwargs, self.devices[0])
         offset_seeds(self.devices, dist.get_rank())
         draws_on_cpu = self.training and self.devices[0].type == "cpu"
@@ -145,6 +151,15 @@ class ShardedModel(nn.Module):
             random_numbers.restore()
             for part, name, buffer in buffers:
                 setattr(part, name, buffer)
+
+    def _refuse_changes(self) -> None:
+        """Checks that the same parameters require a gradient. FSDP2 gathers them into tensors that would not know."""
+        for name, (parameter, before) in self._required.items():
+            if parameter.requires_grad != before:
+                raise ValueError(
+                    f"{name} has requires_grad={parameter.requires_grad}, but {before} when parallelize sharded it: freeze and "
+                    "unfreeze layers before parallelize"
+                )
 
     def _keep_example(self, method: str, arguments: Arguments | None, rows: int | None) -> None:
         """Keeps one row of the first forward. A rank without rows receives one from another rank."""

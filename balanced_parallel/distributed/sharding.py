@@ -7,12 +7,14 @@ blocks[1]                --->   blocks[1]
 """
 
 from collections import Counter
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from ..runtime.modules import BatchNorm
 from ..runtime.precision import Precision
 from ..savings.activation_checkpointing import find_blocks
 
@@ -34,24 +36,25 @@ def find_sharded_blocks(module: nn.Module) -> list[nn.Module]:
     ]
 
 
-def shard(module: nn.Module, mesh: Any, precision: Precision) -> list[nn.Module]:
+def shard(module: nn.Module, mesh: Any, precision: Precision, prepare: Callable[[nn.Module], None]) -> list[nn.Module]:
     """Shards a module in place over the ranks of a mesh. Returns the sharded blocks, and the root at the end.
 
-    Parameters and buffers are those of rank 0. They move to the device of the mesh block by block, so no device has all of them.
-
     Args:
-        module: with parameters on any device; on ``meta`` they stay as they are.
+        module: with parameters on any device.
         mesh: one dimension of shards, or a dimension of hosts with copies before it.
-        precision: parameters are all-gathered and used in its dtype. Gradients are reduced in float32.
+        precision: parameters are all-gathered and used in its dtype, except in blocks with batch norm. Gradients are reduced in
+            float32.
+        prepare: is called for each block, and for the root, before it is sharded.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard  # imports torch._dynamo, which takes seconds
 
-    dtype = precision.dtype
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=None if dtype is None else torch.float32)
-    units, sent = [*find_sharded_blocks(module), without_compilation(module)], set[int]()
+    half = MixedPrecisionPolicy(param_dtype=precision.dtype, reduce_dtype=torch.float32)
+    units = [*find_sharded_blocks(module), without_compilation(module)]
     for unit in units:
-        _send_state(unit, torch.device(mesh.device_type), sent)
-        fully_shard(unit, mesh=mesh, mp_policy=policy)
+        prepare(unit)
+        # batch norm takes parameters of the dtype of its statistics; autocast casts in the other layers
+        is_full = precision.dtype is None or any(isinstance(part, BatchNorm) for part in unit.modules())
+        fully_shard(unit, mesh=mesh, mp_policy=MixedPrecisionPolicy() if is_full else half)
         cast(FSDPModule, unit).set_force_sum_reduction_for_comms(True)  # gloo has no averages
     return units
 
@@ -84,13 +87,18 @@ def _count_uses(module: nn.Module) -> Counter[int]:
     return Counter(id(parameter) for _, parameter in parts)
 
 
-def _send_state(module: nn.Module, device: torch.device, sent: set[int]) -> None:
-    """Moves the tensors of a module that are not in ``sent`` to the device, and copies those of rank 0 to all ranks."""
-    from torch.distributed.tensor import DTensor
+class StateOfRank0:
+    """Moves a module to a device part by part, with the parameters and buffers of rank 0. No device has all of them at once."""
 
-    for part in module.modules():
-        for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
-            if id(tensor) not in sent and not isinstance(tensor, DTensor) and not tensor.is_meta:
-                tensor.data = tensor.data.to(device)
-                dist.broadcast(tensor.data, 0)
-                sent.add(id(tensor))
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._sent: set[int] = set()
+
+    def send(self, module: nn.Module) -> None:
+        """Moves and sends the tensors of a part that are not on ``meta`` and were not sent before."""
+        for part in module.modules():
+            for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
+                if id(tensor) not in self._sent and not hasattr(tensor, "to_local") and not tensor.is_meta:
+                    tensor.data = tensor.data.to(self._device)
+                    dist.broadcast(tensor.data, 0)
+                    self._sent.add(id(tensor))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..distributed.fsdp import ShardedModel
 from ..loss.criterion import DataParallelCriterion
 from ..optim.balanced import BalancedOptimizer
 from ..replicas.model import DataParallelModel
@@ -28,11 +29,16 @@ def request_of_step(step: TrainStep, inputs: Any, targets: Any) -> Request:
     """Returns the request of one update of a step, with the whole batch in one micro-batch.
 
     Raises:
-        ValueError: the inputs have no rows, or rows in different dimensions.
+        ValueError: the inputs have no rows, or rows in different dimensions; the model is sharded.
     """
     model: Any = step.model
     criterion = step.criterion
     is_local = isinstance(model, DataParallelModel)
+    if isinstance(model, ShardedModel):
+        raise ValueError(
+            "the model is sharded, and its parameters are parts on each rank: call memory.estimate(layout='fsdp') with the "
+            "module before parallelize, and set step.micro_batch_size"
+        )
     if model.in_dims is not None or criterion.in_dims is not None or criterion.dim not in (None, model.dim):
         raise ValueError(
             "the rows of the inputs and the targets are in different dimensions (in_dims=), expected one dim= for all: call "

@@ -43,7 +43,9 @@ class AllocatorProfile:
         try:
             yield
         finally:
-            threads = _autograd._disable_profiler_legacy()
-            for record in (record for records in threads for record in records if record.kind() == "memory_alloc"):
-                self.now += record.cpu_memory_usage()
+            records = [record for records in _autograd._disable_profiler_legacy() for record in records]
+            start = records[0]
+            # threads of gloo allocate too: each has records of its own
+            for record in sorted(records, key=start.cpu_elapsed_us):
+                self.now += record.cpu_memory_usage() if record.kind() == "memory_alloc" else 0
                 self.peak = max(self.peak, self.now)

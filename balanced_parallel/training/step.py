@@ -35,7 +35,7 @@ class TrainStep(StepState):
     a counted target changes nothing: its loss is nan, with a warning. A step that failed before its update can be repeated.
 
     Under torchrun each rank passes its own rows, or none. Every rank makes the same sequence of ``step(...)`` or ``apply()``
-    calls. Gradients are reduced once per update. A failure while they are reduced raises on every rank.
+    calls. Gradients are reduced once per update, shards (FSDP) in every micro-batch. A failure of DDP raises on every rank.
 
     Args:
         model: a :class:`DataParallelModel`, or the model of :func:`parallelize`.

@@ -52,6 +52,7 @@ def allocator_peak(problem: Problem, precision: str = "fp32", checkpoint: bool =
     Args:
         prepare: makes the module that is trained, and its optimizer.
     """
+    gc.collect()  # a sharded module is in reference cycles
     profile = AllocatorProfile()
     with profile.recorded():
         problem = copied(problem, checkpoint)

@@ -105,7 +105,10 @@ def check_start(rank):
     mine = slice(0, 7) if rank == 0 else slice(7, None)
     with torch.no_grad():
         torch.testing.assert_close(gather(model(inputs[mine])), build_net()(inputs))
-    assert all(hasattr(one, "full_tensor") for one in model.parameters())
+    language = parallelize(Language(), strategy="fsdp")
+    with torch.no_grad():
+        language(language_batch()[0])
+    assert all(hasattr(one, "full_tensor") for one in language.parameters())  # those of the root too
     plain = build_net()
     loss, expected = plain_program(plain, nn.CrossEntropyLoss(), inputs, targets)
     step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0))

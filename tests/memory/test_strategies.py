@@ -1,11 +1,13 @@
-"""Estimates of each layout, compared with simulated devices."""
+"""Estimates of each layout, compared with simulated devices and with ranks."""
 
 import contextlib
 import functools
 
 import pytest
 import torch
+from helpers.allocations import used_by_shards
 from helpers.memory_problems import PROBLEMS, LanguageModel
+from helpers.ranks import run_ranks
 from torch import nn
 from torch.nn import functional as F
 
@@ -111,6 +113,18 @@ def test_trace_has_the_memory_of_side_streams(monkeypatch, balanced):
     assert beside
     assert {block.kind for block in beside} == {"temporaries"}
     assert any(block.kind == "gradients" for block in blocks)
+
+
+SHARDED = [(1, "fp32", 2), (3, "bf16", 1)]  # rows, precision, micro-batches
+
+
+@pytest.mark.parametrize(("rows", "precision", "accumulate"), SHARDED)
+def test_fsdp_equals_the_allocator_of_two_ranks(rows, precision, accumulate):
+    used = run_ranks(2, used_by_shards, "language model", rows, precision, accumulate)
+    build, batch = PROBLEMS["language model"]
+    settings = {"layout": "fsdp", "devices": 2, "device_kind": "cpu", "precision": precision, "accumulate": accumulate}
+    report = memory.estimate(build(), nn.CrossEntropyLoss(), *batch(rows), **settings)
+    assert report.peak[0] == pytest.approx(max(used), rel=0.02)
 
 
 class Repeated(nn.Module):

@@ -127,7 +127,7 @@ def processes_of(session):
 
 
 def test_resumed_run_on_two_ranks_stays_within_tolerance(undisturbed, tmp_path):
-    train(tmp_path, *FLAGS[:2], "--steps", 8, *FLAGS[4:])
+    assert run_fault("between", 8, tmp_path).returncode != 0
     done = run_in_new_process("--out", tmp_path, *FLAGS, "--resume", launcher=TORCHRUN)
     assert done.returncode == 0, done.stderr
     assert len(lines_of(tmp_path)) == len(undisturbed)

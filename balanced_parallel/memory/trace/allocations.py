@@ -46,6 +46,8 @@ class Block:
 
 
 _DEVICE = torch.ops.prim.device.default
+# Gloo gathers into a flat copy of the result, and sums a copy of the input: the argument of that size (ProcessGroupGloo.cpp)
+_GLOO_COPIES = {"c10d._allgather_base_.default": 0, "c10d._reduce_scatter_base_.default": 1}
 _COMMUNICATES = ("fsdp", "c10d", "_c10d_functional")
 
 
@@ -92,6 +94,8 @@ class Count(TorchDispatchMode):
                 self.see(leaf, "communication buckets" if func.namespace in _COMMUNICATES else "temporaries", str(func))
         if self.notes and (call := note_call(func, args, kwargs or {}, result, len(self.events))) is not None:
             self.calls.append(call)
+        if self.notes and str(func) in _GLOO_COPIES:
+            self._borrow(args[0], args[_GLOO_COPIES[str(func)]].untyped_storage().nbytes(), str(func))
         if size := selected(func, args, measured=self.notes):
             self._borrow(args[0], size, str(func))
         return result

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from ...batch.gathering import gather
 from ...batch.row_marks import Arguments
 from ...batch.rows import move_leaves
+from ...distributed.sharding import shard
 from ...loss.partial_sums import Shard
 from ...optim.balanced import BalancedOptimizer
 from ...runtime.precision import Precision
 from ...runtime.tensors import get_gradient
-from ...savings.activation_checkpointing import find_blocks
 from .ddp_buckets import DDPBuckets, largest_partition
 from .fake_devices import HOME, fake_devices
 from .torch_data_parallel import run_replicas
@@ -210,7 +210,7 @@ class DDP(SingleDevice):
 
 
 class FSDP(SingleDevice):
-    """One rank of FSDP2: torch itself, on a process group that sends nothing. Each block is sharded, then the root."""
+    """One rank of FSDP2, as :func:`parallelize` makes it: torch itself, on a process group that sends nothing."""
 
     name = "fsdp"
     is_distributed = True
@@ -220,7 +220,6 @@ class FSDP(SingleDevice):
     def __init__(self, request: "Request", module: nn.Module, criterion: Any) -> None:
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import fully_shard
         from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the fake backend, in private code only
         from torch.utils._python_dispatch import _disable_current_modes  # no public context leaves all modes
 
@@ -231,9 +230,7 @@ class FSDP(SingleDevice):
         with _disable_current_modes():
             dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.devices)
             mesh = init_device_mesh("cpu", (request.devices,))
-        for name in find_blocks(request.module):
-            fully_shard(module.get_submodule(name), mesh=mesh)
-        fully_shard(module, mesh=mesh)
+        shard(module, mesh, Precision(request.precision), lambda unit: None)
         super().__init__(request, module, criterion)
 
     def close(self) -> None:
