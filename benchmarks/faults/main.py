@@ -22,6 +22,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "3 replicas": (1, ["--devices", "cpu,cpu,cpu"]),
     "2 ranks": (2, []),
     "3 ranks": (3, []),
+    "2 ranks, FSDP2": (2, ["--strategy", "fsdp"]),
 }
 PLACES = ("forward", "backward", "all-reduce", "between", "loader", "hang", "checkpoint", "checkpoint-complete")
 LIMIT = 300.0  # seconds, then a run counts as hanging
