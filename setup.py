@@ -10,9 +10,19 @@ version = re.search(r'^__version__ = "(.+)"$', (here / "balanced_parallel" / "__
 assert version is not None
 
 extras = {
-    "train": ["scikit-learn", "tqdm"],
+    "train": ["safetensors", "scikit-learn", "tqdm"],
     "plot": ["matplotlib"],
-    "test": ["hypothesis", "matplotlib", "pytest", "pytest-timeout", "pytest-xdist", "scikit-learn", "tqdm", "transformers"],
+    "test": [
+        "hypothesis",
+        "matplotlib",
+        "pytest",
+        "pytest-timeout",
+        "pytest-xdist",
+        "safetensors",
+        "scikit-learn",
+        "tqdm",
+        "transformers",
+    ],
     "dev": ["mypy", "ruff", "types-tabulate"],
 }
 

@@ -12,6 +12,7 @@ without GPUs: :func:`simulate`.
 from . import memory, savings
 from .batch.gathering import gather
 from .batch.per_replica import PerReplica
+from .batch.rank_batches import RankBatchSampler
 from .batch.row_marks import Rows, Whole
 from .batch.scattering import scatter
 from .diagnostics.verification import verify
@@ -24,16 +25,19 @@ from .replicas.model import DataParallelModel
 from .replicas.sync_batchnorm import convert_sync_batchnorm
 from .runtime.precision import Precision
 from .simulation import simulate
+from .training.checkpoint import Checkpoints
 from .training.step import TrainStep
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BalancedOptimizer",
+    "Checkpoints",
     "DataParallelCriterion",
     "DataParallelModel",
     "PerReplica",
     "Precision",
+    "RankBatchSampler",
     "Rows",
     "TrainStep",
     "Whole",

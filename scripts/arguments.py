@@ -59,6 +59,10 @@ def make_parser(description: str | None = None) -> argparse.ArgumentParser:
     add("--learning-rate", type=number(float, 0), metavar="X", help="of AdamW (default: 0.003)")
     add("--seed", type=number(int, 0), default=0, metavar="N", help="of the weights and of the order of rows (default: 0)")
     add("--workers", type=number(int, 0), default=0, metavar="N", help="processes that load data, per rank (default: 0)")
+    every = "save all state every N updates and at SIGTERM, in DIR/checkpoints (default: never)"
+    add("--checkpoint-every", type=number(int, 1), metavar="N", help=every)
+    add("--keep", type=number(int, 1), default=3, metavar="K", help="checkpoints that stay, the newest (default: 3)")
+    add("--resume", action="store_true", help="go on from the newest checkpoint in DIR/checkpoints, if there is one")
     add("--simulate", type=number(int, 1), metavar="N", help="run on N simulated GPUs, with a table of their memory at the end")
     add("--memory", metavar="SIZE", help="of each simulated GPU, such as 2GiB, or a list: 2GiB,1GiB (default: no limit)")
     compared = "with --simulate: compare losses with one device and memory with nn.DataParallel, and draw the memory"
@@ -81,6 +85,8 @@ def check(flags: argparse.Namespace) -> None:
         raise ValueError("--memory and --plot describe simulated GPUs, expected --simulate N beside them")
     if flags.plan and flags.simulate and not flags.memory:
         raise ValueError("--plan for --simulate needs their --memory, such as 2GiB")
+    if not flags.resume and any((flags.out / "checkpoints").glob("step-*")):
+        raise ValueError(f"{flags.out}/checkpoints is of another run: go on with it by --resume, or give another --out")
     if flags.plot:
         import matplotlib  # noqa: F401  an error now, not after the training
 

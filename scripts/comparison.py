@@ -11,7 +11,7 @@ from tabulate import tabulate
 from tasks import Task
 from torch import Tensor, nn
 
-from balanced_parallel import Precision, memory, simulate
+from balanced_parallel import Precision, RankBatchSampler, memory, simulate
 
 Parts = list[dict[str, int]]  # bytes at the peak by category, per device
 UPDATES = 2  # the optimizer state exists from the second update on
@@ -42,10 +42,12 @@ def plain_losses(task: Task, module: nn.Module, flags: argparse.Namespace, steps
     """
     optimizer = torch.optim.AdamW(module.parameters(), lr=flags.learning_rate or task.learning_rate)
     scaler = torch.amp.GradScaler("cpu", enabled=flags.precision == "fp16")
-    loader = make_loader(task.train, flags.batch_size, flags.seed)
+    batches = RankBatchSampler(task.train, flags.batch_size, flags.seed, rank=0, ranks=1)
+    loader = make_loader(task.train, batches)
     losses: list[float] = []
     while len(losses) < steps:
         for inputs, targets in loader:
+            batches.advance()
             with Precision(flags.precision).autocast([torch.device("cpu")]):
                 loss = nn.functional.cross_entropy(module(inputs), targets)
             optimizer.zero_grad()

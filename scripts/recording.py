@@ -1,7 +1,12 @@
-"""Results of train.py: lines on the terminal, ``metrics.jsonl`` for each step, ``summary.json`` and ``model.pt`` at the end."""
+"""Results of train.py: lines on the terminal, and files in the folder ``--out``.
+
+``metrics.jsonl`` has the loss of each step: the same lines in each run, also in one that was interrupted. ``speed.jsonl`` has
+times and memory. ``summary.json``, ``model.safetensors`` and ``model.pt`` are written at the end.
+"""
 
 import argparse
 import json
+import os
 import platform
 import resource
 import sys
@@ -10,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from loading import shares
+from safetensors.torch import save_file
 from tasks import Task
 from tqdm import tqdm
 
@@ -20,7 +25,8 @@ from balanced_parallel import gather
 
 def describe(flags: argparse.Namespace, devices: list[torch.device], ranks: int) -> str:
     """Returns the layout of one effective batch, for the first lines of the output."""
-    rows = ", ".join(map(str, shares(flags.batch_size, ranks * len(devices))))
+    count = ranks * len(devices)
+    rows = ", ".join(str(flags.batch_size // count + (index < flags.batch_size % count)) for index in range(count))
     micro = "" if flags.micro_batch_size == "auto" else f", in micro-batches of at most {flags.micro_batch_size}"
     where = f"{ranks} processes with one device each" if ranks > 1 else f"1 process, {len(devices)} device(s)"
     names = ", ".join(map(str, devices))
@@ -62,12 +68,14 @@ class Recorder:
         self.main = rank == 0
         self.terminal = sys.stderr.isatty()
         self.losses: list[float] = []
+        self.done = 0  # updates so far
         self.validation: dict[str, float] = {}
         self.peak: list[int] = []
         self.rows = 0
         self.waited = 0.0
         self.started = time.perf_counter()
-        self.file = (flags.out / "metrics.jsonl").open("w") if self.main else None
+        self.lines = 0  # of metrics.jsonl
+        self.files = [(flags.out / name).open("a+") for name in ("metrics.jsonl", "speed.jsonl") if self.main]
         if self.main:
             parameters = sum(parameter.numel() for parameter in task.module.parameters())
             print(f"{task.description}; {parameters:,} parameters")
@@ -75,24 +83,47 @@ class Recorder:
             print(describe(flags, devices, ranks), flush=True)
         self.bar = tqdm(total=total, disable=not (self.main and self.terminal), unit="step")
 
-    @property
-    def done(self) -> int:
-        """Updates so far."""
-        return len(self.losses)
+    def begin(self) -> None:
+        """Begins a new run: lines of an earlier one are removed."""
+        self.load_state_dict(self.state_dict())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the number of updates and of lines. The lines themselves are on the disk by then."""
+        for file in self.files:
+            os.fsync(file.fileno())
+        return {"done": self.done, "lines": self.lines, "validation": self.validation}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes back to a number of updates. Lines behind it are removed.
+
+        Raises:
+            ValueError: metrics.jsonl has fewer lines.
+        """
+        self.done, self.lines, self.validation = state_dict["done"], state_dict["lines"], state_dict["validation"]
+        self.bar.update(self.done - self.bar.n)
+        for file, count in zip(self.files, (self.lines, self.done), strict=False):
+            file.seek(0)
+            lines = file.readlines()[:count]
+            if len(lines) < count:
+                raise ValueError(f"{file.name} has {len(lines)} lines, expected the {count} of the checkpoint: begin anew")
+            file.truncate(len("".join(lines)))
+            self.losses = [line["loss"] for line in map(json.loads, lines) if "loss" in line] or self.losses
 
     def timed(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yields the batches of a loader and measures the time that they take to arrive."""
-        asked = time.perf_counter()
-        for batch in loader:
-            self.waited += time.perf_counter() - asked
-            yield batch
+        """Yields the batches of a loader, epoch after epoch, until all updates are done. Measures the time that they take."""
+        while self.done < self.total:
             asked = time.perf_counter()
+            for batch in loader:
+                self.waited += time.perf_counter() - asked
+                yield batch
+                asked = time.perf_counter()
 
     def record_step(self, loss: float) -> None:
         """Records one update."""
         size, rows = self.flags.batch_size, len(self.task.train)
         self.rows += min(size, rows - self.done % -(-rows // size) * size)  # the last batch of an epoch may be short
         self.losses.append(loss)
+        self.done += 1
         elapsed = time.perf_counter() - self.started
         speed, waiting = self.rows / elapsed, self.waited / elapsed
         self.peak = [peak_bytes(device) for device in dict.fromkeys(self.devices)]
@@ -102,7 +133,9 @@ class Recorder:
         if self.cluster is not None:
             state["waits"], self.waits_before = len(self.cluster.waits) - self.waits_before, len(self.cluster.waits)
             line += f", waits for a GPU: {state['waits']}"
-        self._write(step=self.done, loss=loss, **state)
+        self.lines += 1
+        self._write(0, step=self.done, loss=loss)
+        self._write(1, step=self.done, **state)
         self.bar.update()
         self.bar.set_postfix_str(line)
         if self.main and not self.terminal and (self.done in (1, self.total) or self.done % max(1, self.total // 10) == 0):
@@ -112,18 +145,26 @@ class Recorder:
         """Records the results of one pass over the validation rows."""
         self.validation = results
         self.waits_before = 0 if self.cluster is None else len(self.cluster.waits)
-        self._write(step=self.done, **results)
+        self.lines += 1
+        self._write(0, step=self.done, **results)
 
     def finish(self) -> None:
-        """Writes the summary and the model. Every rank calls it, for the memory of all ranks."""
+        """Writes the summary and the model. Every rank calls it, for the memory of all ranks.
+
+        A run that SIGTERM has ended before all updates has none.
+        """
         self.bar.close()
+        if self.done < self.total:
+            if self.main:
+                print(f"SIGTERM after step {self.done}/{self.total}, all state is saved: go on with --resume", flush=True)
+            return
         elapsed = time.perf_counter() - self.started
         peak = gather([self.peak])
-        shards = self.task.module.state_dict()
-        state = {name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor for name, tensor in shards.items()}
-        if self.file is None:
+        state = {name: whole(tensor) for name, tensor in self.task.module.state_dict().items()}
+        if not self.main:
             return
-        self.file.close()
+        for file in self.files:
+            file.close()
         names = ("task", "precision", "batch_size", "micro_batch_size", "seed")
         summary = {
             **{name: getattr(self.flags, name) for name in names},
@@ -147,6 +188,7 @@ class Recorder:
         out = self.flags.out
         (out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
         torch.save(state, out / "model.pt")
+        save_file(state, out / "model.safetensors")
         results = ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in self.validation.items())
         guess = "guessing by class" if self.task.classifies else "a unigram model"
         print(
@@ -154,9 +196,16 @@ class Recorder:
         )
         for line in waiting_advice(self.waited / elapsed, self.flags.workers):
             print(line)
-        print(f"wrote {out}/metrics.jsonl, summary.json, model.pt")
+        print(f"wrote {out}/metrics.jsonl, speed.jsonl, summary.json, model.safetensors, model.pt")
 
-    def _write(self, **line: Any) -> None:
-        if self.file is not None:
-            self.file.write(json.dumps(line) + "\n")
-            self.file.flush()
+    def _write(self, number: int, **line: Any) -> None:
+        for file in self.files[number : number + 1]:
+            file.write(json.dumps(line) + "\n")
+            file.flush()
+
+
+def whole(tensor: Any) -> torch.Tensor:
+    """Returns a copy of all elements on the CPU, also of a tensor that is sharded over ranks (``DTensor``)."""
+    gathered = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    copy: torch.Tensor = gathered.detach().cpu().clone(memory_format=torch.contiguous_format)
+    return copy

@@ -4,6 +4,7 @@ Rows are tensors: ``inputs[i]`` and ``targets[i]`` belong together. No layer mix
 """
 
 import collections
+import hashlib
 import math
 import re
 import sysconfig
@@ -13,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
+
+from balanced_parallel import gather
 
 CONTEXT = 64  # the largest number of words before a prediction
 VOCABULARY = 8192  # words, by default: most of the memory is then the output layer
@@ -138,6 +141,20 @@ def read_text(data: Path | None) -> str:
             except UnicodeDecodeError:
                 print(f"skipped {path}: not UTF-8 text")
     return "\n".join(texts)
+
+
+def check_same_data(task: Task) -> None:
+    """Compares the data of all ranks, whose rows would otherwise not be those of one data set.
+
+    Raises:
+        ValueError: on every rank, if they differ.
+    """
+    parts = (task.train.inputs, task.train.targets, task.validation.inputs, task.validation.targets)
+    digest = hashlib.sha256(b"".join(part.contiguous().numpy().tobytes() for part in parts)).hexdigest()[:12]
+    digests = gather([[digest]], "cpu")  # one of each rank
+    if len(set(digests)) > 1:
+        found = ", ".join(f"{digest} on rank {rank}" for rank, digest in enumerate(digests))
+        raise ValueError(f"the data differ, expected the same on all hosts: {found}; check --data and --vocabulary")
 
 
 def unigram_loss(train: Tensor, validation: Tensor, size: int) -> float:

@@ -5,6 +5,7 @@ One process, three replicas on the CPU:                   python scripts/train.p
 One process per device:                                   torchrun --standalone --nproc-per-node=2 scripts/train.py
 A model sharded over them:                                torchrun ... scripts/train.py --strategy fsdp
 Four simulated GPUs, compared with plain PyTorch:         python scripts/train.py --simulate 4 --plot runs/memory.png
+A run that survives being killed, run again:              python scripts/train.py --checkpoint-every 50 --resume
 A plan of what fits, without training:                    python scripts/train.py --plan --simulate 4 --memory 48MiB
 
 The losses are the same each time. --batch-size is the effective batch over all devices and ranks. Its split into replicas,
@@ -23,18 +24,34 @@ from arguments import SIMULATED_STEPS, check, make_parser, memory_sizes, one_lin
 from comparison import Parts, draw_memory, estimated_parts, loss_table, memory_table, plain_losses, torch_data_parallel_parts
 from loading import make_loader
 from recording import Recorder
-from tasks import Task, digits_task, text_task
+from stopping import StopSignal
+from tasks import Task, check_same_data, digits_task, text_task
 from torch import nn
 from torch.utils.data import DataLoader
 
-from balanced_parallel import BalancedOptimizer, DataParallelCriterion, TrainStep, gather, memory, parallelize, simulate
+from balanced_parallel import (
+    BalancedOptimizer,
+    Checkpoints,
+    DataParallelCriterion,
+    RankBatchSampler,
+    TrainStep,
+    gather,
+    memory,
+    parallelize,
+    simulate,
+)
 
 
 def train(flags: argparse.Namespace, task: Task, model: Any, criterion: DataParallelCriterion, cluster: Any) -> list[float]:
-    """Trains the task's module, on the devices of a simulated cluster if there is one. Returns the loss of each step."""
+    """Trains the task's module, on the devices of a simulated cluster if there is one.
+
+    Returns:
+        The loss of each step. It is empty after SIGTERM, if steps are left.
+    """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    loader = make_loader(task.train, flags.batch_size, flags.seed, rank, ranks, flags.workers)
-    held_out = make_loader(task.validation, flags.batch_size, None, rank, ranks)
+    batches = RankBatchSampler(task.train, flags.batch_size, flags.seed)
+    loader = make_loader(task.train, batches, flags.workers)
+    held_out = make_loader(task.validation, RankBatchSampler(task.validation, flags.batch_size))
     total = count_steps(flags, task, len(loader))
 
     optimizer = BalancedOptimizer(model, torch.optim.AdamW, lr=flags.learning_rate or task.learning_rate)
@@ -49,22 +66,29 @@ def train(flags: argparse.Namespace, task: Task, model: Any, criterion: DataPara
     each_row = DataParallelCriterion(nn.CrossEntropyLoss(reduction="none"), precision=flags.precision)
 
     recorder = Recorder(flags, task, model.devices, rank, ranks, total, cluster)
-    while recorder.done < total:
-        for inputs, targets in recorder.timed(loader):
-            recorder.record_step(step(inputs, targets).item())
-            if recorder.done == total:
-                break
-        results = validate(model, each_row, held_out)
-        if not task.classifies:
-            del results["accuracy"]
-        recorder.record_validation(results)
+    saves = bool(flags.checkpoint_every or flags.resume)
+    checkpoints = Checkpoints(flags.out / "checkpoints", keep=flags.keep, step=step, batches=batches, recorder=recorder)
+    if not flags.resume or checkpoints.load_latest() is None:
+        recorder.begin()
+    stop = StopSignal(saves)
+    for inputs, targets in recorder.timed(loader):
+        recorder.record_step(step(inputs, targets).item())
+        batches.advance()
+        if recorder.done == total or batches.batches % len(batches) == 0:
+            recorder.record_validation(validate(model, each_row, held_out, task.classifies))
+        is_last = recorder.done == total or stop.on_any_rank()
+        if saves and (is_last or recorder.done % (flags.checkpoint_every or total) == 0):
+            checkpoints.save(recorder.done)
+        if is_last:
+            break
+    checkpoints.wait()
     flags.micro_batch_size = step.micro_batch_size  # that "auto" has settled on
     recorder.finish()
-    return recorder.losses
+    return recorder.losses if recorder.done == total else []
 
 
 @torch.no_grad()
-def validate(model: nn.Module, criterion: nn.Module, loader: DataLoader[Any]) -> dict[str, float]:
+def validate(model: nn.Module, criterion: nn.Module, loader: DataLoader[Any], classifies: bool) -> dict[str, float]:
     """Returns loss and accuracy over all rows of all ranks. ``gather`` joins the results in the order of the rows."""
     model.eval()
     losses, hits = [], []
@@ -74,7 +98,8 @@ def validate(model: nn.Module, criterion: nn.Module, loader: DataLoader[Any]) ->
         predictions, labels = gather([output.argmax(1) for output in outputs], "cpu"), gather([targets], "cpu")
         hits.append((predictions == labels).flatten())
     model.train()
-    return {"validation_loss": torch.cat(losses).double().mean().item(), "accuracy": torch.cat(hits).double().mean().item()}
+    results = {"validation_loss": torch.cat(losses).double().mean().item()}
+    return {**results, "accuracy": torch.cat(hits).double().mean().item()} if classifies else results
 
 
 def count_steps(flags: argparse.Namespace, task: Task, batches: int) -> int:
@@ -146,9 +171,12 @@ def main() -> None:
             before = copy.deepcopy(task.module) if flags.plot else task.module
             settings = {"precision": flags.precision, "strategy": flags.strategy}
             model, criterion = parallelize(task.module, nn.CrossEntropyLoss(), flags.devices, **settings)
+            check_same_data(task)
             flags.out.mkdir(parents=True, exist_ok=True)
         try:
             losses = train(flags, task, model, criterion, cluster)
+        except OSError as error:  # a checkpoint, on a full disk
+            parser.exit(1, f"{parser.prog}: error: {error}\n")
         except torch.OutOfMemoryError as error:
             if cluster is None:
                 raise
@@ -157,7 +185,7 @@ def main() -> None:
             parser.exit(
                 1, f"{parser.prog}: error: {first} Give --micro-batch-size auto or fewer rows, or the devices more --memory.\n"
             )
-    if dist.is_initialized() and dist.get_rank() > 0:
+    if not losses or (dist.is_initialized() and dist.get_rank() > 0):
         return
     if cluster is not None:
         print(f"\n{cluster}")

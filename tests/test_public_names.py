@@ -11,10 +11,12 @@ import balanced_parallel
 
 PUBLIC = {
     "BalancedOptimizer",
+    "Checkpoints",
     "DataParallelCriterion",
     "DataParallelModel",
     "PerReplica",
     "Precision",
+    "RankBatchSampler",
     "Rows",
     "TrainStep",
     "Whole",

@@ -15,6 +15,7 @@ from ..replicas.sync_batchnorm import use_torch_sync_batchnorm
 from ..runtime.collectives import world_size
 from ..runtime.devices import DeviceLike
 from ..runtime.precision import Precision
+from .agreement import check_agreement
 from .ddp import DistributedModel
 from .fsdp import ShardedModel
 from .process_group import join_process_group, rank_device
@@ -106,9 +107,10 @@ def parallelize(
 
     Raises:
         ValueError: the strategy is not possible here; torchrun's environment is incomplete, contradicts the running process
-            group, or has more processes than devices; ``split`` was given under torchrun, where each rank passes its own rows;
-            or ``weight`` was given for a :class:`DataParallelCriterion`. At the forward of a rank: a parameter that was frozen
-            before requires a gradient.
+            group, or has more processes than devices; the ranks differ in versions, code or module; ``split`` was given under
+            torchrun, where each rank passes its own rows; or ``weight`` was given for a :class:`DataParallelCriterion`. At the
+            forward of a rank: a parameter that was frozen before requires a gradient.
+        RuntimeError: the ranks cannot meet at ``MASTER_ADDR`` and ``MASTER_PORT``.
 
     Example:
         >>> model, criterion = parallelize(torch.nn.Linear(4, 3), torch.nn.CrossEntropyLoss(), ["cpu"] * 2)
@@ -162,6 +164,7 @@ def _rank_model(
     is_frozen = criterion is None and not any(parameter.requires_grad for parameter in module.parameters())
     if world_size() == 1 or (is_frozen and strategy != "fsdp"):
         return DataParallelModel(module, [device], **settings)
+    check_agreement(module)
     plain = None if criterion is None else criterion.module
     if strategy == "auto" and compress is None:
         precision = Precision(settings["precision"] or "fp32")

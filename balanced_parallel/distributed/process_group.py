@@ -3,6 +3,7 @@
 import atexit
 import sys
 from collections.abc import Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -39,12 +40,18 @@ def rank_device(environment: TorchrunEnvironment, device_ids: Sequence[DeviceLik
     return devices[environment.local_rank]
 
 
-def join_process_group(environment: TorchrunEnvironment, device: torch.device) -> None:
+def join_process_group(environment: TorchrunEnvironment, device: torch.device, timeout: timedelta | None = None) -> None:
     """Makes ``device`` current and starts the process group (NCCL for CUDA, gloo for CPUs), which ends at exit.
 
     A group that is already running is used, and is not ended here.
 
+    Args:
+        environment: ranks of this process, and the address where they meet.
+        device: of this rank.
+        timeout: of the group; ``None`` is torch's default.
+
     Raises:
+        RuntimeError: the ranks do not meet within the timeout, or the port is in use. It has the type of torch's error.
         ValueError: the running group has another rank or size than torchrun's environment.
     """
     if device.type != "cpu":
@@ -57,12 +64,26 @@ def join_process_group(environment: TorchrunEnvironment, device: torch.device) -
                 f"{environment.rank} of {environment.world_size}: start only one of them, or unset RANK and WORLD_SIZE"
             )
         return
-    if device.type == "cpu":
-        dist.init_process_group("gloo")
-    else:
-        backend = dist.get_default_backend_for_device(device)
-        dist.init_process_group(f"cpu:gloo,{device.type}:{backend}", device_id=device)
+    backend, device_id = "gloo", None
+    if device.type != "cpu":
+        backend, device_id = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}", device
+    try:
+        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+    except RuntimeError as error:  # torch's names neither the rank nor a remedy
+        raise type(error)(_explain(environment, str(error).partition("\n")[0])) from error
     atexit.register(end_process_group)
+
+
+def _explain(environment: TorchrunEnvironment, reason: str) -> str:
+    port = environment.master_port
+    remedy = f"Rank 0 must be running, and its host must accept connections to port {port}"
+    if environment.rank == 0:
+        remedy = f"MASTER_ADDR must be an address of this host, port {port} must be free, and all other ranks must be running"
+    return (
+        f"rank {environment.rank} of {environment.world_size} could not join the process group at "
+        f"MASTER_ADDR={environment.master_address}, MASTER_PORT={port}: {reason.removesuffix('.')}. {remedy}. On hosts with "
+        "several network interfaces, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+    )
 
 
 def end_process_group() -> None:

@@ -120,6 +120,11 @@ def lines_of(request: Request, rows: int) -> tuple[Lines, Lines]:
     return mine, lines
 
 
+def trace_exactly(request: Request, rows: int) -> Lines:
+    """Traces micro-batches of ``rows`` rows. The result is for this number alone."""
+    return Lines(run_traces([(request, rows)])[0], None, request.kind, request.devices, 1)
+
+
 def make_report(request: Request, rows: int, mine: Lines, asked: Sequence[int] | None, lines: Lines) -> MemoryReport:
     """Makes the report of micro-batches of ``rows`` rows.
 
@@ -131,9 +136,7 @@ def make_report(request: Request, rows: int, mine: Lines, asked: Sequence[int] |
     traced = request.layout.traced_devices(request.devices)
     read = [(i, None if asked is None else asked[i]) for i in traced]
 
-    @functools.cache
-    def trace_at(count: int) -> Lines:
-        return Lines(run_traces([(request, count)])[0], None, request.kind, request.devices, 1)
+    trace_at = functools.cache(functools.partial(trace_exactly, request))
 
     def peak_at(count: int) -> tuple[int, ...]:
         # one row broadcasts and has other strides; oneDNN rounds the workspace of a recurrent layer in its own way

@@ -13,8 +13,8 @@ from ..runtime.devices import free_bytes
 from ..training import explanations
 from ..training.step import TrainStep
 from .candidates import SCALARS
-from .estimation import lines_of, make_report, report_of
-from .remedies import explain, trace_exactly
+from .estimation import lines_of, make_report, report_of, trace_exactly
+from .remedies import explain
 from .report import MemoryReport
 from .request import Request
 from .step_request import bytes_in_use, kind_of, request_of_step

@@ -14,11 +14,6 @@ from .trace.tracer import run_traces
 __all__: list[str] = []
 
 
-def trace_exactly(request: Request, rows: int) -> Lines:
-    """Traces micro-batches of ``rows`` rows. The result is for this number alone."""
-    return Lines(run_traces([(request, rows)])[0], None, request.kind, request.devices, 1)
-
-
 def explain(request: Request, limits: Sequence[int]) -> str:
     """Returns what one row per device needs, the largest holders of it, and the saving that would help most.
 

@@ -14,12 +14,12 @@ from tabulate import tabulate
 
 from ..runtime.byte_sizes import format_bytes
 from .estimation import report_of
-from .extrapolation import Lines
 from .report import MemoryReport
 from .request import Request
 from .small_optimizers import smaller_optimizers
 from .trace.strategies import Replicas
-from .trace.tracer import run_traces
+from .trace.tracer import Job
+from .trick_rows import Comparison, Trick, measure_rows
 from .trick_variants import (
     change,
     checkpoint_sequential,
@@ -32,20 +32,6 @@ from .trick_variants import (
 )
 
 __all__: list[str] = []
-
-
-@dataclass(frozen=True)
-class Trick:
-    """One row of the table.
-
-    Attributes:
-        saves: bytes of the busiest device at its peak; None if the trick does not apply to this model.
-        cost: what is lost.
-    """
-
-    name: str
-    saves: int | None
-    cost: str
 
 
 @dataclass(frozen=True)
@@ -95,17 +81,22 @@ def measure_tricks(module: Any, criterion: Any, inputs: Any, targets: Any, *, de
     request = Request.of(module, criterion, inputs, targets, layout=layout, devices=devices, **settings)
     report = report_of(request, request.rows)
     peak = max(report.peak)
-    return TrickTable(peak, tuple(_measure(request, report, peak)), report)
+    return TrickTable(peak, tuple(measure_rows(list(_rows(request, report, peak)))), report)
 
 
-def _measure(request: Request, report: MemoryReport, peak: int) -> Iterator[Trick]:
-    def less(name: str, cost: str, make: Callable[[], Request], rows: int = request.rows, beside: Request | None = None) -> Trick:
-        """Measures a variant that needs less."""
-        return _trick(name, cost, lambda: (peak if beside is None else _peak(beside, rows)) - _peak(make(), rows))
+def _rows(request: Request, report: MemoryReport, peak: int) -> Iterator[Trick | Comparison]:
+    def job(request: Request, rows: int) -> Job:
+        return request, -(-rows // request.row_step) * request.row_step
 
-    def more(name: str, cost: str, make: Callable[[], Request]) -> Trick:
-        """Measures a variant that needs more: a program without the trick."""
-        return _trick(name, cost, lambda: _peak(make(), request.rows) - peak)
+    def less(
+        name: str, cost: str, make: Callable[[], Request], rows: int = request.rows, beside: Request | None = None
+    ) -> Comparison:
+        """Compares a variant that needs less."""
+        return Comparison(name, cost, lambda: [peak if beside is None else job(beside, rows), job(make(), rows)])
+
+    def more(name: str, cost: str, make: Callable[[], Request]) -> Comparison:
+        """Compares a variant that needs more: a program without the trick."""
+        return Comparison(name, cost, lambda: [job(make(), request.rows), peak])
 
     yield from _of_activations(request, less, more)
     yield from _of_the_model(request, report, less)
@@ -130,10 +121,10 @@ def _measure(request: Request, report: MemoryReport, peak: int) -> Iterator[Tric
     yield Trick("a larger GPU", None, f"a GPU of more than {format_bytes(max(report.reserved))}")
 
 
-Measure = Callable[..., Trick]
+Compare = Callable[..., Comparison]
 
 
-def _of_activations(request: Request, less: Measure, more: Measure) -> Iterator[Trick]:
+def _of_activations(request: Request, less: Compare, more: Compare) -> Iterator[Comparison]:
     yield less("in-place activations", "nothing", request.in_place)
     criterion = request.criterion
     yield more(
@@ -147,7 +138,7 @@ def _of_activations(request: Request, less: Measure, more: Measure) -> Iterator[
     yield less("LinearCrossEntropy", "nothing; the logits do not exist", lambda: without_logits(request))
 
 
-def _of_the_model(request: Request, report: MemoryReport, less: Measure) -> Iterator[Trick]:
+def _of_the_model(request: Request, report: MemoryReport, less: Compare) -> Iterator[Trick | Comparison]:
     held: Counter[str] = Counter()
     for holder in report.where[0]:
         held[holder.module] += holder.bytes * bool(holder.module)
@@ -165,16 +156,3 @@ def _zeroed(request: Request) -> Request:
 
 def _saving(request: Request, name: str) -> Request:
     return change(request, savings=(name,))
-
-
-def _trick(name: str, cost: str, saves: Callable[[], int]) -> Trick:
-    try:
-        return Trick(name, saves(), cost)
-    except Exception as error:  # noqa: BLE001 - a model may raise anything where a trick does not suit it
-        return Trick(name, None, f"not for this model: {(str(error) or type(error).__name__).splitlines()[0][:80]}")
-
-
-def _peak(request: Request, rows: int) -> int:
-    rows = -(-rows // request.row_step) * request.row_step
-    lines = Lines(run_traces([(request, rows)])[0], None, request.kind, request.devices, 1)
-    return max(lines.peak(i) for i in request.layout.traced_devices(request.devices))

@@ -13,7 +13,7 @@ __all__: list[str] = []
 
 Group: TypeAlias = "dist.ProcessGroup | None"  # None is the default group
 
-_statistics_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup]" = weakref.WeakKeyDictionary()
+_more_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]]" = weakref.WeakKeyDictionary()
 
 
 def world_size() -> int:
@@ -32,12 +32,22 @@ def statistics_group() -> Group:
     Ranks must call the collectives of one group in the same order. In a group of their own, the statistics may come before or
     after the gradients.
     """
+    return _group_for("statistics", None)
+
+
+def checkpoint_group() -> Group:
+    """Returns a process group of all ranks for the thread that writes checkpoints, with the CPU's backend: it moves objects."""
+    return _group_for("checkpoints", "gloo")
+
+
+def _group_for(purpose: str, backend: str | None) -> Group:
     world = dist.group.WORLD if world_size() > 1 else None
     if world is None:
         return None
-    if world not in _statistics_groups:
-        _statistics_groups[world] = dist.new_group()
-    return _statistics_groups[world]
+    groups = _more_groups.setdefault(world, {})
+    if purpose not in groups:
+        groups[purpose] = dist.new_group(backend=backend)
+    return groups[purpose]
 
 
 def sum_over_ranks(tensor: torch.Tensor, group: Group = None) -> torch.Tensor:
@@ -57,8 +67,9 @@ def max_over_ranks(number: int) -> int:
 
 def gather_objects(value: Any) -> list[Any]:
     """Returns the ``value`` of each rank, in the order of the ranks. Values must be picklable."""
-    values: list[Any] = [None] * world_size()
-    dist.all_gather_object(values, value)
+    values: list[Any] = [value] * world_size()
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
     return values
 
 

@@ -5,7 +5,7 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
@@ -54,6 +54,41 @@ def cpu_numbers_of_rank(rank: int) -> Iterator[None]:
         yield
     finally:
         torch.set_rng_state(state)
+
+
+def generator_states(devices: Sequence[torch.device]) -> dict[str, torch.Tensor]:
+    """Returns the states of the generators of the CPU and of ``devices``, by their place in the list."""
+    states = {"cpu": torch.get_rng_state()}
+    for number, device in _accelerators(devices):
+        states[f"device{number}"] = torch.get_device_module(device).get_rng_state(device)
+    return states
+
+
+def set_generators(states: Mapping[str, torch.Tensor], devices: Sequence[torch.device]) -> None:
+    """Sets the generators of the CPU and of ``devices`` to the states that :func:`generator_states` has returned."""
+    torch.set_rng_state(states["cpu"])
+    for number, device in _accelerators(devices):
+        torch.get_device_module(device).set_rng_state(states[f"device{number}"], device)
+
+
+def seed_anew(of_cpu: torch.Tensor, devices: Sequence[torch.device], first: int) -> None:
+    """Sets the CPU's generator, and gives ``devices`` seeds that follow from it: all different, and others than before.
+
+    Args:
+        of_cpu: state of the CPU's generator, the same on all ranks.
+        devices: devices of the replicas, or of this rank.
+        first: number of the first device among those of all ranks.
+    """
+    torch.set_rng_state(of_cpu)
+    seed = int(torch.empty((), dtype=torch.int64).random_())
+    torch.set_rng_state(of_cpu)
+    for number, device in _accelerators(devices):
+        with on_device(device, None):
+            torch.get_device_module(device).manual_seed((seed + first + number) % 2**63)
+
+
+def _accelerators(devices: Sequence[torch.device]) -> list[tuple[int, torch.device]]:
+    return [(number, device) for number, device in enumerate(dict.fromkeys(devices)) if device.type != "cpu"]
 
 
 class RandomState:

@@ -19,6 +19,7 @@ from ..loss.weighting import LossSum, Weight, add_up
 from ..runtime.devices import move
 from ..runtime.host_copies import start_copy
 from ..runtime.precision import Precision
+from ..runtime.progress import begin_reduction
 from .divisors import larger, power_of_two
 from .gradient_sync import GradientSync
 
@@ -79,6 +80,7 @@ class Accumulation:
         for one in losses:
             self.total = self.total + move(one.total.detach(), self.total.device)
         if last:
+            begin_reduction()
             self._sync.start(LossSum(self.total, self.weight))
         self._predict_divisor(weight * followers, last=last)
         roots = [one.total if self._scaler is None else self._scaler.scale(one.total) for one in losses]

@@ -68,7 +68,7 @@ def prepare_undo(update: Update) -> Callable[[], None]:
     tensors = list({id(one): one for one in (*update.parameters, *update.trained.values())}.values())
     values = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
     groups = [[{**group, "params": None} for group in one.param_groups] for one in update.optimizers]
-    states = [{key: _keep(state) for key, state in one.state.items()} for one in update.optimizers]
+    states = [{key: _keep(state) for key, state in one.state.items() if state is not None} for one in update.optimizers]
 
     def undo() -> None:
         with torch.no_grad():
@@ -78,6 +78,8 @@ def prepare_undo(update: Update) -> Callable[[], None]:
             for group, setting in zip(optimizer.param_groups, settings, strict=True):
                 group.update({name: value for name, value in setting.items() if name != "params"})
             for key in list(optimizer.state):
+                if optimizer.state[key] is None:  # ZeroRedundancyOptimizer, for parameters of other ranks that it has loaded
+                    continue
                 if key not in before:
                     del optimizer.state[key]
                     continue

@@ -20,13 +20,14 @@ from .gradients import trained_tensors
 from .micro_batches import Batch, Model, cut_micro_batches, run_forward
 from .recovery import make_attempts
 from .releasing_sync import releasing
+from .step_state import StepState
 from .update import Optimizers, Schedulers, Update, each_optimizer, each_scheduler
 from .window import Window
 
 __all__: list[str] = []
 
 
-class TrainStep:
+class TrainStep(StepState):
     """Trains on one effective batch per call, in micro-batches, with the loss and the gradients of the whole batch.
 
     ``loss = step(inputs, targets)`` cuts the batch, runs forward and backward of each micro-batch, and updates once.
@@ -92,8 +93,7 @@ class TrainStep:
                 11 rows with ``micro_batch_size=2`` on three devices make entries of 2, 2, 2, 2, 2 and 1 rows.
         """
         outputs: list[PerReplica] = []
-        batch = Batch(inputs, spread(targets), is_whole=True, outputs=outputs if return_outputs else None)
-        self._attempts.accumulate(self._accumulate, batch)
+        self._attempts.accumulate(self._accumulate, Batch(inputs, spread(targets), True, outputs if return_outputs else None))
         return (self._apply(), join_outputs(outputs, self.model.out_dims)) if return_outputs else self._apply()
 
     def add(self, inputs: Any, targets: Any) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..runtime.progress import naming_ranks
 from .accumulation import Accumulation
 from .gradient_sync import GradientSync
 
@@ -13,7 +14,7 @@ __all__: list[str] = []
 
 
 class Window:
-    """Holds the accumulation of one update, and the weight of the update before.
+    """Holds the accumulation of one update, and the weight of the update before (``weight_before``), over everything.
 
     Args:
         sync: of the gradients.
@@ -22,7 +23,12 @@ class Window:
     def __init__(self, sync: GradientSync) -> None:
         self._sync = sync
         self._accumulation: Accumulation | None = None
-        self._weight_before = 0.0
+        self.weight_before = 0.0
+
+    @property
+    def is_empty(self) -> bool:
+        """Returns True between two updates."""
+        return self._accumulation is None
 
     @contextmanager
     def adding(self, begin: Callable[[float], Accumulation]) -> Iterator[Accumulation]:
@@ -33,7 +39,7 @@ class Window:
         """
         with self._discarding_on_failure():
             if self._accumulation is None:
-                self._accumulation = begin(self._weight_before)
+                self._accumulation = begin(self.weight_before)
             yield self._accumulation
 
     @contextmanager
@@ -43,18 +49,19 @@ class Window:
         Args:
             weight: of the update, over everything.
         """
-        self._accumulation, self._weight_before = None, weight
+        self._accumulation, self.weight_before = None, weight
         with self._discarding_on_failure():
             yield
 
     @contextmanager
     def _discarding_on_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException as error:
-            self._accumulation = None
-            self._sync.discard(out_of_memory=isinstance(error, torch.OutOfMemoryError))
-            raise
+        with naming_ranks():
+            try:
+                yield
+            except BaseException as error:
+                self._accumulation = None
+                self._sync.discard(out_of_memory=isinstance(error, torch.OutOfMemoryError))
+                raise
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_accumulation": None}  # a copy has no gradients

@@ -1,11 +1,19 @@
 """The process group that torchrun prepared."""
 
+import contextlib
+import re
+import socket
+import time
+from datetime import timedelta
+
 import pytest
 import torch
 from helpers.problems import build_net
 from helpers.ranks import run_ranks
 
 from balanced_parallel import parallelize
+from balanced_parallel.distributed.process_group import join_process_group
+from balanced_parallel.distributed.torchrun import TorchrunEnvironment
 
 
 def check_disagreement(rank):
@@ -29,3 +37,36 @@ def check_disagreement(rank):
 
 def test_process_group_different_from_the_environment_raises_an_error():
     assert run_ranks(2, check_disagreement, fresh=True) == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("rank", "address", "in_use", "cause", "remedy"),
+    [
+        (0, "127.0.0.1", True, "EADDRINUSE.* already in use", "port {port} must be free"),
+        (0, "127.0.0.1", False, "1/2 clients joined", "all other ranks must be running"),
+        # an address without a host, RFC 5737
+        (
+            1,
+            "192.0.2.1",
+            False,
+            "client socket has",
+            "Rank 0 must be running, .* accept connections to port {port}",
+        ),
+        (1, "no-such-host.invalid", False, "client socket has", "Rank 0 must be running"),
+    ],
+)
+def test_ranks_that_cannot_meet_raise_one_line_within_the_timeout(monkeypatch, rank, address, in_use, cause, remedy):
+    with contextlib.closing(socket.socket()) as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        if not in_use:
+            listener.close()
+        values = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1, "MASTER_ADDR": address}
+        for name, value in (values | {"MASTER_PORT": port}).items():
+            monkeypatch.setenv(name, str(value))
+        start = time.monotonic()
+        with pytest.raises(torch.distributed.DistError) as caught:
+            join_process_group(TorchrunEnvironment.detect(), torch.device("cpu"), timedelta(seconds=1))
+    expected = f"rank {rank} of 2 could not join the process group at MASTER_ADDR={address}, MASTER_PORT={port}: "
+    assert re.match(f"{re.escape(expected)}.*{cause}.*{remedy.format(port=port)}.*GLOO_SOCKET_IFNAME[^\n]*$", str(caught.value))
+    assert time.monotonic() - start < 30  # torch tries twice, and waits in between

@@ -44,6 +44,8 @@ def test_environment_has_the_values_of_torchrun(environment):
     [
         ({"LOCAL_RANK": None, "MASTER_PORT": None}, "lacks LOCAL_RANK, MASTER_PORT: start the script with torchrun"),
         ({"RANK": "one"}, "has RANK='one', .*expected integers"),
+        ({"MASTER_PORT": "http"}, "MASTER_PORT='http', expected integers"),
+        ({"MASTER_PORT": "99999"}, "MASTER_PORT=99999, expected 1 to 65535"),
         ({"RANK": "4"}, "RANK=4 of WORLD_SIZE=4 .*expected each rank below"),
         ({"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9, expected"),
     ],

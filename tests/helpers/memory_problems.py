@@ -1,5 +1,7 @@
 """Models and batches of the tests of ``memory.estimate``."""
 
+import functools
+
 import torch
 from torch import nn
 
@@ -7,11 +9,11 @@ VOCABULARY, LENGTH = 600, 16
 
 
 class LanguageModel(nn.Module):
-    def __init__(self, dropout=0.0):
+    def __init__(self, dropout=0.0, layers=3):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCABULARY, 32)
-        self.layers = nn.Sequential(*[nn.TransformerEncoderLayer(32, 4, 64, dropout, batch_first=True) for _ in range(3)])
+        self.layers = nn.Sequential(*[nn.TransformerEncoderLayer(32, 4, 64, dropout, batch_first=True) for _ in range(layers)])
         self.output = nn.Linear(32, VOCABULARY)
 
     def forward(self, tokens):
@@ -35,6 +37,6 @@ def perceptron():
 
 PROBLEMS = {
     "perceptron": (perceptron, lambda rows: (torch.zeros(rows, 64), torch.zeros(rows, dtype=torch.int64))),
-    "language model": (LanguageModel, lambda rows: (tokens(rows), tokens(rows))),
+    "language model": (functools.partial(LanguageModel, layers=2), lambda rows: (tokens(rows), tokens(rows))),
     "convolutions": (conv_net, lambda rows: (torch.zeros(rows, 3, 16, 16), torch.zeros(rows, dtype=torch.int64))),
 }

@@ -59,6 +59,7 @@ SELECTIONS = {
 
 
 @pytest.mark.parametrize("name", SELECTIONS)
+@pytest.mark.usefixtures("one_trace")
 def test_selections_are_estimated_by_the_worst_case(name):
     """No batch selects more, so the estimate is never below the memory in use."""
     found = used_by_all_ones(SELECTIONS[name])
@@ -90,6 +91,7 @@ def spelled(scores, targets):
     return F.ctc_loss(scores, targets, torch.full((rows,), len(scores)), torch.full((rows,), longest))
 
 
+@pytest.mark.usefixtures("one_trace")
 def test_ctc_loss_equals_the_peak_of_the_allocator():
     def batch():
         return torch.zeros(6, 50, 8), torch.ones(6, 20, dtype=torch.int64)

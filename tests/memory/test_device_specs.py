@@ -2,12 +2,14 @@
 
 import functools
 
+import pytest
 from helpers.memory_problems import PROBLEMS, LanguageModel
 from torch.nn import functional as F
 
 from balanced_parallel import memory
 
 
+@pytest.mark.usefixtures("one_trace")
 def test_gpu_estimate_has_smaller_activations_and_assumed_workspace():
     build, batch = functools.partial(LanguageModel, 0.1), PROBLEMS["language model"][1]
     reports = {kind: memory.estimate(build(), F.cross_entropy, *batch(24), device_kind=kind) for kind in ("cpu", "sim", "h200")}

@@ -17,6 +17,7 @@ from balanced_parallel.savings.activation_checkpointing import find_blocks
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("checkpoint", [False, True])
 @pytest.mark.parametrize("problem", PROBLEMS)
+@pytest.mark.usefixtures("one_trace")
 def test_peak_equals_the_allocator(problem, checkpoint, precision):
     build, batch = PROBLEMS[problem]
     if checkpoint and not find_blocks(build()):
@@ -29,6 +30,7 @@ def test_peak_equals_the_allocator(problem, checkpoint, precision):
     assert set(report.parts[0]) == set(PARTS)
 
 
+@pytest.mark.usefixtures("one_trace")
 def test_micro_batches_include_accumulated_gradients():
     build, batch = PROBLEMS["language model"]
     momentum = functools.partial(torch.optim.SGD, momentum=0.9)
@@ -42,6 +44,7 @@ def test_micro_batches_include_accumulated_gradients():
     assert again.micro_batches == 5
 
 
+@pytest.mark.usefixtures("one_trace")
 def test_estimate_does_not_change_the_module_or_random_state():
     build, batch = PROBLEMS["convolutions"]
     net, (inputs, targets) = build(), batch(6)

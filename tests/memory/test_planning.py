@@ -14,11 +14,11 @@ from balanced_parallel.savings.activation_checkpointing import Checkpointed
 
 
 class LanguageModel(nn.Module):
-    def __init__(self):
+    def __init__(self, blocks=2):
         super().__init__()
         torch.manual_seed(0)
         self.embedding = nn.Embedding(VOCABULARY, 32)
-        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(2)])
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(blocks)])
         self.output = nn.Linear(32, VOCABULARY)
 
     def forward(self, tokens):
@@ -33,10 +33,10 @@ def planned(capacity, devices, batch_size):
     return make_plan(capacity, devices, batch_size)
 
 
-def make_plan(capacity, devices, batch_size, **settings):
+def make_plan(capacity, devices, batch_size, blocks=2, **settings):
     settings = KINDS | settings
     return memory.plan(
-        LanguageModel(),
+        LanguageModel(blocks),
         nn.CrossEntropyLoss(),
         tokens(8),
         tokens(8),
@@ -160,20 +160,21 @@ def test_checkpointing_is_chosen_only_if_nothing_else_fits():
         assert isinstance(net.layers[0], Checkpointed)
 
 
+ONE_BLOCK = {"blocks": 1, "optimizer": functools.partial(torch.optim.SGD, momentum=0.9)}  # fewer options and operators
+
+
 def test_plan_that_does_not_fit_reports_the_needed_capacity():
-    layers = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 10))  # not repeated: fewer options are traced
-    batch = torch.zeros(4, 64), torch.zeros(4, dtype=torch.int64)
-    plan = memory.plan(layers, nn.CrossEntropyLoss(), *batch, batch_size=24, capacity="100KiB", devices=2, **KINDS)
+    plan = make_plan("100KiB", 2, 24, **ONE_BLOCK)
     assert not plan.fits
     assert any(choice.precision == "bf16" and choice.changes_result for choice in plan.choices)
     assert "nothing fits" in str(plan)
     with pytest.raises(ValueError, match="nothing fits: one row per device needs devices of"):
-        plan.apply(layers, nn.CrossEntropyLoss())
+        plan.apply(LanguageModel(), nn.CrossEntropyLoss())
     assert plan.needs[1] is None  # the parameters alone are more
 
 
 def test_plan_that_does_not_fit_reports_the_needed_devices():
-    settings = {"precision": "bf16", "optimizer": functools.partial(torch.optim.SGD, momentum=0.9)}  # fewer options and operators
+    settings = ONE_BLOCK | {"precision": "bf16"}
     capacity = make_plan("200KiB", 3, 24, **settings).needs[0]
     plan = make_plan(capacity, 2, 24, **settings)
     assert not plan.fits

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from balanced_parallel import memory
 
 
+@pytest.mark.usefixtures("one_trace")
 def test_report_has_timeline_phases_and_source_lines():
     build, batch = PROBLEMS["language model"]
     report = memory.estimate(build(), F.cross_entropy, *batch(24), device_kind="cpu")

@@ -52,6 +52,7 @@ def test_only_optimizers_with_less_state_are_alternatives(given, smaller):
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adafactor, torch.optim.AdamW])
+@pytest.mark.usefixtures("one_trace")
 def test_each_is_predicted_as_simulated_devices_measure_it(make):
     net, batch = nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 128)), (torch.zeros(16, 128), torch.zeros(16, 128))
     report = memory.estimate(net, nn.MSELoss(), *batch, device_kind="sim", optimizer=make)

@@ -23,6 +23,8 @@ from balanced_parallel import (
 from balanced_parallel.memory import estimation
 from balanced_parallel.replicas import gradient_buckets
 
+pytestmark = pytest.mark.usefixtures("one_trace")
+
 
 @pytest.mark.parametrize("balanced", [False, True])
 def test_gradients_kept_for_other_streams_are_estimated(monkeypatch, balanced):
@@ -46,11 +48,16 @@ def test_gradients_kept_for_other_streams_are_estimated(monkeypatch, balanced):
         assert report.peak == pytest.approx(cluster.peak, abs=300 * 2**10)
 
 
-LAYOUTS = [("replicas", False), ("replicas", True), ("torch_data_parallel", False)]
+LAYOUTS = [
+    ("replicas", False, "fp32"),
+    ("replicas", True, "fp32"),
+    ("replicas", False, "bf16"),
+    ("replicas", True, "bf16"),
+    ("torch_data_parallel", False, "fp32"),  # bf16 needs autocast inside of the module
+]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize(("layout", "balanced"), LAYOUTS)
+@pytest.mark.parametrize(("layout", "balanced", "precision"), LAYOUTS)
 def test_replicas_equal_the_simulated_peak(layout, balanced, precision):
     build, batch = PROBLEMS["language model"]
     settings = {"layout": layout, "balanced_optimizer": balanced, "precision": precision, "devices": 3, "device_kind": "sim"}
@@ -65,8 +72,6 @@ def test_replicas_equal_the_simulated_peak(layout, balanced, precision):
             def criterion(outputs, targets):
                 return F.cross_entropy(outputs, targets.to("sim:0"))
 
-        if precision == "bf16" and layout != "replicas":
-            pytest.skip("nn.DataParallel needs autocast inside of the module")
         optimizer = BalancedOptimizer(model, torch.optim.AdamW) if balanced else torch.optim.AdamW(model.parameters())
         for _ in range(2):
             cluster.reset_peak()

@@ -28,6 +28,7 @@ BORROWERS = {
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", BORROWERS)
+@pytest.mark.usefixtures("one_trace")
 def test_temporary_memory_of_operators_equals_the_allocator(name, precision):
     """Copies of what is not contiguous, or not of the type that is computed in."""
 

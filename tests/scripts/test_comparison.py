@@ -1,5 +1,7 @@
 """The main job on simulated GPUs, compared with the plain program and ``nn.DataParallel``."""
 
+import json
+
 import pytest
 from helpers.scripts import run, train
 
@@ -13,7 +15,8 @@ def test_simulated_gpus_print_losses_and_memory_and_write_the_plot(tmp_path):
     assert "optimizer state" in output
     assert (tmp_path / "plots" / "peak.png").read_bytes().startswith(b"\x89PNG")
     losses = [line["loss"] for line in lines if "loss" in line]
-    assert [line["waits"] for line in lines if "loss" in line][1:] == [1, 1]  # the loss
+    speed = [json.loads(line) for line in (tmp_path / "sim" / "speed.jsonl").read_text().splitlines()]
+    assert [line["waits"] for line in speed][1:] == [1, 1]  # the loss
     assert "waits for a GPU: 1" in output
     for step in (1, 2, 3):
         plain, ours = side_by_side(output)[step]

@@ -6,9 +6,9 @@ import functools
 import gc
 import importlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._subclasses.fake_tensor import (  # torch has no public module of fake tensors
@@ -38,6 +38,8 @@ __all__: list[str] = []
 
 TRACED = 3  # micro-batches: a first, one that adds, one that reduces; more of them need no more memory
 MicroBatch = tuple[Arguments, tuple[Any, ...]]
+Job = tuple[Request, int]  # the rows of a micro-batch
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -62,30 +64,51 @@ class Trace:
     calls: list[Call]
 
 
-def run_traces(jobs: Sequence[tuple[Request, int]]) -> list[Trace]:
+def run_traces(jobs: Sequence[Job]) -> list[Trace]:
     """Returns one trace for each request and number of rows in a micro-batch. Uses as many processes as there are cores.
 
     Raises:
         UnknownMemory: the memory of an operator depends on values.
         BaseException: the module, the criterion or the optimizer raised it.
     """
+    return _run_in_children(jobs, _trace)
+
+
+def try_traces(jobs: Sequence[Job]) -> list[Trace | str]:
+    """Returns a trace for each of ``jobs``, or the reason why there is none, in one line."""
+    return _run_in_children(jobs, _trace_or_reason)
+
+
+def _run_in_children(jobs: Sequence[Job], run: Callable[[Request, int], T]) -> list[T]:
     importlib.import_module("torch._dynamo")  # fake tensors import it: here once, not again in each process
     count = min(len(jobs), os.cpu_count() or 1)
     shares = [jobs[start::count] for start in range(count)]  # later traces in one process find torch's caches filled
-    results = [finish() for finish in [start_in_child(functools.partial(_trace_all, share)) for share in shares]]
+    results = [finish() for finish in [start_in_child(functools.partial(_run_all, share, run)) for share in shares]]
     for result in results:
         if isinstance(result, BaseException):
             raise result
-    traces: list[Any] = [None] * len(jobs)
+    found: list[Any] = [None] * len(jobs)
     for start, result in enumerate(results):
-        traces[start::count] = result if isinstance(result, list) else []
-    return traces
+        found[start::count] = result if isinstance(result, list) else []
+    return found
 
 
-def _trace_all(jobs: Sequence[tuple[Request, int]]) -> list[Trace]:
+def _run_all(jobs: Sequence[Job], run: Callable[[Request, int], T]) -> list[T]:
     if jobs[0][0].layout.needs_warm_up:
-        _trace(*jobs[0])
-    return [_trace(*job) for job in jobs]
+        run(*jobs[0])
+    return [run(*job) for job in jobs]
+
+
+def _trace_or_reason(request: Request, rows: int) -> Trace | str:
+    try:
+        return _trace(request, rows)
+    except Exception as error:  # noqa: BLE001 - a module may raise anything
+        return reason_of(error)
+
+
+def reason_of(error: Exception) -> str:
+    """Returns the first line of an error's message, or its type."""
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _trace(request: Request, rows: int) -> Trace:

@@ -1,0 +1,105 @@
+"""``RankBatchSampler``: this rank's rows of each effective batch, from any batch on."""
+
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from ..runtime import collectives
+from .splits import split_sizes
+
+__all__: list[str] = []
+
+
+class RankBatchSampler(Sampler[list[int]]):
+    """A batch sampler that yields this rank's rows of each effective batch, and can begin in the middle of an epoch.
+
+    The order depends on seed and epoch alone, and each batch is cut over the ranks without padding, repeated or dropped rows. So
+    any number of ranks trains on the same effective batches, also if the number changes at a restart. A rank may get no rows.
+
+    The position is counted in batches that were trained on, since workers load ahead: call :meth:`advance` after each. An
+    iteration yields the rest of the present epoch.
+
+    Args:
+        rows: the data set.
+        batch_size: rows of an effective batch, over all ranks. The last batch of an epoch may be smaller.
+        seed: shuffles each epoch anew; ``None`` keeps the order of the data set, and every iteration is the same.
+        rank, ranks: this process and the number of processes; ``None`` asks the process group, or is one process.
+
+    Raises:
+        ValueError: no rows, a batch size below 1, or a rank outside of the ranks.
+
+    Example:
+        >>> sampler = RankBatchSampler(range(10), batch_size=6, rank=1, ranks=4)
+        >>> list(sampler)  # rows 0-5 and 6-9, cut over four ranks
+        [[2, 3], [7]]
+        >>> sampler = RankBatchSampler(range(10), batch_size=6, seed=0)
+        >>> sampler.load_state_dict({**sampler.state_dict(), "batches": 3})  # one epoch and a half
+        >>> sampler.epoch, [len(batch) for batch in sampler]
+        (1, [4])
+    """
+
+    def __init__(
+        self, rows: Sized, batch_size: int, seed: int | None = None, *, rank: int | None = None, ranks: int | None = None
+    ) -> None:
+        self.rows, self.batch_size, self.seed = len(rows), batch_size, seed
+        self.rank = collectives.rank() if rank is None else rank
+        self.ranks = collectives.world_size() if ranks is None else ranks
+        self.batches = 0  # trained on, in all epochs
+        if self.rows < 1 or batch_size < 1 or not 0 <= self.rank < self.ranks:
+            raise ValueError(
+                f"{self.rows} rows, batch_size={batch_size}, rank {self.rank} of {self.ranks}: expected rows, a batch size of at "
+                "least 1, and a rank below the number of ranks"
+            )
+        self._yielded_from = -1
+
+    @property
+    def epoch(self) -> int:
+        """The present epoch. The first is 0."""
+        return self.batches // len(self)
+
+    def __len__(self) -> int:
+        """Returns the number of batches of a whole epoch."""
+        return -(-self.rows // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        begin, order = self.batches, self._order()
+        if self.seed is not None and self._yielded_from == begin:
+            raise RuntimeError("the rest of this epoch was yielded already, expected sampler.advance() after each batch")
+        for start in range(begin % len(self) * self.batch_size, self.rows, self.batch_size):
+            batch = order[start : start + self.batch_size]
+            sizes = split_sizes(len(batch), self.ranks)
+            before = sum(sizes[: self.rank])
+            yield batch[before : before + sizes[self.rank]]
+        self._yielded_from = begin
+
+    def advance(self) -> None:
+        """Counts a batch that was trained on."""
+        self.batches += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position. It is the same on all ranks."""
+        return {"batches": self.batches, **self._data()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes to a position, which any number of ranks may have saved.
+
+        Raises:
+            ValueError: the position is one in other batches.
+        """
+        saved = {name: state_dict[name] for name in self._data()}
+        if saved != self._data():
+            raise ValueError(f"the position was saved with {saved}, expected {self._data()}: the batches would be others")
+        self.batches, self._yielded_from = state_dict["batches"], -1
+
+    def _data(self) -> dict[str, int | None]:
+        return {"rows": self.rows, "batch_size": self.batch_size, "seed": self.seed}
+
+    def _order(self) -> list[int]:
+        if self.seed is None:
+            return list(range(self.rows))
+        mixed = self.seed * 1_000_003 + self.epoch  # the CPU's generator uses only the low 32 bits
+        generator = torch.Generator().manual_seed(mixed % 2**32)
+        order: list[int] = torch.randperm(self.rows, generator=generator).tolist()
+        return order

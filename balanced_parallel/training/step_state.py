@@ -1,0 +1,131 @@
+"""The state of a :class:`TrainStep` between two updates."""
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..loss.criterion import DataParallelCriterion
+from ..runtime import collectives, progress
+from ..runtime.precision import Precision
+from ..runtime.random_numbers import generator_states, seed_anew, set_generators
+from .optimizer_states import load_state_by_name, state_by_name
+from .recovery import Attempts
+from .update import Optimizers, Schedulers, each_optimizer, each_scheduler
+from .window import Window
+
+__all__: list[str] = []
+
+
+class StepState:
+    """State of model, criterion, optimizers, schedulers, gradient scaler, random numbers, and of the step itself."""
+
+    model: Any
+    criterion: DataParallelCriterion
+    optimizer: Optimizers
+    scheduler: Schedulers | None
+    precision: Precision
+    _trained: dict[str, Tensor]
+    _attempts: Attempts
+    _window: Window
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state between two updates, for :class:`Checkpoints`. Under torchrun every rank must call this.
+
+        The names are those of the module, with any number of devices or ranks. Tensors are not copied.
+
+        Raises:
+            RuntimeError: rows were added and not applied.
+        """
+        if not self._window.is_empty:
+            raise RuntimeError("rows were added that are not in an update yet, expected apply() before state_dict()")
+        scaler = self.precision.scaler
+        rank = collectives.rank()
+        return {
+            "model": _module_state(self.model.module),
+            "criterion": dict(self.criterion.state_dict()),
+            "optimizers": [state_by_name(one, self._trained) for one in each_optimizer(self.optimizer)],
+            "schedulers": [one.state_dict() for one in each_scheduler(self.scheduler)],
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "random": {f"rank{rank}": generator_states(self.model.devices)},
+            "python": random.getstate(),
+            "numpy": _numpy_state(),
+            "layout": self._layout(),
+            "updates": progress.updates(),
+            "weight_before": self._window.weight_before,
+            "micro_batch_size": self._attempts.micro_batch_size,
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes a state, which any number of devices or ranks may have saved.
+
+        With another number, accelerators get new seeds from the state of the CPU's generator, all different, and the random
+        numbers of Python and numpy stay.
+
+        Raises:
+            ValueError: optimizers or schedulers of another number or with other parameters.
+            RuntimeError: the module has other parameters.
+        """
+        optimizers, schedulers = each_optimizer(self.optimizer), each_scheduler(self.scheduler)
+        for name, mine in (("optimizers", optimizers), ("schedulers", schedulers)):
+            if len(state_dict[name]) != len(mine):
+                raise ValueError(f"the state has {len(state_dict[name])} {name}, expected {len(mine)}")
+        _load_module_state(self.model.module, state_dict["model"])
+        self.criterion.load_state_dict(state_dict["criterion"])
+        for optimizer, state in zip(optimizers, state_dict["optimizers"], strict=True):
+            load_state_by_name(optimizer, self._trained, state)
+        for scheduler, state in zip(schedulers, state_dict["schedulers"], strict=True):
+            scheduler.load_state_dict(state)
+        scaler = self.precision.scaler_on(self.model.devices[0])
+        if scaler is not None and state_dict["scaler"]:
+            scaler.load_state_dict(state_dict["scaler"])
+        progress.continue_from(state_dict["updates"])
+        self._window.weight_before = state_dict["weight_before"]
+        if self._attempts.run_again:  # "auto"; a number given by hand stays
+            self._attempts.micro_batch_size = state_dict["micro_batch_size"]
+        self._load_random_numbers(state_dict)
+
+    def load_target(self, path: tuple[str, ...], size: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        """Returns memory for a saved tensor, laid out as its parameter if that is sharded over ranks; otherwise None."""
+        if path[0] == "model":
+            like: Any = self.model.module.state_dict().get(path[1])
+        elif path[0] == "optimizers" and path[2] == "state":
+            like = {name.replace("_orig_mod.", ""): tensor for name, tensor in self._trained.items()}.get(path[3])
+        else:
+            return None
+        if not hasattr(like, "to_local") or like.shape != size:  # only DTensor has it
+            return None
+        return torch.empty_like(like, dtype=dtype, requires_grad=False)
+
+    def _layout(self) -> list[Any]:
+        return [collectives.world_size(), [device.type for device in dict.fromkeys(self.model.devices)]]
+
+    def _load_random_numbers(self, state_dict: Mapping[str, Any]) -> None:
+        rank, saved, devices = collectives.rank(), state_dict["random"], self.model.devices
+        if state_dict["layout"] != self._layout():
+            (of_one,) = saved.values()  # the CPU's generator is the same on all ranks
+            seed_anew(of_one["cpu"], devices, rank * len(devices))
+            return
+        set_generators(saved[f"rank{rank}"], devices)
+        random.setstate(state_dict["python"])
+        np.random.set_state(state_dict["numpy"])
+
+
+def _module_state(module: nn.Module) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict  # takes seconds to import
+
+    return dict(get_model_state_dict(module))
+
+
+def _load_module_state(module: nn.Module, state: dict[str, Any]) -> None:
+    from torch.distributed.checkpoint.state_dict import set_model_state_dict
+
+    set_model_state_dict(module, state)
+
+
+def _numpy_state() -> tuple[Any, ...]:
+    name, keys, *others = np.random.get_state(legacy=True)
+    return (name, np.asarray(keys).tolist(), *others)

@@ -1,0 +1,132 @@
+"""Runs a script in which one rank fails once, at one step and one place, in the manner of torchft's event injector.
+
+python benchmarks/faults/inject.py PLACE RANK STEP MARKER scripts/train.py ...
+
+MARKER is a file that is written just before the failure. A process that finds it does not fail: it is a restart. STEP counts
+the steps of this process, or its checkpoints if PLACE begins with "checkpoint".
+"""
+
+import datetime
+import os
+import runpy
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import balanced_parallel
+from balanced_parallel.runtime import collectives
+
+PLACES = ("forward", "backward", "all-reduce", "between", "loader", "hang", "checkpoint", "checkpoint-complete", "disk-full")
+
+
+class Fault:
+    """Fails at a place of a step, if this is the rank and the first attempt.
+
+    Args:
+        place: one of ``PLACES``.
+        step: number of the step or of the checkpoint, from 1.
+        marker: file that is written before.
+        is_here: this is the rank that fails. The others only have a short timeout while it hangs.
+    """
+
+    def __init__(self, place: str, step: int, marker: Path, is_here: bool) -> None:
+        self.place, self.step, self.marker, self.is_here = place, step, marker, is_here
+        self.steps = self.saves = 0
+
+    def at(self, place: str, count: int | None = None) -> None:
+        """Fails if this is the place and the step."""
+        if (
+            not self.is_here
+            or place != self.place
+            or (self.steps if count is None else count) != self.step
+            or self.marker.exists()
+        ):
+            return
+        self.marker.write_text(str(time.time()))
+        if place == "loader":
+            raise LookupError("the loader of this rank fails")
+        if place == "disk-full":
+            Path("/dev/full").write_text("the error of the kernel")
+        if place == "hang":
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # torchrun would wait for 30 s
+            time.sleep(3600)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def install(self) -> None:
+        """Puts the places into the code that runs."""
+        from balanced_parallel.training import checkpoint_files
+
+        call, load = balanced_parallel.TrainStep.__call__, balanced_parallel.RankBatchSampler.__iter__
+        reduce, forward = collectives.sum_over_ranks, nn.Linear.forward
+        write, finish = checkpoint_files.Writer.write_data, checkpoint_files.Writer.finish
+
+        def step(*arguments: Any, **kwargs: Any) -> Any:
+            self.steps += 1
+            if self.place == "hang" and self.steps == self.step:
+                set_timeout(5)
+            result = call(*arguments, **kwargs)
+            self.at("between")
+            return result
+
+        def linear(module: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+            if torch.is_grad_enabled():
+                self.at("forward")
+                self.at("hang")
+            output = forward(module, inputs)
+            if output.requires_grad:
+                output.register_hook(lambda gradient: self.at("backward"))
+            return output
+
+        def sum_over_ranks(*arguments: Any) -> Any:
+            self.at("all-reduce")
+            return reduce(*arguments)
+
+        def batches(sampler: Any) -> Any:
+            for number, batch in enumerate(load(sampler), 1):
+                if sampler.seed is not None:
+                    self.at("loader", number)
+                yield batch
+
+        def write_data(*arguments: Any) -> Any:
+            self.saves += 1
+            self.at("disk-full", self.saves)
+            written = write(*arguments)
+            self.at("checkpoint", self.saves)
+            return written
+
+        def complete(*arguments: Any, **kwargs: Any) -> None:
+            finish(*arguments, **kwargs)
+            self.at("checkpoint-complete", self.saves)
+
+        balanced_parallel.TrainStep.__call__ = step  # type: ignore[method-assign]
+        balanced_parallel.RankBatchSampler.__iter__ = batches  # type: ignore[method-assign]
+        nn.Linear.forward = linear  # type: ignore[method-assign]
+        collectives.sum_over_ranks = sum_over_ranks
+        checkpoint_files.Writer.write_data = write_data  # type: ignore[method-assign]
+        checkpoint_files.Writer.finish = complete  # type: ignore[method-assign]
+
+
+def set_timeout(seconds: float) -> None:
+    """Gives the running process group a timeout. From the beginning, it would be that of slow starts as well."""
+    dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=seconds), dist.group.WORLD)
+
+
+def main() -> None:
+    """Runs the script of the command line."""
+    place, rank, step, marker, script, *flags = sys.argv[1:]
+    torch.set_num_threads(1)
+    if not Path(marker).exists():
+        Fault(place, int(step), Path(marker), os.environ.get("RANK", "0") == rank).install()
+    sys.argv = [script, *flags]
+    sys.path.insert(0, str(Path(script).parent))
+    runpy.run_path(script, run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()

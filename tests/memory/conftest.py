@@ -1,0 +1,11 @@
+"""Estimates of one number of rows."""
+
+import pytest
+
+from balanced_parallel.memory import estimation
+
+
+@pytest.fixture
+def one_trace(monkeypatch):
+    """Makes an estimate trace its own number of rows alone. For tests that ask for no other: it takes half of the time."""
+    monkeypatch.setattr(estimation, "lines_of", lambda request, rows: [estimation.trace_exactly(request, rows)] * 2)

@@ -1,0 +1,136 @@
+"""The main job, interrupted and resumed: its results are those of a run that was never interrupted."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from helpers.processes import run_script
+from helpers.scripts import SCRIPT, TORCHRUN, run, run_in_new_process, train
+
+FAULTS = SCRIPT.parents[1] / "benchmarks" / "faults" / "inject.py"
+FLAGS = ["--task", "digits", "--steps", 30, "--batch-size", 100, "--checkpoint-every", 4]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The lines of the run that was never interrupted. An epoch has 15 steps."""
+    out = tmp_path_factory.mktemp("undisturbed")
+    train(out, *FLAGS)
+    return lines_of(out)
+
+
+def lines_of(out):
+    return (out / "metrics.jsonl").read_text().splitlines()
+
+
+def run_fault(place, step, out):
+    """Runs until a fault that ``benchmarks/faults`` injects."""
+    return run_script(FAULTS, place, 0, step, out / "marker", SCRIPT, "--out", out, *FLAGS, "--resume")
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch):
+    """Gives new processes one thread, as the others have."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.mark.parametrize(("place", "step"), [("between", 15), ("checkpoint", 3), ("checkpoint-complete", 7)])
+def test_killed_run_has_the_lines_of_the_undisturbed_one(undisturbed, tmp_path, place, step):
+    done = run_fault(place, step, tmp_path)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    assert (tmp_path / "marker").exists()
+    assert 0 < len(lines_of(tmp_path)) < len(undisturbed)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 16, "lo')  # the line that was being written
+    train(tmp_path, *FLAGS, "--resume")
+    assert lines_of(tmp_path) == undisturbed
+
+
+def test_sigterm_saves_and_exits_with_0_and_the_run_goes_on(undisturbed, tmp_path):
+    command = list(map(str, [sys.executable, SCRIPT, "--out", tmp_path, *FLAGS, "--workers", 1]))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        wait_for_step_3(process)
+        began = time.monotonic()
+        os.killpg(process.pid, signal.SIGTERM)  # the workers get it too
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert time.monotonic() - began < 30
+    assert "all state is saved: go on with --resume" in output
+    done = run("--out", tmp_path, *FLAGS)
+    assert done.returncode == 2
+    assert "checkpoints is of another run: go on with it by --resume" in done.stderr
+    train(tmp_path, *FLAGS, "--resume")
+    assert lines_of(tmp_path) == undisturbed
+
+
+def test_finished_run_is_loaded_with_three_lines_of_plain_torch(undisturbed, tmp_path):
+    train(tmp_path, *FLAGS[:2], "--steps", 1)
+    sys.path.insert(0, str(SCRIPT.parent))
+    try:
+        from tasks import DigitClassifier
+    finally:
+        sys.path.pop(0)
+    from safetensors.torch import load_file
+
+    net = DigitClassifier()
+    net.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    trained = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in net.state_dict().items())
+
+
+def test_full_disk_ends_the_run_with_one_line_and_leaves_the_last_checkpoint(tmp_path):
+    done = run_fault("disk-full", 2, tmp_path)
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("train.py: error: the checkpoint at 8 in ")
+    assert "No space left on device); step-00000004 is the last good one" in done.stderr
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000004"]
+
+
+def test_ctrl_c_leaves_no_process_behind(tmp_path):
+    command = list(map(str, [*TORCHRUN, SCRIPT, "--out", tmp_path, *FLAGS, "--workers", 1]))
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True) as process:
+        wait_for_step_3(process)
+        os.killpg(process.pid, signal.SIGINT)
+        process.communicate(timeout=60)
+    deadline = time.monotonic() + 10
+    while processes_of(process.pid) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert processes_of(process.pid) == []
+
+
+def wait_for_step_3(process):
+    for line in process.stdout:
+        if line.startswith("step 3/"):
+            return
+    raise AssertionError(f"the run ended with exit code {process.wait()}")
+
+
+def processes_of(session):
+    """Returns the processes of a session that are not zombies."""
+    found = []
+    for folder in os.scandir("/proc"):
+        if folder.name.isdecimal():
+            try:
+                with open(f"/proc/{folder.name}/stat") as file:
+                    state, _, _, number = file.read().rpartition(") ")[2].split()[:4]
+            except OSError:  # it has ended
+                continue
+            if int(number) == session and state != "Z":
+                found.append(folder.name)
+    return found
+
+
+def test_resumed_run_on_two_ranks_stays_within_tolerance(undisturbed, tmp_path):
+    train(tmp_path, *FLAGS[:2], "--steps", 8, *FLAGS[4:])
+    done = run_in_new_process("--out", tmp_path, *FLAGS, "--resume", launcher=TORCHRUN)
+    assert done.returncode == 0, done.stderr
+    assert len(lines_of(tmp_path)) == len(undisturbed)
+    for found, expected in zip(lines_of(tmp_path), undisturbed, strict=True):
+        assert json.loads(found) == pytest.approx(json.loads(expected), rel=1e-4)

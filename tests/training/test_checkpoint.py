@@ -1,0 +1,283 @@
+"""Checkpoints: exact resumption in the same and in another layout, damaged files, a full disk, and no pickles."""
+
+import errno
+import json
+import pickle
+import random
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.ranks import run_ranks
+from torch import nn
+
+from balanced_parallel import BalancedOptimizer, Checkpoints, DataParallelCriterion, DataParallelModel, TrainStep, parallelize
+
+BATCHES = [(torch.randn(9, 4, generator=torch.Generator().manual_seed(i)), torch.arange(9) % 3) for i in range(8)]
+
+
+class Counter:
+    """State of a user: numbers, and what JSON does not have of itself."""
+
+    def __init__(self):
+        self.state = {}
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def make_step(devices=("cpu",), optimizer="balanced", dropout=0.3, **settings):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(dropout), nn.Linear(8, 3))
+    model, criterion = DataParallelModel(net, list(devices)), DataParallelCriterion(nn.CrossEntropyLoss())
+    return wrap(model, criterion, optimizer, **settings)
+
+
+def wrap(model, criterion, optimizer, **settings):
+    groups = [{"params": list(model.parameters())[:2], "weight_decay": 0.1}, {"params": list(model.parameters())[2:]}]
+    if optimizer == "balanced":
+        adam = BalancedOptimizer(model, torch.optim.AdamW, groups, lr=0.05)
+    else:
+        adam = torch.optim.AdamW(groups, lr=0.05)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(adam, [3, 6])
+    return TrainStep(model, criterion, adam, scheduler=scheduler, max_grad_norm=1.0, **settings)
+
+
+def run(step, begin, end, batches=BATCHES):
+    return [step(*batch).item() for batch in batches[begin:end]]
+
+
+def contents(step):
+    """Returns all tensors of a state, and everything else as text."""
+    state = step.state_dict()
+    tensors = {**state["model"], **{f"{n}/{k}": v for n, s in state["optimizers"][0]["state"].items() for k, v in s.items()}}
+    groups = [dict(group) for group in state["optimizers"][0]["param_groups"]]
+    return {name: tensor.clone() for name, tensor in tensors.items()}, groups, state["schedulers"]
+
+
+@pytest.mark.parametrize(
+    ("devices", "settings"),
+    [
+        (["cpu"], {"precision": "fp16", "micro_batch_size": 4}),
+        (["cpu"] * 3, {"dropout": 0.0, "micro_batch_size": "auto"}),
+        (["cpu"], {"optimizer": "plain"}),
+    ],
+)
+def test_resumed_run_equals_the_undisturbed_one_bit_for_bit(tmp_path, devices, settings):
+    expected = make_step(devices, **settings)
+    losses = run(expected, 0, 8)
+    draws = torch.rand(2), random.random(), np.random.rand()
+
+    before = make_step(devices, **settings)
+    random.seed(3)
+    checkpoints = Checkpoints(tmp_path, step=before)
+    found = run(before, 0, 5)
+    checkpoints.save(5)
+    random_after = random.random()
+    run(before, 6, 8)  # while it is written
+    checkpoints.wait()
+
+    after = make_step(devices, **settings)
+    torch.rand(5)
+    assert Checkpoints(tmp_path, step=after).load_latest() == 5
+    assert random.random() == random_after
+    assert found + run(after, 5, 8) == losses
+    for mine, other in zip(contents(after)[0].items(), contents(expected)[0].items(), strict=True):
+        assert mine[0] == other[0]
+        assert torch.equal(mine[1], other[1]), mine[0]
+    assert contents(after)[1:] == contents(expected)[1:]
+    assert torch.equal(torch.rand(2), draws[0])
+
+
+def make_rank_step():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+    return wrap(*parallelize(net, nn.CrossEntropyLoss()), "balanced", micro_batch_size="auto")
+
+
+def run_on_rank(rank, folder, begin, end, out):
+    """Goes on from a checkpoint on this rank, saves one, and returns the losses."""
+    step = make_rank_step()
+    step.model.eval()
+    checkpoints = Checkpoints(folder, step=step)
+    assert checkpoints.load_latest() == (begin or None)
+    rows = slice(0, 5) if rank == 0 else slice(5, 9)
+    losses = run(step, begin, end, [(inputs[rows].double(), targets[rows]) for inputs, targets in BATCHES])
+    checkpoints = Checkpoints(out, step=step)
+    checkpoints.save(end)
+    checkpoints.wait()
+    return losses
+
+
+def test_run_moves_between_one_device_ranks_and_replicas(tmp_path):
+    def run_here(devices, folder, begin, end, out=None):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+        step = wrap(DataParallelModel(net, devices), DataParallelCriterion(nn.CrossEntropyLoss()), "balanced")
+        step.model.eval()
+        assert Checkpoints(folder, step=step).load_latest() == (begin or None)
+        losses = run(step, begin, end, [(inputs.double(), targets) for inputs, targets in BATCHES])
+        if out is not None:
+            Checkpoints(out, step=step).save(end)
+        return losses, contents(step)
+
+    expected, (tensors, *others) = run_here(["cpu"], tmp_path / "none", 0, 8)
+    found, _ = run_here(["cpu"], tmp_path / "none", 0, 2, tmp_path / "one")
+    of_ranks = run_ranks(2, run_on_rank, tmp_path / "one", 2, 5, tmp_path / "ranks")
+    assert of_ranks[0] == of_ranks[1]
+    last, (moved, *rest) = run_here(["cpu"] * 3, tmp_path / "ranks", 5, 8)
+    assert found + of_ranks[0] + last == pytest.approx(expected, rel=1e-10, abs=1e-10)
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(moved[name], tensor, rtol=1e-10, atol=1e-10, msg=name)
+    assert rest == others
+
+
+@pytest.fixture
+def three(tmp_path):
+    """Checkpoints at 1, 2 and 3."""
+    step = make_step()
+    checkpoints = Checkpoints(tmp_path, step=step)
+    for number in (1, 2, 3):
+        run(step, number, number + 1)
+        checkpoints.save(number)
+    checkpoints.wait()
+    return tmp_path
+
+
+def load(folder):
+    return Checkpoints(folder, step=make_step()).load_latest()
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def change(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("harm", [truncate, change, Path.unlink])
+@pytest.mark.parametrize("name", ["checkpoint.json", "rank-00000.json", "shard-00001-model-00001-of-00001.safetensors"])
+def test_damaged_checkpoint_is_passed_over_with_a_warning(three, harm, name):
+    harm(three / "step-00000003" / name)
+    with pytest.warns(UserWarning, match="step-00000003 is damaged .*: the checkpoint before it is used"):
+        assert load(three) == 2
+    assert load(three) == 2
+    truncate(three / "step-00000002" / name)
+    truncate(three / "step-00000001" / name)
+    with pytest.warns(UserWarning, match="is damaged"), pytest.raises(RuntimeError, match=r"all checkpoints in .* are damaged"):
+        load(three)
+
+
+def test_interrupted_checkpoint_does_not_count_and_is_removed(three):
+    (three / "step-00000003").rename(three / "step-00000003.partial")
+    (three / "step-00000001").rename(three / "step-00000001.removed")
+    assert load(three) == 2
+    checkpoints = Checkpoints(three, keep=1, step=make_step())
+    checkpoints.save(2)
+    checkpoints.wait()
+    assert [path.name for path in three.iterdir()] == ["step-00000002"]
+
+
+def test_only_the_newest_are_kept(three):
+    checkpoints = Checkpoints(three, keep=2, step=make_step())
+    checkpoints.save(10)
+    checkpoints.wait()
+    assert sorted(path.name for path in three.iterdir()) == ["step-00000003", "step-00000010"]
+
+
+def test_full_disk_is_one_clear_error_and_leaves_the_last_good_checkpoint(three, monkeypatch):
+    from torch.distributed.checkpoint.filesystem import FileSystem
+
+    create_stream = FileSystem.create_stream
+    monkeypatch.setattr(FileSystem, "create_stream", lambda self, path, mode: create_stream(self, "/dev/full", mode))
+    checkpoints = Checkpoints(three, step=make_step())
+    checkpoints.save(4)
+    message = (
+        rf"checkpoint at 4 in .* was not written \(rank 0: \[Errno {errno.ENOSPC}\] No space left .*; step-00000003 is the last"
+    )
+    with pytest.raises(OSError, match=message):
+        checkpoints.wait()
+    assert sorted(path.name for path in three.iterdir()) == [f"step-0000000{number}" for number in (1, 2, 3)]
+    assert load(three) == 3
+
+
+class Bomb:
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize("with_digests", [False, True])
+def test_planted_pickle_does_not_run(three, tmp_path, with_digests):
+    from balanced_parallel.training.checkpoint_files import digests
+
+    planted = tmp_path / "exploded"
+    folder = three / "step-00000003"
+    names = sorted(path.name for path in folder.iterdir())
+    assert len(names) == 3
+    for name in [*names, ".metadata", "extra.pt", "extra.distcp"]:
+        if with_digests and name in ("checkpoint.json", "rank-00000.json"):
+            continue
+        torch.save(Bomb(planted), folder / name) if name.endswith("safetensors") else (folder / name).write_bytes(
+            pickle.dumps(Bomb(planted))
+        )
+    if with_digests:  # as somebody who knows the format
+        for name in ("rank-00000.json", "checkpoint.json"):
+            entries = json.loads((folder / name).read_text())
+            entries["files"] = digests(folder, list(entries["files"]))
+            (folder / name).write_text(json.dumps(entries))
+        with pytest.raises(Exception, match="(?i)safetensor|header"):
+            load(three)
+    else:
+        with pytest.warns(UserWarning, match="is damaged"):
+            assert load(three) == 2
+    assert not planted.exists()
+    pickle.loads(pickle.dumps(Bomb(planted)))
+    assert planted.exists()
+
+
+def test_state_of_other_objects_is_kept_with_its_types(tmp_path):
+    saved, loaded = Counter(), Counter()
+    saved.state = {"losses": [1.5, float("inf")], 3: (None, True, "x"), "rows": torch.arange(3), "nested": {"a/b": {"c": -0.0}}}
+    Checkpoints(tmp_path, part=saved).save(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        while not (tmp_path / "step-00000001").exists():
+            pass
+    Checkpoints(tmp_path, part=loaded).load_latest()
+    assert torch.equal(loaded.state.pop("rows"), saved.state.pop("rows"))
+    assert loaded.state == saved.state
+
+
+def test_states_that_cannot_be_saved_raise_an_error_that_names_the_place(tmp_path):
+    part = Counter()
+    part.state = {"hooks": [print]}
+    with pytest.raises(TypeError, match=r"part/hooks/0 is a builtin_function_or_method, expected tensors, numbers"):
+        Checkpoints(tmp_path, part=part).save(1)
+    step = make_step()
+    step.add(*BATCHES[0])
+    with pytest.raises(RuntimeError, match=r"expected apply\(\) before state_dict\(\)"):
+        Checkpoints(tmp_path, step=step).save(1)
+    with pytest.raises(ValueError, match=r"0 parts and keep=3, expected at least one"):
+        Checkpoints(tmp_path)
+
+
+def test_state_of_another_optimizer_raises_an_error():
+    state, other = make_step().state_dict(), make_step()
+    other.scheduler = None
+    with pytest.raises(ValueError, match="the state has 1 schedulers, expected 0"):
+        other.load_state_dict(state)
+    group = state["optimizers"][0]["param_groups"][0]
+    group["params"] = group["params"][:1]
+    with pytest.raises(ValueError, match="param group 0 of the state has 1 parameters, expected the 2 .* has model.0.bias"):
+        make_step().load_state_dict(state)
