@@ -21,7 +21,7 @@ from ..runtime.collectives import gather_objects, world_size
 from ..runtime.precision import Precision
 from ..runtime.random_numbers import RandomState, cpu_numbers_of_rank, offset_seeds
 from .sharded_gradients import ShardedGradients
-from .sharding import StateOfRank0, shard
+from .sharding import StateOfRank0, shard, without_compilation
 
 __all__: list[str] = []
 
@@ -58,6 +58,7 @@ class ShardedModel(nn.Module):
         super().__init__()
         self.precision = Precision("fp32" if precision is None else precision)
         self.gradients = ShardedGradients()
+        without_compilation(module).register_forward_hook(torch.compiler.disable(self.gradients.avoid_views))
         self.units = [cast(Any, unit) for unit in shard(module, mesh, self.precision, StateOfRank0(device).send)]
         for unit in self.units:
             self.gradients.add(unit)

@@ -21,6 +21,9 @@ from ..runtime.collectives import sum_over_ranks
 __all__: list[str] = []
 
 
+_NO_UNIT = -1
+
+
 class ShardedGradients:
     """Completes the gradients of sharded modules in every backward."""
 
@@ -50,6 +53,10 @@ class ShardedGradients:
 
         # runs after the hook of FSDP2, so its backward runs before; torch.compile leaves both out
         unit.register_forward_pre_hook(torch.compiler.disable(watch_inputs), with_kwargs=True)
+
+    def avoid_views(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        """Returns outputs of the root that are not views, of which FSDP2 warns. Callers get those of :meth:`watch_output`."""
+        return self._watch(output, _NO_UNIT)
 
     def watch_output(self, output: Any) -> Any:
         """Returns the output of the root, connected to the beginning of its backward."""
@@ -114,7 +121,7 @@ class _Watch(torch.autograd.Function):
         of_module, number, is_dummy = ctx.call
         if number is None:
             of_module.begin(is_dummy=is_dummy)
-        else:
+        elif number != _NO_UNIT:
             of_module.complete(number, is_dummy=is_dummy)
         return None, None, None, *gradients
 
