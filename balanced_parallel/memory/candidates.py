@@ -42,11 +42,13 @@ class Option:
     optimizer: OptimizerChoice | None = None
     inplace: bool = False
     offload: bool = False
+    no_logits: bool = False
 
     @property
     def name(self) -> str:
         """The settings as text."""
         settings = [self.optimizer.name] if self.optimizer else []
+        settings += ["loss without logits"] * self.no_logits
         settings += ["BalancedOptimizer"] * self.balanced + ["in-place activations"] * self.inplace
         settings += ["checkpointed blocks"] * bool(self.blocks) + ["offloaded activations"] * self.offload
         return ", ".join([*settings, *([self.precision] if self.changes_result else [])]) or "replicas"
@@ -68,7 +70,7 @@ class Measured:
             blocks=option.blocks,
             precision=option.precision,
             optimizer=option.optimizer or request.optimizer,
-            savings=("offload_activations",) if option.offload else (),
+            savings=("replace_lm_head",) * option.no_logits + ("offload_activations",) * option.offload,
             micro_batches=1,
         )
         if option.inplace:
@@ -170,7 +172,7 @@ class Measured:
             peak=tuple(self.lines(count or 2).peak(i, max(largest[i], 1) * len(devices)) for i in devices),
             reserved=tuple(self.reserved(i, max(largest[i], 1), count or 2) or 0 for i in devices),
             saved=0,
-            recomputed=self.flops / plain.flops - 1 if plain.flops else 0.0,
+            recomputed=max(0.0, self.flops / plain.flops - 1) if plain.flops else 0.0,  # fused operators are not counted
             traffic=_traffic(self.request, self.option.balanced) + (self._offloaded(largest, count) if fits else 0),
             changes_result=self.option.changes_result,
             fits=fits,
@@ -178,6 +180,7 @@ class Measured:
             optimizer=self.option.optimizer.name if self.option.optimizer else None,
             inplace=self.request.inplace,
             offload=self.option.offload,
+            no_logits=self.option.no_logits,
         )
 
     def _offloaded(self, rows: Sequence[int], count: int) -> int:

@@ -26,6 +26,7 @@ class Choice:
         optimizer: name of an optimizer in the place of the given one, which makes this an alternative that is never chosen.
         inplace: names of the activations that are in place.
         offload: activations wait for the backward in the memory of the host.
+        no_logits: a language model computes its loss without its logits, by :func:`replace_lm_head`.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Choice:
     optimizer: str | None = None
     inplace: tuple[str, ...] = ()
     offload: bool = False
+    no_logits: bool = False
 
     @property
     def exact(self) -> bool:

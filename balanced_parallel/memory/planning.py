@@ -16,6 +16,7 @@ from ..replicas.model import DataParallelModel
 from ..runtime.byte_sizes import format_bytes, parse_each
 from ..runtime.devices import DeviceLike
 from ..savings.activation_checkpointing import checkpoint_blocks
+from ..savings.language_model_heads import replace_lm_head
 from ..training.step import TrainStep
 from .candidates import Measured, measure_what_decides
 from .capacity import what_would_fit
@@ -122,6 +123,8 @@ class MemoryPlan:
         chosen = self.chosen
         checkpoint_blocks(module, chosen.checkpoint)
         set_inplace(module, chosen.inplace)
+        if chosen.no_logits:
+            replace_lm_head(module)
         devices = list(range(self.devices)) if device_ids is None and torch.accelerator.is_available() else device_ids
         if devices is not None and len(devices) != self.devices:
             raise ValueError(f"device_ids has {len(devices)} devices, expected the {self.devices} that were planned for")

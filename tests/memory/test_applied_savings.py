@@ -101,6 +101,24 @@ def test_a_head_without_logits_is_predicted():
     assert peaks[1] < 0.5 * peaks[0]
 
 
+def test_a_plan_leaves_logits_out_where_less_does_not_fit():
+    labels = torch.ones(4, 64, dtype=torch.int64)
+    settings = {"batch_size": 1, "capacity": "3MiB", "optimizer": torch.optim.SGD, "device_kind": "sim"}
+    plan = memory.plan(language_model(), own_loss, {"input_ids": labels, "labels": labels}, labels, **settings)
+    assert plan.chosen.name == "loss without logits"
+    assert plan.chosen.exact
+    assert plan.chosen.recomputed == 0
+    assert MemoryPlan.from_json(plan.to_json()) == plan
+    net, labels = language_model(), labels[:1]
+    expected = copy.deepcopy(net)(labels, labels=labels).loss
+    with simulate(1, plan.capacity[0]):
+        *_, step = plan.apply(net, own_loss, optimizer=torch.optim.SGD, weight="rows", lr=0.1)
+        assert step({"input_ids": labels, "labels": labels}, labels).item() == pytest.approx(expected.item(), rel=1e-5)
+    settings["capacity"] = "1GiB"
+    plan = memory.plan(language_model(), own_loss, {"input_ids": labels, "labels": labels}, labels, **settings)
+    assert plan.chosen.name == "replicas"
+
+
 def test_the_module_of_the_caller_stays_as_it_is():
     net = build()
     before = copy.deepcopy(net)

@@ -43,11 +43,16 @@ def start_in_child(function: Callable[[], T]) -> Callable[[], T | BaseException]
         if not message:
             raise RuntimeError(f"the process that traced the step ended with status {status} and without a result")
         result: T | BaseException = pickle.loads(message)
-        if isinstance(result, RuntimeError) and "Autograd-and-Fork" in str(result):
+        if isinstance(result, BaseException) and runs_in_parent_only(result):
             return function()
         return result
 
     return finish
+
+
+def runs_in_parent_only(error: BaseException) -> bool:
+    """Returns True for the error of autograd in a process that was forked after a backward on an accelerator."""
+    return isinstance(error, RuntimeError) and "Autograd-and-Fork" in str(error)
 
 
 def _send_result(function: Callable[[], Any], write: int) -> None:

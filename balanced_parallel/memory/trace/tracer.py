@@ -28,7 +28,7 @@ from ..operators.workspaces import Call
 from ..request import Request
 from .allocations import Block, Count
 from .applied_savings import around_update, change_module, change_optimizers, set_inplace
-from .child_process import start_in_child
+from .child_process import runs_in_parent_only, start_in_child
 from .fake_devices import HOME, host_of
 from .fake_tensors import fake_batch, fake_copy, names_of
 from .patches import counting_random_states, devices_that_mix, rows_of_one_sequence, undisturbed
@@ -102,7 +102,9 @@ def _run_all(jobs: Sequence[Job], run: Callable[[Request, int], T]) -> list[T]:
 def _trace_or_reason(request: Request, rows: int) -> Trace | str:
     try:
         return _trace(request, rows)
-    except Exception as error:  # noqa: BLE001 - a module may raise anything
+    except Exception as error:
+        if runs_in_parent_only(error):
+            raise
         return reason_of(error)
 
 
