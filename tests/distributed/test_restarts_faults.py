@@ -13,7 +13,8 @@ import pytest
 import torch
 from helpers.problems import build_net
 from helpers.ranks import run_ranks
-from helpers.scripts import SCRIPT, SENTENCES, TORCHRUN
+from helpers.scripts import SCRIPT, SENTENCES
+from helpers.torchrun import run_torchrun
 from torch import nn
 
 from balanced_parallel import TrainStep, parallelize
@@ -35,9 +36,8 @@ def text(tmp_path_factory):
     return path
 
 
-def command(launcher, faults, text, out):
-    program = [FAULTS, out / "faults", faults, SCRIPT, "--data", text, "--out", out, *FLAGS]
-    return list(map(str, [*launcher, *program]))
+def program(faults, text, out):
+    return [FAULTS, out / "faults", faults, SCRIPT, "--data", text, "--out", out, *FLAGS]
 
 
 def lines_of(out):
@@ -47,8 +47,7 @@ def lines_of(out):
 @pytest.fixture(scope="module")
 def undisturbed(text, tmp_path_factory):
     out = tmp_path_factory.mktemp("undisturbed")
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command(TORCHRUN, "none:0:0", text, out), capture_output=True, text=True, timeout=200, env=environment)
+    done = run_torchrun(*program("none:0:0", text, out))
     assert done.returncode == 0, done.stderr
     lines = lines_of(out)
     assert [line["step"] for line in lines if "loss" in line] == list(range(1, STEPS + 1))
@@ -57,8 +56,8 @@ def undisturbed(text, tmp_path_factory):
 
 def test_ranks_that_die_anywhere_are_restarted_and_nothing_is_lost_or_trained_twice(undisturbed, text, tmp_path):
     faults = ["forward:1:4", "backward:0:3", "checkpoint:1:2", "all-reduce:0:3", "loader:1:2"]
-    launcher = [*TORCHRUN, f"--max-restarts={len(faults)}", "--monitor-interval=0.1"]
-    done = subprocess.run(command(launcher, ",".join(faults), text, tmp_path), capture_output=True, text=True, timeout=230)
+    flags = f"--max-restarts={len(faults)}", "--monitor-interval=0.1"
+    done = run_torchrun(*flags, *program(",".join(faults), text, tmp_path))
     assert done.returncode == 0, done.stderr
     assert [name[2:] for name in sorted(os.listdir(tmp_path / "faults"))] == [fault.split(":")[0] for fault in faults]
     assert "LookupError: the loader of this rank fails" in done.stderr
@@ -94,7 +93,7 @@ def test_number_of_ranks_changes_at_a_restart(undisturbed, text, tmp_path):
     quick = "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=2"]
     launcher += ["--monitor-interval=0.1", f"--rdzv-id={port}", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", quick]
-    whole = command(launcher, "hang:1:7", text, tmp_path)
+    whole = list(map(str, [*launcher, *program("hang:1:7", text, tmp_path)]))
     hosts = [subprocess.Popen(whole, stderr=subprocess.PIPE, text=True)]
     try:
         time.sleep(1)  # the first has the store

@@ -1,10 +1,8 @@
 """Two hosts on this machine: network namespaces with a cable (a veth pair) between them."""
 
-import atexit
 import contextlib
 import ctypes
 import os
-import runpy
 import shutil
 import signal
 import subprocess
@@ -14,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from helpers.processes import run_script
+from helpers.torchrun import launch
 
 ADDRESSES = ["10.83.0.1", "10.83.0.2"]
 
@@ -88,23 +87,6 @@ def _enter(namespace):
             raise OSError(ctypes.get_errno(), f"setns({namespace}) failed")
 
 
-def _torchrun(arguments):
-    """Does the same as torchrun, but forks the ranks: they do not import torch again, which takes longer than the training."""
-    from torch.distributed.launcher.api import elastic_launch
-    from torch.distributed.run import config_from_args, parse_args
-
-    flags = parse_args(["--start-method=fork", *arguments])
-    config, _, _ = config_from_args(flags)
-    elastic_launch(config, _run_rank)(flags.training_script, *flags.training_script_args)
-
-
-def _run_rank(script, *arguments):
-    sys.argv = [script, *arguments]
-    sys.path.insert(0, str(Path(script).parent))
-    runpy.run_path(script, run_name="__main__")
-    atexit._run_exitfuncs()  # multiprocessing does not run them
-
-
 if __name__ == "__main__":
     _enter(sys.argv[1])
-    _torchrun(sys.argv[2:])
+    launch(sys.argv[2:])

@@ -1,11 +1,11 @@
 """Runs ``scripts/train.py`` as a user runs it."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 from .processes import run_script
+from .torchrun import run_torchrun
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train.py"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -16,13 +16,8 @@ def run(*flags, **environment):
     return run_script(SCRIPT, *flags, **environment)
 
 
-def run_in_new_process(*flags, launcher=(sys.executable,)):
-    command = [*launcher, str(SCRIPT), *map(str, flags)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=200)
-
-
-def train(out, *flags, launcher=None):
-    done = run_in_new_process("--out", out, *flags, launcher=launcher) if launcher else run("--out", out, *flags)
+def train(out, *flags, ranks=1):
+    done = run("--out", out, *flags) if ranks == 1 else run_torchrun(SCRIPT, "--out", out, *flags)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     return done.stdout, lines, json.loads((out / "summary.json").read_text())

@@ -201,7 +201,7 @@ def test_rows_in_different_dimensions_are_refused():
 
 def fit_on_ranks(rank, balanced):
     with simulate(2, ["2MiB", "3MiB"]) as cluster:
-        model, criterion = parallelize(LanguageModel(), nn.CrossEntropyLoss())
+        model, criterion = parallelize(LanguageModel(), nn.CrossEntropyLoss(), strategy="ddp")
         optimizer = BalancedOptimizer(model, torch.optim.AdamW) if balanced else adamw(model)
         step = TrainStep(model, criterion, optimizer)
         report = memory.fit(step, *batch(50 - rank))

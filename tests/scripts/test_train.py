@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from helpers.scripts import SENTENCES, TORCHRUN, run, train
+from helpers.scripts import SENTENCES, run, train
 
 
 def test_losses_are_equal_on_one_device_three_replicas_two_ranks_and_shards(tmp_path):
@@ -12,8 +12,8 @@ def test_losses_are_equal_on_one_device_three_replicas_two_ranks_and_shards(tmp_
     layouts = {
         "one": (["--devices", "cpu"], {}),
         "replicas": (["--devices", "cpu,cpu,cpu", "--micro-batch-size", 3], {}),
-        "torchrun": (["--micro-batch-size", 5], {"launcher": TORCHRUN}),
-        "fsdp": (["--micro-batch-size", 5, "--strategy", "fsdp"], {"launcher": TORCHRUN}),
+        "torchrun": (["--micro-batch-size", 5], {"ranks": 2}),
+        "fsdp": (["--micro-batch-size", 5, "--strategy", "fsdp"], {"ranks": 2}),
     }
     losses, validation, states = {}, {}, {}
     for name, (flags, settings) in layouts.items():
@@ -52,7 +52,7 @@ def test_custom_text_and_short_last_batch(tmp_path):
 
 def test_simulated_gpus_under_torchrun_report_all_ranks(tmp_path):
     flags = ["--task", "digits", "--steps", 3, "--precision", "bf16"]
-    output, _, summary = train(tmp_path / "sim", "--simulate", 2, *flags, launcher=TORCHRUN)
+    output, _, summary = train(tmp_path / "sim", "--simulate", 2, *flags, ranks=2)
     assert (summary["ranks"], len(summary["peak_bytes"])) == (2, 2)
     assert sum(line.lstrip().startswith("sim:") for line in output.splitlines()) == 2
 

@@ -10,7 +10,8 @@ import time
 import pytest
 import torch
 from helpers.processes import run_script
-from helpers.scripts import SCRIPT, TORCHRUN, run, run_in_new_process, train
+from helpers.scripts import SCRIPT, TORCHRUN, run, train
+from helpers.torchrun import run_torchrun
 
 FAULTS = SCRIPT.parents[1] / "benchmarks" / "faults" / "inject.py"
 FLAGS = ["--task", "digits", "--steps", 30, "--batch-size", 100, "--checkpoint-every", 4]
@@ -128,7 +129,7 @@ def processes_of(session):
 
 def test_resumed_run_on_two_ranks_stays_within_tolerance(undisturbed, tmp_path):
     assert run_fault("between", 8, tmp_path).returncode != 0
-    done = run_in_new_process("--out", tmp_path, *FLAGS, "--resume", launcher=TORCHRUN)
+    done = run_torchrun(SCRIPT, "--out", tmp_path, *FLAGS, "--resume")
     assert done.returncode == 0, done.stderr
     assert len(lines_of(tmp_path)) == len(undisturbed)
     for found, expected in zip(lines_of(tmp_path), undisturbed, strict=True):

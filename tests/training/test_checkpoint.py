@@ -14,7 +14,8 @@ from torch import nn
 
 from balanced_parallel import BalancedOptimizer, Checkpoints, DataParallelCriterion, DataParallelModel, TrainStep, parallelize
 
-BATCHES = [(torch.randn(9, 4, generator=torch.Generator().manual_seed(i)), torch.arange(9) % 3) for i in range(8)]
+GENERATORS = [torch.Generator().manual_seed(number) for number in range(8)]
+BATCHES = [(torch.randn(9, 4, generator=one, dtype=torch.float32), torch.arange(9) % 3) for one in GENERATORS]
 
 
 class Counter:

@@ -28,7 +28,7 @@ class Run:
 
     def __init__(self, rank, balanced, **settings):
         self.rank = rank
-        self.model, criterion = parallelize(build(), nn.CrossEntropyLoss())
+        self.model, criterion = parallelize(build(), nn.CrossEntropyLoss(), strategy="ddp")
         adam = torch.optim.AdamW
         made = BalancedOptimizer(self.model, adam, lr=0.1) if balanced else adam(self.model.parameters(), lr=0.1)
         settings = {"micro_batch_size": "auto", "max_grad_norm": 0.5, **settings}
@@ -121,7 +121,7 @@ def check_capacity(rank):
         with simulate(2, memory=memory):
             torch.manual_seed(0)
             net = nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, 2048), nn.Tanh(), nn.Linear(2048, CLASSES))
-            model, criterion = parallelize(net, nn.CrossEntropyLoss())
+            model, criterion = parallelize(net, nn.CrossEntropyLoss(), strategy="ddp")
             step = TrainStep(model, criterion, torch.optim.AdamW(model.parameters()), micro_batch_size="auto")
             inputs, targets = torch.randn(1000, 4), class_targets(1000, ignored=10)
             losses.append(torch.stack([step(inputs, targets) for _ in range(3)]).cpu())
@@ -140,7 +140,7 @@ def check_first_update(rank):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2**18), nn.AdaptiveAvgPool1d(CLASSES))
         before = [parameter.detach().clone() for parameter in net.parameters()]
-        model, criterion = parallelize(net, nn.CrossEntropyLoss())
+        model, criterion = parallelize(net, nn.CrossEntropyLoss(), strategy="ddp")
         optimizer = torch.optim.AdamW(model.parameters())
         step = TrainStep(model, criterion, optimizer, micro_batch_size="auto")
         with pytest.raises(torch.OutOfMemoryError, match="the optimizer's step does not fit on every device, and was undone"):
