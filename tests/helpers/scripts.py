@@ -1,6 +1,7 @@
 """Runs ``scripts/train.py`` as a user runs it."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +15,11 @@ SENTENCES = "the cat sat on the mat . the dog ate the cat ; " * 200
 
 def run(*flags, **environment):
     return run_script(SCRIPT, *flags, **environment)
+
+
+def run_in_new_process(*flags):
+    command = [sys.executable, str(SCRIPT), *map(str, flags)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200)
 
 
 def train(out, *flags, ranks=1):
