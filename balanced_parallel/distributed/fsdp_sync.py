@@ -17,6 +17,7 @@ from torch import Tensor
 from ..loss.criterion import DataParallelCriterion
 from ..loss.weighting import LossSum, Weight, add_up
 from ..runtime import collectives, multi_tensor
+from ..runtime.tensors import is_sharded
 from ..training.divisors import is_one, larger, power_of_two
 from ..training.gradient_sync import GradientSync, gradient_sync, run_backward
 from .fsdp import ShardedModel
@@ -92,7 +93,7 @@ class FSDPSync:
             ValueError: one of ``tensors`` has a gradient that is not reduced.
         """
         for one in tensors:
-            if one.grad is not None and not hasattr(one, "to_local"):
+            if one.grad is not None and not is_sharded(one):
                 raise ValueError(
                     f"the optimizer has a parameter of shape {tuple(one.shape)} with a gradient that the ranks would not share: "
                     "make it part of the module that parallelize is given"

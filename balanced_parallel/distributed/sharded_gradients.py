@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from ..batch.nested import leaves, map_leaves
 from ..runtime.autograd import current_backward_id, run_after_backward
 from ..runtime.collectives import sum_over_ranks
+from ..runtime.tensors import is_sharded
 
 __all__: list[str] = []
 
@@ -81,7 +82,7 @@ class ShardedGradients:
         """Sets the missing gradients of a unit to zeros; all of them after a forward without rows."""
         for index, (part, name) in enumerate(self._units[number]):
             parameter = part.get_parameter(name)
-            if hasattr(parameter, "to_local"):
+            if is_sharded(parameter):
                 return  # a shard: this unit has not run, or is reduced already
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
@@ -129,4 +130,4 @@ class _Watch(torch.autograd.Function):
 def local_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Returns the part of each tensor on this rank. Changes in place change the whole."""
     with torch.no_grad():
-        return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+        return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]

@@ -16,6 +16,7 @@ from torch import nn
 
 from ..runtime.modules import BatchNorm
 from ..runtime.precision import Precision
+from ..runtime.tensors import is_sharded
 from ..savings.activation_checkpointing import find_blocks
 
 __all__: list[str] = []
@@ -98,7 +99,7 @@ class StateOfRank0:
         """Moves and sends the tensors of a part that are not on ``meta`` and were not sent before."""
         for part in module.modules():
             for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
-                if id(tensor) not in self._sent and not hasattr(tensor, "to_local") and not tensor.is_meta:
+                if id(tensor) not in self._sent and not is_sharded(tensor) and not tensor.is_meta:
                     tensor.data = tensor.data.to(self._device)
                     dist.broadcast(tensor.data, 0)
                     self._sent.add(id(tensor))

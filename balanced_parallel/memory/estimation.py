@@ -111,7 +111,7 @@ def lines_of(request: Request, rows: int) -> tuple[Lines, Lines]:
     step = request.row_step
     base = -(-max(rows, 2) // step) * step  # one row is a special case for torch: broadcasting, strides
     traces, reason = _trace_lines(request, sorted({rows, base, 2 * base}))
-    mine = Lines(traces[0], None, request.kind, request.devices, 1)
+    mine = Lines.exact(traces[0], request)
     lines = Lines(traces[-2], traces[-1], request.kind, request.devices, step, request.split) if len(traces) > 1 else mine
     if not lines.is_affine:
         warnings.warn(
@@ -122,7 +122,7 @@ def lines_of(request: Request, rows: int) -> tuple[Lines, Lines]:
 
 def trace_exactly(request: Request, rows: int) -> Lines:
     """Traces micro-batches of ``rows`` rows. The result is for this number alone."""
-    return Lines(run_traces([(request, rows)])[0], None, request.kind, request.devices, 1)
+    return Lines.exact(run_traces([(request, rows)])[0], request)
 
 
 def make_report(request: Request, rows: int, mine: Lines, asked: Sequence[int] | None, lines: Lines) -> MemoryReport:

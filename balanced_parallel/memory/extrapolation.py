@@ -17,6 +17,7 @@ from ..batch.splits import split_sizes
 from .caching_allocator import replay
 from .device_specs import DeviceKind
 from .operators.workspaces import LARGEST, SMALL, Call, may_need_scratch, scratch_of
+from .request import Request
 from .trace.allocations import Block
 from .trace.fake_devices import host_of
 from .trace.tracer import Trace
@@ -43,6 +44,11 @@ class Lines:
     devices: int
     step: int
     split: tuple[float, ...] | None = None
+
+    @classmethod
+    def exact(cls, trace: Trace, request: Request) -> "Lines":
+        """Returns the lines of one trace, for its own number of rows alone."""
+        return cls(trace, None, request.kind, request.devices, 1)
 
     @property
     def is_affine(self) -> bool:

@@ -23,7 +23,7 @@ def explain(request: Request, limits: Sequence[int]) -> str:
     rows = request.row_step
     options = list(remedies(request))
     traces = run_traces([(option, rows) for option in (request, *(other for _, other in options))])
-    plain, *saving = [Lines(trace, None, request.kind, request.devices, 1) for trace in traces]
+    plain, *saving = [Lines.exact(trace, request) for trace in traces]
     report = make_report(request, rows, plain, None, plain)
     worst = max(range(len(limits)), key=lambda i: report.reserved[i] - limits[i])
     device = request.layout.traced_devices(request.devices)[worst]

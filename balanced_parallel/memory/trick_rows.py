@@ -66,5 +66,5 @@ def _peak(job: Job, trace: Trace | str) -> int | str:
     if isinstance(trace, str):
         return trace
     request, _ = job
-    lines = Lines(trace, None, request.kind, request.devices, 1)
+    lines = Lines.exact(trace, request)
     return max(lines.peak(i) for i in request.layout.traced_devices(request.devices))

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from ..replicas.model import DataParallelModel
 from ..runtime.collectives import world_size
-from .dtensor_shards import DTensorShards, is_sharded
+from ..runtime.tensors import is_sharded
+from .dtensor_shards import DTensorShards
 from .replica_shards import Groups, ReplicaShards
 from .zero import RankShards
 

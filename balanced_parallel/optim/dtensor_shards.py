@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from ..runtime.tensors import is_sharded
 from ..runtime.trees import map_tensors
 
 __all__: list[str] = []
@@ -57,11 +58,6 @@ class DTensorShards:
             for key, values in state_dict["state"].items()
         }
         self.inner.load_state_dict({**state_dict, "state": state})
-
-
-def is_sharded(parameter: torch.Tensor) -> bool:
-    """Returns True for a ``DTensor``, whose import takes seconds."""
-    return hasattr(parameter, "to_local")
 
 
 def _gather(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,11 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
         return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
+def is_sharded(tensor: Any) -> bool:
+    """Returns True for a ``DTensor``, whose import takes seconds."""
+    return hasattr(tensor, "to_local")
+
+
 def base_of(tensor: Tensor) -> Tensor:
     """Returns the tensor that ``tensor`` is a view of, or ``tensor`` itself. There is no public attribute for it."""
     base = tensor._base

@@ -12,6 +12,7 @@ from ..loss.criterion import DataParallelCriterion
 from ..runtime import collectives, progress
 from ..runtime.precision import Precision
 from ..runtime.random_numbers import generator_states, seed_anew, set_generators
+from ..runtime.tensors import is_sharded
 from .optimizer_states import load_state_by_name, state_by_name
 from .recovery import Attempts
 from .update import Optimizers, Schedulers, each_optimizer, each_scheduler
@@ -96,7 +97,7 @@ class StepState:
             like = {name.replace("_orig_mod.", ""): tensor for name, tensor in self._trained.items()}.get(path[3])
         else:
             return None
-        if not hasattr(like, "to_local") or like.shape != size:  # only DTensor has it
+        if not is_sharded(like) or like.shape != size:
             return None
         return torch.empty_like(like, dtype=dtype, requires_grad=False)
 

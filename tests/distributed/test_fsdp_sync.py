@@ -5,8 +5,8 @@ import warnings
 
 import pytest
 import torch
-from helpers.ddp import WAYS, Partly, cut_over_ranks
-from helpers.fsdp import Language, language_batch, make_update, whole_gradients
+from helpers.ddp import WAYS, Partly, cut_over_ranks, make_update
+from helpers.fsdp import Language, language_batch, whole_gradients
 from helpers.problems import assert_same_gradients, build_net, class_targets, gradients, plain_program
 from helpers.ranks import run_ranks
 from torch import nn
@@ -26,7 +26,7 @@ def check_language(rank):
     targets["some"][:4] = -100
     some, expected_some = plain_program(plain, nn.CrossEntropyLoss(), words, targets["some"])
     for way in WAYS:
-        model, update = make_update(way, Language(), nn.CrossEntropyLoss())
+        model, update = make_update(way, Language(), nn.CrossEntropyLoss(), strategy="fsdp")
         for sizes, kind in (([4, 5], "counted"), ([0, 9], "counted"), ([4, 5], "some"), ([8, 1], "counted")):
             mine = cut_over_ranks(words, sizes, rank), cut_over_ranks(targets[kind], sizes, rank)
             found = update(*mine)
@@ -106,7 +106,7 @@ def check_poisoned(rank):
     plain = Poisoned()
     loss, expected = plain_program(plain, nn.CrossEntropyLoss(), inputs, targets)
     for way in WAYS:
-        model, update = make_update(way, Poisoned(), nn.CrossEntropyLoss())
+        model, update = make_update(way, Poisoned(), nn.CrossEntropyLoss(), strategy="fsdp")
         if way == "micro-batches":
             update.micro_batch_size = 5
         for _ in range(2):

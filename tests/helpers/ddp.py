@@ -9,11 +9,11 @@ from balanced_parallel import TrainStep, parallelize
 WAYS = ["step", "micro-batches", "criterion"]
 
 
-def make_update(way, module, criterion):
-    """One update with lr=0: by TrainStep at once, by TrainStep in micro-batches, and by hand."""
-    model, criterion = parallelize(module, criterion)
+def make_update(way, module, criterion, *, strategy="ddp", **settings):
+    """Returns the model, and one update with lr=0: by TrainStep at once or in micro-batches, or by hand."""
+    model, criterion = parallelize(module, criterion, strategy=strategy)
     optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.0)
-    step = TrainStep(model, criterion, optimizer, micro_batch_size=2 if way == "micro-batches" else None)
+    step = TrainStep(model, criterion, optimizer, micro_batch_size=2 if way == "micro-batches" else None, **settings)
 
     def by_hand(inputs, targets):
         optimizer.zero_grad()

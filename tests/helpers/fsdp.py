@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from balanced_parallel import DataParallelCriterion, TrainStep, parallelize
+from balanced_parallel import DataParallelCriterion
 
 WORDS = 23
 
@@ -32,21 +32,6 @@ def language_batch(rows=9):
     words, targets = torch.randint(WORDS, (rows, 5)), torch.randint(WORDS, (rows, 5))
     targets[: rows // 2, 2:] = -100
     return words, targets
-
-
-def make_update(way, module, criterion, **settings):
-    """Returns the model, and one update with lr=0: by TrainStep at once or in micro-batches, or by hand."""
-    model, criterion = parallelize(module, criterion, strategy="fsdp")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    step = TrainStep(model, criterion, optimizer, micro_batch_size=2 if way == "micro-batches" else None, **settings)
-
-    def by_hand(inputs, targets):
-        optimizer.zero_grad()
-        loss = criterion(model(inputs), targets)
-        loss.backward()
-        return loss.detach()
-
-    return model, by_hand if way == "criterion" else step
 
 
 def whole_gradients(module):

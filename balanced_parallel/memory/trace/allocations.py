@@ -16,7 +16,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ...runtime.autograd import current_node
 from ...runtime.streams import on_side_stream
-from ...runtime.tensors import storage_id
+from ...runtime.tensors import is_sharded, storage_id
 from ...runtime.trees import leaves
 from ..operators.data_dependent import answer, selected
 from ..operators.workspaces import Call, note_call
@@ -82,7 +82,7 @@ class Count(TorchDispatchMode):
             if type(fake) is FakeTensor and not fake.fake_mode.in_kernel_invocation:
                 return fake.fake_device  # the result of the fake mode, without its dispatch
             return func(*args, **(kwargs or {}))
-        if any(hasattr(kind, "to_local") for kind in types):  # DTensor, without its slow import
+        if any(map(is_sharded, types)):
             return NotImplemented  # its local tensor is dispatched again
         found, result = answer(func, args, kwargs or {}, self.scalar, _user_line)
         result = result if found else func(*args, **(kwargs or {}))
@@ -168,7 +168,7 @@ class Count(TorchDispatchMode):
 
 
 def _storages(tensor: Tensor) -> list[Any]:
-    if hasattr(tensor, "to_local"):
+    if is_sharded(tensor):
         return _storages(tensor._local_tensor)  # type: ignore[attr-defined]
     if tensor.layout == torch.sparse_coo:
         parts = tensor._indices(), tensor._values()  # indices() and values() refuse tensors that are not coalesced
