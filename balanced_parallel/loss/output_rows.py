@@ -56,20 +56,24 @@ def _rows(output: Any, dims: Dims) -> int | None:
     return tensor.size(dims)
 
 
-def in_order_of(outputs: PerReplica, targets: Arguments, rows: int | None, dim: int) -> Arguments:
-    """Returns the targets in the order of the outputs, which is another than that of the batch if rows were cut by cost.
+def in_order(targets: Arguments, order: Sequence[int], rows: int, dim: int) -> Arguments:
+    """Returns targets in the order of outputs whose rows were cut by cost.
+
+    Args:
+        targets: in the order of the batch.
+        order: position in the batch of each row of the outputs.
+        rows: number of rows of the targets.
+        dim: dimension of their rows.
 
     Raises:
-        ValueError: the targets do not have one row for each row of the outputs.
+        ValueError: there is not one row of the targets for each row of the outputs.
     """
-    if outputs.order is None or rows is None:
-        return targets
-    if rows != len(outputs.order):
+    if rows != len(order):
         raise ValueError(
-            f"the targets have {rows} rows, and the outputs {len(outputs.order)} in the order of their cost, expected the same "
-            "number: call criterion([outputs.gather()], targets)"
+            f"the targets have {rows} rows, and the outputs {len(order)}, in the order of their cost, expected the same number: "
+            "call criterion([outputs.gather()], targets)"
         )
-    return cast(Arguments, take_rows(targets, outputs.order, dim))
+    return cast(Arguments, take_rows(targets, order, dim))
 
 
 def sizes_like(outputs: PerReplica, rows: int | None) -> list[int]:

@@ -114,7 +114,7 @@ def test_a_criterion_takes_the_outputs_with_targets_in_the_order_of_the_batch(do
     loss, outputs = make_step(build(), **SAMPLES)(samples, return_outputs=True)
     criterion = DataParallelCriterion(nn.CrossEntropyLoss())
     torch.testing.assert_close(criterion(outputs, pad(samples)[1]), loss, rtol=1e-10, atol=1e-10)
-    with pytest.raises(ValueError, match="the targets have 21 rows, and the outputs 7 in the order of their cost"):
+    with pytest.raises(ValueError, match="the targets have 21 rows, and the outputs 7, in the order of their cost"):
         criterion(outputs, pad(samples)[1].flatten())
     samples = make_samples()
     loss, outputs = make_step(build(), **SAMPLES)(samples, return_outputs=True)
