@@ -63,7 +63,7 @@ def assign_rows(
     rows: int | None,
     devices: Sequence[torch.device],
     weights: Sequence[float] | None,
-    given: Sequence[int] | None = None,
+    given: Sequence[int | None] | None = None,
 ) -> tuple[list[torch.device], list[int] | None]:
     """Returns the devices that get rows, and the number of rows of each.
 
@@ -85,13 +85,13 @@ def assign_rows(
 
 
 def _as_given(
-    devices: Sequence[torch.device], weights: Sequence[float] | None, given: Sequence[int]
+    devices: Sequence[torch.device], weights: Sequence[float] | None, given: Sequence[int | None]
 ) -> tuple[list[torch.device], list[int]]:
     if weights is not None:
         raise ValueError(f"split={weights} of the model and rows that are cut by cost were given, expected one of them")
     if len(given) > len(devices):
         raise ValueError(f"the rows are cut into {len(given)} shards for {len(devices)} devices, expected one for each at most")
-    return list(devices[: len(given)]), list(given)
+    return list(devices[: len(given)]), [size or 0 for size in given]
 
 
 def check_split(split: Sequence[float] | str | None, devices: int) -> None:
