@@ -77,7 +77,7 @@ class OneAttempt:
         return contextlib.nullcontext()
 
 
-def make_attempts(step: "TrainStep", sync: GradientSync, micro_batch_size: int | Literal["auto"] | None) -> Attempts:
+def recovering(step: "TrainStep", sync: GradientSync, micro_batch_size: int | Literal["auto"] | None) -> Attempts:
     """Returns the way to run updates, with recovery from running out of memory for ``"auto"``."""
     return Recovery(step, sync) if micro_batch_size == "auto" else OneAttempt(micro_batch_size)
 
@@ -186,7 +186,7 @@ class Recovery:
         rows = max((most_rows(self._step.model, batch.inputs, self.micro_batch_size) for batch in self._batches), default=0)
         smaller = self._sync.smallest(_half(rows) if self._is_mine else _NO_LIMIT)
         if smaller == _NO_LIMIT:  # no forward or backward has failed, but the reduction behind them
-            smaller = self._sync.smallest(_half(rows))
+            smaller = _half(-self._sync.smallest(-rows))  # of the largest, since others may have no rows
         self._before.restore()
         release_memory()
         if not smaller:
