@@ -220,7 +220,7 @@ def _coupled_rows(criterion: Any) -> Iterator[str]:
     else:
         yield (
             f"the loss: the divisor of the mean of {name} is unknown: give DataParallelCriterion weight=, a function "
-            "(output, *targets) -> scalar; if its rows depend on each other, whole=True, which is criterion(gather(outputs), targets)"
+            "(output, *targets) -> scalar; whole=True, which is criterion(gather(outputs), targets), if its rows couple"
         )
 
 

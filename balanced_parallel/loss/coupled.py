@@ -63,22 +63,25 @@ class CoupledLoss(abc.ABC):
         """Returns the tensors of a replica's part with the derivatives of the loss. Parts come in the order of the first pass."""
 
     def collect(self, outputs: Any, *targets: Any) -> list[LossSum]:
-        """Collects the parts of a micro-batch. Returns no losses."""
-        self._collect(self._parts(outputs, targets, {}))
+        """Collects the parts of a micro-batch in the first pass. Returns no losses."""
+        self.collect_parts(outputs, *targets)
         return []
 
     def hand_back(self, outputs: Any, *targets: Any) -> list[LossSum]:
-        """Returns a loss per replica of a micro-batch that was collected before.
+        """Returns a loss per replica of a micro-batch in the second pass.
 
         Their sum over all micro-batches and ranks is the loss, and their gradients sum to its gradient.
         """
-        return [self._handed(part) for part in self._parts(outputs, targets, {})]
+        return self.hand_back_parts(self._parts(outputs, targets, {}))
 
-    def at_once(self, scaler: torch.amp.GradScaler | None, outputs: Any, *targets: Any) -> list[LossSum]:
-        """Returns the result of :meth:`hand_back` of an update with a single micro-batch on every rank, in one pass."""
+    def collect_parts(self, outputs: Any, *targets: Any) -> list[Any]:
+        """Collects the parts of a micro-batch, and returns them, for a single pass."""
         parts = self._parts(outputs, targets, {})
         self._collect(parts)
-        self.differentiate(scaler)
+        return parts
+
+    def hand_back_parts(self, parts: list[Any]) -> list[LossSum]:
+        """Returns the result of :meth:`hand_back` for parts with a graph."""
         return [self._handed(part) for part in parts]
 
     def _handed(self, part: Any) -> LossSum:

@@ -96,6 +96,10 @@ class JaccardLoss(TverskyLoss):
     Args:
         smooth: added to numerator and denominator.
         ignore_index: target of elements that do not count.
+
+    Example:
+        >>> JaccardLoss(smooth=0.0)(torch.tensor([20.0, -20.0, 20.0, 20.0]), torch.tensor([1.0, 0.0, 1.0, 0.0]))
+        tensor(0.3333)
     """
 
     def __init__(self, smooth: float = 1.0, ignore_index: int = -100) -> None:
