@@ -25,6 +25,7 @@ extras = {
         "tqdm",
         "transformers",
     ],
+    "docs": ["furo", "myst-parser", "sphinx", "sphinx-copybutton"],
     "dev": ["mypy", "ruff", "types-tabulate"],
 }
 
