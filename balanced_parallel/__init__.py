@@ -17,7 +17,9 @@ from .batch.row_marks import Rows, Whole
 from .batch.scattering import scatter
 from .diagnostics.verification import verify
 from .distributed.parallelize import parallelize
+from .loss.additive import AdditiveLoss
 from .loss.criterion import DataParallelCriterion
+from .loss.overlap_losses import DiceLoss, JaccardLoss, TverskyLoss
 from .loss.rules import loss_weight
 from .loss.weighting import weighted_mean
 from .optim.balanced import BalancedOptimizer
@@ -31,15 +33,19 @@ from .training.step import TrainStep
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdditiveLoss",
     "BalancedOptimizer",
     "Checkpoints",
     "DataParallelCriterion",
     "DataParallelModel",
+    "DiceLoss",
+    "JaccardLoss",
     "PerReplica",
     "Precision",
     "RankBatchSampler",
     "Rows",
     "TrainStep",
+    "TverskyLoss",
     "Whole",
     "convert_sync_batchnorm",
     "gather",

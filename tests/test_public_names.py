@@ -10,15 +10,19 @@ from helpers.scripts import SCRIPT
 import balanced_parallel
 
 PUBLIC = {
+    "AdditiveLoss",
     "BalancedOptimizer",
     "Checkpoints",
     "DataParallelCriterion",
     "DataParallelModel",
+    "DiceLoss",
+    "JaccardLoss",
     "PerReplica",
     "Precision",
     "RankBatchSampler",
     "Rows",
     "TrainStep",
+    "TverskyLoss",
     "Whole",
     "convert_sync_batchnorm",
     "gather",

@@ -1,7 +1,7 @@
 """``TrainStep``: an effective batch in micro-batches that fit, and one exact update."""
 
 import warnings
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, overload
 
 from torch import Tensor
@@ -18,9 +18,9 @@ from .arguments import check_arguments
 from .gradient_sync import gradient_sync
 from .gradients import trained_tensors
 from .micro_batches import Batch, Model, cut_micro_batches, run_forward
-from .recovery import make_attempts
 from .releasing_sync import releasing
 from .step_state import StepState
+from .two_passes import make_attempts
 from .update import Optimizers, Schedulers, Update, each_optimizer, each_scheduler
 from .window import Window
 
@@ -115,8 +115,8 @@ class TrainStep(StepState):
 
     def _accumulate(self, batch: Batch) -> None:
         micro_batches = cut_micro_batches(self.model, self.criterion, self._sync, batch, self.micro_batch_size)
-        with self._window.adding(self._begin) as accumulation:
-            losses = losses_of_batch(self.criterion, batch.targets, is_whole=batch.is_whole)
+        with self._adding() as accumulation:
+            losses = batch.losses or losses_of_batch(self.criterion, batch.targets, is_whole=batch.is_whole)
             accumulation.begin_batch(losses)
             for micro_batch in micro_batches:
                 last = batch.is_whole and micro_batch.followers == 0
@@ -137,8 +137,11 @@ class TrainStep(StepState):
             return loss
 
     def _finish(self) -> tuple[Tensor, float, Weight]:
-        with self._window.adding(self._begin) as accumulation:
+        with self._adding() as accumulation:
             return accumulation.finish(self.criterion.minimum)
+
+    def _adding(self) -> AbstractContextManager[Accumulation]:
+        return self._window.adding(self._begin)
 
     def _update(self) -> Update:
         return Update(each_optimizer(self.optimizer), self._trained)
