@@ -25,25 +25,29 @@ class WholeLoss(CoupledLoss):
 
     Outputs and targets of all replicas, micro-batches and ranks are gathered on the criterion's ``output_device``. An output
     without rows, such as the temperature of a model, must be the same in all parts: that of the first replica is used.
+
+    Attributes:
+        pieces: detached outputs and targets of each replica and micro-batch, marked.
+        dim: dimension of the rows in targets that are not marked.
     """
 
     def __init__(self, criterion: Any, home: torch.device) -> None:
         super().__init__(criterion, home)
-        self._pieces: list[Arguments] = []  # of all replicas and micro-batches
+        self.pieces: list[Arguments] = []  # of all replicas and micro-batches
         self._outputs = 1  # number of leading arguments that the outputs fill
-        self._dim = 0
+        self.dim = 0
         self._pending: list[list[Tensor | None]] = []  # derivatives of each piece
 
     def value(self, outputs: Sequence[Any], targets: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns the loss of a batch. The outputs of all ranks are gathered on every rank."""
-        self._pieces = self._parts(outputs, targets, kwargs)
+        self.pieces = self._parts(outputs, targets, kwargs)
         whole, device = self._join()
         loss = self._call(gather_ranks(whole, device).batch, device)
         return nested.map_leaves(lambda leaf: leaf if leaf is None else weighted_sum(leaf, 1), loss)
 
     def differentiate(self, scaler: torch.amp.GradScaler | None) -> None:
         """Computes the loss of all outputs, and its derivative at each of them."""
-        pieces = self._pieces
+        pieces = self.pieces
         whole, device = self._join()
         rows = gather_ranks(whole, device)
         if whole is None:
@@ -85,11 +89,11 @@ class WholeLoss(CoupledLoss):
             marked = nested.spread(mark_leaves(output, shards.outputs.dim, "the output"))
             parts.append(Arguments((*marked, *batch.inputs), batch.kwargs))
             self._outputs = len(marked)
-        self._dim = shards.dim
+        self.dim = shards.dim
         return parts
 
     def _collect(self, parts: list[Arguments]) -> None:
-        self._pieces += [nested.map_leaves(_detached, part) for part in parts]
+        self.pieces += [nested.map_leaves(_detached, part) for part in parts]
 
     def _take(self, part: Arguments) -> list[tuple[Tensor, Tensor | None]]:
         leaves, derivatives = _output_leaves(part, self._outputs), self._pending.pop(0)
@@ -97,13 +101,13 @@ class WholeLoss(CoupledLoss):
 
     def _join(self) -> tuple[Any, torch.device]:
         """Returns all pieces of this rank as one, and the device of the loss. The pieces are forgotten."""
-        pieces, self._pieces = self._pieces, []
+        pieces, self.pieces = self.pieces, []
         tensor = None if not pieces else nested.first_tensor([_tensor(leaf) for leaf in _output_leaves(pieces[0], self._outputs)])
         if len(pieces) > 1 and not self.criterion.is_checked:
             self.criterion.is_checked = True
             _check_constants([_output_leaves(piece, self._outputs) for piece in pieces])
         device = self.criterion.output_device or (self.home if tensor is None else tensor.device)
-        return (join_rows(pieces, device, self._dim) if pieces else None), device
+        return (join_rows(pieces, device, self.dim) if pieces else None), device
 
     def _call(self, batch: Arguments, device: torch.device) -> Any:
         inputs, kwargs = move_leaves(batch.inputs, device), move_leaves(batch.kwargs, device)
