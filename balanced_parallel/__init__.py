@@ -10,6 +10,7 @@ without GPUs: :func:`simulate`.
 """
 
 from . import memory, savings
+from .batch.cost_shards import shard_by_cost
 from .batch.gathering import gather
 from .batch.per_replica import PerReplica
 from .batch.rank_batches import RankBatchSampler
@@ -54,6 +55,7 @@ __all__ = [
     "parallelize",
     "savings",
     "scatter",
+    "shard_by_cost",
     "simulate",
     "verify",
     "weighted_mean",

@@ -31,6 +31,7 @@ PUBLIC = {
     "parallelize",
     "savings",
     "scatter",
+    "shard_by_cost",
     "simulate",
     "verify",
     "weighted_mean",

@@ -21,7 +21,7 @@ from ..loss.coupling import couple
 from ..loss.weighting import LossSum
 from ..runtime.allocation_retries import RetriedAllocations
 from .gradient_sync import GradientSync
-from .micro_batches import Batch, MicroBatch, cut_micro_batches, run_forward
+from .micro_batches import Batch, MicroBatch, run_forward
 from .recovery import Attempts, ElsewhereOutOfMemory, Run, nothing, recovering
 from .rollback import Snapshot
 from .update import Update
@@ -34,9 +34,9 @@ __all__: list[str] = []
 T = TypeVar("T")
 
 
-def make_attempts(step: "TrainStep", sync: GradientSync, micro_batch_size: int | Literal["auto"] | None) -> Attempts:
+def make_attempts(step: "TrainStep", sync: GradientSync, limit: float | Literal["auto"] | None) -> Attempts:
     """Returns the way to run updates: in two passes if the rows of the loss depend on each other."""
-    attempts = recovering(step, sync, micro_batch_size)
+    attempts = recovering(step, sync, limit)
     return TwoPasses(step, sync, attempts) if step.criterion.is_coupled else attempts
 
 
@@ -57,13 +57,13 @@ class TwoPasses:
         self._has_agreed = False  # with the other ranks, on going on
 
     @property
-    def micro_batch_size(self) -> int | None:
-        """Rows per device at most in one forward."""
-        return self._attempts.micro_batch_size
+    def limit(self) -> float | None:
+        """Rows per device at most in one forward, or their cost."""
+        return self._attempts.limit
 
-    @micro_batch_size.setter
-    def micro_batch_size(self, rows: int | None) -> None:
-        self._attempts.micro_batch_size = rows
+    @limit.setter
+    def limit(self, limit: float | None) -> None:
+        self._attempts.limit = limit
 
     def accumulate(self, run: Run, batch: Batch) -> None:
         """Keeps the batch until the update."""
@@ -150,5 +150,4 @@ class TwoPasses:
             raise torch.OutOfMemoryError(failure) if failure else ElsewhereOutOfMemory("another rank ran out of memory")
 
     def _cut(self, batch: Batch) -> list[MicroBatch]:
-        step = self._step
-        return cut_micro_batches(step.model, step.criterion, self._sync, batch, self.micro_batch_size)
+        return self._step._cuts.cut(batch, self.limit).micro_batches

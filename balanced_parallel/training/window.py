@@ -22,7 +22,7 @@ class Window:
     """
 
     def __init__(self, sync: GradientSync) -> None:
-        self._sync = sync
+        self.sync = sync
         self._accumulation: Accumulation | None = None
         self.waiting: list[Batch] = []  # batches that run in the update
         self.weight_before = 0.0
@@ -62,7 +62,7 @@ class Window:
                 yield
             except BaseException as error:
                 self._accumulation, self.waiting = None, []
-                self._sync.discard(out_of_memory=isinstance(error, torch.OutOfMemoryError))
+                self.sync.discard(out_of_memory=isinstance(error, torch.OutOfMemoryError))
                 raise
 
     def __getstate__(self) -> dict[str, Any]:

@@ -1,0 +1,189 @@
+"""Cuts of a batch by cost: each shard gets rows of about the same cost.
+
+A shard is padded to its longest row, so it costs rows x longest. Rows are sorted by cost, and each shard is a run of this order.
+No other partition has a lower maximum: exchange its rows for runs of the same sizes, and no shard gets a longer longest row.
+"""
+
+import bisect
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+__all__: list[str] = []
+
+Combine = Callable[[Sequence[float]], float]  # cost of a shard, from the costs of its rows
+_PRECISION = 1e-4  # of the largest cost, relative to the optimum
+
+
+def cut_by_cost(
+    costs: Sequence[float],
+    shards: int,
+    combine: Combine | None = None,
+    *,
+    most_rows: int | None = None,
+    budget: float | None = None,
+    together: int = 1,
+) -> list[list[int]]:
+    """Splits rows into shards whose largest cost is as small as possible.
+
+    Args:
+        costs: one for each row.
+        shards: their number. With fewer rows, one shard per row.
+        combine: cost of a shard, from the costs of its rows. It must not decrease with another row. ``None`` is rows x longest,
+            the size of a padded shard. With ``sum`` nothing is padded, and a shard may have rows of any cost.
+        most_rows: of a shard.
+        budget: the largest cost of a shard. The number of shards suffices for it, as :func:`cut_to_budget` finds.
+        together: number of shards that run at the same time, as on so many devices. The last of them may then be smaller.
+
+    Returns:
+        Indices of the rows of each shard, the longest rows first. Rows of equal cost keep their order.
+
+    Raises:
+        ValueError: if a cost is negative, infinite or nan, or if there are more rows than ``shards * most_rows``.
+
+    Example:
+        >>> cut_by_cost([3, 9, 2, 3, 2, 4], 3)
+        [[1], [5, 0], [3, 2, 4]]
+        >>> cut_by_cost([3, 9, 2, 3, 2, 4], 2, sum)
+        [[1, 0], [5, 3, 2, 4]]
+    """
+    order = sorted_rows(costs)
+    ordered = [float(costs[row]) for row in order]
+    shards, limit = min(shards, len(ordered)), most_rows or len(ordered)
+    if len(ordered) > shards * limit:
+        raise ValueError(f"{len(ordered)} rows in {shards} shards of at most {limit}, expected {shards * limit} rows at most")
+    if shards <= 1:
+        return [order] if order else []
+    low = max(cost_of_shard(ordered[:1], combine), sum(ordered) / shards if combine in (None, sum) else 0.0)
+    high = cost_of_shard(ordered, combine) if budget is None else budget
+    best, capacity = list(_fill(ordered, high, combine, limit)), low
+    while high - low > _PRECISION * high:
+        runs = list(itertools.islice(_fill(ordered, capacity, combine, limit), shards + 1))
+        if len(runs) <= shards:
+            best, high = runs, capacity
+        else:
+            low = capacity
+        capacity = (low + high) / 2
+    full = len(best) // together * together if len(best) < shards else len(best)
+    if 0 < full < len(best):  # what runs last can be more even than what fills the capacity
+        rest = sorted(place for run in best[full:] for place in run)
+        last = cut_by_cost([ordered[place] for place in rest], shards - full, combine, most_rows=most_rows)
+        best[full:] = [[rest[place] for place in run] for run in last]
+    else:
+        best = _use_all(best, shards, ordered, combine)
+    return [[order[place] for place in run] for run in best]
+
+
+def cut_to_budget(costs: Sequence[float], budget: float, combine: Combine | None = None) -> list[list[int]]:
+    """Splits rows into shards that cost at most ``budget``, as few as possible.
+
+    Args:
+        costs: one for each row.
+        budget: the largest cost of a shard.
+        combine: cost of a shard, as in :func:`cut_by_cost`.
+
+    Returns:
+        Indices of the rows of each shard, as :func:`cut_by_cost` does.
+
+    Raises:
+        ValueError: if a cost is negative, infinite or nan, or if one row costs more than the budget.
+
+    Example:
+        >>> cut_to_budget([3, 9, 2, 3, 2, 4], 9)
+        [[1], [5, 0], [3, 2, 4]]
+    """
+    order = sorted_rows(costs)
+    ordered = [float(costs[row]) for row in order]
+    if order and (alone := cost_of_shard(ordered[:1], combine)) > budget:
+        raise ValueError(
+            f"row {order[0]} alone costs {alone:g}, expected at most the budget of {budget:g}: raise it or shorten the row"
+        )
+    return [[order[place] for place in run] for run in _fill(ordered, budget, combine, len(order))]
+
+
+def sorted_rows(costs: Sequence[float]) -> list[int]:
+    """Returns the indices of the rows, the largest cost first. Rows of equal cost keep their order.
+
+    Raises:
+        ValueError: if a cost is negative, infinite or nan.
+    """
+    for row, cost in enumerate(costs):
+        if not 0 <= cost < math.inf:
+            raise ValueError(f"the cost of row {row} is {cost}, expected a finite number that is not negative")
+    return sorted(range(len(costs)), key=costs.__getitem__, reverse=True)  # stable
+
+
+def cost_of_shard(costs: Sequence[float], combine: Combine | None) -> float:
+    """Returns the cost of a shard. Its longest row is the first."""
+    return len(costs) * costs[0] if combine is None else float(combine(costs))
+
+
+def _fill(ordered: Sequence[float], capacity: float, combine: Combine | None, limit: int) -> Iterator[Sequence[int]]:
+    """Yields shards of at most ``limit`` rows. The next one is opened if the next row does not fit."""
+    if combine is sum:
+        yield from _first_fit(ordered, capacity, limit)
+        return
+    start = 0
+    while start < len(ordered):
+        rows = min(len(ordered) - start, limit)
+        if combine is None and rows * ordered[start] > capacity:
+            rows = int(capacity / ordered[start] + 1e-9)
+        elif combine is not None and combine(ordered[start : start + rows]) > capacity:
+            rows = _fitting(ordered[start : start + rows], capacity, combine)
+        yield range(start, start + max(rows, 1))
+        start += max(rows, 1)
+
+
+def _fitting(costs: Sequence[float], capacity: float, combine: Combine) -> int:
+    """Returns the number of first rows that fit, by bisection."""
+    return bisect.bisect_right(range(1, len(costs)), capacity, key=lambda rows: combine(costs[:rows]))
+
+
+def _first_fit(ordered: Sequence[float], capacity: float, limit: int) -> list[list[int]]:
+    """Puts each row into the first shard with room for it."""
+    runs: list[list[int]] = []
+    free: list[float] = []
+    for place, cost in enumerate(ordered):
+        for index, run in enumerate(runs):
+            if cost <= free[index] and len(run) < limit:
+                break
+        else:
+            index = len(runs)
+            runs.append([])
+            free.append(capacity * (1 + 1e-9))
+        runs[index].append(place)
+        free[index] -= cost
+    return runs
+
+
+def _use_all(
+    runs: Sequence[Sequence[int]], shards: int, ordered: Sequence[float], combine: Combine | None
+) -> list[Sequence[int]]:
+    """Splits the runs of the highest cost until there is one for each shard."""
+
+    def entry(run: Sequence[int]) -> tuple[bool, float, int, int, Sequence[int]]:
+        return len(run) == 1, -cost_of_shard([ordered[place] for place in run], combine), -len(run), run[0], run
+
+    heap = [entry(run) for run in runs]
+    heapq.heapify(heap)
+    while len(heap) < shards:
+        run = heap[0][-1]
+        rows = _middle([ordered[place] for place in run], combine)
+        heapq.heapreplace(heap, entry(run[:rows]))
+        heapq.heappush(heap, entry(run[rows:]))
+    return sorted((run for *_, run in heap), key=lambda run: run[0])
+
+
+def _middle(costs: Sequence[float], combine: Combine | None) -> int:
+    """Returns a number of first rows that cost about as much as the others."""
+
+    def parts(rows: int) -> tuple[float, float]:
+        return cost_of_shard(costs[:rows], combine), cost_of_shard(costs[rows:], combine)
+
+    def is_more(rows: int) -> bool:
+        first, others = parts(rows)
+        return first > others or (first == others and 2 * rows >= len(costs))
+
+    above = bisect.bisect_left(range(1, len(costs) - 1), True, key=is_more) + 1
+    return min(max(above - 1, 1), above, key=lambda rows: (max(parts(rows)), abs(2 * rows - len(costs))))
