@@ -14,6 +14,7 @@ from .extrapolation import Lines
 from .operators.rnn import SOURCE as RECURRENCE
 from .report import PARTS, Holder, MemoryReport
 from .request import Request
+from .trace.coupled_update import is_coupled
 from .trace.tracer import Trace, run_traces
 
 __all__: list[str] = []
@@ -191,6 +192,8 @@ def _trace_lines(request: Request, counts: Sequence[int]) -> tuple[list[Trace], 
     """Returns a trace for each of ``counts``, and the reason for a warning if they do not make a line.
 
     If the module refuses the larger numbers of rows, the only trace is that of the first."""
+    if is_coupled(request.criterion) and request.micro_batches == 1:
+        return run_traces([(request, counts[0])]), "the loss of all rows may need memory for each pair of them"
     try:
         return run_traces([(request, count) for count in counts]), "twice the rows ran other operators"
     except UnknownMemory:

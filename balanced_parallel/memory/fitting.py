@@ -61,7 +61,7 @@ def fit(step: TrainStep, inputs: Any, targets: Any, *, capacity: int | str | Seq
     else:
         several = dataclasses.replace(request, micro_batches=2)
         coupled = is_coupled(request.criterion)  # takes two passes, with all outputs, for two micro-batches and more
-        half = -(-request.rows // (4 if coupled else 2) // request.row_step) * request.row_step
+        half = -(-request.rows // (8 if coupled else 2) // request.row_step) * request.row_step
         mine, lines = lines_of(several, half)
         most = make_report(several, half, mine, None, lines).largest(limits) if min(limits) > 0 else 0
         rows = _per_device(min(most, request.rows // 2) if coupled else most, shares)
