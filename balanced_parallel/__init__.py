@@ -10,6 +10,7 @@ without GPUs: :func:`simulate`.
 """
 
 from . import memory, savings
+from .batch.balanced_batches import BalancedBatchSampler
 from .batch.gathering import gather
 from .batch.per_replica import PerReplica
 from .batch.rank_batches import RankBatchSampler
@@ -31,6 +32,7 @@ from .training.step import TrainStep
 __version__ = "0.1.0"
 
 __all__ = [
+    "BalancedBatchSampler",
     "BalancedOptimizer",
     "Checkpoints",
     "DataParallelCriterion",

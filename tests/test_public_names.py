@@ -10,6 +10,7 @@ from helpers.scripts import SCRIPT
 import balanced_parallel
 
 PUBLIC = {
+    "BalancedBatchSampler",
     "BalancedOptimizer",
     "Checkpoints",
     "DataParallelCriterion",
