@@ -17,7 +17,12 @@ _PRECISION = 1e-4  # of the largest cost, relative to the optimum
 
 
 def cut_by_cost(
-    costs: Sequence[float], shards: int, combine: Combine | None = None, *, most_rows: int | None = None
+    costs: Sequence[float],
+    shards: int,
+    combine: Combine | None = None,
+    *,
+    most_rows: int | None = None,
+    budget: float | None = None,
 ) -> list[list[int]]:
     """Splits rows into shards whose largest cost is as small as possible.
 
@@ -27,6 +32,7 @@ def cut_by_cost(
         combine: cost of a shard, from the costs of its rows. It must not decrease with another row. ``None`` is rows x longest,
             the size of a padded shard. With ``sum`` nothing is padded, and a shard may have rows of any cost.
         most_rows: of a shard.
+        budget: the largest cost of a shard. The number of shards suffices for it, as :func:`cut_to_budget` finds.
 
     Returns:
         Indices of the rows of each shard, the longest rows first. Rows of equal cost keep their order.
@@ -47,8 +53,8 @@ def cut_by_cost(
         raise ValueError(f"{len(ordered)} rows in {shards} shards of at most {limit}, expected {shards * limit} rows at most")
     if shards <= 1:
         return [order] if order else []
-    low = max(_cost(ordered[:1], combine), sum(ordered) / shards if combine in (None, sum) else 0.0)
-    high = _cost(ordered, combine)
+    low = max(cost_of_shard(ordered[:1], combine), sum(ordered) / shards if combine in (None, sum) else 0.0)
+    high = cost_of_shard(ordered, combine) if budget is None else budget
     best, capacity = list(_fill(ordered, high, combine, limit)), low
     while high - low > _PRECISION * high:
         runs = list(itertools.islice(_fill(ordered, capacity, combine, limit), shards + 1))
@@ -80,7 +86,7 @@ def cut_to_budget(costs: Sequence[float], budget: float, combine: Combine | None
     """
     order = sorted_rows(costs)
     ordered = [float(costs[row]) for row in order]
-    if order and (alone := _cost(ordered[:1], combine)) > budget:
+    if order and (alone := cost_of_shard(ordered[:1], combine)) > budget:
         raise ValueError(
             f"row {order[0]} alone costs {alone:g}, expected at most the budget of {budget:g}: raise it or shorten the row"
         )
@@ -99,7 +105,7 @@ def sorted_rows(costs: Sequence[float]) -> list[int]:
     return sorted(range(len(costs)), key=costs.__getitem__, reverse=True)  # stable
 
 
-def _cost(costs: Sequence[float], combine: Combine | None) -> float:
+def cost_of_shard(costs: Sequence[float], combine: Combine | None) -> float:
     """Returns the cost of a shard. Its longest row is the first."""
     return len(costs) * costs[0] if combine is None else float(combine(costs))
 
@@ -148,7 +154,7 @@ def _use_all(
     """Halves the runs of the highest cost until there is one for each shard."""
 
     def entry(run: Sequence[int]) -> tuple[bool, float, int, int, Sequence[int]]:
-        return len(run) == 1, -_cost([ordered[place] for place in run], combine), -len(run), run[0], run
+        return len(run) == 1, -cost_of_shard([ordered[place] for place in run], combine), -len(run), run[0], run
 
     heap = [entry(run) for run in runs]
     heapq.heapify(heap)

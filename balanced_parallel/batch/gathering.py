@@ -13,6 +13,7 @@ from ..runtime.collectives import gather_objects, gather_rows, world_size
 from ..runtime.devices import DeviceLike, move, resolve_device, visible_devices
 from . import nested, provenance
 from .dims import Dims, leaf_dims
+from .row_order import pad_alike, pad_to, reorder
 
 __all__: list[str] = []
 
@@ -22,7 +23,8 @@ def gather(outputs: Sequence[Any], device: DeviceLike | None = None, dim: int | 
 
     Tensors are concatenated along ``dim``, and 0-dim tensors are stacked. Lists of plain values are concatenated, one plain value
     per replica becomes a list, and ``None`` stays ``None``. Tuples, named tuples, lists, mappings and dataclasses keep their
-    type. Gradients flow back to all replicas.
+    type. Gradients flow back to all replicas. Outputs of rows that were cut by cost come in the order of the batch, padded with
+    zeros to the longest.
 
     In a process group with several ranks, the outputs of all ranks are gathered on every rank, in the order of the ranks. All
     ranks must call this function. Sizes may differ, nothing is padded. A rank without rows passes an empty list.
@@ -53,10 +55,14 @@ def gather(outputs: Sequence[Any], device: DeviceLike | None = None, dim: int | 
     if not outputs and world_size() == 1:
         raise ValueError("gather was given no outputs, expected at least one")
     dims = provenance.dims_of(outputs) if dim is None else dim
-    local = [join(outputs, device, dims)] if outputs else []
+    order: list[int] | None = getattr(outputs, "order", None)
+    local = [join(outputs if order is None else pad_alike(outputs, dims), device, dims)] if outputs else []
+    if order is not None:
+        local = [reorder(output, order, dims, len(outputs)) for output in local]
     if world_size() == 1:
         return local[0]
-    return _gather_ranks(local, dims, visible_devices()[0] if device is None else resolve_device(device))
+    on = visible_devices()[0] if device is None else resolve_device(device)
+    return _gather_ranks(local, dims, on, pads=order is not None)
 
 
 def join(outputs: Sequence[Any], device: DeviceLike | None, dims: Dims) -> Any:
@@ -132,10 +138,11 @@ class _Header(nested.Leaf):
         kind: dtype of a tensor, name of another type.
         dim: dimension of the rows; None if the leaf is the same in all replicas.
         layout: shape with -1 in place of the number of rows.
+        pads: its tensor may be padded to the layout of another rank.
         rows: number of rows of a tensor, or the list itself. Ranks may differ in it.
     """
 
-    def __init__(self, leaf: Any, dim: int | None) -> None:
+    def __init__(self, leaf: Any, dim: int | None, pads: bool) -> None:
         if not (leaf is None or isinstance(leaf, torch.Tensor) or nested.is_row_list(leaf)):
             raise TypeError(
                 f"{nested.describe(leaf)} cannot be gathered over ranks: select tensors first, as in outputs.logits.gather()"
@@ -143,6 +150,7 @@ class _Header(nested.Leaf):
         self.kind: Any = leaf.dtype if isinstance(leaf, torch.Tensor) else type(leaf).__name__
         self.dim = dim if not isinstance(leaf, torch.Tensor) or leaf.dim() > 1 or dim is None else 0
         self.layout = _layout(leaf, len(leaf.shape) if self.dim is None else self.dim) if isinstance(leaf, torch.Tensor) else ()
+        self.pads = pads
         self.rows: Any = leaf
         if isinstance(leaf, torch.Tensor):
             self.rows = 0 if self.dim is None else leaf.size(self.dim)
@@ -165,21 +173,32 @@ class _Header(nested.Leaf):
         return None if self.rows is None else type(self.rows)()
 
 
-def _gather_ranks(local: list[Any], dims: Dims, device: torch.device) -> Any:
+def _agree_on_layouts(ranks: list[list[_Header]]) -> None:
+    """Sets the layout of tensors that may be padded to the longest of all ranks."""
+    for headers in zip(*ranks, strict=False):
+        if any(header.pads for header in headers) and len({len(header.layout) for header in headers}) == 1:
+            longest = tuple(map(max, *(header.layout for header in headers), headers[0].layout))
+            for header in headers:
+                header.layout = longest
+
+
+def _gather_ranks(local: list[Any], dims: Dims, device: torch.device, *, pads: bool) -> Any:
     """Gathers the rows of all ranks: one exchange of layouts and plain values, then one all-gather per tensor.
 
     Args:
         local: list with the joined outputs of this rank; empty if it has none.
         dims: dimensions of the rows.
         device: device of the result on a rank without outputs.
+        pads: the rows of this rank were cut by cost. Tensors are padded with zeros to the longest of all ranks then.
     """
     dims_of_leaves = (dim for output in local for dim in leaf_dims(output, dims, 0))
     all_headers = gather_objects(
-        [nested.map_leaves(lambda leaf: _Header(leaf, next(dims_of_leaves)), output) for output in local]
+        [nested.map_leaves(lambda leaf: _Header(leaf, next(dims_of_leaves), pads), output) for output in local]
     )
     known = [headers for rank in all_headers for headers in rank]
     if not known:
         raise ValueError("gather was given no outputs on any rank, expected at least one")
+    _agree_on_layouts([[header for _, header in nested.leaves(each)] for each in known])
     first = list(nested.leaves(known[0], "output"))
     columns: list[list[Any]] = []
     for rank, headers in enumerate(all_headers):
@@ -194,7 +213,7 @@ def _gather_ranks(local: list[Any], dims: Dims, device: torch.device) -> Any:
     def join_ranks(leaf: Any, header: _Header, rows: tuple[Any, ...]) -> Any:
         if isinstance(leaf, torch.Tensor):
             sizes = [0 if isinstance(size, torch.Tensor) else size for size in rows]
-            return leaf if header.dim is None else gather_rows(leaf, sizes, header.dim)
+            return leaf if header.dim is None else gather_rows(pad_to(leaf, header.layout, header.dim), sizes, header.dim)
         return None if leaf is None else type(leaf)(entry for part in rows for entry in part)
 
     output = local[0] if local else nested.map_leaves(lambda header: header.empty_leaf(device), known[0])

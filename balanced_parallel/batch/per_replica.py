@@ -51,6 +51,7 @@ class PerReplica(list[Any], nested.Leaf):
         super().__init__(entries)
         self.sizes = tuple(sizes)
         self.dim = dim
+        self.order: list[int] | None = None
 
     @classmethod
     def of_forward(cls, entries: Iterable[Any], sizes: Sequence[int | None], dim: Dims) -> "PerReplica":
@@ -58,6 +59,11 @@ class PerReplica(list[Any], nested.Leaf):
         outputs = cls(entries, sizes, dim)
         provenance.record(outputs, outputs.sizes, dim)
         return outputs
+
+    def in_order(self, order: Sequence[int] | None) -> "PerReplica":
+        """Sets the order of the rows: their positions in the batch. ``None`` is the order of the batch. Returns ``self``."""
+        self.order = None if order is None else list(order)
+        return self
 
     def gather(self, device: DeviceLike | None = None) -> Any:
         """Concatenates the entries, as :func:`balanced_parallel.gather` does."""
@@ -73,7 +79,7 @@ class PerReplica(list[Any], nested.Leaf):
         Raises:
             ValueError: if ``dim`` is needed: entries have several dimensions, and the results another structure.
         """
-        mapped = PerReplica(map(function, self), self.sizes, self.dim if dim is None else dim)
+        mapped = PerReplica(map(function, self), self.sizes, self.dim if dim is None else dim).in_order(self.order)
         if not isinstance(mapped.dim, int):
             for _ in leaf_dims(mapped[0], mapped.dim, 0, "the result of map(function, dim=...) for an output"):
                 pass
@@ -88,11 +94,14 @@ class PerReplica(list[Any], nested.Leaf):
             >>> variance.gather().shape
             torch.Size([5])
         """
-        parts = zip(*self, strict=True)
-        return tuple(PerReplica(part, self.sizes, dims_at(self[0], self.dim, index)) for index, part in enumerate(parts))
+        parts = list(zip(*self, strict=True))
+        dims = [dims_at(self[0], self.dim, index) for index in range(len(parts))]
+        return tuple(PerReplica(part, self.sizes, dim).in_order(self.order) for part, dim in zip(parts, dims, strict=True))
 
     def narrow(self, start: int, rows: int) -> "PerReplica":
         """Returns views of ``rows`` rows from ``start`` on. They stay on their devices."""
+        if self.order is not None:
+            raise ValueError("outputs of rows that were cut by cost have another order than the batch: call gather() first")
         entries: list[Any] = []
         sizes: list[int] = []
         ends = list(itertools.accumulate(size or 0 for size in self.sizes))
@@ -120,7 +129,7 @@ class PerReplica(list[Any], nested.Leaf):
         return self._select(key, lambda entry: entry[key])
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("sizes", "dim"):  # copy and pickle ask for them before they are set
+        if name.startswith("__") or name in ("sizes", "dim", "order"):  # copy and pickle ask for them before they are set
             raise AttributeError(name)
         entries = list(self)
         if any(isinstance(entry, torch.Tensor) for entry in entries) or not all(hasattr(entry, name) for entry in entries):
@@ -131,7 +140,7 @@ class PerReplica(list[Any], nested.Leaf):
         return values
 
     def _select(self, key: Any, select: Callable[[Any], Any]) -> "PerReplica":
-        return PerReplica(map(select, self), self.sizes, dims_at(self[0], self.dim, key) if self else 0)
+        return PerReplica(map(select, self), self.sizes, dims_at(self[0], self.dim, key) if self else 0).in_order(self.order)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -60,17 +60,38 @@ def proportional_sizes(rows: int, shares: Sequence[int]) -> list[int]:
 
 
 def assign_rows(
-    rows: int | None, devices: Sequence[torch.device], weights: Sequence[float] | None
+    rows: int | None,
+    devices: Sequence[torch.device],
+    weights: Sequence[float] | None,
+    given: Sequence[int] | None = None,
 ) -> tuple[list[torch.device], list[int] | None]:
     """Returns the devices that get rows, and the number of rows of each.
 
     Without rows, the first device alone is used. If no input has rows (``rows`` is None), the sizes are None.
+
+    Args:
+        rows: number of rows.
+        devices: one for each replica.
+        weights: of the devices; ``None`` for equal parts.
+        given: numbers of rows, if the rows are cut already.
     """
     if rows is None:
         return [devices[0]], None
+    if given is not None:
+        return _as_given(devices, weights, given)
     sizes = split_sizes(rows, len(devices) if weights is None else weights)
     used = [index for index, size in enumerate(sizes) if size > 0] or [0]
     return [devices[index] for index in used], [sizes[index] for index in used]
+
+
+def _as_given(
+    devices: Sequence[torch.device], weights: Sequence[float] | None, given: Sequence[int]
+) -> tuple[list[torch.device], list[int]]:
+    if weights is not None:
+        raise ValueError(f"split={weights} of the model and rows that are cut by cost were given, expected one of them")
+    if len(given) > len(devices):
+        raise ValueError(f"the rows are cut into {len(given)} shards for {len(devices)} devices, expected one for each at most")
+    return list(devices[: len(given)]), list(given)
 
 
 def check_split(split: Sequence[float] | str | None, devices: int) -> None:

@@ -145,7 +145,7 @@ class DDPSync:
             others = [one.grad for one in present if one.grad is not None and id(one) not in self._bucket_views]
             multi_tensor.multiply_([*self._buckets, *others], factor)
 
-    def smallest(self, number: int) -> int:
+    def smallest(self, number: float) -> float:
         """Returns the smallest ``number`` of all ranks."""
         return -collectives.max_over_ranks(-number)
 

@@ -101,7 +101,7 @@ class FSDPSync:
         if not is_one(factor):
             multi_tensor.multiply_(local_tensors([one.grad for one in tensors if one.grad is not None]), factor)
 
-    def smallest(self, number: int) -> int:
+    def smallest(self, number: float) -> float:
         """Returns the smallest ``number`` of all ranks."""
         return -collectives.max_over_ranks(-number)
 

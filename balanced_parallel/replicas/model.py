@@ -16,6 +16,7 @@ from ..batch.per_replica import PerReplica
 from ..batch.provenance import refuse_list
 from ..batch.row_marks import Arguments, dims_of_method, mark
 from ..batch.rows import count_rows, cut, move_leaves
+from ..batch.shards import sizes_of_shards
 from ..batch.splits import Shares, assign_rows
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.precision import Precision
@@ -198,7 +199,7 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         arguments = self.mark(arguments, method)
         rows = count_rows(arguments, self.dim)
         self.shares.begin()
-        devices, sizes = assign_rows(rows, self.devices, self.split)
+        devices, sizes = assign_rows(rows, self.devices, self.split, sizes_of_shards(arguments))
         batches = [arguments] if sizes is None else cut(arguments, sizes, self.dim)
         if len(devices) > 1:
             offset_seeds(self.devices)

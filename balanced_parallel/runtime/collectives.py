@@ -4,13 +4,14 @@ Without a process group there is one rank, and no function communicates.
 """
 
 import weakref
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 
 __all__: list[str] = []
 
+Number = TypeVar("Number", int, float)
 Group: TypeAlias = "dist.ProcessGroup | None"  # None is the default group
 
 _more_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]]" = weakref.WeakKeyDictionary()
@@ -59,9 +60,9 @@ def sum_over_ranks(tensor: torch.Tensor, group: Group = None) -> torch.Tensor:
     return total.to(tensor.device)
 
 
-def max_over_ranks(number: int) -> int:
+def max_over_ranks(number: Number) -> Number:
     """Returns the largest ``number`` of all ranks."""
-    numbers: list[int] = gather_objects(number)
+    numbers: list[Number] = gather_objects(number)
     return max(numbers)
 
 

@@ -71,7 +71,7 @@ class GradientSync(Protocol):
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
         """Multiplies the reduced gradients of ``tensors``."""
 
-    def smallest(self, number: int) -> int:
+    def smallest(self, number: float) -> float:
         """Returns the smallest ``number`` of all processes."""
 
     def abandon(self) -> bool:

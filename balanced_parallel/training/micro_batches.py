@@ -44,11 +44,13 @@ class MicroBatch(NamedTuple):
         arguments: of the model.
         targets: of the criterion, behind the outputs.
         followers: micro-batches of the same batch that follow.
+        order: the rows of the batch, if they are not in its order.
     """
 
     arguments: Arguments
     targets: tuple[Any, ...]
     followers: int
+    order: list[int] | None = None
 
 
 class Model(Protocol):
@@ -56,6 +58,7 @@ class Model(Protocol):
 
     devices: list[torch.device]
     dim: int
+    module: nn.Module
 
     @property
     def out_dims(self) -> Dims:
@@ -108,7 +111,7 @@ def run_forward(
     with precision.autocast(model.devices):
         outputs = model(*micro_batch.arguments.inputs, **micro_batch.arguments.kwargs)
         if kept is not None:
-            kept.append(detach_outputs(outputs))
+            kept.append(detach_outputs(outputs, micro_batch.order))
         return losses.compute(outputs, *micro_batch.targets)
 
 

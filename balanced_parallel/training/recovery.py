@@ -19,7 +19,7 @@ from ..runtime.allocation_retries import RetriedAllocations, release_memory
 from ..runtime.collectives import rank, world_size
 from .explanations import explain_step
 from .gradient_sync import GradientSync
-from .micro_batches import Batch, most_rows
+from .micro_batches import Batch
 from .rollback import Snapshot, prepare_undo
 from .update import Update
 
@@ -39,11 +39,11 @@ class Attempts(Protocol):
     """Runs the parts of an update: batches, the reduction, the optimizers' step.
 
     Attributes:
-        micro_batch_size: rows per device at most in one forward; None for the whole share.
+        limit: rows per device at most in one forward, or their cost; None for the whole share.
         run_again: a batch may run several times.
     """
 
-    micro_batch_size: int | None
+    limit: float | None
     run_again: bool
 
     def accumulate(self, run: Run, batch: Batch) -> None:
@@ -61,8 +61,8 @@ class OneAttempt:
 
     run_again = False
 
-    def __init__(self, micro_batch_size: int | None) -> None:
-        self.micro_batch_size = micro_batch_size
+    def __init__(self, limit: float | None) -> None:
+        self.limit = limit
 
     def accumulate(self, run: Run, batch: Batch) -> None:
         """Calls ``run(batch)``."""
@@ -77,9 +77,9 @@ class OneAttempt:
         return contextlib.nullcontext()
 
 
-def make_attempts(step: "TrainStep", sync: GradientSync, micro_batch_size: int | Literal["auto"] | None) -> Attempts:
+def make_attempts(step: "TrainStep", sync: GradientSync, limit: float | Literal["auto"] | None) -> Attempts:
     """Returns the way to run updates, with recovery from running out of memory for ``"auto"``."""
-    return Recovery(step, sync) if micro_batch_size == "auto" else OneAttempt(micro_batch_size)
+    return Recovery(step, sync) if limit == "auto" else OneAttempt(limit)
 
 
 class Recovery:
@@ -104,14 +104,14 @@ class Recovery:
                 "micro_batch_size='auto' with batch norm over all ranks: after an out of memory in the forward of one rank, the "
                 "others would wait for it; give micro_batch_size a number, as memory.fit finds it"
             )
-        self.micro_batch_size: int | None = None
+        self.limit: float | None = None
         self._sync = sync
         self._step = step
         self._before = Snapshot([model, step.criterion], [*model.devices, *(step.criterion.devices or ())])
         self._has_updated = False
         self._has_begun = False
         self._batches: list[Batch] = []  # of the present update
-        self._tried: list[int] = []
+        self._tried: list[float] = []
         self._failed = self._is_mine = False
         self._reason = ""
 
@@ -183,17 +183,17 @@ class Recovery:
 
     def _restart(self, run: Run) -> None:
         """Puts everything back, and runs all batches again in smaller micro-batches."""
-        rows = max((most_rows(self._step.model, batch.inputs, self.micro_batch_size) for batch in self._batches), default=0)
-        smaller = self._sync.smallest(_half(rows) if self._is_mine else _NO_LIMIT)
+        largest, half = max((self._step._cuts.largest(batch, self.limit) for batch in self._batches), default=(0, 0))
+        smaller = self._sync.smallest(half if self._is_mine else _NO_LIMIT)
         if smaller == _NO_LIMIT:  # no forward or backward has failed, but the reduction behind them
-            smaller = self._sync.smallest(_half(rows))
+            smaller = self._sync.smallest(half)
         self._before.restore()
         release_memory()
         if not smaller:
             known = [explain_step(self._step, batch.inputs, batch.targets) for batch in self._batches[:1]]
             raise torch.OutOfMemoryError(" ".join([f"one row per device does not fit: {self._reason}", *known]))
-        self._tried.append(rows)
-        self.micro_batch_size, self._failed, self._reason = smaller, False, ""
+        self._tried.append(largest)
+        self.limit, self._failed, self._reason = smaller, False, ""
         self._sync.begin()
         for batch in self._batches:
             if batch.outputs is not None:
@@ -204,9 +204,12 @@ class Recovery:
 
     def _report(self) -> None:
         if self._tried and rank() == 0:
-            tried = ", then ".join(map(str, self._tried))
+            tried = ", then ".join(f"{one:g}" for one in self._tried)
             _log.warning(
-                "out of memory with %s rows per device in one forward: from now on at most %s", tried, self.micro_batch_size
+                "out of memory with %s %s per device in one forward: from now on at most %s",
+                tried,
+                self._step._cuts.unit,
+                self.limit,
             )
 
     def _forget(self) -> None:
@@ -227,8 +230,3 @@ class Recovery:
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_has_begun": False, "_batches": [], "_tried": [], "_failed": False}  # a copy has no gradients
-
-
-def _half(rows: int) -> int:
-    """Returns half of the rows, rounded up; 0 if one row cannot be halved."""
-    return -(-rows // 2) if rows > 1 else 0

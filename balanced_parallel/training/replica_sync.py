@@ -87,7 +87,7 @@ class ReplicaSync:
         """Multiplies the gradients of ``tensors``."""
         scale_gradients(tensors, factor)
 
-    def smallest(self, number: int) -> int:
+    def smallest(self, number: float) -> float:
         """Returns ``number``."""
         return number
 

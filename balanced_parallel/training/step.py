@@ -6,6 +6,7 @@ from typing import Any, Literal, overload
 
 from torch import Tensor
 
+from ..batch.cost_cuts import Combine
 from ..batch.microbatches import join_outputs
 from ..batch.nested import spread
 from ..batch.per_replica import PerReplica
@@ -13,15 +14,15 @@ from ..loss.batch_losses import losses_of_batch
 from ..loss.criterion import DataParallelCriterion
 from ..loss.weighting import Weight
 from ..runtime.precision import Precision
-from .accumulation import Accumulation
 from .arguments import check_arguments
+from .cost_options import Collate, Cost, CostOptions, make_cuts
 from .gradient_sync import gradient_sync
 from .gradients import trained_tensors
-from .micro_batches import Batch, Model, cut_micro_batches, run_forward
+from .micro_batches import Batch, Model, run_forward
+from .padded_batches import Trim
 from .recovery import make_attempts
-from .releasing_sync import releasing
 from .step_state import StepState
-from .update import Optimizers, Schedulers, Update, each_optimizer, each_scheduler
+from .update import Optimizers, Schedulers, each_scheduler
 from .window import Window
 
 __all__: list[str] = []
@@ -46,6 +47,11 @@ class TrainStep(StepState):
         precision: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a :class:`Precision`, for every replica.
         max_grad_norm: clips the norm of the true gradient over all optimizers, as ``torch.nn.utils.clip_grad_norm_`` does.
         scheduler: one or a list, stepped once after each update that was made.
+        cost: cuts the batch by the cost of its rows, so all devices carry the same: ``cost(inputs)``, or of each sample.
+        collate: makes ``(inputs, targets)`` of any list of samples. A batch is such a list then: ``step(samples)``.
+        trim: dimension that is cut to the largest cost in a shard, or a mapping to it from the names of arguments.
+        combine: cost of a shard, from the costs of its rows; ``None`` is rows x longest, the size of a padded shard.
+        micro_batch_cost: cost per device at most in one forward, in place of ``micro_batch_size``.
 
     Raises:
         TypeError: a model, a criterion, an optimizer or a scheduler of another kind.
@@ -69,26 +75,33 @@ class TrainStep(StepState):
         precision: str | Precision = "fp32",
         max_grad_norm: float | None = None,
         scheduler: Schedulers | None = None,
+        cost: Cost | None = None,
+        collate: Collate | None = None,
+        trim: Trim | None = None,
+        combine: Combine | None = None,
+        micro_batch_cost: float | None = None,
     ) -> None:
         self._sync = gradient_sync(model, criterion)
         check_arguments(criterion, micro_batch_size, max_grad_norm, scheduler)
+        options = CostOptions(cost, collate, trim, combine, micro_batch_cost)
+        self._cuts = make_cuts(model, criterion, self._sync, options, micro_batch_size)
         self.model, self.criterion, self.optimizer, self.scheduler = model, criterion, optimizer, scheduler
         self.max_grad_norm = max_grad_norm
         self.precision, self._trained = Precision(precision), trained_tensors(model, criterion)
-        self._attempts = make_attempts(self, self._sync, micro_batch_size)
+        self._attempts = make_attempts(self, self._sync, micro_batch_size if micro_batch_cost is None else micro_batch_cost)
         self._window = Window(self._sync)
         self._update()
 
     @overload
-    def __call__(self, inputs: Any, targets: Any, *, return_outputs: Literal[False] = False) -> Tensor: ...
+    def __call__(self, inputs: Any, targets: Any = None, *, return_outputs: Literal[False] = False) -> Tensor: ...
     @overload
-    def __call__(self, inputs: Any, targets: Any, *, return_outputs: Literal[True]) -> tuple[Tensor, PerReplica]: ...
-    def __call__(self, inputs: Any, targets: Any, *, return_outputs: bool = False) -> Tensor | tuple[Tensor, PerReplica]:
+    def __call__(self, inputs: Any, targets: Any = None, *, return_outputs: Literal[True]) -> tuple[Tensor, PerReplica]: ...
+    def __call__(self, inputs: Any, targets: Any = None, *, return_outputs: bool = False) -> Tensor | tuple[Tensor, PerReplica]:
         """Trains on one effective batch, or on this rank's rows of it. Returns its loss, a detached scalar.
 
         Args:
-            inputs: of the model; a tuple fills its positional arguments, a mapping its keyword arguments.
-            targets: arguments of the criterion after the output; a tuple fills several.
+            inputs: of the model; a tuple fills its positional arguments, a mapping its keyword arguments; or samples.
+            targets: arguments of the criterion after the output; a tuple fills several. ``collate`` makes them.
             return_outputs: returns the detached outputs of this rank's rows too, one entry for each micro-batch and replica.
                 11 rows with ``micro_batch_size=2`` on three devices make entries of 2, 2, 2, 2, 2 and 1 rows.
         """
@@ -96,7 +109,7 @@ class TrainStep(StepState):
         self._attempts.accumulate(self._accumulate, Batch(inputs, spread(targets), True, outputs if return_outputs else None))
         return (self._apply(), join_outputs(outputs, self.model.out_dims)) if return_outputs else self._apply()
 
-    def add(self, inputs: Any, targets: Any) -> None:
+    def add(self, inputs: Any, targets: Any = None) -> None:
         """Accumulates the gradients of some more rows; nothing is updated before :meth:`apply`."""
         self._attempts.accumulate(self._accumulate, Batch(inputs, spread(targets), is_whole=False, outputs=None))
 
@@ -104,19 +117,10 @@ class TrainStep(StepState):
         """Updates with the gradients of all rows that were added, and returns their loss."""
         return self._apply()
 
-    @property
-    def micro_batch_size(self) -> int | None:
-        """Rows per device at most in one forward. With ``"auto"``, the number settled on so far."""
-        return self._attempts.micro_batch_size
-
-    @micro_batch_size.setter
-    def micro_batch_size(self, rows: int | None) -> None:
-        self._attempts.micro_batch_size = rows
-
     def _accumulate(self, batch: Batch) -> None:
-        micro_batches = cut_micro_batches(self.model, self.criterion, self._sync, batch, self.micro_batch_size)
+        micro_batches, targets = self._cuts.cut(batch, self._attempts.limit)
         with self._window.adding(self._begin) as accumulation:
-            losses = losses_of_batch(self.criterion, batch.targets, is_whole=batch.is_whole)
+            losses = losses_of_batch(self.criterion, targets, is_whole=batch.is_whole)
             accumulation.begin_batch(losses)
             for micro_batch in micro_batches:
                 last = batch.is_whole and micro_batch.followers == 0
@@ -139,12 +143,3 @@ class TrainStep(StepState):
     def _finish(self) -> tuple[Tensor, float, Weight]:
         with self._window.adding(self._begin) as accumulation:
             return accumulation.finish(self.criterion.minimum)
-
-    def _update(self) -> Update:
-        return Update(each_optimizer(self.optimizer), self._trained)
-
-    def _begin(self, weight_before: float) -> Accumulation:
-        update = self._update()
-        update.forget_gradients()
-        sync = releasing(self._sync, update.optimizers, self.criterion.minimum, self.max_grad_norm, self._attempts.run_again)
-        return Accumulation(sync, self.criterion, self._trained, self.model.devices[0], self.precision, weight_before)

@@ -13,9 +13,12 @@ from ..runtime import collectives, progress
 from ..runtime.precision import Precision
 from ..runtime.random_numbers import generator_states, seed_anew, set_generators
 from ..runtime.tensors import is_sharded
+from .accumulation import Accumulation
+from .cuts import Cuts, Unit
 from .optimizer_states import load_state_by_name, state_by_name
 from .recovery import Attempts
-from .update import Optimizers, Schedulers, each_optimizer, each_scheduler
+from .releasing_sync import releasing
+from .update import Optimizers, Schedulers, Update, each_optimizer, each_scheduler
 from .window import Window
 
 __all__: list[str] = []
@@ -32,6 +35,31 @@ class StepState:
     _trained: dict[str, Tensor]
     _attempts: Attempts
     _window: Window
+    _cuts: Cuts
+    max_grad_norm: float | None
+
+    @property
+    def micro_batch_size(self) -> int | None:
+        """Rows per device at most in one forward. With ``"auto"``, the number settled on so far."""
+        return int(limit) if self._cuts.unit == "rows" and (limit := self._attempts.limit) is not None else None
+
+    @micro_batch_size.setter
+    def micro_batch_size(self, rows: int | None) -> None:
+        self._set_limit("rows", rows)
+
+    @property
+    def micro_batch_cost(self) -> float | None:
+        """Cost per device at most in one forward. With ``"auto"``, the cost settled on so far."""
+        return self._attempts.limit if self._cuts.unit == "cost" else None
+
+    @micro_batch_cost.setter
+    def micro_batch_cost(self, cost: float | None) -> None:
+        self._set_limit("cost", cost)
+
+    def _set_limit(self, unit: Unit, limit: float | None) -> None:
+        if unit != self._cuts.unit:
+            raise ValueError(f"micro-batches are limited by {self._cuts.unit}, expected a limit of that, not of {unit}")
+        self._attempts.limit = limit
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state between two updates, for :class:`Checkpoints`. Under torchrun every rank must call this.
@@ -57,7 +85,7 @@ class StepState:
             "layout": self._layout(),
             "updates": progress.updates(),
             "weight_before": self._window.weight_before,
-            "micro_batch_size": self._attempts.micro_batch_size,
+            "micro_batch_size": self._attempts.limit,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -86,7 +114,7 @@ class StepState:
         progress.continue_from(state_dict["updates"])
         self._window.weight_before = state_dict["weight_before"]
         if self._attempts.run_again:  # "auto"; a number given by hand stays
-            self._attempts.micro_batch_size = state_dict["micro_batch_size"]
+            self._attempts.limit = state_dict["micro_batch_size"]
         self._load_random_numbers(state_dict)
 
     def load_target(self, path: tuple[str, ...], size: torch.Size, dtype: torch.dtype) -> Tensor | None:
@@ -100,6 +128,16 @@ class StepState:
         if not is_sharded(like) or like.shape != size:
             return None
         return torch.empty_like(like, dtype=dtype, requires_grad=False)
+
+    def _update(self) -> Update:
+        return Update(each_optimizer(self.optimizer), self._trained)
+
+    def _begin(self, weight_before: float) -> Accumulation:
+        update = self._update()
+        update.forget_gradients()
+        sync, run_again = self._window.sync, self._attempts.run_again
+        sync = releasing(sync, update.optimizers, self.criterion.minimum, self.max_grad_norm, run_again)
+        return Accumulation(sync, self.criterion, self._trained, self.model.devices[0], self.precision, weight_before)
 
     def _layout(self) -> list[Any]:
         return [collectives.world_size(), [device.type for device in dict.fromkeys(self.model.devices)]]

@@ -21,7 +21,7 @@ class Window:
     """
 
     def __init__(self, sync: GradientSync) -> None:
-        self._sync = sync
+        self.sync = sync
         self._accumulation: Accumulation | None = None
         self.weight_before = 0.0
 
@@ -60,7 +60,7 @@ class Window:
                 yield
             except BaseException as error:
                 self._accumulation = None
-                self._sync.discard(out_of_memory=isinstance(error, torch.OutOfMemoryError))
+                self.sync.discard(out_of_memory=isinstance(error, torch.OutOfMemoryError))
                 raise
 
     def __getstate__(self) -> dict[str, Any]:
