@@ -40,8 +40,9 @@ def largest_cost(traces: LengthTraces, limits: Limits) -> int:
     if not replay(low):
         return 0
     low = _last_that(replay, low, high)
-    while low >= least and not (_replay_fits(traces, limits, low, None) and _traces_fit(traces, limits, low)):
-        low -= max(1, int(low * PRECISION))  # another shard fills segments worse; sizes that are not a polynomial
+    exhaustive = None if traces.request.kind.segments else TIGHTEST  # another shard may fill segments worse
+    while low >= least and not (_replay_fits(traces, limits, low, exhaustive) and _traces_fit(traces, limits, low)):
+        low -= max(1, int(low * PRECISION))
     return low if low >= least else 0
 
 
@@ -76,9 +77,7 @@ def _replay_fits(traces: LengthTraces, limits: Limits, budget: int, count: int |
 
 def _traces_fit(traces: LengthTraces, limits: Limits, budget: int) -> bool:
     request, step = traces.request, traces.request.row_step
-    jobs = [
-        (with_length(request, traces.dim, length), rows * step) for rows, length in tightest_shards(traces, budget, TIGHTEST)
-    ]
+    jobs = [(with_length(request, traces.dim, length), rows * step) for rows, length in tightest_shards(traces, budget, TIGHTEST)]
     return all(_fits(traces, Lines.exact(trace, request), None, limits) for trace in run_traces(jobs))
 
 

@@ -49,6 +49,15 @@ class LengthTraces:
         first, second = (self._between(traces, length) for traces in zip(*pairs, strict=True))
         return dataclasses.replace(self.lines[0], first=first, second=second)
 
+    def peaks(self, rows: int, length: int) -> tuple[int, ...]:
+        """Returns the peak of each device, for rows over all devices."""
+        if rows == 1:  # a special case for torch: broadcasting, strides
+            job = with_length(self.request, self.dim, length), rows
+            lines, at = Lines.exact(run_traces([job])[0], self.request), None
+        else:
+            lines, at = self.at(length), rows
+        return tuple(lines.peak(device, at) for device in self.request.layout.traced_devices(self.request.devices))
+
     def _between(self, traces: Sequence[Trace], length: int) -> Trace:
         first, weights = traces[0], self._weights(length)
         known = np.array([[block.size for block in trace.blocks] for trace in traces], dtype=np.float64)
@@ -68,13 +77,16 @@ class LengthTraces:
         known = np.array([line.levels(device, count)[line.start :] for line in lines for count in _counts(line)])
         beyond = rows * self.request.row_step / _counts(lines[0])[0] - 1  # the second trace has twice the rows
         weights = [np.outer(self._weights(length), [1 - more, more]) for length, more in zip(lengths, beyond, strict=True)]
-        return (np.array(weights).reshape(len(rows), -1) @ known).max(1) + kind.workspace + kind.context
+        levels: NDArray[np.float64] = np.array(weights).reshape(len(rows), -1) @ known
+        peaks: NDArray[np.float64] = levels.max(1) + (kind.workspace + kind.context)
+        return peaks
 
     def _weights(self, length: int) -> NDArray[np.float64]:
         """Returns the weight of each trace in the polynomial through all of them (Lagrange)."""
         known = self.lengths
         factors = [[(length - other) / (one - other) for other in known if other != one] for one in known]
-        return np.prod(np.array(factors), axis=1)
+        weights: NDArray[np.float64] = np.prod(np.array(factors), axis=1)
+        return weights
 
 
 def _counts(line: Lines) -> tuple[int, int]:
@@ -100,7 +112,10 @@ def trace_lengths(request: Request, dim: int, lengths: tuple[int, int]) -> Lengt
             f"the module runs other operators with {counts[0]} and {counts[1]} rows, or with rows of length {traced[0]} and "
             f"{longest}, so that its memory for other lengths is not known: see memory.estimate for a batch of each length"
         )
-    lines = [Lines(one, two, request.kind, request.devices, request.row_step) for one, two in zip(*[iter(traces)] * 2)]
+    lines = [
+        Lines(one, two, request.kind, request.devices, request.row_step)
+        for one, two in zip(traces[::2], traces[1::2], strict=True)
+    ]
     return LengthTraces(request, dim, shortest, longest, traced, tuple(lines))
 
 
@@ -110,7 +125,7 @@ def check_lengths(request: Request, dim: int, lengths: tuple[int, int]) -> tuple
     Raises:
         ValueError: they are not two different lengths; no tensor has the dimension; devices have unequal shares.
     """
-    if len(lengths) != 2 or not 1 <= lengths[0] or lengths[0] + 2 > lengths[1]:
+    if len(lengths) != 2 or lengths[0] < 1 or lengths[0] + 2 > lengths[1]:
         raise ValueError(f"lengths={lengths!r}, expected (shortest, longest), such as (1, 512), with a difference of 2 or more")
     if dim == request.dim or not _with_dim(request, dim):
         raise ValueError(f"trim={dim}, expected the dimension of the lengths: in some tensor, and not that of the rows")
