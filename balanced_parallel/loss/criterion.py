@@ -17,7 +17,7 @@ from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.precision import Precision
 from .criterion_copies import copy_criterion, devices_of
 from .custom_weights import call_weight, check_settings, count_leading, keywords_of, warn_unknown, weigh_without_output
-from .output_rows import as_per_replica, sizes_like
+from .output_rows import as_per_replica, in_order, sizes_like
 from .partial_sums import Criterion, MeanAndWeight, Shard, merge, sum_and_weight, sum_of_terms, total_of
 from .reduction import reduction_in, reduction_of
 from .rules import find_torch_loss, has_sum, is_known, refuse_coupled
@@ -238,6 +238,8 @@ class DataParallelCriterion(nn.Module):
         expected = None if None in entries.sizes else sum(size or 0 for size in entries.sizes)
         rows = count_rows(batch, dim, expected)
         sizes = sizes_like(entries, rows)
+        if entries.order is not None and rows is not None:
+            batch = in_order(batch, entries.order, rows, dim)
         batches = [batch] * len(entries) if rows is None else cut(batch, sizes, dim)
 
         def run(criterion: Criterion, size: int, output: Any, arguments: Arguments, weights: Any, device: torch.device) -> Any:

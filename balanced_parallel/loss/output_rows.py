@@ -1,11 +1,13 @@
 """Numbers of rows in the outputs that a criterion is called with, including lists that a user made of outputs."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 from ..batch import nested, provenance
 from ..batch.dims import Dims
 from ..batch.per_replica import PerReplica
+from ..batch.row_marks import Arguments
+from ..batch.shards import take_rows
 from ..batch.splits import proportional_sizes, split_sizes
 
 __all__: list[str] = []
@@ -52,6 +54,26 @@ def _rows(output: Any, dims: Dims) -> int | None:
     if tensor is None or not isinstance(dims, int) or not -tensor.dim() <= dims < tensor.dim():
         return None
     return tensor.size(dims)
+
+
+def in_order(targets: Arguments, order: Sequence[int], rows: int, dim: int) -> Arguments:
+    """Returns targets in the order of outputs whose rows were cut by cost.
+
+    Args:
+        targets: in the order of the batch.
+        order: position in the batch of each row of the outputs.
+        rows: number of rows of the targets.
+        dim: dimension of their rows.
+
+    Raises:
+        ValueError: there is not one row of the targets for each row of the outputs.
+    """
+    if rows != len(order):
+        raise ValueError(
+            f"the targets have {rows} rows, and the outputs {len(order)}, in the order of their cost, expected the same number: "
+            "call criterion([outputs.gather()], targets)"
+        )
+    return cast(Arguments, take_rows(targets, order, dim))
 
 
 def sizes_like(outputs: PerReplica, rows: int | None) -> list[int]:

@@ -35,13 +35,13 @@ class CostedRows(NamedTuple):
     Args:
         costs: one for each row.
         shard: returns some rows, by their indices.
-        nothing: returns a shard without rows; None if there is nothing to make it of.
+        has_example: a shard without rows can be made.
         weight: what the criterion counts in all rows, if shards could lack some of it.
     """
 
     costs: list[float]
     shard: Callable[[Sequence[int]], Shard]
-    nothing: Callable[[], Shard] | None
+    has_example: bool
     weight: Weight | None = None
 
 
@@ -77,12 +77,11 @@ class Samples:
         self._example = list(samples[:1]) or self._example
 
         def shard(rows: Sequence[int]) -> Shard:
-            return _checked(self._collate([samples[row] for row in rows]), len(rows), model, criterion)[0]
+            chosen = [samples[row] for row in rows] or list(self._example)
+            collated, dims = _checked(self._collate(chosen), len(chosen), model, criterion)
+            return collated if rows else rows_of(collated, dims, [])
 
-        def nothing() -> Shard:
-            return rows_of(*_checked(self._collate(list(self._example)), 1, model, criterion), [])
-
-        return CostedRows([self._cost(sample) for sample in samples], shard, nothing if self._example else None)
+        return CostedRows([self._cost(sample) for sample in samples], shard, bool(self._example))
 
 
 def _checked(collated: Any, rows: int, model: Model, criterion: DataParallelCriterion) -> tuple[Shard, tuple[int, int]]:

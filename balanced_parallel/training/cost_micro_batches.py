@@ -17,6 +17,8 @@ from ..batch.microbatches import count_micro_batches
 from ..batch.rows import move_leaves
 from ..batch.shards import as_shards, pinned
 from ..loss.criterion import DataParallelCriterion
+from ..replicas.sync_batchnorm import meets_other_ranks
+from ..runtime.collectives import world_size
 from .cost_batches import CostedRows, Shard, Source
 from .cuts import Cut, Unit
 from .gradient_sync import GradientSync
@@ -59,10 +61,10 @@ class CostCuts:
         if self._model.split is not None:
             raise ValueError(f"split={self._model.split} of the model and cost= were given, expected one of them")
         rows = self._source.open(batch, self._model, self._criterion)
-        groups = self._groups(rows.costs, limit)
-        shards = [[rows.shard(run) if run else _nothing(rows) for run in group] for group in groups]
-        all_shards = [shard for group in shards for shard in group] or ([rows.nothing()] if rows.nothing else [])
-        targets = [move_leaves(shard.targets, None) for shard in all_shards]
+        groups = self._groups(rows, limit)
+        shards = [[rows.shard(run) for run in group] for group in groups]
+        counted = [shard for group in shards for shard in group] or ([rows.shard([])] if rows.has_example else [])
+        targets = [move_leaves(shard.targets, None) for shard in counted]
         self._check_weight(rows, targets)
         if any(device.type != "cpu" for device in self._model.devices):
             shards = [[pinned(shard) for shard in group] for group in shards]
@@ -74,24 +76,39 @@ class CostCuts:
         costs = self._source.open(batch, self._model, self._criterion).costs
         if not costs:
             return 0, 0
-        runs = [run for group in self._groups(costs, limit) for run in group]
+        runs = self._runs(costs, limit, self._count(costs, limit))
         cost = max(cost_of_shard([costs[row] for row in run], self._combine) for run in runs)
         alone = cost_of_shard([max(costs)], self._combine)
         return cost, max(cost / 2, alone) if cost > alone else 0
 
-    def _groups(self, costs: Sequence[float], limit: float | None) -> list[list[list[int]]]:
+    def _groups(self, rows: CostedRows, limit: float | None) -> list[list[list[int]]]:
         """Returns the rows of each shard of each micro-batch."""
-        devices, most_rows, budget = len(self._model.devices), None, None
-        count = min(len(costs), 1)
-        if limit is not None and self.unit == "rows":
-            most_rows = int(limit)
-            count = count_micro_batches(len(costs), most_rows, devices)
-        elif limit is not None and costs:
-            budget = limit if self._is_strict else max(limit, cost_of_shard([max(costs)], self._combine))
-            count = -(-len(cut_to_budget(costs, budget, self._combine)) // devices)
-        count = self._sync.count_micro_batches(count)
-        runs = cut_by_cost(costs, devices * count, self._combine, most_rows=most_rows, budget=budget)
+        if not rows.has_example:  # no shard can be made, not even one without rows
+            if world_size() > 1 and meets_other_ranks(self._model.modules()):
+                raise RuntimeError("this rank had no sample in its first batch, expected one: others wait for its batch norm")
+            return []
+        count, devices = self._sync.count_micro_batches(self._count(rows.costs, limit)), len(self._model.devices)
+        runs = self._runs(rows.costs, limit, count)
         return [runs[devices * place : devices * (place + 1)] or [[]] for place in range(count)]
+
+    def _count(self, costs: Sequence[float], limit: float | None) -> int:
+        """Returns the smallest number of micro-batches within the limit."""
+        devices = len(self._model.devices)
+        if self.unit == "rows" or limit is None or not costs:
+            return count_micro_batches(len(costs), None if limit is None else int(limit), devices)
+        return -(-len(cut_to_budget(costs, self._budget(costs, limit), self._combine)) // devices)
+
+    def _runs(self, costs: Sequence[float], limit: float | None, count: int) -> list[list[int]]:
+        """Returns the rows of each shard of ``count`` micro-batches."""
+        shards = len(self._model.devices) * count
+        if limit is None or not costs:
+            return cut_by_cost(costs, shards, self._combine)
+        if self.unit == "rows":
+            return cut_by_cost(costs, shards, self._combine, most_rows=int(limit))
+        return cut_by_cost(costs, shards, self._combine, budget=self._budget(costs, limit))
+
+    def _budget(self, costs: Sequence[float], limit: float) -> float:
+        return limit if self._is_strict else max(limit, cost_of_shard([max(costs)], self._combine))
 
     def _check_weight(self, rows: CostedRows, targets: Sequence[tuple[object, ...]]) -> None:
         """Raises ``ValueError`` if the criterion counts targets that were cut with the padding."""
@@ -103,14 +120,6 @@ class CostCuts:
                 f"the criterion counts {float(rows.weight):g} targets, but {counted:g} of them within the lengths that cost= "
                 "returned: pad at the end, and the targets with the ignore_index of the criterion"
             )
-
-
-def _nothing(rows: CostedRows) -> Shard:
-    if rows.nothing is None:
-        raise RuntimeError(
-            "this rank had no sample in its first batch, expected at least one: other ranks wait for it in the forward"
-        )
-    return rows.nothing()
 
 
 def _micro_batch(shards: Sequence[Shard], runs: Sequence[Sequence[int]], followers: int) -> MicroBatch:

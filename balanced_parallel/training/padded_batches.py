@@ -46,12 +46,14 @@ class Padded:
         trims = [] if self._trim is None else _trims(whole, self._trim, model, costs)
 
         def shard(chosen: Sequence[int]) -> Shard:
-            taken = rows_of(whole, dims, chosen)
+            if not trims:
+                return rows_of(whole, dims, chosen)
             length = max(int(max((costs[row] for row in chosen), default=1)), 1)
             of_leaves = iter(trims)
-            return nested.map_leaves(lambda leaf: _shorten(leaf, next(of_leaves), length), taken) if trims else taken
+            shorter = nested.map_leaves(lambda leaf: _shorten(leaf, next(of_leaves), length), whole)
+            return rows_of(shorter, dims, chosen)
 
-        return CostedRows(costs, shard, lambda: shard([]), criterion.weigh_targets(*batch.targets) if trims else None)
+        return CostedRows(costs, shard, True, criterion.weigh_targets(*batch.targets) if trims else None)
 
 
 def _shorten(leaf: Any, dim: int | None, length: int) -> Any:

@@ -208,7 +208,7 @@ class Recovery:
             _log.warning(
                 "out of memory with %s %s per device in one forward: from now on at most %s",
                 tried,
-                self._step._cuts.unit,
+                "rows" if self._step._cuts.unit == "rows" else "of cost",
                 self.limit,
             )
 

@@ -68,6 +68,19 @@ def test_sigterm_saves_and_exits_with_0_and_the_run_goes_on(undisturbed, tmp_pat
     assert lines_of(tmp_path) == undisturbed
 
 
+def test_sigterm_to_torchrun_saves_on_all_ranks(undisturbed, tmp_path):
+    command = list(map(str, [*TORCHRUN, SCRIPT, "--out", tmp_path, *FLAGS]))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        wait_for_step_3(process)
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=60)
+    (saved,) = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    assert len(lines_of(tmp_path)) == int(saved.removeprefix("step-"))
+    train(tmp_path, *FLAGS, "--resume")  # in one process
+    losses = [[json.loads(line).get("loss", 0.0) for line in lines] for lines in (lines_of(tmp_path), undisturbed)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
 def test_finished_run_is_loaded_with_three_lines_of_plain_torch(undisturbed, tmp_path):
     train(tmp_path, *FLAGS[:2], "--steps", 1)
     sys.path.insert(0, str(SCRIPT.parent))
