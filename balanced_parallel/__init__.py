@@ -11,6 +11,7 @@ without GPUs: :func:`simulate`.
 
 from . import memory, savings
 from .batch.balanced_batches import BalancedBatchSampler
+from .batch.cost_shards import shard_by_cost
 from .batch.gathering import gather
 from .batch.per_replica import PerReplica
 from .batch.rank_batches import RankBatchSampler
@@ -18,7 +19,9 @@ from .batch.row_marks import Rows, Whole
 from .batch.scattering import scatter
 from .diagnostics.verification import verify
 from .distributed.parallelize import parallelize
+from .loss.additive import AdditiveLoss
 from .loss.criterion import DataParallelCriterion
+from .loss.overlap_losses import DiceLoss, JaccardLoss, TverskyLoss
 from .loss.rules import loss_weight
 from .loss.weighting import weighted_mean
 from .optim.balanced import BalancedOptimizer
@@ -32,16 +35,20 @@ from .training.step import TrainStep
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdditiveLoss",
     "BalancedBatchSampler",
     "BalancedOptimizer",
     "Checkpoints",
     "DataParallelCriterion",
     "DataParallelModel",
+    "DiceLoss",
+    "JaccardLoss",
     "PerReplica",
     "Precision",
     "RankBatchSampler",
     "Rows",
     "TrainStep",
+    "TverskyLoss",
     "Whole",
     "convert_sync_batchnorm",
     "gather",
@@ -50,6 +57,7 @@ __all__ = [
     "parallelize",
     "savings",
     "scatter",
+    "shard_by_cost",
     "simulate",
     "verify",
     "weighted_mean",

@@ -13,6 +13,7 @@ success, 1 if nothing fits or the doctor finds a problem, and 2, with one line o
 import argparse
 import contextlib
 import logging
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -62,7 +63,8 @@ def dimension(text: str) -> int:
 def make_parser() -> OneLineParser:
     """Makes the parser of all commands."""
     raw = argparse.RawDescriptionHelpFormatter
-    parser = OneLineParser("python -m balanced_parallel", description=__doc__, formatter_class=raw)
+    program = "balanced-parallel" if Path(sys.argv[0]).name == "balanced-parallel" else "python -m balanced_parallel"
+    parser = OneLineParser(program, description=__doc__, formatter_class=raw)
     commands = parser.add_subparsers(dest="command", required=True, metavar="estimate|plan|tricks|doctor")
     estimate = commands.add_parser("estimate", allow_abbrev=False, help="the memory of an update on each device")
     plan = commands.add_parser("plan", allow_abbrev=False, help="the cheapest way to fit the batch")
@@ -264,6 +266,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for warning in caught:
         print(f"{parser.prog}: warning: {' '.join(str(warning.message).split())}", file=sys.stderr)
     return code
+
+
+def run_console_script() -> int:
+    """Runs ``balanced-parallel``. Modules of the present folder can be imported, as with ``python -m``."""
+    sys.path.insert(0, os.getcwd())
+    return main()
 
 
 if __name__ == "__main__":

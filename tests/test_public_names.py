@@ -10,16 +10,20 @@ from helpers.scripts import SCRIPT
 import balanced_parallel
 
 PUBLIC = {
+    "AdditiveLoss",
     "BalancedBatchSampler",
     "BalancedOptimizer",
     "Checkpoints",
     "DataParallelCriterion",
     "DataParallelModel",
+    "DiceLoss",
+    "JaccardLoss",
     "PerReplica",
     "Precision",
     "RankBatchSampler",
     "Rows",
     "TrainStep",
+    "TverskyLoss",
     "Whole",
     "convert_sync_batchnorm",
     "gather",
@@ -28,6 +32,7 @@ PUBLIC = {
     "parallelize",
     "savings",
     "scatter",
+    "shard_by_cost",
     "simulate",
     "verify",
     "weighted_mean",

@@ -23,6 +23,7 @@ def cut_by_cost(
     *,
     most_rows: int | None = None,
     budget: float | None = None,
+    together: int = 1,
 ) -> list[list[int]]:
     """Splits rows into shards whose largest cost is as small as possible.
 
@@ -33,6 +34,7 @@ def cut_by_cost(
             the size of a padded shard. With ``sum`` nothing is padded, and a shard may have rows of any cost.
         most_rows: of a shard.
         budget: the largest cost of a shard. The number of shards suffices for it, as :func:`cut_to_budget` finds.
+        together: number of shards that run at the same time, as on so many devices. The last of them may then be smaller.
 
     Returns:
         Indices of the rows of each shard, the longest rows first. Rows of equal cost keep their order.
@@ -63,7 +65,14 @@ def cut_by_cost(
         else:
             low = capacity
         capacity = (low + high) / 2
-    return [[order[place] for place in run] for run in _use_all(best, shards, ordered, combine)]
+    full = len(best) // together * together if len(best) < shards else len(best)
+    if 0 < full < len(best):  # what runs last can be more even than what fills the capacity
+        rest = sorted(place for run in best[full:] for place in run)
+        last = cut_by_cost([ordered[place] for place in rest], shards - full, combine, most_rows=most_rows)
+        best[full:] = [[rest[place] for place in run] for run in last]
+    else:
+        best = _use_all(best, shards, ordered, combine)
+    return [[order[place] for place in run] for run in best]
 
 
 def cut_to_budget(costs: Sequence[float], budget: float, combine: Combine | None = None) -> list[list[int]]:
@@ -151,7 +160,7 @@ def _first_fit(ordered: Sequence[float], capacity: float, limit: int) -> list[li
 def _use_all(
     runs: Sequence[Sequence[int]], shards: int, ordered: Sequence[float], combine: Combine | None
 ) -> list[Sequence[int]]:
-    """Halves the runs of the highest cost until there is one for each shard."""
+    """Splits the runs of the highest cost until there is one for each shard."""
 
     def entry(run: Sequence[int]) -> tuple[bool, float, int, int, Sequence[int]]:
         return len(run) == 1, -cost_of_shard([ordered[place] for place in run], combine), -len(run), run[0], run
@@ -160,7 +169,21 @@ def _use_all(
     heapq.heapify(heap)
     while len(heap) < shards:
         run = heap[0][-1]
-        half = (len(run) + 1) // 2
-        heapq.heapreplace(heap, entry(run[:half]))
-        heapq.heappush(heap, entry(run[half:]))
+        rows = _middle([ordered[place] for place in run], combine)
+        heapq.heapreplace(heap, entry(run[:rows]))
+        heapq.heappush(heap, entry(run[rows:]))
     return sorted((run for *_, run in heap), key=lambda run: run[0])
+
+
+def _middle(costs: Sequence[float], combine: Combine | None) -> int:
+    """Returns a number of first rows that cost about as much as the others."""
+
+    def parts(rows: int) -> tuple[float, float]:
+        return cost_of_shard(costs[:rows], combine), cost_of_shard(costs[rows:], combine)
+
+    def is_more(rows: int) -> bool:
+        first, others = parts(rows)
+        return first > others or (first == others and 2 * rows >= len(costs))
+
+    above = bisect.bisect_left(range(1, len(costs) - 1), True, key=is_more) + 1
+    return min(max(above - 1, 1), above, key=lambda rows: (max(parts(rows)), abs(2 * rows - len(costs))))

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 
@@ -60,7 +60,7 @@ class PerReplica(list[Any], nested.Leaf):
         provenance.record(outputs, outputs.sizes, dim)
         return outputs
 
-    def in_order(self, order: Sequence[int] | None) -> "PerReplica":
+    def in_order(self, order: Sequence[int] | None) -> Self:
         """Sets the order of the rows: their positions in the batch. ``None`` is the order of the batch. Returns ``self``."""
         self.order = None if order is None else list(order)
         return self

@@ -110,11 +110,11 @@ def mark(arguments: Arguments, dims: Dims, function: Callable[..., Any], *, firs
     else:
         of_place = dict(enumerate(dims))
     inputs = [
-        _marked(value, of_place[place], f"inputs[{place - first}]") if place in of_place else value
+        mark_leaves(value, of_place[place], f"inputs[{place - first}]") if place in of_place else value
         for place, value in enumerate(arguments.inputs, first)
     ]
     kwargs = {
-        name: _marked(value, of_place[name], f"kwargs[{name!r}]") if name in of_place else value
+        name: mark_leaves(value, of_place[name], f"kwargs[{name!r}]") if name in of_place else value
         for name, value in arguments.kwargs.items()
     }
     return Arguments(tuple(inputs), kwargs)
@@ -143,7 +143,7 @@ def mark_lists(node: Any, dim: int) -> Any:
     Without marks, a shard with as many rows as the list has entries would be ambiguous.
     """
     if isinstance(node, list) and nested.open_container(node) is not None:
-        return _marked(node, dim, "")
+        return mark_leaves(node, dim, "")
     container = None if isinstance(node, torch.Tensor) else nested.open_container(node)
     if container is None:
         return node
@@ -176,7 +176,8 @@ def _names(function: Callable[..., Any]) -> list[str] | None:
     return [parameter.name for parameter in parameters]
 
 
-def _marked(value: Any, dims: Dims, place: str) -> Any:
+def mark_leaves(value: Any, dims: Dims, place: str) -> Any:
+    """Returns a value with its leaves marked, as :func:`mark` marks those of an argument. Marks that it has stay."""
     if isinstance(value, (*MARKS, PerReplica)):  # they carry their own dimensions
         return value
     if dims is None:

@@ -1,6 +1,6 @@
 """``Shards``: rows that are cut already. Each replica takes its shard as it is, with a length of its own."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,26 +16,27 @@ class Shards(PerReplica):
     """One argument, or one part of it, in one shard per replica."""
 
 
-def as_shards(parts: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Merges the arguments of the replicas into one structure. Each leaf becomes :class:`Shards`.
+def as_shards(parts: Sequence[Any], sizes: Sequence[int], order: Sequence[int] | None = None) -> Any:
+    """Merges the arguments of the replicas into one structure. Each leaf becomes :class:`Shards`, unless there is one replica.
 
     Args:
         parts: arguments of each replica, of the same structure.
         sizes: number of rows of each.
+        order: position of each row in the batch, for the outputs.
     """
     if len(parts) == 1:
         return parts[0]
-    return nested.zip_leaves(lambda place, leaves: Shards(leaves, sizes), parts)
+    return nested.zip_leaves(lambda place, leaves: Shards(leaves, sizes).in_order(order), parts)
 
 
-def sizes_of_shards(arguments: Arguments) -> list[int] | None:
-    """Returns the number of rows of each replica if the arguments are cut already, otherwise None."""
+def find_shards(arguments: Arguments) -> Shards | None:
+    """Returns an argument that is cut already, or None. If one is, all are."""
     for value in (*arguments.inputs, *arguments.kwargs.values()):
         if type(value) is torch.Tensor:  # shortcut for the most frequent argument
             return None
         for _, leaf in nested.leaves(value):
             if isinstance(leaf, Shards):
-                return [size or 0 for size in leaf.sizes]
+                return leaf
             if isinstance(leaf, torch.Tensor):
                 return None
     return None
@@ -89,12 +90,3 @@ def pinned(node: Any) -> Any:
         return Rows([pinned(entry) for entry in leaf.entries]) if isinstance(leaf, Rows) else leaf
 
     return nested.map_leaves(pin, node)
-
-
-def inverse(order: Iterable[int]) -> list[int]:
-    """Returns the position of each row in ``order``."""
-    rows = list(order)
-    positions = [0] * len(rows)
-    for position, row in enumerate(rows):
-        positions[row] = position
-    return positions

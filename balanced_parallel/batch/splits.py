@@ -1,8 +1,9 @@
 """Splits of a batch: the number of rows of each device, equal, given by weights, or measured."""
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import TypeVar
 
@@ -63,7 +64,7 @@ def assign_rows(
     rows: int | None,
     devices: Sequence[torch.device],
     weights: Sequence[float] | None,
-    given: Sequence[int] | None = None,
+    given: Sequence[int | None] | None = None,
 ) -> tuple[list[torch.device], list[int] | None]:
     """Returns the devices that get rows, and the number of rows of each.
 
@@ -85,13 +86,13 @@ def assign_rows(
 
 
 def _as_given(
-    devices: Sequence[torch.device], weights: Sequence[float] | None, given: Sequence[int]
+    devices: Sequence[torch.device], weights: Sequence[float] | None, given: Sequence[int | None]
 ) -> tuple[list[torch.device], list[int]]:
     if weights is not None:
         raise ValueError(f"split={weights} of the model and rows that are cut by cost were given, expected one of them")
     if len(given) > len(devices):
         raise ValueError(f"the rows are cut into {len(given)} shards for {len(devices)} devices, expected one for each at most")
-    return list(devices[: len(given)]), list(given)
+    return list(devices[: len(given)]), [size or 0 for size in given]
 
 
 def check_split(split: Sequence[float] | str | None, devices: int) -> None:
@@ -126,13 +127,25 @@ class Shares:
             check_split(split, len(devices))  # raises for any other text
             self.weights = tuple(float(weight) for weight in split)
         self.forwards = 0
+        self._is_kept = False
+        self._next: tuple[float, ...] | None = None  # measured while the weights are kept
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keeps the weights in the block. Those that forwards measure meanwhile count afterwards."""
+        self._is_kept = True
+        try:
+            yield
+        finally:
+            self._is_kept = False
+            self.weights, self._next = self._next or self.weights, None
 
     def begin(self) -> None:
         """Counts a forward, and measures free memory in the forwards that measure."""
         self.forwards += 1
         if self.measure == "memory" and self._measures_now():
             free = [free_bytes(device) / self.devices.count(device) for device in self.devices]
-            self.weights = _normalised(free)
+            self._take(_normalised(free))
 
     def timed(
         self, work: list[Callable[[], T]], devices: Sequence[torch.device], rows: Sequence[int] | None
@@ -156,9 +169,15 @@ class Shares:
 
     def _update_weights(self, rates: list[float]) -> None:
         measured = _normalised(rates)
-        weights = self.weights
+        weights = self._next or self.weights
         # The mean with the previous weights limits the effect of a single slow forward.
-        self.weights = measured if weights is None else tuple((old + new) / 2 for old, new in zip(weights, measured, strict=True))
+        self._take(measured if weights is None else tuple((old + new) / 2 for old, new in zip(weights, measured, strict=True)))
+
+    def _take(self, weights: tuple[float, ...]) -> None:
+        if self._is_kept:
+            self._next = weights
+        else:
+            self.weights = weights
 
     def _measures_now(self) -> bool:
         return self.forwards & (self.forwards - 1) == 0 and self.forwards > (1 if self.measure == "speed" else 0)

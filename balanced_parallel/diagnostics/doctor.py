@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..loss.additive import AdditiveLoss
 from ..loss.rules import is_known, refuse_coupled
 from ..loss.sum_detection import is_sum, read_source
 from ..replicas.module_checks import refuse_compiled
@@ -204,7 +205,7 @@ def _effect_of_write(target: ast.expr, self_name: str, layer: nn.Module, call: s
 
 
 def _coupled_rows(criterion: Any) -> Iterator[str]:
-    if criterion is None:
+    if criterion is None or isinstance(criterion, AdditiveLoss):
         return
     name = getattr(criterion, "__name__", type(criterion).__name__)
     try:
@@ -219,7 +220,7 @@ def _coupled_rows(criterion: Any) -> Iterator[str]:
     else:
         yield (
             f"the loss: the divisor of the mean of {name} is unknown: give DataParallelCriterion weight=, a function "
-            "(output, *targets) -> scalar; if its rows depend on each other, compute criterion(gather(outputs), targets)"
+            "(output, *targets) -> scalar; whole=True, which is criterion(gather(outputs), targets), if its rows couple"
         )
 
 

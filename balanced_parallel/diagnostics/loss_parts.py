@@ -19,7 +19,7 @@ from ..loss.partial_sums import Criterion, loss_of
 __all__: list[str] = []
 
 _WEIGHT = "give DataParallelCriterion weight=, a function (output, *targets) -> scalar that returns the divisor"
-_WHOLE = "compute it as criterion(gather(outputs), targets)"
+_WHOLE = "give DataParallelCriterion whole=True, which computes criterion(gather(outputs), targets)"
 
 
 def scalar_of(result: Any) -> Tensor:

@@ -207,7 +207,7 @@ def _wrap_criterion(
     else:
         wrapped = DataParallelCriterion(module, dim=dim, weight=weight)
     try:
-        if wrapped.weight is None and not is_known(module):
+        if wrapped.weight is None and not wrapped.is_coupled and not is_known(module):
             refuse_coupled(module)
     except TypeError:  # a loss whose rows depend on each other: the report shows its error
         wrapped.weight = lambda output, *targets: count_rows(targets, wrapped.dim or 0) or 1

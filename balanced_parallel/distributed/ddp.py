@@ -98,6 +98,7 @@ class DistributedModel(DistributedDataParallel):
     def begin_update(self) -> None:
         """Makes the next forward share the buffers of rank 0 again, with or without rows."""
         self._has_shared_buffers = False
+        self.require_forward_param_sync = True  # torch has unset it if the last forward had no graph
 
     def forward_without_rows(self) -> Tensor:
         """Takes part in a reduction without running the module. Returns a zero to run backward from."""

@@ -15,10 +15,12 @@ from ..batch.rows import count_rows, cut, move_leaves
 from ..replicas.replicas import Replicas
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.precision import Precision
+from .additive import AdditiveLoss
+from .coupling import check_coupled, couple
 from .criterion_copies import copy_criterion, devices_of
 from .custom_weights import call_weight, check_settings, count_leading, keywords_of, warn_unknown, weigh_without_output
 from .output_rows import as_per_replica, in_order, sizes_like
-from .partial_sums import Criterion, MeanAndWeight, Shard, merge, sum_and_weight, sum_of_terms, total_of
+from .partial_sums import Criterion, MeanAndWeight, Shard, Shards, add_means, merge, sum_and_weight, sum_of_terms, total_of
 from .reduction import reduction_in, reduction_of
 from .rules import find_torch_loss, has_sum, is_known, refuse_coupled
 from .targets import weight_of_targets
@@ -57,6 +59,9 @@ class DataParallelCriterion(nn.Module):
         minimum: lower bound of the divisor, for a criterion that divides by ``max(count, minimum)``. ``weight`` is the count.
         in_dims: the dimension of the rows of each argument of the call, as in :class:`DataParallelModel`. The first argument is
             the outputs. Its entry is used only if the outputs are not a :class:`PerReplica`.
+        whole: gathers all outputs and targets, of all ranks too, and computes the loss once per process, on ``output_device``.
+            For losses whose rows depend on each other, such as contrastive ones. A function of sums, such as Dice, is an
+            :class:`AdditiveLoss`, and moves its statistics only.
 
     Raises:
         TypeError: outputs are not a list with one entry per replica; the rows of a loss depend on each other.
@@ -82,11 +87,15 @@ class DataParallelCriterion(nn.Module):
         reduction: str | None = None,
         minimum: float = 0.0,
         in_dims: Dims = None,
+        whole: bool = False,
     ) -> None:
         super().__init__()
         check_settings(criterion, weight, reduction, minimum)
+        check_coupled(criterion, whole, weight, reduction, minimum)
         check_dims(in_dims, "in_dims")
         self.module = criterion
+        self.whole = whole
+        self.is_checked = False  # parts of a coupled loss are checked in the first batch
         self.devices = None if device_ids is None else resolve_devices(device_ids)
         self.output_device = None if output_device is None else resolve_device(output_device)
         self.dim = dim
@@ -103,7 +112,14 @@ class DataParallelCriterion(nn.Module):
     @property
     def reduction(self) -> str:
         """The reduction of the criterion: ``"mean"``, ``"batchmean"``, ``"sum"`` or ``"none"``."""
+        if self.is_coupled:
+            return "sum"  # its parts add up to it
         return self._reduction or reduction_of(self.module)
+
+    @property
+    def is_coupled(self) -> bool:
+        """True if the rows of the loss depend on each other: ``whole=True``, or an :class:`AdditiveLoss`."""
+        return self.whole or isinstance(self.module, AdditiveLoss)
 
     def forward(self, outputs: Sequence[Any], *targets: Any, **kwargs: Any) -> Any:
         """Returns the loss of the batch.
@@ -113,12 +129,14 @@ class DataParallelCriterion(nn.Module):
             targets: the arguments of the criterion after the output, with all rows of the batch.
             kwargs: keyword arguments of the criterion, with all rows of the batch.
         """
+        if self.is_coupled:
+            return couple(self, torch.device("cpu")).value(outputs, targets, kwargs)
         kwargs = self._modern(kwargs)
         reduction = kwargs.get("reduction", self.reduction)
         if reduction == "none":
             found = as_per_replica(outputs, self._output_dim)
-            return PerReplica(self._run(Shard.call, outputs, targets, kwargs), found.sizes, found.dim)
-        parts = self._run(self._term(reduction), outputs, targets, kwargs)
+            return PerReplica(self.run_shards(Shard.call, outputs, targets, kwargs), found.sizes, found.dim)
+        parts = self.run_shards(self._term(reduction), outputs, targets, kwargs)
         return merge(parts, self._divide)
 
     def _divide(self, sums: list[LossSum]) -> torch.Tensor:
@@ -134,7 +152,7 @@ class DataParallelCriterion(nn.Module):
         reduction = kwargs.get("reduction", self.reduction)
         if reduction == "none":
             raise ValueError("the criterion has reduction='none', expected a scalar loss: use reduction='mean' or 'sum'")
-        return [_add_means(part) for part in self._run(self._term(reduction), outputs, targets, kwargs)]
+        return [add_means(part) for part in self.run_shards(self._term(reduction), outputs, targets, kwargs)]
 
     def _term(self, reduction: str) -> Callable[[Shard], Any]:
         """Returns the function that computes one replica's part of the loss."""
@@ -156,7 +174,7 @@ class DataParallelCriterion(nn.Module):
 
     def divided_sums(self, divisors: Sequence[float], outputs: Sequence[Any], *targets: Any) -> list[LossSum]:
         """Returns :meth:`loss_sums` of several means, each divided by its entry of ``divisors``, those of the whole batch."""
-        parts = self._run(self._term(self.reduction), outputs, targets, {})
+        parts = self.run_shards(self._term(self.reduction), outputs, targets, {})
         factors = [1 / divisor if divisor else 0.0 for divisor in divisors]
         sums = [
             [one.total * factor for (_, one), factor in zip(nested.leaves(part), factors, strict=True) if one is not None]
@@ -172,7 +190,7 @@ class DataParallelCriterion(nn.Module):
 
     def weighed_sums(self, outputs: Sequence[Any], *targets: Any) -> list[LossSum]:
         """Returns :meth:`loss_sums` with weights of zero, for targets whose weight was added before."""
-        return [LossSum(total, 0.0) for total in self._run(sum_of_terms, outputs, targets, {})]
+        return [LossSum(total, 0.0) for total in self.run_shards(sum_of_terms, outputs, targets, {})]
 
     def _modern(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Returns keyword arguments with ``reduction=`` in place of ``size_average=`` and ``reduce=``, which torch deprecated."""
@@ -228,10 +246,26 @@ class DataParallelCriterion(nn.Module):
         leading = leading or count_leading(function, len(targets))
         return mark(Arguments(targets, kwargs), self.in_dims, function, first=1, unnamed=leading - 1), self.dim or 0
 
-    def _run(
+    def run_shards(
         self, term: Callable[[Shard], Any], outputs: Sequence[Any], targets: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[Any]:
         """Returns ``term(shard)`` for each replica, computed on the device of its output."""
+        shards = self.shards(outputs, targets, kwargs)
+        devices = shards.devices
+
+        def run(criterion: Criterion, size: int, output: Any, arguments: Arguments, weights: Any, device: torch.device) -> Any:
+            targets, kwargs = move_leaves(arguments.inputs, device), move_leaves(arguments.kwargs, device)
+            return term(Shard(criterion, size, output, targets, kwargs, weights))
+
+        with self.precision.autocast(devices), copy_criterion(self.module, self.replicas, devices) as criteria:
+            each = list(zip(shards.sizes, shards.outputs, shards.batches, strict=True))
+            weights = self._weights_in_place(term, each, devices)
+            replicas = zip(criteria, shards.sizes, shards.outputs, shards.batches, weights, devices, strict=True)
+            work = [functools.partial(run, *replica) for replica in replicas]
+            return self.replicas.workers(work, devices, together=False)
+
+    def shards(self, outputs: Sequence[Any], targets: tuple[Any, ...], kwargs: dict[str, Any]) -> Shards:
+        """Returns the arguments of each replica."""
         entries = as_per_replica(outputs, self._output_dim)
         devices = devices_of(entries, self.devices)
         batch, dim = self.mark(targets, kwargs, entries.dim, len(nested.spread(entries[0])))
@@ -241,16 +275,7 @@ class DataParallelCriterion(nn.Module):
         if entries.order is not None and rows is not None:
             batch = in_order(batch, entries.order, rows, dim)
         batches = [batch] * len(entries) if rows is None else cut(batch, sizes, dim)
-
-        def run(criterion: Criterion, size: int, output: Any, arguments: Arguments, weights: Any, device: torch.device) -> Any:
-            targets, kwargs = move_leaves(arguments.inputs, device), move_leaves(arguments.kwargs, device)
-            return term(Shard(criterion, size, output, targets, kwargs, weights))
-
-        with self.precision.autocast(devices), copy_criterion(self.module, self.replicas, devices) as criteria:
-            weights = self._weights_in_place(term, list(zip(sizes, entries, batches, strict=True)), devices)
-            replicas = zip(criteria, sizes, entries, batches, weights, devices, strict=True)
-            work = [functools.partial(run, *replica) for replica in replicas]
-            return self.replicas.workers(work, devices, together=False)
+        return Shards(entries, sizes, batches, devices, dim)
 
     def _weights_in_place(
         self, term: Callable[[Shard], Any], shards: list[tuple[int, Any, Arguments]], devices: Sequence[torch.device]
@@ -266,18 +291,6 @@ class DataParallelCriterion(nn.Module):
             except Exception:  # noqa: BLE001 - it needs outputs and targets on one device; or it fails there too, for the user to see
                 pass
         return [None] * len(shards)
-
-
-def _add_means(part: Any) -> LossSum:
-    """Returns the sum of all losses of one replica."""
-    sums = [leaf for _, leaf in nested.leaves(part) if leaf is not None]
-    if len({one.weight for one in sums}) > 1:
-        raise ValueError(
-            "the criterion returns means with divisors of their own, which have to be known before the first micro-batch: call "
-            "step(inputs, targets) with a weight= that depends on the targets alone; or, in place of TrainStep, call "
-            "criterion(outputs, targets), add up the losses, and call backward"
-        )
-    return LossSum(functools.reduce(torch.add, [one.total for one in sums]), sums[0].weight)
 
 
 def _has_rows(node: Any) -> bool:

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..batch import nested
+from ..batch.per_replica import PerReplica
+from ..batch.row_marks import Arguments
 from .rules import loss_weight
 from .weighting import LossSum, weighted_sum, widen, zero_of
 from .weights import check_weight, map_weights, read_weights
@@ -45,6 +47,24 @@ class Shard(NamedTuple):
         parameters = list(self.criterion.parameters()) if isinstance(self.criterion, nn.Module) else []
         tensors = [leaf for _, leaf in nested.leaves(self.output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
         return zero_of(*tensors, *parameters) if tensors or parameters else torch.zeros(())
+
+
+class Shards(NamedTuple):
+    """Arguments of all replicas.
+
+    Args:
+        outputs: one per replica.
+        sizes: rows of the targets of each.
+        batches: targets and keyword arguments of each, marked and not moved.
+        devices: one per replica.
+        dim: dimension of the rows in tensors that are not marked.
+    """
+
+    outputs: PerReplica
+    sizes: list[int]
+    batches: list[Arguments]
+    devices: list[torch.device]
+    dim: int
 
 
 def loss_of(result: Any) -> Any:
@@ -129,6 +149,18 @@ def merge(parts: Sequence[Any], together: Callable[[list[LossSum]], Any]) -> Any
     # A replica without rows has one sum for all losses.
     filled = [_repeated(part, form) if isinstance(part, LossSum) else part for part in parts]
     return nested.zip_leaves(lambda place, sums: None if None in sums else together(sums), filled, "the loss")
+
+
+def add_means(part: Any) -> LossSum:
+    """Returns the sum of all losses of one replica."""
+    sums = [leaf for _, leaf in nested.leaves(part) if leaf is not None]
+    if len({one.weight for one in sums}) > 1:
+        raise ValueError(
+            "the criterion returns means with divisors of their own, which have to be known before the first micro-batch: call "
+            "step(inputs, targets) with a weight= that depends on the targets alone; or, in place of TrainStep, call "
+            "criterion(outputs, targets), add up the losses, and call backward"
+        )
+    return LossSum(functools.reduce(torch.add, [one.total for one in sums]), sums[0].weight)
 
 
 def _repeated(part: LossSum, form: Any) -> Any:

@@ -62,9 +62,10 @@ def refuse_coupled(criterion: Any) -> None:
     plain_name = re.sub(r"[^a-z]", "", _name(function).lower())
     if _COUPLED.search(plain_name) or type(function).__module__.startswith("pytorch_metric_learning."):
         raise TypeError(
-            f"{_name(function)} appears to be a loss whose rows depend on each other, so it cannot be computed in parts. Compute "
-            "it as criterion(gather(outputs), targets), which is differentiable across devices. If its rows are independent, "
-            "give DataParallelCriterion weight=, a function (output, *targets) -> scalar"
+            f"{_name(function)} appears to be a loss whose rows depend on each other, so it is no mean of parts. Give "
+            "DataParallelCriterion whole=True, which computes it once for all rows, as criterion(gather(outputs), targets) does; "
+            "or AdditiveLoss(statistics, finish), if it is a function of sums over the rows, such as DiceLoss. If its rows are "
+            "independent, give weight=, a function (output, *targets) -> scalar"
         )
 
 

@@ -114,7 +114,12 @@ def divide_once(sums: Sequence[LossSum], device: torch.device, minimum: float = 
     whole = sum_over_ranks(torch.stack([total.double(), divisor.double()]))
     whole_divisor = whole[1].clamp(min=minimum) if weights else torch.ones_like(whole[1])
     local = _divide(total * world_size(), whole_divisor.to(total.dtype))
-    value: Tensor = _Replaced.apply(local, _divide(whole[0], whole_divisor).to(total.dtype))
+    return replace_value(local, _divide(whole[0], whole_divisor).to(total.dtype))
+
+
+def replace_value(local: Tensor, whole: Tensor) -> Tensor:
+    """Returns ``whole`` in the forward, and passes the gradient to ``local`` in the backward."""
+    value: Tensor = _Replaced.apply(local, whole)
     return value
 
 
@@ -161,8 +166,6 @@ def _divide(total: Tensor, divisor: Tensor) -> Tensor:
 
 
 class _Replaced(torch.autograd.Function):
-    """Returns the loss over all ranks in the forward, and passes the gradient to this rank's loss in the backward."""
-
     @staticmethod
     def forward(ctx: Any, local: Tensor, whole: Tensor) -> Tensor:
         return whole.clone()

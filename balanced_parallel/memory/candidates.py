@@ -15,6 +15,7 @@ from .extrapolation import Lines
 from .length_budget import largest_cost
 from .length_traces import trace_lengths
 from .request import Request
+from .trace.coupled_update import is_coupled
 from .trace.optimizer_choice import OptimizerChoice
 from .trace.tracer import Trace, run_traces
 
@@ -62,9 +63,10 @@ class Measured:
     Args:
         request: traced with the settings of ``option``.
         capacity: bytes of each device.
+        batch_size: rows per update.
     """
 
-    def __init__(self, request: Request, option: Option, capacity: tuple[int, ...]) -> None:
+    def __init__(self, request: Request, option: Option, capacity: tuple[int, ...], batch_size: int) -> None:
         self.option, self.capacity = option, capacity
         self.request = dataclasses.replace(
             request,
@@ -74,6 +76,7 @@ class Measured:
             optimizer=option.optimizer or request.optimizer,
             savings=("replace_lm_head",) * option.no_logits + ("offload_activations",) * option.offload,
             micro_batches=1,
+            update_rows=batch_size,
         )
         if option.inplace:
             self.request = self.request.in_place()
@@ -109,10 +112,10 @@ class Measured:
                 "number of rows"
             )
 
-    @property
-    def flops(self) -> float:
-        """Operations per row, from any trace."""
-        first = next(iter(self._lines.values())).first
+    def flops(self, micro_batches: int) -> float:
+        """Operations per row of an update. Those of several micro-batches differ if each runs its forward twice."""
+        lines = self.lines(micro_batches) if is_coupled(self.request.criterion) else next(iter(self._lines.values()))
+        first = lines.first
         return first.flops / (first.rows * first.micro_batches)
 
     def most_rows(self, device: int, micro_batches: int, share: int) -> int:
@@ -156,7 +159,9 @@ class Measured:
         if 1 in self._lines and not unequal and self.fits_at_once(batch_size):
             rows = [share for _ in devices]
         else:
-            rows = [self.most_rows(i, 2, most_share) for i in devices]
+            # a loss whose rows depend on each other needs less memory in two passes, which one micro-batch does not take
+            half = is_coupled(self.request.criterion)
+            rows = [self.most_rows(i, 2, max(most_share // 2, 1) if half else most_share) for i in devices]
             unequal = unequal and min(rows) < share  # else equal shares fit
             untried = 1 not in self._lines or unequal
             if untried and not _holds(batch_size, rows, unequal) and self.may_fit_at_once(share, 2):
@@ -179,7 +184,9 @@ class Measured:
             peak=tuple(self.lines(count or 2).peak(i, max(largest[i], 1) * len(devices)) for i in devices),
             reserved=tuple(self.reserved(i, max(largest[i], 1), count or 2) or 0 for i in devices),
             saved=0,
-            recomputed=max(0.0, self.flops / plain.flops - 1) if plain.flops else 0.0,  # fused operators are not counted
+            recomputed=max(0.0, self.flops(count or 2) / operations - 1)
+            if (operations := plain.flops(1))
+            else 0.0,  # fused operators are not counted
             traffic=_traffic(self.request, self.option.balanced) + (self._offloaded(largest, count) if fits else 0),
             changes_result=self.option.changes_result,
             fits=fits,

@@ -22,12 +22,13 @@ def what_would_fit(measured: Sequence[Measured], capacity: int) -> tuple[int, in
 
     least = min(measured, key=lowest)
     balanced = dataclasses.replace(least.option, balanced=True)
+    rows = least.request.update_rows or 1
 
     counted = {each.request.devices: each for each in measured if each.option == balanced}
 
     def trace(*counts: int) -> None:
         asked = [n for n in counts if n not in counted]
-        new = {n: Measured(dataclasses.replace(least.request, devices=n), balanced, (capacity,) * n) for n in asked}
+        new = {n: Measured(dataclasses.replace(least.request, devices=n), balanced, (capacity,) * n, rows) for n in asked}
         measure(list(new.values()), 2)
         counted.update(new)
 

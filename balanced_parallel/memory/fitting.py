@@ -20,6 +20,7 @@ from .remedies import explain
 from .report import MemoryReport
 from .request import Request
 from .step_request import bytes_in_use, kind_of, request_of_step
+from .trace.coupled_update import is_coupled
 
 __all__: list[str] = []
 
@@ -75,10 +76,11 @@ def fit(
         rows, lines = max(split_sizes(request.rows, shares)), at_once
     else:
         several = dataclasses.replace(request, micro_batches=2)
-        half = -(-request.rows // 2 // request.row_step) * request.row_step
+        coupled = is_coupled(request.criterion)  # takes two passes, with all outputs, for two micro-batches and more
+        half = -(-request.rows // (4 if coupled else 2) // request.row_step) * request.row_step
         mine, lines = lines_of(several, half)
         most = make_report(several, half, mine, None, lines).largest(limits) if min(limits) > 0 else 0
-        rows = _per_device(most, shares)
+        rows = _per_device(min(most, request.rows // 2) if coupled else most, shares)
     if not isinstance(step.model, DataParallelModel):
         rows = -max_over_ranks(-rows)
     if rows == 0:

@@ -248,7 +248,7 @@ def plan(
     measured: list[Measured] = []
     choices: list[Choice] = []
     while stages and not any(choice.fits for choice in choices):
-        some = [Measured(request, option, limits) for option in stages.pop(0)]
+        some = [Measured(request, option, limits, batch_size) for option in stages.pop(0)]
         plain = (measured or some)[0]
         try:
             measure_what_decides(some, batch_size, plain)

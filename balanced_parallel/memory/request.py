@@ -40,6 +40,7 @@ class Request:
         inplace: names of the activations that are in place.
         split: the weight of each device; None for equal shares.
         scalar: the result of every read of a tensor's value in the module.
+        update_rows: rows of an update over all devices of a process; None for those of ``batches``.
     """
 
     module: torch.nn.Module
@@ -61,6 +62,7 @@ class Request:
     scalar: int | float | bool | None
     savings: tuple[str, ...] = ()
     inplace: tuple[str, ...] = ()
+    update_rows: int | None = None
 
     @classmethod
     def of(
@@ -135,6 +137,12 @@ class Request:
     def rows_per_micro_batch(self) -> int:
         """Rows of the largest micro-batch over all devices of a process."""
         return -(-self.rows * self.batches // self.micro_batches)
+
+    @property
+    def rows_of_update(self) -> int:
+        """Rows of an update over all devices and ranks, whose outputs a loss with ``whole=True`` needs."""
+        ranks = self.devices if self.layout.is_distributed else 1
+        return (self.update_rows or self.rows * self.batches) * ranks
 
     @property
     def row_step(self) -> int:

@@ -49,7 +49,7 @@ def request_of_step(step: TrainStep, inputs: Any, targets: Any) -> Request:
     of_model = model.precision.name
     request = Request.of(
         model.module,
-        criterion if is_local else criterion.module,
+        criterion if is_local or criterion.is_coupled else criterion.module,
         inputs,
         targets,
         optimizer=torch.optim.SGD,

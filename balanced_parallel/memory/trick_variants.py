@@ -14,7 +14,7 @@ from ..savings.checkpointing import checkpoint_activations
 from ..savings.linear_cross_entropy import LinearCrossEntropy
 from .request import Request
 from .trace.optimizer_choice import OptimizerChoice
-from .trace.strategies import compute_loss
+from .trace.plain_program import compute_loss
 
 __all__: list[str] = []
 

@@ -16,7 +16,7 @@ from ..batch.per_replica import PerReplica
 from ..batch.provenance import refuse_list
 from ..batch.row_marks import Arguments, dims_of_method, mark
 from ..batch.rows import count_rows, cut, move_leaves
-from ..batch.shards import sizes_of_shards
+from ..batch.shards import find_shards
 from ..batch.splits import Shares, assign_rows
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.precision import Precision
@@ -199,7 +199,8 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         arguments = self.mark(arguments, method)
         rows = count_rows(arguments, self.dim)
         self.shares.begin()
-        devices, sizes = assign_rows(rows, self.devices, self.split, sizes_of_shards(arguments))
+        shards = find_shards(arguments)
+        devices, sizes = assign_rows(rows, self.devices, self.split, None if shards is None else shards.sizes)
         batches = [arguments] if sizes is None else cut(arguments, sizes, self.dim)
         if len(devices) > 1:
             offset_seeds(self.devices)
@@ -211,9 +212,13 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
             timed = self.shares.timed(list(work), devices, sizes)
             together = len(work) > 1 and has_layers_over_all_rows(self.replicas.modules_of(self.module))
             outputs = self.replicas.workers(timed, devices, together=together)
-        if self.gather_outputs:
+        if self.gather_outputs and shards is None:
             return self._gather(outputs)
-        return PerReplica.of_forward(outputs, sizes or [None], self.out_dims)
+        per_replica = PerReplica.of_forward(outputs, sizes or [None], self.out_dims)
+        if shards is None:
+            return per_replica
+        per_replica.in_order(shards.order)
+        return per_replica.gather(self._gathers_on) if self.gather_outputs else per_replica
 
     def _gather(self, outputs: list[Any]) -> Any:
         if len(outputs) == 1:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from ..batch import nested
+from ..batch.cost_shards import inputs_and_targets
 from ..batch.microbatches import as_arguments
 from ..batch.row_marks import Arguments
 from ..batch.rows import count_rows
@@ -86,15 +87,7 @@ class Samples:
 
 def _checked(collated: Any, rows: int, model: Model, criterion: DataParallelCriterion) -> tuple[Shard, tuple[int, int]]:
     """Returns the result of a ``collate``, which has one row for each of ``rows`` samples, and the dimensions of the rows."""
-    if isinstance(collated, Mapping) and "labels" in collated:
-        inputs, targets = collated, collated["labels"]
-    elif isinstance(collated, (tuple, list)) and len(collated) == 2:
-        inputs, targets = collated
-    else:
-        raise ValueError(
-            f"collate returned {nested.describe(collated)}, expected (inputs, targets), or a mapping of inputs with 'labels', "
-            "which are the targets"
-        )
+    inputs, targets = inputs_and_targets(collated)
     shard, dims = marked(inputs, nested.spread(targets), model, criterion)
     for name, node, dim in zip(("inputs", "targets"), shard, dims, strict=True):
         found = count_rows(node, dim, rows)

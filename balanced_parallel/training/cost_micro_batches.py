@@ -100,12 +100,10 @@ class CostCuts:
 
     def _runs(self, costs: Sequence[float], limit: float | None, count: int) -> list[list[int]]:
         """Returns the rows of each shard of ``count`` micro-batches."""
-        shards = len(self._model.devices) * count
-        if limit is None or not costs:
-            return cut_by_cost(costs, shards, self._combine)
-        if self.unit == "rows":
-            return cut_by_cost(costs, shards, self._combine, most_rows=int(limit))
-        return cut_by_cost(costs, shards, self._combine, budget=self._budget(costs, limit))
+        devices = len(self._model.devices)
+        most_rows = int(limit) if limit is not None and self.unit == "rows" else None
+        budget = self._budget(costs, limit) if limit is not None and self.unit == "cost" and costs else None
+        return cut_by_cost(costs, devices * count, self._combine, most_rows=most_rows, budget=budget, together=devices)
 
     def _budget(self, costs: Sequence[float], limit: float) -> float:
         return limit if self._is_strict else max(limit, cost_of_shard([max(costs)], self._combine))

@@ -29,12 +29,14 @@ class Batch(NamedTuple):
         targets: of the criterion, behind the outputs.
         is_whole: an effective batch. Its last backward reduces all gradients.
         outputs: receives the detached outputs of its micro-batches; None keeps none.
+        losses: of its micro-batches; None lets the criterion choose.
     """
 
     inputs: Any
     targets: tuple[Any, ...]
     is_whole: bool
     outputs: list[PerReplica] | None
+    losses: BatchLosses | None = None
 
 
 class MicroBatch(NamedTuple):

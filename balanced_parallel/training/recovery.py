@@ -35,6 +35,14 @@ _log = logging.getLogger(__name__)
 _NO_LIMIT = 2**62
 
 
+def nothing() -> None:
+    """Does nothing."""
+
+
+class ElsewhereOutOfMemory(torch.OutOfMemoryError):
+    """Another rank is out of memory."""
+
+
 class Attempts(Protocol):
     """Runs the parts of an update: batches, the reduction, the optimizers' step.
 
@@ -49,8 +57,8 @@ class Attempts(Protocol):
     def accumulate(self, run: Run, batch: Batch) -> None:
         """Calls ``run(batch)``."""
 
-    def finish(self, run: Run, finish: Callable[[], T]) -> T:
-        """Returns the result of ``finish()``, after the last batch."""
+    def finish(self, run: Run, finish: Callable[[], T], before: Callable[[], None] = nothing) -> T:
+        """Returns the result of ``finish()``, after the last batch and ``before()``."""
 
     def updating(self, update: Update) -> AbstractContextManager[None]:
         """Surrounds an update."""
@@ -68,8 +76,9 @@ class OneAttempt:
         """Calls ``run(batch)``."""
         run(batch)
 
-    def finish(self, run: Run, finish: Callable[[], T]) -> T:
+    def finish(self, run: Run, finish: Callable[[], T], before: Callable[[], None] = nothing) -> T:
         """Returns the result of ``finish()``."""
+        before()
         return finish()
 
     def updating(self, update: Update) -> AbstractContextManager[None]:
@@ -77,7 +86,7 @@ class OneAttempt:
         return contextlib.nullcontext()
 
 
-def make_attempts(step: "TrainStep", sync: GradientSync, limit: float | Literal["auto"] | None) -> Attempts:
+def recovering(step: "TrainStep", sync: GradientSync, limit: float | Literal["auto"] | None) -> Attempts:
     """Returns the way to run updates, with recovery from running out of memory for ``"auto"``."""
     return Recovery(step, sync) if limit == "auto" else OneAttempt(limit)
 
@@ -121,10 +130,9 @@ class Recovery:
             self._begin()
             self._batches.append(batch)
             if not self._failed:
-                self._attempt(lambda: run(batch))
-                self._is_mine = self._failed
+                self._is_mine = self._attempt(lambda: run(batch))
 
-    def finish(self, run: Run, finish: Callable[[], T]) -> T:
+    def finish(self, run: Run, finish: Callable[[], T], before: Callable[[], None] = nothing) -> T:
         """Returns the result of ``finish()``, which raises on all ranks if memory was too small on one.
 
         Raises:
@@ -134,6 +142,8 @@ class Recovery:
             self._begin()  # a rank without rows has not called accumulate
             results: list[T] = []
             while not results:
+                if not self._failed:
+                    self._is_mine = self._attempt(before)
                 if not self._failed or self._sync.abandon():
                     with self._retrying():  # what follows the agreement of the ranks must not fail on one of them
                         self._attempt(lambda: results.append(finish()))
@@ -174,33 +184,37 @@ class Recovery:
                 self._before.take()
             self._has_begun = True
 
-    def _attempt(self, work: Callable[[], None]) -> None:
-        """Calls ``work``, and keeps nothing of it if memory is too small."""
+    def _attempt(self, work: Callable[[], None]) -> bool:
+        """Calls ``work``, and keeps nothing of it if memory is too small. Returns True if that is this rank's own failure."""
         try:
             work()
         except torch.OutOfMemoryError as error:
-            self._failed, self._reason = True, self._reason or str(error)
+            self._failed = True
+            if isinstance(error, ElsewhereOutOfMemory):
+                return False
+            self._reason = self._reason or str(error)
+            return True
+        return False
 
     def _restart(self, run: Run) -> None:
         """Puts everything back, and runs all batches again in smaller micro-batches."""
         largest, half = max((self._step._cuts.largest(batch, self.limit) for batch in self._batches), default=(0, 0))
         smaller = self._sync.smallest(half if self._is_mine else _NO_LIMIT)
         if smaller == _NO_LIMIT:  # no forward or backward has failed, but the reduction behind them
-            smaller = self._sync.smallest(half)
+            smaller = -self._sync.smallest(-half)  # of the largest, since others may have no rows
         self._before.restore()
         release_memory()
         if not smaller:
             known = [explain_step(self._step, batch.inputs, batch.targets) for batch in self._batches[:1]]
             raise torch.OutOfMemoryError(" ".join([f"one row per device does not fit: {self._reason}", *known]))
         self._tried.append(largest)
-        self.limit, self._failed, self._reason = smaller, False, ""
+        self.limit, self._failed, self._is_mine, self._reason = smaller, False, False, ""
         self._sync.begin()
         for batch in self._batches:
             if batch.outputs is not None:
                 batch.outputs.clear()
             if not self._failed:
-                self._attempt(lambda batch=batch: run(batch))  # type: ignore[misc]
-        self._is_mine = self._failed
+                self._is_mine = self._attempt(lambda batch=batch: run(batch))  # type: ignore[misc]
 
     def _report(self) -> None:
         if self._tried and rank() == 0:

@@ -20,8 +20,8 @@ from .gradient_sync import gradient_sync
 from .gradients import trained_tensors
 from .micro_batches import Batch, Model, run_forward
 from .padded_batches import Trim
-from .recovery import make_attempts
 from .step_state import StepState
+from .two_passes import make_attempts
 from .update import Optimizers, Schedulers, each_scheduler
 from .window import Window
 
@@ -119,8 +119,8 @@ class TrainStep(StepState):
 
     def _accumulate(self, batch: Batch) -> None:
         micro_batches, targets = self._cuts.cut(batch, self._attempts.limit)
-        with self._window.adding(self._begin) as accumulation:
-            losses = losses_of_batch(self.criterion, targets, is_whole=batch.is_whole)
+        with self._adding() as accumulation:
+            losses = batch.losses or losses_of_batch(self.criterion, targets, is_whole=batch.is_whole)
             accumulation.begin_batch(losses)
             for micro_batch in micro_batches:
                 last = batch.is_whole and micro_batch.followers == 0
@@ -141,5 +141,5 @@ class TrainStep(StepState):
             return loss
 
     def _finish(self) -> tuple[Tensor, float, Weight]:
-        with self._window.adding(self._begin) as accumulation:
+        with self._adding() as accumulation:
             return accumulation.finish(self.criterion.minimum)

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -131,6 +132,9 @@ class StepState:
 
     def _update(self) -> Update:
         return Update(each_optimizer(self.optimizer), self._trained)
+
+    def _adding(self) -> AbstractContextManager[Accumulation]:
+        return self._window.adding(self._begin)
 
     def _begin(self, weight_before: float) -> Accumulation:
         update = self._update()

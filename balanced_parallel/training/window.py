@@ -9,6 +9,7 @@ import torch
 from ..runtime.progress import naming_ranks
 from .accumulation import Accumulation
 from .gradient_sync import GradientSync
+from .micro_batches import Batch
 
 __all__: list[str] = []
 
@@ -23,12 +24,13 @@ class Window:
     def __init__(self, sync: GradientSync) -> None:
         self.sync = sync
         self._accumulation: Accumulation | None = None
+        self.waiting: list[Batch] = []  # batches that run in the update
         self.weight_before = 0.0
 
     @property
     def is_empty(self) -> bool:
         """Returns True between two updates."""
-        return self._accumulation is None
+        return self._accumulation is None and not self.waiting
 
     @contextmanager
     def adding(self, begin: Callable[[float], Accumulation]) -> Iterator[Accumulation]:
@@ -59,9 +61,9 @@ class Window:
             try:
                 yield
             except BaseException as error:
-                self._accumulation = None
+                self._accumulation, self.waiting = None, []
                 self.sync.discard(out_of_memory=isinstance(error, torch.OutOfMemoryError))
                 raise
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_accumulation": None}  # a copy has no gradients
+        return {**self.__dict__, "_accumulation": None, "waiting": []}  # a copy has no gradients

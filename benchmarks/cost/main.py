@@ -197,7 +197,8 @@ def report() -> str:
     values = {
         "batches": BATCHES,
         "missed": "\n".join(f"- {one}" for one in missed) or "None.",
-        "environment": f"{platform.machine()}, {torch.get_num_threads()} threads, Python {platform.python_version()}, torch {torch.__version__}",
+        "environment": f"{platform.machine()}, {torch.get_num_threads()} threads, Python {platform.python_version()}, "
+        f"torch {torch.__version__}",
     }
     return "\n\n".join(parts) + "\n\n" + (HERE / "page.md").read_text().format(**values)
 

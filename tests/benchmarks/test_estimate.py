@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.slow import slow_but
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "estimate"
 TABLES = [
@@ -45,7 +46,7 @@ SETTINGS = [  # tests/memory/test_estimation.py has all combinations for network
 ]
 
 
-@pytest.mark.parametrize(("name", "precision", "checkpoint"), SETTINGS)
+@pytest.mark.parametrize(("name", "precision", "checkpoint"), slow_but(SETTINGS, SETTINGS[0], SETTINGS[1], SETTINGS[3]))
 def test_estimate_equals_the_peak_of_the_allocator(benchmark, name, precision, checkpoint):
     if "transformers" in name:
         pytest.importorskip("transformers")

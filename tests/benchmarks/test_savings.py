@@ -56,6 +56,7 @@ def check_ranks(rank):
         return max([*alone, *(off for _, off in benchmark.pairs_of(changes, ranks=True))])
 
 
+@pytest.mark.slow
 def test_ranks_keep_the_result():
     assert max(run_ranks(2, check_ranks)) <= 1e-10
 

@@ -63,8 +63,8 @@ def test_weighted_means_are_distinguished_from_losses_that_couple_rows():
     assert reasons_of(mean_of_few, weight=lambda output, target: (target > 1).sum()) == ()
     (reason,) = reasons_of(contrastive_loss)
     assert reason == (
-        "the loss: its rows depend on each other, so it cannot be computed in parts: compute it as "
-        "criterion(gather(outputs), targets)"
+        "the loss: its rows depend on each other, so it cannot be computed in parts: give DataParallelCriterion whole=True, "
+        "which computes criterion(gather(outputs), targets)"
     )
 
 

@@ -17,6 +17,7 @@ from helpers.problems import (
     plain_program,
 )
 from helpers.ranks import run_ranks
+from helpers.slow import slow
 from torch import nn
 
 from balanced_parallel import DataParallelModel, TrainStep, parallelize
@@ -104,7 +105,7 @@ def check_losses(rank, sizes):
     return checked
 
 
-@pytest.mark.parametrize("sizes", [[4, 5], [1, 6], [5, 0, 2]])
+@pytest.mark.parametrize("sizes", [slow([4, 5]), slow([1, 6]), [5, 0, 2]])
 def test_ranks_equal_the_plain_program(sizes):
     assert run_ranks(len(sizes), check_losses, sizes) == [len(LOSSES)] * len(sizes)
 

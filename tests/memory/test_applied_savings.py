@@ -6,6 +6,7 @@ import functools
 
 import pytest
 import torch
+from helpers.slow import slow
 from torch import nn
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, memory, savings, simulate
@@ -54,7 +55,7 @@ def predict(names, devices, rows):
 NAMES = ["checkpoint_activations", "inplace_activations", "offload_activations", "release_gradients_in_backward"]
 
 
-@pytest.mark.parametrize("devices", [1, 2])
+@pytest.mark.parametrize("devices", [slow(1), 2])
 @pytest.mark.parametrize("names", [*((name,) for name in NAMES), tuple(NAMES[1:3])], ids="+".join)
 @pytest.mark.usefixtures("one_trace")
 def test_saved_bytes_are_predicted(names, devices):
@@ -139,7 +140,7 @@ def sequences(rows):
     return torch.randn(rows, 4096, 128), torch.randn(rows, 4096, 10)
 
 
-@pytest.mark.parametrize(("capacity", "name"), [("60MiB", "in-place activations"), ("30MiB", "offloaded activations")])
+@pytest.mark.parametrize(("capacity", "name"), [("60MiB", "in-place activations"), slow("30MiB", "offloaded activations")])
 def test_plans_use_savings_where_less_does_not_fit(capacity, name):
     settings = {"batch_size": 2, "optimizer": torch.optim.SGD, "device_kind": "sim", "capacity": capacity}
     plan = memory.plan(build(), nn.MSELoss(), *sequences(2), **settings)

@@ -2,13 +2,14 @@
 
 import pytest
 from helpers.memory_problems import PROBLEMS
+from helpers.slow import slow
 from torch import nn
 from torch.nn import functional as F
 
 from balanced_parallel import memory
 
 
-@pytest.mark.parametrize("kind", ["cpu", "h200"])
+@pytest.mark.parametrize("kind", [slow("cpu"), "h200"])
 @pytest.mark.parametrize("problem", PROBLEMS)
 def test_extrapolated_peak_equals_a_direct_estimate(problem, kind):
     build, batch = PROBLEMS[problem]

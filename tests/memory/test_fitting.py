@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers.memory_problems import VOCABULARY, tokens
 from helpers.ranks import run_ranks
+from helpers.slow import slow, slow_but
 from torch import nn
 
 from balanced_parallel import (
@@ -83,7 +84,7 @@ def fits(make, size, capacity, rows):
         return True
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", slow_but(list(OPTIMIZERS), "AdamW", "groups", "BalancedOptimizer"))
 def test_chosen_rows_fit_and_one_more_does_not(name):
     capacity = ("2MiB",) * 2
     make = functools.partial(make_step, OPTIMIZERS[name])
@@ -107,9 +108,9 @@ def other_loss(output, targets):
     ("capacity", "settings"),
     [
         (("2MiB", "1200KiB"), {"split": [2, 1]}),
-        (("2MiB",), {"precision": "bf16"}),
+        slow(("2MiB",), {"precision": "bf16"}),
         (("2MiB",), {"precision": "fp16", "max_grad_norm": 1.0}),
-        (("2MiB",) * 2, {"criterion": other_loss, "weight": lambda output, targets: targets.numel()}),
+        slow(("2MiB",) * 2, {"criterion": other_loss, "weight": lambda output, targets: targets.numel()}),
     ],
 )
 def test_settings_of_the_step_decide(capacity, settings):
@@ -213,7 +214,7 @@ def fit_on_ranks(rank, balanced):
         return step.micro_batch_size, report.peak[0], cluster.peak[rank]
 
 
-@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize("balanced", [slow(False), True])
 def test_ranks_agree(balanced):
     found = run_ranks(2, fit_on_ranks, balanced)
     assert len({size for size, _, _ in found}) == 1

@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from helpers.allocations import used
+from helpers.slow import slow
 from torch import nn
 from torch.nn import functional as F
 
@@ -46,7 +47,7 @@ def has_bf16_lstm():
     return True
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", slow("bf16")])
 @pytest.mark.parametrize("name", RECURRENT)
 @pytest.mark.usefixtures("one_trace")
 def test_recurrent_layers_equal_the_allocator(name, precision):
@@ -91,7 +92,7 @@ def test_cudnn_reserve_equals_the_sizes_of_pytorch_2895(name, printed):
     assert kept.nbytes == printed
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", slow("bf16")])
 @pytest.mark.parametrize("name", RECURRENT)
 @pytest.mark.usefixtures("one_trace")
 def test_recurrent_layers_on_a_gpu_are_reported_as_assumed(name, precision):

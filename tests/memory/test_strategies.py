@@ -8,6 +8,7 @@ import torch
 from helpers.allocations import used_by_shards
 from helpers.memory_problems import PROBLEMS, LanguageModel
 from helpers.ranks import run_ranks
+from helpers.slow import slow_but
 from torch import nn
 from torch.nn import functional as F
 
@@ -57,7 +58,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "balanced", "precision"), LAYOUTS)
+@pytest.mark.parametrize(("layout", "balanced", "precision"), slow_but(LAYOUTS, LAYOUTS[0], LAYOUTS[3]))
 def test_replicas_equal_the_simulated_peak(layout, balanced, precision):
     build, batch = PROBLEMS["language model"]
     settings = {"layout": layout, "balanced_optimizer": balanced, "precision": precision, "devices": 3, "device_kind": "sim"}
@@ -118,7 +119,7 @@ def test_trace_has_the_memory_of_side_streams(monkeypatch, balanced):
 SHARDED = [(1, "fp32", 2), (3, "bf16", 1)]  # rows, precision, micro-batches
 
 
-@pytest.mark.parametrize(("rows", "precision", "accumulate"), SHARDED)
+@pytest.mark.parametrize(("rows", "precision", "accumulate"), slow_but(SHARDED, SHARDED[0]))
 def test_fsdp_equals_the_allocator_of_two_ranks(rows, precision, accumulate):
     used = run_ranks(2, used_by_shards, "language model", rows, precision, accumulate)
     build, batch = PROBLEMS["language model"]

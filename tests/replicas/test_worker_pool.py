@@ -13,6 +13,7 @@ import weakref
 
 import pytest
 import torch
+from helpers.slow import slow_but
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -291,7 +292,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize("end", slow_but(list(ENDS), "after a forward", "beside forwards"))
 def test_no_thread_holds_up_the_end_of_the_interpreter(end):
     source, code = ENDS[end]
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", EXIT + source]

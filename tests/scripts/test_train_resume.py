@@ -68,6 +68,7 @@ def test_sigterm_saves_and_exits_with_0_and_the_run_goes_on(undisturbed, tmp_pat
     assert lines_of(tmp_path) == undisturbed
 
 
+@pytest.mark.slow
 def test_sigterm_to_torchrun_saves_on_all_ranks(undisturbed, tmp_path):
     command = list(map(str, [*TORCHRUN, SCRIPT, "--out", tmp_path, *FLAGS]))
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:

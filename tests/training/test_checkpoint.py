@@ -94,10 +94,16 @@ def test_resumed_run_equals_the_undisturbed_one_bit_for_bit(tmp_path, devices, s
     assert torch.equal(torch.rand(2), draws[0])
 
 
+def tied_net():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)).double()
+    net[3].weight = net[2].weight
+    return net
+
+
 def run_on_rank(rank, strategy, folder, begin, end, out):
     """Goes on from a checkpoint on this rank, saves one, and returns the losses."""
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
+    net = tied_net()
     settings = {} if strategy == "fsdp" else {"micro_batch_size": "auto"}
     step = wrap(*parallelize(net, nn.CrossEntropyLoss(), strategy=strategy), "balanced", **settings)
     step.model.eval()
@@ -113,9 +119,7 @@ def run_on_rank(rank, strategy, folder, begin, end, out):
 
 def test_run_moves_between_one_device_ddp_fsdp_and_replicas(tmp_path):
     def run_here(devices, folder, begin, end, out=None):
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).double()
-        step = wrap(DataParallelModel(net, devices), DataParallelCriterion(nn.CrossEntropyLoss()), "balanced")
+        step = wrap(DataParallelModel(tied_net(), devices), DataParallelCriterion(nn.CrossEntropyLoss()), "balanced")
         step.model.eval()
         assert Checkpoints(folder, step=step).load_latest() == (begin or None)
         losses = run(step, begin, end, [(inputs.double(), targets) for inputs, targets in BATCHES])

@@ -20,7 +20,7 @@ from helpers.unequal import (
 )
 from torch import nn
 
-from balanced_parallel import DataParallelCriterion, simulate
+from balanced_parallel import AdditiveLoss, DataParallelCriterion, simulate
 
 SAMPLES = {"cost": length_of, "collate": pad}
 PADDED = {"cost": lengths_of, "trim": 1}
@@ -219,3 +219,43 @@ def test_bad_lengths_of_padded_batches_are_one_clear_error():
 def test_options_that_do_not_fit_are_refused(settings, message):
     with pytest.raises((ValueError, TypeError), match=message):
         make_step(build(), **settings)
+
+
+class Embedding(Transformer):
+    """One vector per row."""
+
+    def forward(self, words, lengths):
+        scores = super().forward(words, lengths)
+        is_word = torch.arange(words.size(1), device=words.device) < lengths[:, None]
+        return (scores * is_word[:, None]).sum(2) / lengths[:, None]
+
+
+def pad_with_length(samples):
+    inputs, _ = pad(samples)
+    return inputs, inputs["lengths"] % 3
+
+
+def contrast(vectors, labels):
+    similar = nn.functional.log_softmax(vectors @ vectors.T, 1)
+    return -(similar * (labels[:, None] == labels)).sum(1).mean()
+
+
+def agreement(total):
+    return 1 - total[0] / (total[1] * total[2]).sqrt()
+
+
+def products(vectors, labels):
+    return (vectors[:, 0] * labels).sum(), vectors[:, 0].square().sum(), labels.square().sum().double()
+
+
+@pytest.mark.parametrize(("loss", "whole"), [(contrast, True), (AdditiveLoss(products, agreement), False)], ids=["whole", "sums"])
+@pytest.mark.parametrize("limit", [{}, {"micro_batch_cost": 30}])
+def test_losses_that_couple_rows(double, loss, whole, limit):
+    samples, net, plain_net = make_samples(), build(Embedding), build(Embedding)
+    inputs, labels = pad_with_length(samples)
+    expected = loss(plain_net(**inputs), labels)
+    expected.backward()
+    criterion = DataParallelCriterion(loss, whole=whole)
+    step = make_step(net, criterion=criterion, cost=length_of, collate=pad_with_length, **limit)
+    torch.testing.assert_close(step(samples), expected.detach(), rtol=1e-10, atol=1e-10)
+    assert_same_gradients(gradients(net), gradients(plain_net))

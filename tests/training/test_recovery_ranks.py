@@ -1,11 +1,13 @@
 """``micro_batch_size="auto"`` under torchrun: ranks agree, and none of them waits forever."""
 
+import itertools
 import random
 
 import pytest
 import torch
 from helpers.problems import CLASSES, class_targets
 from helpers.ranks import run_ranks
+from helpers.slow import slow_but
 from torch import nn
 
 from balanced_parallel import BalancedOptimizer, TrainStep, convert_sync_batchnorm, parallelize, simulate
@@ -50,6 +52,9 @@ class Run:
         return [torch.tensor(self.losses), *tensors, torch.get_rng_state(), torch.sim.get_rng_state(self.rank)]
 
 
+WAYS = list(itertools.product([False, True], ["fp32", "fp16"], [False, True]))
+
+
 def check_faults(rank, balanced, precision, add, faults):
     choose, seen = random.Random(0), set()
     with simulate(2) as cluster:
@@ -80,9 +85,7 @@ def check_faults(rank, balanced, precision, add, faults):
     return seen
 
 
-@pytest.mark.parametrize("add", [False, True])
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize(("balanced", "precision", "add"), slow_but(WAYS, (True, "fp16", True), (False, "fp32", False)))
 def test_any_failed_allocation_of_one_rank_leaves_the_run_of_smaller_micro_batches(balanced, precision, add):
     seen = run_ranks(2, check_faults, balanced, precision, add, 7)
     assert seen[0] == seen[1]

@@ -2,7 +2,7 @@
 
 import abc
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -12,14 +12,15 @@ from ...batch.gathering import gather
 from ...batch.row_marks import Arguments
 from ...batch.rows import move_leaves
 from ...distributed.sharding import shard
-from ...loss.partial_sums import Shard
 from ...optim.balanced import BalancedOptimizer
 from ...runtime.precision import Precision
 from ...runtime.tensors import get_gradient
+from .coupled_update import CoupledUpdates, make_criterion
 from .ddp_buckets import DDPBuckets, largest_partition
 from .fake_devices import HOME, fake_devices
+from .plain_program import compute_loss, learned_parameters
 from .torch_data_parallel import run_replicas
-from .traced_replicas import TracedCriterion, TracedModel, make_replicas
+from .traced_replicas import TracedModel, make_replicas
 
 if TYPE_CHECKING:
     from ..request import Request
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 __all__: list[str] = []
 
 
-class Layout(abc.ABC):
+class Layout(CoupledUpdates):
     """One way to use the devices. An instance runs micro-batches of one update on fake tensors.
 
     Attributes:
@@ -97,7 +98,7 @@ class Layout(abc.ABC):
         for state in self._inner.state.values():
             yield from state.values()
 
-    def close(self) -> None:  # noqa: B027 - most layouts have nothing to end
+    def close(self) -> None:
         """Ends the process group of the layout, if it has one."""
 
     @property
@@ -136,7 +137,15 @@ class Replicas(Layout):
         settings: dict[str, Any] = {"dim": request.dim, "precision": request.precision}
         devices = fake_devices(request.devices)
         model = TracedModel(module, devices, self.replicas[0], split=request.split, **settings)
-        return model, TracedCriterion(criterion, self.replicas[1], **settings)
+        return model, make_criterion(criterion, self.replicas[1], **settings)
+
+    def coupled_criterion(self) -> Any:
+        """Returns the criterion on fake devices."""
+        return self.parallel_criterion
+
+    def outputs(self, arguments: Arguments) -> Any:
+        """Runs the forward of one micro-batch."""
+        return self.model(*arguments.inputs, **arguments.kwargs)
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         """Makes the optimizer of the layout."""
@@ -145,7 +154,7 @@ class Replicas(Layout):
 
     def loss(self, arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
         """Runs the forward of one micro-batch."""
-        total: Tensor = self.parallel_criterion(self.model(*arguments.inputs, **arguments.kwargs), *targets)
+        total: Tensor = self.parallel_criterion(self.outputs(arguments), *targets)
         return total
 
     @contextlib.contextmanager
@@ -268,15 +277,3 @@ def find_layout(name: str) -> type[Layout]:
     if name not in LAYOUTS:
         raise ValueError(f"layout={name!r}, expected one of {', '.join(LAYOUTS)}")
     return LAYOUTS[name]
-
-
-def compute_loss(criterion: Any, output: Any, targets: tuple[Any, ...]) -> Tensor:
-    """Returns the loss of an output, whose entries are spread over the criterion's arguments if it is a tuple."""
-    result: Tensor = Shard(criterion, 1, output, targets, {}).call()
-    return result
-
-
-def learned_parameters(module: nn.Module, criterion: Any) -> list[Tensor]:
-    """Returns the parameters of the module and of the criterion, each once."""
-    found: Iterable[Tensor] = [*module.parameters(), *(criterion.parameters() if isinstance(criterion, nn.Module) else ())]
-    return list(dict.fromkeys(found))

@@ -67,6 +67,6 @@ class TracedModel(DataParallelModel):
 class TracedCriterion(DataParallelCriterion):
     """A :class:`DataParallelCriterion` with given replicas."""
 
-    def __init__(self, criterion: Any, replicas: Replicas, *, dim: int, precision: str) -> None:
-        super().__init__(criterion, dim=dim, precision=precision)
+    def __init__(self, criterion: Any, replicas: Replicas, *, dim: int, precision: str, whole: bool = False) -> None:
+        super().__init__(criterion, dim=dim, precision=precision, whole=whole)
         self.replicas = replicas

@@ -159,16 +159,17 @@ def _run(request: Request, count: Count, module: Any, criterion: Any, batch: Mic
 def _update(layout: Layout, count: Count, micro_batches: list[MicroBatch], host: torch.device | None) -> None:
     count.see_all(layout.buckets, "communication buckets")
     layout.zero_grad()
-    for index, (arguments, targets) in enumerate(micro_batches):
-        last = index == len(micro_batches) - 1
-        with contextlib.nullcontext() if last else layout.accumulating():
-            loss = layout.loss(arguments, targets)
+    losses = layout.losses(micro_batches)
+    while losses:
+        compute = losses.pop(0)
+        with layout.accumulating() if losses else contextlib.nullcontext():
+            loss = compute()
             count.turn("temporaries", "saved activations")
             count.see_all(layout.parameter_copies(), "parameters")
             count.mark("backward")
             loss.backward()
             count.see_all(layout.gradients(), "gradients")
-            del loss
+            del loss, compute
     count.mark("update")
     layout.optimizer.step()
     count.see_all(layout.optimizer_states(), "optimizer state")

@@ -1,0 +1,47 @@
+"""Settings of the documentation site. To build it: ``sphinx-build -W -c docs . build/site``."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import balanced_parallel  # noqa: E402 - this checkout, not an installed version
+
+project = "balanced_parallel"
+author = "The balanced_parallel maintainers"
+release = version = balanced_parallel.__version__
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
+
+# the root of the repository is the source, so that links between its files work here as they do on GitHub
+root_doc = "README"
+include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "benchmarks/*/README.md", "docs/images/**"]
+exclude_patterns = ["docs/README.md"]  # a list of the pages, for readers of the repository
+myst_heading_anchors = 3
+myst_enable_extensions = ["attrs_inline"]
+copybutton_prompt_text = r">>> |\.\.\. "
+copybutton_prompt_is_regexp = True
+
+autodoc_typehints = "none"  # the descriptions of the arguments say it in words
+autodoc_member_order = "bysource"
+napoleon_google_docstring = True
+napoleon_use_rtype = False
+
+html_theme = "furo"
+pygments_style, pygments_dark_style = "friendly", "monokai"
+html_title = "balanced_parallel"
+html_extra_path = ["site/index.html"]  # index.html, which leads to the first page
+html_copy_source = False
+html_show_sourcelink = False
+
+
+def add_contents(app: object, page: str, source: list[str]) -> None:
+    """Adds the table of contents to the front page, where GitHub would show it as text."""
+    if page == root_doc:
+        source[0] += "\n" + (Path(__file__).parent / "site" / "contents.md").read_text()
+
+
+def setup(app: Any) -> None:
+    """Connects the changes of pages."""
+    app.connect("source-read", add_contents)

@@ -1,0 +1,131 @@
+"""Losses whose rows depend on each other, and updates with them that are compared with the plain program."""
+
+import torch
+import torch.nn.functional as F
+from helpers.problems import CLASSES, build_net
+from torch import nn
+
+from balanced_parallel import AdditiveLoss, DataParallelCriterion, DataParallelModel, DiceLoss, TrainStep, parallelize
+
+
+class Towers(nn.Module):
+    """Two towers and a temperature, as in CLIP."""
+
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = build_net(), build_net()
+        self.scale = nn.Parameter(torch.tensor([0.7]))  # FSDP refuses parameters without a dimension
+
+    def forward(self, inputs):
+        return self.left(inputs), self.right(inputs.flip(1)), self.scale[0].exp()
+
+
+class PairLoss(nn.Module):
+    """The contrastive loss of CLIP, with a bias of its own, and pairs of one label that do not repel."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, left, right, scale, labels):
+        logits = scale * F.normalize(left, dim=1) @ F.normalize(right, dim=1).t() + self.bias * (labels[:, None] - labels[None])
+        own = torch.arange(len(left), device=left.device)
+        return (F.cross_entropy(logits, own) + F.cross_entropy(logits.t(), own)) / 2
+
+
+def correlation_statistics(output, target):
+    wanted = F.one_hot(target, CLASSES).to(output)
+    return {
+        "rows": len(output),
+        "sums": (output.sum(0), wanted.sum(0)),
+        "products": (output * wanted).sum(0),
+        "squares": (output.square().sum(0), wanted.square().sum(0)),
+    }
+
+
+def correlation_loss(total):
+    """One minus Pearson's correlation of each class with its targets."""
+    rows, (output, wanted) = total["rows"], total["sums"]
+    covariance = total["products"] - output * wanted / rows
+    variances = [square - each.square() / rows for square, each in zip(total["squares"], (output, wanted), strict=True)]
+    return (1 - covariance / (variances[0] * variances[1] + 1e-6).sqrt()).mean()
+
+
+KINDS = {
+    "pairs": (Towers, lambda: DataParallelCriterion(PairLoss(), whole=True)),
+    "correlation": (build_net, lambda: DataParallelCriterion(AdditiveLoss(correlation_statistics, correlation_loss))),
+    "dice": (build_net, lambda: DataParallelCriterion(DiceLoss())),
+    "dice of all": (build_net, lambda: DataParallelCriterion(DiceLoss(), whole=True)),
+}
+
+
+def coupled_problem(kind, rows=11):
+    """Returns a module and a criterion in float64, inputs and targets."""
+    make, criterion = KINDS[kind]
+    torch.manual_seed(3)
+    module = make().double()
+    generator = torch.Generator().manual_seed(4)
+    inputs = torch.randn(rows, 4, generator=generator, dtype=torch.float64)
+    return module, criterion().double(), inputs, torch.randint(CLASSES, (rows,), generator=generator)
+
+
+def gradients_of(module, criterion):
+    parameters = (
+        [*module.named_parameters(), *criterion.module.named_parameters()] if isinstance(criterion.module, nn.Module) else []
+    )
+    return {name: None if one.grad is None else _whole(one.grad).clone() for name, one in parameters}
+
+
+def _whole(gradient):
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+
+
+def plain_update(kind, rows=11):
+    """Returns the loss and the gradients of the plain program."""
+    module, criterion, inputs, targets = coupled_problem(kind, rows)
+    outputs = module(inputs)
+    loss = criterion.module(*(outputs if isinstance(outputs, tuple) else (outputs,)), targets)
+    loss.backward()
+    return loss.detach(), gradients_of(module, criterion)
+
+
+def split_update(kind, devices, micro_batch_size, adds=None):
+    """Returns loss and gradients of an update on several devices, at once or by adds of some rows."""
+    module, criterion, inputs, targets = coupled_problem(kind)
+    model = DataParallelModel(module, devices)
+    step = TrainStep(
+        model, criterion, torch.optim.SGD([*model.parameters(), *criterion.parameters()], 0.0), micro_batch_size=micro_batch_size
+    )
+    if adds is None:
+        return step(inputs, targets), gradients_of(module, criterion)
+    for batch in zip(inputs.split(adds), targets.split(adds), strict=True):
+        step.add(*batch)
+    return step.apply(), gradients_of(module, criterion)
+
+
+def rank_update(rank, kind, sizes, micro_batch_size, strategy, by_hand=False):
+    """Returns loss and gradients of an update over ranks, with ``sizes[rank]`` rows on each."""
+    module, criterion, inputs, targets = coupled_problem(kind)
+    if strategy == "fsdp":
+        criterion.module.requires_grad_(False) if isinstance(criterion.module, nn.Module) else None
+    model, criterion = parallelize(module, criterion, strategy=strategy)
+    optimizer = torch.optim.SGD([*model.parameters(), *criterion.parameters()], lr=0.0)
+    inputs, targets = inputs.split(sizes)[rank], targets.split(sizes)[rank]
+    if by_hand:
+        loss = criterion(model(inputs), targets)
+        loss.backward()
+        loss = loss.detach()
+    else:
+        loss = TrainStep(model, criterion, optimizer, micro_batch_size=micro_batch_size)(inputs, targets)
+    return loss, gradients_of(module, criterion)
+
+
+def assert_same_update(found, expected):
+    """Compares losses and gradients. Missing ones of parameters that are frozen do not count."""
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-10, atol=1e-12)
+    assert set(found[1]) == set(expected[1])
+    for name, gradient in found[1].items():
+        if gradient is not None:
+            torch.testing.assert_close(
+                gradient, expected[1][name], rtol=1e-10, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+            )

@@ -1,0 +1,103 @@
+"""Releases: the wheel and the sdist work in a new environment, and the files around them agree with the package."""
+
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+
+import balanced_parallel
+
+ROOT = Path(__file__).parents[1]
+SMOKE = """
+import torch
+from torch import nn
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, memory, simulate
+net = nn.Linear(4, 3)
+with simulate(2) as cluster:
+    model = DataParallelModel(net)
+    step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), torch.optim.SGD(model.parameters(), lr=0.1))
+    assert step(torch.randn(7, 4), torch.arange(7) % 3).isfinite()
+print(memory.estimate(nn.Linear(4, 3), nn.MSELoss(), torch.zeros(2, 4), torch.zeros(2, 3)).peak[0] > 0)
+"""
+
+
+def call(*command, **settings):
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=200, **settings)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """The folder of a wheel and an sdist, made from a copy of the committed and the new files."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
+    files = call("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines()
+    call("tar", "-cf", source / "files.tar", *(name for name in files if (ROOT / name).exists()), cwd=ROOT)
+    call("tar", "-xf", source / "files.tar", "-C", source)
+    call(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, source)  # the wheel is built from the sdist
+    return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", ["*.whl", "*.tar.gz"])
+def test_distributions_run_in_a_new_environment(built, tmp_path, pattern):
+    (archive,) = built.glob(pattern)
+    venv.create(tmp_path / "env", with_pip=True)
+    python = tmp_path / "env" / "bin" / "python"
+    packages = Path(call(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+    (packages / "others.pth").write_text(sysconfig.get_path("purelib"))  # torch, behind the packages of the new environment
+    call(python, "-m", "pip", "install", "--no-deps", archive)
+    assert call(python, "-c", SMOKE, cwd=tmp_path).strip() == "True"
+    assert "estimate" in call(tmp_path / "env" / "bin" / "balanced-parallel", "--help", cwd=tmp_path)
+    where = call(python, "-c", "import balanced_parallel; print(balanced_parallel.__file__)", cwd=tmp_path)
+    assert Path(where.strip()).is_relative_to(packages)
+
+
+@pytest.mark.slow
+def test_distributions_hold_the_package_and_nothing_else(built):
+    (wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {name.split("/")[0].split("-")[0] for name in names} == {"balanced_parallel"}
+    assert "balanced_parallel/py.typed" in names
+    assert sum(name.startswith("balanced_parallel/simulation/native/") for name in names) == len(
+        list((ROOT / "balanced_parallel" / "simulation" / "native").iterdir())
+    )
+    with tarfile.open(sdist) as archive:
+        assert not [name for name in archive.getnames() if "/tests" in name or "/benchmarks" in name]
+
+
+def test_citation_has_the_version_of_the_package():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == balanced_parallel.__version__
+    assert citation["license"] == "Apache-2.0"
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda path: path.name)
+def test_files_of_github_are_valid(path):
+    content = yaml.safe_load(path.read_text())
+    if path.parent.name == "workflows":
+        assert content["permissions"] == {"contents": "read"}
+        assert all(job["steps"] for job in content["jobs"].values())
+    elif path.stem != "config":
+        assert {"name", "description", "body"} <= content.keys()
+
+
+def test_workflow_tests_every_supported_python_and_torch():
+    matrix = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())["jobs"]["tests"]["strategy"]["matrix"]
+    setup = (ROOT / "setup.py").read_text()
+    assert all(f"Python :: {version}" in setup for version in matrix["python"])
+    pinned = (ROOT / "constraints.txt").read_text()
+    assert matrix["torch"][0].removesuffix(".0").replace("==", ">=") in setup  # the oldest
+    assert matrix["torch"][-1] in pinned.splitlines()
+
+
+def test_pre_commit_runs_the_pinned_version_of_ruff():
+    repositories = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    (ruff,) = [one for one in repositories if one["repo"].endswith("ruff-pre-commit")]
+    assert f"ruff=={ruff['rev'].removeprefix('v')}" in (ROOT / "constraints.txt").read_text()

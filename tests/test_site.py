@@ -1,0 +1,31 @@
+"""The documentation site has every page, every benchmark and every public name."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import balanced_parallel
+
+ROOT = Path(__file__).parents[1]
+CONTENTS = (ROOT / "docs" / "site" / "contents.md").read_text()
+PAGES = [path for path in (ROOT / "docs").glob("*.md") if path.name != "README.md"] + list(
+    (ROOT / "benchmarks").glob("*/README.md")
+)
+
+
+@pytest.mark.parametrize("page", sorted(PAGES), ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_page_is_in_the_table_of_contents(page):
+    name = page.relative_to(ROOT).with_suffix("").as_posix()
+    assert re.search(rf"^(.*<)?{name}>?$", CONTENTS, re.MULTILINE)
+
+
+def test_reference_has_every_public_name():
+    reference = (ROOT / "docs" / "reference.md").read_text()
+    names = {name for name in balanced_parallel.__all__ if name not in ("memory", "savings")}
+    names |= {f"memory.{name}" for name in ("estimate", "plan", "fit", "MemoryReport", "MemoryPlan")}
+    missing = [
+        name for name in names if not re.search(rf"auto(class|function):: (balanced_parallel\.)?{name}$", reference, re.MULTILINE)
+    ]
+    assert not missing
+    assert ".. automodule:: balanced_parallel.savings\n   :members:\n" in reference

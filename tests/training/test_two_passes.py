@@ -1,0 +1,193 @@
+"""Losses whose rows depend on each other: any split gives the update of the plain program."""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.coupled import (
+    KINDS,
+    assert_same_update,
+    coupled_problem,
+    gradients_of,
+    plain_update,
+    rank_update,
+    split_update,
+)
+from helpers.problems import CLASSES, assert_same_gradients, build_net, gradients
+from helpers.ranks import run_ranks
+from torch import nn
+
+from balanced_parallel import AdditiveLoss, DataParallelCriterion, DataParallelModel, TrainStep, gather, parallelize, simulate
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("devices", "micro_batch_size", "adds"), [(1, None, None), (3, None, None), (1, 3, None), (3, 1, None), (2, 2, [4, 0, 6, 1])]
+)
+def test_replicas_and_micro_batches_give_the_update_of_the_plain_program(kind, devices, micro_batch_size, adds):
+    assert_same_update(split_update(kind, ["cpu"] * devices, micro_batch_size, adds), plain_update(kind))
+
+
+@pytest.mark.parametrize("kind", ["pairs", "correlation"])
+@pytest.mark.parametrize(
+    ("sizes", "micro_batch_size", "by_hand"), [([4, 4, 3], None, False), ([7, 0, 4], 2, False), ([7, 1, 3], None, True)]
+)
+def test_ranks_give_the_update_of_the_plain_program(kind, sizes, micro_batch_size, by_hand):
+    for found in run_ranks(3, rank_update, kind, sizes, micro_batch_size, "ddp", by_hand):
+        assert_same_update(found, plain_update(kind))
+
+
+@pytest.mark.parametrize("kind", ["pairs", "correlation"])
+def test_shards_give_the_update_of_the_plain_program(kind):
+    for sizes, micro_batch_size in (([6, 5], None), ([11, 0], 4)):
+        for found in run_ranks(2, rank_update, kind, sizes, micro_batch_size, "fsdp"):
+            assert_same_update(found, plain_update(kind))
+
+
+class Noisy(nn.Module):
+    """Dropout, batch norm, and a random number of Python in each forward."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.4), nn.Linear(6, CLASSES)).double()
+
+    def forward(self, inputs):
+        return self.layers(inputs) * (1 + random.random())
+
+
+@pytest.mark.parametrize("kind", ["correlation", "dice of all"])
+def test_both_passes_draw_the_same_numbers_and_statistics_move_once(kind):
+    _, criterion, inputs, targets = coupled_problem(kind, rows=12)
+    plain, net = Noisy(), Noisy()
+    for seed in range(2):
+        torch.manual_seed(seed), random.seed(seed)
+        loss = criterion.module(torch.cat([plain(piece) for piece in inputs.split(4)]), targets)  # one graph of all micro-batches
+        plain.zero_grad()
+        loss.backward()
+        after = torch.rand(1), random.random()
+        step = TrainStep(DataParallelModel(net, ["cpu"]), criterion, torch.optim.SGD(net.parameters(), 0.0), micro_batch_size=4)
+        torch.manual_seed(seed), random.seed(seed)
+        found, outputs = step(inputs, targets, return_outputs=True)
+        assert (torch.rand(1), random.random()) == after
+        torch.testing.assert_close(found, loss.detach())
+        torch.testing.assert_close(gather(outputs).shape, (12, CLASSES))
+        assert_same_gradients(gradients(net), gradients(plain))
+        for mine, expected in zip(net.buffers(), plain.buffers(), strict=True):
+            torch.testing.assert_close(mine, expected)
+
+
+def counted(net):
+    """Returns the list of the rows of each forward of a module, which grows."""
+    rows = []
+    net.register_forward_hook(lambda module, arguments, output: rows.append(len(arguments[0])))
+    return rows
+
+
+def test_one_micro_batch_takes_one_pass():
+    for size, expected in ((None, [11]), (6, [6, 5] * 2)):
+        module, criterion, inputs, targets = coupled_problem("correlation")
+        rows = counted(module)
+        step = TrainStep(
+            DataParallelModel(module, ["cpu"]), criterion, torch.optim.SGD(module.parameters(), 0.1), micro_batch_size=size
+        )
+        step(inputs, targets)
+        assert rows == expected
+
+
+SMALL = {
+    "all outputs": DataParallelCriterion(lambda output, target: 1e-7 * F.cross_entropy(output @ output.t(), target), whole=True),
+    "sums": DataParallelCriterion(
+        AdditiveLoss(lambda output, target: output.float().exp().sum(0), lambda total: 1e-7 * total.log().sum())
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("size", [None, 2])
+def test_small_derivatives_do_not_underflow_in_float16(name, size):
+    found = {}
+    for precision in ("fp32", "fp16"):
+        net = build_net()
+        step = TrainStep(
+            DataParallelModel(net, ["cpu"] * 2),
+            SMALL[name],
+            torch.optim.SGD(net.parameters(), 0.0),
+            micro_batch_size=size,
+            precision=precision,
+        )
+        step(torch.randn(7, 4, generator=torch.Generator().manual_seed(0)), torch.arange(7))
+        found[precision] = gradients(net)
+    assert_same_gradients([one * 1e7 for one in found["fp16"]], [one * 1e7 for one in found["fp32"]], tolerance=2e-2)
+
+
+def simulated_update(kind, size, fail=None):
+    """Returns an update of two steps on two simulated devices, the micro-batch size in the end, and the allocations."""
+    module, criterion, inputs, targets = coupled_problem(kind)
+    with simulate(devices=2) as cluster:
+        module.to("sim:0"), criterion.to("sim:0")
+        parameters = [*module.parameters(), *criterion.parameters()]
+        step = TrainStep(DataParallelModel(module, [0, 1]), criterion, torch.optim.SGD(parameters, 0.1), micro_batch_size=size)
+        step(inputs, targets)
+        before = cluster.allocations
+        if fail is not None:
+            cluster.fail_allocation(fail)
+        loss = step(inputs, targets)
+        gradients = {name: one.cpu() for name, one in gradients_of(module, criterion).items()}
+        return loss.cpu(), gradients, step.micro_batch_size, cluster.allocations - before
+
+
+@pytest.mark.parametrize("kind", ["pairs", "dice"])
+def test_an_out_of_memory_runs_the_window_again_in_smaller_micro_batches(kind):
+    *expected, _, _ = simulated_update(kind, 3)
+    *_, count = simulated_update(kind, None)
+    sizes = []
+    for fail in range(1, count, count // 8):
+        *found, size, _ = simulated_update(kind, "auto", fail)
+        sizes.append(size)
+        assert_same_update(found, expected)
+    assert sizes[0] == 3
+    assert set(sizes) <= {None, 3}
+
+
+def test_a_window_without_rows_changes_nothing_and_one_failure_is_forgotten():
+    module, criterion, inputs, targets = coupled_problem("dice")
+    step = TrainStep(DataParallelModel(module, ["cpu"]), criterion, torch.optim.SGD(module.parameters(), 0.1), micro_batch_size=4)
+    with pytest.warns(UserWarning, match="no target of this batch was counted"):
+        assert step(inputs[:0], targets[:0]).isnan()
+    step.add(inputs, targets[:3])
+    with pytest.raises(RuntimeError, match="expected apply"):
+        step.state_dict()
+    with pytest.raises(ValueError, match="the targets have 3 rows, but the inputs have 11"):
+        step.apply()
+    assert_same_update((step(inputs, targets), gradients_of(module, criterion)), plain_update("dice"))
+
+
+def faulty_update(rank, kind, faults):
+    """Rank ``fault`` is out of memory somewhere in a second update, whose rows are 7 on rank 0 and 4 on rank 1."""
+    found = []
+    with simulate(2) as cluster:
+        for size, fault, part in [(None, None, 0), (4, None, 0), *(("auto", *one) for one in faults)]:
+            module, criterion, inputs, targets = coupled_problem(kind)
+            model, criterion = parallelize(module, criterion, strategy="ddp")
+            parameters = [*model.parameters(), *criterion.parameters()]
+            step = TrainStep(model, criterion, torch.optim.SGD(parameters, 0.1), micro_batch_size=size)
+            batch = inputs.split([7, 4])[rank], targets.split([7, 4])[rank]
+            step(*batch)
+            before = cluster.allocations
+            if rank == fault:
+                cluster.fail_allocation(1 + int(part * found[0][-1]))
+            loss = step(*batch).cpu()
+            gradients = {name: one.cpu() for name, one in gradients_of(module, criterion).items()}
+            found.append((loss, gradients, step.micro_batch_size, cluster.allocations - before))
+    return found
+
+
+@pytest.mark.parametrize("kind", ["pairs", "correlation"])
+def test_ranks_agree_on_smaller_micro_batches(kind):
+    faults = [(rank, part / 8) for part in range(0, 8, 2) for rank in range(2)]
+    for rank in run_ranks(2, faulty_update, kind, faults):
+        assert len({size for _, _, size, _ in rank}) > 1
+        for *found, _size, _ in rank[1:]:
+            assert_same_update(found, rank[0][:2])
