@@ -1,6 +1,7 @@
 """``memory.estimate``: the memory of an update on each device, predicted without a device."""
 
 import collections
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -11,6 +12,7 @@ import torch
 from .device_specs import DeviceKind
 from .errors import UnknownMemory
 from .extrapolation import Lines
+from .length_traces import trace_lengths
 from .operators.rnn import SOURCE as RECURRENCE
 from .report import PARTS, Holder, MemoryReport
 from .request import Request
@@ -38,6 +40,8 @@ def estimate(
     split: Sequence[float] | None = None,
     dim: int = 0,
     scalar: int | float | bool | None = None,
+    lengths: tuple[int, int] | None = None,
+    trim: int = 1,
 ) -> MemoryReport:
     """Predicts the memory of an update on each device.
 
@@ -66,6 +70,9 @@ def estimate(
         split: the weight of each device, as in :class:`DataParallelModel`.
         dim: the dimension of the rows in inputs, outputs and targets.
         scalar: the result where the module reads a value of a tensor (``.item()``, ``if``). Without it such a read is an error.
+        lengths: the shortest and the longest row, for reports of other lengths: ``report.at(rows, length)`` and
+            ``report.largest_cost(capacity)``. Takes six more traces.
+        trim: the dimension of the lengths, as in :class:`TrainStep`: that of all tensors with the batch's length there.
 
     Raises:
         ValueError: a setting is out of its range; the inputs have no rows; the memory of an operator depends on values.
@@ -97,7 +104,10 @@ def estimate(
         dim=dim,
         scalar=scalar,
     )
-    return report_of(request, request.rows_per_micro_batch)
+    if lengths is None:
+        return report_of(request, request.rows_per_micro_batch)
+    traces = trace_lengths(request, trim, lengths)
+    return dataclasses.replace(report_of(request, request.rows_per_micro_batch), _lengths=traces)
 
 
 def report_of(request: Request, rows: int) -> MemoryReport:

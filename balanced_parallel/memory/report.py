@@ -10,6 +10,8 @@ from typing import Any
 from tabulate import tabulate
 
 from ..runtime.byte_sizes import format_bytes, parse_each
+from .length_budget import largest_cost
+from .length_traces import LengthTraces
 
 __all__: list[str] = []
 
@@ -49,6 +51,7 @@ class MemoryReport:
         phases: places in the timeline where the (last) backward and the optimizer's step begin.
         rows: of one micro-batch over all devices. An update has ``micro_batches`` of them.
         flops: operations of an update without those of the optimizer.
+        micro_batch_cost: the budget of cost that :func:`fit` set, with ``lengths=``.
         affine: :meth:`at` computes other batches from two traces. Otherwise it traces each of them.
     """
 
@@ -67,20 +70,28 @@ class MemoryReport:
     phases: Mapping[str, int]
     flops: int
     affine: bool
+    micro_batch_cost: int | None = None
     _peak_at: Callable[[int], tuple[int, ...]] | None = dataclasses.field(default=None, repr=False, compare=False)
     _traced_at: Callable[[int], tuple[int, ...]] | None = dataclasses.field(default=None, repr=False, compare=False)
     _most_rows: Callable[[Sequence[int]], int | None] | None = dataclasses.field(default=None, repr=False, compare=False)
     _reserved_at: Callable[[int, Sequence[int]], bool] | None = dataclasses.field(default=None, repr=False, compare=False)
+    _lengths: LengthTraces | None = dataclasses.field(default=None, repr=False, compare=False)
 
-    def at(self, rows: int) -> tuple[int, ...]:
+    def at(self, rows: int, length: int | None = None) -> tuple[int, ...]:
         """Returns the peak of each device for micro-batches of ``rows`` rows over all devices.
 
         If the rows do not divide evenly, it is the peak of a device with the larger share.
 
+        Args:
+            length: of all rows, if the estimate had ``lengths=``.
+
         Raises:
-            ValueError: ``rows`` is not positive, or this report was read from a file.
+            ValueError: ``rows`` or ``length`` is not positive, this report was read from a file, or it has no lengths.
         """
-        _check_rows(rows)
+        _check_positive("rows", rows)
+        if length is not None:
+            _check_positive("length", length)
+            return self._of_lengths.peaks(rows, length)
         peaks: tuple[int, ...] = _known(self._peak_at)(rows)
         return peaks
 
@@ -119,9 +130,29 @@ class MemoryReport:
             low -= 1
         return low
 
+    def largest_cost(self, capacity: int | str | Sequence[int | str]) -> int:
+        """Returns the largest budget of cost that fits: a ``micro_batch_cost`` for :class:`TrainStep`.
+
+        Each device may run any shard whose ``rows x longest`` is within it. The estimate had ``lengths=``. The result is 0 if one
+        row of the longest does not fit, and at most 0.1 % below the largest possible.
+
+        Args:
+            capacity: as for :meth:`largest`.
+
+        Raises:
+            ValueError: as for :meth:`largest`, or the estimate had no lengths.
+        """
+        return largest_cost(self._of_lengths, parse_each(capacity, self.devices))
+
+    @property
+    def _of_lengths(self) -> LengthTraces:
+        if self._lengths is None:
+            raise ValueError("this report has no lengths: call memory.estimate(..., lengths=(shortest, longest))")
+        return self._lengths
+
     def to_json(self) -> str:
         """Returns the report as JSON, without its timeline."""
-        hidden = {"timeline", "_peak_at", "_traced_at", "_reserved_at", "_most_rows"}
+        hidden = {"timeline", "_peak_at", "_traced_at", "_reserved_at", "_most_rows", "_lengths"}
         values = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name not in hidden}
         return json.dumps(values | {"where": [[dataclasses.asdict(each) for each in one] for one in self.where]}, indent=2)
 
@@ -148,6 +179,6 @@ def _known(function: Callable[..., Any] | None) -> Callable[..., Any]:
     return function
 
 
-def _check_rows(rows: int) -> None:
-    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
-        raise ValueError(f"rows={rows!r}, expected a positive number")
+def _check_positive(name: str, number: int) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ValueError(f"{name}={number!r}, expected a positive number")
