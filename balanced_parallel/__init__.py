@@ -10,11 +10,8 @@ without GPUs: :func:`simulate`.
 """
 
 from . import memory, savings
-<<<<<<< HEAD
-from .batch.cost_shards import shard_by_cost
-=======
 from .batch.balanced_batches import BalancedBatchSampler
->>>>>>> budget
+from .batch.cost_shards import shard_by_cost
 from .batch.gathering import gather
 from .batch.per_replica import PerReplica
 from .batch.rank_batches import RankBatchSampler
@@ -38,11 +35,8 @@ from .training.step import TrainStep
 __version__ = "0.1.0"
 
 __all__ = [
-<<<<<<< HEAD
     "AdditiveLoss",
-=======
     "BalancedBatchSampler",
->>>>>>> budget
     "BalancedOptimizer",
     "Checkpoints",
     "DataParallelCriterion",
