@@ -13,9 +13,10 @@ from ..runtime.devices import free_bytes
 from ..training import explanations
 from ..training.step import TrainStep
 from .candidates import SCALARS
-from .estimation import lines_of, make_report, report_of, trace_exactly
+from .estimation import lines_of, make_report, report_of
 from .length_budget import largest_cost
 from .length_traces import LengthTraces, trace_lengths, with_length
+from .other_batches import trace_exactly
 from .remedies import explain
 from .report import MemoryReport
 from .request import Request
