@@ -10,7 +10,7 @@ from helpers.processes import run_script
 
 from balanced_parallel import simulate
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples" / "image_classification"
 
 
 def load(name, monkeypatch):
