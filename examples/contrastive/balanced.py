@@ -46,7 +46,7 @@ def main():
     step = TrainStep(model, criterion, optimizer, micro_batch_size=4)
     losses = []
     for number, (images, texts) in enumerate(load_batches(), 1):
-        loss = step((images, texts), ())
+        loss = step((images, texts))
         losses.append(loss.item())
         print(f"step {number}: loss {loss.item():.4f}")
     return losses

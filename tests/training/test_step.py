@@ -127,3 +127,13 @@ def test_steps_on_three_devices_give_the_parameters_of_one_device(body, precisio
     assert losses == pytest.approx(expected_losses, rel=tolerance)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("targets", [(), ((),)], ids=["omitted", "empty"])
+def test_a_criterion_without_targets_is_called_with_the_output_alone(targets):
+    net, inputs = nn.Linear(4, 3), torch.randn(7, 4)
+    criterion = DataParallelCriterion(lambda output: output.square().mean(), weight="rows")
+    step = TrainStep(DataParallelModel(net, CPUS), criterion, torch.optim.SGD(net.parameters(), lr=0.0), micro_batch_size=1)
+    torch.testing.assert_close(step(inputs, *targets), net(inputs).square().mean().detach())
+    step.add(inputs, *targets)
+    torch.testing.assert_close(step.apply(), net(inputs).square().mean().detach())
