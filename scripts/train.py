@@ -165,7 +165,10 @@ def main() -> None:
             check(flags)
             task = digits_task() if flags.task == "digits" else text_task(flags.data, flags.vocabulary)
             if flags.plan:
-                print(make_plan(flags, task))
+                plan = make_plan(flags, task)
+                print(plan)
+                if flags.html:
+                    plan.save_html(flags.html)
                 return
             cluster = start_simulation(flags, stack) if flags.simulate else None
             before = copy.deepcopy(task.module) if flags.plot else task.module
