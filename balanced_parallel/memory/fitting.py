@@ -63,8 +63,9 @@ def fit(step: TrainStep, inputs: Any, targets: Any, *, capacity: int | str | Seq
         coupled = is_coupled(request.criterion)  # takes two passes, with all outputs, for two micro-batches and more
         half = -(-request.rows // (8 if coupled else 2) // request.row_step) * request.row_step
         mine, lines = lines_of(several, half)
-        most = make_report(several, half, mine, None, lines).largest(limits) if min(limits) > 0 else 0
-        rows = _per_device(min(most, request.rows // 2) if coupled else most, shares)
+        report = make_report(several, half, mine, None, lines)
+        most = 0 if min(limits) <= 0 else _most_of(report, limits, request.rows // 2) if coupled else report.largest(limits)
+        rows = _per_device(most, shares)
     if not isinstance(step.model, DataParallelModel):
         rows = -max_over_ranks(-rows)
     if rows == 0:
@@ -100,6 +101,15 @@ def _limits(step: TrainStep, capacity: int | str | Sequence[int | str] | None, r
     norms = 0 if step.max_grad_norm is None else request.kind.rounds_to * len(list(request.module.parameters()))
     limits = [total[device] // step.model.devices.count(device) - SCALARS - norms for device in step.model.devices]
     return limits * (request.devices // len(limits))
+
+
+def _most_of(report: MemoryReport, limits: Sequence[int], rows: int) -> int:
+    """Returns the most rows of a micro-batch that fit, at most ``rows``."""
+    low, high = 0, rows + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if report.fits(middle, limits) else (low, middle)
+    return low
 
 
 def _per_device(rows: int, shares: int | Sequence[float]) -> int:
