@@ -10,6 +10,7 @@ without GPUs: :func:`simulate`.
 """
 
 from . import memory, savings
+from .batch.balanced_batches import BalancedBatchSampler
 from .batch.cost_shards import shard_by_cost
 from .batch.gathering import gather
 from .batch.per_replica import PerReplica
@@ -35,6 +36,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdditiveLoss",
+    "BalancedBatchSampler",
     "BalancedOptimizer",
     "Checkpoints",
     "DataParallelCriterion",

@@ -11,6 +11,7 @@ import balanced_parallel
 
 PUBLIC = {
     "AdditiveLoss",
+    "BalancedBatchSampler",
     "BalancedOptimizer",
     "Checkpoints",
     "DataParallelCriterion",

@@ -68,11 +68,14 @@ class RankBatchSampler(Sampler[list[int]]):
         if self.seed is not None and self._yielded_from == begin:
             raise RuntimeError("the rest of this epoch was yielded already, expected sampler.advance() after each batch")
         for start in range(begin % len(self) * self.batch_size, self.rows, self.batch_size):
-            batch = order[start : start + self.batch_size]
-            sizes = split_sizes(len(batch), self.ranks)
-            before = sum(sizes[: self.rank])
-            yield batch[before : before + sizes[self.rank]]
+            yield self.share(order[start : start + self.batch_size])
         self._yielded_from = begin
+
+    def share(self, batch: list[int]) -> list[int]:
+        """Returns this rank's rows of an effective batch."""
+        sizes = split_sizes(len(batch), self.ranks)
+        before = sum(sizes[: self.rank])
+        return batch[before : before + sizes[self.rank]]
 
     def advance(self) -> None:
         """Counts a batch that was trained on."""

@@ -12,6 +12,8 @@ from ..diagnostics.doctor import batch_norms
 from .choices import Choice
 from .errors import UnknownMemory
 from .extrapolation import Lines
+from .length_budget import largest_cost
+from .length_traces import trace_lengths
 from .request import Request
 from .trace.coupled_update import is_coupled
 from .trace.optimizer_choice import OptimizerChoice
@@ -147,6 +149,11 @@ class Measured:
         """Returns the bytes that a device reserves for ``rows`` rows of its own; None if ``capacity`` does not suffice."""
         limit = None if capacity is None else capacity - SCALARS
         return self.lines(micro_batches).reserved(device, rows * self.request.devices, limit)
+
+    def largest_cost(self, dim: int, lengths: tuple[int, int]) -> int:
+        """Returns the largest ``rows x longest`` of a device in one forward, for rows with lengths along ``dim``."""
+        traces = trace_lengths(dataclasses.replace(self.request, micro_batches=2), dim, lengths)
+        return largest_cost(traces, [limit - SCALARS for limit in self.capacity])
 
     def choose(self, batch_size: int, plain: "Measured") -> Choice:
         """Returns the choice with the fewest micro-batches in which ``batch_size`` rows fit."""

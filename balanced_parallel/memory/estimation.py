@@ -1,7 +1,7 @@
 """``memory.estimate``: the memory of an update on each device, predicted without a device."""
 
 import collections
-import functools
+import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -11,7 +11,9 @@ import torch
 from .device_specs import DeviceKind
 from .errors import UnknownMemory
 from .extrapolation import Lines
+from .length_traces import trace_lengths
 from .operators.rnn import SOURCE as RECURRENCE
+from .other_batches import OtherBatches, runs
 from .report import PARTS, Holder, MemoryReport
 from .request import Request
 from .trace.coupled_update import is_coupled
@@ -39,6 +41,8 @@ def estimate(
     split: Sequence[float] | None = None,
     dim: int = 0,
     scalar: int | float | bool | None = None,
+    lengths: tuple[int, int] | None = None,
+    trim: int = 1,
 ) -> MemoryReport:
     """Predicts the memory of an update on each device.
 
@@ -67,6 +71,9 @@ def estimate(
         split: the weight of each device, as in :class:`DataParallelModel`.
         dim: the dimension of the rows in inputs, outputs and targets.
         scalar: the result where the module reads a value of a tensor (``.item()``, ``if``). Without it such a read is an error.
+        lengths: the shortest and the longest row, for reports of other lengths: ``report.at(rows, length)`` and
+            ``report.largest_cost(capacity)``. Takes six more traces.
+        trim: the dimension of the lengths, as in :class:`TrainStep`: that of all tensors with the batch's length there.
 
     Raises:
         ValueError: a setting is out of its range; the inputs have no rows; the memory of an operator depends on values.
@@ -98,7 +105,10 @@ def estimate(
         dim=dim,
         scalar=scalar,
     )
-    return report_of(request, request.rows_per_micro_batch)
+    if lengths is None:
+        return report_of(request, request.rows_per_micro_batch)
+    traces = trace_lengths(request, trim, lengths)
+    return dataclasses.replace(report_of(request, request.rows_per_micro_batch), _lengths=traces)
 
 
 def report_of(request: Request, rows: int) -> MemoryReport:
@@ -121,11 +131,6 @@ def lines_of(request: Request, rows: int) -> tuple[Lines, Lines]:
     return mine, lines
 
 
-def trace_exactly(request: Request, rows: int) -> Lines:
-    """Traces micro-batches of ``rows`` rows. The result is for this number alone."""
-    return Lines.exact(run_traces([(request, rows)])[0], request)
-
-
 def make_report(request: Request, rows: int, mine: Lines, asked: Sequence[int] | None, lines: Lines) -> MemoryReport:
     """Makes the report of micro-batches of ``rows`` rows.
 
@@ -137,24 +142,6 @@ def make_report(request: Request, rows: int, mine: Lines, asked: Sequence[int] |
     traced = request.layout.traced_devices(request.devices)
     read = [(i, None if asked is None else asked[i]) for i in traced]
 
-    trace_at = functools.cache(functools.partial(trace_exactly, request))
-
-    def peak_at(count: int) -> tuple[int, ...]:
-        # one row broadcasts and has other strides; oneDNN rounds the workspace of a recurrent layer in its own way
-        special = count == 1 or not lines.is_affine or _has(mine.first, "mkldnn_rnn_layer")
-        return tuple(trace_at(count).peak(i) if special else lines.peak(i, count) for i in traced)
-
-    def most_rows(limits: Sequence[int]) -> int | None:
-        if not lines.is_affine:
-            return 2**20
-        per_device = [lines.most_rows(i, limit) for i, limit in zip(traced, limits, strict=True)]
-        return min((most for most in per_device if most is not None), default=None)
-
-    def fits(count: int, limits: Sequence[int]) -> bool:
-        known, at = (lines, count) if lines.is_affine else (trace_at(count), None)
-        asking = dict.fromkeys(zip(traced, limits, strict=True))
-        return all(known.reserved(i, at, limit) is not None for i, limit in asking)
-
     return MemoryReport(
         layout=request.layout.name,
         device_kind=request.kind.name,
@@ -165,27 +152,20 @@ def make_report(request: Request, rows: int, mine: Lines, asked: Sequence[int] |
         peak=tuple(mine.peak(i, at) for i, at in read),
         reserved=tuple(mine.reserved(i, at) or 0 for i, at in read),
         parts=tuple(_parts(mine, i, at) for i, at in read),
-        assumed=_assumed(mine.first, request.kind),
+        assumed=_assumed(mine, request.kind),
         timeline=tuple(tuple(mine.levels(i, at)[mine.start :].tolist()) for i, at in read),
         where=tuple(_holders(mine, i, at) for i, at in read),
         phases={name: mine.first.marks[name] - mine.start for name in ("backward", "update")},
         flops=mine.flops(None if asked is None else rows) * request.micro_batches // mine.first.micro_batches,
         affine=lines.is_affine,
-        _peak_at=peak_at,
-        _traced_at=lambda count: tuple(trace_at(count).peak(i) for i in traced),
-        _most_rows=most_rows,
-        _reserved_at=fits,
+        _batches=OtherBatches(request, mine, read, lines),
     )
 
 
-def _assumed(trace: Trace, kind: DeviceKind) -> dict[str, str]:
+def _assumed(lines: Lines, kind: DeviceKind) -> dict[str, str]:
     if not kind.context:
         return {}
-    return kind.sources() | ({"recurrent layers": RECURRENCE} if _has(trace, "recurrence") else {})
-
-
-def _has(trace: Trace, operator: str) -> bool:
-    return any(operator in name for name in trace.operators)
+    return kind.sources() | ({"recurrent layers": RECURRENCE} if runs(lines, "recurrence") else {})
 
 
 def _trace_lines(request: Request, counts: Sequence[int]) -> tuple[list[Trace], str]:

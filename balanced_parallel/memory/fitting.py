@@ -13,7 +13,10 @@ from ..runtime.devices import free_bytes
 from ..training import explanations
 from ..training.step import TrainStep
 from .candidates import SCALARS
-from .estimation import lines_of, make_report, report_of, trace_exactly
+from .estimation import lines_of, make_report, report_of
+from .length_budget import largest_cost
+from .length_traces import LengthTraces, trace_lengths, with_length
+from .other_batches import trace_exactly
 from .remedies import explain
 from .report import MemoryReport
 from .request import Request
@@ -23,7 +26,15 @@ from .trace.coupled_update import is_coupled
 __all__: list[str] = []
 
 
-def fit(step: TrainStep, inputs: Any, targets: Any, *, capacity: int | str | Sequence[int | str] | None = None) -> MemoryReport:
+def fit(
+    step: TrainStep,
+    inputs: Any,
+    targets: Any,
+    *,
+    capacity: int | str | Sequence[int | str] | None = None,
+    lengths: tuple[int, int] | None = None,
+    trim: int = 1,
+) -> MemoryReport:
     """Sets ``step.micro_batch_size`` to the most rows per device that fit in one forward, before the first step runs.
 
     One update is traced as by :func:`estimate`: with the model, the criterion, the optimizers with their settings and state, the
@@ -35,9 +46,12 @@ def fit(step: TrainStep, inputs: Any, targets: Any, *, capacity: int | str | Seq
         inputs, targets: an effective batch, as for the step; meta tensors suffice.
         capacity: bytes or text such as ``"24GiB"``, for each device or one for all. ``None`` is the memory that is free now, and
             that of the step's own tensors. For the CPU it must be given.
+        lengths: the shortest and the longest row to come, for a step with ``cost=``. Sets ``step.micro_batch_cost`` in place of
+            ``step.micro_batch_size``: the largest budget such that every shard with ``rows x longest`` within it fits.
+        trim: the dimension of the lengths, that of all tensors with the batch's length there.
 
     Returns:
-        The report of an update with these micro-batches.
+        The report of an update with these micro-batches. With lengths, micro-batches are as many of the longest rows as fit.
 
     Raises:
         ValueError: not one row fits; the message names the largest holders, and the saving that would help most. Or the model is
@@ -51,8 +65,11 @@ def fit(step: TrainStep, inputs: Any, targets: Any, *, capacity: int | str | Seq
         >>> step.micro_batch_size, report.micro_batches, report.peak[0] <= 4 * 2**20
         (612, 7, True)
     """
+    _check_unit(step, lengths)
     request = request_of_step(step, inputs, targets)
     limits = _limits(step, capacity, request)
+    if lengths is not None:
+        return _fit_cost(step, request, limits, trace_lengths(dataclasses.replace(request, micro_batches=2), trim, lengths))
     shares = request.split or request.layout.devices_per_process(request.devices)
     traced = request.layout.traced_devices(request.devices)
     at_once = trace_exactly(request, request.rows)
@@ -79,6 +96,33 @@ def fit(step: TrainStep, inputs: Any, targets: Any, *, capacity: int | str | Seq
         return report_of(request, rows)
     asked = -(-rows // request.row_step) * request.row_step
     return make_report(request, rows, lines, [asked] * request.devices, lines)
+
+
+def _fit_cost(step: TrainStep, request: Request, limits: list[int], traces: LengthTraces) -> MemoryReport:
+    """Sets ``step.micro_batch_cost`` to the largest budget that fits."""
+    budget = largest_cost(traces, limits) if min(limits) > 0 else 0
+    if not isinstance(step.model, DataParallelModel):
+        budget = -max_over_ranks(-budget)
+    longest = with_length(request, traces.dim, traces.longest)
+    if budget == 0:
+        raise ValueError(f"not one row of {traces.longest} fits: {explain(longest, limits)}")
+    step.micro_batch_cost = budget
+    rows = budget // traces.longest * request.row_step
+    lines = traces.at(traces.longest)
+    report = make_report(dataclasses.replace(longest, micro_batches=2), rows, lines, [rows] * request.devices, lines)
+    return dataclasses.replace(report, micro_batch_cost=budget, _lengths=traces)
+
+
+def _check_unit(step: TrainStep, lengths: tuple[int, int] | None) -> None:
+    """Raises an error if the step limits its micro-batches by the other unit."""
+    try:
+        if lengths is None:
+            step.micro_batch_size = step.micro_batch_size
+        else:
+            step.micro_batch_cost = step.micro_batch_cost
+    except ValueError as error:
+        what = "lengths=(shortest, longest)" if lengths is None else "TrainStep(cost=...), without micro_batch_size"
+        raise ValueError(f"{error}: give {what}") from error
 
 
 @explanations.register

@@ -23,6 +23,7 @@ from .capacity import what_would_fit
 from .choices import Choice, choice_of, row_of
 from .device_specs import DeviceKind
 from .estimation import make_report, report_of
+from .length_traces import check_lengths, with_length
 from .offloading_step import OffloadingStep
 from .plan_stages import stages_of
 from .report import MemoryReport
@@ -53,6 +54,8 @@ class MemoryPlan:
         needs: if none fits, the capacity in bytes that one row per device needs, and the number of devices that would suffice
             (None if no number would).
         dim: the dimension of the rows.
+        micro_batch_cost: the largest ``rows x longest`` of a device in one forward, if the plan was made for lengths.
+        trim: the dimension of the lengths.
         untried: names of options that were not traced. They cost more operations or change the result, and a cheaper one fits.
         report: the estimate of the chosen one.
     """
@@ -65,6 +68,8 @@ class MemoryPlan:
     needs: tuple[int, int | None] | None = None
     dim: int = 0
     untried: tuple[str, ...] = ()
+    micro_batch_cost: int | None = None
+    trim: int = 1
     report: MemoryReport | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
@@ -107,6 +112,8 @@ class MemoryPlan:
         device_ids: Sequence[DeviceLike] | None = None,
         weight: Callable[..., Any] | None = None,
         max_grad_norm: float | None = None,
+        cost: Callable[[Any], Any] | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
         **defaults: Any,
     ) -> tuple[DataParallelModel, DataParallelCriterion, torch.optim.Optimizer, TrainStep]:
         """Makes the model, the criterion, the optimizer and the step of the plan. The savings change ``module`` in place.
@@ -116,11 +123,15 @@ class MemoryPlan:
             optimizer: its class. ``defaults`` are its settings: ``lr`` and so on.
             device_ids: as many as in the plan. ``None`` takes the first of the visible devices.
             weight, max_grad_norm: as in :class:`DataParallelCriterion` and :class:`TrainStep`.
+            cost, collate: as in :class:`TrainStep`, for a plan with lengths. The cost of a row is its length. Padded batches,
+                without ``collate``, are trimmed.
 
         Raises:
-            ValueError: nothing fits, or the number of devices is not that of the plan.
+            ValueError: nothing fits, the number of devices is not that of the plan, or a plan with lengths gets no ``cost``.
         """
         chosen = self.chosen
+        if (cost is None) != (self.micro_batch_cost is None):
+            raise ValueError("expected cost= for a plan that was made with lengths=, and only for such a plan")
         checkpoint_blocks(module, chosen.checkpoint)
         set_inplace(module, chosen.inplace)
         if chosen.no_logits:
@@ -139,9 +150,13 @@ class MemoryPlan:
             model,
             wrapped,
             trained,
-            micro_batch_size=chosen.micro_batch_size,
+            micro_batch_size=chosen.micro_batch_size if cost is None else None,
             precision=chosen.precision,
             max_grad_norm=max_grad_norm,
+            cost=cost,
+            collate=collate,
+            trim=self.trim if cost is not None and collate is None else None,
+            micro_batch_cost=self.micro_batch_cost,
         )
         return model, wrapped, trained, step
 
@@ -167,6 +182,7 @@ class MemoryPlan:
         headers = ["", "rows at most x micro-batches", "peak", "reserved", "saved", "recomputed", "traffic", "result", "fits"]
         table = tabulate(map(row_of, self.choices), headers, "simple", disable_numparse=True)
         last = f"chosen: {self.chosen.name}" if self.fits else f"nothing fits: {self.advice}"
+        last += "" if self.micro_batch_cost is None else f", with rows x longest of {self.micro_batch_cost} at most per device"
         note = _NOTES.get(self.choices[0].statistics or "", "")
         untried = f"not tried, because less fits: {'; '.join(self.untried)}" if self.untried else ""
         return "\n\n".join([first + table, *filter(None, [note, untried]), last])
@@ -186,6 +202,8 @@ def plan(
     device_kind: str | None = None,
     dim: int = 0,
     scalar: int | float | bool | None = None,
+    lengths: tuple[int, int] | None = None,
+    trim: int = 1,
 ) -> MemoryPlan:
     """Plans the cheapest way to fit an effective batch on the devices of one process.
 
@@ -201,6 +219,9 @@ def plan(
         capacity: bytes or text such as ``"24GiB"``, for each device or one for all. ``None`` is that of the device kind.
         devices: number of devices.
         precision: the precision to try first.
+        lengths: the shortest and the longest row. The plan is made for rows of the longest, and has a ``micro_batch_cost``: the
+            largest budget such that every shard with ``rows x longest`` within it fits.
+        trim: the dimension of the lengths, as for :func:`estimate`.
 
     Raises:
         ValueError: a setting is out of its range, or :func:`estimate` refuses it.
@@ -218,6 +239,8 @@ def plan(
         dim=dim,
         scalar=scalar,
     )
+    if lengths is not None:
+        request = with_length(request, trim, check_lengths(request, trim, lengths)[1])
     limits = _capacities(capacity, devices, request.kind)
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(f"batch_size={batch_size!r}, expected a positive number of rows per update")
@@ -248,6 +271,8 @@ def plan(
         needs=None if best.fits else what_would_fit([each for each in measured if not each.option.optimizer], max(limits)),
         dim=dim,
         untried=tuple(option.name for stage in stages for option in stage),
+        micro_batch_cost=how.largest_cost(trim, lengths) if lengths is not None and best.fits else None,
+        trim=trim,
         report=_report(how, best, batch_size) if best.fits else None,
     )
 

@@ -2,14 +2,17 @@
 
 import dataclasses
 import json
-import operator
-from collections.abc import Callable, Mapping, Sequence
+import pickle
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 from tabulate import tabulate
 
 from ..runtime.byte_sizes import format_bytes, parse_each
+from .length_budget import largest_cost
+from .length_traces import LengthTraces
+from .other_batches import OtherBatches
 
 __all__: list[str] = []
 
@@ -49,6 +52,7 @@ class MemoryReport:
         phases: places in the timeline where the (last) backward and the optimizer's step begin.
         rows: of one micro-batch over all devices. An update has ``micro_batches`` of them.
         flops: operations of an update without those of the optimizer.
+        micro_batch_cost: the budget of cost that :func:`fit` set, with ``lengths=``.
         affine: :meth:`at` computes other batches from two traces. Otherwise it traces each of them.
     """
 
@@ -67,22 +71,26 @@ class MemoryReport:
     phases: Mapping[str, int]
     flops: int
     affine: bool
-    _peak_at: Callable[[int], tuple[int, ...]] | None = dataclasses.field(default=None, repr=False, compare=False)
-    _traced_at: Callable[[int], tuple[int, ...]] | None = dataclasses.field(default=None, repr=False, compare=False)
-    _most_rows: Callable[[Sequence[int]], int | None] | None = dataclasses.field(default=None, repr=False, compare=False)
-    _reserved_at: Callable[[int, Sequence[int]], bool] | None = dataclasses.field(default=None, repr=False, compare=False)
+    micro_batch_cost: int | None = None
+    _batches: OtherBatches | None = dataclasses.field(default=None, repr=False, compare=False)
+    _lengths: LengthTraces | None = dataclasses.field(default=None, repr=False, compare=False)
 
-    def at(self, rows: int) -> tuple[int, ...]:
+    def at(self, rows: int, length: int | None = None) -> tuple[int, ...]:
         """Returns the peak of each device for micro-batches of ``rows`` rows over all devices.
 
         If the rows do not divide evenly, it is the peak of a device with the larger share.
 
+        Args:
+            length: of all rows, if the estimate had ``lengths=``.
+
         Raises:
-            ValueError: ``rows`` is not positive, or this report was read from a file.
+            ValueError: ``rows`` or ``length`` is not positive, this report was read from a file, or it has no lengths.
         """
-        _check_rows(rows)
-        peaks: tuple[int, ...] = _known(self._peak_at)(rows)
-        return peaks
+        _check_positive("rows", rows)
+        if length is not None:
+            _check_positive("length", length)
+            return self._of_lengths.peaks(rows, length)
+        return self._of_batches.peak_at(rows)
 
     def fits(self, rows: int, limits: Sequence[int]) -> bool:
         """Returns True if a micro-batch of ``rows`` rows over all devices fits ``limits``, the bytes of each device."""
@@ -91,41 +99,54 @@ class MemoryReport:
     def largest(self, capacity: int | str | Sequence[int | str]) -> int:
         """Returns the most rows of a micro-batch, over all devices, that fit; 0 if not even one row fits.
 
-        Memory after each event is a line in the rows, and the first line to reach the capacity gives a bound. A replay of
-        the allocator with its segments, and a trace at the result, decide.
-
         Args:
             capacity: bytes or text such as ``"24GiB"``, for each device or one for all.
 
         Raises:
             ValueError: not a size of memory, a wrong number of sizes, or this report was read from a file.
         """
-        limits = parse_each(capacity, self.devices)
-        fits = _known(self._reserved_at)
-        most = _known(self._most_rows)(limits)
-        if most is None:
-            raise ValueError("the memory does not depend on the rows: any number of them fits")
-        low, high = 0, max(most, 0) + 2  # the bound by tensors alone, and one for the rounding of blocks
-        step = 1
-        while low < high - 1:  # most results are just below the bound
-            middle = max(low + 1, high - step)
-            if fits(middle, limits):
-                low = middle
-                break
-            high, step = middle, 2 * step
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle, limits) else (low, middle)
-        while low == max(most, 0) + 1 and fits(low + 1, limits):  # shares of unequal devices are rounded
-            low, most = low + 1, low
-        traced_at = _known(self._traced_at)
-        while self.affine and low and any(map(operator.gt, traced_at(low), limits)):  # sizes that are not affine in between
-            low -= 1
-        return low
+        return self._of_batches.largest(parse_each(capacity, self.devices))
+
+    def largest_cost(self, capacity: int | str | Sequence[int | str]) -> int:
+        """Returns the largest budget of cost that fits: a ``micro_batch_cost`` for :class:`TrainStep`.
+
+        Each device may run any shard whose ``rows x longest`` is within it. The estimate had ``lengths=``. The result is 0 if one
+        row of the longest does not fit, and at most 0.1 % below the largest possible.
+
+        Args:
+            capacity: as for :meth:`largest`.
+
+        Raises:
+            ValueError: as for :meth:`largest`, or the estimate had no lengths.
+        """
+        return largest_cost(self._of_lengths, parse_each(capacity, self.devices))
+
+    def save_snapshot(self, path: Path | str) -> None:
+        """Writes both updates for torch's memory visualiser, https://pytorch.org/memory_viz.
+
+        The file has the format of ``torch.cuda.memory._dump_snapshot``: every allocation and release of each device, with the
+        module, the operator and the line. Addresses are invented.
+
+        Raises:
+            ValueError: this report was read from a file.
+        """
+        Path(path).write_bytes(pickle.dumps(self._of_batches.snapshot()))
+
+    @property
+    def _of_batches(self) -> OtherBatches:
+        if self._batches is None:
+            raise ValueError("this report was read from a file: call memory.estimate again for other batches")
+        return self._batches
+
+    @property
+    def _of_lengths(self) -> LengthTraces:
+        if self._lengths is None:
+            raise ValueError("this report has no lengths: call memory.estimate(..., lengths=(shortest, longest))")
+        return self._lengths
 
     def to_json(self) -> str:
         """Returns the report as JSON, without its timeline."""
-        hidden = {"timeline", "_peak_at", "_traced_at", "_reserved_at", "_most_rows"}
+        hidden = {"timeline", "_batches", "_lengths"}
         values = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name not in hidden}
         return json.dumps(values | {"where": [[dataclasses.asdict(each) for each in one] for one in self.where]}, indent=2)
 
@@ -146,12 +167,6 @@ class MemoryReport:
         return f"{first}\n\n{table}\n\nWhere it goes, on device 0:\n\n{where}\n{notes}"
 
 
-def _known(function: Callable[..., Any] | None) -> Callable[..., Any]:
-    if function is None:
-        raise ValueError("this report was read from a file: call memory.estimate again for other batches")
-    return function
-
-
-def _check_rows(rows: int) -> None:
-    if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
-        raise ValueError(f"rows={rows!r}, expected a positive number")
+def _check_positive(name: str, number: int) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+        raise ValueError(f"{name}={number!r}, expected a positive number")
