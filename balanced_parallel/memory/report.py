@@ -92,10 +92,6 @@ class MemoryReport:
             return self._of_lengths.peaks(rows, length)
         return self._of_batches.peak_at(rows)
 
-    def fits(self, rows: int, limits: Sequence[int]) -> bool:
-        """Returns True if a micro-batch of ``rows`` rows over all devices fits ``limits``, the bytes of each device."""
-        return bool(_known(self._reserved_at)(rows, limits))
-
     def largest(self, capacity: int | str | Sequence[int | str]) -> int:
         """Returns the most rows of a micro-batch, over all devices, that fit; 0 if not even one row fits.
 
