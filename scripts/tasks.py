@@ -123,7 +123,7 @@ def text_task(data: Path | None, vocabulary: int | None) -> Task:
     pad = functools.partial(nn.utils.rnn.pad_sequence, batch_first=True)
     inputs, targets = pad([row[:-1] for row in rows]), pad([row[1:] for row in rows], padding_value=IGNORED)
     held_out = torch.arange(len(rows)) % 20 == 19
-    train, validation = Rows(inputs[~held_out], targets[~held_out]), Rows(inputs[held_out][:256], targets[held_out][:256])
+    train, validation = Rows(inputs[~held_out], targets[~held_out]), Rows(inputs[held_out][:128], targets[held_out][:128])
     size = len(index) + 2
     mean = sum(map(len, rows)) / len(rows) - 1
     description = f"text: {counts.total():,} words, {size:,} of them different, rows of {mean:.0f} and at most {inputs.size(1)}"

@@ -99,10 +99,8 @@ def padding_table(problem: Problem) -> tuple[str, list[str]]:
             table.append([rows, devices, *(f"{value:.3f}" for value in found), *ratios])
             if rows >= 64 and devices == 4 and found.cut / found.bound > TOKENS_TARGET:
                 one, four, sixteen = ratios
-                missed.append(
-                    f"{problem.name}, {rows} rows on 4 devices: {one} of the lower bound, {four} with 4 micro-batches per device, "
-                    f"{sixteen} with 16"
-                )
+                where = f"{problem.name}, {rows} rows on 4 devices"
+                missed.append(f"{where}: {one} of the lower bound, {four} in 4 micro-batches per device, {sixteen} in 16")
     headers = ["rows", "devices", "equal rows", "each padded alone", "cut by cost", "in 4 micro-batches", "in 16", "lower bound"]
     return tabulate(table, [*headers, "cut / bound", "in 4 / bound", "in 16 / bound"], "github", disable_numparse=True), missed
 
