@@ -109,7 +109,7 @@ def sorted_rows(costs: Sequence[float]) -> list[int]:
         ValueError: if a cost is negative, infinite or nan.
     """
     for row, cost in enumerate(costs):
-        if not 0 <= cost < math.inf:
+        if cost is None or not 0 <= cost < math.inf:
             raise ValueError(f"the cost of row {row} is {cost}, expected a finite number that is not negative")
     return sorted(range(len(costs)), key=costs.__getitem__, reverse=True)  # stable
 
@@ -124,15 +124,16 @@ def _fill(ordered: Sequence[float], capacity: float, combine: Combine | None, li
     if combine is sum:
         yield from _first_fit(ordered, capacity, limit)
         return
-    start = 0
-    while start < len(ordered):
-        rows = min(len(ordered) - start, limit)
-        if combine is None and rows * ordered[start] > capacity:
-            rows = int(capacity / ordered[start] + 1e-9)
-        elif combine is not None and combine(ordered[start : start + rows]) > capacity:
-            rows = _fitting(ordered[start : start + rows], capacity, combine)
-        yield range(start, start + max(rows, 1))
-        start += max(rows, 1)
+    start, end = 0, len(ordered)
+    while start < end:
+        rows = limit if limit < end - start else end - start
+        if combine is None:
+            if rows * ordered[start] > capacity:
+                rows = int(capacity / ordered[start] + 1e-9) or 1
+        elif combine(ordered[start : start + rows]) > capacity:
+            rows = _fitting(ordered[start : start + rows], capacity, combine) or 1
+        yield range(start, start + rows)
+        start += rows
 
 
 def _fitting(costs: Sequence[float], capacity: float, combine: Combine) -> int:

@@ -61,38 +61,17 @@ def proportional_sizes(rows: int, shares: Sequence[int]) -> list[int]:
 
 
 def assign_rows(
-    rows: int | None,
-    devices: Sequence[torch.device],
-    weights: Sequence[float] | None,
-    given: Sequence[int | None] | None = None,
+    rows: int | None, devices: Sequence[torch.device], weights: Sequence[float] | None
 ) -> tuple[list[torch.device], list[int] | None]:
     """Returns the devices that get rows, and the number of rows of each.
 
     Without rows, the first device alone is used. If no input has rows (``rows`` is None), the sizes are None.
-
-    Args:
-        rows: number of rows.
-        devices: one for each replica.
-        weights: of the devices; ``None`` for equal parts.
-        given: numbers of rows, if the rows are cut already.
     """
     if rows is None:
         return [devices[0]], None
-    if given is not None:
-        return _as_given(devices, weights, given)
     sizes = split_sizes(rows, len(devices) if weights is None else weights)
     used = [index for index, size in enumerate(sizes) if size > 0] or [0]
     return [devices[index] for index in used], [sizes[index] for index in used]
-
-
-def _as_given(
-    devices: Sequence[torch.device], weights: Sequence[float] | None, given: Sequence[int | None]
-) -> tuple[list[torch.device], list[int]]:
-    if weights is not None:
-        raise ValueError(f"split={weights} of the model and rows that are cut by cost were given, expected one of them")
-    if len(given) > len(devices):
-        raise ValueError(f"the rows are cut into {len(given)} shards for {len(devices)} devices, expected one for each at most")
-    return list(devices[: len(given)]), [size or 0 for size in given]
 
 
 def check_split(split: Sequence[float] | str | None, devices: int) -> None:
@@ -139,6 +118,19 @@ class Shares:
         finally:
             self._is_kept = False
             self.weights, self._next = self._next or self.weights, None
+
+    def as_given(self, sizes: Sequence[int | None]) -> tuple[list[torch.device], list[int] | None]:
+        """Returns the devices and numbers of rows of a batch that is cut already.
+
+        Raises:
+            ValueError: the devices have weights, or there are more shards than devices.
+        """
+        if self.measure or self.weights:
+            split = self.measure or self.weights
+            raise ValueError(f"split={split!r} of the model and rows that are cut by cost were given, expected one of them")
+        if len(sizes) > len(self.devices):
+            raise ValueError(f"rows in {len(sizes)} shards for {len(self.devices)} devices, expected one for each at most")
+        return self.devices[: len(sizes)], [size or 0 for size in sizes]
 
     def begin(self) -> None:
         """Counts a forward, and measures free memory in the forwards that measure."""

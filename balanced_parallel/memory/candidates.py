@@ -114,9 +114,14 @@ class Measured:
 
     def flops(self, micro_batches: int) -> float:
         """Operations per row of an update. Those of several micro-batches differ if each runs its forward twice."""
-        lines = self.lines(micro_batches) if is_coupled(self.request.criterion) else next(iter(self._lines.values()))
-        first = lines.first
-        return first.flops / (first.rows * first.micro_batches)
+        if not is_coupled(self.request.criterion):
+            first = next(iter(self._lines.values())).first
+            return first.flops / (first.rows * first.micro_batches)
+        lines, batch_size = self.lines(micro_batches), self.request.rows_of_update
+        assert lines.second is not None
+        one, two = ((trace.rows * trace.micro_batches, trace.flops) for trace in (lines.first, lines.second))
+        per_row = (two[1] - one[1]) / (two[0] - one[0])
+        return per_row + (one[1] - per_row * one[0]) / batch_size  # the loss of all rows is computed once
 
     def most_rows(self, device: int, micro_batches: int, share: int) -> int:
         """Returns the rows that fit on a device in one forward, at most ``share``."""

@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -14,8 +13,10 @@ from .errors import UnknownMemory
 from .extrapolation import Lines
 from .length_traces import trace_lengths
 from .operators.rnn import SOURCE as RECURRENCE
+from .other_batches import OtherBatches, runs
 from .report import PARTS, Holder, MemoryReport
 from .request import Request
+from .trace.coupled_update import is_coupled
 from .trace.tracer import Trace, run_traces
 
 __all__: list[str] = []
@@ -130,11 +131,6 @@ def lines_of(request: Request, rows: int) -> tuple[Lines, Lines]:
     return mine, lines
 
 
-def trace_exactly(request: Request, rows: int) -> Lines:
-    """Traces micro-batches of ``rows`` rows. The result is for this number alone."""
-    return Lines.exact(run_traces([(request, rows)])[0], request)
-
-
 def make_report(request: Request, rows: int, mine: Lines, asked: Sequence[int] | None, lines: Lines) -> MemoryReport:
     """Makes the report of micro-batches of ``rows`` rows.
 
@@ -146,24 +142,6 @@ def make_report(request: Request, rows: int, mine: Lines, asked: Sequence[int] |
     traced = request.layout.traced_devices(request.devices)
     read = [(i, None if asked is None else asked[i]) for i in traced]
 
-    trace_at = functools.cache(functools.partial(trace_exactly, request))
-
-    def peak_at(count: int) -> tuple[int, ...]:
-        # one row broadcasts and has other strides; oneDNN rounds the workspace of a recurrent layer in its own way
-        special = count == 1 or not lines.is_affine or _has(mine.first, "mkldnn_rnn_layer")
-        return tuple(trace_at(count).peak(i) if special else lines.peak(i, count) for i in traced)
-
-    def most_rows(limits: Sequence[int]) -> int | None:
-        if not lines.is_affine:
-            return 2**20
-        per_device = [lines.most_rows(i, limit) for i, limit in zip(traced, limits, strict=True)]
-        return min((most for most in per_device if most is not None), default=None)
-
-    def fits(count: int, limits: Sequence[int]) -> bool:
-        known, at = (lines, count) if lines.is_affine else (trace_at(count), None)
-        asking = dict.fromkeys(zip(traced, limits, strict=True))
-        return all(known.reserved(i, at, limit) is not None for i, limit in asking)
-
     return MemoryReport(
         layout=request.layout.name,
         device_kind=request.kind.name,
@@ -174,33 +152,28 @@ def make_report(request: Request, rows: int, mine: Lines, asked: Sequence[int] |
         peak=tuple(mine.peak(i, at) for i, at in read),
         reserved=tuple(mine.reserved(i, at) or 0 for i, at in read),
         parts=tuple(_parts(mine, i, at) for i, at in read),
-        assumed=_assumed(mine.first, request.kind),
+        assumed=_assumed(mine, request.kind),
         timeline=tuple(tuple(mine.levels(i, at)[mine.start :].tolist()) for i, at in read),
         where=tuple(_holders(mine, i, at) for i, at in read),
         phases={name: mine.first.marks[name] - mine.start for name in ("backward", "update")},
         flops=mine.flops(None if asked is None else rows) * request.micro_batches // mine.first.micro_batches,
         affine=lines.is_affine,
-        _peak_at=peak_at,
-        _traced_at=lambda count: tuple(trace_at(count).peak(i) for i in traced),
-        _most_rows=most_rows,
-        _reserved_at=fits,
+        _batches=OtherBatches(request, mine, read, lines),
     )
 
 
-def _assumed(trace: Trace, kind: DeviceKind) -> dict[str, str]:
+def _assumed(lines: Lines, kind: DeviceKind) -> dict[str, str]:
     if not kind.context:
         return {}
-    return kind.sources() | ({"recurrent layers": RECURRENCE} if _has(trace, "recurrence") else {})
-
-
-def _has(trace: Trace, operator: str) -> bool:
-    return any(operator in name for name in trace.operators)
+    return kind.sources() | ({"recurrent layers": RECURRENCE} if runs(lines, "recurrence") else {})
 
 
 def _trace_lines(request: Request, counts: Sequence[int]) -> tuple[list[Trace], str]:
     """Returns a trace for each of ``counts``, and the reason for a warning if they do not make a line.
 
     If the module refuses the larger numbers of rows, the only trace is that of the first."""
+    if is_coupled(request.criterion) and request.micro_batches == 1:
+        return run_traces([(request, counts[0])]), "the loss of all rows may need memory for each pair of them"
     try:
         return run_traces([(request, count) for count in counts]), "twice the rows ran other operators"
     except UnknownMemory:

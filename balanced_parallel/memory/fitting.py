@@ -13,9 +13,10 @@ from ..runtime.devices import free_bytes
 from ..training import explanations
 from ..training.step import TrainStep
 from .candidates import SCALARS
-from .estimation import lines_of, make_report, report_of, trace_exactly
+from .estimation import lines_of, make_report, report_of
 from .length_budget import largest_cost
 from .length_traces import LengthTraces, trace_lengths, with_length
+from .other_batches import trace_exactly
 from .remedies import explain
 from .report import MemoryReport
 from .request import Request
@@ -77,7 +78,7 @@ def fit(
     else:
         several = dataclasses.replace(request, micro_batches=2)
         coupled = is_coupled(request.criterion)  # takes two passes, with all outputs, for two micro-batches and more
-        half = -(-request.rows // (4 if coupled else 2) // request.row_step) * request.row_step
+        half = -(-request.rows // (8 if coupled else 2) // request.row_step) * request.row_step
         mine, lines = lines_of(several, half)
         most = make_report(several, half, mine, None, lines).largest(limits) if min(limits) > 0 else 0
         rows = _per_device(min(most, request.rows // 2) if coupled else most, shares)

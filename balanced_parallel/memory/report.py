@@ -2,16 +2,17 @@
 
 import dataclasses
 import json
-import operator
-from collections.abc import Callable, Mapping, Sequence
+import pickle
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 from tabulate import tabulate
 
 from ..runtime.byte_sizes import format_bytes, parse_each
 from .length_budget import largest_cost
 from .length_traces import LengthTraces
+from .other_batches import OtherBatches
 
 __all__: list[str] = []
 
@@ -71,10 +72,7 @@ class MemoryReport:
     flops: int
     affine: bool
     micro_batch_cost: int | None = None
-    _peak_at: Callable[[int], tuple[int, ...]] | None = dataclasses.field(default=None, repr=False, compare=False)
-    _traced_at: Callable[[int], tuple[int, ...]] | None = dataclasses.field(default=None, repr=False, compare=False)
-    _most_rows: Callable[[Sequence[int]], int | None] | None = dataclasses.field(default=None, repr=False, compare=False)
-    _reserved_at: Callable[[int, Sequence[int]], bool] | None = dataclasses.field(default=None, repr=False, compare=False)
+    _batches: OtherBatches | None = dataclasses.field(default=None, repr=False, compare=False)
     _lengths: LengthTraces | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def at(self, rows: int, length: int | None = None) -> tuple[int, ...]:
@@ -92,14 +90,10 @@ class MemoryReport:
         if length is not None:
             _check_positive("length", length)
             return self._of_lengths.peaks(rows, length)
-        peaks: tuple[int, ...] = _known(self._peak_at)(rows)
-        return peaks
+        return self._of_batches.peak_at(rows)
 
     def largest(self, capacity: int | str | Sequence[int | str]) -> int:
         """Returns the most rows of a micro-batch, over all devices, that fit; 0 if not even one row fits.
-
-        Memory after each event is a line in the rows, and the first line to reach the capacity gives a bound. A replay of
-        the allocator with its segments, and a trace at the result, decide.
 
         Args:
             capacity: bytes or text such as ``"24GiB"``, for each device or one for all.
@@ -107,28 +101,7 @@ class MemoryReport:
         Raises:
             ValueError: not a size of memory, a wrong number of sizes, or this report was read from a file.
         """
-        limits = parse_each(capacity, self.devices)
-        fits = _known(self._reserved_at)
-        most = _known(self._most_rows)(limits)
-        if most is None:
-            raise ValueError("the memory does not depend on the rows: any number of them fits")
-        low, high = 0, max(most, 0) + 2  # the bound by tensors alone, and one for the rounding of blocks
-        step = 1
-        while low < high - 1:  # most results are just below the bound
-            middle = max(low + 1, high - step)
-            if fits(middle, limits):
-                low = middle
-                break
-            high, step = middle, 2 * step
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle, limits) else (low, middle)
-        while low == max(most, 0) + 1 and fits(low + 1, limits):  # shares of unequal devices are rounded
-            low, most = low + 1, low
-        traced_at = _known(self._traced_at)
-        while self.affine and low and any(map(operator.gt, traced_at(low), limits)):  # sizes that are not affine in between
-            low -= 1
-        return low
+        return self._of_batches.largest(parse_each(capacity, self.devices))
 
     def largest_cost(self, capacity: int | str | Sequence[int | str]) -> int:
         """Returns the largest budget of cost that fits: a ``micro_batch_cost`` for :class:`TrainStep`.
@@ -144,6 +117,23 @@ class MemoryReport:
         """
         return largest_cost(self._of_lengths, parse_each(capacity, self.devices))
 
+    def save_snapshot(self, path: Path | str) -> None:
+        """Writes both updates for torch's memory visualiser, https://pytorch.org/memory_viz.
+
+        The file has the format of ``torch.cuda.memory._dump_snapshot``: every allocation and release of each device, with the
+        module, the operator and the line. Addresses are invented.
+
+        Raises:
+            ValueError: this report was read from a file.
+        """
+        Path(path).write_bytes(pickle.dumps(self._of_batches.snapshot()))
+
+    @property
+    def _of_batches(self) -> OtherBatches:
+        if self._batches is None:
+            raise ValueError("this report was read from a file: call memory.estimate again for other batches")
+        return self._batches
+
     @property
     def _of_lengths(self) -> LengthTraces:
         if self._lengths is None:
@@ -152,7 +142,7 @@ class MemoryReport:
 
     def to_json(self) -> str:
         """Returns the report as JSON, without its timeline."""
-        hidden = {"timeline", "_peak_at", "_traced_at", "_reserved_at", "_most_rows", "_lengths"}
+        hidden = {"timeline", "_batches", "_lengths"}
         values = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name not in hidden}
         return json.dumps(values | {"where": [[dataclasses.asdict(each) for each in one] for one in self.where]}, indent=2)
 
@@ -171,12 +161,6 @@ class MemoryReport:
             f"{self.rows} rows"
         )
         return f"{first}\n\n{table}\n\nWhere it goes, on device 0:\n\n{where}\n{notes}"
-
-
-def _known(function: Callable[..., Any] | None) -> Callable[..., Any]:
-    if function is None:
-        raise ValueError("this report was read from a file: call memory.estimate again for other batches")
-    return function
 
 
 def _check_positive(name: str, number: int) -> None:

@@ -200,7 +200,7 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         rows = count_rows(arguments, self.dim)
         self.shares.begin()
         shards = find_shards(arguments)
-        devices, sizes = assign_rows(rows, self.devices, self.split, None if shards is None else shards.sizes)
+        devices, sizes = assign_rows(rows, self.devices, self.split) if shards is None else self.shares.as_given(shards.sizes)
         batches = [arguments] if sizes is None else cut(arguments, sizes, self.dim)
         if len(devices) > 1:
             offset_seeds(self.devices)

@@ -205,7 +205,7 @@ class Recovery:
         self._before.restore()
         release_memory()
         if not smaller:
-            known = [explain_step(self._step, batch.inputs, batch.targets) for batch in self._batches[:1]]
+            known = [explain_step(self._step, *self._step._cuts.example(batch)) for batch in self._batches if largest][:1]
             raise torch.OutOfMemoryError(" ".join([f"one row per device does not fit: {self._reason}", *known]))
         self._tried.append(largest)
         self.limit, self._failed, self._is_mine, self._reason = smaller, False, False, ""

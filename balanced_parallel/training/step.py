@@ -35,6 +35,9 @@ class TrainStep(StepState):
     ``step.add(inputs, targets)`` and ``step.apply()`` are its two halves, for a loader that yields micro-batches. A batch without
     a counted target changes nothing: its loss is nan, with a warning. A step that failed before its update can be repeated.
 
+    A loss whose rows depend on each other (``whole=True``, :class:`AdditiveLoss`) takes two forwards for each of several
+    micro-batches, and ``add`` keeps its rows until ``apply``.
+
     Under torchrun each rank passes its own rows, or none. Every rank makes the same sequence of ``step(...)`` or ``apply()``
     calls. Gradients are reduced once per update, shards (FSDP) in every micro-batch. A failure of DDP raises on every rank.
 

@@ -64,9 +64,11 @@ def test_rows_that_cannot_be_put_in_order_are_an_error():
 
 def test_shards_that_do_not_fit_are_an_error():
     inputs, _ = shard(make_samples(), 3)
-    with pytest.raises(ValueError, match="cut into 3 shards for 2 devices, expected one for each at most"):
+    with pytest.raises(ValueError, match="rows in 3 shards for 2 devices, expected one for each at most"):
         DataParallelModel(nn.Identity(), ["cpu"] * 2)(inputs["words"])
     with pytest.raises(ValueError, match="split=.* of the model and rows that are cut by cost"):
         DataParallelModel(nn.Identity(), ["cpu"] * 3, split=[1, 1, 2])(inputs["words"])
+    with pytest.raises(ValueError, match="split='speed' of the model and rows that are cut by cost"):
+        DataParallelModel(nn.Identity(), ["cpu"] * 3, split="speed")(inputs["words"])
     with pytest.raises(ValueError, match="no samples"):
         shard([], 3)

@@ -2,10 +2,10 @@
 
 import pytest
 
-from balanced_parallel.memory import estimation
+from balanced_parallel.memory import estimation, other_batches
 
 
 @pytest.fixture
 def one_trace(monkeypatch):
     """Makes an estimate trace its own number of rows alone. For tests that ask for no other: it takes half of the time."""
-    monkeypatch.setattr(estimation, "lines_of", lambda request, rows: [estimation.trace_exactly(request, rows)] * 2)
+    monkeypatch.setattr(estimation, "lines_of", lambda request, rows: [other_batches.trace_exactly(request, rows)] * 2)

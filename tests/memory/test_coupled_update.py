@@ -56,7 +56,7 @@ def test_a_plan_knows_the_second_forward_and_the_outputs_of_all_rows():
     plan = memory.plan(build(), criterion(), *batch(8), capacity=capacity, batch_size=ROWS, devices=2, device_kind="sim")
     plain = next(choice for choice in plan.choices if choice.name == "replicas")
     assert plain.micro_batches == 2
-    assert plain.recomputed == pytest.approx(1 / 3, abs=0.05)  # a second forward
+    assert plain.recomputed == pytest.approx(1 / 7)  # a second forward of 8,192 multiplications per row, beside 57,344
     found = simulated_peak(criterion(), 2, plain.micro_batch_size)
     assert plain.peak == pytest.approx(found, rel=0.02)
     assert max(found) <= capacity

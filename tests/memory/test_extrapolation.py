@@ -16,7 +16,7 @@ def test_extrapolated_peak_equals_a_direct_estimate(problem, kind):
     report = memory.estimate(build(), F.cross_entropy, *batch(6), device_kind=kind, precision="bf16")
     assert report.affine
     for rows in (1, 7, 301):
-        assert report.at(rows)[0] == pytest.approx(report._traced_at(rows)[0], rel=1e-4)
+        assert report.at(rows)[0] == pytest.approx(report._batches.traced_at(rows)[0], rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", ["cpu", "sim", "h200"])
@@ -27,9 +27,9 @@ def test_largest_batch_fits_and_one_more_row_does_not(kind):
     rows = report.largest(capacity)
     assert rows > 18
     assert report.largest(str(capacity)) == rows
-    assert report._traced_at(rows)[0] <= capacity
+    assert report._batches.traced_at(rows)[0] <= capacity
     if kind != "h200":  # there the allocator may give back segments, and do with less than it would take
-        assert report._traced_at(rows + 1)[0] > capacity
+        assert report._batches.traced_at(rows + 1)[0] > capacity
     assert report.largest(1000) == 0
 
 
@@ -37,7 +37,7 @@ def test_extrapolation_with_unequal_splits():
     build, batch = PROBLEMS["language model"]
     settings = {"layout": "replicas", "devices": 2, "split": (5.0, 2.0), "device_kind": "sim"}
     report = memory.estimate(build(), nn.CrossEntropyLoss(), *batch(20), **settings)
-    assert report.at(33) == pytest.approx(report._traced_at(33), rel=1e-4)
+    assert report.at(33) == pytest.approx(report._batches.traced_at(33), rel=1e-4)
     capacity = report.at(29)
     assert report.largest(capacity) == 29
     assert report.largest([capacity[0], "1GiB"]) >= 29 > report.largest(capacity[1])

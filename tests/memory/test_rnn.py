@@ -69,7 +69,7 @@ def test_recurrent_layers_extrapolate_to_other_batches():
     build = RECURRENT["lstm"]
     report = memory.estimate(build(), F.cross_entropy, *sequences(12), device_kind="cpu")
     for rows in (5, 40, 100):
-        assert report.at(rows)[0] == pytest.approx(report._traced_at(rows)[0], rel=1e-4)
+        assert report.at(rows)[0] == pytest.approx(report._batches.traced_at(rows)[0], rel=1e-4)
 
 
 @pytest.mark.usefixtures("one_trace")

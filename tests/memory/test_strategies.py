@@ -21,7 +21,6 @@ from balanced_parallel import (
     memory,
     simulate,
 )
-from balanced_parallel.memory import estimation
 from balanced_parallel.replicas import gradient_buckets
 
 pytestmark = pytest.mark.usefixtures("one_trace")
@@ -104,12 +103,10 @@ def test_dropout_equals_the_simulated_peak():
 def test_trace_has_the_memory_of_side_streams(monkeypatch, balanced):
     """They have what they received until it is added, and no gradient."""
     monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 2**20)
-    traces, run = [], estimation.run_traces
-    monkeypatch.setattr(estimation, "run_traces", lambda jobs: traces.extend(found := run(jobs)) or found)
     net = nn.Sequential(nn.Linear(64, 500), nn.Linear(500, 900), nn.Linear(900, 64))
     settings = {"layout": "replicas", "devices": 3, "device_kind": "sim", "balanced_optimizer": balanced}
-    memory.estimate(net, nn.MSELoss(), torch.ones(12, 64), torch.ones(12, 64), **settings)
-    blocks = traces[0].blocks
+    report = memory.estimate(net, nn.MSELoss(), torch.ones(12, 64), torch.ones(12, 64), **settings)
+    blocks = report._batches.mine.first.blocks
     beside = [block for block in blocks if block.stream]
     assert beside
     assert {block.kind for block in beside} == {"temporaries"}

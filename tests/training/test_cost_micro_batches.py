@@ -20,7 +20,8 @@ from helpers.unequal import (
 )
 from torch import nn
 
-from balanced_parallel import AdditiveLoss, DataParallelCriterion, simulate
+from balanced_parallel import AdditiveLoss, DataParallelCriterion, DataParallelModel, TrainStep, simulate
+from balanced_parallel.training.micro_batches import Batch
 
 SAMPLES = {"cost": length_of, "collate": pad}
 PADDED = {"cost": lengths_of, "trim": 1}
@@ -169,6 +170,8 @@ def test_auto_halves_the_cost(double, caplog):
         step.micro_batch_cost = 20
         _, outputs = step(make_samples([21, 5, 5, 5]), return_outputs=True)
         assert outputs.sizes == (1, 3)  # a row over the limit runs alone
+    inputs, (tags,) = step._cuts.example(Batch(make_samples([9, 20, 3]), (None,), is_whole=True, outputs=None))
+    assert inputs["words"].shape == tags.shape == (1, 20)  # the row that an out of memory is explained with
 
 
 def test_bad_costs_and_collates_are_one_clear_error():
@@ -188,6 +191,13 @@ def test_bad_costs_and_collates_are_one_clear_error():
     refuses("row 7 alone costs 30, expected at most the budget of 20", micro_batch_cost=20)
     with pytest.raises(TypeError, match="targets beside a list of samples"):
         make_step(net, **SAMPLES)(samples, torch.zeros(11))
+
+
+def test_unequal_devices_are_refused():
+    model = DataParallelModel(build(), ["cpu"] * 2, split=[2, 1])
+    step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), torch.optim.SGD(model.parameters()), **SAMPLES)
+    with pytest.raises(ValueError, match=r"split=.2.0, 1.0. of the model and cost= were given, expected one of them"):
+        step(make_samples())
 
 
 def test_bad_lengths_of_padded_batches_are_one_clear_error():
