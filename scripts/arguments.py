@@ -51,6 +51,8 @@ def make_parser(description: str | None = None) -> argparse.ArgumentParser:
     add("--batch-size", type=number(int, 1), default=24, metavar="N", help=rows)
     forward = "rows per device in one forward (default: auto, its whole share, and less where that does not fit)"
     add("--micro-batch-size", type=rows_or_auto, default="auto", metavar="N", help=forward)
+    pack = "rows of a device: equal numbers, or equal cost after padding to its own longest row (default: cost, for text)"
+    add("--pack", choices=["cost", "rows"], default="cost", help=pack)
     add("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="arithmetic of forward and loss (default: fp32)")
     add("--devices", type=device_list, metavar="LIST", help="such as cpu,cpu,cpu or 0,1 (default: every accelerator, else cpu)")
     strategy = "of several devices: replicas in one process, ddp or fsdp under torchrun (default: auto, which says why)"
