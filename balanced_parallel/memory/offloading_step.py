@@ -18,7 +18,7 @@ class OffloadingStep(TrainStep):
         with offload_activations():
             return super().__call__(*args, **kwargs)
 
-    def add(self, inputs: Any, targets: Any = None) -> None:
+    def add(self, inputs: Any, targets: Any = ()) -> None:
         """Accumulates the gradients of some more rows."""
         with offload_activations():
             super().add(inputs, targets)

@@ -76,7 +76,7 @@ class Samples:
                 f"step was given {nested.describe(samples)}, expected a list of samples, of which collate= makes batches: use "
                 "DataLoader(..., collate_fn=list)"
             )
-        if batch.targets != (None,):
+        if batch.targets not in ((), (None,)):
             raise TypeError("step was given targets beside a list of samples, expected step(samples): collate= makes the targets")
         self._example = list(samples[:1]) or self._example
 

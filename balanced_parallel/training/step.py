@@ -96,10 +96,10 @@ class TrainStep(StepState):
         self._update()
 
     @overload
-    def __call__(self, inputs: Any, targets: Any = None, *, return_outputs: Literal[False] = False) -> Tensor: ...
+    def __call__(self, inputs: Any, targets: Any = (), *, return_outputs: Literal[False] = False) -> Tensor: ...
     @overload
-    def __call__(self, inputs: Any, targets: Any = None, *, return_outputs: Literal[True]) -> tuple[Tensor, PerReplica]: ...
-    def __call__(self, inputs: Any, targets: Any = None, *, return_outputs: bool = False) -> Tensor | tuple[Tensor, PerReplica]:
+    def __call__(self, inputs: Any, targets: Any = (), *, return_outputs: Literal[True]) -> tuple[Tensor, PerReplica]: ...
+    def __call__(self, inputs: Any, targets: Any = (), *, return_outputs: bool = False) -> Tensor | tuple[Tensor, PerReplica]:
         """Trains on one effective batch, or on this rank's rows of it. Returns its loss, a detached scalar.
 
         Args:
@@ -112,7 +112,7 @@ class TrainStep(StepState):
         self._attempts.accumulate(self._accumulate, Batch(inputs, spread(targets), True, outputs if return_outputs else None))
         return (self._apply(), join_outputs(outputs, self.model.out_dims)) if return_outputs else self._apply()
 
-    def add(self, inputs: Any, targets: Any = None) -> None:
+    def add(self, inputs: Any, targets: Any = ()) -> None:
         """Accumulates the gradients of some more rows; nothing is updated before :meth:`apply`."""
         self._attempts.accumulate(self._accumulate, Batch(inputs, spread(targets), is_whole=False, outputs=None))
 

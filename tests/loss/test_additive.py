@@ -56,6 +56,15 @@ def test_settings_of_a_divisor_are_refused():
             DataParallelCriterion(correlation_loss, whole=True, **settings)
 
 
+def test_settings_of_other_kinds_are_refused():
+    with pytest.raises(TypeError, match="statistics=3, expected a function, or a subclass with a method statistics"):
+        AdditiveLoss(3, sum)
+    with pytest.raises(TypeError, match="finish=None, expected a function"):
+        AdditiveLoss(torch.sum)
+    with pytest.raises(ValueError, match="whole='yes', expected True or False"):
+        DataParallelCriterion(correlation_loss, whole="yes")
+
+
 @pytest.mark.parametrize("kind", ["pairs", "correlation"])
 def test_verify_proves_any_split(kind):
     module, criterion, inputs, targets = coupled_problem(kind)
