@@ -53,7 +53,7 @@ def estimate(
 
     Args:
         module: on any device, ``meta`` included.
-        criterion: a module or a function of output and targets.
+        criterion: a module or a function of output and targets; a loss of all rows is ``DataParallelCriterion(..., whole=True)``.
         inputs, targets: real, meta or fake tensors with rows along ``dim``: the batch of one process.
         optimizer: a class of ``torch.optim``, a ``functools.partial`` of one, or a function of the parameters.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``: autocast, as in :class:`TrainStep`.
