@@ -87,6 +87,7 @@ def train(flags: argparse.Namespace, task: Task, model: Any, criterion: DataPara
     checkpoints.wait()
     flags.micro_batch_size = step.micro_batch_size  # that "auto" has settled on
     recorder.finish()
+    optimizer.zero_grad()  # nothing is left on simulated devices, which end before the optimizer is collected
     return recorder.losses if recorder.done == total else []
 
 
