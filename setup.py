@@ -11,11 +11,12 @@ assert version is not None
 
 extras = {
     "train": ["safetensors", "scikit-learn", "tqdm"],
-    "plot": ["matplotlib"],
+    "plot": ["matplotlib", "plotly"],
     "test": [
         "build",
         "hypothesis",
         "matplotlib",
+        "plotly",
         "pytest",
         "pytest-timeout",
         "pytest-xdist",

@@ -29,6 +29,7 @@ from .diagnostics.waiting import find_waits
 from .loss.targets import targets_of
 from .memory.batch_shapes import build_batch
 from .memory.device_specs import find_kind
+from .memory.html_page import load_plotly, write_page
 from .memory.model_loading import Problem, build_criterion, build_model, build_problem, find_optimizer
 from .memory.plot import draw_report, load_pyplot
 from .memory.trace.strategies import LAYOUTS, Replicas, SingleDevice
@@ -130,6 +131,8 @@ def _add_step(parser: OneLineParser) -> None:
     add("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="arithmetic of forward and loss (default: fp32)")
     add("--device-kind", metavar="KIND", help="h200, a100, rtx4090, ..., cpu (default: this machine's accelerator, else h200)")
     add("--plot", type=Path, metavar="FILE.png", help="draw the memory of the devices, of the step, and for other batches")
+    page = "write a page: memory over the step with a slider for rows, its holders, the options of a plan; needs no network"
+    add("--html", type=Path, metavar="FILE.html", help=page)
     add("--json", action="store_true", help="print JSON, and assumptions to stderr")
 
 
@@ -229,9 +232,10 @@ def _waits(flags: argparse.Namespace, module: nn.Module, criterion: Any) -> list
 def _build(flags: argparse.Namespace, rows: int) -> Problem:
     find_optimizer(flags.optimizer)  # fail before the model is built
     find_kind(flags.device_kind)
-    if flags.plot:
-        load_pyplot()
-        flags.plot.parent.mkdir(parents=True, exist_ok=True)
+    for path, load in ((flags.plot, load_pyplot), (flags.html, load_plotly)):
+        if path:
+            load()
+            path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.redirect_stdout(sys.stderr):
         return build_problem(flags.model, flags.input, flags.target, flags.criterion, rows, flags.dim)
 
@@ -240,12 +244,14 @@ def _show(flags: argparse.Namespace, problem: Problem, found: Any, report: Any, 
     aside = sys.stderr if flags.json else sys.stdout
     if problem.assumed:
         print(f"assumed {'; '.join(problem.assumed)}", end="\n" if flags.json else "\n\n", file=aside)
-    if flags.plot and report is not None:
-        with contextlib.redirect_stdout(sys.stderr):  # traces of the model may print
+    with contextlib.redirect_stdout(sys.stderr):  # traces of the model may print
+        if flags.plot and report is not None:
             draw_report(flags.plot, report, capacity)
+        if flags.html and report is not None:
+            write_page(flags.html, report, capacity, None if found is report else found)
     print(found.to_json() if flags.json else found)
-    if flags.plot:
-        print(f"wrote {flags.plot}" if report is not None else f"nothing fits, so {flags.plot} was not drawn", file=aside)
+    for path in filter(None, (flags.plot, flags.html)):
+        print(f"wrote {path}" if report is not None else f"nothing fits, so {path} was not written", file=aside)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -51,6 +51,8 @@ def make_parser(description: str | None = None) -> argparse.ArgumentParser:
     add("--batch-size", type=number(int, 1), default=24, metavar="N", help=rows)
     forward = "rows per device in one forward (default: auto, its whole share, and less where that does not fit)"
     add("--micro-batch-size", type=rows_or_auto, default="auto", metavar="N", help=forward)
+    pack = "rows of a device: equal numbers, or equal cost after padding to its own longest row (default: cost, for text)"
+    add("--pack", choices=["cost", "rows"], default="cost", help=pack)
     add("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="arithmetic of forward and loss (default: fp32)")
     add("--devices", type=device_list, metavar="LIST", help="such as cpu,cpu,cpu or 0,1 (default: every accelerator, else cpu)")
     strategy = "of several devices: replicas in one process, ddp or fsdp under torchrun (default: auto, which says why)"
@@ -68,6 +70,7 @@ def make_parser(description: str | None = None) -> argparse.ArgumentParser:
     compared = "with --simulate: compare losses with one device and memory with nn.DataParallel, and draw the memory"
     add("--plot", type=Path, metavar="FILE", help=compared)
     add("--plan", action="store_true", help="print how --batch-size fits --devices or --simulate with --memory, and do not train")
+    add("--html", type=Path, metavar="FILE", help="with --plan: write it as a page, with the memory over the step")
     add("--out", type=Path, default=Path("runs/latest"), metavar="DIR", help="where results go (default: runs/latest)")
     return parser
 
@@ -76,7 +79,7 @@ def check(flags: argparse.Namespace) -> None:
     """Checks flags that depend on one another, before anything runs.
 
     Raises:
-        ImportError: ``--plot`` needs matplotlib.
+        ImportError: ``--plot`` needs matplotlib, and ``--html`` plotly.
         ValueError: two flags do not fit together.
     """
     if flags.task == "digits" and (flags.data or flags.vocabulary):
@@ -85,12 +88,18 @@ def check(flags: argparse.Namespace) -> None:
         raise ValueError("--memory and --plot describe simulated GPUs, expected --simulate N beside them")
     if flags.plan and flags.simulate and not flags.memory:
         raise ValueError("--plan for --simulate needs their --memory, such as 2GiB")
+    if flags.html and not flags.plan:
+        raise ValueError("--html is a page about a plan, expected --plan beside it")
     if not flags.resume and any((flags.out / "checkpoints").glob("step-*")):
         raise ValueError(f"{flags.out}/checkpoints is of another run: go on with it by --resume, or give another --out")
     if flags.plot:
         import matplotlib  # noqa: F401  an error now, not after the training
 
         flags.plot.parent.mkdir(parents=True, exist_ok=True)
+    if flags.html:
+        import plotly  # noqa: F401
+
+        flags.html.parent.mkdir(parents=True, exist_ok=True)
 
 
 def memory_sizes(flags: argparse.Namespace) -> Any:

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from packing import describe_packing, is_by_cost
 from safetensors.torch import save_file
 from tasks import Task
 from tqdm import tqdm
@@ -23,14 +24,14 @@ import balanced_parallel
 from balanced_parallel import gather
 
 
-def describe(flags: argparse.Namespace, devices: list[torch.device], ranks: int) -> str:
+def describe(flags: argparse.Namespace, devices: list[torch.device], ranks: int, by_cost: bool) -> str:
     """Returns the layout of one effective batch, for the first lines of the output."""
     count = ranks * len(devices)
     rows = ", ".join(str(flags.batch_size // count + (index < flags.batch_size % count)) for index in range(count))
     micro = "" if flags.micro_batch_size == "auto" else f", in micro-batches of at most {flags.micro_batch_size}"
     where = f"{ranks} processes with one device each" if ranks > 1 else f"1 process, {len(devices)} device(s)"
-    names = ", ".join(map(str, devices))
-    return f"{where} ({names}); effective batch of {flags.batch_size} rows: {rows} per device{micro}; {flags.precision}"
+    names, shares = ", ".join(map(str, devices)), "of equal cost for each device" if by_cost else f"{rows} per device"
+    return f"{where} ({names}); effective batch of {flags.batch_size} rows: {shares}{micro}; {flags.precision}"
 
 
 def waiting_advice(share: float, workers: int) -> list[str]:
@@ -80,7 +81,8 @@ class Recorder:
             parameters = sum(parameter.numel() for parameter in task.module.parameters())
             print(f"{task.description}; {parameters:,} parameters")
             print(f"{len(task.train):,} rows to train on, {len(task.validation):,} to validate")
-            print(describe(flags, devices, ranks), flush=True)
+            print(describe(flags, devices, ranks, is_by_cost(flags, task.train)))
+            print("".join(f"{line}\n" for line in describe_packing(flags, task.train, ranks * len(devices))), end="", flush=True)
         self.bar = tqdm(total=total, disable=not (self.main and self.terminal), unit="step")
 
     def begin(self) -> None:

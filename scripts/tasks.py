@@ -4,6 +4,7 @@ Rows are tensors: ``inputs[i]`` and ``targets[i]`` belong together. No layer mix
 """
 
 import collections
+import functools
 import hashlib
 import math
 import re
@@ -17,7 +18,10 @@ from torch.utils.data import Dataset
 
 from balanced_parallel import gather
 
-CONTEXT = 64  # the largest number of words before a prediction
+CONTEXT = 64  # words of a row, in text without functions and classes
+LONGEST = 128  # words of a row at most
+PADDING, IGNORED = 0, -100  # after the words of a row, in inputs and in targets
+DEFINITION = re.compile(r"^(?=[ \t]*(?:async def|def|class)\b)", re.MULTILINE)
 VOCABULARY = 8192  # words, by default: most of the memory is then the output layer
 
 
@@ -27,6 +31,11 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
 
     inputs: Tensor
     targets: Tensor
+
+    @property
+    def lengths(self) -> list[int] | None:
+        """The number of words of each row; None if rows have no padding."""
+        return None if self.targets.dim() == 1 else (self.targets != IGNORED).sum(1).tolist()
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -59,7 +68,7 @@ class LanguageModel(nn.Module):
     def __init__(self, words: int, width: int = 128, layers: int = 2, heads: int = 4) -> None:
         super().__init__()
         self.embedding = nn.Embedding(words, width)
-        self.position = nn.Embedding(CONTEXT, width)
+        self.position = nn.Embedding(LONGEST, width)
         layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
         self.output = nn.Linear(width, words)
@@ -100,29 +109,49 @@ def text_task(data: Path | None, vocabulary: int | None) -> Task:
         OSError: ``data`` cannot be read.
         ValueError: the text is too short, or has fewer different words than ``vocabulary``.
     """
-    words = re.findall(r"\w+|[^\w\s]", read_text(data))
-    counts = collections.Counter(words)
-    if vocabulary is not None and vocabulary > len(counts) + 1:
+    texts = split_text(read_text(data))
+    counts = collections.Counter(word for words in texts for word in words)
+    if vocabulary is not None and vocabulary > len(counts) + 2:
         raise ValueError(f"a vocabulary of {vocabulary} is larger than the text, which has {len(counts)} different words")
-    kept = counts.most_common((vocabulary or min(VOCABULARY, len(counts) + 1)) - 1)
-    index = {word: number for number, (word, _) in enumerate(kept, 1)}  # 0 is every other word
-    tokens = torch.tensor([index.get(word, 0) for word in words])
-    blocks = tokens[: len(tokens) // (CONTEXT + 1) * (CONTEXT + 1)].view(-1, CONTEXT + 1)
-    if len(blocks) < 20:
-        raise ValueError(f"the text has {len(words)} words, expected at least {20 * (CONTEXT + 1)}")
-    held_out = torch.arange(len(blocks)) % 20 == 19
-    train, validation = blocks[~held_out], blocks[held_out][:256]
-    size = len(index) + 1
-    description = f"text: {len(words):,} words, {size:,} of them different, rows of {CONTEXT}"
+    kept = counts.most_common((vocabulary or min(VOCABULARY, len(counts) + 2)) - 2)
+    index = {word: number for number, (word, _) in enumerate(kept, 2)}  # 0 is padding, 1 every other word
+    if len(texts) < 20:
+        raise ValueError(
+            f"the text has {len(texts)} rows of {counts.total()} words, expected at least {20 * (CONTEXT + 1)} words"
+        )
+    rows = [torch.tensor([index.get(word, 1) for word in words]) for words in texts]
+    pad = functools.partial(nn.utils.rnn.pad_sequence, batch_first=True)
+    inputs, targets = pad([row[:-1] for row in rows]), pad([row[1:] for row in rows], padding_value=IGNORED)
+    held_out = torch.arange(len(rows)) % 20 == 19
+    train, validation = Rows(inputs[~held_out], targets[~held_out]), Rows(inputs[held_out][:128], targets[held_out][:128])
+    size = len(index) + 2
+    mean = sum(map(len, rows)) / len(rows) - 1
+    description = f"text: {counts.total():,} words, {size:,} of them different, rows of {mean:.0f} and at most {inputs.size(1)}"
     return Task(
         description,
         LanguageModel(size),
-        Rows(train[:, :-1], train[:, 1:]),
-        Rows(validation[:, :-1], validation[:, 1:]),
+        train,
+        validation,
         learning_rate=3e-3,
         steps=200,
-        baseline=unigram_loss(train[:, 1:], validation[:, 1:], size),
+        baseline=unigram_loss(train.targets, validation.targets, size),
     )
+
+
+def split_text(text: str) -> list[list[str]]:
+    """Returns the words of each function and class, or blocks of a text that has none. Long ones are cut."""
+    parts = DEFINITION.split(text)
+    size = (CONTEXT if len(parts) == 1 else LONGEST) + 1
+    rows = []
+    for part in parts:
+        words = re.findall(r"\w+|[^\w\s]", part)
+        rows += [words[start : start + size] for start in range(0, len(words) - 1, size)]
+    return [row for row in rows if len(row) > 1]
+
+
+def count_words(inputs: Tensor) -> Tensor:
+    """Returns the number of words in each row."""
+    return (inputs != PADDING).sum(1)
 
 
 def read_text(data: Path | None) -> str:
@@ -159,6 +188,7 @@ def check_same_data(task: Task) -> None:
 
 def unigram_loss(train: Tensor, validation: Tensor, size: int) -> float:
     """Returns the validation loss (nats per word) of a unigram model with add-one smoothing."""
+    train, validation = train[train != IGNORED], validation[validation != IGNORED]
     counts = torch.bincount(train.flatten(), minlength=size).double() + 1
     return float(-(counts / counts.sum()).log()[validation.flatten()].mean())
 

@@ -6,6 +6,7 @@ One process per device:                                   torchrun --standalone 
 A model sharded over them:                                torchrun ... scripts/train.py --strategy fsdp
 Four simulated GPUs, compared with plain PyTorch:         python scripts/train.py --simulate 4 --plot runs/memory.png
 A run that survives being killed, run again:              python scripts/train.py --checkpoint-every 50 --resume
+Equal numbers of rows in place of equal cost:             python scripts/train.py --pack rows --devices cpu,cpu,cpu
 A plan of what fits, without training:                    python scripts/train.py --plan --simulate 4 --memory 48MiB
 
 The losses are the same each time. --batch-size is the effective batch over all devices and ranks. Its split into replicas,
@@ -23,9 +24,10 @@ import torch.distributed as dist
 from arguments import SIMULATED_STEPS, check, make_parser, memory_sizes, one_line_errors
 from comparison import Parts, draw_memory, estimated_parts, loss_table, memory_table, plain_losses, torch_data_parallel_parts
 from loading import make_loader
+from packing import cost_options, make_batches
 from recording import Recorder
 from stopping import StopSignal
-from tasks import Task, check_same_data, digits_task, text_task
+from tasks import IGNORED, Task, check_same_data, digits_task, text_task
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -49,7 +51,7 @@ def train(flags: argparse.Namespace, task: Task, model: Any, criterion: DataPara
         The loss of each step. It is empty after SIGTERM, if steps are left.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    batches = RankBatchSampler(task.train, flags.batch_size, flags.seed)
+    batches = make_batches(flags, task.train)
     loader = make_loader(task.train, batches, flags.workers)
     held_out = make_loader(task.validation, RankBatchSampler(task.validation, flags.batch_size))
     total = count_steps(flags, task, len(loader))
@@ -62,6 +64,7 @@ def train(flags: argparse.Namespace, task: Task, model: Any, criterion: DataPara
         micro_batch_size=flags.micro_batch_size,
         precision=flags.precision,
         max_grad_norm=flags.max_grad_norm,
+        **cost_options(flags, task.train),
     )
     each_row = DataParallelCriterion(nn.CrossEntropyLoss(reduction="none"), precision=flags.precision)
 
@@ -84,6 +87,7 @@ def train(flags: argparse.Namespace, task: Task, model: Any, criterion: DataPara
     checkpoints.wait()
     flags.micro_batch_size = step.micro_batch_size  # that "auto" has settled on
     recorder.finish()
+    optimizer.zero_grad()  # nothing is left on simulated devices, which end before the optimizer is collected
     return recorder.losses if recorder.done == total else []
 
 
@@ -94,9 +98,10 @@ def validate(model: nn.Module, criterion: nn.Module, loader: DataLoader[Any], cl
     losses, hits = [], []
     for inputs, targets in loader:
         outputs = model(inputs)
-        losses.append(gather(criterion(outputs, targets), "cpu").flatten())
         predictions, labels = gather([output.argmax(1) for output in outputs], "cpu"), gather([targets], "cpu")
-        hits.append((predictions == labels).flatten())
+        counted = labels != IGNORED
+        losses.append(gather(criterion(outputs, targets), "cpu")[counted])
+        hits.append((predictions == labels)[counted])
     model.train()
     results = {"validation_loss": torch.cat(losses).double().mean().item()}
     return {**results, "accuracy": torch.cat(hits).double().mean().item()} if classifies else results
@@ -165,7 +170,10 @@ def main() -> None:
             check(flags)
             task = digits_task() if flags.task == "digits" else text_task(flags.data, flags.vocabulary)
             if flags.plan:
-                print(make_plan(flags, task))
+                plan = make_plan(flags, task)
+                print(plan)
+                if flags.html:
+                    plan.save_html(flags.html)
                 return
             cluster = start_simulation(flags, stack) if flags.simulate else None
             before = copy.deepcopy(task.module) if flags.plot else task.module

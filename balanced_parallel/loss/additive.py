@@ -24,6 +24,7 @@ class AdditiveLoss(nn.Module):
         finish: a function or a module that computes the loss of a total in the same structure, a scalar.
 
     Raises:
+        TypeError: ``statistics`` or ``finish`` is not a function, and no method of a subclass either.
         ValueError: the statistics of a shard are not the sum of those of its halves. The first batch is checked.
 
     Example:
@@ -38,16 +39,21 @@ class AdditiveLoss(nn.Module):
         tensor(0.0400)
     """
 
-    def __init__(self, statistics: Callable[..., Any], finish: Callable[[Any], Tensor]) -> None:
+    def __init__(self, statistics: Callable[..., Any] | None = None, finish: Callable[[Any], Tensor] | None = None) -> None:
         super().__init__()
+        for name, function in (("statistics", statistics), ("finish", finish)):
+            if not callable(function) and getattr(type(self), name) is getattr(AdditiveLoss, name):
+                raise TypeError(f"{name}={function!r}, expected a function, or a subclass with a method {name}")
         self._statistics, self._finish = statistics, finish
 
     def statistics(self, *arguments: Any, **kwargs: Any) -> Any:
         """Returns the statistics of some rows."""
+        assert self._statistics is not None
         return self._statistics(*arguments, **kwargs)
 
     def finish(self, total: Any) -> Tensor:
         """Returns the loss of the sum of all statistics."""
+        assert self._finish is not None
         return self._finish(total)
 
     def forward(self, *arguments: Any, **kwargs: Any) -> Tensor:

@@ -27,6 +27,8 @@ def couple(criterion: "DataParallelCriterion", home: torch.device) -> CoupledLos
 
 def check_coupled(criterion: Any, whole: bool, weight: Any, reduction: str | None, minimum: float) -> None:
     """Raises ``ValueError`` for settings of a divisor, which a loss whose rows depend on each other does not have."""
+    if not isinstance(whole, bool):
+        raise ValueError(f"whole={whole!r}, expected True or False")
     name = "whole=True" if whole else "an AdditiveLoss" if isinstance(criterion, AdditiveLoss) else None
     given = {"weight": weight, "reduction": reduction, "minimum": minimum or None}
     for setting, value in given.items():

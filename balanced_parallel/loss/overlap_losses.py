@@ -1,7 +1,7 @@
 """Losses of the overlap of predictions and targets over the whole batch: Tversky, Dice, Jaccard."""
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .additive import AdditiveLoss
 from .weighting import widen
@@ -32,7 +32,7 @@ class TverskyLoss(AdditiveLoss):
     """
 
     def __init__(self, alpha: float = 0.5, beta: float = 0.5, smooth: float = 1.0, ignore_index: int = -100) -> None:
-        nn.Module.__init__(self)  # statistics and finish are methods
+        AdditiveLoss.__init__(self)
         if min(alpha, beta, smooth) < 0:
             raise ValueError(f"alpha={alpha}, beta={beta}, smooth={smooth}, expected numbers that are not negative")
         self.alpha, self.beta, self.smooth, self.ignore_index = alpha, beta, smooth, ignore_index

@@ -3,7 +3,8 @@
 from . import rank_memory  # registers with distributed.strategy
 from .estimation import estimate
 from .fitting import fit
-from .planning import MemoryPlan, plan
+from .memory_plan import MemoryPlan
+from .planning import plan
 from .report import MemoryReport
 
 __all__ = ["MemoryPlan", "MemoryReport", "estimate", "fit", "plan", "rank_memory"]

@@ -1,6 +1,5 @@
 """``memory.estimate``: the memory of an update on each device, predicted without a device."""
 
-import collections
 import dataclasses
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -11,10 +10,11 @@ import torch
 from .device_specs import DeviceKind
 from .errors import UnknownMemory
 from .extrapolation import Lines
+from .holders import holders_of
 from .length_traces import trace_lengths
 from .operators.rnn import SOURCE as RECURRENCE
 from .other_batches import OtherBatches, runs
-from .report import PARTS, Holder, MemoryReport
+from .report import PARTS, MemoryReport
 from .request import Request
 from .trace.coupled_update import is_coupled
 from .trace.tracer import Trace, run_traces
@@ -53,7 +53,7 @@ def estimate(
 
     Args:
         module: on any device, ``meta`` included.
-        criterion: a module or a function of output and targets.
+        criterion: a module or a function of output and targets; a loss of all rows is ``DataParallelCriterion(..., whole=True)``.
         inputs, targets: real, meta or fake tensors with rows along ``dim``: the batch of one process.
         optimizer: a class of ``torch.optim``, a ``functools.partial`` of one, or a function of the parameters.
         precision: ``"fp32"``, ``"bf16"`` or ``"fp16"``: autocast, as in :class:`TrainStep`.
@@ -154,7 +154,7 @@ def make_report(request: Request, rows: int, mine: Lines, asked: Sequence[int] |
         parts=tuple(_parts(mine, i, at) for i, at in read),
         assumed=_assumed(mine, request.kind),
         timeline=tuple(tuple(mine.levels(i, at)[mine.start :].tolist()) for i, at in read),
-        where=tuple(_holders(mine, i, at) for i, at in read),
+        where=tuple(holders_of(mine, i, at) for i, at in read),
         phases={name: mine.first.marks[name] - mine.start for name in ("backward", "update")},
         flops=mine.flops(None if asked is None else rows) * request.micro_batches // mine.first.micro_batches,
         affine=lines.is_affine,
@@ -190,10 +190,3 @@ def _parts(lines: Lines, device: int, rows: int | None) -> dict[str, int]:
     for block in lines.blocks_at(device, event, rows):
         parts[block.kind] += -(-block.size // unit) * unit
     return parts | {"workspace": lines.kind.workspace + scratch, "context": lines.kind.context}
-
-
-def _holders(lines: Lines, device: int, rows: int | None, most: int = 12) -> tuple[Holder, ...]:
-    sizes: collections.Counter[tuple[str, str, str]] = collections.Counter()
-    for block in lines.blocks_at(device, lines.summit(device, rows)[0], rows):
-        sizes[block.kind, block.module, block.line or block.operator] += block.size
-    return tuple(Holder(size, *key) for key, size in sizes.most_common(most))

@@ -14,6 +14,7 @@ from ..training import explanations
 from ..training.step import TrainStep
 from .candidates import SCALARS
 from .estimation import lines_of, make_report, report_of
+from .extrapolation import Lines
 from .length_budget import largest_cost
 from .length_traces import LengthTraces, trace_lengths, with_length
 from .other_batches import trace_exactly
@@ -80,8 +81,11 @@ def fit(
         coupled = is_coupled(request.criterion)  # takes two passes, with all outputs, for two micro-batches and more
         half = -(-request.rows // (8 if coupled else 2) // request.row_step) * request.row_step
         mine, lines = lines_of(several, half)
-        most = make_report(several, half, mine, None, lines).largest(limits) if min(limits) > 0 else 0
-        rows = _per_device(min(most, request.rows // 2) if coupled else most, shares)
+        if coupled:
+            most = _most_of(several, lines, limits, request.rows // 2)
+        else:
+            most = make_report(several, half, mine, None, lines).largest(limits) if min(limits) > 0 else 0
+        rows = _per_device(most, shares)
     if not isinstance(step.model, DataParallelModel):
         rows = -max_over_ranks(-rows)
     if rows == 0:
@@ -144,6 +148,18 @@ def _limits(step: TrainStep, capacity: int | str | Sequence[int | str] | None, r
     norms = 0 if step.max_grad_norm is None else request.kind.rounds_to * len(list(request.module.parameters()))
     limits = [total[device] // step.model.devices.count(device) - SCALARS - norms for device in step.model.devices]
     return limits * (request.devices // len(limits))
+
+
+def _most_of(request: Request, lines: Lines, limits: Sequence[int], rows: int) -> int:
+    """Returns the most rows of a micro-batch that fit, at most ``rows``."""
+    traced = request.layout.traced_devices(request.devices)
+    low, high = 0, rows + 1
+    while high - low > 1:
+        middle = (low + high) // 2
+        known, at = (lines, middle) if lines.is_affine else (trace_exactly(request, middle), None)
+        fits = all(known.reserved(traced[i], at, limit) is not None for i, limit in enumerate(limits))
+        low, high = (middle, high) if fits else (low, middle)
+    return low
 
 
 def _per_device(rows: int, shares: int | Sequence[float]) -> int:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .extrapolation import Lines
+from .holders import Holder, holders_of
 from .request import Request
 from .snapshots import make_snapshot
 from .trace.tracer import run_traces
@@ -53,6 +54,11 @@ class OtherBatches:
         """Returns the bytes in use on each device after every event of the second update."""
         known, at = (self.lines, rows) if self.lines.is_affine else (self._trace(rows), None)
         return [known.levels(device, at)[known.start :].tolist() for device in self._traced]
+
+    def holders_at(self, rows: int) -> list[tuple[Holder, ...]]:
+        """Returns the largest holders of each device's peak."""
+        known, at = (self.lines, rows) if self.lines.is_affine else (self._trace(rows), None)
+        return [holders_of(known, device, at) for device in self._traced]
 
     def largest(self, limits: Sequence[int]) -> int:
         """Returns the most rows that fit; 0 if not even one row fits.

@@ -7,7 +7,7 @@ from ..runtime.byte_sizes import format_bytes
 from ..savings.activation_checkpointing import find_blocks
 from .estimation import make_report
 from .extrapolation import Lines
-from .report import Holder
+from .holders import Holder
 from .request import Request
 from .trace.tracer import run_traces
 

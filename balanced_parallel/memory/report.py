@@ -10,6 +10,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from ..runtime.byte_sizes import format_bytes, parse_each
+from .holders import Holder, holders_table
 from .length_budget import largest_cost
 from .length_traces import LengthTraces
 from .other_batches import OtherBatches
@@ -27,16 +28,6 @@ PARTS = (
     "workspace",
     "context",
 )
-
-
-@dataclass(frozen=True)
-class Holder:
-    """Bytes at the peak that one line of one module allocated."""
-
-    bytes: int
-    part: str
-    module: str
-    line: str
 
 
 @dataclass(frozen=True)
@@ -117,6 +108,39 @@ class MemoryReport:
         """
         return largest_cost(self._of_lengths, parse_each(capacity, self.devices))
 
+    def levels_at(self, rows: int) -> list[list[int]]:
+        """Returns the timeline for micro-batches of ``rows`` rows over all devices.
+
+        Raises:
+            ValueError: as for :meth:`at`.
+        """
+        _check_positive("rows", rows)
+        return self._of_batches.levels_at(rows)
+
+    def holders_at(self, rows: int) -> list[tuple[Holder, ...]]:
+        """Returns ``where`` for micro-batches of ``rows`` rows over all devices.
+
+        Raises:
+            ValueError: as for :meth:`at`.
+        """
+        _check_positive("rows", rows)
+        return self._of_batches.holders_at(rows)
+
+    def save_html(self, path: Path | str, capacity: int | str | Sequence[int | str] | None = None) -> None:
+        """Writes a page that needs no network: memory over the step, a slider for the rows, and the holders of the peak.
+
+        Args:
+            path: of the file.
+            capacity: as for :meth:`largest`. It is drawn as a line.
+
+        Raises:
+            ImportError: plotly is not installed.
+            ValueError: not a size of memory, a wrong number of sizes, or this report was read from a file.
+        """
+        from .html_page import write_page
+
+        write_page(path, self, capacity)
+
     def save_snapshot(self, path: Path | str) -> None:
         """Writes both updates for torch's memory visualiser, https://pytorch.org/memory_viz.
 
@@ -147,20 +171,28 @@ class MemoryReport:
         return json.dumps(values | {"where": [[dataclasses.asdict(each) for each in one] for one in self.where]}, indent=2)
 
     def __str__(self) -> str:
+        notes = "".join(f"\n{name}: {source}" for name, source in self.assumed.items())
+        where = holders_table(self.where[0], "simple")
+        return f"{self._title}\n\n{self._table('simple')}\n\nWhere it goes, on device 0:\n\n{where}\n{notes}"
+
+    def _repr_html_(self) -> str:
+        """Returns the report as HTML, for notebooks."""
+        where = holders_table(self.where[0], "html")
+        return f"<p>{self._title}</p>{self._table('html')}<p>Where it goes, on device 0:</p>{where}"
+
+    @property
+    def _title(self) -> str:
+        size = f"{self.micro_batches} micro-batch(es) of {self.rows} rows"
+        return f"{self.layout} on {self.devices} x {self.device_kind}, {self.precision}, {size}"
+
+    def _table(self, style: str) -> str:
         names = [part for part in PARTS if any(parts[part] for parts in self.parts)]
         rows = [
             [f"device {i}", format_bytes(self.peak[i]), format_bytes(self.reserved[i]), *(format_bytes(p[n]) for n in names)]
             for i, p in enumerate(self.parts)
         ]
-        table = tabulate(rows, ["", "peak", "reserved", *names], "simple", disable_numparse=True, stralign="right")
-        holders = [[format_bytes(one.bytes), one.part, one.module, one.line] for one in self.where[0]]
-        where = tabulate(holders, ["bytes", "part", "module", "line"], "simple", disable_numparse=True)
-        notes = "".join(f"\n{name}: {source}" for name, source in self.assumed.items())
-        first = (
-            f"{self.layout} on {self.devices} x {self.device_kind}, {self.precision}, {self.micro_batches} micro-batch(es) of "
-            f"{self.rows} rows"
-        )
-        return f"{first}\n\n{table}\n\nWhere it goes, on device 0:\n\n{where}\n{notes}"
+        table: str = tabulate(rows, ["", "peak", "reserved", *names], style, disable_numparse=True, stralign="right")
+        return table
 
 
 def _check_positive(name: str, number: int) -> None:

@@ -138,6 +138,13 @@ class Cluster:
 
     def __str__(self) -> str:
         """Returns a table with one row per device: bytes now, at the peak, by category, and moved; and the waits in each step."""
+        return self._table("simple")
+
+    def _repr_html_(self) -> str:
+        """Returns the table as HTML, for notebooks."""
+        return self._table("html")
+
+    def _table(self, style: str) -> str:
         moved = self.moved
         rows = []
         for index, (device, memory) in enumerate(zip(map(str, self.devices), self.memory, strict=True)):
@@ -149,7 +156,8 @@ class Cluster:
             rows.append([device, "no limit" if memory is None else format_bytes(memory), *map(format_bytes, counts), waits])
         headers = ["device", "memory", "now", "peak", *(category.title for category in Category), "moved in", "moved out"]
         headers.append("waits per step")
-        return tabulate(rows, headers, tablefmt="simple", stralign="right")
+        table: str = tabulate(rows, headers, tablefmt=style, stralign="right")
+        return table
 
     def _must_run(self, numbers: str) -> None:
         if self._ended:

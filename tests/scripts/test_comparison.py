@@ -7,7 +7,7 @@ from helpers.scripts import run, train
 
 
 def test_simulated_gpus_print_losses_and_memory_and_write_the_plot(tmp_path):
-    flags = ["--simulate", 4, "--memory", "2GiB", "--steps", 3, "--batch-size", 8, "--vocabulary", 500, "--micro-batch-size", 1]
+    flags = ["--simulate", 4, "--memory", "2GiB", "--steps", 3, "--batch-size", 8, "--vocabulary", 500]
     output, lines, summary = train(tmp_path / "sim", *flags, "--plot", tmp_path / "plots" / "peak.png")
     assert summary["devices"] == [f"sim:{index}" for index in range(4)]
     table = [line.split() for line in output.splitlines() if line.lstrip().startswith("sim:")]

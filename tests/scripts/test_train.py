@@ -10,14 +10,15 @@ from helpers.scripts import SENTENCES, run, train
 def test_losses_are_equal_on_one_device_three_replicas_two_ranks_and_shards(tmp_path):
     common = ["--vocabulary", 500, "--steps", 12, "--batch-size", 24]
     layouts = {
-        "one": (["--devices", "cpu"], {}),
+        "one": (["--devices", "cpu", "--pack", "rows"], {}),
         "replicas": (["--devices", "cpu,cpu,cpu", "--micro-batch-size", 3], {}),
         "torchrun": (["--micro-batch-size", 5], {"ranks": 2}),
         "fsdp": (["--micro-batch-size", 5, "--strategy", "fsdp"], {"ranks": 2}),
     }
     losses, validation, states = {}, {}, {}
     for name, (flags, settings) in layouts.items():
-        _, lines, summary = train(tmp_path / name, *common, *flags, **settings)
+        output, lines, summary = train(tmp_path / name, *common, *flags, **settings)
+        assert f"packed by {'rows' if name == 'one' else 'cost'}: " in output
         losses[name] = [line["loss"] for line in lines if "loss" in line]
         validation[name] = summary["validation_loss"]
         assert [line["step"] for line in lines if "loss" in line] == list(range(1, 13))

@@ -45,6 +45,21 @@ def test_shards_give_the_update_of_the_plain_program(kind):
             assert_same_update(found, plain_update(kind))
 
 
+@pytest.mark.parametrize("kind", ["pairs", "correlation"])
+def test_rows_that_are_cut_by_cost_keep_their_targets(kind):
+    module, criterion, inputs, targets = coupled_problem(kind)
+    step = TrainStep(
+        DataParallelModel(module, ["cpu"] * 2),
+        criterion,
+        torch.optim.SGD(module.parameters(), 0.0),
+        micro_batch_size=2,
+        cost=lambda sample: float(1 + sample[1]),
+        collate=lambda samples: (torch.stack([one for one, _ in samples]), torch.tensor([label for _, label in samples])),
+    )
+    loss = step(list(zip(inputs, targets.tolist(), strict=True)))
+    assert_same_update((loss, gradients_of(module, criterion)), plain_update(kind))
+
+
 class Noisy(nn.Module):
     """Dropout, batch norm, and a random number of Python in each forward."""
 
