@@ -1,6 +1,8 @@
 """Traces in a process of their own."""
 
 import os
+import threading
+import time
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.nn import functional as F
 
 from balanced_parallel import memory, simulate
 from balanced_parallel.memory.device_specs import KINDS, find_kind
+from balanced_parallel.memory.trace import child_process
 
 
 def test_estimate_after_a_backward_on_an_accelerator_does_not_fork():
@@ -37,3 +40,29 @@ def test_killed_child_process_raises_an_error():
     net = Dying(8, 8)
     with pytest.raises(RuntimeError, match="without a result"):
         memory.estimate(net, lambda out, _: out.sum(), torch.zeros(6, 8), torch.zeros(6))
+
+
+def test_child_that_hangs_is_replaced_by_this_process(monkeypatch):
+    """A fork copies locks that other threads hold, which nothing releases in the child."""
+    monkeypatch.setattr(child_process, "PATIENCE", 0.5)
+    here = os.getpid()
+
+    def work():
+        if os.getpid() != here:
+            threading.Event().wait()
+        return os.getpid()
+
+    assert child_process.start_in_child(work)() == here
+
+
+def test_child_that_works_is_waited_for(monkeypatch):
+    monkeypatch.setattr(child_process, "PATIENCE", 0.3)
+    here = os.getpid()
+
+    def work():
+        end = time.monotonic() + 1
+        while time.monotonic() < end:
+            pass
+        return os.getpid()
+
+    assert child_process.start_in_child(work)() != here

@@ -3,9 +3,12 @@
 import gc
 import os
 import pickle
+import select
+import signal
 import sys
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -13,13 +16,15 @@ import torch
 __all__: list[str] = []
 
 T = TypeVar("T")
+PATIENCE = 20.0  # seconds
 
 
 def start_in_child(function: Callable[[], T]) -> Callable[[], T | BaseException]:
     """Starts ``function`` in a forked process. The returned function waits for it, and returns its result or its exception.
 
     Autograd refuses to run in a process that was forked after a backward on an accelerator. In that case, and on platforms
-    other than Linux, ``function`` runs in this process.
+    other than Linux, ``function`` runs in this process. So it does if the child hangs: a fork copies locks that other threads
+    hold, and nothing releases them in the child.
 
     Raises:
         RuntimeError: the process ended without a result. Raised by the returned function.
@@ -38,8 +43,13 @@ def start_in_child(function: Callable[[], T]) -> Callable[[], T | BaseException]
 
     def finish() -> T | BaseException:
         with os.fdopen(read, "rb") as pipe:
+            hangs = not _is_readable(pipe.fileno(), child)
+            if hangs:
+                os.kill(child, signal.SIGKILL)
             message = pipe.read()
         _, status = os.waitpid(child, 0)
+        if hangs:
+            return function()
         if not message:
             raise RuntimeError(f"the process that traced the step ended with status {status} and without a result")
         result: T | BaseException = pickle.loads(message)
@@ -48,6 +58,22 @@ def start_in_child(function: Callable[[], T]) -> Callable[[], T | BaseException]
         return result
 
     return finish
+
+
+def _is_readable(pipe: int, child: int) -> bool:
+    """Waits for data in the pipe. Returns False if the child uses no processor for ``PATIENCE`` seconds."""
+    used = -1
+    while not select.select([pipe], [], [], PATIENCE)[0]:
+        before, used = used, _ticks(child)
+        if used == before:
+            return False
+    return True
+
+
+def _ticks(child: int) -> int:
+    """Returns the processor time of a process, in ticks of the clock."""
+    fields = Path(f"/proc/{child}/stat").read_text().rpartition(") ")[2].split()
+    return int(fields[11]) + int(fields[12])  # utime and stime in proc(5)
 
 
 def runs_in_parent_only(error: BaseException) -> bool:

@@ -7,6 +7,8 @@
 #include <unordered_set>
 #include <vector>
 
+#include <pthread.h>
+
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -67,6 +69,8 @@ struct Device {
 
 // Not destroyed: tensors may be freed after the static variables of this library.
 std::mutex& mutex = *new std::mutex;
+// A fork copies locks that other threads hold, and nothing releases them in the child.
+const int at_fork = pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { mutex.unlock(); });
 std::vector<Device>& devices = *new std::vector<Device>;
 std::atomic<int64_t> moved[kDevices + 1][kDevices + 1];
 std::vector<int>& copies = *new std::vector<int>;  // in order: source * (kDevices + 1) + target
