@@ -117,6 +117,7 @@ def test_flags_in_commands_are_accepted(monkeypatch):
     assert ("docs/memory.md", "balanced_parallel") in seen
 
 
+@pytest.mark.slow
 def test_commands_of_the_memory_page_run(tmp_path):
     (block,) = (block for block in blocks("docs/memory.md", "bash") if "my_file.py" in block)
     script = "set -e\n" + block.replace(".venv/bin/python", shlex.quote(sys.executable))

@@ -5,7 +5,6 @@ import sys
 import time
 
 import pytest
-from helpers.slow import slow
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
@@ -44,7 +43,8 @@ step(torch.randn(2, 4), torch.randn(2, 3))
 """
 
 
-@pytest.mark.parametrize(("case", "how"), [slow("backward", "raise"), ("pending", "raise"), slow("pending", "sys.exit")])
+@pytest.mark.slow
+@pytest.mark.parametrize(("case", "how"), [("backward", "raise"), ("pending", "raise"), ("pending", "sys.exit")])
 def test_a_rank_that_fails_ends_the_job_within_ten_seconds(tmp_path, case, how):
     script, moment = tmp_path / "script.py", tmp_path / "moment"
     script.write_text(SCRIPT)

@@ -20,7 +20,8 @@ from torch import nn
 from balanced_parallel import TrainStep, parallelize
 
 FAULTS = SCRIPT.parents[1] / "benchmarks" / "faults" / "inject.py"
-FLAGS = ["--batch-size", 17, "--epochs", 4, "--checkpoint-every", 2, "--resume"]  # 17, 17 and 1 row: one rank has none
+# 17, 17 and 1 row: one rank has none. With a larger learning rate, AdamW turns the rounding of two ranks and of one into 1e-4.
+FLAGS = ["--batch-size", 17, "--epochs", 4, "--checkpoint-every", 2, "--resume", "--learning-rate", 3e-4]
 STEPS = 12
 
 
@@ -86,6 +87,7 @@ def test_timeout_names_the_rank_that_hangs_and_the_step():
     assert notes == ["rank 0 waits in the reduction of step 3, and rank 1 has not come further than step 2"]
 
 
+@pytest.mark.slow
 def test_number_of_ranks_changes_at_a_restart(undisturbed, text, tmp_path):
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

@@ -102,6 +102,7 @@ def test_a_head_without_logits_is_predicted():
     assert peaks[1] < 0.5 * peaks[0]
 
 
+@pytest.mark.slow
 def test_a_plan_leaves_logits_out_where_less_does_not_fit():
     labels = torch.ones(4, 64, dtype=torch.int64)
     settings = {"batch_size": 1, "capacity": "3MiB", "optimizer": torch.optim.SGD, "device_kind": "sim"}

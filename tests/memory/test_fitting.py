@@ -214,7 +214,8 @@ def fit_on_ranks(rank, balanced):
         return step.micro_batch_size, report.peak[0], cluster.peak[rank]
 
 
-@pytest.mark.parametrize("balanced", [slow(False), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("balanced", [False, True])
 def test_ranks_agree(balanced):
     found = run_ranks(2, fit_on_ranks, balanced)
     assert len({size for size, _, _ in found}) == 1

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from helpers.memory_problems import VOCABULARY, LanguageModel
+from helpers.slow import slow
 from torch import nn
 from torch.nn import functional as F
 
@@ -20,7 +21,7 @@ def estimate(rows, length, **settings):
     return memory.estimate(net, F.cross_entropy, *batch(rows, length), **{"device_kind": "cpu"} | settings)
 
 
-@pytest.mark.parametrize(("kind", "precision"), [("cpu", "fp32"), ("h200", "bf16")])
+@pytest.mark.parametrize(("kind", "precision"), [("cpu", "fp32"), slow("h200", "bf16")])
 def test_peaks_between_and_beyond_the_traced_lengths_equal_direct_estimates(kind, precision, one_trace):
     """Traced are 2 and 4 rows of 16, 24 and 32 words. The peak moves: few words have it in the update, many in the backward."""
     report = estimate(2, LONGEST, lengths=(1, LONGEST), device_kind=kind, precision=precision)

@@ -165,6 +165,7 @@ def test_checkpointing_is_chosen_only_if_nothing_else_fits():
 ONE_BLOCK = {"blocks": 1, "optimizer": functools.partial(torch.optim.SGD, momentum=0.9)}  # fewer options and operators
 
 
+@pytest.mark.slow
 def test_plan_that_does_not_fit_reports_the_needed_capacity():
     plan = make_plan("100KiB", 2, 24, **ONE_BLOCK)
     assert not plan.fits

@@ -20,6 +20,7 @@ def make_plan(capacity, **settings):
     return memory.plan(build(), nn.CrossEntropyLoss(), *batch(8), batch_size=6, capacity=capacity, device_kind="sim", **settings)
 
 
+@pytest.mark.slow
 def test_an_optimizer_with_less_state_is_shown_but_not_chosen():
     plan = make_plan("240KiB", precision="bf16")  # fewer options
     assert not plan.fits

@@ -106,6 +106,7 @@ def test_full_disk_ends_the_run_with_one_line_and_leaves_the_last_checkpoint(tmp
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000004"]
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_no_process_behind(tmp_path):
     command = list(map(str, [*TORCHRUN, SCRIPT, "--out", tmp_path, *FLAGS, "--workers", 1]))
     pipe = subprocess.PIPE
