@@ -29,6 +29,7 @@ from balanced_parallel.savings.activation_checkpointing import find_blocks
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 import layouts  # noqa: E402
+import lengths  # noqa: E402
 import models  # noqa: E402
 import pretrained  # noqa: E402
 from models import Problem  # noqa: E402
@@ -254,9 +255,7 @@ def report() -> tuple[str, list[str]]:
     single, errors = single_table(tuple(MODELS))
     failures = [f"{group}: {max(found, key=abs):+.3%}" for group, found in errors.items() if max(map(abs, found)) > LIMITS[group]]
     times = {name: seconds(name) for name in TIMED}
-    failures += [
-        f"{name}: {found[0]:.1f} s" for name, found in times.items() if max(found[0], statistics.median(found)) > SECONDS
-    ]
+    failures += [f"{name}: {t[0]:.1f} s" for name, t in times.items() if max(t[0], statistics.median(t)) > SECONDS]
     timed: list[list[object]] = [[name, f"{t[0]:.2f}", f"{statistics.median(t):.2f}"] for name, t in times.items()]
     title, rest = (__doc__ or "").split("\n\n", 1)
     values = {
@@ -266,6 +265,7 @@ def report() -> tuple[str, list[str]]:
         "causes": CAUSES if any("transformers" in failure for failure in failures) else "",
         "single": single,
         "rows": rows_table(LINES),
+        "lengths": table(lengths.length_rows(build), *lengths.HEADERS),
         "simulated": simulated_table(),
         "ranks": ranks_table(),
         "others": others_table(),
