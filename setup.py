@@ -25,6 +25,7 @@ extras = {
         "pyyaml",
         "safetensors",
         "scikit-learn",
+        "tensorboard",
         "tqdm",
         "transformers",
     ],
