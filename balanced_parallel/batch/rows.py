@@ -181,7 +181,7 @@ def move_leaves(node: Any, device: torch.device | None) -> Any:
         if isinstance(leaf, Rows):
             return [move_leaves(entry, device) for entry in leaf.entries]
         if type(leaf) is Along:
-            return move_leaf(leaf.leaf)
+            return move_leaves(leaf.leaf, device)
         return leaf.on(device) if isinstance(leaf, PerReplica) and device is not None else leaf
 
     return nested.map_leaves(move_leaf, node)
