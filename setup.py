@@ -23,6 +23,7 @@ extras = {
         "pyyaml",
         "safetensors",
         "scikit-learn",
+        "tensorboard",
         "tqdm",
         "transformers",
     ],
