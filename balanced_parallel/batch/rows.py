@@ -15,7 +15,7 @@ from ..runtime.devices import move
 from . import nested
 from .per_replica import PerReplica
 from .row_marks import MARKS, Along, Arguments, Rows, Whole
-from .shards import Shards
+from .shards import RowShards
 
 __all__: list[str] = []
 
@@ -153,7 +153,7 @@ def cut(node: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
     starts = [0, *itertools.accumulate(sizes)][: len(sizes)]
 
     def cut_leaf(leaf: Any) -> list[Any]:
-        if isinstance(leaf, Shards) and len(leaf) == len(sizes):
+        if isinstance(leaf, RowShards) and len(leaf) == len(sizes):
             return list(leaf)
         if isinstance(leaf, torch.Tensor):
             return [leaf.narrow(dim, *at) for at in zip(starts, sizes, strict=True)] if leaf.dim() else [leaf] * len(sizes)
