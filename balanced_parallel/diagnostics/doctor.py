@@ -15,20 +15,15 @@ from ..replicas.module_checks import refuse_compiled
 from ..replicas.sync_batchnorm import AllRowsBatchNorm
 from ..runtime.modules import BatchNorm
 from .mismatch import fixed_devices
+from .unregistered import OWN_PACKAGES, described, unregistered_tensors
 
 __all__: list[str] = []
 
-_KNOWN = ("torch.", "balanced_parallel.")  # packages whose modules run as replicas
 _MUTATING_METHODS = frozenset(
     ("add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update")
 )
 _IN_PLACE = re.compile(r"[a-z]\w*[a-z0-9]_")
 _LOST = "all replicas but the first lose it: return it, or write it outside of forward"
-_UNREGISTERED = {
-    nn.Parameter: "holds parameters that are not registered: make it an nn.ParameterList or an nn.ParameterDict",
-    Tensor: "holds tensors, which stay on the first device: use register_buffer",
-    nn.Module: "holds modules that are not registered: make it an nn.ModuleList or an nn.ModuleDict",
-}
 _REGISTER_METHODS = frozenset(("add_module", "register_buffer", "register_module", "register_parameter"))
 
 
@@ -43,7 +38,7 @@ def examine(module: nn.Module, criterion: Callable[..., Any] | None = None) -> t
     """
     return (
         *_weights_without_copies(module),
-        *_unregistered_tensors(module),
+        *unregistered_tensors(module),
         *_batch_norms(module),
         *_written_state(module),
         *fixed_devices(module),
@@ -55,10 +50,6 @@ def examine(module: nn.Module, criterion: Callable[..., Any] | None = None) -> t
 def is_note(finding: str) -> bool:
     """Returns True if a line of :func:`examine` is information only."""
     return finding.startswith("note: ")
-
-
-def _described(name: str, layer: nn.Module) -> str:
-    return f"{name} ({type(layer).__name__})" if name else type(layer).__name__
 
 
 def _weights_without_copies(module: nn.Module) -> Iterator[str]:
@@ -73,26 +64,11 @@ def _weights_without_copies(module: nn.Module) -> Iterator[str]:
                 yield f"weights: {name or 'the model'}: {error}"
         for key, tensor in (*layer.named_parameters(recurse=False), *layer.named_buffers(recurse=False)):
             if nn.parameter.is_lazy(tensor):
-                yield f"weights: {key} of {_described(name, layer)} is not initialised yet: run the model once first"
+                yield f"weights: {key} of {described(name, layer)} is not initialised yet: run the model once first"
     devices = {tensor.device for tensor in (*module.parameters(), *module.buffers()) if tensor.device.type != "meta"}
     if len(devices) > 1:
         names = ", ".join(sorted(map(str, devices)))
         yield f"weights: they are on {names}: move the model to one device, from which all replicas are copied"
-
-
-def _unregistered_tensors(module: nn.Module) -> Iterator[str]:
-    """Yields plain attributes with tensors or modules. All replicas share them, whatever their device."""
-    registered = {id(entry) for entry in (*module.parameters(), *module.buffers(), *module.modules())}
-    for name, layer in module.named_modules():
-        if type(layer).__module__.startswith(_KNOWN):
-            continue
-        for key, value in layer.__dict__.items():
-            entries = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else [value]
-            unregistered = [] if key.startswith("_") else [entry for entry in entries if id(entry) not in registered]
-            for kind, finding in _UNREGISTERED.items():
-                if any(isinstance(entry, kind) for entry in unregistered):
-                    yield f"unregistered: {key} of {_described(name, layer)} {finding}"
-                    break
 
 
 def batch_norms(module: nn.Module, *, over_all_rows: bool) -> list[str]:
@@ -125,7 +101,7 @@ def _written_state(module: nn.Module) -> Iterator[str]:
     seen = set()
     for name, layer in module.named_modules():
         kind = type(layer)
-        if kind in seen or kind.__module__.startswith(_KNOWN):
+        if kind in seen or kind.__module__.startswith(OWN_PACKAGES):
             continue
         seen.add(kind)
         for method in _methods_of_forward(kind):
@@ -134,7 +110,7 @@ def _written_state(module: nn.Module) -> Iterator[str]:
                 for target in _written_targets(node, self_name):
                     called = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
                     if (effect := _effect_of_write(target, self_name, layer, called)) is not None:
-                        code = f"{ast.unparse(node)} in {method.name} of {_described(name, layer)}"
+                        code = f"{ast.unparse(node)} in {method.name} of {described(name, layer)}"
                         yield f"state written in forward: {code}; {effect}"
 
 
@@ -228,6 +204,6 @@ def _recurrent_layers(module: nn.Module) -> Iterator[str]:
     for name, layer in module.named_modules():
         if isinstance(layer, (nn.LSTM, nn.GRU)):
             yield (
-                f"note: {_described(name, layer)} runs as replicas; memory.estimate assumes the memory of cuDNN on a GPU, and "
+                f"note: {described(name, layer)} runs as replicas; memory.estimate assumes the memory of cuDNN on a GPU, and "
                 "has no estimate for simulated devices"
             )

@@ -1,6 +1,7 @@
 """Classification of a loss by its values on parts of a batch: a sum, a mean, or a loss whose rows depend on each other."""
 
 import copy
+import itertools
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -15,9 +16,11 @@ from ..batch.rows import count_rows, cut, move_leaves
 from ..batch.splits import proportional_sizes
 from ..loss.criterion import DataParallelCriterion
 from ..loss.partial_sums import Criterion, loss_of
+from ..loss.rules import is_known
 
 __all__: list[str] = []
 
+_HALF = (torch.bfloat16, torch.float16)
 _WEIGHT = "give DataParallelCriterion weight=, a function (output, *targets) -> scalar that returns the divisor"
 _WHOLE = "give DataParallelCriterion whole=True, which computes criterion(gather(outputs), targets)"
 
@@ -59,15 +62,26 @@ def loss_in_parts(output: Any, criterion: Criterion, wrapped: DataParallelCriter
     tensor, dim = nested.first_tensor(output), dims if isinstance(dims, int) else 0
     if tensor is None or not -tensor.dim() <= dim < tensor.dim() or tensor.size(dim) < 2:
         return
+    if is_known(criterion) and wrapped.weight is None:  # a rule gives the divisor
+        return
     rows = tensor.size(dim)
     with torch.no_grad(), warnings.catch_warnings(action="ignore"):
         try:
-            parts = _Parts(criterion, wrapped, output, nested.spread(targets), dim, rows)
+            tensors = _single((output, nested.spread(targets)))
+            parts = _Parts(_single(criterion), _single(wrapped), tensors[0], tensors[1], dim, rows)
             kind = parts.kind()
         except Exception:  # noqa: BLE001 - a criterion may raise any error for a part
             return
     if kind:
         yield kind
+
+
+def _single(value: Any) -> Any:
+    """Returns a copy whose tensors in half precision are float32, so that the losses of parts show more than rounding."""
+    if isinstance(value, nn.Module):
+        is_half = any(tensor.dtype in _HALF for tensor in (*value.parameters(), *value.buffers()))
+        return copy_of(value).float() if is_half else value
+    return nested.map_leaves(lambda leaf: leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in _HALF else leaf, value)
 
 
 class _Parts:
@@ -99,6 +113,8 @@ class _Parts:
         (whole,) = self.losses([rows])
         if all(_close(self._combined(sizes, whole), whole) for sizes in cuts):
             return None
+        if isinstance(self.criterion, nn.Module) and is_known(self.criterion):
+            return f"the loss: weight= is not its divisor: leave it out, because that of {type(self.criterion).__name__} is known"
         parts = [self.losses(sizes) for sizes in cuts]
         if all(_close(first + second, whole) for first, second in parts):
             return 'the loss is a sum (its parts add up to the whole): give DataParallelCriterion reduction="sum"'
@@ -112,6 +128,11 @@ class _Parts:
             )
         if is_mean:
             return f"the loss is a mean, but not over rows: {_WEIGHT}"
+        if self._is_sum_plus_mean(whole):
+            return (
+                f"the loss is a sum plus a mean over rows, so it cannot be computed in parts: {_WHOLE}, or AdditiveLoss("
+                "statistics, finish), with both sums and the number of rows as statistics"
+            )
         return f"the loss: its rows depend on each other, so it cannot be computed in parts: {_WHOLE}"
 
     def _combined(self, sizes: Sequence[int], whole: Tensor) -> Tensor:
@@ -133,6 +154,26 @@ class _Parts:
             if answer is not None:
                 return answer
         return None
+
+    def _is_sum_plus_mean(self, whole: Tensor) -> bool:
+        """Returns True if a sum and a mean of each of four parts give the losses of all ranges of parts.
+
+        There are ten ranges of neighbouring parts, and eight unknown numbers. A least-squares solution without residual shows
+        the form.
+        """
+        part = self.rows // 4
+        if not part:
+            return False
+        sizes = [part, part, part, self.rows - 3 * part]
+        factors, losses = torch.zeros(10, 8, dtype=torch.float64), torch.zeros(10, 1, dtype=torch.float64)
+        for index, (first, last) in enumerate(itertools.combinations(range(5), 2)):
+            rows = torch.tensor(sizes[first:last])
+            factors[index, first:last], factors[index, 4 + first : 4 + last] = 1, rows / rows.sum()
+            outside = sum(sizes[:first]), sum(sizes[last:])
+            around = [size for size in (outside[0], int(rows.sum()), outside[1]) if size]
+            losses[index] = self.losses(around)[1 if first else 0].cpu()
+        residual = factors @ torch.linalg.lstsq(factors, losses).solution - losses
+        return bool(residual.abs().max() <= 1e-4 * whole.abs().cpu())
 
     def _is_mean_of(self, sizes: Sequence[int], whole: Tensor) -> bool | None:
         loss_1, loss_2, loss_3 = map(float, self.losses(sizes))

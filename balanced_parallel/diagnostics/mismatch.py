@@ -1,21 +1,26 @@
 """Known reasons for a difference between the split and the plain program, found in a model, a criterion and a batch."""
 
 import ast
-import inspect
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..batch.dims import Dims
-from ..batch.nested import is_plain
+from ..batch import nested
+from ..batch.rows import move_leaves
 from ..loss.criterion import DataParallelCriterion
 from ..loss.partial_sums import Criterion
 from ..loss.sum_detection import read_source
+from ..replicas.model import DataParallelModel
 from ..replicas.sync_batchnorm import AllRowsBatchNorm
 from ..runtime.modules import BatchNorm, Dropout
-from .loss_parts import loss_in_parts
+from .loss_parts import copy_of, loss_in_parts
+from .module_recording import Program
+from .random_numbers import loss_draws, random_place
+from .row_mixing import Wrap, mixed_rows
+from .written_state import state_of_criterion, state_of_model
 
 __all__: list[str] = []
 
@@ -25,35 +30,59 @@ _FACTORIES = frozenset(
 
 
 def find_reasons(
-    ran: nn.Module,
-    output: Any,
-    untouched: nn.Module,
-    criteria: tuple[Criterion, Criterion],
-    wrapped: DataParallelCriterion,
-    targets: Any,
-    dims: Dims,
-    devices: int,
+    plain: Program,
+    untouched: tuple[nn.Module, Criterion],
+    batch: tuple[Any, Any],
+    model: DataParallelModel,
+    losses: DataParallelCriterion,
+    wrap: Wrap,
     micro_batches: int,
+    limit: float,
 ) -> tuple[str, ...]:
     """Returns the reasons that apply.
 
     Args:
-        ran: a copy of the model after its forwards.
-        output: output of the last of these forwards.
-        untouched: the model before its forwards.
-        criteria: the criterion before and after its call with ``output`` and ``targets``.
-        wrapped: a copy of the criterion of the split program.
-        targets: targets of the batch.
-        dims: dimensions of the rows in the output.
-        devices, micro_batches: numbers of devices and of micro-batches.
+        plain: the plain program after its steps.
+        untouched: model and criterion before their steps.
+        batch: inputs and targets.
+        model: model of the split program.
+        losses: a copy of the criterion of the split program.
+        wrap: function that makes two replicas of a module.
+        micro_batches: number of micro-batches.
+        limit: largest relative error that counts as equal.
     """
-    return (
-        *_mixing_layers(untouched, devices, micro_batches),
-        *_random_layers(untouched),
-        *(tuple(_state_of_criterion(*criteria)) or loss_in_parts(output, criteria[0], wrapped, targets, dims)),
-        *_written_state(untouched, ran),
-        *fixed_devices(untouched),
-    )
+    (module, criterion), (inputs, targets) = untouched, batch
+    devices, device = len(model.devices), model.devices[0]
+    following = move_leaves(nested.spread(targets), device)
+    reasons = [*_mixing_layers(module, devices, micro_batches), *_random_layers(module)]
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+        reasons += _without_errors(_reasons_of_forward(module, wrap, inputs, device, limit))
+        loss = list(state_of_criterion(criterion, plain.criterion, devices))
+        loss = loss or _without_errors(loss_draws(criterion, plain.output, following, limit))
+    if not loss and not losses.is_coupled:  # a coupled loss is computed from all rows, in one piece
+        loss = list(loss_in_parts(plain.output, criterion, losses, targets, model.out_dims))
+    return (*reasons, *loss, *state_of_model(module, plain.module, devices), *fixed_devices(module))
+
+
+def _without_errors(reasons: Iterable[str]) -> list[str]:
+    """Returns the reasons, or none if a model or a criterion raises an error for a part of the batch."""
+    try:
+        return list(reasons)
+    except Exception:  # noqa: BLE001 - they may raise any error
+        return []
+
+
+def _reasons_of_forward(module: nn.Module, wrap: Wrap, inputs: Any, device: torch.device, limit: float) -> Iterator[str]:
+    evaluated = copy_of(module).eval()
+    place = random_place(module, inputs, device, limit)
+    if place is not None:
+        if (place_in_eval := random_place(evaluated, inputs, device, limit)) is not None:
+            yield f"random numbers: the model draws them, in eval mode too, in {place_in_eval}: compare without them"
+            return
+        if not any(_random_layers(module)):
+            yield f"random numbers: the model draws them, in {place}: compare in eval mode, or without them"
+    is_evaluated = place is not None or any(_mixing_layers(module, 2, 1))
+    yield from mixed_rows(evaluated if is_evaluated else module, wrap, inputs, device, limit)
 
 
 def _mixing_layers(module: nn.Module, devices: int, micro_batches: int) -> Iterator[str]:
@@ -78,52 +107,6 @@ def _random_layers(module: nn.Module) -> Iterator[str]:
         rate = layer.p if isinstance(layer, Dropout) else getattr(layer, "dropout", 0)
         if layer.training and isinstance(rate, float) and rate > 0:
             yield f"dropout: {name or type(layer).__name__} draws different random numbers for each shard: compare in eval mode"
-
-
-def _state_of_criterion(before: Criterion, after: Criterion) -> Iterator[str]:
-    effect = "each replica writes its own state, from its own rows"
-    if isinstance(before, nn.Module) and isinstance(after, nn.Module):
-        for key in _changes(before, after):
-            yield f"state written by the criterion: {key}; {effect}"
-    elif not inspect.isroutine(before):
-        for key in _changed_attributes(before, after):
-            yield f"state written by the criterion: {key}; {effect}"
-
-
-def _written_state(before: nn.Module, after: nn.Module) -> Iterator[str]:
-    for key in _changes(before, after):
-        yield f"state written in forward: {key}; all replicas but the first lose it"
-
-
-def _changes(before: nn.Module, after: nn.Module) -> Iterator[str]:
-    """Yields the key paths of attributes and buffers that differ."""
-    layers = dict(after.named_modules())
-    for name, layer in before.named_modules():
-        changed = layers[name]
-        prefix = f"{name}." if name else ""
-        for key in _changed_attributes(layer, changed):
-            yield f"{prefix}{key}"
-        if not isinstance(layer, BatchNorm):
-            for key, buffer in layer.named_buffers(recurse=False):
-                if not _same(buffer, changed.get_buffer(key)):
-                    yield f"buffer {prefix}{key}"
-
-
-def _changed_attributes(before: Any, after: Any) -> Iterator[str]:
-    for key, value in getattr(after, "__dict__", {}).items():
-        is_comparable = is_plain(value) or isinstance(value, (Tensor, list)) or value is None
-        if is_comparable and not _same(before.__dict__.get(key), value):
-            yield key
-
-
-def _same(before: Any, after: Any) -> bool:
-    if isinstance(before, Tensor) and isinstance(after, Tensor):
-        return before.shape == after.shape and bool(torch.equal(before.cpu(), after.cpu()))
-    if isinstance(before, list) and isinstance(after, list):
-        return len(before) == len(after) and all(map(_same, before, after))
-    if type(before) is not type(after):
-        return False
-    return bool(before == after) if is_plain(before) or before is None else True  # other objects are not compared
 
 
 def fixed_devices(module: nn.Module) -> Iterator[str]:

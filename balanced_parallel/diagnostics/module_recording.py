@@ -1,35 +1,58 @@
-"""Recording of the outputs of all modules, and the first module whose output differs between two programs."""
+"""Recording of the inputs and outputs of all modules of a program."""
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..batch import nested
+from ..batch.microbatches import as_arguments
+from ..batch.rows import move_leaves
 from ..loss.partial_sums import Criterion
 from ..replicas.meeting import current_replica
+from ..runtime.tensors import versions
 from .loss_parts import copy_of
 
 __all__: list[str] = []
 
 
-class Program:
-    """A copy of model and criterion that records the output of each module, by forward and replica."""
+class Call(NamedTuple):
+    """One forward of a module.
 
-    def __init__(self, module: nn.Module, criterion: Criterion) -> None:
+    Attributes:
+        name: name of the module, empty for the model.
+        label: name and type of the module.
+        inputs: tensors of the inputs, without copies.
+        versions: their version counters before the forward.
+        output: copy of the first tensor of the output.
+    """
+
+    name: str
+    label: str
+    inputs: list[Tensor]
+    versions: list[int]
+    output: Tensor
+
+
+class Program:
+    """A copy of model and criterion that records each call of a module, by forward and replica."""
+
+    def __init__(self, module: nn.Module, criterion: Criterion | None = None) -> None:
         self.module, self.criterion = copy_of(module), copy_of(criterion)
         self.output: Any = None
-        for name, layer in self.module.named_modules():
-            layer.register_forward_hook(self._recording_hook(name or "the model", type(layer).__name__))
         self.module.register_forward_pre_hook(self._start_forward)
+        for name, layer in self.module.named_modules():
+            layer.register_forward_pre_hook(self._input_hook(name), with_kwargs=True)
+            layer.register_forward_hook(self._output_hook(name, f"{name or 'the model'} ({type(layer).__name__})"))
         self.module.register_forward_hook(self._end_forward)
         self.begin()
 
     def begin(self) -> None:
-        """Deletes the outputs and gradients of the previous step."""
-        self.outputs: dict[tuple[int, int], list[tuple[str, Tensor]]] = {}
+        """Deletes the calls and gradients of the previous step."""
+        self.calls: dict[tuple[int, int], list[Call]] = {}
+        self._open: dict[int, list[tuple[str, list[Tensor], list[int]]]] = {}  # calls that have not ended, per replica
         self._forwards: dict[int, int] = {}  # number of forwards per replica
         self._running: set[int] = set()
         for parameter in self.parameters().values():
@@ -44,18 +67,40 @@ class Program:
         replica = _replica_index()
         self._forwards[replica] = self._forwards.get(replica, 0) + 1
         self._running.add(replica)
+        self._open[replica] = []
 
     def _end_forward(self, *_: Any) -> None:
         self._running.discard(_replica_index())
 
-    def _recording_hook(self, name: str, kind: str) -> Callable[..., None]:
-        def hook(layer: nn.Module, inputs: Any, output: Any) -> None:
-            tensor, replica = nested.first_tensor(output), _replica_index()
-            if tensor is not None and replica in self._running:  # False for recomputation by a checkpoint in the backward
-                outputs = self.outputs.setdefault((self._forwards[replica], replica), [])
-                outputs.append((f"{name} ({kind})", tensor.detach().clone()))
+    def _input_hook(self, name: str) -> Callable[..., None]:
+        def hook(layer: nn.Module, *inputs: Any) -> None:
+            if (replica := _replica_index()) in self._running:  # False for recomputation by a checkpoint in the backward
+                tensors = [leaf for _, leaf in nested.leaves(inputs) if isinstance(leaf, Tensor)]
+                self._open[replica].append((name, tensors, versions(tensors)))
 
         return hook
+
+    def _output_hook(self, name: str, label: str) -> Callable[..., None]:
+        def hook(layer: nn.Module, inputs: Any, output: Any) -> None:
+            tensor, replica = nested.first_tensor(output), _replica_index()
+            if replica not in self._running:
+                return
+            opened = self._open[replica].pop()
+            while opened[0] != name:  # a call that failed, and whose error the model has caught
+                opened = self._open[replica].pop()
+            if tensor is not None:
+                calls = self.calls.setdefault((self._forwards[replica], replica), [])
+                calls.append(Call(name, label, *opened[1:], tensor.detach().clone()))
+
+        return hook
+
+    def forward(self, inputs: Any, device: torch.device, seed: int) -> Any:
+        """Runs the model on all rows, on one device."""
+        self.begin()
+        torch.manual_seed(seed)
+        arguments = move_leaves(as_arguments(inputs), device)
+        self.output = self.module.to(device)(*arguments.inputs, **arguments.kwargs)
+        return self.output
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Returns the parameters of the model, and those of the criterion with the prefix ``criterion.``."""
@@ -94,27 +139,3 @@ def relative_error(found: Tensor, expected: Tensor, floor: float = 0.0) -> float
     if difference == 0:
         return 0.0
     return difference / scale if scale and math.isfinite(difference / scale) else math.inf
-
-
-def first_difference(plain: Program, split: Program, dim: int, tolerance: float) -> str | None:
-    """Returns the first module, in the order in which forwards end, whose joined outputs differ from the plain output."""
-    parts = [split.outputs[key] for key in sorted(split.outputs)]
-    for index, (name, expected) in enumerate(plain.outputs.get((1, 0), [])):
-        shards = [part[index][1].to(expected.device) for part in parts if index < len(part) and part[index][0] == name]
-        if len(shards) < len(parts):
-            return f"{name}, which the replicas did not run in the same order"
-        joined = _join(shards, expected.shape, dim)
-        if joined is not None and (error := relative_error(joined, expected)) > tolerance:
-            return f"{name}: relative error {error:.1e}"
-    return None
-
-
-def _join(shards: list[Tensor], shape: torch.Size, dim: int) -> Tensor | None:
-    """Concatenates shards along the first dimension that gives ``shape``, ``dim`` before others; None if there is none."""
-    if not shape:
-        return None  # a loss inside of the model
-    for along in dict.fromkeys([dim % len(shape), *range(len(shape))]):
-        rests = {(*shard.shape[:along], *shard.shape[along + 1 :]) for shard in shards if shard.dim() == len(shape)}
-        if rests == {(*shape[:along], *shape[along + 1 :])} and sum(shard.size(along) for shard in shards) == shape[along]:
-            return torch.cat(shards, along)
-    return None

@@ -1,9 +1,9 @@
 """``verify``: comparison of the split program with the plain program, on the user's own model and batch."""
 
 import copy
+import functools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from ..batch import nested
 from ..batch.dims import Dims
-from ..batch.microbatches import as_arguments
 from ..batch.rows import count_rows, move_leaves
 from ..loss.criterion import DataParallelCriterion
 from ..loss.partial_sums import Criterion
@@ -23,66 +22,16 @@ from ..runtime.tf32 import without_tf32
 from ..training.step import TrainStep
 from .loss_parts import copy_of, scalar_of
 from .mismatch import find_reasons
-from .module_recording import Program, first_difference, relative_error
+from .module_recording import Program, relative_error
+from .output_difference import first_difference
+from .unregistered import unregistered_tensors
+from .verification_report import VerificationReport
+from .written_state import buffer_errors, number_changes, state_of_criterion, state_of_model
 
 __all__: list[str] = []
 
-_MAX_GRADIENTS = 10  # gradients in the table
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
-
-
-@dataclass(frozen=True)
-class VerificationReport:
-    """Relative errors of the split program. ``print(report)`` prints a table.
-
-    The error of a gradient is its largest absolute difference over the largest entry of the plain gradient. The divisor is at
-    least a thousandth of the largest entry of all gradients, so rounding errors in a gradient near zero do not count.
-
-    Attributes:
-        devices: one device per replica.
-        micro_batches: number of micro-batches.
-        tolerance: largest relative error that counts as equal.
-        plain_loss: loss of the plain program.
-        split_loss: loss of the split program.
-        loss_error: relative error of the loss.
-        gradient_errors: relative error of each gradient, by the name of the parameter.
-        first_difference: first module whose output differs, with its error; None if there is none.
-        reasons: known reasons for a difference that apply.
-        step: number of the step that the errors belong to: the first of two that differs, else the second.
-    """
-
-    devices: tuple[str, ...]
-    micro_batches: int
-    tolerance: float
-    plain_loss: float
-    split_loss: float
-    loss_error: float
-    gradient_errors: dict[str, float]
-    first_difference: str | None
-    reasons: tuple[str, ...]
-    step: int = 1
-
-    @property
-    def equal(self) -> bool:
-        """True if the errors of the loss and of all gradients are within the tolerance."""
-        return max([self.loss_error, *self.gradient_errors.values()]) <= self.tolerance
-
-    def __str__(self) -> str:
-        rows = [("loss", self.loss_error), *sorted(self.gradient_errors.items(), key=lambda item: -item[1])]
-        shown, more = rows[: _MAX_GRADIENTS + 1], len(rows) - _MAX_GRADIENTS - 1
-        width = max(len(name) for name, _ in shown)
-        lines = [
-            f"{'equal' if self.equal else 'DIFFERENT'} within {self.tolerance:.0e}: {len(self.devices)} replicas "
-            f"({', '.join(self.devices)}), {self.micro_batches} micro-batch(es)",
-            f"loss in step {self.step} on the same batch: {self.plain_loss:.8g} (plain), {self.split_loss:.8g} (split)",
-            f"{'':{width}}  relative error",
-            *(f"{name:{width}}  {error:.1e}{'' if error <= self.tolerance else '  <-'}" for name, error in shown),
-            *([f"... and {more} more"] if more > 0 else []),
-        ]
-        if self.first_difference is not None:
-            lines.append(f"first output that differs: {self.first_difference}")
-        lines += [f"known reason: {reason}" for reason in self.reasons]
-        return "\n".join(lines)
+_FLOAT32_ROUNDING = 1e-5
 
 
 def verify(
@@ -147,16 +96,16 @@ def verify(
             number += 1
             loss, split_loss = _run_plain(plain, inputs, targets, wrapped.devices[0]), _run_split(split, step, inputs, targets)
             errors = {"": relative_error(split_loss, loss)} | _gradient_errors(plain.gradients(), split.gradients())
-            worst = max(errors.values())
-            equal = worst <= limit
-        reasons: tuple[str, ...] = ()
-        if not equal:
+            equal = max(errors.values()) <= limit
+        state, count = buffer_errors(plain, split, limit), len(wrapped.devices)
+        reasons = () if equal else _rounding(dtype, max(errors.values()))
+        if (equal and state) or reasons:
+            reasons += (*state_of_criterion(inner, plain.criterion, count), *state_of_model(module, plain.module, count))
+        elif not equal:
             fresh = _wrap_criterion(copy_of(inner), criterion, weight, dim)
-            cuts = len(wrapped.devices), split.rounds
-            criteria = inner, plain.criterion
-            reasons = find_reasons(plain.module, plain.output, module, criteria, fresh, targets, wrapped.out_dims, *cuts)
-    if not equal and dtype == torch.float64 and worst < 1e-5:
-        reasons += ("rounding: the errors are of the size of float32; a part of the model or of the loss may cast to float32",)
+            wrap = functools.partial(_wrap_model, like=model, device_ids=[wrapped.devices[0]] * 2, dim=dim, in_dims=in_dims)
+            reasons = find_reasons(plain, (module, inner), (inputs, targets), wrapped, fresh, wrap, split.rounds, limit)
+    difference = None if equal else first_difference(plain, split, wrapped.dim, limit)
     return VerificationReport(
         devices=tuple(map(str, wrapped.devices)),
         micro_batches=split.rounds,
@@ -165,10 +114,23 @@ def verify(
         split_loss=float(split_loss),
         loss_error=errors.pop(""),
         gradient_errors=errors,
-        first_difference=None if equal else first_difference(plain, split, wrapped.dim, limit),
+        first_difference=None if difference is None else str(difference),
         reasons=reasons,
         step=number,
+        state_errors=state,
+        warnings=(*unregistered_tensors(module), *(number_changes(plain, split, count) if equal else ())),
     )
+
+
+def _rounding(dtype: torch.dtype, error: float) -> tuple[str, ...]:
+    """Returns a reason if the largest error is of the size of rounding errors."""
+    if dtype == torch.float64 and error < _FLOAT32_ROUNDING:
+        return ("rounding: the errors are of the size of float32; a part of the model or of the loss may cast to float32",)
+    rounding = _FLOAT32_ROUNDING if dtype == torch.float32 else _TOLERANCES.get(dtype, 0.0)
+    if error > rounding or dtype == torch.float64:
+        return ()
+    name = str(dtype).removeprefix("torch.")
+    return (f"rounding: the errors are within the rounding of {name}: compare in float64 (model.double()), or give tolerance=",)
 
 
 class _NoUpdate(torch.optim.Optimizer):
@@ -215,10 +177,8 @@ def _wrap_criterion(
 
 
 def _run_plain(program: Program, inputs: Any, targets: Any, device: torch.device) -> Tensor:
-    program.begin()
-    torch.manual_seed(0)
-    arguments, following = move_leaves((as_arguments(inputs), nested.spread(targets)), device)
-    program.output = program.module.to(device)(*arguments.inputs, **arguments.kwargs)
+    following = move_leaves(nested.spread(targets), device)
+    program.forward(inputs, device, seed=0)
     criterion = program.criterion.to(device) if isinstance(program.criterion, nn.Module) else program.criterion
     loss = scalar_of(criterion(*nested.spread(program.output), *following))
     loss.backward()

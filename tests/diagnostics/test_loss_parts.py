@@ -8,8 +8,9 @@ import torch
 import torch.nn.functional as F
 from helpers.problems import build_net, class_targets
 from helpers.verification import CPUS, check, contrastive_loss, flat_loss, time_major
+from torch import nn
 
-from balanced_parallel import verify
+from balanced_parallel import DataParallelCriterion, verify
 from balanced_parallel.diagnostics.loss_parts import scalar_of
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -114,3 +115,46 @@ def test_the_loss_of_several_terms_is_their_sum():
     assert scalar_of({"a": one, "b": {"c": two}}) == 3
     with pytest.raises(TypeError, match="returned str 'x', expected a scalar or several"):
         scalar_of("x")
+
+
+# Reasons that would be false
+
+
+def test_a_loss_of_torch_needs_no_weight():
+    assert reasons_of(nn.CrossEntropyLoss(), weight=lambda output, target: (target + 1).sum()) == (
+        "the loss: weight= is not its divisor: leave it out, because that of CrossEntropyLoss is known",
+    )
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-4), (torch.float16, 1e-6), (torch.float32, 1e-9)])
+def test_rounding_of_the_dtype_is_the_only_reason(dtype, tolerance):
+    net, inputs, targets = build_net().to(dtype), torch.randn(64, 4).to(dtype), class_targets(64)
+    report = verify(
+        net, lambda output, target: F.cross_entropy(output, target), inputs, targets, device_ids=CPUS, tolerance=tolerance
+    )
+    name = str(dtype).removeprefix("torch.")
+    assert report.reasons == (
+        f"rounding: the errors are within the rounding of {name}: compare in float64 (model.double()), or give tolerance=",
+    )
+
+
+def test_a_wrong_mean_is_found_in_half_precision():
+    net, inputs, targets = (
+        build_net().bfloat16(),
+        torch.randn(64, 4).bfloat16(),
+        torch.tensor([0, 0, 0, 2] * 8 + [2, 3, 2, 0] * 8),
+    )
+    (reason,) = verify(net, mean_of_few, inputs, targets, device_ids=CPUS).reasons
+    assert reason.startswith("the loss is a mean, but not over rows")
+
+
+def test_a_sum_plus_a_mean_may_be_an_additive_loss():
+    (reason,) = reasons_of(lambda output, target: F.cross_entropy(output, target) + output.pow(2).sum())
+    assert reason.startswith("the loss is a sum plus a mean over rows, so it cannot be computed in parts: ")
+    assert "whole=True" in reason
+    assert "AdditiveLoss(statistics, finish)" in reason
+
+
+def test_a_coupled_loss_is_never_told_to_be_whole():
+    report = check(nn.Sequential(build_net(), nn.Dropout()), DataParallelCriterion(contrastive_loss, whole=True))
+    assert report.reasons == ("dropout: 1 draws different random numbers for each shard: compare in eval mode",)

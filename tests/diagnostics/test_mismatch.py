@@ -64,7 +64,7 @@ def test_state_written_in_forward_is_reported_as_a_reason():
     assert report.first_difference.startswith("the model (Stateful)")
     assert report.reasons == (
         "state written in forward: calls; all replicas but the first lose it",
-        "state written in forward: seen; all replicas but the first lose it",
+        "state written in forward: seen; all replicas write to the same object, in any order",
         "state written in forward: buffer total; all replicas but the first lose it",
     )
 
