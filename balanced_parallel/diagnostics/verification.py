@@ -67,8 +67,9 @@ def verify(
         tolerance: relative tolerance. ``None`` means 1e-10 for float64, 1e-4 for float32, 2e-2 for float16 and 5e-2 for bfloat16.
 
     Returns:
-        A :class:`VerificationReport` with the errors of loss and gradients. If they exceed the tolerance, it has the first module
-        whose output differs, and the known reasons that apply.
+        A :class:`VerificationReport` with the errors of loss and gradients, and of buffers that end with other values. If they
+        exceed the tolerance, it has the first module whose output differs, and the known reasons that apply. To find them, the
+        model and the criterion run again: with other random numbers, and on half of the batch.
 
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)).double()

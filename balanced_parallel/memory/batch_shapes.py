@@ -19,6 +19,10 @@ def parse_shape(text: str, dtype: torch.dtype) -> tuple[tuple[int, ...], torch.d
         ValueError: the text is not a shape, or torch has no such dtype.
     """
     sizes, colon, name = text.partition(":")
+    if colon and not name:
+        raise ValueError(
+            f"{text!r} has no dtype after the colon, expected :float32 or :int64 for one number per row, or 128:int64"
+        )
     if colon:
         found = getattr(torch, name, None)
         if not isinstance(found, torch.dtype):

@@ -144,6 +144,7 @@ class Unregistered(nn.Module):
         self.mask = torch.ones(3)
         self.layers = [nn.Linear(3, 3)]
         self.weights = {"a": nn.Parameter(torch.ones(3))}
+        self.scale = torch.ones(3, requires_grad=True)
         self.same = [self.linear, self.linear.weight]
 
     def forward(self, x):
@@ -151,11 +152,12 @@ class Unregistered(nn.Module):
 
 
 def test_unregistered_tensors_and_modules_are_found():
-    mask, layers, weights = examine(nn.Sequential(Unregistered()))
+    mask, layers, weights, scale = examine(nn.Sequential(Unregistered()))
     assert "mask of 0 (Unregistered) holds tensors" in mask
     assert "register_buffer" in mask
     assert "nn.ModuleList" in layers
     assert "nn.ParameterDict" in weights
+    assert scale == "unregistered: scale of 0 (Unregistered) holds tensors that require gradients: use nn.Parameter"
 
 
 def scripted():

@@ -20,6 +20,11 @@ def test_parse_shape_reads_sizes_and_dtype(text, shape, dtype):
     assert batch_shapes.parse_shape(text, torch.float32) == (shape, dtype)
 
 
+def test_a_colon_without_a_dtype_is_an_error():
+    with pytest.raises(ValueError, match="':' has no dtype after the colon, expected :float32 or :int64 for one number per row"):
+        batch_shapes.parse_shape(":", torch.float32)
+
+
 def test_build_batch_nests_shapes_by_key_path():
     def shape(*texts, dim=0):
         batch = batch_shapes.build_batch(texts, 8, dim, torch.float32)
