@@ -39,7 +39,7 @@ _NOTES = {
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The way to run an effective batch within the capacity of each device.
+    """The way to run an effective batch within the capacity of each device. The example of :func:`plan` makes one.
 
     Attributes:
         batch_size: rows per update.

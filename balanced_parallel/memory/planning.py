@@ -61,6 +61,17 @@ def plan(
 
     Raises:
         ValueError: a setting is out of its range, or :func:`estimate` refuses it.
+
+    Example:
+        >>> net, batch = torch.nn.Linear(256, 256), (torch.zeros(8, 256), torch.zeros(8, 256))
+        >>> found = plan(net, torch.nn.MSELoss(), *batch, batch_size=4096, capacity="6MiB", devices=2, device_kind="cpu")
+        >>> found.fits, found.chosen.micro_batches
+        (True, 2)
+        >>> model, criterion, optimizer, step = found.apply(net, torch.nn.MSELoss(), device_ids=["cpu"] * 2, lr=1e-3)
+        >>> step(torch.zeros(4096, 256), torch.zeros(4096, 256)).shape
+        torch.Size([])
+        >>> MemoryPlan.from_json(found.to_json()) == found
+        True
     """
     request = Request.of(
         module,
