@@ -14,6 +14,8 @@ from torch import nn
 from balanced_parallel import memory
 from balanced_parallel.__main__ import main
 
+pytestmark = pytest.mark.usefixtures("trace_in_this_process")
+
 
 def estimate(*flags, batch_size=8):
     return main(["estimate", "--batch-size", str(batch_size), *flags])

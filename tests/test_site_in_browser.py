@@ -11,9 +11,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 WIDER = """
-const width = document.documentElement.clientWidth, scrolls = (e) => ["auto", "scroll"].includes(getComputedStyle(e).overflowX);
-const inScroller = (e) => e && e !== document.body && (scrolls(e) || inScroller(e.parentElement));
-return [...document.querySelectorAll("article *")].filter((e) => e.getBoundingClientRect().right > width + 1 && !inScroller(e))
+const width = document.documentElement.clientWidth;
+return [...document.querySelectorAll("article *")]
+  .filter((e) => e.getBoundingClientRect().right > width + 1 && !e.closest("pre, .table-wrapper"))
   .map((e) => e.tagName + ": " + e.textContent.slice(0, 60));
 """
 

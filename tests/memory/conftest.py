@@ -1,9 +1,8 @@
-"""Estimates of one number of rows, and traces that find torch's caches filled."""
+"""Estimates of one number of rows, traced in the process of the test."""
 
 import pytest
 
 from balanced_parallel.memory import estimation, other_batches
-from balanced_parallel.memory.trace import tracer
 
 
 @pytest.fixture
@@ -13,11 +12,7 @@ def one_trace(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def trace_in_this_process(request, monkeypatch):
-    """Traces without a child process, as on other platforms than Linux.
-
-    Torch caches the results of fake tensors, so that a trace takes a third of the time if one before ran the same operators
-    in this process. ``test_child_process.py``, the command line and the pages of ``docs/`` keep the children.
-    """
+def own_process(request):
+    """Traces in this process, but for the tests of the child processes."""
     if request.path.name != "test_child_process.py":
-        monkeypatch.setattr(tracer, "start_in_child", lambda function: function)
+        request.getfixturevalue("trace_in_this_process")
