@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from ..batch.splits import split_sizes
+from ..loss.criterion import DataParallelCriterion
+from ..loss.rules import is_known
 from ..runtime.byte_sizes import parse_each
 from .candidates import Measured, measure_what_decides
 from .capacity import what_would_fit
@@ -120,6 +122,7 @@ def plan(
         untried=tuple(option.name for stage in stages for option in stage),
         micro_batch_cost=how.largest_cost(trim, lengths) if lengths is not None and best.fits else None,
         trim=trim,
+        unknown_divisor=_has_unknown_divisor(criterion),
         report=_report(how, best, batch_size) if best.fits else None,
     )
 
@@ -130,6 +133,13 @@ def _capacities(capacity: int | str | Sequence[int | str] | None, devices: int, 
             raise ValueError(f"capacity=None with device_kind={kind.name!r}, which has none: expected a size, as '24GiB'")
         capacity = kind.capacity
     return parse_each(capacity, devices)
+
+
+def _has_unknown_divisor(criterion: Any) -> bool:
+    if not isinstance(criterion, DataParallelCriterion):
+        return not is_known(criterion)
+    is_given = criterion.weight is not None or criterion.is_coupled
+    return not (is_given or criterion.reduction == "sum" or is_known(criterion.module))
 
 
 def _is_other(choice: Choice) -> bool:
