@@ -70,7 +70,8 @@ def make_parser(description: str | None = None) -> argparse.ArgumentParser:
     compared = "with --simulate: compare losses with one device and memory with nn.DataParallel, and draw the memory"
     add("--plot", type=Path, metavar="FILE", help=compared)
     add("--plan", action="store_true", help="print how --batch-size fits --devices or --simulate with --memory, and do not train")
-    add("--html", type=Path, metavar="FILE", help="with --plan: write it as a page, with the memory over the step")
+    add("--html", type=Path, metavar="FILE", help="write a page about the memory of an update, with the plan if --plan")
+    add("--tensorboard", action="store_true", help="write DIR/tensorboard, for tensorboard --logdir DIR/tensorboard")
     add("--out", type=Path, default=Path("runs/latest"), metavar="DIR", help="where results go (default: runs/latest)")
     return parser
 
@@ -79,7 +80,7 @@ def check(flags: argparse.Namespace) -> None:
     """Checks flags that depend on one another, before anything runs.
 
     Raises:
-        ImportError: ``--plot`` needs matplotlib, and ``--html`` plotly.
+        ImportError: ``--plot`` needs matplotlib, ``--html`` plotly, and ``--tensorboard`` tensorboard.
         ValueError: two flags do not fit together.
     """
     if flags.task == "digits" and (flags.data or flags.vocabulary):
@@ -88,14 +89,14 @@ def check(flags: argparse.Namespace) -> None:
         raise ValueError("--memory and --plot describe simulated GPUs, expected --simulate N beside them")
     if flags.plan and flags.simulate and not flags.memory:
         raise ValueError("--plan for --simulate needs their --memory, such as 2GiB")
-    if flags.html and not flags.plan:
-        raise ValueError("--html is a page about a plan, expected --plan beside it")
     if not flags.resume and any((flags.out / "checkpoints").glob("step-*")):
         raise ValueError(f"{flags.out}/checkpoints is of another run: go on with it by --resume, or give another --out")
     if flags.plot:
         import matplotlib  # noqa: F401  an error now, not after the training
 
         flags.plot.parent.mkdir(parents=True, exist_ok=True)
+    if flags.tensorboard:
+        import tensorboard  # noqa: F401
     if flags.html:
         import plotly  # noqa: F401
 

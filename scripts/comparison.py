@@ -83,20 +83,27 @@ def torch_data_parallel_parts(task: Task, flags: argparse.Namespace) -> Parts:
 
 def estimated_parts(task: Task, flags: argparse.Namespace, layout: str) -> Parts:
     """Predicts the memory of simulated devices, for machines without a compiler."""
-    inputs, targets = task.train.__getitems__(list(range(min(flags.batch_size, len(task.train)))))
-    report = memory.estimate(
-        task.module,
+    return [dict(parts) for parts in predict(task.module, task, flags, layout, flags.simulate, "sim").parts]
+
+
+def predict(
+    module: nn.Module, task: Task, flags: argparse.Namespace, layout: str, devices: int, kind: str | None
+) -> memory.MemoryReport:
+    """Predicts the memory of an update with the first rows of the task, those of one rank under ``"ddp"`` and ``"fsdp"``."""
+    rows = min(flags.batch_size, len(task.train))
+    inputs, targets = task.train.__getitems__(list(range(-(-rows // devices) if layout in ("ddp", "fsdp") else rows)))
+    return memory.estimate(
+        module,
         nn.CrossEntropyLoss(),
         inputs,
         targets,
         precision=flags.precision,
-        micro_batch_size=flags.micro_batch_size,
+        micro_batch_size=None if flags.micro_batch_size == "auto" else flags.micro_batch_size,
         layout=layout,
-        devices=flags.simulate,
-        balanced_optimizer=layout == "replicas",
-        device_kind="sim",
+        devices=devices,
+        balanced_optimizer=layout in ("replicas", "ddp"),
+        device_kind=kind,
     )
-    return [dict(parts) for parts in report.parts]
 
 
 def loss_table(plain: list[float], losses: list[float], name: str, precision: str) -> str:

@@ -1,7 +1,8 @@
 """Results of train.py: lines on the terminal, and files in the folder ``--out``.
 
 ``metrics.jsonl`` has the loss of each step: the same lines in each run, also in one that was interrupted. ``speed.jsonl`` has
-times and memory. ``summary.json``, ``model.safetensors`` and ``model.pt`` are written at the end.
+times and memory. :mod:`charts` has both for TensorBoard and W&B. ``summary.json``, ``model.safetensors`` and ``model.pt`` are
+written at the end.
 """
 
 import argparse
@@ -15,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from charts import Charts
 from packing import describe_packing, is_by_cost
 from safetensors.torch import save_file
 from tasks import Task
@@ -77,6 +79,7 @@ class Recorder:
         self.started = time.perf_counter()
         self.lines = 0  # of metrics.jsonl
         self.files = [(flags.out / name).open("a+") for name in ("metrics.jsonl", "speed.jsonl") if self.main]
+        self.charts = Charts(flags.out, flags.tensorboard) if self.main else None
         if self.main:
             parameters = sum(parameter.numel() for parameter in task.module.parameters())
             print(f"{task.description}; {parameters:,} parameters")
@@ -93,6 +96,8 @@ class Recorder:
         """Returns the number of updates and of lines. The lines themselves are on the disk by then."""
         for file in self.files:
             os.fsync(file.fileno())
+        if self.charts:
+            self.charts.save()
         return {"done": self.done, "lines": self.lines, "validation": self.validation}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -110,6 +115,8 @@ class Recorder:
                 raise ValueError(f"{file.name} has {len(lines)} lines, expected the {count} of the checkpoint: begin anew")
             file.truncate(len("".join(lines)))
             self.losses = [line["loss"] for line in map(json.loads, lines) if "loss" in line] or self.losses
+        if self.charts:
+            self.charts.go_back(self.done)
 
     def timed(self, loader: Iterable[Any]) -> Iterator[Any]:
         """Yields the batches of a loader, epoch after epoch, until all updates are done. Measures the time that they take."""
@@ -138,6 +145,7 @@ class Recorder:
         self.lines += 1
         self._write(0, step=self.done, loss=loss)
         self._write(1, step=self.done, **state)
+        self._chart(loss=loss, rows_per_second=speed, waiting_for_data=waiting, peak_bytes=max(self.peak))
         self.bar.update()
         self.bar.set_postfix_str(line)
         if self.main and not self.terminal and (self.done in (1, self.total) or self.done % max(1, self.total // 10) == 0):
@@ -149,6 +157,7 @@ class Recorder:
         self.waits_before = 0 if self.cluster is None else len(self.cluster.waits)
         self.lines += 1
         self._write(0, step=self.done, **results)
+        self._chart(**results)
 
     def finish(self) -> None:
         """Writes the summary and the model. Every rank calls it, for the memory of all ranks.
@@ -156,6 +165,8 @@ class Recorder:
         A run that SIGTERM has ended before all updates has none.
         """
         self.bar.close()
+        for file in (*self.files, self.charts) if self.charts else ():
+            file.close()
         if self.done < self.total:
             if self.main:
                 print(f"SIGTERM after step {self.done}/{self.total}, all state is saved: go on with --resume", flush=True)
@@ -165,8 +176,6 @@ class Recorder:
         state = {name: whole(tensor) for name, tensor in self.task.module.state_dict().items()}
         if not self.main:
             return
-        for file in self.files:
-            file.close()
         names = ("task", "precision", "batch_size", "micro_batch_size", "seed")
         summary = {
             **{name: getattr(self.flags, name) for name in names},
@@ -198,7 +207,12 @@ class Recorder:
         )
         for line in waiting_advice(self.waited / elapsed, self.flags.workers):
             print(line)
-        print(f"wrote {out}/metrics.jsonl, speed.jsonl, summary.json, model.safetensors, model.pt")
+        charts = "wandb-history.jsonl, tensorboard/" if self.flags.tensorboard else "wandb-history.jsonl"
+        print(f"wrote {out}/metrics.jsonl, speed.jsonl, {charts}, summary.json, model.safetensors, model.pt")
+
+    def _chart(self, **values: float) -> None:
+        if self.charts:
+            self.charts.record(self.done, values)
 
     def _write(self, number: int, **line: Any) -> None:
         for file in self.files[number : number + 1]:

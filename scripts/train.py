@@ -8,6 +8,7 @@ Four simulated GPUs, compared with plain PyTorch:         python scripts/train.p
 A run that survives being killed, run again:              python scripts/train.py --checkpoint-every 50 --resume
 Equal numbers of rows in place of equal cost:             python scripts/train.py --pack rows --devices cpu,cpu,cpu
 A plan of what fits, without training:                    python scripts/train.py --plan --simulate 4 --memory 48MiB
+Curves, and a page about the memory of an update:         python scripts/train.py --tensorboard --html runs/memory.html
 
 The losses are the same each time. --batch-size is the effective batch over all devices and ranks. Its split into replicas,
 ranks and micro-batches does not change loss or gradients. Copy this file; the two tasks are in tasks.py.
@@ -22,13 +23,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from arguments import SIMULATED_STEPS, check, make_parser, memory_sizes, one_line_errors
-from comparison import Parts, draw_memory, estimated_parts, loss_table, memory_table, plain_losses, torch_data_parallel_parts
+from comparison import (
+    Parts,
+    draw_memory,
+    estimated_parts,
+    loss_table,
+    memory_table,
+    plain_losses,
+    predict,
+    torch_data_parallel_parts,
+)
 from loading import make_loader
 from packing import cost_options, make_batches
 from recording import Recorder
 from stopping import StopSignal
 from tasks import IGNORED, Task, check_same_data, digits_task, text_task
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import DataLoader
 
 from balanced_parallel import (
@@ -126,6 +137,7 @@ def make_plan(flags: argparse.Namespace, task: Task) -> memory.MemoryPlan:
         capacity=memory_sizes(flags),
         devices=flags.simulate or (len(flags.devices) if flags.devices else max(1, torch.accelerator.device_count())),
         precision=flags.precision,
+        max_grad_norm=flags.max_grad_norm,
         device_kind="sim" if flags.simulate else None,
     )
 
@@ -159,6 +171,17 @@ def compare(flags: argparse.Namespace, task: Task, before: nn.Module, losses: li
     print(f"wrote {flags.plot}")
 
 
+def write_page(flags: argparse.Namespace, task: Task, before: nn.Module, devices: list[torch.device]) -> None:
+    """Writes the page about the memory of an update of this run: where it is at each moment, and for other numbers of rows."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    over_ranks = "fsdp" if isinstance(task.module, FSDPModule) else "ddp"
+    layout = over_ranks if ranks > 1 else "replicas" if len(devices) > 1 else "single"
+    kind = devices[0].type if devices[0].type in ("cpu", "sim") else None
+    report = predict(before, task, flags, layout, max(ranks, len(devices)), kind)
+    report.save_html(flags.html, memory_sizes(flags))
+    print(f"wrote {flags.html}")
+
+
 def main() -> None:
     """Runs the script with the flags of its command line."""
     parser = make_parser(__doc__)
@@ -176,7 +199,7 @@ def main() -> None:
                     plan.save_html(flags.html)
                 return
             cluster = start_simulation(flags, stack) if flags.simulate else None
-            before = copy.deepcopy(task.module) if flags.plot else task.module
+            before = copy.deepcopy(task.module) if flags.plot or flags.html else task.module
             settings = {"precision": flags.precision, "strategy": flags.strategy}
             model, criterion = parallelize(task.module, nn.CrossEntropyLoss(), flags.devices, **settings)
             check_same_data(task)
@@ -199,6 +222,8 @@ def main() -> None:
         print(f"\n{cluster}")
     if flags.plot:
         compare(flags, task, before, losses, cluster)
+    if flags.html:
+        write_page(flags, task, before, model.devices)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,8 @@ def test_custom_text_and_short_last_batch(tmp_path):
 
 def test_simulated_gpus_under_torchrun_report_all_ranks(tmp_path):
     flags = ["--task", "digits", "--steps", 3, "--precision", "bf16"]
-    output, _, summary = train(tmp_path / "sim", "--simulate", 2, *flags, ranks=2)
+    output, _, summary = train(tmp_path / "sim", "--simulate", 2, *flags, "--html", tmp_path / "page.html", ranks=2)
+    assert 'id="holders"' in (tmp_path / "page.html").read_text()
     assert (summary["ranks"], len(summary["peak_bytes"])) == (2, 2)
     assert sum(line.lstrip().startswith("sim:") for line in output.splitlines()) == 2
 

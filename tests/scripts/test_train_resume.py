@@ -49,6 +49,12 @@ def test_killed_run_has_the_lines_of_the_undisturbed_one(undisturbed, tmp_path, 
         file.write('{"step": 16, "lo')  # the line that was being written
     train(tmp_path, *FLAGS, "--resume")
     assert lines_of(tmp_path) == undisturbed
+    charts = [json.loads(line) for line in (tmp_path / "wandb-history.jsonl").read_text().splitlines()]
+    assert [(line["_step"], line["loss"]) for line in charts if "loss" in line] == losses_of(undisturbed)
+
+
+def losses_of(lines):
+    return [(line["step"], line["loss"]) for line in map(json.loads, lines) if "loss" in line]
 
 
 def test_sigterm_saves_and_exits_with_0_and_the_run_goes_on(undisturbed, tmp_path):

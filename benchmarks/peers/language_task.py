@@ -1,0 +1,61 @@
+"""The task of all programs: a small GPT-2 with random weights, which computes its own loss, on rows of unequal length."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import GPT2Config, GPT2LMHeadModel
+
+LENGTH = 24
+
+
+class Case(NamedTuple):
+    """Sizes of a run. ``rows`` is not a multiple of ``batch_size``: the last effective batch is smaller."""
+
+    words: int
+    width: int
+    layers: int
+    rows: int
+    batch_size: int
+    micro_batch_size: int
+    lr: float
+    dtype: torch.dtype
+
+    @property
+    def updates(self) -> int:
+        """Number of effective batches."""
+        return -(-self.rows // self.batch_size)
+
+
+def exactness() -> Any:
+    """Returns the program of benchmarks/exactness. Its loss in float64 and its error are used here."""
+    name = "exactness_benchmark"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "exactness" / "main.py")
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+def build_model(case: Case) -> GPT2LMHeadModel:
+    """Returns the model, equal at each call."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": case.words, "n_positions": LENGTH, "n_embd": case.width, "n_layer": case.layers, "n_head": 2}
+    rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = GPT2Config(**sizes, **rates, bos_token_id=0, eos_token_id=0, use_cache=False)
+    model: GPT2LMHeadModel = GPT2LMHeadModel(config).to(case.dtype)
+    model.loss_function = exactness().causal_loss
+    return model
+
+
+def make_rows(case: Case) -> list[dict[str, Tensor]]:
+    """Returns rows of ``LENGTH`` tokens. The labels after the end of a row are -100."""
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(1, case.words, (case.rows, LENGTH), generator=generator)
+    lengths = torch.randint(2, LENGTH + 1, (case.rows, 1), generator=generator)
+    labels = tokens.masked_fill(torch.arange(LENGTH) >= lengths, -100)
+    return [{"input_ids": one, "labels": other} for one, other in zip(tokens, labels, strict=True)]

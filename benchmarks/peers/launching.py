@@ -1,0 +1,133 @@
+"""Runs measurements in new processes: one with several simulated devices, or several ranks with a device each."""
+
+import contextlib
+import importlib.util
+import os
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import measuring
+import torch
+import torch.distributed as dist
+from language_task import Case
+from measuring import Memory, gradients, memory, time_ratio
+from torch import Tensor
+
+from balanced_parallel import simulate
+from balanced_parallel.simulation import Cluster
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+from helpers.processes import PROCESSES  # noqa: E402 - processes in which torch is imported already
+from helpers.ranks import Ranks  # noqa: E402
+
+FRAMEWORKS = ("transformers", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "accelerate", "lightning_fabric")
+REPEATS = 3  # of the CPU's allocator: threads of gloo release their last tensors late, which it does not see
+
+
+class Findings(NamedTuple):
+    """Results of a process: the gradients of each update, and the memory of its devices."""
+
+    gradients: list[dict[str, Tensor]]
+    memory: list[Memory]
+
+
+class Layout(NamedTuple):
+    """Where a program runs: in one process on all devices, or on ranks with a device each.
+
+    Attributes:
+        simulated: False for ranks on the CPU.
+    """
+
+    devices: int
+    ranks: int
+    simulated: bool = True
+
+
+def preload() -> None:
+    """Makes new processes start with all frameworks imported."""
+    PROCESSES.set_forkserver_preload(["torch", "balanced_parallel", "launching", *filter(importlib.util.find_spec, FRAMEWORKS)])
+
+
+def free_ports(count: int) -> list[int]:
+    """Returns ports for process groups that follow each other: torch reads the addresses of the group before at the same port."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+
+
+def run_processes(layout: Layout, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Returns what the function returns on each rank, in the environment of the layout, in new processes."""
+    with Ranks(layout.ranks) as processes:
+        found: list[Any] = processes.run(_run_quietly, free_ports(100), layout, function, *arguments, timeout=900)
+    return found
+
+
+def _run_quietly(rank: int, ports: list[int], layout: Layout, function: Callable[..., Any], *arguments: Any) -> Any:
+    for stream in (1, 2):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
+    measuring.ports = iter(ports)
+    with environment(rank, layout) as cluster:
+        return function(rank, cluster, layout, *arguments)
+
+
+def measure(rank: int, cluster: Cluster | None, layout: Layout, name: str, gradient_case: Case, memory_case: Case) -> Findings:
+    """Measures the gradients of a program, on the first rank, and the memory of the devices of this process."""
+    found = gradients(name, gradient_case)
+    runs = [memory(name, memory_case, cluster) for _ in range(1 if layout.simulated else REPEATS)]
+    of_devices = [min(results, key=lambda one: one.peak) for results in zip(*runs, strict=True)]
+    if layout.ranks > 1 and layout.simulated:
+        of_devices = [of_devices[rank]]
+    return Findings(found if rank == 0 else [], of_devices)
+
+
+def measure_time(rank: int, cluster: Cluster | None, layout: Layout, name: str, reference: str, case: Case, rounds: int) -> float:
+    """Returns the time of an update over that of the reference."""
+    return time_ratio(name, reference, case, rounds)
+
+
+@contextlib.contextmanager
+def environment(rank: int, layout: Layout) -> Iterator[Cluster | None]:
+    """Shows the devices to torch and to the frameworks, which know only those of vendors."""
+    settings = {"OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "5"}
+    if layout.simulated:
+        settings["ACCELERATE_TORCH_DEVICE"] = f"sim:{rank}"  # for Accelerate and for the Trainer
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, settings))
+        if layout.ranks == 1:
+            for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+                os.environ.pop(variable, None)
+        if importlib.util.find_spec("transformers") and layout.ranks == 1:
+            from transformers import TrainingArguments
+
+            # it asks torch.cuda for the number of GPUs
+            stack.enter_context(mock.patch.object(TrainingArguments, "n_gpu", property(lambda self: layout.devices)))
+        if importlib.util.find_spec("lightning_fabric") and layout.ranks > 1:
+            stack.enter_context(shown_to_fabric())
+        yield stack.enter_context(simulate(layout.devices)) if layout.simulated else None
+
+
+@contextlib.contextmanager
+def shown_to_fabric() -> Iterator[None]:
+    """Registers simulated devices with Fabric, in the place of the CPU: the accelerator that it chooses on this machine."""
+    from lightning_fabric.accelerators import ACCELERATOR_REGISTRY, CPUAccelerator
+    from lightning_fabric.strategies import DDPStrategy
+
+    class Simulated(CPUAccelerator):
+        def setup_device(self, device: torch.device) -> None:
+            torch.accelerator.set_device_index(device.index)
+            if not dist.is_initialized():  # Fabric passes a device_id, which torch refuses for this type of device
+                dist.init_process_group("gloo")
+
+        @staticmethod
+        def get_parallel_devices(devices: Any) -> list[torch.device]:
+            return [torch.device("sim", index) for index in range(int(devices))]
+
+    ACCELERATOR_REGISTRY.register("cpu", Simulated, override=True)
+    with mock.patch.object(DDPStrategy, "_determine_ddp_device_ids", lambda self: None):  # else it starts a stream of CUDA
+        yield
