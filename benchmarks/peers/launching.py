@@ -38,7 +38,7 @@ class Findings(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Where a program runs: in one process on all devices, or on ranks with a device each.
+    """Devices and processes of a program: one process with all devices, or ranks with a device each.
 
     Attributes:
         simulated: False for ranks on the CPU.
