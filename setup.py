@@ -13,8 +13,10 @@ extras = {
     "train": ["safetensors", "scikit-learn", "tqdm"],
     "plot": ["matplotlib", "plotly"],
     "test": [
+        "accelerate>=1.10",
         "build",
         "hypothesis",
+        "lightning-fabric>=2.5",
         "matplotlib",
         "plotly",
         "pytest",

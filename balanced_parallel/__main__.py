@@ -87,6 +87,8 @@ def make_parser() -> OneLineParser:
         metavar="SIZE",
         help="of each device, such as 24GiB, or a list: 24GiB,16GiB (default: that of the device kind)",
     )
+    clipped = "gradients are clipped to X, so that none is applied before all exist (default: not clipped)"
+    plan.add_argument("--max-grad-norm", type=float, metavar="X", help=clipped)
     return parser
 
 
@@ -177,6 +179,7 @@ def plan(flags: argparse.Namespace) -> int:
             devices=flags.devices,
             optimizer=find_optimizer(flags.optimizer),
             precision=flags.precision,
+            max_grad_norm=flags.max_grad_norm,
             device_kind=flags.device_kind,
             dim=flags.dim,
         )

@@ -11,6 +11,7 @@ import balanced_parallel  # noqa: E402 - this checkout, not an installed version
 
 project = "balanced_parallel"
 author = "The balanced_parallel maintainers"
+copyright = f"2026 {author}"
 release = version = balanced_parallel.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
 
@@ -20,6 +21,7 @@ include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md",
 exclude_patterns = ["docs/README.md"]  # a list of the pages, for readers of the repository
 myst_heading_anchors = 3
 myst_enable_extensions = ["attrs_inline"]
+highlight_language = "none"  # of a block without a language: a drawing or an output
 copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 
@@ -31,6 +33,8 @@ napoleon_use_rtype = False
 html_theme = "furo"
 pygments_style, pygments_dark_style = "friendly", "monokai"
 html_title = "balanced_parallel"
+html_static_path = ["site/static"]
+html_css_files = ["pages.css"]
 html_extra_path = ["site/index.html"]  # index.html, which leads to the first page
 html_copy_source = False
 html_show_sourcelink = False

@@ -13,6 +13,7 @@ from helpers.ranks import kill_pools
 from hypothesis import settings
 
 from balanced_parallel.batch import provenance
+from balanced_parallel.memory.trace import tracer
 from balanced_parallel.replicas import gradient_buckets
 
 settings.register_profile("suite", derandomize=True, deadline=None, database=None)  # the same cases on every machine
@@ -77,6 +78,16 @@ def nets(tmp_path):
     """Writes a file of networks. Returns the place of one of them, as the command line takes it."""
     (tmp_path / "nets.py").write_text(NETS)
     return lambda name: f"{tmp_path / 'nets.py'}:{name}"
+
+
+@pytest.fixture
+def trace_in_this_process(monkeypatch):
+    """Traces for ``memory`` without a child process, as on other platforms than Linux.
+
+    Torch caches the results of fake tensors, so that a trace takes a third of the time if one before ran the same operators
+    in this process. ``tests/memory/test_child_process.py``, and the command line as a process, keep the children.
+    """
+    monkeypatch.setattr(tracer, "start_in_child", lambda function: function)
 
 
 def pytest_sessionfinish(session, exitstatus):

@@ -14,6 +14,8 @@ from torch import nn
 from balanced_parallel import memory
 from balanced_parallel.__main__ import main
 
+pytestmark = pytest.mark.usefixtures("trace_in_this_process")
+
 
 def estimate(*flags, batch_size=8):
     return main(["estimate", "--batch-size", str(batch_size), *flags])
@@ -163,13 +165,14 @@ def test_plan_receives_the_arguments(nets, capsys, monkeypatch):
 
     monkeypatch.setattr(memory, "plan", plan)
     flags = ["--batch-size", "16", "--devices", "2", "--memory", "24GiB,8GiB", "--device-kind", "a10", "--optimizer", "RAdam"]
+    flags += ["--max-grad-norm", "0.5"]
     assert main(["plan", "--model", nets("pair"), "--input", "4", *flags]) == 0
     assert capsys.readouterr().out.startswith("assumed targets: (16, 1) float32, like the output\n\n")
     assert isinstance(asked.pop("module"), nn.Linear)
     assert isinstance(asked.pop("criterion"), nn.BCEWithLogitsLoss)
     assert (asked.pop("inputs").shape, asked.pop("targets").shape) == ((16, 4), (16, 1))
     expected = {"batch_size": 16, "capacity": ["24GiB", "8GiB"], "devices": 2, "device_kind": "a10"}
-    assert asked == expected | {"precision": "fp32", "optimizer": torch.optim.RAdam, "dim": 0}
+    assert asked == expected | {"precision": "fp32", "optimizer": torch.optim.RAdam, "dim": 0, "max_grad_norm": 0.5}
 
 
 @pytest.mark.parametrize(("flags", "capacity"), [([], None), (["--memory", "2GiB"], "2GiB")])

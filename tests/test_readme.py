@@ -19,6 +19,8 @@ from torch import nn
 import balanced_parallel
 import balanced_parallel.__main__
 
+pytestmark = pytest.mark.usefixtures("trace_in_this_process")
+
 LINKING = PAGES | {name: (ROOT / name).read_text(encoding="utf-8") for name in ("CONTRIBUTING.md", "CHANGELOG.md")}
 
 

@@ -1,7 +1,9 @@
 """The documentation site has every page, every benchmark and every public name."""
 
+import importlib.util
 import re
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 
@@ -20,6 +22,12 @@ def test_page_is_in_the_table_of_contents(page):
     assert re.search(rf"^(.*<)?{name}>?$", CONTENTS, re.MULTILINE)
 
 
+def test_the_front_page_leads_to_each_promise():
+    promises = re.search(r":caption: Promises\n:hidden:\n\n(.*?)```", CONTENTS, re.DOTALL)[1].split()
+    assert len(promises) == 8
+    assert promises == [link.removesuffix(".md") for link in re.findall(r"^\|.*\]\((.*)\) \|$", CONTENTS, re.MULTILINE)]
+
+
 def test_reference_has_every_public_name():
     reference = (ROOT / "docs" / "reference.md").read_text()
     names = {name for name in balanced_parallel.__all__ if name not in ("memory", "savings")}
@@ -29,3 +37,15 @@ def test_reference_has_every_public_name():
     ]
     assert not missing
     assert ".. automodule:: balanced_parallel.savings\n   :members:\n" in reference
+
+
+def test_pictures_of_the_internals_are_those_of_the_program():
+    spec = importlib.util.spec_from_file_location("drawings", ROOT / "docs" / "drawings.py")
+    drawings = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(drawings)
+    page = (ROOT / "docs" / "internals.md").read_text()
+    for name, draw in drawings.DRAWINGS.items():
+        picture = draw().svg()
+        assert (drawings.IMAGES / f"{name}.svg").read_text() == picture, "run python docs/drawings.py"
+        ElementTree.fromstring(picture)
+        assert f"](images/{name}.svg)" in page

@@ -15,7 +15,7 @@ from ..runtime.devices import move
 from . import nested
 from .per_replica import PerReplica
 from .row_marks import MARKS, Along, Arguments, Rows, Whole
-from .shards import Shards
+from .shards import RowShards
 
 __all__: list[str] = []
 
@@ -153,7 +153,7 @@ def cut(node: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
     starts = [0, *itertools.accumulate(sizes)][: len(sizes)]
 
     def cut_leaf(leaf: Any) -> list[Any]:
-        if isinstance(leaf, Shards) and len(leaf) == len(sizes):
+        if isinstance(leaf, RowShards) and len(leaf) == len(sizes):
             return list(leaf)
         if isinstance(leaf, torch.Tensor):
             return [leaf.narrow(dim, *at) for at in zip(starts, sizes, strict=True)] if leaf.dim() else [leaf] * len(sizes)
@@ -181,7 +181,7 @@ def move_leaves(node: Any, device: torch.device | None) -> Any:
         if isinstance(leaf, Rows):
             return [move_leaves(entry, device) for entry in leaf.entries]
         if type(leaf) is Along:
-            return move_leaf(leaf.leaf)
+            return move_leaves(leaf.leaf, device)
         return leaf.on(device) if isinstance(leaf, PerReplica) and device is not None else leaf
 
     return nested.map_leaves(move_leaf, node)

@@ -1,4 +1,4 @@
-"""``Shards``: rows that are cut already. Each replica takes its shard as it is, with a length of its own."""
+"""``RowShards``: rows that are cut already. Each replica takes its shard as it is, with a length of its own."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,12 +12,12 @@ from .row_marks import Along, Arguments, Rows
 __all__: list[str] = []
 
 
-class Shards(PerReplica):
+class RowShards(PerReplica):
     """One argument, or one part of it, in one shard per replica."""
 
 
 def as_shards(parts: Sequence[Any], sizes: Sequence[int], order: Sequence[int] | None = None) -> Any:
-    """Merges the arguments of the replicas into one structure. Each leaf becomes :class:`Shards`, unless there is one replica.
+    """Merges the arguments of the replicas into one structure. Each leaf becomes :class:`RowShards`, unless there is one replica.
 
     Args:
         parts: arguments of each replica, of the same structure.
@@ -26,16 +26,16 @@ def as_shards(parts: Sequence[Any], sizes: Sequence[int], order: Sequence[int] |
     """
     if len(parts) == 1:
         return parts[0]
-    return nested.zip_leaves(lambda place, leaves: Shards(leaves, sizes).in_order(order), parts)
+    return nested.zip_leaves(lambda place, leaves: RowShards(leaves, sizes).in_order(order), parts)
 
 
-def find_shards(arguments: Arguments) -> Shards | None:
+def find_shards(arguments: Arguments) -> RowShards | None:
     """Returns an argument that is cut already, or None. If one is, all are."""
     for value in (*arguments.inputs, *arguments.kwargs.values()):
         if type(value) is torch.Tensor:  # shortcut for the most frequent argument
             return None
         for _, leaf in nested.leaves(value):
-            if isinstance(leaf, Shards):
+            if isinstance(leaf, RowShards):
                 return leaf
             if isinstance(leaf, torch.Tensor):
                 return None
@@ -64,7 +64,7 @@ def take_rows(node: Any, rows: Sequence[int], dim: int = 0) -> Any:
             return _entries(leaf, type(leaf))
         if isinstance(leaf, Rows):
             return Rows(_entries(leaf.entries, list))
-        if isinstance(leaf, PerReplica) and not isinstance(leaf, Shards):
+        if isinstance(leaf, PerReplica) and not isinstance(leaf, RowShards):
             raise TypeError("rows were given as outputs of replicas, expected tensors on the host: call gather(device='cpu')")
         return leaf
 

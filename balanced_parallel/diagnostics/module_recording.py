@@ -111,7 +111,9 @@ def first_difference(plain: Program, split: Program, dim: int, tolerance: float)
 
 def _join(shards: list[Tensor], shape: torch.Size, dim: int) -> Tensor | None:
     """Concatenates shards along the first dimension that gives ``shape``, ``dim`` before others; None if there is none."""
-    for along in dict.fromkeys([dim % max(len(shape), 1), *range(len(shape))]):
+    if not shape:
+        return None  # a loss inside of the model
+    for along in dict.fromkeys([dim % len(shape), *range(len(shape))]):
         rests = {(*shard.shape[:along], *shard.shape[along + 1 :]) for shard in shards if shard.dim() == len(shape)}
         if rests == {(*shape[:along], *shape[along + 1 :])} and sum(shard.size(along) for shard in shards) == shape[along]:
             return torch.cat(shards, along)

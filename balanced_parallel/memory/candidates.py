@@ -46,6 +46,7 @@ class Option:
     inplace: bool = False
     offload: bool = False
     no_logits: bool = False
+    released: bool = False
 
     @property
     def name(self) -> str:
@@ -54,7 +55,23 @@ class Option:
         settings += ["loss without logits"] * self.no_logits
         settings += ["BalancedOptimizer"] * self.balanced + ["in-place activations"] * self.inplace
         settings += ["checkpointed blocks"] * bool(self.blocks) + ["offloaded activations"] * self.offload
+        settings += ["gradients released in the backward"] * self.released
         return ", ".join([*settings, *([self.precision] if self.changes_result else [])]) or "replicas"
+
+    @property
+    def accumulates(self) -> bool:
+        """True if the given optimizer can add up the gradients of several micro-batches."""
+        return self.optimizer is None and not self.released
+
+    @property
+    def savings(self) -> tuple[str, ...]:
+        """Names of the functions of ``balanced_parallel.savings`` that the traces apply."""
+        used = {
+            "replace_lm_head": self.no_logits,
+            "offload_activations": self.offload,
+            "release_gradients_in_backward": self.released,
+        }
+        return tuple(name for name, is_used in used.items() if is_used)
 
 
 class Measured:
@@ -74,7 +91,7 @@ class Measured:
             blocks=option.blocks,
             precision=option.precision,
             optimizer=option.optimizer or request.optimizer,
-            savings=("replace_lm_head",) * option.no_logits + ("offload_activations",) * option.offload,
+            savings=option.savings,
             micro_batches=1,
             update_rows=batch_size,
         )
@@ -161,7 +178,11 @@ class Measured:
         unequal = len(set(self.capacity)) > 1
         share = -(-batch_size // len(devices))
         most_share = batch_size if unequal else share
-        if 1 in self._lines and not unequal and self.fits_at_once(batch_size):
+        if self.option.released:
+            at_once = [self.most_rows(i, 1, most_share) for i in devices]
+            rows = at_once if _holds(batch_size, at_once, unequal) else [0 for _ in devices]
+            unequal = unequal and min(rows) < share
+        elif 1 in self._lines and not unequal and self.fits_at_once(batch_size):
             rows = [share for _ in devices]
         else:
             # a loss whose rows depend on each other needs less memory in two passes, which one micro-batch does not take
@@ -178,6 +199,7 @@ class Measured:
         most = max(rows) if split else min(rows)
         count = count_micro_batches(batch_size, most, split or len(devices)) if fits else 0
         largest = split_sizes(-(-batch_size // count), split or len(devices)) if fits else [1] * len(devices)
+        traced = count or (1 if self.option.released else 2)
         return Choice(
             name=self.option.name,
             precision=self.option.precision,
@@ -186,10 +208,10 @@ class Measured:
             micro_batch_size=most if fits else 0,
             micro_batches=count,
             split=split,
-            peak=tuple(self.lines(count or 2).peak(i, max(largest[i], 1) * len(devices)) for i in devices),
-            reserved=tuple(self.reserved(i, max(largest[i], 1), count or 2) or 0 for i in devices),
+            peak=tuple(self.lines(traced).peak(i, max(largest[i], 1) * len(devices)) for i in devices),
+            reserved=tuple(self.reserved(i, max(largest[i], 1), traced) or 0 for i in devices),
             saved=0,
-            recomputed=max(0.0, self.flops(count or 2) / operations - 1)
+            recomputed=max(0.0, self.flops(traced) / operations - 1)
             if (operations := plain.flops(1))
             else 0.0,  # fused operators are not counted
             traffic=_traffic(self.request, self.option.balanced) + (self._offloaded(largest, count) if fits else 0),
@@ -200,6 +222,7 @@ class Measured:
             inplace=self.request.inplace,
             offload=self.option.offload,
             no_logits=self.option.no_logits,
+            released=self.option.released,
         )
 
     def _offloaded(self, rows: Sequence[int], count: int) -> int:
@@ -217,6 +240,9 @@ def measure_what_decides(options: Sequence[Measured], batch_size: int, plain: Me
     Args:
         plain: the option without any saving.
     """
+    if options[0].option.released:
+        measure(options, 1)
+        return
     if len(set(plain.capacity)) > 1 or plain not in options:
         measure(options, 2)
         return

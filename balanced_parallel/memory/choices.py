@@ -27,6 +27,8 @@ class Choice:
         inplace: names of the activations that are in place.
         offload: activations wait for the backward in the memory of the host.
         no_logits: a language model computes its loss without its logits, by :func:`replace_lm_head`.
+        released: each gradient is applied and freed in the backward, by :func:`release_gradients_in_backward`. It needs the
+            whole batch in one micro-batch, and gradients that are not clipped.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Choice:
     inplace: tuple[str, ...] = ()
     offload: bool = False
     no_logits: bool = False
+    released: bool = False
 
     @property
     def exact(self) -> bool:
@@ -71,7 +74,7 @@ def row_of(choice: Choice) -> list[str]:
     rows = " + ".join(f"{weight:.0f}" for weight in choice.split) if choice.split else f"{choice.micro_batch_size} per device"
     return [
         choice.name,
-        f"{rows} x {choice.micro_batches}" if choice.micro_batches else "not one row",
+        f"{rows} x {choice.micro_batches}" if choice.micro_batches else "not at once" if choice.released else "not one row",
         format_bytes(max(choice.peak)),
         format_bytes(max(choice.reserved)),
         format_bytes(choice.saved),

@@ -17,6 +17,7 @@ from ..replicas.model import DataParallelModel
 from ..runtime.byte_sizes import format_bytes
 from ..runtime.devices import DeviceLike
 from ..savings.activation_checkpointing import checkpoint_blocks
+from ..savings.gradient_release import release_gradients_in_backward
 from ..savings.language_model_heads import replace_lm_head
 from ..training.step import TrainStep
 from .choices import Choice, choice_of, row_of
@@ -38,7 +39,7 @@ _NOTES = {
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The way to run an effective batch within the capacity of each device.
+    """The way to run an effective batch within the capacity of each device. The example of :func:`plan` makes one.
 
     Attributes:
         batch_size: rows per update.
@@ -121,11 +122,17 @@ class MemoryPlan:
                 without ``collate``, are trimmed.
 
         Raises:
-            ValueError: nothing fits, the number of devices is not that of the plan, or a plan with lengths gets no ``cost``.
+            ValueError: nothing fits, the number of devices is not that of the plan, a plan with lengths gets no ``cost``, or
+                gradients are clipped that the plan releases.
         """
         chosen = self.chosen
         if (cost is None) != (self.micro_batch_cost is None):
             raise ValueError("expected cost= for a plan that was made with lengths=, and only for such a plan")
+        if chosen.released and max_grad_norm is not None:
+            raise ValueError(
+                f"max_grad_norm={max_grad_norm} with a plan that releases gradients in the backward, expected None: give "
+                "max_grad_norm to memory.plan too, which then plans without it"
+            )
         checkpoint_blocks(module, chosen.checkpoint)
         set_inplace(module, chosen.inplace)
         if chosen.no_logits:
@@ -140,6 +147,8 @@ class MemoryPlan:
         )  # torch chooses kernels by itself on real devices
         learned = [*model.parameters(), *wrapped.parameters()]
         trained = choice.balanced(model, learned) if chosen.balanced_optimizer else choice(learned)
+        if chosen.released:
+            release_gradients_in_backward(trained)
         step = (OffloadingStep if chosen.offload else TrainStep)(
             model,
             wrapped,

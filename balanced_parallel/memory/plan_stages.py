@@ -14,8 +14,8 @@ from .trace.tracer import Trace, try_traces
 __all__: list[str] = []
 
 
-def stages_of(request: Request) -> Iterator[list[Option]]:
-    """Yields the options, the cheapest first.
+def stages_of(request: Request, clips: bool) -> Iterator[list[Option]]:
+    """Yields the options, the cheapest first. Gradients that are clipped are not released in the backward.
 
     Each stage costs more operations than the one before, or changes the result. It is traced only if nothing before it fits."""
     spread_state = [False, True] if request.devices > 1 else [False]
@@ -30,6 +30,9 @@ def stages_of(request: Request) -> Iterator[list[Option]]:
             if not names and any(getattr(part, "inplace", None) is False for part in request.module.modules()):
                 yield [Option(balanced, names, inplace=True, **kwargs) for balanced in spread_state]
         yield [Option(balanced, blocks, offload=True, **kwargs) for balanced in spread_state]
+        if not clips and used != "fp16":  # its scaler reads all gradients, too
+            ways = dict.fromkeys([((), False), (blocks, False), (blocks, True)])
+            yield [Option(False, names, offload=offload, released=True, **kwargs) for names, offload in ways]
     assert isinstance(request.optimizer, OptimizerChoice)
     others = smaller_optimizers(request.optimizer)
     if others:

@@ -33,6 +33,7 @@ def plan(
     devices: int = 1,
     optimizer: MakeOptimizer = torch.optim.AdamW,
     precision: str = "fp32",
+    max_grad_norm: float | None = None,
     device_kind: str | None = None,
     dim: int = 0,
     scalar: int | float | bool | None = None,
@@ -42,9 +43,9 @@ def plan(
     """Plans the cheapest way to fit an effective batch on the devices of one process.
 
     The plan chooses the number of micro-batches, the split over unequal devices, :class:`BalancedOptimizer`, activations in
-    place, checkpointing of the module's repeated blocks, and offloaded activations. If none of these suffices, it tries the same
-    in bf16, which changes the result. The cheapest choice has the fewest operations, then the fewest micro-batches, then the
-    least traffic. If nothing fits, optimizers with less state are shown as alternatives.
+    place, checkpointing of the module's repeated blocks, offloaded activations, and gradients that are released in the backward.
+    If none of these suffices, it tries the same in bf16, which changes the result. The cheapest choice has the fewest operations,
+    then the fewest micro-batches, then the least traffic. If nothing fits, optimizers with less state are shown as alternatives.
 
     Args:
         module, criterion, inputs, targets, optimizer, device_kind, dim, scalar: as for :func:`estimate`. Inputs and targets
@@ -53,12 +54,24 @@ def plan(
         capacity: bytes or text such as ``"24GiB"``, for each device or one for all. ``None`` is that of the device kind.
         devices: number of devices.
         precision: the precision to try first.
+        max_grad_norm: that of the step. Gradients that are clipped cannot be released in the backward.
         lengths: the shortest and the longest row. The plan is made for rows of the longest, and has a ``micro_batch_cost``: the
             largest budget such that every shard with ``rows x longest`` within it fits.
         trim: the dimension of the lengths, as for :func:`estimate`.
 
     Raises:
         ValueError: a setting is out of its range, or :func:`estimate` refuses it.
+
+    Example:
+        >>> net, batch = torch.nn.Linear(256, 256), (torch.zeros(8, 256), torch.zeros(8, 256))
+        >>> found = plan(net, torch.nn.MSELoss(), *batch, batch_size=4096, capacity="6MiB", devices=2, device_kind="cpu")
+        >>> found.fits, found.chosen.micro_batches
+        (True, 2)
+        >>> model, criterion, optimizer, step = found.apply(net, torch.nn.MSELoss(), device_ids=["cpu"] * 2, lr=1e-3)
+        >>> step(torch.zeros(4096, 256), torch.zeros(4096, 256)).shape
+        torch.Size([])
+        >>> MemoryPlan.from_json(found.to_json()) == found
+        True
     """
     request = Request.of(
         module,
@@ -78,7 +91,7 @@ def plan(
     limits = _capacities(capacity, devices, request.kind)
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(f"batch_size={batch_size!r}, expected a positive number of rows per update")
-    stages = list(stages_of(request))
+    stages = list(stages_of(request, max_grad_norm is not None))
     measured: list[Measured] = []
     choices: list[Choice] = []
     while stages and not any(choice.fits for choice in choices):
@@ -87,9 +100,9 @@ def plan(
         try:
             measure_what_decides(some, batch_size, plain)
         except ValueError:
-            if not (some[0].option.optimizer or some[0].option.offload):
+            if not (some[0].option.optimizer or some[0].option.offload or some[0].option.released):
                 raise
-            continue  # an optimizer that cannot be traced here; more rows that are offloaded than others
+            continue  # an optimizer that cannot be traced here, or not released; more rows that are offloaded than others
         measured += some
         choices += [each.choose(batch_size, plain) for each in some]
     whole = max(plain.lines(1).peak(i, -(-batch_size // devices) * devices) for i in range(devices))
@@ -102,7 +115,7 @@ def plan(
         device_kind=request.kind.name,
         choices=tuple(choice for choice, _ in ranked),
         fits=best.fits,
-        needs=None if best.fits else what_would_fit([each for each in measured if not each.option.optimizer], max(limits)),
+        needs=None if best.fits else what_would_fit([each for each in measured if each.option.accumulates], max(limits)),
         dim=dim,
         untried=tuple(option.name for stage in stages for option in stage),
         micro_batch_cost=how.largest_cost(trim, lengths) if lengths is not None and best.fits else None,

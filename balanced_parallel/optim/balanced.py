@@ -19,7 +19,7 @@ __all__: list[str] = []
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
 
 
-class Shards(Protocol):
+class OptimizerShards(Protocol):
     """An optimizer over shards of the parameters."""
 
     @property
@@ -162,7 +162,9 @@ class BalancedOptimizer(torch.optim.Optimizer):
         self.state = self.shards.inner.state
 
 
-def _shard(model: nn.Module, groups: Groups, optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]) -> Shards:
+def _shard(
+    model: nn.Module, groups: Groups, optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]
+) -> OptimizerShards:
     if isinstance(model, DataParallelModel):
         return ReplicaShards(model, groups, optimizer_class, defaults)
     if any(is_sharded(parameter) for group in groups for parameter in group["params"]):

@@ -86,7 +86,7 @@ class StepState:
             "layout": self._layout(),
             "updates": progress.updates(),
             "weight_before": self._window.weight_before,
-            "micro_batch_size": self._attempts.limit,
+            "limit": {self._cuts.unit: self._attempts.limit},
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -114,8 +114,8 @@ class StepState:
             scaler.load_state_dict(state_dict["scaler"])
         progress.continue_from(state_dict["updates"])
         self._window.weight_before = state_dict["weight_before"]
-        if self._attempts.run_again:  # "auto"; a number given by hand stays
-            self._attempts.limit = state_dict["micro_batch_size"]
+        if self._attempts.run_again:  # "auto"; a number given by hand stays, and rows are not a cost
+            self._attempts.limit = state_dict["limit"].get(self._cuts.unit)
         self._load_random_numbers(state_dict)
 
     def load_target(self, path: tuple[str, ...], size: torch.Size, dtype: torch.dtype) -> Tensor | None:

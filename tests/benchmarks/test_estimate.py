@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from helpers.slow import slow_but
 
+pytestmark = pytest.mark.usefixtures("trace_in_this_process")
+
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "estimate"
 TABLES = [
     "| group | cases |",

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.problems import build_net, class_targets
 from helpers.verification import CPUS, flat_loss, time_major
 from torch import nn
 
@@ -23,3 +24,20 @@ def test_the_first_difference_is_found_with_rows_in_dimension_1():
     net.output = nn.Sequential(nn.Dropout(0.5), net.output)
     report = verify(net, flat_loss, inputs, targets, device_ids=CPUS, dim=1)
     assert report.first_difference.startswith("output.0 (Dropout): relative error")
+
+
+class WithLossModule(nn.Module):
+    """A model that computes its loss in a submodule, as models of Hugging Face do: the submodule's output has no rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.loss = build_net(), nn.CrossEntropyLoss()
+
+    def forward(self, inputs, targets):
+        return self.loss(self.net(inputs), targets)
+
+
+def test_a_loss_inside_of_the_model_has_no_rows_to_compare():
+    batch = {"inputs": torch.randn(7, 4), "targets": class_targets(7, ignored=4)}
+    report = verify(WithLossModule(), lambda loss, targets: loss, batch, batch["targets"], device_ids=CPUS, weight="rows")
+    assert not report.equal

@@ -87,6 +87,18 @@ def test_timeout_names_the_rank_that_hangs_and_the_step():
     assert notes == ["rank 0 waits in the reduction of step 3, and rank 1 has not come further than step 2"]
 
 
+def wait_for_listener(port):
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port)).close()
+        except ConnectionRefusedError:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        else:
+            return
+
+
 @pytest.mark.slow
 def test_number_of_ranks_changes_at_a_restart(undisturbed, text, tmp_path):
     with socket.socket() as listener:
@@ -98,7 +110,7 @@ def test_number_of_ranks_changes_at_a_restart(undisturbed, text, tmp_path):
     whole = list(map(str, [*launcher, *program("hang:1:7", text, tmp_path)]))
     hosts = [subprocess.Popen(whole, stderr=subprocess.PIPE, text=True)]
     try:
-        time.sleep(1)  # the first has the store
+        wait_for_listener(port)  # the first has the store
         hosts.append(subprocess.Popen(whole, stderr=subprocess.DEVNULL))
         deadline, folder = time.monotonic() + 100, tmp_path / "faults"
         while not folder.exists() or not (hanging := "".join(path.read_text() for path in folder.iterdir())):

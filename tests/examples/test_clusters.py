@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import shlex
 import subprocess
 import sys
 import types
@@ -62,6 +63,42 @@ def test_slurm(tmp_path, monkeypatch):
     assert (flags.out, flags.steps, flags.resume) == (Path("runs/123456"), 2, True)
     settings = [line.split()[1] for line in (CLUSTERS / "slurm.sbatch").read_text().splitlines() if line.startswith("#SBATCH")]
     assert {"--nodes=2", "--ntasks-per-node=1"} <= set(settings)  # one torchrun for each host
+
+
+def run_tasks(folder, *, ends):
+    """Runs the script with one task per GPU, on two hosts. Returns its exit code, each task's command, and what it has queued."""
+    variables = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    programs = {
+        "srun": f'#!/bin/sh\nshift\nfor rank in 0 1; do SLURM_PROCID=$rank {shlex.quote(ends)} "$@" || exit 1; done\n',
+        "ends": '#!/bin/sh\nmkdir -p runs/7 && touch runs/7/summary.json && exec "$@"\n',
+        "is_stopped": '#!/bin/sh\nexec "$@"\n',
+        "fails": "#!/bin/sh\nexit 3\n",
+        "python": f'#!/bin/sh\necho {" ".join(f"${name}" for name in variables)} "$@" >> tasks\n',
+        "scontrol": '#!/bin/sh\nif test "$1" = show; then echo gpu7; echo gpu8; else echo "$@" >> queued; fi\n',
+    }
+    for name, text in programs.items():
+        (folder / name).write_text(text.replace(f" {ends} ", f" ./{ends} "))
+        (folder / name).chmod(0o755)
+    slurm = {"NTASKS": "2", "NTASKS_PER_NODE": "1", "LOCALID": "0", "JOB_ID": "7", "JOB_NODELIST": "gpu[7-8]"}
+    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(folder)}
+    environment |= {f"SLURM_{name}": value for name, value in slurm.items()}
+    script = ["bash", str(CLUSTERS / "slurm_tasks.sbatch"), "--steps", "2"]
+    done = subprocess.run(script, env=environment, cwd=folder, capture_output=True, text=True, timeout=60)
+    tasks, queued = ((folder / name).read_text() if (folder / name).exists() else "" for name in ("tasks", "queued"))
+    return done.returncode, [line.split() for line in tasks.splitlines()], queued
+
+
+def test_slurm_with_one_task_per_gpu(tmp_path):
+    code, tasks, queued = run_tasks(tmp_path, ends="ends")
+    assert [task[:6] for task in tasks] == [[str(rank), "2", "0", "1", "gpu7", "20007"] for rank in (0, 1)]
+    assert tasks[0][6:] == ["scripts/train.py", "--out", "runs/7", "--checkpoint-every", "100", "--resume", "--steps", "2"]
+    assert (code, queued) == (0, "")
+
+
+@pytest.mark.parametrize(("ends", "code", "queued"), [("is_stopped", 0, "requeue 7\n"), ("fails", 1, "")])
+def test_slurm_queues_a_job_again_that_was_stopped(tmp_path, ends, code, queued):
+    found, _, lines = run_tasks(tmp_path, ends=ends)
+    assert (found, lines) == (code, queued)
 
 
 def test_kubernetes(monkeypatch):

@@ -1,6 +1,7 @@
 """Processes that start with torch imported. Importing it in each of them takes longer than most tests."""
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import runpy
@@ -10,7 +11,9 @@ import tempfile
 from pathlib import Path
 
 PROCESSES = multiprocessing.get_context("forkserver")  # its server has run nothing: its copies have no threads and no devices
-PROCESSES.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "balanced_parallel"])
+PROCESSES.set_forkserver_preload(
+    ["torch", "torch.distributed.optim", "torch._dynamo", "balanced_parallel", "sklearn.datasets", "pytest", "hypothesis"]
+)
 
 
 def run_script(script, *arguments, cwd=None, timeout=200, **environment):
@@ -43,6 +46,7 @@ def enter_environment(environment):
 
 
 def _main(script, arguments, cwd, environment, paths):
+    gc.freeze()  # a collection visits, and so copies, no object of the server
     enter_environment(environment)
     for stream, path in zip((1, 2), paths, strict=True):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), stream)

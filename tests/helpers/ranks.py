@@ -96,6 +96,7 @@ class Ranks:
 
 
 def _rank_main(pipe, environment, rank, world_size, port):
+    gc.freeze()  # most functions collect garbage: not among 400,000 objects of imported modules
     enter_environment(environment)
     os.environ.update(
         RANK=str(rank),

@@ -1,4 +1,4 @@
-"""Estimates of one number of rows."""
+"""Estimates of one number of rows, traced in the process of the test."""
 
 import pytest
 
@@ -9,3 +9,10 @@ from balanced_parallel.memory import estimation, other_batches
 def one_trace(monkeypatch):
     """Makes an estimate trace its own number of rows alone. For tests that ask for no other: it takes half of the time."""
     monkeypatch.setattr(estimation, "lines_of", lambda request, rows: [other_batches.trace_exactly(request, rows)] * 2)
+
+
+@pytest.fixture(autouse=True)
+def own_process(request):
+    """Traces in this process, but for the tests of the child processes."""
+    if request.path.name != "test_child_process.py":
+        request.getfixturevalue("trace_in_this_process")

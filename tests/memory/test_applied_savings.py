@@ -59,7 +59,8 @@ NAMES = ["checkpoint_activations", "inplace_activations", "offload_activations",
 @pytest.mark.parametrize("names", [*((name,) for name in NAMES), tuple(NAMES[1:3])], ids="+".join)
 @pytest.mark.usefixtures("one_trace")
 def test_saved_bytes_are_predicted(names, devices):
-    rows = 8 if "release_gradients_in_backward" in names else 8192  # gradients are the most with few rows
+    # gradients are the most with few rows, and tensors below 1 MiB are not offloaded
+    rows = 8 if "release_gradients_in_backward" in names else 4096 if "offload_activations" in names else 1024
     found, expected = predict(names, devices, rows), measure(names, devices, rows)
     assert found == pytest.approx(expected, rel=0.02)
     plain, measured = predict((), devices, rows), measure((), devices, rows)
@@ -121,8 +122,9 @@ def test_a_plan_leaves_logits_out_where_less_does_not_fit():
     assert plan.chosen.name == "replicas"
 
 
+@pytest.mark.usefixtures("one_trace")
 def test_the_module_of_the_caller_stays_as_it_is():
-    net = build()
+    net = build()[-9:]
     before = copy.deepcopy(net)
     memory.estimate(net, nn.CrossEntropyLoss(), *batch(8), savings=["inplace_activations", "checkpoint_activations"])
     assert [type(layer) for layer in net.modules()] == [type(layer) for layer in before.modules()]

@@ -123,12 +123,18 @@ def test_cheapest_exact_plan_is_chosen():
         "BalancedOptimizer, checkpointed blocks",
         "checkpointed blocks, offloaded activations",
         "BalancedOptimizer, checkpointed blocks, offloaded activations",
+        "gradients released in the backward",
+        "checkpointed blocks, gradients released in the backward",
+        "checkpointed blocks, offloaded activations, gradients released in the backward",
         "bf16",
         "BalancedOptimizer, bf16",
         "checkpointed blocks, bf16",
         "BalancedOptimizer, checkpointed blocks, bf16",
         "checkpointed blocks, offloaded activations, bf16",
         "BalancedOptimizer, checkpointed blocks, offloaded activations, bf16",
+        "gradients released in the backward, bf16",
+        "checkpointed blocks, gradients released in the backward, bf16",
+        "checkpointed blocks, offloaded activations, gradients released in the backward, bf16",
         "SGD, checkpointed blocks",
         "Adafactor, checkpointed blocks",
     )
@@ -178,7 +184,7 @@ def test_plan_that_does_not_fit_reports_the_needed_capacity():
 
 def test_plan_that_does_not_fit_reports_the_needed_devices(monkeypatch):
     stages = planning.stages_of
-    monkeypatch.setattr(planning, "stages_of", lambda request: itertools.islice(stages(request), 1))  # the others need less
+    monkeypatch.setattr(planning, "stages_of", lambda *given: itertools.islice(stages(*given), 1))  # the others need less
     settings = ONE_BLOCK
     capacity = make_plan("200KiB", 3, 24, **settings).needs[0]
     plan = make_plan(capacity, 2, 24, **settings)

@@ -283,3 +283,11 @@ def test_state_of_another_optimizer_raises_an_error():
     group["params"] = group["params"][:1]
     with pytest.raises(ValueError, match="param group 0 of the state has 1 parameters, expected the 2 .* has model.0.bias"):
         make_step().load_state_dict(state)
+
+
+def test_limit_of_rows_is_not_taken_as_a_cost():
+    saved, same, by_cost = (make_step(micro_batch_size="auto", cost=cost) for cost in (None, None, lambda inputs: inputs[:, 0]))
+    saved.micro_batch_size = 2
+    for step in (same, by_cost):
+        step.load_state_dict(saved.state_dict())
+    assert (same.micro_batch_size, by_cost.micro_batch_cost) == (2, None)

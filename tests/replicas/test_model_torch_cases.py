@@ -1,0 +1,198 @@
+"""Cases of torch's own tests for ``nn.DataParallel`` (test/distributed/test_data_parallel.py) that differ here, or could.
+
+A test has the name of torch's. The page docs/migrating.md gives the reasons for the differences.
+"""
+
+import copy
+import gc
+import re
+from collections import OrderedDict
+
+import pytest
+import torch
+from helpers.pages import PAGES
+from torch import nn
+
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
+
+PAGE = PAGES["docs/migrating.md"].partition("## What differs in torch's own tests")[2].partition("\n## ")[0]
+
+
+@pytest.fixture
+def devices():
+    with simulate(2) as cluster:
+        yield cluster.devices
+
+
+def wrap(module, devices):
+    """Returns outputs on the first device, as nn.DataParallel does."""
+    return DataParallelModel(module, devices, gather_outputs=True)
+
+
+class Call(nn.Module):
+    def __init__(self, function, **parts):
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, *inputs):
+        return self.function(self, *inputs)
+
+
+def test_page_names_tests_of_this_file():
+    table = re.findall(r"`(test_\w+)`", "\n".join(line for line in PAGE.splitlines() if line.startswith("| `")))
+    assert len(table) >= 10
+    others = {"test_replicate_buffers", "test_parallel_apply", "test_parallel_apply_autocast", "test_save_replica_module"}
+    assert set(table) - others <= set(globals())
+
+
+def test_data_parallel_model_device(devices):
+    layer, inputs = nn.Linear(2, 2), torch.ones(2, 2)
+    for place in ("cpu", devices[1]):
+        model = wrap(layer.to(place), devices)  # torch: RuntimeError in the forward
+        assert layer.weight.device == devices[0]
+        assert model(inputs).shape == (2, 2)
+    model.to("cpu")
+    with pytest.raises(ValueError, match=r"weight is on cpu, expected every parameter .* on the first device, sim:0: move"):
+        model(inputs)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_data_parallel_model_no_refcycles(count):
+    model = DataParallelModel(nn.Linear(2, 3), ["cpu"] * count)
+    criterion = DataParallelCriterion(nn.MSELoss())
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=1)
+    inputs, targets = torch.ones(4, 2), torch.ones(4, 3)
+    runs = [lambda: model(inputs).gather(), lambda: criterion(model(inputs), targets).backward(), lambda: step(inputs, targets)]
+    for run in runs:
+        run()
+        gc.collect()
+        run()
+        assert gc.collect() == 0
+
+
+def test_parallel_apply_passes_exception(devices):
+    with pytest.raises(KeyError, match=r"wonderful \(in replica \d on device sim:\d\)") as caught:
+        wrap(Call(lambda self, inputs: {}["wonderful"]), devices)(torch.ones(4, 1))
+    assert type(caught.value) is KeyError
+
+
+@pytest.mark.usefixtures("double")
+def test_data_parallel_function_deletion(devices):
+    net = nn.Linear(4, 1)
+    inputs = torch.ones(2, 4, requires_grad=True)
+    output = wrap(net, devices)(inputs)
+    (gradient,) = torch.autograd.grad(output, inputs, torch.ones_like(output), create_graph=True)
+    gradient.mean().backward()
+    assert net.weight.grad.tolist() == [[0.25] * 4]
+    assert net.bias.grad is None  # torch: zeros
+
+
+def test_data_parallel_lazy_linear():
+    with pytest.raises(ValueError, match="weight is not initialised yet: run the module once on a few rows"):
+        wrap(nn.LazyLinear(10), ["cpu"] * 2)(torch.ones(10, 10))
+
+
+def test_zero_grad(devices):
+    net = Call(lambda self, inputs: (self.zero_grad(), self.layer(inputs))[1], layer=nn.Linear(5, 5)).to(devices[0])
+    net.layer.weight.grad = torch.full((5, 5), 100.0, device=devices[0])
+    with pytest.warns(UserWarning, match="not a leaf"):  # torch: a warning of its own
+        wrap(net, devices)(torch.ones(4, 5)).sum().backward()
+    assert net.layer.weight.grad.min() > 90
+
+
+def test_gather_cpu(devices):
+    parts = [torch.ones(2, 4, device=device, requires_grad=True) for device in devices]
+    assert gather(parts, "cpu").device.type == "cpu"
+    with pytest.raises(ValueError, match="there is no device -1"):  # torch: the CPU
+        gather(parts, -1)
+
+
+def test_gather_different_len_dicts(devices):
+    first, second = (torch.ones(1, 2, device=device) for device in devices)
+    with pytest.raises(ValueError, match=r"entries \['a'\] in the first, dict with entries \['b'\], \['a'\] in number 1"):
+        gather([{"a": first}, {"b": second, "a": second}])
+
+
+def test_replicate(devices):
+    seen = []
+    net = Call(
+        lambda self, x: (seen.append((x.device, *(one.device for one in self.norm.buffers()))), x)[1], norm=nn.BatchNorm1d(3)
+    )
+    wrap(net, devices)(torch.ones(4, 3))
+    assert {len(set(places)) for places in seen} == {1}
+    assert {places[0] for places in seen} == set(devices)
+
+
+def test_data_parallel_nested_output(devices):
+    def nest(self, x):
+        return [x, (x.sin(), [x.add(1)]), OrderedDict(a=x, b=[x.cos()])]
+
+    inputs = torch.randn(3, 2)
+    output, expected = wrap(Call(nest), devices)(inputs), nest(None, inputs)
+    assert [type(output), type(output[1]), type(output[1][1]), type(output[2])] == [list, tuple, list, OrderedDict]
+    torch.testing.assert_close(output[2]["b"][0].cpu(), expected[2]["b"][0])
+
+
+@pytest.mark.usefixtures("double")
+def test_data_parallel_buffers_requiring_grad(devices):
+    net = Call(lambda self, x: x * self.scale)
+    net.register_buffer("scale", torch.randn(5, device=devices[0], requires_grad=True))
+    model, inputs = wrap(net, devices), torch.randn(3, 5)
+    assert torch.autograd.gradcheck(lambda scale: model(inputs), (net.scale,))
+
+
+def test_data_parallel_sparse():
+    layer, rows = nn.Embedding(10, 5, sparse=True), torch.randint(10, (20, 5))
+    layer(rows).sum().backward()
+    expected, layer.weight.grad = layer.weight.grad, None
+    wrap(layer, ["cpu"] * 2)(rows).sum().backward()
+    assert layer.weight.grad.is_sparse
+    assert torch.equal(layer.weight.grad.to_dense(), expected.to_dense())
+
+
+def test_data_parallel_complex(devices):
+    net = Call(lambda self, x: x + self.offset, offset=nn.Parameter(torch.zeros(1, 10, dtype=torch.cfloat)))
+    inputs = torch.rand(2, 10, dtype=torch.cfloat)
+    output = wrap(net, devices)(inputs)
+    output.abs().sum().backward()
+    assert torch.equal(output.cpu(), inputs)
+    assert net.offset.grad.dtype == torch.cfloat
+
+
+def test_strided_grad_layout(devices):
+    formats = [torch.channels_last, torch.channels_last, torch.contiguous_format]
+    net = nn.Sequential(*(nn.Conv2d(8, 8, 2).to(memory_format=memory_format) for memory_format in formats))
+    model = wrap(net, devices)
+    for _ in range(2):
+        model(torch.randn(4, 8, 8, 8)).pow(2).mean().backward()
+        assert all(layer.weight.grad.is_contiguous(memory_format=form) for layer, form in zip(net, formats, strict=True))
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("container", [nn.ParameterList, lambda both: nn.ParameterDict(zip("01", both, strict=True))])
+def test_parameter_list_dict_replica(devices, container):
+    parameters = [nn.Parameter(torch.rand(10)) for _ in range(2)]
+    keys = (0, 1) if container is nn.ParameterList else ("0", "1")
+    seen = []
+    wrap(Call(lambda self, x: (seen.extend(self.data[key] for key in keys), x)[1], data=container(parameters)), devices)(
+        torch.ones(8, 8)
+    )
+    assert len(seen) == 4
+    assert all(tensor.requires_grad and tensor.grad_fn is not None for tensor in seen)
+    assert all(torch.equal(tensor.cpu(), parameters[index % 2].cpu()) for index, tensor in enumerate(seen))
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm], ids=["hook", "parametrized"])
+def test_spectral_norm(devices, norm):
+    net, inputs = norm(nn.Linear(3, 4)), torch.randn(2, 3)
+    plain = copy.deepcopy(net)
+    model = wrap(net, devices)
+    for one in (model, plain):
+        (one(inputs) + one(inputs)).sum().backward()
+    for (name, parameter), other in zip(net.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad.cpu(), other.grad, msg=name)
+    for (name, buffer), other in zip(net.named_buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(buffer.cpu(), other, msg=name)

@@ -1,0 +1,69 @@
+"""The documentation site in Chromium: the search finds pages, and no page is wider than a phone."""
+
+import functools
+import subprocess
+import sys
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+WIDER = """
+const width = document.documentElement.clientWidth;
+return [...document.querySelectorAll("article *")]
+  .filter((e) => e.getBoundingClientRect().right > width + 1 && !e.closest("pre, .table-wrapper"))
+  .map((e) => e.tagName + ": " + e.textContent.slice(0, 60));
+"""
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "-c", "docs", ".", str(folder)]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=300)
+    with ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=folder)) as server:
+        threading.Thread(target=server.serve_forever).start()
+        yield folder, f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture
+def browser():
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    for flag in ("--headless", "--no-sandbox", "--window-size=1280,900"):
+        options.add_argument(flag)
+    with webdriver.Chrome(options=options) as driver:
+        yield driver
+
+
+@pytest.mark.browser
+def test_the_search_finds_pages(site, browser):
+    from selenium.webdriver.common.by import By
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    for words, page in (("Slurm", "Slurm"), ("ignore_index", "API reference"), ("generate", "Hugging Face models")):
+        browser.get(f"{site[1]}/search.html?q={words}")
+        results = WebDriverWait(browser, 20).until(lambda driver: driver.find_elements(By.CSS_SELECTOR, "ul.search li a"))
+        WebDriverWait(browser, 20).until(lambda driver: "found" in driver.find_element(By.CLASS_NAME, "search-summary").text)
+        assert page in [result.text for result in results]
+
+
+@pytest.mark.browser
+def test_no_page_is_wider_than_a_phone(site, browser):
+    size = {"width": 420, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    pages = [path for path in site[0].rglob("*.html") if "_modules" not in path.parts and path.name != "index.html"]
+    assert len(pages) > 40
+    for path in pages:
+        browser.get(f"{site[1]}/{path.relative_to(site[0]).as_posix()}")
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= 420, path
+        assert not browser.execute_script(WIDER), path
