@@ -20,6 +20,7 @@ from .memory_plan import MakeOptimizer, MemoryPlan
 from .plan_stages import stages_of
 from .report import MemoryReport
 from .request import Request
+from .trace.coupled_update import plain_criterion
 
 __all__: list[str] = []
 
@@ -77,7 +78,7 @@ def plan(
     """
     request = Request.of(
         module,
-        criterion,
+        plain_criterion(criterion),
         inputs,
         targets,
         optimizer=optimizer,

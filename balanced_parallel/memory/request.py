@@ -15,7 +15,6 @@ from ..runtime.precision import Precision
 from ..savings.activation_checkpointing import find_blocks
 from .device_specs import DeviceKind, find_kind
 from .trace.applied_savings import check_savings
-from .trace.coupled_update import plain_criterion
 from .trace.inplace_names import inplace_names
 from .trace.optimizer_choice import OptimizerChoice
 from .trace.strategies import LAYOUTS, Layout, find_layout
@@ -110,7 +109,7 @@ class Request:
         count = count_micro_batches(rows, micro_batch_size, split or chosen.devices_per_process(devices))
         request = cls(
             module=module,
-            criterion=plain_criterion(criterion),
+            criterion=criterion,
             inputs=arguments,
             targets=spread(targets),
             rows=rows,
