@@ -3,7 +3,10 @@
 import doctest
 import importlib
 import inspect
+import operator
 import pkgutil
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +16,9 @@ import balanced_parallel
 
 NAMES = {"torch": torch, "nn": nn, **{name: getattr(balanced_parallel, name) for name in balanced_parallel.__all__}}
 WITH_EXAMPLE = set(balanced_parallel.__all__) - {"memory", "savings"}  # packages
+REFERENCE = (Path(__file__).parents[1] / "docs" / "reference.md").read_text()
+IN_PACKAGES = [f"savings.{name}" for name in balanced_parallel.savings.__all__]
+IN_PACKAGES += re.findall(r"auto(?:class|function):: balanced_parallel\.(memory\.(?!MemoryPlan)\w+)", REFERENCE)  # plan makes one
 
 
 def examples():
@@ -36,9 +42,9 @@ def test_examples_in_docstrings_run(example):
     assert results.failed == 0, "".join(report)
 
 
-@pytest.mark.parametrize("name", sorted(WITH_EXAMPLE))
+@pytest.mark.parametrize("name", sorted(WITH_EXAMPLE) + IN_PACKAGES)
 def test_public_names_have_an_example(name):
-    docstring = inspect.getdoc(getattr(balanced_parallel, name))
+    docstring = inspect.getdoc(operator.attrgetter(name)(balanced_parallel))
     parsed = doctest.DocTestParser().get_examples(docstring)
     assert [example for example in parsed if not is_skipped(example)]
 

@@ -73,6 +73,17 @@ def several_outputs():
     return classes(Forward(lambda net, x: (net(x), net(x * 2))), loss)
 
 
+@plain_program("Several heads with losses of their own")
+def several_heads():
+    def loss(given):
+        scores, logits = given.net(given.inputs)
+        weighted = F.cross_entropy(scores, given.targets, weight=given.class_weights)
+        return weighted + 0.3 * F.binary_cross_entropy_with_logits(logits, given.tags)
+
+    names, _ = classes(Forward(lambda net, x: (net(x), net(x * 2))))
+    return names | {"class_weights": torch.rand(CLASSES) + 0.5, "tags": torch.rand(ROWS, CLASSES).round()}, loss
+
+
 @plain_program("A list of outputs: pose estimation, deep supervision")
 def stacks():
     names, plain = classes(

@@ -162,6 +162,7 @@ class PerReplica(list[Any], nested.Leaf):
     __matmul__ = __rmatmul__ = _operator("@")
     __pow__ = _operator("**")
     __neg__ = _operator("-")
+    __gt__, __ge__, __lt__, __le__ = _operator(">"), _operator(">="), _operator("<"), _operator("<=")
 
 
 def _refuse(operation: str, error: type[Exception]) -> NoReturn:

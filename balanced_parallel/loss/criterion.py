@@ -10,7 +10,7 @@ from torch import nn
 from ..batch import nested
 from ..batch.dims import Dims, check_dims, is_first
 from ..batch.per_replica import PerReplica
-from ..batch.row_marks import Arguments, mark, without_mark
+from ..batch.row_marks import Arguments, mark
 from ..batch.rows import count_rows, cut, move_leaves
 from ..replicas.replicas import Replicas
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
@@ -18,14 +18,14 @@ from ..runtime.precision import Precision
 from .additive import AdditiveLoss
 from .coupling import check_coupled, couple
 from .criterion_copies import copy_criterion, devices_of
-from .custom_weights import call_weight, check_settings, count_leading, keywords_of, warn_unknown, weigh_without_output
+from .custom_weights import call_weight, check_settings, count_leading, keywords_of, warn_unknown
 from .output_rows import as_per_replica, in_order, sizes_like
 from .partial_sums import Criterion, MeanAndWeight, Shard, Shards, add_means, merge, sum_and_weight, sum_of_terms, total_of
 from .reduction import reduction_in, reduction_of
 from .rules import find_torch_loss, has_sum, is_known, refuse_coupled
+from .target_divisors import TargetDivisors
 from .targets import weight_of_targets
 from .weighting import LossSum, Weight, divide_once
-from .weights import flat_weights, read_weights
 
 __all__: list[str] = []
 
@@ -45,7 +45,7 @@ class DataParallelCriterion(nn.Module):
 
     Args:
         criterion: a module or a function. The parameters and buffers of a module are copied to each device, and its parameters
-            get gradients. The tensors of a ``functools.partial`` are moved to each device.
+            get gradients. The tensors of a ``functools.partial`` are moved to each device, those of a closure are not.
         device_ids: the devices that outputs may be on; ``None`` allows all.
         output_device: device of the loss; ``None`` is the device of the first output.
         dim: the dimension of the rows in the targets. ``None`` is 0, and an error if the rows of the outputs are in another.
@@ -106,7 +106,7 @@ class DataParallelCriterion(nn.Module):
         self.replicas = Replicas()
         self._reduction = reduction
         self._weight_takes = keywords_of(weight)
-        self._has_one_divisor = False  # set by the first batch that shows it
+        self._target_divisors = TargetDivisors()
         self._warned = False
 
     @property
@@ -152,7 +152,8 @@ class DataParallelCriterion(nn.Module):
         reduction = kwargs.get("reduction", self.reduction)
         if reduction == "none":
             raise ValueError("the criterion has reduction='none', expected a scalar loss: use reduction='mean' or 'sum'")
-        return [add_means(part) for part in self.run_shards(self._term(reduction), outputs, targets, kwargs)]
+        parts = self.run_shards(self._term(reduction), outputs, targets, kwargs)
+        return [add_means(part, self._target_divisors.error) for part in parts]
 
     def _term(self, reduction: str) -> Callable[[Shard], Any]:
         """Returns the function that computes one replica's part of the loss."""
@@ -164,13 +165,9 @@ class DataParallelCriterion(nn.Module):
 
     def divisors_of_targets(self, *targets: Any) -> list[float] | None:
         """Returns the divisors of several means over a whole batch, if they depend on the targets alone; otherwise None."""
-        if not callable(self.weight) or self.reduction == "sum" or self._has_one_divisor:
+        if not callable(self.weight) or self.reduction == "sum":
             return None
-        weights = weigh_without_output(self.weight, tuple(map(without_mark, targets)))
-        if weights is None or isinstance(weights, (torch.Tensor, float, int)):
-            self._has_one_divisor = True  # or divisors that depend on the outputs
-            return None
-        return flat_weights(read_weights(weights))
+        return self._target_divisors.of(self.weight, targets)
 
     def divided_sums(self, divisors: Sequence[float], outputs: Sequence[Any], *targets: Any) -> list[LossSum]:
         """Returns :meth:`loss_sums` of several means, each divided by its entry of ``divisors``, those of the whole batch."""

@@ -12,6 +12,8 @@ from .rules import find_torch_loss
 
 __all__: list[str] = []
 
+SEVERAL = "; several losses are one module that returns a mapping of them, with a weight= that returns a divisor for each"
+
 
 def check_settings(criterion: Any, weight: Any, reduction: str | None, minimum: float) -> None:
     """Validates the settings of a criterion.
@@ -21,7 +23,8 @@ def check_settings(criterion: Any, weight: Any, reduction: str | None, minimum: 
         ValueError: if a setting is invalid, or contradicts the reduction of a loss of torch.
     """
     if isinstance(criterion, type) or not callable(criterion):
-        raise TypeError(f"the criterion is {_described(criterion)}, expected a module or a function")
+        more = SEVERAL if isinstance(criterion, (list, tuple, dict)) else ""
+        raise TypeError(f"the criterion is {_described(criterion)}, expected a module or a function{more}")
     if weight is not None and weight != "rows" and not callable(weight):
         raise ValueError(f"weight={weight!r}, expected a function (output, *targets) -> scalar, or 'rows'")
     if not 0 <= minimum < float("inf"):
@@ -63,25 +66,6 @@ def count_leading(function: Callable[..., Any], targets: int) -> int:
     positional = [parameter for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     required = [parameter for parameter in positional if parameter.default is parameter.empty]
     return max(len(required) - targets, 1)
-
-
-class _MissingOutput:
-    """Placeholder for an output that is not computed yet. Each use raises an error."""
-
-    def __getattribute__(self, name: str) -> Any:
-        raise AttributeError("there is no output yet")
-
-    @classmethod
-    def __torch_function__(cls, *_: Any) -> Any:
-        raise TypeError("there is no output yet")
-
-
-def weigh_without_output(weight: Callable[..., Any], targets: tuple[Any, ...]) -> Any:
-    """Calls a weight function with ``targets`` and no output. Returns None if the function uses the output."""
-    try:
-        return weight(*[_MissingOutput()] * count_leading(weight, len(targets)), *targets)
-    except (TypeError, ValueError, AttributeError):  # raised by the placeholder
-        return None
 
 
 def warn_unknown(criterion: Criterion, stacklevel: int) -> None:

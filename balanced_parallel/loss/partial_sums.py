@@ -151,14 +151,20 @@ def merge(parts: Sequence[Any], together: Callable[[list[LossSum]], Any]) -> Any
     return nested.zip_leaves(lambda place, sums: None if None in sums else together(sums), filled, "the loss")
 
 
-def add_means(part: Any) -> LossSum:
-    """Returns the sum of all losses of one replica."""
+def add_means(part: Any, reason: str = "") -> LossSum:
+    """Returns the sum of all losses of one replica.
+
+    Args:
+        part: their sums, with one weight.
+        reason: the error of ``weight=`` without outputs, if there was one.
+    """
     sums = [leaf for _, leaf in nested.leaves(part) if leaf is not None]
     if len({one.weight for one in sums}) > 1:
         raise ValueError(
             "the criterion returns means with divisors of their own, which have to be known before the first micro-batch: call "
             "step(inputs, targets) with a weight= that depends on the targets alone; or, in place of TrainStep, call "
             "criterion(outputs, targets), add up the losses, and call backward"
+            + (f". Without outputs, weight= raised {reason}" if reason else "")
         )
     return LossSum(functools.reduce(torch.add, [one.total for one in sums]), sums[0].weight)
 

@@ -75,14 +75,19 @@ def row_of(choice: Choice) -> list[str]:
     return [
         choice.name,
         f"{rows} x {choice.micro_batches}" if choice.micro_batches else "not at once" if choice.released else "not one row",
-        format_bytes(max(choice.peak)),
-        format_bytes(max(choice.reserved)),
+        _of_devices(choice.peak, choice.split),
+        _of_devices(choice.reserved, choice.split),
         format_bytes(choice.saved),
         f"{choice.recomputed:.0%}",
         format_bytes(choice.traffic),
         _result_of(choice),
         "yes" if choice.fits else "no",
     ]
+
+
+def _of_devices(sizes: tuple[int, ...], split: tuple[float, ...] | None) -> str:
+    """Returns the size of each of unequal devices, or the largest."""
+    return " + ".join(map(format_bytes, sizes)) if split else format_bytes(max(sizes))
 
 
 def _result_of(choice: Choice) -> str:

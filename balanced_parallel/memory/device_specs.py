@@ -46,21 +46,22 @@ class DeviceKind:
 
 _HOPPER = 4096 * 1024 * 8  # CUDABlas.cpp, ":4096:8" from compute capability 9.0 on
 GIB = 2**30
+# Capacities are "total capacity" in public out-of-memory errors of torch, rounded down: less than the name of the GPU says.
 KINDS = {
     kind.name: kind
     for kind in (
-        DeviceKind("b200", 180 * GIB, workspace=_HOPPER),
-        DeviceKind("h200", 141 * 10**9, workspace=_HOPPER),
-        DeviceKind("h100", 80 * GIB, workspace=_HOPPER),
-        DeviceKind("a100", 80 * GIB),
-        DeviceKind("a100-40gb", 40 * GIB),
-        DeviceKind("l40s", 48 * GIB),
-        DeviceKind("l4", 24 * GIB),
-        DeviceKind("a10", 24 * GIB),
-        DeviceKind("rtx4090", 24 * GIB),
-        DeviceKind("rtx3090", 24 * GIB),
-        DeviceKind("v100", 32 * GIB),
-        DeviceKind("t4", 16 * GIB),
+        DeviceKind("b200", 178 * GIB, workspace=_HOPPER),  # assumed
+        DeviceKind("h200", 139 * GIB, workspace=_HOPPER),  # assumed
+        DeviceKind("h100", 78 * GIB, workspace=_HOPPER),  # assumed
+        DeviceKind("a100", 79 * GIB),  # Vad-R1#11
+        DeviceKind("a100-40gb", 39 * GIB),  # CoSeR#10
+        DeviceKind("l40s", 44 * GIB),  # Wan2.1#205
+        DeviceKind("l4", 22 * GIB),  # nvidia-smi shows 23034 MiB, lmstudio-bug-tracker#1638
+        DeviceKind("a10", 22 * GIB),  # assumed, as for the L4
+        DeviceKind("rtx4090", 47 * GIB // 2),  # Phidias-Diffusion#8
+        DeviceKind("rtx3090", 47 * GIB // 2),  # havatar#6
+        DeviceKind("v100", 63 * GIB // 2),  # ChatGLM-Finetuning#73
+        DeviceKind("t4", 29 * GIB // 2),  # CatVTON#133
         DeviceKind("sim", None, workspace=0, context=0, segments=False, fuses=False),  # as simulate() counts
         DeviceKind("cpu", None, rounds_to=1, workspace=0, context=0, segments=False, like_cuda=False, fuses=False, scratch=True),
     )

@@ -16,7 +16,7 @@ from .operators.rnn import SOURCE as RECURRENCE
 from .other_batches import OtherBatches, runs
 from .report import PARTS, MemoryReport
 from .request import Request
-from .trace.coupled_update import is_coupled
+from .trace.coupled_update import is_coupled, plain_criterion
 from .trace.tracer import Trace, run_traces
 
 __all__: list[str] = []
@@ -88,7 +88,7 @@ def estimate(
     """
     request = Request.of(
         module,
-        criterion,
+        plain_criterion(criterion),
         inputs,
         targets,
         optimizer=optimizer,

@@ -36,6 +36,7 @@ td {{ overflow-wrap: anywhere; }}
 {figure}
 <h2>Holders of the peak</h2>
 <div id="holders">{holders}</div>
+{assumed}
 {options}
 <script>
 const pages = {pages};
@@ -75,7 +76,10 @@ def write_page(
     options = "" if plan is None else f"<h2>Options of the plan</h2>\n{plan._repr_html_()}"
     first = pages[rows.index(report.rows)]
     figure = _figure(report, rows, limits).to_html(full_html=False, include_plotlyjs=True, div_id="memory")
-    text = _PAGE.format(title=html.escape(title), figure=figure, options=options, pages=json.dumps(pages), **first)
+    assumed = "".join(f"<p>{html.escape(name)}: {html.escape(source)}</p>" for name, source in report.assumed.items())
+    text = _PAGE.format(
+        assumed=assumed, title=html.escape(title), figure=figure, options=options, pages=json.dumps(pages), **first
+    )
     Path(path).write_text(text, encoding="utf-8")
 
 

@@ -35,11 +35,15 @@ _NOTES = {
     "micro-batch": "batch norm uses the statistics of each micro-batch, so the result is not that of the whole batch: "
     "a norm within each row, such as LayerNorm, has none",
 }
+_UNKNOWN_DIVISOR = (
+    "the divisor of the loss is not known, and without weight= each row counts the same: give weight= to plan.apply, as to "
+    "DataParallelCriterion"
+)
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The way to run an effective batch within the capacity of each device.
+    """The way to run an effective batch within the capacity of each device. The example of :func:`plan` makes one.
 
     Attributes:
         batch_size: rows per update.
@@ -52,6 +56,7 @@ class MemoryPlan:
         micro_batch_cost: the largest ``rows x longest`` of a device in one forward, if the plan was made for lengths.
         trim: the dimension of the lengths.
         untried: names of options that were not traced. They cost more operations or change the result, and a cheaper one fits.
+        unknown_divisor: the loss needs a ``weight=`` to be exact.
         report: the estimate of the chosen one.
     """
 
@@ -65,6 +70,7 @@ class MemoryPlan:
     untried: tuple[str, ...] = ()
     micro_batch_cost: int | None = None
     trim: int = 1
+    unknown_divisor: bool = False
     report: MemoryReport | None = dataclasses.field(default=None, repr=False, compare=False)
 
     @property
@@ -93,7 +99,8 @@ class MemoryPlan:
         """The capacity and the number of devices that would fit, and another optimizer that would, as text."""
         assert self.needs is not None
         size, count = self.needs
-        more = "no number of such devices would do" if count is None else f"or {count} devices"
+        of_size = f"devices of {format_bytes(max(self.capacity))}"
+        more = f"no number of {of_size} would do" if count is None else f"or {count} {of_size}"
         others = [choice.optimizer for choice in self.choices if choice.fits and choice.optimizer]
         instead = f"; with optimizer={others[0]} it fits, which makes another result" if others else ""
         return f"one row per device needs devices of {format_bytes(size)}, {more}{instead}"
@@ -114,7 +121,7 @@ class MemoryPlan:
         """Makes the model, the criterion, the optimizer and the step of the plan. The savings change ``module`` in place.
 
         Args:
-            module, criterion: those of the plan.
+            module, criterion: those of the plan. A :class:`DataParallelCriterion` stays as it is.
             optimizer: its class. ``defaults`` are its settings: ``lr`` and so on.
             device_ids: as many as in the plan. ``None`` takes the first of the visible devices.
             weight, max_grad_norm: as in :class:`DataParallelCriterion` and :class:`TrainStep`.
@@ -141,7 +148,8 @@ class MemoryPlan:
         if devices is not None and len(devices) != self.devices:
             raise ValueError(f"device_ids has {len(devices)} devices, expected the {self.devices} that were planned for")
         model = DataParallelModel(module, devices, dim=self.dim, split=chosen.split)
-        wrapped = DataParallelCriterion(criterion, dim=self.dim, weight=weight)
+        is_wrapped = isinstance(criterion, DataParallelCriterion)
+        wrapped: Any = criterion if is_wrapped else DataParallelCriterion(criterion, dim=self.dim, weight=weight)
         choice = OptimizerChoice(
             functools.partial(optimizer, **defaults), foreach=False
         )  # torch chooses kernels by itself on real devices
@@ -203,7 +211,8 @@ class MemoryPlan:
 
     @property
     def _title(self) -> str:
-        shown = ", ".join(map(format_bytes, dict.fromkeys(self.capacity)))
+        sizes = self.capacity[:1] if len(set(self.capacity)) == 1 else self.capacity
+        shown = " + ".join(map(format_bytes, sizes))
         return f"{self.batch_size} rows per update on {self.devices} x {self.device_kind} with {shown}"
 
     def _table(self, style: str) -> str:
@@ -216,5 +225,6 @@ class MemoryPlan:
         last = f"chosen: {self.chosen.name}" if self.fits else f"nothing fits: {self.advice}"
         last += "" if self.micro_batch_cost is None else f", with rows x longest of {self.micro_batch_cost} at most per device"
         note = _NOTES.get(self.choices[0].statistics or "", "")
-        untried = f"not tried, because less fits: {'; '.join(self.untried)}" if self.untried else ""
-        return [*filter(None, [note, untried]), last]
+        untried = f"not tried, because less fits (`tricks` measures each): {'; '.join(self.untried)}" if self.untried else ""
+        weight = _UNKNOWN_DIVISOR if self.unknown_divisor else ""
+        return [*filter(None, [note, weight, untried]), last]

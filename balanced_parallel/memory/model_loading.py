@@ -25,6 +25,7 @@ from ..loss.targets import targets_of
 from .batch_shapes import build_batch
 from .errors import UnknownMemory
 from .trace.allocations import Count
+from .trace.coupled_update import plain_criterion
 from .trace.fake_tensors import fake_batch, fake_copy
 
 __all__: list[str] = []
@@ -84,7 +85,8 @@ def build_problem(
     batch = build_batch(inputs, rows, dim, torch.float32)
     arguments = as_arguments(batch)
     module, own = build_model(model)
-    loss = build_criterion(criterion) if criterion is not None else own or nn.CrossEntropyLoss()
+    given = build_criterion(criterion) if criterion is not None else own or nn.CrossEntropyLoss()
+    loss = plain = plain_criterion(given)
     named = "" if criterion or own else "criterion: CrossEntropyLoss"
     index = torch.int64 if targets_of(loss) == "classes" else torch.float32
     following = spread(build_batch(targets, rows, dim, index)) if targets else ()
@@ -98,6 +100,7 @@ def build_problem(
         what = "like the output" if following[0].is_floating_point() else f"class indices for the output {_shape(output)}"
         assumed.append(f"targets: {_shape(following[0])} {_dtype(following[0])}, {what}")
     _run(loss, Arguments((*spread(output), *following), {}), rows, mode, _name(loss))
+    loss = given if loss is plain else loss
     return Problem(module, loss, batch, following if len(following) > 1 else following[0], tuple(assumed))
 
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 
 from ..batch.splits import split_sizes
+from ..loss.criterion import DataParallelCriterion
+from ..loss.rules import is_known
 from ..runtime.byte_sizes import parse_each
 from .candidates import Measured, measure_what_decides
 from .capacity import what_would_fit
@@ -18,6 +20,7 @@ from .memory_plan import MakeOptimizer, MemoryPlan
 from .plan_stages import stages_of
 from .report import MemoryReport
 from .request import Request
+from .trace.coupled_update import plain_criterion
 
 __all__: list[str] = []
 
@@ -61,10 +64,21 @@ def plan(
 
     Raises:
         ValueError: a setting is out of its range, or :func:`estimate` refuses it.
+
+    Example:
+        >>> net, batch = torch.nn.Linear(256, 256), (torch.zeros(8, 256), torch.zeros(8, 256))
+        >>> found = plan(net, torch.nn.MSELoss(), *batch, batch_size=4096, capacity="6MiB", devices=2, device_kind="cpu")
+        >>> found.fits, found.chosen.micro_batches
+        (True, 2)
+        >>> model, criterion, optimizer, step = found.apply(net, torch.nn.MSELoss(), device_ids=["cpu"] * 2, lr=1e-3)
+        >>> step(torch.zeros(4096, 256), torch.zeros(4096, 256)).shape
+        torch.Size([])
+        >>> MemoryPlan.from_json(found.to_json()) == found
+        True
     """
     request = Request.of(
         module,
-        criterion,
+        plain_criterion(criterion),
         inputs,
         targets,
         optimizer=optimizer,
@@ -109,6 +123,7 @@ def plan(
         untried=tuple(option.name for stage in stages for option in stage),
         micro_batch_cost=how.largest_cost(trim, lengths) if lengths is not None and best.fits else None,
         trim=trim,
+        unknown_divisor=_has_unknown_divisor(criterion),
         report=_report(how, best, batch_size) if best.fits else None,
     )
 
@@ -119,6 +134,13 @@ def _capacities(capacity: int | str | Sequence[int | str] | None, devices: int, 
             raise ValueError(f"capacity=None with device_kind={kind.name!r}, which has none: expected a size, as '24GiB'")
         capacity = kind.capacity
     return parse_each(capacity, devices)
+
+
+def _has_unknown_divisor(criterion: Any) -> bool:
+    if not isinstance(criterion, DataParallelCriterion):
+        return not is_known(criterion)
+    is_given = criterion.weight is not None or criterion.is_coupled
+    return not (is_given or criterion.reduction == "sum" or is_known(criterion.module))
 
 
 def _is_other(choice: Choice) -> bool:

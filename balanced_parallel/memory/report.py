@@ -45,6 +45,14 @@ class MemoryReport:
         flops: operations of an update without those of the optimizer.
         micro_batch_cost: the budget of cost that :func:`fit` set, with ``lengths=``.
         affine: :meth:`at` computes other batches from two traces. Otherwise it traces each of them.
+
+    Example:
+        >>> batch = torch.zeros(8, 256), torch.zeros(8, 256)
+        >>> report = memory.estimate(torch.nn.Linear(256, 256), torch.nn.MSELoss(), *batch, device_kind="cpu")
+        >>> report.at(8) == report.peak < report.at(512)
+        True
+        >>> report.at(report.largest("6MiB"))[0] <= 6 * 2**20
+        True
     """
 
     layout: str

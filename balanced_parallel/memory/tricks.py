@@ -17,6 +17,7 @@ from .estimation import report_of
 from .report import MemoryReport
 from .request import Request
 from .small_optimizers import smaller_optimizers
+from .trace.coupled_update import plain_criterion
 from .trace.strategies import Replicas
 from .trace.tracer import Job
 from .trick_rows import Comparison, Trick, measure_rows
@@ -78,7 +79,7 @@ def measure_tricks(module: Any, criterion: Any, inputs: Any, targets: Any, *, de
     """
     settings = {"optimizer": torch.optim.AdamW, "precision": "fp32", "device_kind": None, "dim": 0, "scalar": None, **settings}
     layout = "single" if devices == 1 else Replicas.name
-    request = Request.of(module, criterion, inputs, targets, layout=layout, devices=devices, **settings)
+    request = Request.of(module, plain_criterion(criterion), inputs, targets, layout=layout, devices=devices, **settings)
     report = report_of(request, request.rows)
     peak = max(report.peak)
     return TrickTable(peak, tuple(measure_rows(list(_rows(request, report, peak)))), report)

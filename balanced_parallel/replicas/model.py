@@ -151,6 +151,14 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         Gradients of forwards in this block accumulate on the replicas. The next backward of a forward outside of the block
         reduces them, and so does :meth:`reduce_gradients`. Reading ``parameter.grad`` reduces them too. Setting it discards
         them, as ``optimizer.zero_grad()`` does.
+
+        Example:
+            >>> model = DataParallelModel(torch.nn.Linear(4, 1), ["cpu"] * 2)
+            >>> with model.no_sync():  # the first of two micro-batches
+            ...     weighted_mean([output.sum() for output in model(torch.ones(3, 4))], [1, 1]).backward()
+            >>> weighted_mean([output.sum() for output in model(torch.ones(3, 4))], [1, 1]).backward()  # reduces both
+            >>> model.module.bias.grad
+            tensor([3.])
         """
         return self.replicas.gradients.no_sync()
 

@@ -33,12 +33,16 @@ def replace_lm_head(model: Any) -> None:
             between (as Gemma 2 and Cohere do, by a soft cap or a scale), the first call with labels raises this.
 
     Example:
-        >>> savings.replace_lm_head(model)  # doctest: +SKIP
-        >>> parallel = DataParallelModel(model)  # doctest: +SKIP
-        >>> criterion = DataParallelCriterion(  # doctest: +SKIP
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=1, n_head=2))
+        >>> savings.replace_lm_head(model)
+        >>> criterion = DataParallelCriterion(
         ...     lambda output, labels: output.loss, weight=lambda output, labels: (labels[:, 1:] != -100).sum()
         ... )
-        >>> loss = criterion(parallel(input_ids, labels=labels), labels)  # doctest: +SKIP
+        >>> words = torch.arange(24).view(3, 8)
+        >>> outputs = DataParallelModel(model, ["cpu"] * 2)(words, labels=words)
+        >>> outputs[0].logits is None, criterion(outputs, words).shape
+        (True, torch.Size([]))
     """
     kind: Any = type(model)
     name = kind.__name__

@@ -3,6 +3,7 @@
 from typing import Any
 
 from ..loss.criterion import DataParallelCriterion
+from ..loss.custom_weights import SEVERAL
 from .update import each_scheduler
 
 __all__: list[str] = []
@@ -12,7 +13,8 @@ def check_arguments(criterion: Any, micro_batch_size: Any, max_grad_norm: float 
     """Raises ``TypeError`` for a criterion or a scheduler of another kind, ``ValueError`` for settings out of their range."""
     each_scheduler(scheduler)
     if not isinstance(criterion, DataParallelCriterion):
-        raise TypeError(f"the criterion is a {type(criterion).__name__}, expected a DataParallelCriterion: wrap it in one")
+        more = SEVERAL if isinstance(criterion, (list, tuple, dict)) else ""
+        raise TypeError(f"the criterion is a {type(criterion).__name__}, expected a DataParallelCriterion: wrap it in one{more}")
     is_number = isinstance(micro_batch_size, int) and not isinstance(micro_batch_size, bool) and micro_batch_size > 0
     if not is_number and micro_batch_size not in (None, "auto"):
         raise ValueError(f"micro_batch_size={micro_batch_size!r}, expected a positive number of rows per device, None or 'auto'")

@@ -49,6 +49,7 @@ class TrainStep(StepState):
             that, and halves the number after each ``torch.OutOfMemoryError``. The same effective batch runs again then.
         precision: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a :class:`Precision`, for every replica.
         max_grad_norm: clips the norm of the true gradient over all optimizers, as ``torch.nn.utils.clip_grad_norm_`` does.
+            ``step.grad_norm`` is that of the last update before it was clipped, a tensor.
         scheduler: one or a list, stepped once after each update that was made.
         cost: cuts the batch by the cost of its rows, so all devices carry the same: ``cost(inputs)``, or of each sample.
         collate: makes ``(inputs, targets)`` of any list of samples. A batch is such a list then: ``step(samples)``.
@@ -141,6 +142,7 @@ class TrainStep(StepState):
                 return loss
             with self._attempts.updating(update):
                 update.run(self._sync, factor, self.precision.scaler, self.max_grad_norm, each_scheduler(self.scheduler))
+            self.grad_norm = update.grad_norm
             return loss
 
     def _finish(self) -> tuple[Tensor, float, Weight]:

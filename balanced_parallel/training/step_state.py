@@ -38,6 +38,7 @@ class StepState:
     _window: Window
     _cuts: Cuts
     max_grad_norm: float | None
+    grad_norm: Tensor | None = None
 
     @property
     def micro_batch_size(self) -> int | None:

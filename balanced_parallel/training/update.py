@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from ..batch.nested import describe
 from ..loss.weighting import Weight
 from ..optim.sharded_parameters import ShardedParameter
+from ..runtime.tensors import is_sharded
 from .gradient_sync import GradientSync
 from .gradients import scale_gradients
 
@@ -41,6 +42,7 @@ class Update:
         self.optimizers = optimizers
         self.trained = trained
         self.has_stepped = False
+        self.grad_norm: Tensor | None = None
         if len(optimizers) > 1:
             self._refuse_common_parameters()
 
@@ -105,8 +107,9 @@ class Update:
             raise
 
     def clip(self, max_norm: float) -> None:
-        """Clips the global norm over the parameters of all optimizers."""
-        torch.nn.utils.clip_grad_norm_(self.parameters, max_norm)
+        """Clips the global norm over the parameters of all optimizers, and keeps it."""
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, max_norm)
+        self.grad_norm = norm.full_tensor() if is_sharded(norm) else norm  # type: ignore[attr-defined]
 
     def take(self, scaler: torch.amp.GradScaler | None) -> bool:
         """Steps, unless the scaler found an overflow. Returns whether it did."""

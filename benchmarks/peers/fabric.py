@@ -1,6 +1,6 @@
 """Lightning Fabric with gradient accumulation: https://lightning.ai/docs/fabric/stable/advanced/gradient_accumulation.html
 
-The division of the loss, which that page leaves out, is from its template of a Trainer and from the plain loop.
+The sample on that page leaves out the division of the loss.
 """
 
 import os

@@ -3,6 +3,7 @@
 import contextlib
 import importlib.util
 import os
+import random
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -21,10 +22,11 @@ from balanced_parallel import simulate
 from balanced_parallel.simulation import Cluster
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
-from helpers.processes import PROCESSES  # noqa: E402 - processes in which torch is imported already
-from helpers.ranks import Ranks  # noqa: E402
+from helpers.processes import PROCESSES  # processes in which torch is imported already
+from helpers.ranks import Ranks
 
 FRAMEWORKS = ("transformers", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "accelerate", "lightning_fabric")
+ATTEMPTS, LIMIT = 3, 200.0  # seconds: the slowest takes 20 on an idle machine
 REPEATS = 3  # of the CPU's allocator: threads of gloo release their last tensors late, which it does not see
 
 
@@ -36,7 +38,7 @@ class Findings(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Where a program runs: in one process on all devices, or on ranks with a device each.
+    """Devices and processes of a program: one process with all devices, or ranks with a device each.
 
     Attributes:
         simulated: False for ranks on the CPU.
@@ -49,23 +51,39 @@ class Layout(NamedTuple):
 
 def preload() -> None:
     """Makes new processes start with all frameworks imported."""
-    PROCESSES.set_forkserver_preload(["torch", "balanced_parallel", "launching", *filter(importlib.util.find_spec, FRAMEWORKS)])
+    PROCESSES.set_forkserver_preload(["torch", "balanced_parallel", *filter(importlib.util.find_spec, FRAMEWORKS)])
 
 
 def free_ports(count: int) -> list[int]:
-    """Returns ports for process groups that follow each other: torch reads the addresses of the group before at the same port."""
+    """Returns ports for process groups that follow each other: torch reads the addresses of the group before at the same port.
+
+    They are below those that Linux gives to connections, so that no connection of the ranks takes one of them.
+    """
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+        ports: list[int] = []
+        for port in random.SystemRandom().sample(range(15000, 32000), 5 * count):
+            one = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                one.bind(("127.0.0.1", port))
+                ports.append(port)
+        return ports[:count]
 
 
 def run_processes(layout: Layout, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    """Returns what the function returns on each rank, in the environment of the layout, in new processes."""
-    with Ranks(layout.ranks) as processes:
-        found: list[Any] = processes.run(_run_quietly, free_ports(100), layout, function, *arguments, timeout=900)
-    return found
+    """Returns what the function returns on each rank, in the environment of the layout, in new processes.
+
+    Ranks that do not answer are started again: seldom, a process group after another one waits forever for its store.
+    """
+    for attempt in range(ATTEMPTS):
+        try:
+            with Ranks(layout.ranks) as processes:
+                found: list[Any] = processes.run(_run_quietly, free_ports(100), layout, function, *arguments, timeout=LIMIT)
+            return found
+        except AssertionError as error:
+            if "did not answer" not in str(error) or attempt == ATTEMPTS - 1:
+                raise
+            print(f"{function.__name__}, {arguments[0]}: {error}, again", flush=True)
+    raise AssertionError("not reached")
 
 
 def _run_quietly(rank: int, ports: list[int], layout: Layout, function: Callable[..., Any], *arguments: Any) -> Any:
@@ -129,5 +147,5 @@ def shown_to_fabric() -> Iterator[None]:
             return [torch.device("sim", index) for index in range(int(devices))]
 
     ACCELERATOR_REGISTRY.register("cpu", Simulated, override=True)
-    with mock.patch.object(DDPStrategy, "_determine_ddp_device_ids", lambda self: None):  # else it starts a stream of CUDA
+    with mock.patch.object(DDPStrategy, "_determine_ddp_device_ids", return_value=None):  # else it starts a stream of CUDA
         yield

@@ -20,13 +20,13 @@ from tabulate import tabulate
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 from language_task import LENGTH, Case, exactness, make_rows  # noqa: E402
-from launching import Findings, Layout, environment, measure, measure_time, preload, run_processes  # noqa: E402
+from launching import Findings, Layout, measure, measure_time, preload, run_processes  # noqa: E402
 
 MIB = 2**20
 DEVICES = 4
 GRADIENTS = Case(words=61, width=16, layers=1, rows=53, batch_size=32, micro_batch_size=2, lr=0.0, dtype=torch.float64)
 MEMORY = Case(words=4096, width=64, layers=2, rows=117, batch_size=32, micro_batch_size=2, lr=1e-3, dtype=torch.float32)
-TIME = Case(words=61, width=16, layers=6, rows=64, batch_size=16, micro_batch_size=2, lr=1e-3, dtype=torch.float32)
+TIME = Case(words=61, width=16, layers=6, rows=96, batch_size=16, micro_batch_size=2, lr=1e-3, dtype=torch.float32)
 
 ALONE, ONE_PROCESS, RANKS = Layout(1, 1), Layout(DEVICES, 1), Layout(DEVICES, DEVICES)
 CPU_RANKS = Layout(DEVICES, DEVICES, simulated=False)  # FSDP2 asks the module of the device for streams, simulated ones have none
@@ -45,7 +45,7 @@ class Row(NamedTuple):
 
 PROGRAMS = [
     Row("plain", "plain PyTorch, the whole batch", "torch", ALONE),
-    Row("slices", "plain PyTorch, micro-batches", "torch", ALONE),
+    Row("slices", "plain PyTorch, micro-batches", "torch", ALONE, "slices"),
     Row("data_parallel", "`nn.DataParallel`", "torch", ONE_PROCESS, "slices"),
     Row("trainer", "HF Trainer in one process", "transformers", ONE_PROCESS, "slices"),
     Row("trainer_told", "HF Trainer in one process, told of the shift", "transformers", ONE_PROCESS, "slices"),
@@ -93,13 +93,13 @@ def table_row(row: Row, found: list[Findings], expected: Findings, time: str) ->
     where = f"{row.layout.ranks} ranks" if row.layout.ranks > 1 else f"1 process, {row.layout.devices} devices"
     cells = [row.title, importlib.metadata.version(row.package), where if row.layout.devices > 1 else "1 device"]
     cells += [f"{first:.0e}", f"{last:.0e}", f"{max(peaks):.1f}", f"{sum(peaks) / len(peaks):.1f}", f"{through:.1f}"]
-    return [*cells, time, "0" if row.program == "plain" else f"+{added} −{removed}"]
+    return [*cells, time, "0" if row.program == "plain" else f"+{added} -{removed}"]
 
 
 def measured_row(row: Row, expected: Findings, rounds: int) -> list[str]:
     """Measures a program. Prints its row, or the reason why it has none."""
     found = run_processes(row.layout, measure, row.program, GRADIENTS, MEMORY)
-    ratio = "1" if row.program == row.reference else "–"
+    ratio = "1" if row.program == row.reference else "-"
     if row.reference and row.reference != row.program and rounds:
         times = run_processes(TWO[row.layout], measure_time, row.program, row.reference, TIME, rounds)
         ratio = f"{max(times):.2f}"
@@ -121,7 +121,7 @@ def composer_conflict(requirement: str = "mosaicml==0.32.1") -> str:
 def main() -> None:
     """Measures everything and writes the README."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7, help="for the ratios of times; 0 leaves them out")
+    parser.add_argument("--rounds", type=int, default=5, help="for the ratios of times; 0 leaves them out")
     parser.add_argument("--only", nargs="*", help="programs to measure: the README stays as it is")
     flags = parser.parse_args()
     torch.set_num_threads(1)
@@ -132,25 +132,29 @@ def main() -> None:
     print(f"Composer: {conflict}")
     if flags.only:
         return
-    title, about = (__doc__ or "").split("\n\n", 1)
+    about = (__doc__ or "").split("\n\n", 1)[1]
     idioms = "\n".join(f"- [{name}.py]({name}.py): {described(name)}" for name in dict.fromkeys(row.program for row in PROGRAMS))
     labels = [row["labels"][1:] for row in make_rows(GRADIENTS)[: GRADIENTS.batch_size]]
     counts = [int((label != -100).sum()) for label in labels]
-    page = (HERE / "page.md").read_text().format(
-        title="Peers, side by side",
-        about=about.split(" Run without")[0].replace("\n", "\n"),
-        table=tabulate(rows, HEADERS, "github", disable_numparse=True),
-        idioms=idioms,
-        conflict=conflict,
-        devices=DEVICES,
-        rounds=flags.rounds,
-        rows=GRADIENTS.batch_size,
-        last=GRADIENTS.rows % GRADIENTS.batch_size,
-        micro=GRADIENTS.micro_batch_size,
-        length=LENGTH,
-        fewest=min(counts),
-        most=max(counts),
-        environment=f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}, gloo, 1 thread",
+    page = (
+        (HERE / "page.md")
+        .read_text()
+        .format(
+            title="Peers, side by side",
+            about=about.split(" Run without")[0].strip(),
+            table=tabulate(rows, HEADERS, "github", disable_numparse=True),
+            idioms=idioms,
+            conflict=conflict,
+            devices=DEVICES,
+            turns=f"median of {flags.rounds} turns in one process" if flags.rounds else "not measured in this run",
+            rows=GRADIENTS.batch_size,
+            last=GRADIENTS.rows % GRADIENTS.batch_size,
+            micro=GRADIENTS.micro_batch_size,
+            length=LENGTH,
+            fewest=min(counts),
+            most=max(counts),
+            environment=f"{platform.machine()}, Python {platform.python_version()}, torch {torch.__version__}, gloo, 1 thread",
+        )
     )
     (HERE / "README.md").write_text(page)
 

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from language_task import Case, build_model, make_rows
 from torch import Tensor, nn
@@ -47,7 +46,8 @@ class Memory(NamedTuple):
 def run_program(name: str, model: nn.Module, case: Case) -> None:
     """Runs a program of this folder on all rows, in a state as in a new process."""
     spec = importlib.util.spec_from_file_location(f"peers_{name}", HERE / f"{name}.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     program = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(program)
     if ports is not None:
@@ -195,6 +195,8 @@ def update_times(name: str, case: Case) -> list[float]:
 
 def time_ratio(name: str, reference: str, case: Case, rounds: int) -> float:
     """Returns the time of an update over that of the reference. They take turns, and each goes first in half of the rounds."""
+    for one in (name, reference):
+        update_times(one, case)  # warms up
     ratios = []
     for index in range(rounds):
         order = (name, reference) if index % 2 == 0 else (reference, name)

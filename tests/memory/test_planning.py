@@ -216,7 +216,7 @@ def test_plan_of_a_convolutional_network_with_momentum():
         conv_net(), nn.CrossEntropyLoss(), torch.zeros(2, 3, 16, 16), torch.zeros(2, dtype=torch.int64), **settings
     )
     assert plan.fits
-    assert plan.capacity == (141 * 10**9,) * 2
+    assert plan.capacity == (139 * 2**30,) * 2
 
 
 class Normalised(nn.Sequential):

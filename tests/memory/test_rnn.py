@@ -67,7 +67,8 @@ def test_recurrent_layers_on_simulated_devices_raise_an_error(name):
 
 def test_recurrent_layers_extrapolate_to_other_batches():
     build = RECURRENT["lstm"]
-    report = memory.estimate(build(), F.cross_entropy, *sequences(12), device_kind="cpu")
+    # 13 rows, and 26, that no other test has: the first backward of oneDNN's fake LSTM copies a gradient, later ones do not
+    report = memory.estimate(build(), F.cross_entropy, *sequences(13), device_kind="cpu")
     for rows in (5, 40, 100):
         assert report.at(rows)[0] == pytest.approx(report._batches.traced_at(rows)[0], rel=1e-4)
 

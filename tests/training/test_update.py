@@ -41,6 +41,7 @@ def check_several(rank, ranks):
             one.step()
         mine = slice(None) if ranks == 1 else [slice(0, 3), slice(3, 7)][rank]
         torch.testing.assert_close(step(inputs[mine], targets[mine]), loss.detach(), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(step.grad_norm, norm, rtol=1e-10, atol=0.0)  # before it is clipped
         assert_same_gradients(gradients(net), gradients(plain))
         for one, other in zip(net.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)

@@ -34,6 +34,11 @@ __all__: list[str] = []
 MicroBatch = tuple[Arguments, tuple[Any, ...]]
 
 
+def plain_criterion(criterion: Any) -> Any:
+    """Returns the criterion in a :class:`DataParallelCriterion`, or the criterion itself, also if its rows are coupled."""
+    return criterion.module if isinstance(criterion, DataParallelCriterion) and not criterion.is_coupled else criterion
+
+
 def is_coupled(criterion: Any) -> bool:
     """Returns True for a criterion with ``whole=True``, and for an :class:`AdditiveLoss`."""
     return criterion.is_coupled if isinstance(criterion, DataParallelCriterion) else isinstance(criterion, AdditiveLoss)

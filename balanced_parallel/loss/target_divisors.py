@@ -1,0 +1,62 @@
+"""Divisors of several means by a ``weight=`` that depends on the targets alone. They are known before the first micro-batch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..batch.row_marks import without_mark
+from .custom_weights import count_leading
+from .weights import flat_weights, read_weights
+
+__all__: list[str] = []
+
+_USED = "it uses the output, which is not computed yet (MissingOutput)"
+
+
+class MissingOutput:
+    """Placeholder for an output that is not computed yet. Each use raises an error that names this class."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise AttributeError(_USED)
+
+    def __getitem__(self, key: Any) -> Any:
+        raise TypeError(_USED)
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        raise TypeError(_USED)
+
+
+class TargetDivisors:
+    """Calls a weight function without outputs, until it has shown one divisor, or one that depends on the outputs.
+
+    Attributes:
+        error: of the last call, as text; empty if it returned divisors.
+    """
+
+    def __init__(self) -> None:
+        self.error = ""
+        self._needless: set[int] = set()  # numbers of targets
+
+    def of(self, weight: Callable[..., Any], targets: tuple[Any, ...]) -> list[float] | None:
+        """Returns the divisors of a whole batch, or None if there is one, or if they depend on the outputs."""
+        count = len(targets)
+        if count in self._needless:
+            return None
+        self.error = ""
+        try:
+            weights = weight(*[MissingOutput()] * count_leading(weight, count), *map(without_mark, targets))
+        except (
+            TypeError,
+            ValueError,
+            AttributeError,
+        ) as error:  # of the placeholder, or of wrong targets
+            self.error = f"{type(error).__name__}: {error}"
+            if MissingOutput.__name__ in self.error:
+                self._needless.add(count)
+            return None
+        if isinstance(weights, (torch.Tensor, float, int)):
+            self._needless.add(count)
+            return None
+        return flat_weights(read_weights(weights))
