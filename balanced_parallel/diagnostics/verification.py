@@ -99,7 +99,7 @@ def verify(
             errors = {"": relative_error(split_loss, loss)} | _gradient_errors(plain.gradients(), split.gradients())
             equal = max(errors.values()) <= limit
         state, count = buffer_errors(plain, split, limit), len(wrapped.devices)
-        reasons = () if equal else _rounding(dtype, max(errors.values()))
+        reasons = () if equal or state else _rounding(dtype, max(errors.values()))
         if (equal and state) or reasons:
             reasons += (*state_of_criterion(inner, plain.criterion, count), *state_of_model(module, plain.module, count))
         elif not equal:

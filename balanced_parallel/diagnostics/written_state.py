@@ -79,12 +79,14 @@ def buffer_errors(plain: Program, split: Program, limit: float) -> dict[str, flo
     """Returns the relative error of each buffer that differs between two programs, except those of batch norms."""
     errors = {}
     for name, layer, other in _pairs(plain, split):
-        found = {} if isinstance(layer, BatchNorm) else dict(other.named_buffers(recurse=False))
-        for key, expected in () if isinstance(layer, BatchNorm) else layer.named_buffers(recurse=False):
+        if isinstance(layer, BatchNorm):
+            continue
+        found = dict(other.named_buffers(recurse=False))
+        for key, expected in layer.named_buffers(recurse=False):
             buffer = found.get(key)
-            is_same_shape = buffer is not None and buffer.shape == expected.shape
-            error = relative_error(buffer, expected) if buffer is not None and is_same_shape else math.inf
-            if error > limit:
+            if buffer is None or buffer.shape != expected.shape:
+                errors[f"{name}{key}"] = math.inf
+            elif (error := relative_error(buffer, expected)) > limit:
                 errors[f"{name}{key}"] = error
     return errors
 

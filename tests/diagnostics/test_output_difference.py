@@ -53,7 +53,7 @@ class Catching(nn.Module):
 
     def forward(self, x):
         try:
-            return self.bad(x)
+            return self.bad(x * x.mean())
         except RuntimeError:
             return self.good(x) * len(x)
 

@@ -120,6 +120,27 @@ def test_an_equal_program_runs_two_steps():
     assert report.step == 2
 
 
+class Listing(nn.Module):
+    """Counts its rows in a list that copies share."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.net, self.note = build_net(), rows.append
+
+    def forward(self, x):
+        self.note(len(x))
+        return self.net(x)
+
+
+def test_reasons_are_looked_for_after_a_difference_only():
+    rows = []
+    assert check(Listing(rows)).equal
+    assert sorted(rows) == [2, 2, 2, 2, 3, 3, 7, 7]  # two plain steps, and two of three replicas
+    rows.clear()
+    assert not check(Listing(rows), contrastive_loss).equal
+    assert len(rows) > 1 + 3
+
+
 def test_programs_with_rows_in_dimension_1_are_equal():
     net, inputs, targets = time_major()
 
