@@ -138,7 +138,7 @@ def test_cheapest_exact_plan_is_chosen():
         "SGD, checkpointed blocks",
         "Adafactor, checkpointed blocks",
     )
-    assert "not tried, because less fits: checkpointed blocks; BalancedOptimizer, checkpointed blocks; " in str(plenty)
+    assert "less fits (`tricks` measures each): checkpointed blocks; BalancedOptimizer, checkpointed blocks; " in str(plenty)
 
 
 def test_plan_runs_few_traces(monkeypatch):
