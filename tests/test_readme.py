@@ -121,8 +121,8 @@ def test_flags_in_commands_are_accepted(monkeypatch):
 
 @pytest.mark.slow
 def test_commands_of_the_memory_page_run(tmp_path):
-    (block,) = (block for block in blocks("docs/memory.md", "bash") if "my_file.py" in block)
-    script = "set -e\n" + block.replace(".venv/bin/python", shlex.quote(sys.executable))
+    block, of_gpt = (block for block in blocks("docs/memory.md", "bash") if ".py:build" in block)
+    script = "set -e\n" + (of_gpt + block).replace(".venv/bin/python", shlex.quote(sys.executable))
     done = subprocess.run(["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert "chosen: " in done.stdout
