@@ -18,7 +18,7 @@ from ..replicas.sync_batchnorm import AllRowsBatchNorm
 from ..runtime.modules import BatchNorm, Dropout
 from .loss_parts import copy_of, loss_in_parts
 from .module_recording import Program
-from .random_numbers import loss_draws, random_place
+from .random_draws import loss_draws, random_place
 from .row_mixing import Wrap, mixed_rows
 from .written_state import state_of_criterion, state_of_model
 

@@ -14,7 +14,7 @@ from ..replicas.sync_batchnorm import AllRowsBatchNorm
 from ..runtime.modules import BatchNorm
 from .module_recording import Program
 from .output_difference import first_difference
-from .random_numbers import output_error
+from .random_draws import output_error
 
 __all__: list[str] = []
 

@@ -124,7 +124,9 @@ def test_run_moves_between_one_device_ddp_fsdp_and_replicas(tmp_path):
         assert Checkpoints(folder, step=step).load_latest() == (begin or None)
         losses = run(step, begin, end, [(inputs.double(), targets) for inputs, targets in BATCHES])
         if out is not None:
-            Checkpoints(out, step=step).save(end)
+            checkpoints = Checkpoints(out, step=step)
+            checkpoints.save(end)
+            checkpoints.wait()
         return losses, contents(step)
 
     expected, (tensors, *others) = run_here(["cpu"], tmp_path / "none", 0, 8)
