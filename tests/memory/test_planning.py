@@ -82,6 +82,7 @@ def test_plan_fits_its_capacity_and_one_more_row_does_not(capacity):
     assert run(plan, rows, more=1) is None
 
 
+@pytest.mark.slow
 def test_unequal_devices_get_unequal_rows():
     plan = planned(("3MiB", "1500KiB"), 2, 37)
     assert plan.chosen.split is not None
@@ -182,6 +183,7 @@ def test_plan_that_does_not_fit_reports_the_needed_capacity():
     assert plan.needs[1] is None  # the parameters alone are more
 
 
+@pytest.mark.slow
 def test_plan_that_does_not_fit_reports_the_needed_devices(monkeypatch):
     stages = planning.stages_of
     monkeypatch.setattr(planning, "stages_of", lambda *given: itertools.islice(stages(*given), 1))  # the others need less
