@@ -82,6 +82,7 @@ def hang(rank):
     return caught.value.__notes__
 
 
+@pytest.mark.slow
 def test_timeout_names_the_rank_that_hangs_and_the_step():
     notes, _ = run_ranks(2, hang, fresh=True)
     assert notes == ["rank 0 waits in the reduction of step 3, and rank 1 has not come further than step 2"]

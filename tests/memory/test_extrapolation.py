@@ -33,6 +33,7 @@ def test_largest_batch_fits_and_one_more_row_does_not(kind):
     assert report.largest(1000) == 0
 
 
+@pytest.mark.slow
 def test_extrapolation_with_unequal_splits():
     build, batch = PROBLEMS["language model"]
     settings = {"layout": "replicas", "devices": 2, "split": (5.0, 2.0), "device_kind": "sim"}

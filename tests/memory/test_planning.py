@@ -93,6 +93,7 @@ def test_unequal_devices_get_unequal_rows():
     assert make_plan(["1GiB", "2GiB"], 2, 37).chosen.split is None  # equal rows fit
 
 
+@pytest.mark.slow
 def test_applied_plan_equals_the_plain_program():
     plan = make_plan("1200KiB", 2, 13)
     plain, net = LanguageModel(), LanguageModel()

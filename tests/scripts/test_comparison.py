@@ -37,6 +37,7 @@ def side_by_side(output):
     return {int(row[0]): (float(row[1]), float(row[2])) for row in words if len(row) == 3 and row[0].isdecimal()}
 
 
+@pytest.mark.slow
 def test_missing_compiler_falls_back_to_cpu_replicas(tmp_path):
     flags = ["--simulate", 3, "--task", "digits", "--steps", 2, "--plot", tmp_path / "peak.png", "--out", tmp_path / "run"]
     nowhere = {"PATH": str(tmp_path), "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path), "CXX": ""}

@@ -52,6 +52,7 @@ def rows_of(text):
     return {name: (measured, result) for name, measured, result, _ in lines[1:]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", list(CHECKS))
 def test_gpu_check_passes_on_simulated_devices(part, tmp_path):
     done = gpu_check(part, "--simulate", OUT=str(tmp_path))
