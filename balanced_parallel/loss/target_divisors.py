@@ -11,21 +11,26 @@ from .weights import flat_weights, read_weights
 
 __all__: list[str] = []
 
-_USED = "it uses the output, which is not computed yet (MissingOutput)"
+
+class OutputUsedError(AttributeError, TypeError):
+    """A weight function has used an output that is not computed yet."""
+
+    def __init__(self) -> None:
+        super().__init__("it uses the output, which is not computed yet")
 
 
 class MissingOutput:
-    """Placeholder for an output that is not computed yet. Each use raises an error that names this class."""
+    """Placeholder for an output that is not computed yet. Each use raises :class:`OutputUsedError`."""
 
     def __getattribute__(self, name: str) -> Any:
-        raise AttributeError(_USED)
+        raise OutputUsedError
 
     def __getitem__(self, key: Any) -> Any:
-        raise TypeError(_USED)
+        raise OutputUsedError
 
     @classmethod
     def __torch_function__(cls, *_: Any) -> Any:
-        raise TypeError(_USED)
+        raise OutputUsedError
 
 
 class TargetDivisors:
@@ -47,13 +52,9 @@ class TargetDivisors:
         self.error = ""
         try:
             weights = weight(*[MissingOutput()] * count_leading(weight, count), *map(without_mark, targets))
-        except (
-            TypeError,
-            ValueError,
-            AttributeError,
-        ) as error:  # of the placeholder, or of wrong targets
+        except (TypeError, ValueError, AttributeError) as error:  # wrong targets, or a use of the placeholder
             self.error = f"{type(error).__name__}: {error}"
-            if MissingOutput.__name__ in self.error:
+            if isinstance(error, OutputUsedError):
                 self._needless.add(count)
             return None
         if isinstance(weights, (torch.Tensor, float, int)):

@@ -53,15 +53,15 @@ KINDS = {
         DeviceKind("b200", 178 * GIB, workspace=_HOPPER),  # assumed
         DeviceKind("h200", 139 * GIB, workspace=_HOPPER),  # assumed
         DeviceKind("h100", 78 * GIB, workspace=_HOPPER),  # assumed
-        DeviceKind("a100", 79 * GIB),  # Vad-R1#11
-        DeviceKind("a100-40gb", 39 * GIB),  # CoSeR#10
-        DeviceKind("l40s", 44 * GIB),  # Wan2.1#205
-        DeviceKind("l4", 22 * GIB),  # nvidia-smi shows 23034 MiB, lmstudio-bug-tracker#1638
+        DeviceKind("a100", 79 * GIB),  # wbfwonderful/Vad-R1#11
+        DeviceKind("a100-40gb", 39 * GIB),  # TianheWu/CoSeR#10
+        DeviceKind("l40s", 44 * GIB),  # Wan-Video/Wan2.1#205
+        DeviceKind("l4", 22 * GIB),  # nvidia-smi shows 23034 MiB, lmstudio-ai/lmstudio-bug-tracker#1638
         DeviceKind("a10", 22 * GIB),  # assumed, as for the L4
-        DeviceKind("rtx4090", 47 * GIB // 2),  # Phidias-Diffusion#8
-        DeviceKind("rtx3090", 47 * GIB // 2),  # havatar#6
-        DeviceKind("v100", 63 * GIB // 2),  # ChatGLM-Finetuning#73
-        DeviceKind("t4", 29 * GIB // 2),  # CatVTON#133
+        DeviceKind("rtx4090", 47 * GIB // 2),  # 3DTopia/Phidias-Diffusion#8
+        DeviceKind("rtx3090", 47 * GIB // 2),  # XChenZ/havatar#6
+        DeviceKind("v100", 63 * GIB // 2),  # liucongg/ChatGLM-Finetuning#73
+        DeviceKind("t4", 29 * GIB // 2),  # Zheng-Chong/CatVTON#133
         DeviceKind("sim", None, workspace=0, context=0, segments=False, fuses=False),  # as simulate() counts
         DeviceKind("cpu", None, rounds_to=1, workspace=0, context=0, segments=False, like_cuda=False, fuses=False, scratch=True),
     )
