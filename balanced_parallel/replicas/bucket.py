@@ -9,6 +9,9 @@ copies on each device. Its backward runs once, when every replica has its gradie
     parameters --+--> aliases, replica 1 --> ...     .grad <-- sum--+-- gradients, replica 1 <-- ...
                  +--> aliases, replica 2 --> ...                    +-- gradients, replica 2 <-- ...
 
+A node of a device has one stream: autograd makes it wait for the streams on which its gradients were computed. So on devices
+with streams another function stands between the broadcast and the aliases of each replica. A module may use streams of its own.
+
 The sum is taken in the order of the replicas, except by NCCL. Under ``no_sync()`` the gradients stay with the replicas instead,
 and are added there until the next backward that reduces.
 """
@@ -74,7 +77,8 @@ class Bucket:
         size = len(self.parameters)
         aliases = _Broadcast.apply(self, replicas, schedule, *self.parameters)
         run_first(aliases[0].grad_fn)  # reduces as soon as all replicas have their gradients
-        return [aliases[start : start + size] for start in range(0, len(aliases), size)]
+        parts = [aliases[start : start + size] for start in range(0, len(aliases), size)]
+        return parts if schedule.side is None else [_received(part) for part in parts]
 
     def goes_to_autograd(self, schedule: Schedule) -> bool:
         """Returns True if autograd accumulates the sums into the parameters, as it would without replicas."""
@@ -214,6 +218,25 @@ class _Broadcast(torch.autograd.Function):
                 None if has_gradient_hooks(p) else _is_accumulated(node) for p, node in zip(bucket.parameters, nodes, strict=True)
             ]
             return (None, None, None, *bucket.collect(replicas, wanted, schedule))
+
+
+class _Receive(torch.autograd.Function):
+    """Passes tensors of one device on. Its backward runs on the stream of its forward, behind the streams of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return gradients
+
+
+def _received(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    aliases: tuple[Tensor, ...] = _Receive.apply(*tensors)
+    run_first(aliases[0].grad_fn)
+    return aliases
 
 
 def _is_accumulated(node: Any) -> bool | None:

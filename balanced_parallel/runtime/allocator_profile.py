@@ -37,7 +37,11 @@ class AllocatorProfile:
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
-        """Counts in this block. Backwards of CPU tensors run in the calling thread, so they are counted too."""
+        """Counts in this block. Backwards of CPU tensors run in the calling thread, so they are counted too.
+
+        Enter and leave it outside of ``record_function``, so not in the hooks of an optimizer's step: torch's profiler keeps
+        no state for a range that ends later, and can deadlock there.
+        """
         config = _autograd.ProfilerConfig(_autograd.ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
         _autograd._enable_profiler_legacy(config)
         try:
