@@ -9,7 +9,7 @@ weight are one small all-reduce of the hosts in the end.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -17,11 +17,11 @@ from torch import Tensor
 from ..loss.criterion import DataParallelCriterion
 from ..loss.weighting import LossSum, Weight, add_up
 from ..runtime import collectives, multi_tensor
-from ..runtime.tensors import is_sharded
+from ..runtime.host_copies import start_copy
+from ..runtime.tensors import is_sharded, local_tensors
 from ..training.divisors import is_one, larger, power_of_two
 from ..training.gradient_sync import GradientSync, gradient_sync, run_backward
 from .fsdp import ShardedModel
-from .sharded_gradients import local_tensors
 
 __all__: list[str] = []
 
@@ -34,6 +34,7 @@ class FSDPSync:
         self._whole: Weight | None = None  # weight of all ranks, known for float16 only
         self._divisor: Weight | None = None  # of the gradients that are reduced
         self._given: Weight = 1.0  # the divisor of the last backward
+        self._local: Callable[[], Tensor] | None = None  # returns loss and weight of this rank, on the host
 
     @property
     def gradient_scale(self) -> Weight:
@@ -73,7 +74,9 @@ class FSDPSync:
                 yield [self._model.forward_without_rows()]
 
     def start(self, local: LossSum) -> None:
-        """Does nothing: :meth:`finish` sums loss and weight."""
+        """Starts to copy loss and weight to the host."""
+        weight = add_up([0.0 if local.weight is None else local.weight], local.total.device).double()
+        self._local = start_copy(torch.stack([local.total.double(), weight]))
 
     def backward(self, losses: Sequence[Tensor], divisor: Weight, *, last: bool) -> None:
         """Runs one backward, which reduces the gradients."""
@@ -81,10 +84,12 @@ class FSDPSync:
             run_backward(losses, self._common(divisor))
 
     def finish(self, local: LossSum) -> LossSum:
-        """Returns loss and weight of all ranks."""
-        weight = add_up([0.0 if local.weight is None else local.weight], local.total.device).double()
-        total, whole = collectives.sum_over_ranks(torch.stack([local.total.double(), weight]).cpu()).tolist()
-        self._whole = None
+        """Returns loss and weight of all ranks. The host waits for them, but not for the last backward."""
+        if self._local is None:  # no micro-batch was known to be the last
+            self.start(local)
+        assert self._local is not None
+        total, whole = collectives.sum_over_ranks(self._local()).tolist()
+        self._local = self._whole = None
         return LossSum(torch.full_like(local.total, total), whole)
 
     def rescale(self, factor: Weight) -> None:
@@ -118,7 +123,7 @@ class FSDPSync:
 
     def discard(self, *, out_of_memory: bool = False) -> None:
         """Forgets the gradients."""
-        self._whole = None
+        self._local = self._whole = None
         for parameter in self._model.gradients.parameters:
             parameter.grad = None
         reset = getattr(self._model.root, "reset_iter_state", None)  # newer than torch 2.11

@@ -8,7 +8,6 @@ that no rank has used would get a gradient of zeros.)
     end of the backward      ranks agree on the parameters that nobody has used: their gradient is None again
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -125,9 +124,3 @@ class _Watch(torch.autograd.Function):
         elif number != _NO_UNIT:
             of_module.complete(number, is_dummy=is_dummy)
         return None, None, None, *gradients
-
-
-def local_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the part of each tensor on this rank. Changes in place change the whole."""
-    with torch.no_grad():
-        return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]  # type: ignore[attr-defined]

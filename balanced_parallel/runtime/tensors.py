@@ -1,6 +1,6 @@
 """Properties of tensors that torch keeps private: version counters, bases of views, gradient slots, hooks, storages."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,12 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
 def is_sharded(tensor: Any) -> bool:
     """Returns True for a ``DTensor``, whose import takes seconds."""
     return hasattr(tensor, "to_local")
+
+
+def local_tensors(tensors: Iterable[Any]) -> list[Any]:
+    """Returns the shard on this rank in place of each ``DTensor``. Changes in place change the whole."""
+    with torch.no_grad():
+        return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]
 
 
 def base_of(tensor: Tensor) -> Tensor:

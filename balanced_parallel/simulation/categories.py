@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ..runtime.modules import buffers_of, parameters_of
-from ..runtime.tensors import get_gradient, storage_id
+from ..runtime.tensors import get_gradient, local_tensors, storage_id
 from ..runtime.trees import leaves
 
 __all__: list[str] = []
@@ -67,8 +67,8 @@ class Labels:
             self.label(map(get_gradient, leaves), Category.GRADIENTS)  # reading .grad may sum gradients of the replicas
 
     def label(self, tensors: Iterable[Any], category: Category) -> None:
-        """Labels the memory of all tensors on simulated devices. Other values are ignored."""
-        for tensor in tensors:
+        """Labels the memory of all tensors on simulated devices, of a sharded one its shard. Other values are ignored."""
+        for tensor in local_tensors(tensors):
             if isinstance(tensor, torch.Tensor) and tensor.device.type == "sim" and tensor.layout == torch.strided:
                 self.native.simulation_tag(storage_id(tensor.untyped_storage()), category)
 

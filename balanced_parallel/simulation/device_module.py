@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 
@@ -49,6 +50,27 @@ def device(device: DeviceLike) -> Iterator[None]:
     """Sets the current device for the duration of the block."""
     with torch.accelerator.device_index(_index(device)):
         yield
+
+
+class Stream(torch.Stream):
+    """A stream of a simulated device. Priorities are ignored."""
+
+    def __new__(cls, device: DeviceLike = None, priority: int = 0) -> "Stream":
+        """Makes a stream of the current device, or of another one."""
+        return super().__new__(cls, device=torch.device("sim", _index(device)), priority=priority)
+
+
+Event = torch.Event
+
+
+def current_stream(device: DeviceLike = None) -> torch.Stream:
+    """Returns the current stream of a device."""
+    return torch.accelerator.current_stream(_index(device))
+
+
+def stream(stream: torch.Stream | None) -> contextlib.AbstractContextManager[Any]:
+    """Makes a stream current for the duration of the block; None changes nothing."""
+    return contextlib.nullcontext() if stream is None else stream
 
 
 def get_device_properties(device: DeviceLike = None) -> SimpleNamespace:

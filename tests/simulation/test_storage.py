@@ -42,3 +42,17 @@ def test_moving_a_module_keeps_tied_parameters():
         net.to("sim:0")
         assert net[0].weight is before is net[1].weight
         assert before.device == torch.device("sim:0")
+
+
+def test_memory_of_a_resized_storage_is_freed_and_allocated_again():
+    with simulate(2) as cluster:
+        tensor = torch.arange(256.0).to("sim:1")
+        storage = tensor.untyped_storage()
+        storage.resize_(2048)
+        assert tensor.cpu().equal(torch.arange(256.0))
+        assert cluster.live == [0, 2048]
+        storage.resize_(0)
+        assert (storage.size(), cluster.live) == (0, [0, 0])
+        storage.resize_(1024)
+        assert tensor.fill_(3).sum().item() == 768
+        assert cluster.live == [0, 1024]

@@ -1,5 +1,7 @@
 // Functions that torch needs for a device type: the current device, random numbers, and a thread for the backward.
+#include <algorithm>
 #include <array>
+#include <cstring>
 #include <mutex>
 #include <thread>
 #include <unordered_set>
@@ -166,6 +168,13 @@ struct Hooks final : at::PrivateUse1HooksInterface {
   }
   at::Generator getNewGenerator(c10::DeviceIndex index) const override {
     return new_generator(index < 0 ? current : index, c10::default_rng_seed_val);
+  }
+  void resizePrivateUse1Bytes(const c10::Storage& storage, size_t size) const override {
+    const c10::DeviceGuard guard(storage.device());
+    auto memory = size ? c10::GetAllocator(kType)->allocate(size) : c10::DataPtr(nullptr, storage.device());
+    if (const auto kept = std::min(size, storage.nbytes())) std::memcpy(memory.get(), storage.data(), kept);
+    storage.set_data_ptr_noswap(std::move(memory));
+    storage.set_nbytes(size);
   }
 };
 

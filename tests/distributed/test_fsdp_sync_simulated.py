@@ -1,0 +1,73 @@
+"""Shards of FSDP2 on simulated devices, one for each rank: placement, streams, waits of the host, and memory."""
+
+import pytest
+import torch
+from helpers.memory_problems import PROBLEMS
+from helpers.problems import assert_same_gradients, build_net, class_targets, plain_program
+from helpers.ranks import run_ranks
+from torch import nn
+
+from balanced_parallel import TrainStep, memory, parallelize, simulate
+
+
+def check_gradients(rank):
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(9, 4, dtype=torch.float64), class_targets(9, ignored=2)
+    loss, expected = plain_program(build_net().double(), nn.CrossEntropyLoss(), inputs, targets)
+    mine = slice(0, 4) if rank == 0 else slice(4, 9)
+    with simulate(2) as cluster:
+        model, criterion = parallelize(build_net().double(), nn.CrossEntropyLoss(), strategy="fsdp")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        found = TrainStep(model, criterion, optimizer, micro_batch_size=2)(inputs[mine], targets[mine])
+        torch.testing.assert_close(found.cpu(), loss)
+        assert_same_gradients([parameter.grad.full_tensor().cpu() for parameter in model.parameters()], expected)
+        assert {str(parameter.device) for parameter in model.parameters()} == {f"sim:{rank}"}
+        parts = cluster.categories(rank)
+        return parts["parameters"], parts["gradients"]
+
+
+def test_shards_on_simulated_devices_equal_the_plain_program():
+    for parameters, gradients in run_ranks(2, check_gradients):
+        assert parameters > 0
+        assert gradients > 0
+
+
+def waits_of_a_step(rank, place, precision):
+    with simulate(2) as cluster:
+        model, criterion = parallelize(build_net().float(), nn.CrossEntropyLoss(), strategy="fsdp", precision=precision)
+        step = TrainStep(model, criterion, torch.optim.AdamW(model.parameters()), micro_batch_size=2, max_grad_norm=0.1)
+        inputs = torch.randn(5 - 2 * rank, 4, dtype=torch.float32).pin_memory()
+        targets = class_targets(5 - 2 * rank, ignored=1).pin_memory()
+        if place == "device":
+            inputs, targets = inputs.to(cluster.devices[rank]), targets.to(cluster.devices[rank])
+        step(inputs, targets)
+        before = len(cluster.waits)
+        for _ in range(2):
+            step(inputs, targets)
+        return [str(wait) for wait in cluster.waits[before:]]
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_ranks_with_shards_wait_for_no_device(precision, place):
+    assert run_ranks(2, waits_of_a_step, place, precision) == [[], []]
+
+
+def peak_of_a_rank(rank, rows, precision):
+    build, batch = PROBLEMS["language model"]
+    with simulate(2) as cluster:
+        model, criterion = parallelize(build(), nn.CrossEntropyLoss(), strategy="fsdp", precision=precision)
+        step = TrainStep(model, criterion, torch.optim.AdamW(model.parameters()))
+        for _ in range(2):
+            cluster.reset_peak()
+            step(*batch(rows))
+        return cluster.peak[rank]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_estimates_of_shards_equal_the_simulated_peak(precision):
+    build, batch = PROBLEMS["language model"]
+    found = max(run_ranks(2, peak_of_a_rank, 3, precision))
+    settings = {"layout": "fsdp", "devices": 2, "device_kind": "sim", "precision": precision}
+    report = memory.estimate(build(), nn.CrossEntropyLoss(), *batch(3), **settings)
+    assert report.peak[0] == pytest.approx(found, abs=1024)
