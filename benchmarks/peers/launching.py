@@ -27,7 +27,6 @@ from helpers.ranks import Ranks
 
 FRAMEWORKS = ("transformers", "transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "accelerate", "lightning_fabric")
 ATTEMPTS, LIMIT = 3, 200.0  # seconds: the slowest takes 20 on an idle machine
-REPEATS = 3  # of the CPU's allocator: threads of gloo release their last tensors late, which it does not see
 
 
 class Findings(NamedTuple):
@@ -38,15 +37,10 @@ class Findings(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """Devices and processes of a program: one process with all devices, or ranks with a device each.
-
-    Attributes:
-        simulated: False for ranks on the CPU.
-    """
+    """Devices and processes of a program: one process with all simulated devices, or ranks with one each."""
 
     devices: int
     ranks: int
-    simulated: bool = True
 
 
 def preload() -> None:
@@ -94,27 +88,28 @@ def _run_quietly(rank: int, ports: list[int], layout: Layout, function: Callable
         return function(rank, cluster, layout, *arguments)
 
 
-def measure(rank: int, cluster: Cluster | None, layout: Layout, name: str, gradient_case: Case, memory_case: Case) -> Findings:
+def measure(rank: int, cluster: Cluster, layout: Layout, name: str, gradient_case: Case, memory_case: Case) -> Findings:
     """Measures the gradients of a program, on the first rank, and the memory of the devices of this process."""
     found = gradients(name, gradient_case)
-    runs = [memory(name, memory_case, cluster) for _ in range(1 if layout.simulated else REPEATS)]
-    of_devices = [min(results, key=lambda one: one.peak) for results in zip(*runs, strict=True)]
-    if layout.ranks > 1 and layout.simulated:
+    of_devices = memory(name, memory_case, cluster)
+    if layout.ranks > 1:
         of_devices = [of_devices[rank]]
     return Findings(found if rank == 0 else [], of_devices)
 
 
-def measure_time(rank: int, cluster: Cluster | None, layout: Layout, name: str, reference: str, case: Case, rounds: int) -> float:
+def measure_time(rank: int, cluster: Cluster, layout: Layout, name: str, reference: str, case: Case, rounds: int) -> float:
     """Returns the time of an update over that of the reference."""
     return time_ratio(name, reference, case, rounds)
 
 
 @contextlib.contextmanager
-def environment(rank: int, layout: Layout) -> Iterator[Cluster | None]:
+def environment(rank: int, layout: Layout) -> Iterator[Cluster]:
     """Shows the devices to torch and to the frameworks, which know only those of vendors."""
-    settings = {"OMP_NUM_THREADS": "1", "KINETO_LOG_LEVEL": "5"}
-    if layout.simulated:
-        settings["ACCELERATE_TORCH_DEVICE"] = f"sim:{rank}"  # for Accelerate and for the Trainer
+    settings = {
+        "OMP_NUM_THREADS": "1",
+        "KINETO_LOG_LEVEL": "5",
+        "ACCELERATE_TORCH_DEVICE": f"sim:{rank}",  # for Accelerate and for the Trainer
+    }
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, settings))
         if layout.ranks == 1:
@@ -127,7 +122,7 @@ def environment(rank: int, layout: Layout) -> Iterator[Cluster | None]:
             stack.enter_context(mock.patch.object(TrainingArguments, "n_gpu", property(lambda self: layout.devices)))
         if importlib.util.find_spec("lightning_fabric") and layout.ranks > 1:
             stack.enter_context(shown_to_fabric())
-        yield stack.enter_context(simulate(layout.devices)) if layout.simulated else None
+        yield stack.enter_context(simulate(layout.devices))
 
 
 @contextlib.contextmanager

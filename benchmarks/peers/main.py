@@ -29,8 +29,7 @@ MEMORY = Case(words=4096, width=64, layers=2, rows=117, batch_size=32, micro_bat
 TIME = Case(words=61, width=16, layers=6, rows=96, batch_size=16, micro_batch_size=2, lr=1e-3, dtype=torch.float32)
 
 ALONE, ONE_PROCESS, RANKS = Layout(1, 1), Layout(DEVICES, 1), Layout(DEVICES, DEVICES)
-CPU_RANKS = Layout(DEVICES, DEVICES, simulated=False)  # FSDP2 asks the module of the device for streams, simulated ones have none
-TWO = {ONE_PROCESS: ONE_PROCESS, RANKS: Layout(2, 2), CPU_RANKS: Layout(2, 2, simulated=False)}  # for times: a core per rank
+TWO = {ONE_PROCESS: ONE_PROCESS, RANKS: Layout(2, 2)}  # for times: a core per rank
 
 
 class Row(NamedTuple):
@@ -56,8 +55,9 @@ PROGRAMS = [
     Row("fabric", "Lightning Fabric", "lightning-fabric", RANKS, "ddp"),
     Row("trainer", "HF Trainer", "transformers", RANKS, "ddp"),
     Row("trainer_told", "HF Trainer, told of the shift", "transformers", RANKS, "ddp"),
+    Row("fsdp", "FSDP2 by hand", "torch", RANKS, "fsdp"),
     Row("ours_ddp", "**balanced_parallel**, DDP", "balanced-parallel", RANKS, "ddp"),
-    Row("ours_fsdp", "**balanced_parallel**, FSDP2", "balanced-parallel", CPU_RANKS, "ddp"),
+    Row("ours_fsdp", "**balanced_parallel**, FSDP2", "balanced-parallel", RANKS, "fsdp"),
 ]
 HEADERS = ["", "version", "runs on", "error", "error, last batch", "peak, MiB", "mean, MiB", "through, MiB", "time", "lines"]
 

@@ -20,11 +20,9 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 from language_task import Case, build_model, make_rows
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.profiler import ProfilerActivity, profile
 
-from balanced_parallel.runtime.allocator_profile import AllocatorProfile
 from balanced_parallel.simulation import Cluster
 
 HERE = Path(__file__).parent
@@ -99,33 +97,6 @@ def watching(before: Callable[[], None], after: Callable[[int], None]) -> Iterat
             handle.remove()
 
 
-@contextlib.contextmanager
-def between_updates(switch: Callable[[int], None]) -> Iterator[None]:
-    """Calls a function with the number of updates so far, at the first forward after each of them.
-
-    An optimizer calls its hooks inside a ``record_function``. That deadlocks or crashes at its end where the profiler of the
-    CPU's allocator was turned off inside of it: the state of the profiler is gone.
-    """
-    last = 0
-
-    def note(updates: int) -> None:
-        nonlocal last
-        last = updates
-
-    def forward(*_: Any) -> None:
-        nonlocal last
-        if last:
-            updates, last = last, 0
-            switch(updates)
-
-    handle = register_module_forward_pre_hook(forward)
-    try:
-        with watching(lambda: None, note):
-            yield
-    finally:
-        handle.remove()
-
-
 def gradients(name: str, case: Case) -> list[dict[str, Tensor]]:
     """Returns the gradients of each update."""
     model, found = build_model(case), list[dict[str, Tensor]]()
@@ -144,79 +115,29 @@ def whole(gradient: Any) -> Tensor:
     return full.detach().to("cpu", copy=True)
 
 
-def memory(name: str, case: Case, cluster: Cluster | None) -> list[Memory]:
-    """Returns the peak of each device in the second update, and the traffic of the third.
-
-    Args:
-        cluster: simulated devices of this process. Without them, the peak is that of the CPU's allocator.
-    """
-    peaks, through, collectives = list[int](), list[int](), profile(activities=[ProfilerActivity.CPU], record_shapes=True)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(allocator_peak(peaks) if cluster is None else simulated_peaks(peaks, cluster))
-        stack.enter_context(traffic(through, collectives, cluster))
-        run_program(name, build_model(case), case)
-    of_rings = ring_bytes(collectives)
-    return [Memory(peak, count + of_rings) for peak, count in zip(peaks, through, strict=True)]
-
-
-@contextlib.contextmanager
-def allocator_peak(peaks: list[int]) -> Iterator[None]:
-    """Appends the peak of the CPU's allocator in the second update."""
-    allocator = AllocatorProfile()
-    with contextlib.ExitStack() as recording:
-        recording.enter_context(allocator.recorded())  # the parameters count
-
-        def switch(updates: int) -> None:
-            if updates == 1:
-                gc.collect()
-                recording.close()
-                allocator.reset_peak()
-                recording.enter_context(allocator.recorded())
-            elif updates == 2:
-                recording.close()
-                peaks.append(allocator.peak)
-
-        with between_updates(switch):
-            yield
-
-
-@contextlib.contextmanager
-def simulated_peaks(peaks: list[int], cluster: Cluster) -> Iterator[None]:
-    """Appends the peak of each simulated device in the second update."""
+def memory(name: str, case: Case, cluster: Cluster) -> list[Memory]:
+    """Returns the peak of each device in the second update, and the traffic of the third."""
+    profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
+    moved, peaks, through = Counter[tuple[str, str]](), list[int](), list[int]()
 
     def after(updates: int) -> None:
+        nonlocal moved
         if updates == 1:
             gc.collect()
             cluster.reset_peak()
         elif updates == 2:
             peaks.extend(cluster.peak)
+            moved = cluster.moved
+            profiler.start()
+        elif updates == 3:
+            profiler.stop()
+            copies = cluster.moved - moved
+            through.extend(sum(count for ends, count in copies.items() if device in ends) for device in map(str, cluster.devices))
 
     with watching(lambda: None, after):
-        yield
-
-
-@contextlib.contextmanager
-def traffic(through: list[int], collectives: profile, cluster: Cluster | None) -> Iterator[None]:
-    """Appends the bytes that were copied from and to each simulated device in the third update, and profiles its collectives."""
-    moved = Counter[tuple[str, str]]()
-
-    def switch(updates: int) -> None:
-        nonlocal moved
-        if updates == 2:
-            moved = Counter() if cluster is None else cluster.moved
-            collectives.start()
-        elif updates == 3:
-            collectives.stop()
-            if cluster is None:
-                through.append(0)
-            else:
-                copies = cluster.moved - moved
-                names = map(str, cluster.devices)
-                through.extend(sum(count for ends, count in copies.items() if device in ends) for device in names)
-
-    # the two profilers of a rank on the CPU take turns
-    with between_updates(switch) if cluster is None else watching(lambda: None, switch):
-        yield
+        run_program(name, build_model(case), case)
+    collectives = ring_bytes(profiler)
+    return [Memory(peak, count + collectives) for peak, count in zip(peaks, through, strict=True)]
 
 
 def ring_bytes(profiler: profile) -> int:
