@@ -1,9 +1,10 @@
 """A record of every allocation and every release during a step on fake tensors, in order."""
 
+import contextlib
 import dataclasses
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,16 @@ class Count(TorchDispatchMode):
         self.flops = 0
         self.calls: list[Call] = []
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._is_paused = False
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Records nothing in the block. Its tensors must not outlive it."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:  # every access to .device: two thirds of all calls
@@ -84,6 +95,8 @@ class Count(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         if any(map(is_sharded, types)):
             return NotImplemented  # its local tensor is dispatched again
+        if self._is_paused:
+            return func(*args, **(kwargs or {}))
         found, result = answer(func, args, kwargs or {}, self.scalar, _user_line)
         result = result if found else func(*args, **(kwargs or {}))
         self.operators.append(str(func))

@@ -76,6 +76,24 @@ def counting_random_states(count: Count) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def shapes_of_shards_uncounted(count: Count) -> Iterator[None]:
+    """Leaves out the operators that ``DTensor`` runs on whole fake tensors, to learn the shapes of results.
+
+    It remembers some shapes, and computes others at each call. No public hook surrounds this.
+    """
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator  # there is no public name
+
+    compute: Any = ShardingPropagator._propagate_tensor_meta_non_cached  # the function that the hook would surround
+
+    def compute_uncounted(*args: Any) -> Any:
+        with count.paused():
+            return compute(*args)
+
+    with _replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", compute_uncounted):
+        yield
+
+
+@contextlib.contextmanager
 def devices_that_mix() -> Iterator[None]:
     """Lets an operator mix fake tensors of ``cpu`` and ``cpu:1``. Its result is on ``cpu:1``.
 

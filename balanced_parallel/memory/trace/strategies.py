@@ -37,7 +37,7 @@ class Layout(CoupledUpdates):
         batch_on_host: the batch is on the host, and each device receives its rows.
         takes_several_devices: ``devices=`` may be more than one.
         takes_balanced_optimizer: ``balanced_optimizer=True`` is allowed.
-        needs_warm_up: the first trace in a process differs from the later ones.
+        is_sharded: the parameters are ``DTensor``s.
         parameters: those of the module and of the criterion, each once.
         buckets: flat tensors of the communication, allocated once.
     """
@@ -47,7 +47,7 @@ class Layout(CoupledUpdates):
     batch_on_host: ClassVar[bool] = False
     takes_several_devices: ClassVar[bool] = True
     takes_balanced_optimizer: ClassVar[bool] = False
-    needs_warm_up: ClassVar[bool] = False
+    is_sharded: ClassVar[bool] = False
 
     @classmethod
     def devices_per_process(cls, devices: int) -> int:
@@ -224,7 +224,7 @@ class FSDP(SingleDevice):
     name = "fsdp"
     is_distributed = True
     takes_several_devices = True
-    needs_warm_up = True  # DTensor runs operators to learn what they do, once in a process
+    is_sharded = True
 
     def __init__(self, request: "Request", module: nn.Module, criterion: Any) -> None:
         import torch.distributed as dist

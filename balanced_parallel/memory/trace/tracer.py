@@ -31,7 +31,7 @@ from .applied_savings import around_update, change_module, change_optimizers, se
 from .child_process import runs_in_parent_only, start_in_child
 from .fake_devices import HOME, host_of
 from .fake_tensors import fake_batch, fake_copy, names_of
-from .patches import counting_random_states, devices_that_mix, rows_of_one_sequence, undisturbed
+from .patches import counting_random_states, devices_that_mix, rows_of_one_sequence, shapes_of_shards_uncounted, undisturbed
 from .strategies import Layout
 
 __all__: list[str] = []
@@ -79,6 +79,10 @@ def try_traces(jobs: Sequence[Job]) -> list[Trace | str]:
     return _run_in_children(jobs, _trace_or_reason)
 
 
+def _run_all(jobs: Sequence[Job], run: Callable[[Request, int], T]) -> list[T]:
+    return [run(*job) for job in jobs]
+
+
 def _run_in_children(jobs: Sequence[Job], run: Callable[[Request, int], T]) -> list[T]:
     importlib.import_module("torch._dynamo")  # fake tensors import it: here once, not again in each process
     count = min(len(jobs), os.cpu_count() or 1)
@@ -91,12 +95,6 @@ def _run_in_children(jobs: Sequence[Job], run: Callable[[Request, int], T]) -> l
     for start, result in enumerate(results):
         found[start::count] = result if isinstance(result, list) else []
     return found
-
-
-def _run_all(jobs: Sequence[Job], run: Callable[[Request, int], T]) -> list[T]:
-    if jobs[0][0].layout.needs_warm_up:
-        run(*jobs[0])
-    return [run(*job) for job in jobs]
 
 
 def _trace_or_reason(request: Request, rows: int) -> Trace | str:
@@ -140,7 +138,11 @@ def _run(request: Request, count: Count, module: Any, criterion: Any, batch: Mic
             count.see_all([*part.parameters(), *part.buffers()], "parameters")
     pieces = cut_batch(arguments, targets, [rows] * (request.micro_batches // request.batches), (request.dim, request.dim))
     micro_batches = (pieces * request.batches)[:TRACED]
-    with count, contextlib.nullcontext() if request.kind.like_cuda else counting_random_states(count):
+    with (
+        count,
+        contextlib.nullcontext() if request.kind.like_cuda else counting_random_states(count),
+        shapes_of_shards_uncounted(count) if request.layout.is_sharded else contextlib.nullcontext(),
+    ):
         layout = request.layout(request, module, criterion)
         count.see_all(layout.parameters, "parameters")  # those that sharding replaced
         change_optimizers(layout.optimizer, request.savings)
