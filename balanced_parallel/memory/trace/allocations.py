@@ -19,6 +19,7 @@ from ...runtime.streams import on_side_stream
 from ...runtime.tensors import is_sharded, storage_id
 from ...runtime.trees import leaves
 from ..operators.data_dependent import answer, selected
+from ..operators.reduced_losses import keep_elements
 from ..operators.workspaces import Call, note_call
 
 __all__: list[str] = []
@@ -86,6 +87,7 @@ class Count(TorchDispatchMode):
             return NotImplemented  # its local tensor is dispatched again
         found, result = answer(func, args, kwargs or {}, self.scalar, _user_line)
         result = result if found else func(*args, **(kwargs or {}))
+        keep_elements(func, args, result)
         self.operators.append(str(func))
         if (formula := flop_registry.get(func._overloadpacket)) is not None:
             self.flops += int(formula(*args, **(kwargs or {}), out_val=result))
