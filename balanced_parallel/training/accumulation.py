@@ -83,6 +83,12 @@ class Accumulation:
             begin_reduction()
             self._sync.start(LossSum(self.total, self.weight))
         self._predict_divisor(weight * followers, last=last)
+        if losses and not any(one.total.requires_grad for one in losses):
+            raise RuntimeError(
+                "the loss depends on no parameter with requires_grad=True, so there is nothing to train: expected a step outside "
+                "of torch.no_grad() and torch.inference_mode(), a model that is not frozen, and a criterion that returns a "
+                "tensor and neither detaches it nor calls .item()"
+            )
         roots = [one.total if self._scaler is None else self._scaler.scale(one.total) for one in losses]
         self._sync.backward(roots, self._divisor, last=last)
         self._has_gradients, self.is_reduced = True, last

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...optim.balanced import BalancedOptimizer
+from ...optim.closures import refuse_closures
 from ...replicas.model import DataParallelModel
 
 __all__: list[str] = []
@@ -44,6 +45,7 @@ class OptimizerChoice:
 
     def __call__(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
         made = self.make(parameters)
+        refuse_closures(made, "an estimate")
         use_kernels([made], self.foreach)
         return made
 
