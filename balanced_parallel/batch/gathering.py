@@ -114,7 +114,10 @@ def _join_tensors(place: str, tensors: list[torch.Tensor], device: torch.device,
     layouts = {_layout(tensor, dim) for tensor in tensors}
     if len(layouts) > 1:
         shapes = " and ".join(str(tuple(tensor.shape)) for tensor in tensors)
-        raise ValueError(f"{place} has shapes {shapes}, expected shapes that differ in dimension {dim} only")
+        raise ValueError(
+            f"{place} has shapes {shapes}, expected shapes that differ in dimension {dim} only: select the "
+            "outputs that have rows before, as in outputs.map(lambda output: output.logits), or leave it out of the outputs"
+        )
     if not -tensors[0].dim() <= dim < tensors[0].dim():
         raise ValueError(
             f"{place} has shape {tuple(tensors[0].shape)}, expected rows in dimension {dim}: give the dimension of the rows as "

@@ -54,7 +54,7 @@ def cut_batch(
     Raises:
         ValueError: if the number of rows of the targets is not that of the arguments, or a multiple of it.
     """
-    target_rows = count_rows(targets, dims[1], sum(sizes))
+    target_rows = count_rows(targets, dims[1], sum(sizes), "targets")
     target_sizes = sizes if target_rows is None else proportional_sizes(target_rows, sizes)
     arguments, targets = mark_lists(arguments, dims[0]), mark_lists(targets, dims[1])
     return list(zip(cut(arguments, sizes, dims[0]), cut(targets, target_sizes, dims[1]), strict=True))

@@ -145,6 +145,12 @@ def unzip_leaves(function: Callable[[Any], Sequence[Any]], node: Any, count: int
     return [container.rebuild([column[index] for column in columns]) for index in range(count)]
 
 
+_LISTS = (
+    ". A list is several outputs with all rows each: if its entries are rows, join the lists instead, as in "
+    "[row for output in outputs for row in output]; rows that were cut by cost are in the order outputs.order"
+)
+
+
 def zip_leaves(function: Callable[[str, list[Any]], Any], nodes: Sequence[Any], place: str = "") -> Any:
     """Merges structures of the same form: each leaf of the result is ``function(place, values)`` of the leaves at that place.
 
@@ -160,9 +166,10 @@ def zip_leaves(function: Callable[[str, list[Any]], Any], nodes: Sequence[Any], 
         container = containers[index]
         same_type = container is not None and containers[0] is not None and type(node) is type(first)
         if not same_type or container is None or container.places != opened[0].places:
+            hint = _LISTS if type(first) is type(node) is list else ""
             raise ValueError(
                 f"the structures differ at {place or 'the top'}: {describe(first)} in the first, {describe(node)} in number "
-                f"{index}; expected the same type with the same entries in each"
+                f"{index}; expected the same type with the same entries in each{hint}"
             )
     columns = zip(*(container.children for container in opened), strict=True)
     merged = [zip_leaves(function, list(column), place + key) for key, column in zip(opened[0].places, columns, strict=True)]

@@ -20,7 +20,7 @@ from .shards import RowShards
 __all__: list[str] = []
 
 
-def count_rows(node: Any, dim: int = 0, expected: int | None = None) -> int | None:
+def count_rows(node: Any, dim: int = 0, expected: int | None = None, name: str = "inputs") -> int | None:
     """Returns the number of rows, which all parts of ``node`` with rows must have; None if no part has rows.
 
     Args:
@@ -28,6 +28,7 @@ def count_rows(node: Any, dim: int = 0, expected: int | None = None) -> int | No
         dim: dimension of the rows in tensors that are not marked.
         expected: number of rows of the inputs that ``node`` belongs to. It decides if the entries of a list are rows or have rows
             each.
+        name: of ``node`` in messages.
 
     Raises:
         ValueError: if two parts have different numbers of rows, a tensor has no dimension ``dim``, or the entries of a list may
@@ -40,7 +41,8 @@ def count_rows(node: Any, dim: int = 0, expected: int | None = None) -> int | No
         return only.size(dim)
     known: tuple[str, Any, int] | None = None
     ambiguous: dict[str, list[Any]] = {}
-    for place, leaf, holder in _leaves(node, "" if isinstance(node, Arguments) else "inputs"):
+    for place, leaf, holder in _leaves(node, "" if isinstance(node, Arguments) else name):
+        place = name + place.removeprefix("inputs") if place.startswith("inputs") else place
         rows = _leaf_rows(leaf, dim, place)
         if rows is None:
             continue
@@ -48,7 +50,7 @@ def count_rows(node: Any, dim: int = 0, expected: int | None = None) -> int | No
             ambiguous[holder[0]] = holder[1]
         if known is not None and known[2] != rows:
             raise ValueError(
-                f"the inputs have different numbers of rows along dimension {dim}: {known[0]} is {_described(known[1])} "
+                f"the {name} have different numbers of rows along dimension {dim}: {known[0]} is {_described(known[1])} "
                 f"({known[2]} rows), {place} is {_described(leaf)} ({rows} rows); give all the same number of rows, wrap an "
                 "input that every replica needs whole in Whole(...), a list with one entry per row in Rows(...), or give in_dims="
             )

@@ -90,6 +90,8 @@ class DataParallelCriterion(nn.Module):
         whole: bool = False,
     ) -> None:
         super().__init__()
+        if isinstance(criterion, (DataParallelCriterion, nn.DataParallel)):
+            raise TypeError(f"the criterion is a {type(criterion).__name__} already, expected a plain one: pass its .module")
         check_settings(criterion, weight, reduction, minimum)
         check_coupled(criterion, whole, weight, reduction, minimum)
         check_dims(in_dims, "in_dims")
@@ -267,7 +269,7 @@ class DataParallelCriterion(nn.Module):
         devices = devices_of(entries, self.devices)
         batch, dim = self.mark(targets, kwargs, entries.dim, len(nested.spread(entries[0])))
         expected = None if None in entries.sizes else sum(size or 0 for size in entries.sizes)
-        rows = count_rows(batch, dim, expected)
+        rows = count_rows(batch, dim, expected, "targets")
         sizes = sizes_like(entries, rows)
         if entries.order is not None and rows is not None:
             batch = in_order(batch, entries.order, rows, dim)

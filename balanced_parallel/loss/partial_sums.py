@@ -36,7 +36,10 @@ class Shard(NamedTuple):
 
     def call(self, criterion: Criterion | None = None) -> Any:
         """Calls the criterion, or another in its place, and returns the loss. See :func:`loss_of`."""
-        return loss_of((criterion or self.criterion)(*nested.spread(self.output), *self.targets, **self.kwargs))
+        loss = loss_of((criterion or self.criterion)(*nested.spread(self.output), *self.targets, **self.kwargs))
+        if loss is None:
+            raise TypeError("the criterion returned None, expected a loss: a scalar tensor, or a structure of them")
+        return loss
 
     def weigh(self) -> Tensor:
         """Returns the divisor of the criterion's mean, as :func:`loss_weight` computes it."""

@@ -58,7 +58,7 @@ def loss_weight(criterion: Any, output: Any, *targets: Any, **kwargs: Any) -> Te
 
 def refuse_coupled(criterion: Any) -> None:
     """Raises ``TypeError`` if the name of a loss shows that its rows depend on each other."""
-    function, _, _ = unwrap(criterion)
+    function = unwrap(criterion)[0]
     plain_name = re.sub(r"[^a-z]", "", _name(function).lower())
     if _COUPLED.search(plain_name) or type(function).__module__.startswith("pytorch_metric_learning."):
         raise TypeError(
@@ -74,9 +74,8 @@ def _count(number: int) -> Tensor:
 
 
 def _broadcast(*tensors: Tensor) -> torch.Size:
-    first = tensors[0].shape
-    if all(tensor.shape == first for tensor in tensors):  # torch.broadcast_shapes is slow
-        return first
+    if all(tensor.shape == tensors[0].shape for tensor in tensors):  # torch.broadcast_shapes is slow
+        return tensors[0].shape
     return torch.Size(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)))
 
 
@@ -181,7 +180,7 @@ RULES: dict[Callable[..., Tensor], Rule] = {}
 TARGETS: dict[Callable[..., Tensor], Targets | None] = {}
 # Handlers of these losses. A handler that a user registers for one of them replaces it here.
 _FORMS: dict[Callable[..., Tensor], tuple[type[nn.Module], Callable[..., Tensor]]] = {}
-_MISSING = object()
+_MISSING, _TENSOR = object(), torch.empty(0)
 
 
 @functools.cache
@@ -194,7 +193,10 @@ def _bind(function: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> dict
     names, required = _positional_names(function)
     if not kwargs and required <= len(args) <= len(names):  # the common case; inspect takes ten times as long
         return dict(zip(names, args, strict=False))
-    return _signature(function).bind(*args, **kwargs).arguments
+    try:
+        return _signature(function).bind(*args, **kwargs).arguments
+    except TypeError as error:
+        raise TypeError(f"{function.__qualname__}: {error}; pass targets after outputs: criterion(outputs, targets)") from error
 
 
 @functools.cache
@@ -203,6 +205,15 @@ def _positional_names(function: Callable[..., Tensor]) -> tuple[list[str], int]:
     parameters = _signature(function).parameters.values()
     positional = [parameter for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     return [parameter.name for parameter in positional], sum(parameter.default is parameter.empty for parameter in positional)
+
+
+def _divisor(rule: Rule, criterion: Any, arguments: dict[str, Any]) -> Tensor:
+    for name in ("input", "target"):
+        if not isinstance(value := arguments.get(name, _TENSOR), Tensor):
+            raise TypeError(
+                f"the {name} of {_name(criterion)} is a {type(value).__name__}, expected a tensor: use torch.as_tensor"
+            )
+    return rule(**arguments).detach()  # faster than torch.no_grad()
 
 
 def add_loss(
@@ -222,7 +233,7 @@ def add_loss(
         del bound["self"]
         if "log_input" in bound:  # name of the argument in PoissonNLLLoss.forward
             bound["input"] = bound.pop("log_input")
-        return rule(**settings, **bound).detach()  # faster than torch.no_grad()
+        return _divisor(rule, criterion, settings | bound)
 
     _FORMS[weigh] = module, function
 
@@ -250,7 +261,7 @@ def _weigh_function(criterion: Any, output: Any, *targets: Any, **kwargs: Any) -
     bound = _bind(function, *arguments, output, *targets, **settings | kwargs)
     if bound.get("size_average") is not None or bound.get("reduce") is not None:
         raise ValueError(f"{_name(function)} was given size_average= or reduce=, which torch deprecated; use reduction=")
-    return RULES[function](**bound).detach()
+    return _divisor(RULES[function], function, bound)
 
 
 # Handlers for many criteria, which may raise TypeError.
@@ -276,8 +287,7 @@ def find_torch_loss(criterion: Any) -> Rule | None:
 
 def is_known(criterion: Any) -> bool:
     """Returns True if :func:`loss_weight` has a rule for ``criterion``."""
-    function, _, _ = unwrap(criterion)
-    return find_torch_loss(criterion) is not None or loss_weight.dispatch(type(function)) not in _GENERAL
+    return find_torch_loss(criterion) is not None or loss_weight.dispatch(type(unwrap(criterion)[0])) not in _GENERAL
 
 
 def has_sum(criterion: Any) -> bool:

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..batch.microbatches import as_arguments, count_micro_batches
-from ..batch.nested import spread
+from ..batch.nested import describe, spread
 from ..batch.row_marks import Arguments
 from ..batch.rows import count_rows
+from ..replicas.module_checks import check_module
 from ..runtime.precision import Precision
 from ..savings.activation_checkpointing import find_blocks
 from .device_specs import DeviceKind, find_kind
@@ -23,6 +24,12 @@ if TYPE_CHECKING:
     from .trace.existing_step import ExistingOptimizers
 
 __all__: list[str] = []
+
+
+_CALLS = {
+    "criterion": "a module or a function: the arguments are (module, criterion, inputs, targets)",
+    "optimizer": "a class, or a function of the parameters: torch.optim.AdamW, or functools.partial(torch.optim.AdamW, lr=...)",
+}
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,10 @@ class Request:
         Raises:
             ValueError: a setting is out of its range, or the inputs have no rows.
         """
+        check_module(module)
+        for name, function in {"criterion": criterion, "optimizer": optimizer}.items():
+            if not callable(function):
+                raise TypeError(f"the {name} is {describe(function)}, expected {_CALLS[name]}")
         kind = find_kind(device_kind)
         Precision(precision)
         chosen = find_layout(layout)

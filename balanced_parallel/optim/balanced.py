@@ -83,6 +83,8 @@ class BalancedOptimizer(torch.optim.Optimizer):
         **defaults: Any,
     ) -> None:
         _refuse_others(optimizer_class)
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"the model is an object of type {type(model).__name__}, expected a DataParallelModel")
         self._model = model
         self._made_of = optimizer_class, defaults
         self._groups = _as_groups(model.parameters() if params is None else params)
@@ -182,6 +184,9 @@ def _rebuild(model: nn.Module, optimizer_class: Any, defaults: dict[str, Any], g
 
 def _refuse_others(optimizer_class: type[torch.optim.Optimizer]) -> None:
     known = tuple(getattr(torch.optim, name) for name in _ELEMENTWISE)
+    if isinstance(optimizer_class, torch.optim.Optimizer):
+        name = type(optimizer_class).__name__
+        raise TypeError(f"an instance of {name} was given, expected the class: BalancedOptimizer(model, {name}, lr=...)")
     if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, known):
         name = getattr(optimizer_class, "__name__", repr(optimizer_class))
         raise TypeError(

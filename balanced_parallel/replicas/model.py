@@ -21,7 +21,7 @@ from ..batch.splits import Shares, assign_rows
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.precision import Precision
 from ..runtime.random_numbers import offset_seeds
-from .module_checks import check_method, check_module
+from .module_checks import check_method, check_module, refuse_meta
 from .replicas import Replicas
 from .sync_batchnorm import has_layers_over_all_rows
 
@@ -92,6 +92,7 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
     ) -> None:
         nn.Module.__init__(self)  # nn.DataParallel's refuses CPUs
         check_module(module)
+        refuse_meta(module)
         check_dims(in_dims, "in_dims")
         check_dims(out_dims, "out_dims")
         devices = resolve_devices(device_ids)

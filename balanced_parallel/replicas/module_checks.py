@@ -25,6 +25,20 @@ def check_module(module: Any) -> None:
         raise TypeError(f"the module is wrapped in {name} already, expected a plain one: pass its .module")
 
 
+def refuse_meta(module: nn.Module) -> None:
+    """Checks that no parameter and no buffer is on the meta device.
+
+    Raises:
+        ValueError: a tensor has no data.
+    """
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.is_meta:
+            raise ValueError(
+                f"{name} is on the meta device and has no data: call module.to_empty(device=...) and initialise it or load a "
+                "state_dict before it is wrapped"
+            )
+
+
 def check_method(module: nn.Module, name: str) -> None:
     """Checks that ``module`` has a method ``name``.
 

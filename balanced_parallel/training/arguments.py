@@ -18,5 +18,5 @@ def check_arguments(criterion: Any, micro_batch_size: Any, max_grad_norm: float 
     is_number = isinstance(micro_batch_size, int) and not isinstance(micro_batch_size, bool) and micro_batch_size > 0
     if not is_number and micro_batch_size not in (None, "auto"):
         raise ValueError(f"micro_batch_size={micro_batch_size!r}, expected a positive number of rows per device, None or 'auto'")
-    if max_grad_norm is not None and not max_grad_norm > 0:
+    if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
         raise ValueError(f"max_grad_norm={max_grad_norm!r}, expected a positive number, or None for no clipping")

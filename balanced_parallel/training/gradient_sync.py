@@ -102,8 +102,18 @@ def gradient_sync(model: Any, criterion: DataParallelCriterion) -> GradientSync:
 
 
 def run_backward(losses: Sequence[Tensor], divisor: Weight) -> None:
-    """Runs one backward from all losses that require a gradient, divided by ``divisor``."""
-    roots = [loss for loss in losses if loss.requires_grad] or list(losses)  # without any, torch names the reason
+    """Runs one backward from all losses that require a gradient, divided by ``divisor``.
+
+    Raises:
+        RuntimeError: no loss requires a gradient.
+    """
+    roots = [loss for loss in losses if loss.requires_grad]
+    if not roots:
+        raise RuntimeError(
+            "the loss depends on no parameter with requires_grad=True, so there is nothing to train: expected a step outside "
+            "of torch.no_grad() and torch.inference_mode(), a model that is not frozen, and a criterion that returns a tensor "
+            "and neither detaches it nor calls .item()"
+        )
     factor = 1 / divisor
     gradients: list[Tensor] | None = None
     if isinstance(factor, Tensor):

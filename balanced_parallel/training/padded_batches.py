@@ -1,7 +1,7 @@
 """Batches that are padded already. Each shard is cut to the longest of its rows."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -34,6 +34,8 @@ class Padded:
         """Returns the rows of a batch."""
         whole, dims = marked(batch.inputs, batch.targets, model, criterion)
         costs = self._cost(batch.inputs)
+        if not isinstance(costs, Iterable) or (isinstance(costs, Tensor) and costs.dim() == 0):
+            raise TypeError(f"cost= returned {nested.describe(costs)}, expected one number for each row of the inputs")
         costs = costs.tolist() if isinstance(costs, Tensor) else list(costs)
         rows = count_rows(whole.arguments, dims[0])
         if rows is None or any(isinstance(cost, (list, Tensor)) for cost in costs) or len(costs) != rows:

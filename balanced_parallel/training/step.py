@@ -94,7 +94,7 @@ class TrainStep(StepState):
         self.precision, self._trained = Precision(precision), trained_tensors(model, criterion)
         self._attempts = make_attempts(self, self._sync, micro_batch_size if micro_batch_cost is None else micro_batch_cost)
         self._window = Window(self._sync)
-        self._update()
+        self._check_optimizers()
 
     @overload
     def __call__(self, inputs: Any, targets: Any = (), *, return_outputs: Literal[False] = False) -> Tensor: ...

@@ -16,6 +16,7 @@ from ..runtime.random_numbers import generator_states, seed_anew, set_generators
 from ..runtime.tensors import is_sharded
 from .accumulation import Accumulation
 from .cuts import Cuts, Unit
+from .optimizer_checks import check_optimizers
 from .optimizer_states import load_state_by_name, state_by_name
 from .recovery import Attempts
 from .releasing_sync import releasing
@@ -130,6 +131,9 @@ class StepState:
         if not is_sharded(like) or like.shape != size:
             return None
         return torch.empty_like(like, dtype=dtype, requires_grad=False)
+
+    def _check_optimizers(self) -> None:
+        check_optimizers(self._update())
 
     def _update(self) -> Update:
         return Update(each_optimizer(self.optimizer), self._trained)

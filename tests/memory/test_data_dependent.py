@@ -42,6 +42,37 @@ def test_unsupported_data_dependent_operators_raise_an_error_with_their_name(mes
         )
 
 
+class Lookup(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(500, 8, sparse=True)
+
+    def forward(self, tokens):
+        return self.table(tokens).mean(1)
+
+
+def momentum(parameters):
+    return torch.optim.SGD(parameters, momentum=0.9)
+
+
+@pytest.mark.usefixtures("one_trace")
+def test_sparse_gradients_equal_the_allocator():
+    def batch():
+        return torch.randint(0, 500, (40, 30)), torch.zeros(40, dtype=torch.int64)
+
+    found = used(Lookup, batch, torch.optim.SGD)
+    report = memory.estimate(Lookup(), F.cross_entropy, *batch(), optimizer=torch.optim.SGD, device_kind="cpu")
+    assert abs(report.peak[0] - found) <= 0.002 * found
+
+
+@pytest.mark.parametrize("optimizer", [momentum, torch.optim.Adagrad, torch.optim.SparseAdam])
+@pytest.mark.parametrize("device_kind", ["cpu", "h200"])
+def test_optimizers_that_merge_the_rows_of_sparse_gradients_raise_an_error(optimizer, device_kind):
+    batch = torch.zeros(4, 3, dtype=torch.int64), torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(ValueError, match="merges the rows of a sparse gradient"):
+        memory.estimate(Lookup(), F.cross_entropy, *batch, optimizer=optimizer, device_kind=device_kind)
+
+
 def test_scalar_sets_the_result_of_item():
     net = Applying(lambda h: h[: h.sum().int().item()] * 2)
     report = memory.estimate(net, lambda out, _: out.sum(), torch.zeros(6, 8), torch.zeros(6), scalar=3)

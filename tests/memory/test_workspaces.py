@@ -26,6 +26,22 @@ BORROWERS = {
 }
 
 
+@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.soft_margin_loss])
+@pytest.mark.usefixtures("one_trace")
+def test_scalar_loss_that_keeps_its_elements_equals_the_allocator(loss):
+    """The peak is in the backward, where the loss is alive and the outputs are not."""
+
+    def build():
+        return nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 32))
+
+    def batch():
+        return torch.zeros(400, 16), torch.zeros(400, 32)
+
+    found = used(build, batch, torch.optim.SGD, criterion=loss)
+    report = memory.estimate(build(), loss, *batch(), optimizer=torch.optim.SGD, device_kind="cpu")
+    assert abs(report.peak[0] - found) <= 0.002 * found
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", BORROWERS)
 @pytest.mark.usefixtures("one_trace")

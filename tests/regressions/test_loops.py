@@ -169,11 +169,12 @@ class TestMicroBatches:
         split = DataParallelCriterion(
             lambda output, target: (output.mean(), output.sum()), weight=lambda output, target: (len(output), output.numel())
         )
-        step = TrainStep(DataParallelModel(build_net(), CPUS), split, torch.optim.SGD(build_net().parameters()))
+        model = DataParallelModel(build_net(), CPUS)
+        step = TrainStep(model, split, torch.optim.SGD(model.parameters()))
         with pytest.raises(ValueError, match="divisors of their own.*in place of TrainStep"):
             step(torch.randn(7, 4), torch.rand(7, CLASSES))
         counted = DataParallelCriterion(split.module, weight=lambda output, target: (len(target), 2 * len(target)))
-        step = TrainStep(DataParallelModel(build_net(), CPUS), counted, torch.optim.SGD(build_net().parameters()))
+        step = TrainStep(model, counted, torch.optim.SGD(model.parameters()))
         with pytest.raises(ValueError, match=r"divisors of their own.*step\(inputs, targets\)"):
             step.add(torch.randn(7, 4), torch.rand(7, CLASSES))
 

@@ -17,6 +17,18 @@ def test_attention_allocates_no_matrix_of_probabilities(masked):
         assert cluster.peak[0] < 2 * 2048 * 2048 * 4 / 8
 
 
+def test_learned_bias_of_attention_gets_its_gradient():
+    query, bias = torch.randn(2, 2, 3, 4), torch.randn(1, 2, 3, 3)
+
+    def gradient(device):
+        query_there, bias_there = query.to(device), bias.to(device).requires_grad_()
+        F.scaled_dot_product_attention(query_there, query_there, query_there, attn_mask=bias_there).pow(2).sum().backward()
+        return bias_there.grad
+
+    with simulate(1):
+        torch.testing.assert_close(gradient("sim:0").cpu(), gradient("cpu"))
+
+
 def test_dropout_uses_the_random_state_of_its_device():
     with simulate(2):
         host = torch.get_rng_state()

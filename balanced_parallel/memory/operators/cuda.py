@@ -85,13 +85,13 @@ def _in_float32(operator: Any, unless_told: bool) -> Callable[..., Any]:
 
 
 @torch.library.custom_op("balanced_parallel::fused_attention", mutates_args=())
-def fused_attention(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Fused attention: an output, and one float32 per query and head for the backward."""
     raise NotImplementedError
 
 
 @fused_attention.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     *rows, heads, length, _ = query.shape
     # the layout of the query, as in the flash kernel
     same = query.shape[-1] == value.shape[-1]
@@ -100,16 +100,14 @@ def _(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.custom_op("balanced_parallel::fused_attention_backward", mutates_args=())
-def fused_attention_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def fused_attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor) -> list[Tensor]:
     """Backward of fused attention, which has no matrix of probabilities."""
     raise NotImplementedError
 
 
 @fused_attention_backward.register_fake
-def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor) -> list[Tensor]:
+    return [torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)]
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
@@ -117,7 +115,9 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
-    return fused_attention_backward(grad, *ctx.saved_tensors)
+    query, key, value, mask, *results = ctx.saved_tensors
+    of_mask = mask.new_empty(mask.shape) if ctx.needs_input_grad[3] else None
+    return *fused_attention_backward(grad, query, key, value, *results), of_mask
 
 
 fused_attention.register_autograd(_backward, setup_context=_save)
@@ -144,5 +144,15 @@ def _attention(
     flat = query.dim() < 4
     if flat:
         query, key, value = query[None], key[None], value[None]
-    fused: Tensor = fused_attention(query, key, value)[0]
+    mask = None if attn_mask is None else _kernel_mask(attn_mask, query, key)
+    fused: Tensor = fused_attention(query, key, value, mask)[0]
     return fused[0] if flat else fused
+
+
+def _kernel_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    """Returns the mask that the memory-efficient kernel saves: floating, its last dimension padded to a multiple of 8."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype)  # as large as the mask that torch makes of it
+    if mask.shape[-1] % 8 and mask.shape[-1] > 1:
+        mask = torch.nn.functional.pad(mask, (0, -mask.shape[-1] % 8))[..., : mask.shape[-1]]
+    return mask.expand(*query.shape[:-1], key.shape[-2])

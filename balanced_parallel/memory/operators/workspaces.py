@@ -120,8 +120,8 @@ def note_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: 
     except TypeError:
         return None
     tensors = _tensors((args, list(kwargs.values())))
-    if not tensors:
-        return None
+    if not tensors or any(tensor.layout != torch.strided for tensor in _tensors(result)):
+        return None  # a sparse tensor has no storage of its own
     before = {storage_id(tensor.untyped_storage()) for tensor in tensors}
     return Call(position, str(tensors[0].device), str(func), positional, named, sum(_new_bytes(result, before)))
 

@@ -20,6 +20,7 @@ from ...runtime.streams import on_side_stream
 from ...runtime.tensors import is_sharded, storage_id
 from ...runtime.trees import leaves
 from ..operators.data_dependent import answer, selected
+from ..operators.reduced_losses import keep_elements
 from ..operators.workspaces import Call, note_call
 
 __all__: list[str] = []
@@ -99,6 +100,7 @@ class Count(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         found, result = answer(func, args, kwargs or {}, self.scalar, _user_line)
         result = result if found else func(*args, **(kwargs or {}))
+        keep_elements(func, args, result)
         self.operators.append(str(func))
         if (formula := flop_registry.get(func._overloadpacket)) is not None:
             self.flops += int(formula(*args, **(kwargs or {}), out_val=result))

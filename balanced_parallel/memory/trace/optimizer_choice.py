@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from ...optim.balanced import BalancedOptimizer
+from ...optim.closures import refuse_closures
 from ...replicas.model import DataParallelModel
+from ..errors import UnknownMemory
 
 __all__: list[str] = []
 
@@ -44,6 +46,7 @@ class OptimizerChoice:
 
     def __call__(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
         made = self.make(parameters)
+        refuse_closures(made, "an estimate")
         use_kernels([made], self.foreach)
         return made
 
@@ -70,3 +73,16 @@ def use_kernels(optimizers: Iterable[torch.optim.Optimizer], foreach: bool) -> N
         for group in optimizer.param_groups if foreach and not isinstance(optimizer, torch.optim.Adafactor) else ():
             if group.get("foreach", True) is None and not group.get("fused"):
                 group["foreach"] = True
+
+
+def refuse_merges(optimizer: torch.optim.Optimizer, gradients: Iterable[Any]) -> None:
+    """Raises :class:`UnknownMemory` if an optimizer merges the rows of sparse gradients. How many differ depends on values.
+
+    Only SGD without momentum adds the rows to the parameter as they are.
+    """
+    adds = isinstance(optimizer, torch.optim.SGD) and not any(group["momentum"] for group in optimizer.param_groups)
+    if not adds and any(isinstance(one, Tensor) and one.layout == torch.sparse_coo for one in gradients):
+        raise UnknownMemory(
+            f"{type(optimizer).__name__} merges the rows of a sparse gradient, and how many differ depends on values: give "
+            "memory.estimate the module with sparse=False, or SGD without momentum"
+        )

@@ -31,6 +31,7 @@ from .applied_savings import around_update, change_module, change_optimizers, se
 from .child_process import runs_in_parent_only, start_in_child
 from .fake_devices import HOME, host_of
 from .fake_tensors import fake_batch, fake_copy, names_of
+from .optimizer_choice import refuse_merges
 from .patches import counting_random_states, devices_that_mix, rows_of_one_sequence, shapes_of_shards_uncounted, undisturbed
 from .strategies import Layout
 
@@ -173,6 +174,7 @@ def _update(layout: Layout, count: Count, micro_batches: list[MicroBatch], host:
             count.see_all(layout.gradients(), "gradients")
             del loss, compute
     count.mark("update")
+    refuse_merges(layout.optimizer, layout.gradients())
     layout.optimizer.step()
     count.see_all(layout.optimizer_states(), "optimizer state")
     for state in layout.optimizer_states():

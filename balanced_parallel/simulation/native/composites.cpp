@@ -44,6 +44,7 @@ std::tuple<Tensor, Tensor> gru_cell(
 int64_t attention_kind(
     const Tensor& query, const Tensor& key, const Tensor& value, const OptionalTensor& mask, double dropout, bool causal,
     std::optional<double> scale, bool grouped) {
+  if (mask && mask->requires_grad()) return 0;  // the kernel of the CPU has no gradient for the mask
   Call call;
   OptionalTensor host_mask;
   if (mask) host_mask = call.to_host(*mask);
