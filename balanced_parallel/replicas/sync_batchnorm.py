@@ -156,7 +156,8 @@ def _gather_statistics(local: Statistics) -> list[Statistics]:
         return moved
     packed = torch.stack([torch.cat([part.moments, torch.full_like(part.moments[:1], part.size)]) for part in moved])
     gathered = gather_rows(packed, [len(packed)] * world_size(), 0, statistics_group())
-    return [Statistics(int(part[2, 0]), part[:2]) for part in gathered]
+    sizes = gathered[:, 2, 0].tolist()  # the host waits once
+    return [Statistics(int(size), part[:2]) for size, part in zip(sizes, gathered, strict=True)]
 
 
 def _combine(statistics: list[Statistics]) -> tuple[int, Tensor, Tensor]:
