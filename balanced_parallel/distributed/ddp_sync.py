@@ -163,11 +163,14 @@ class DDPSync:
         return self._is_abandoned
 
     def discard(self, *, out_of_memory: bool = False) -> None:
-        """Forgets the gradients that this rank has accumulated. If other ranks wait for them, it tells them of the failure."""
-        if self._is_reducing:
+        """Forgets the gradients that this rank has accumulated. If other ranks wait for them, it tells them of the failure.
+
+        Ranks that wait in the backward of a synchronised layer cannot be told. They fail when this process ends.
+        """
+        if self._is_reducing and not self._meets_ranks:
             self._complete()
             self._agree(torch.zeros(2, dtype=torch.float64), out_of_memory=out_of_memory, others=not out_of_memory)
-        self._local, self._untouched, self._has_begun = None, [], False
+        self._local, self._untouched, self._has_begun, self._is_reducing = None, [], False, False
         for parameter in self._model.reduced_parameters:
             parameter.grad = None
 
