@@ -20,6 +20,7 @@ from ..loss.criterion import DataParallelCriterion
 from ..loss.weighting import LossSum, Weight, add_up
 from ..replicas.sync_batchnorm import meets_other_ranks
 from ..runtime import collectives, host_copies, multi_tensor
+from ..runtime.autograd import reached_leaves
 from ..runtime.tensors import base_of, versions
 from ..training.divisors import is_one, power_of_two
 from ..training.gradient_sync import GradientSync, gradient_sync, run_backward
@@ -106,6 +107,7 @@ class DDPSync:
         """Runs one backward. The last one completes the reduction, whatever this rank has used."""
         if not last:
             run_backward(losses, divisor)
+            self._keep_reached(losses)
             return
         self._has_begun, self._is_reducing = False, True
         if self._is_abandoned:
@@ -161,11 +163,14 @@ class DDPSync:
         return self._is_abandoned
 
     def discard(self, *, out_of_memory: bool = False) -> None:
-        """Forgets the gradients that this rank has accumulated. If other ranks wait for them, it tells them of the failure."""
-        if self._is_reducing:
+        """Forgets the gradients that this rank has accumulated. If other ranks wait for them, it tells them of the failure.
+
+        Ranks that wait in the backward of a synchronised layer cannot be told. They fail when this process ends.
+        """
+        if self._is_reducing and not self._meets_ranks:
             self._complete()
             self._agree(torch.zeros(2, dtype=torch.float64), out_of_memory=out_of_memory, others=not out_of_memory)
-        self._local, self._untouched, self._has_begun = None, [], False
+        self._local, self._untouched, self._has_begun, self._is_reducing = None, [], False, False
         for parameter in self._model.reduced_parameters:
             parameter.grad = None
 
@@ -219,13 +224,22 @@ class DDPSync:
 
     def _forget_untouched(self) -> None:
         """Sets gradients of parameters that no micro-batch has used to None. The reducer then decides over all ranks."""
+        for parameter in self._find_untouched():
+            parameter.grad = None
+        self._untouched = []
+
+    def _find_untouched(self) -> list[Tensor]:
         gradients = [parameter.grad for parameter in self._untouched]
         views = [self._bucket_views[id(parameter)] for parameter in self._untouched]
         counters = versions([view if gradient is None else gradient for gradient, view in zip(gradients, views, strict=True)])
-        for parameter, version in zip(self._untouched, counters, strict=True):
-            if version == 0:
-                parameter.grad = None
-        self._untouched = []
+        return [parameter for parameter, version in zip(self._untouched, counters, strict=True) if version == 0]
+
+    def _keep_reached(self, losses: Sequence[Tensor]) -> None:
+        """Keeps zeros of parameters that a backward has reached without a gradient: the reducer takes them for used."""
+        self._untouched = self._find_untouched()
+        if self._untouched:
+            reached = reached_leaves(losses)
+            self._untouched = [parameter for parameter in self._untouched if id(parameter) not in reached]
 
     def _complete(self) -> None:
         """Runs the hooks of parameters that a failed backward has not reached. Other ranks wait for them."""

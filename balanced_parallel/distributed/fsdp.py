@@ -117,8 +117,9 @@ class ShardedModel(nn.Module):
         self._keep_example(method, arguments, rows)
         example = self._examples[method]
         if rows == 0 and example is not None and not (self._meets_ranks and arguments is not None):
+            example = self._examples[method] = move_leaves(example, self.devices[0])  # once: the host would wait for each copy
             with self._as_dummy():
-                outputs = PerReplica([self._call(method, example)], [1], self.out_dims).narrow(0, 0)
+                outputs = PerReplica([self._call(method, map_leaves(_detached, example))], [1], self.out_dims).narrow(0, 0)
             return PerReplica.of_forward(outputs, outputs.sizes, self.out_dims)
         if arguments is None:
             raise RuntimeError("no rank has had a row yet, expected rows on one rank at least in the first forward")

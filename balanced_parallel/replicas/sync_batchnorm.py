@@ -14,7 +14,9 @@ from torch import Tensor, nn
 
 from ..runtime.autograd import current_backward_id
 from ..runtime.collectives import gather_rows, statistics_group, world_size
+from ..runtime.devices import current_stream
 from ..runtime.modules import BatchNorm
+from ..runtime.streams import wait_for
 from .meeting import current_replica
 
 __all__: list[str] = []
@@ -133,25 +135,29 @@ class Statistics(NamedTuple):
 
     size: int  # values per channel, a number on the host
     moments: Tensor  # [2, channels]: mean, and sum of squared differences from the mean
+    stream: torch.Stream | None = None  # that the moments are computed on, in the thread of their replica
 
 
 def _local_statistics(values: Tensor, dims: list[int]) -> Statistics:
     count = values.numel() // max(values.size(1), 1)
     mean = values.sum(dims) / max(count, 1)
     squares = (values - mean.view(1, -1, *(1 for _ in dims[1:]))).square().sum(dims)
-    return Statistics(count, torch.stack([mean, squares]))
+    return Statistics(count, torch.stack([mean, squares]), current_stream(values.device))
 
 
 def _gather_statistics(local: Statistics) -> list[Statistics]:
     """Returns the statistics of every replica and rank, on the device of ``local``."""
     replica = current_replica()
     parts: list[Statistics] = [local] if replica is None else replica.exchange(local)
+    for part in parts:
+        wait_for(part.moments, part.stream)
     moved = [Statistics(part.size, part.moments.to(local.moments.device)) for part in parts]
     if world_size() == 1:
         return moved
     packed = torch.stack([torch.cat([part.moments, torch.full_like(part.moments[:1], part.size)]) for part in moved])
     gathered = gather_rows(packed, [len(packed)] * world_size(), 0, statistics_group())
-    return [Statistics(int(part[2, 0]), part[:2]) for part in gathered]
+    sizes = gathered[:, 2, 0].tolist()  # the host waits once
+    return [Statistics(int(size), part[:2]) for size, part in zip(sizes, gathered, strict=True)]
 
 
 def _combine(statistics: list[Statistics]) -> tuple[int, Tensor, Tensor]:

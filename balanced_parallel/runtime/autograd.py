@@ -3,7 +3,7 @@
 torch's DistributedDataParallel and FSDP2 use the same private functions.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -42,6 +42,20 @@ def will_run(node: Node) -> bool | None:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:
         return None
+
+
+def reached_leaves(roots: Iterable[torch.Tensor]) -> set[int]:
+    """Returns the ids of the leaves that a backward from ``roots`` reaches, also after it has run."""
+    nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen, found = set(nodes), set()
+    while nodes:
+        node: Node = nodes.pop()
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        fresh = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= fresh
+        nodes += fresh
+    return found
 
 
 def current_node() -> Node | None:

@@ -49,6 +49,14 @@ def on_streams(streams: Streams) -> Iterator[None]:
         yield
 
 
+def wait_for(tensor: torch.Tensor, stream: torch.Stream | None) -> None:
+    """Makes the current stream of the tensor's device wait for ``stream``, which computes ``tensor`` for another thread."""
+    current = current_stream(tensor.device)
+    if current is not None and stream is not None and current != stream:
+        current.wait_stream(stream)
+        tensor.record_stream(current)
+
+
 _beside: contextvars.ContextVar[bool] = contextvars.ContextVar("beside", default=False)
 
 

@@ -32,12 +32,12 @@ def test_shards_on_simulated_devices_equal_the_plain_program():
         assert gradients > 0
 
 
-def waits_of_a_step(rank, place, precision):
+def waits_of_a_step(rank, place, precision, rows=(5, 3)):
     with simulate(2) as cluster:
         model, criterion = parallelize(build_net().float(), nn.CrossEntropyLoss(), strategy="fsdp", precision=precision)
         step = TrainStep(model, criterion, torch.optim.AdamW(model.parameters()), micro_batch_size=2, max_grad_norm=0.1)
-        inputs = torch.randn(5 - 2 * rank, 4, dtype=torch.float32).pin_memory()
-        targets = class_targets(5 - 2 * rank, ignored=1).pin_memory()
+        inputs = torch.randn(rows[rank], 4, dtype=torch.float32).pin_memory()
+        targets = class_targets(rows[rank], ignored=1).pin_memory()
         if place == "device":
             inputs, targets = inputs.to(cluster.devices[rank]), targets.to(cluster.devices[rank])
         step(inputs, targets)
@@ -51,6 +51,10 @@ def waits_of_a_step(rank, place, precision):
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_ranks_with_shards_wait_for_no_device(precision, place):
     assert run_ranks(2, waits_of_a_step, place, precision) == [[], []]
+
+
+def test_a_rank_with_fewer_rows_than_micro_batches_waits_for_no_device():
+    assert run_ranks(2, waits_of_a_step, "host", "fp32", (7, 2)) == [[], []]
 
 
 def peak_of_a_rank(rank, rows, precision):

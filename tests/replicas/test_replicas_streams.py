@@ -134,6 +134,19 @@ def test_modules_may_use_their_own_streams(double, build, devices, streams):
         assert_same_gradients([gradient.cpu() for gradient in gradients(model)], expected)
 
 
+class NormOnItsOwnStream(OnItsOwnStreams):
+    """Runs a batch norm on a stream of its own. The other replicas read its moments."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.operator = nn.Linear(4, 6), nn.BatchNorm1d(6)
+
+
+@pytest.mark.parametrize("devices", LAYOUTS, ids=str)
+def test_moments_are_read_after_the_stream_that_computes_them(double, devices):
+    check(NormOnItsOwnStream, devices, lambda x: x, lambda target: target, convert_sync_batchnorm)
+
+
 @pytest.mark.parametrize("balanced", [False, True])
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 @pytest.mark.parametrize("devices", LAYOUTS[:3], ids=str)
