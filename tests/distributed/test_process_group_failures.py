@@ -13,7 +13,7 @@ import os, sys, time
 import torch
 import torch.distributed as dist
 from torch import nn
-from balanced_parallel import TrainStep, parallelize
+from balanced_parallel import TrainStep, convert_sync_batchnorm, parallelize
 
 case, how, moment = sys.argv[1:]
 fails = os.environ["RANK"] == "0"
@@ -29,11 +29,15 @@ def fail(*_):
 
 
 net = nn.Linear(4, 3)
+if case == "batch norm":
+    net = convert_sync_batchnorm(nn.Sequential(net, nn.BatchNorm1d(3)))
 model, criterion = parallelize(net, nn.MSELoss())
 step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1))
 step(torch.randn(2, 4), torch.randn(2, 3))
 if fails and case == "backward":
     net.register_forward_hook(fail)
+if fails and case == "batch norm":  # in the backward, where the other rank waits in the layer
+    net.register_forward_hook(lambda module, arguments, output: output.register_hook(fail) and None)
 if fails and case == "pending":
     works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(3)]
     fail()
@@ -44,7 +48,9 @@ step(torch.randn(2, 4), torch.randn(2, 3))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "how"), [("backward", "raise"), ("pending", "raise"), ("pending", "sys.exit")])
+@pytest.mark.parametrize(
+    ("case", "how"), [("backward", "raise"), ("batch norm", "raise"), ("pending", "raise"), ("pending", "sys.exit")]
+)
 def test_a_rank_that_fails_ends_the_job_within_ten_seconds(tmp_path, case, how):
     script, moment = tmp_path / "script.py", tmp_path / "moment"
     script.write_text(SCRIPT)
