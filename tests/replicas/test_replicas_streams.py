@@ -104,6 +104,7 @@ class OnItsOwnStreams(nn.Module):
         current = torch.accelerator.current_stream(x.device)
         own = self.streams.setdefault(x.device, torch.Stream(device=x.device))
         own.wait_stream(current)
+        x.record_stream(own)  # the operator saves it, and its backward runs there
         with own:
             y = self.operator(x)
         current.wait_stream(own)
