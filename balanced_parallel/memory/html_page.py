@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..runtime.byte_sizes import UNITS, format_bytes, parse_each
 from .holders import holders_table
+from .plot import titled_phases
 from .report import MemoryReport
 
 if TYPE_CHECKING:
@@ -25,9 +26,8 @@ _PAGE = """<!doctype html>
 <title>{title}</title>
 <style>
 body {{ font-family: system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem; }}
-table {{ border-collapse: collapse; font-size: 0.9rem; }}
+table {{ border-collapse: collapse; display: block; font-size: 0.9rem; overflow-x: auto; }}
 th, td {{ padding: 0.2rem 0.8rem 0.2rem 0; text-align: left; border-bottom: 1px solid #ddd; }}
-td {{ overflow-wrap: anywhere; }}
 </style>
 </head>
 <body>
@@ -101,7 +101,7 @@ def _page(report: MemoryReport, rows: int, limits: Sequence[int]) -> dict[str, s
     hottest = peaks.index(max(peaks))
     fits = "".join(
         f", {'fits' if all(peak <= limit for peak, limit in zip(peaks, limits, strict=True)) else 'does not fit'} "
-        f"in {format_bytes(min(limits))}"
+        f"in {' + '.join(map(format_bytes, limits if len(set(limits)) > 1 else limits[:1]))}"
         for _ in limits[:1]
     )
     text = f"{report.micro_batches} micro-batch(es) of {rows} rows: peak {format_bytes(max(peaks))} on device {hottest}{fits}"
@@ -122,8 +122,8 @@ def _figure(report: MemoryReport, rows: Sequence[int], limits: Sequence[int]) ->
             line_shape="hv",
             name=f"device {device}",
         )
-    for name, place in {"forward": 0, **report.phases}.items():
-        figure.add_vline(x=place, line_dash="dot", line_color="gray", annotation_text=name, annotation_position="top right")
+    for name, place in {"forward": 0, **titled_phases(report)}.items():
+        figure.add_vline(x=place, line_dash="dot", line_color="gray", annotation_text=name, annotation_textangle=-90)
     for limit in dict.fromkeys(limits):
         label = {"annotation_text": f"capacity {format_bytes(limit)}", "annotation_position": "bottom right"}
         figure.add_hline(y=limit / UNITS[unit], line_dash="dash", line_color="black", **label)
@@ -140,13 +140,19 @@ def _figure(report: MemoryReport, rows: Sequence[int], limits: Sequence[int]) ->
         }
         for count in rows
     ]
-    slider = {"active": list(rows).index(report.rows), "currentvalue": {"prefix": "rows over all devices: "}, "steps": steps}
+    slider = {
+        "active": list(rows).index(report.rows),
+        "currentvalue": {"prefix": "rows over all devices: "},
+        "pad": {"t": 60},
+        "steps": steps,
+    }
     figure.update_layout(
         xaxis_title="allocations and releases",
         yaxis_title=f"{unit} of tensors",
         yaxis_rangemode="tozero",
         sliders=[slider],
-        margin={"t": 40},
+        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"},
+        margin={"t": 40, "l": 50, "r": 10},
         template="plotly_white",
     )
     return figure

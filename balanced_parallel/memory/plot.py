@@ -78,11 +78,17 @@ def _draw_parts(axis: Any, report: MemoryReport, limits: Sequence[int]) -> None:
     axis.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))  # outside of the axes, which the bars fill
 
 
+def titled_phases(report: MemoryReport) -> dict[str, int]:
+    """Returns the phases with their titles: the backward of the last micro-batch is not the only one."""
+    titles = {"backward": "last backward"} if report.micro_batches > 1 else {}
+    return {titles.get(name, name): place for name, place in report.phases.items()}
+
+
 def _draw_step(axis: Any, report: MemoryReport) -> None:
     line = report.timeline[0]
     unit = _scale(axis, max(line), "tensors of device 0 over the step")
     axis.step(range(len(line)), [level / unit for level in line], where="post", linewidth=1)
-    for name, place in report.phases.items():
+    for name, place in titled_phases(report).items():
         axis.axvline(place, color="gray", linestyle="dotted")
         axis.annotate(name, (place, 0.02), xycoords=("data", "axes fraction"), fontsize="small", color="gray")
     axis.set(xlabel="allocations and releases", ylim=(0, None))

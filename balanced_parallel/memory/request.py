@@ -109,7 +109,8 @@ class Request:
             if isinstance(number, bool) or not isinstance(number, int) or number < 1:
                 raise ValueError(f"{name}={number!r}, expected a positive number")
         if devices > 1 and not chosen.takes_several_devices:
-            raise ValueError(f"devices={devices} with layout={layout!r}, expected one device, or another layout")
+            others = " or ".join(repr(name) for name, other in LAYOUTS.items() if other.takes_several_devices)
+            raise ValueError(f"devices={devices} with layout={layout!r}, expected one device, or layout={others}")
         if balanced_optimizer and not chosen.takes_balanced_optimizer:
             others = " or ".join(repr(name) for name, other in LAYOUTS.items() if other.takes_balanced_optimizer)
             raise ValueError(f"balanced_optimizer=True with layout={layout!r}, expected {others}")

@@ -27,6 +27,11 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
+def shared_id(module: nn.Module) -> int:
+    """Returns a number that a module shares with its shallow copies, such as its replicas: they have the same table of hooks."""
+    return id(module._forward_hooks)
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Returns True for the module that ``torch.compile(module)`` returns, and for a module after ``module.compile()``."""
     return "_orig_mod" in module._modules or module._compiled_call_impl is not None

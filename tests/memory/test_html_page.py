@@ -56,6 +56,14 @@ def test_page_of_a_plan_has_its_options(tmp_path):
         memory.MemoryPlan.from_json(plan.to_json()).save_html(tmp_path / "other.html")
 
 
+def test_page_names_the_capacity_of_each_unequal_device_and_the_last_backward(tmp_path):
+    settings = {"layout": "replicas", "devices": 2, "device_kind": "cpu", "micro_batch_size": 2}
+    report = memory.estimate(nn.Linear(64, 3), nn.CrossEntropyLoss(), torch.empty(8, 64), torch.zeros(8).long(), **settings)
+    report.save_html(tmp_path / "page.html", ["2MiB", "1MiB"])
+    assert pages_of(tmp_path / "page.html")[0]["peak"].endswith("fits in 2.00 MiB + 1.00 MiB")
+    assert "last backward" in (tmp_path / "page.html").read_text()
+
+
 def test_notebooks_show_the_tables(report):
     shown = report._repr_html_()
     assert shown.count("<table>") == 2

@@ -24,3 +24,12 @@ def test_report_has_timeline_phases_and_source_lines():
         assert text in str(report)
     with pytest.raises(dataclasses.FrozenInstanceError):
         report.rows = 3
+
+
+@pytest.mark.usefixtures("one_trace")
+def test_where_names_the_modules_of_every_replica():
+    build, batch = PROBLEMS["language model"]
+    settings = {"layout": "replicas", "devices": 2, "device_kind": "cpu"}
+    first, second = memory.estimate(build(), F.cross_entropy, *batch(24), **settings).where
+    assert any(holder.module.startswith("layers.") for holder in first)
+    assert any(holder.module.startswith("layers.") for holder in second)

@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode  # documented, but in
 from torch.utils.flop_counter import flop_registry
 
 from ...runtime.autograd import current_node
+from ...runtime.modules import shared_id
 from ...runtime.streams import on_side_stream
 from ...runtime.tensors import is_sharded, storage_id
 from ...runtime.trees import leaves
@@ -57,7 +58,7 @@ class Count(TorchDispatchMode):
     """Records allocations and releases of storages, real or fake, while it is active. It is entered after the fake mode.
 
     Args:
-        names: of modules, by identity.
+        names: of modules, by :func:`shared_id`.
         scalar: the result of every read of a tensor's value in the model. ``None`` makes it an error.
         notes: records calls that may need scratch memory.
 
@@ -207,7 +208,7 @@ def _where(names: dict[int, str]) -> tuple[str, str]:
         if not module and code.co_name == "forward":
             owner = frame.f_locals.get("self")
             if isinstance(owner, nn.Module):
-                module = names.get(id(owner), "")
+                module = names.get(shared_id(owner), "")
         frame = frame.f_back
     return module, line if module else ""
 

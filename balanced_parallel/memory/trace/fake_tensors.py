@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode  # torch has no public 
 
 from ...batch.nested import is_row_list, map_leaves
 from ...optim.sharded_parameters import ShardedParameter
+from ...runtime.modules import shared_id
 
 __all__: list[str] = []
 
@@ -86,10 +87,10 @@ def fake_batch(batch: Any, rows: int, of: int, mode: FakeTensorMode, device: tor
 
 
 def names_of(modules: Mapping[str, Any]) -> dict[int, str]:
-    """Returns the names of all modules under some roots, by identity."""
+    """Returns the names of all modules under some roots, by :func:`shared_id`."""
     names: dict[int, str] = {}
     for root, part in modules.items():
         if isinstance(part, nn.Module):
             for name, module in part.named_modules():
-                names.setdefault(id(module), ".".join(filter(None, (root, name))) or type(module).__name__)
+                names.setdefault(shared_id(module), ".".join(filter(None, (root, name))) or type(module).__name__)
     return names
