@@ -41,8 +41,8 @@ def count_rows(node: Any, dim: int = 0, expected: int | None = None, name: str =
         return only.size(dim)
     known: tuple[str, Any, int] | None = None
     ambiguous: dict[str, list[Any]] = {}
-    for place, leaf, holder in _leaves(node, "" if isinstance(node, Arguments) else name):
-        place = name + place.removeprefix("inputs") if place.startswith("inputs") else place
+    parts = [(node.inputs, name), (node.kwargs, "kwargs")] if isinstance(node, Arguments) else [(node, name)]
+    for place, leaf, holder in (entry for part, called in parts for entry in _leaves(part, called)):
         rows = _leaf_rows(leaf, dim, place)
         if rows is None:
             continue

@@ -97,9 +97,7 @@ class TestSteps:
             make_step(optimizer=lambda _: SGD(nn.Linear(4, 3).parameters()))
 
     def test_optimizer_of_the_criterion_alone(self):
-        criterion = DataParallelCriterion(
-            nn.LinearCrossEntropyLoss(3, 5) if hasattr(nn, "LinearCrossEntropyLoss") else nn.PReLU()
-        )
+        criterion = DataParallelCriterion(nn.PReLU())
         make_step(criterion=criterion, optimizer=lambda _: SGD(criterion.parameters()))
 
     def test_optimizer_that_evaluates_the_loss(self):
