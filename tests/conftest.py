@@ -28,6 +28,13 @@ def pytest_collection_finish(session):
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def earlier_objects_frozen():
+    """Hides what earlier tests have left, such as imported modules and caches, from the garbage collector."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)

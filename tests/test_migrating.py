@@ -19,7 +19,8 @@ SNIPPETS = {
     if "```python" in text
 }
 
-
+# transformers computes the loss of a language model in float32 (ForCausalLMLoss), in an order that depends on the processor
+TOLERANCES = {"A model that computes its own loss: Hugging Face": 1e-6}
 PROGRAMS = {}
 
 
@@ -212,8 +213,9 @@ def test_snippets_equal_the_plain_program(title):
     loss.backward()
     found = names | public_names()
     exec(compile(SNIPPETS[title], f"docs/migrating.md: {title}", "exec"), found)
-    torch.testing.assert_close(found["loss"].detach(), loss.detach(), rtol=1e-10, atol=1e-10)
+    tolerance = TOLERANCES.get(title, 1e-10)
+    torch.testing.assert_close(found["loss"].detach(), loss.detach(), rtol=tolerance, atol=tolerance)
     modules = [name for name, value in names.items() if isinstance(value, nn.Module)]
     assert modules
     for name in modules:
-        assert_same_gradients(gradients(found[name]), gradients(plain_names[name]))
+        assert_same_gradients(gradients(found[name]), gradients(plain_names[name]), tolerance)

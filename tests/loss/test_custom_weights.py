@@ -59,8 +59,9 @@ def test_losses_of_hugging_face_models_equal_the_plain_program(make):
     criterion = DataParallelCriterion(lambda out, labels: out.loss, weight=lambda out, labels: count(labels))
     found = criterion(model(**batch), batch["labels"])
     found.backward()
-    torch.testing.assert_close(found.detach(), loss.detach(), rtol=1e-10, atol=1e-10)
-    assert_same_gradients(gradients(net), expected)
+    tolerance = 1e-6 if make is gpt2 else 1e-10  # transformers computes its loss in float32: ForCausalLMLoss
+    torch.testing.assert_close(found.detach(), loss.detach(), rtol=tolerance, atol=tolerance)
+    assert_same_gradients(gradients(net), expected, tolerance)
     outputs = model(**batch)
     weights = [count(piece) for piece in batch["labels"].split(outputs.sizes)]
     torch.testing.assert_close(weighted_mean(outputs.loss, weights), loss)
