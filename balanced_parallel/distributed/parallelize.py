@@ -10,7 +10,7 @@ from ..batch.dims import Dims
 from ..loss.criterion import DataParallelCriterion
 from ..loss.partial_sums import Criterion
 from ..replicas.model import DataParallelModel
-from ..replicas.module_checks import check_module
+from ..replicas.module_checks import check_module, refuse_rescaled, rescaled_embeddings
 from ..replicas.sync_batchnorm import use_torch_sync_batchnorm
 from ..runtime.collectives import world_size
 from ..runtime.devices import DeviceLike
@@ -165,6 +165,7 @@ def _rank_model(
     if world_size() == 1 or (is_frozen and strategy != "fsdp"):
         return DataParallelModel(module, [device], **settings)
     check_agreement(module)
+    refuse_rescaled(rescaled_embeddings(module))
     plain = None if criterion is None else criterion.module
     if strategy == "auto" and compress is None:
         precision = Precision(settings["precision"] or "fp32")

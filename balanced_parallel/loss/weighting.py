@@ -152,7 +152,7 @@ class _Zero(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
         ctx.count = len(tensors)
-        return widen(tensors[0].new_zeros(()))
+        return widen(tensors[0].new_zeros((), dtype=tensors[0].dtype.to_real()))  # a backward begins at a real number
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:

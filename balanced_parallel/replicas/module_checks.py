@@ -1,5 +1,6 @@
 """Errors for modules and methods that cannot run as replicas."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -75,3 +76,25 @@ def refuse_lazy(module: nn.Module) -> None:
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise ValueError(f"{name} is not initialised yet: run the module once on a few rows before it is wrapped")
+
+
+def rescaled_embeddings(module: nn.Module) -> dict[str, nn.Module]:
+    """Returns the embeddings with ``max_norm`` by name. Their forward rescales rows of their weight."""
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return {name: part for name, part in module.named_modules() if isinstance(part, kinds) and part.max_norm is not None}
+
+
+def refuse_rescaled(embeddings: Mapping[str, Any]) -> None:
+    """Checks that none of ``embeddings`` is trained, where devices or ranks have weights of their own.
+
+    Raises:
+        ValueError: one is. Each device would rescale the rows that it sees, and the weights would differ.
+    """
+    for name, embedding in embeddings.items():
+        if embedding.weight.requires_grad:
+            rescaling = f"embedding.weight.copy_(embedding.weight.renorm({embedding.norm_type:g}, 0, {embedding.max_norm:g}))"
+            raise ValueError(
+                f"the embedding {name!r} has max_norm={embedding.max_norm:g}: its forward rescales rows of its weight, on each "
+                "device those that this device sees, and the devices would differ. Expected max_norm=None; rescale all rows "
+                f"after each update: with torch.no_grad(): {rescaling}"
+            )

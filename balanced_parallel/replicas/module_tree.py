@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..runtime.modules import buffers_of, children_of, parameters_of
-from .module_checks import refuse_compiled, refuse_lazy
+from .module_checks import refuse_compiled, refuse_lazy, rescaled_embeddings
 
 __all__: list[str] = []
 
@@ -30,6 +30,7 @@ class ModuleTree:
         self.modules = list(root.modules())
         for module in self.modules:
             refuse_compiled(module)
+        self.rescaled = rescaled_embeddings(root)
         self.children = [dict(children_of(module)) for module in self.modules]
         self.owned = [dict(parameters_of(module)) for module in self.modules]
         parameters = [parameter for owned in self.owned for parameter in owned.values() if parameter is not None]

@@ -19,6 +19,7 @@ from ..runtime.streams import SideStreams, current_streams
 from ..runtime.tensors import mark_as_parameter
 from .bucket import Owners
 from .gradient_buckets import GradientBuckets
+from .module_checks import refuse_rescaled
 from .module_tree import ModuleTree, Skeletons
 from .parameter_copies import ParameterCopies, copy_buffers
 from .rnn_weights import RNNWeights
@@ -65,7 +66,8 @@ class Replicas:
             module: all on ``home``; the first replica is the module itself if this is the first of the devices.
 
         Raises:
-            ValueError: a parameter or buffer is not on ``home``, or is not initialised (lazy modules).
+            ValueError: a parameter or buffer is not on ``home``, or is not initialised (lazy modules); or a trained embedding has
+                ``max_norm``, on several devices.
             TypeError: the module is a ``ScriptModule``, which cannot be copied part by part; or it was compiled.
             RuntimeError: the module is running already, further up among the callers.
         """
@@ -79,6 +81,8 @@ class Replicas:
                 yield modules
                 return
             tree = self._follow(module, [home, *others])
+            if tree.rescaled and torch.is_grad_enabled() and any(device != home for device in others):
+                refuse_rescaled(tree.rescaled)
             self.copies.compare_checksums(tree.parameters, goes_on=self.gradients.deferred)
             tensors = self._connected_parameters(tree, [*([home] if modules else []), *others])
             # buffers every time: batch norm writes to its statistics without torch's version counter
