@@ -42,7 +42,7 @@ class ShardedModel(nn.Module):
 
     Raises:
         ValueError: at the forward, a parameter was frozen or unfrozen since.
-        RuntimeError: at the first forward, no rank has a row.
+        RuntimeError: at the first forward, no rank has a row; at a backward or an evaluation, ranks have run other blocks.
     """
 
     def __init__(
@@ -60,8 +60,9 @@ class ShardedModel(nn.Module):
         self.gradients = ShardedGradients()
         without_compilation(module).register_forward_hook(torch.compiler.disable(self.gradients.avoid_views))
         self.units = [cast(Any, unit) for unit in shard(module, mesh, self.precision, StateOfRank0(device).send)]
+        names = {id(part): name for name, part in without_compilation(module).named_modules()}
         for unit in self.units:
-            self.gradients.add(unit)
+            self.gradients.add(unit, names.get(id(unit)) or "of the whole module")
         self.module = module
         self.devices = [device]
         self.split = None
@@ -136,6 +137,7 @@ class ShardedModel(nn.Module):
             output = function(*inputs, **kwargs)
         if not torch.is_grad_enabled():
             self.root.reshard()  # after an evaluation, the module has its shards again
+            self.gradients.order.compare()
         return self.gradients.watch_output(output)
 
     @contextlib.contextmanager

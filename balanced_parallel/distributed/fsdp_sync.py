@@ -4,8 +4,8 @@
     rank 1   forward 0 | backward 0 | no rows   | backward 1 | finish | update
 
 Blocks are all-gathered in every forward and backward, so all ranks run equally many micro-batches. Gradients are reduced to their
-shards in every backward: whole gradients, which would save this traffic, may not fit where the model does not. The loss and its
-weight are one small all-reduce of the hosts in the end.
+shards in every backward: whole gradients, which would save this traffic, may not fit where the model does not. Before each
+backward the hosts compare the blocks that they have run. The loss and its weight are one small all-reduce of theirs in the end.
 """
 
 import contextlib

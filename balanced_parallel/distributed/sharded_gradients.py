@@ -4,6 +4,7 @@ FSDP2 reduces the gradients that a rank has. So ranks that have used different p
 Zeros are set in place of missing gradients before each reduction. (torch 2.13 can do this as well, but not 2.11, and a parameter
 that no rank has used would get a gradient of zeros.)
 
+    start of the backward    ranks compare the blocks that they have run
     backward of a block      all-gather | gradients of parameters | zeros for missing ones | reduce-scatter
     end of the backward      ranks agree on the parameters that nobody has used: their gradient is None again
 """
@@ -17,6 +18,7 @@ from ..batch.nested import leaves, map_leaves
 from ..runtime.autograd import current_backward_id, run_after_backward
 from ..runtime.collectives import sum_over_ranks
 from ..runtime.tensors import is_sharded
+from .block_order import BlockOrder
 
 __all__: list[str] = []
 
@@ -28,6 +30,7 @@ class ShardedGradients:
     """Completes the gradients of sharded modules in every backward."""
 
     def __init__(self) -> None:
+        self.order = BlockOrder()
         self.is_dummy = False  # the present forward has no rows of this rank: its gradients are zeros
         self.parameters: list[nn.Parameter] = []  # the shards
         self._units: list[list[tuple[nn.Module, str]]] = []
@@ -36,8 +39,9 @@ class ShardedGradients:
         self._used: set[tuple[int, int]] = set()
         self._before: list[bool] = []
 
-    def add(self, unit: nn.Module) -> None:
+    def add(self, unit: nn.Module, name: str) -> None:
         """Completes the gradients of the parameters of a sharded module, without those that were added before."""
+        self.order.add(name)
         known, slots = set(map(id, self.parameters)), []
         for part in unit.modules():
             for name, parameter in part.named_parameters(recurse=False):
@@ -49,6 +53,7 @@ class ShardedGradients:
         self._units.append(slots)
 
         def watch_inputs(module: nn.Module, inputs: Any, kwargs: Any) -> Any:
+            self.order.note(number)
             return self._watch((inputs, kwargs), number)
 
         # runs after the hook of FSDP2, so its backward runs before; torch.compile leaves both out
@@ -72,6 +77,7 @@ class ShardedGradients:
     def begin(self, *, is_dummy: bool) -> None:
         """Begins a backward. This runs before the hooks of FSDP2, so its callback at the end runs before theirs."""
         if self._backward != current_backward_id():
+            self.order.compare()
             self._backward, self._is_dummy, self._used = current_backward_id(), is_dummy, set()
             self._before = [parameter.grad is not None for parameter in self.parameters]
             run_after_backward(self._end)
