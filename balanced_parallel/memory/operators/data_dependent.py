@@ -53,8 +53,10 @@ def selected(func: Any, args: tuple[Any, ...], *, measured: bool) -> int:
     These are the indices of boolean masks, and the second table of the CTC loss unless it is ``measured``."""
     if func in _CTC_BACKWARD:
         return 0 if measured else int(args[6].nbytes)
-    indices = args[1] if func in _INDEXES else ()
-    masks = [index for index in indices if index is not None and index.dtype in (torch.bool, torch.uint8)]
+    indices = [index for index in args[1] if index is not None] if func in _INDEXES else []
+    masks = [index for index in indices if index.dtype in (torch.bool, torch.uint8)]
+    if len(indices) == len(masks) == 1 and func in _WRITES and args[2].numel() == 1:
+        return 0  # torch fills the mask with this number
     return sum(2 * 8 * mask.numel() * mask.dim() for mask in masks)  # the result of nonzero, and a copy per dimension
 
 
@@ -111,13 +113,12 @@ def _unique(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     return True, (flat, index, counts)
 
 
-_INDEXES = {
-    _aten.index.Tensor,
+_WRITES = {
     _aten.index_put.default,
     _aten.index_put_.default,
     _aten._index_put_impl_.default,  # as above
-    _aten._unsafe_index.Tensor,  # as above
 }
+_INDEXES = {*_WRITES, _aten.index.Tensor, _aten._unsafe_index.Tensor}  # as above
 _CTC_BACKWARD = {_aten._ctc_loss_backward.default, _aten._ctc_loss_backward.Tensor}
 _RULES: dict[Any, Callable[[Any, Any, Any], tuple[bool, Any]]] = {
     _aten.nonzero.default: _nonzero,
