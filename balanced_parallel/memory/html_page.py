@@ -104,7 +104,11 @@ def _page(report: MemoryReport, rows: int, limits: Sequence[int]) -> dict[str, s
         f"in {' + '.join(map(format_bytes, limits if len(set(limits)) > 1 else limits[:1]))}"
         for _ in limits[:1]
     )
-    text = f"{report.micro_batches} micro-batch(es) of {rows} rows: peak {format_bytes(max(peaks))} on device {hottest}{fits}"
+    beyond = max(peaks) - max(_levels(report, rows)[hottest])
+    names = " and ".join(name for name in ("workspace", "context") if report.parts[hottest][name])
+    hidden = f", of which the curve does not show {format_bytes(beyond)} of {names or 'workspace'}" if beyond else ""
+    peak = f"peak {format_bytes(max(peaks))} on device {hottest}{hidden}"
+    text = f"{report.micro_batches} micro-batch(es) of {rows} rows: {peak}{fits}"
     holders = report.where[hottest] if rows == report.rows else report.holders_at(rows)[hottest]
     return {"peak": text, "holders": holders_table(holders, "html")}
 

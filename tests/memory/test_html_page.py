@@ -38,6 +38,16 @@ def test_page_has_the_peak_and_the_holders_for_each_number_of_rows(report, tmp_p
     assert all(name in text for name in ("forward", "backward", "update", "capacity 64.00 KiB"))
 
 
+@pytest.mark.usefixtures("one_trace")
+def test_page_states_what_the_curve_does_not_show(tmp_path):
+    batch = torch.empty(8, 64), torch.zeros(8).long()
+    found = memory.estimate(nn.Linear(64, 3), nn.CrossEntropyLoss(), *batch, device_kind="h200")
+    found.save_html(tmp_path / "page.html", "80GiB")
+    (page,) = [page for page in pages_of(tmp_path / "page.html") if "of 8 rows" in page["peak"]]
+    beyond = found.parts[0]["workspace"] + found.parts[0]["context"]
+    assert f"of which the curve does not show {format_bytes(beyond)} of workspace and context, fits in" in page["peak"]
+
+
 def test_page_needs_no_network(report, tmp_path):
     report.save_html(tmp_path / "page.html")
     without_library = re.sub(r"<script[^>]*>/\*\*.*?</script>", "", (tmp_path / "page.html").read_text(), flags=re.DOTALL)

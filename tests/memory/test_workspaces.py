@@ -42,6 +42,27 @@ def test_scalar_loss_that_keeps_its_elements_equals_the_allocator(loss):
     assert abs(report.peak[0] - found) <= 0.002 * found
 
 
+@pytest.mark.usefixtures("one_trace")
+def test_scratch_memory_below_many_small_operators_is_found():
+    """The update has the highest levels of memory, and operators with numbers of 12 bytes."""
+
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.pair, self.last = nn.Linear(32, 32), nn.Bilinear(32, 32, 16), nn.Linear(256, 10)
+
+        def forward(self, inputs):
+            hidden = self.first(inputs)
+            return self.last(self.pair(hidden, hidden).flatten(1))
+
+    def batch():
+        return torch.zeros(8, 16, 32), torch.zeros(8, dtype=torch.int64)
+
+    found = used(Pair, batch, torch.optim.AdamW)
+    report = memory.estimate(Pair(), F.cross_entropy, *batch(), device_kind="cpu")
+    assert abs(report.peak[0] - found) <= 0.002 * found
+
+
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", BORROWERS)
 @pytest.mark.usefixtures("one_trace")

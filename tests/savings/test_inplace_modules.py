@@ -11,6 +11,7 @@ from helpers.slow import slow_but
 from torch import nn
 
 from balanced_parallel import DataParallelModel, savings, simulate
+from balanced_parallel.savings import inplace_modules
 
 
 def inplace(net):
@@ -263,3 +264,13 @@ def test_dropout_that_would_keep_a_wider_mask_stays_as_it_is():
     with simulate(1):
         assert savings.inplace_activations(net.to("sim:0"), torch.randn(4, 64)) == ()
         net.to("cpu")
+
+
+def test_activations_that_save_nothing_leave_together(monkeypatch):
+    """A search for each of them took minutes in a plan for a transformer with dropout."""
+    steps = []
+    step = inplace_modules._Proof._step
+    monkeypatch.setattr(inplace_modules._Proof, "_step", lambda *args, **settings: steps.append(args) or step(*args, **settings))
+    net = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.Mish(), nn.Linear(8, 8), nn.ReLU())])
+    assert savings.inplace_activations(net, torch.randn(4, 8)) == tuple(str(place) for place in range(3, 24, 4))
+    assert len(steps) == 3  # the plain one, one with all, and one with those that save memory

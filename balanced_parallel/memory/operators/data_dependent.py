@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..errors import HINT, UnknownMemory
+from .ctc import CTC_BACKWARD, CTC_RULES
 from .rnn import lstm_on_cpu
 
 __all__: list[str] = []
@@ -51,22 +52,13 @@ def selected(func: Any, args: tuple[Any, ...], *, measured: bool) -> int:
     """Returns the bytes of an operator's scratch memory if every element is selected.
 
     These are the indices of boolean masks, and the second table of the CTC loss unless it is ``measured``."""
-    if func in _CTC_BACKWARD:
+    if func in CTC_BACKWARD:
         return 0 if measured else int(args[6].nbytes)
-    indices = args[1] if func in _INDEXES else ()
-    masks = [index for index in indices if index is not None and index.dtype in (torch.bool, torch.uint8)]
+    indices = [index for index in args[1] if index is not None] if func in _INDEXES else []
+    masks = [index for index in indices if index.dtype in (torch.bool, torch.uint8)]
+    if len(indices) == len(masks) == 1 and func in _WRITES and args[2].numel() == 1:
+        return 0  # torch fills the mask with this number
     return sum(2 * 8 * mask.numel() * mask.dim() for mask in masks)  # the result of nonzero, and a copy per dimension
-
-
-def _ctc(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-    scores, targets = args[:2]
-    steps, rows, _ = scores.shape
-    longest = targets.size(1) if targets.dim() == 2 else targets.numel()  # one row may have all of the concatenated targets
-    return True, (scores.new_empty(rows), scores.new_empty((rows, steps, 2 * longest + 1)))
-
-
-def _ctc_backward(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-    return True, torch.empty_like(args[1])
 
 
 def _group_norm_backward(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
@@ -111,22 +103,18 @@ def _unique(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     return True, (flat, index, counts)
 
 
-_INDEXES = {
-    _aten.index.Tensor,
+_WRITES = {
     _aten.index_put.default,
     _aten.index_put_.default,
     _aten._index_put_impl_.default,  # as above
-    _aten._unsafe_index.Tensor,  # as above
 }
-_CTC_BACKWARD = {_aten._ctc_loss_backward.default, _aten._ctc_loss_backward.Tensor}
+_INDEXES = {*_WRITES, _aten.index.Tensor, _aten._unsafe_index.Tensor}  # as above
 _RULES: dict[Any, Callable[[Any, Any, Any], tuple[bool, Any]]] = {
     _aten.nonzero.default: _nonzero,
     _aten.masked_select.default: _masked_select,
     _aten.index.Tensor: _index,
     _aten._unique2.default: _unique,  # as above
-    _aten._ctc_loss.default: _ctc,  # as above
-    _aten._ctc_loss.Tensor: _ctc,  # as above
-    **dict.fromkeys(_CTC_BACKWARD, _ctc_backward),
+    **CTC_RULES,
     _aten.mkldnn_rnn_layer.default: lstm_on_cpu,
     _aten.native_group_norm_backward.default: _group_norm_backward,
 }

@@ -19,6 +19,7 @@ from ...runtime.tensors import storage_id
 __all__: list[str] = []
 
 LARGEST = 2**28  # bytes of an operator's tensors: larger calls take long, and their scratch memory is small in comparison
+LEAST = 64  # bytes of scratch memory that count: a number among the arguments takes 12
 SMALL = 2**22  # bytes, enough to detect scratch memory; 16 times as much if the call cannot have fewer rows
 _aten = torch.ops.aten
 _PRODUCTS = {_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default}
@@ -160,7 +161,7 @@ def may_need_scratch(call: Call, shrunk: Callable[[], Call]) -> bool:
     if func in _CONVOLUTIONS or func in _LSTM or (func in _PRODUCTS and call.args[0].dtype != torch.float32):
         return True
     if call.kind not in _known and (smaller := shrunk()).bytes <= 16 * SMALL:
-        _known[call.kind] = scratch_of(smaller) > 0
+        _known[call.kind] = scratch_of(smaller) >= LEAST
     return _known.get(call.kind, False)
 
 

@@ -22,6 +22,7 @@ from ...runtime.tensors import is_sharded, storage_id
 from ...runtime.trees import leaves
 from ..operators.data_dependent import answer, selected
 from ..operators.reduced_losses import keep_elements
+from ..operators.reused_arguments import IN_PLACE, is_in_place
 from ..operators.workspaces import Call, note_call
 
 __all__: list[str] = []
@@ -78,6 +79,9 @@ class Count(TorchDispatchMode):
         self.flops = 0
         self.calls: list[Call] = []
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._node: int | None = None  # the one that runs in a backward
+        self._older = 0  # blocks that were there before it
+        self._reused: tuple[int, int] | None = None  # a block, and the place of its release among the events
         self._is_paused = False
 
     @contextlib.contextmanager
@@ -99,6 +103,7 @@ class Count(TorchDispatchMode):
             return NotImplemented  # its local tensor is dispatched again
         if self._is_paused:
             return func(*args, **(kwargs or {}))
+        self._start()
         found, result = answer(func, args, kwargs or {}, self.scalar, _user_line)
         result = result if found else func(*args, **(kwargs or {}))
         keep_elements(func, args, result)
@@ -108,6 +113,8 @@ class Count(TorchDispatchMode):
         for leaf in [result] if isinstance(result, Tensor) else leaves(result):
             if isinstance(leaf, Tensor):
                 self.see(leaf, "communication buckets" if func.namespace in _COMMUNICATES else "temporaries", str(func))
+        if func in IN_PLACE:
+            self._reuse(func, args[0], result)
         if self.notes and (call := note_call(func, args, kwargs or {}, result, len(self.events))) is not None:
             self.calls.append(call)
         if self.notes and str(func) in _GLOO_COPIES:
@@ -171,6 +178,22 @@ class Count(TorchDispatchMode):
         self.blocks.append(Block(str(tensor.device), size, "temporaries", operator, *_where(self.names)))
         self.events += [len(self.blocks), -len(self.blocks)]
 
+    def _start(self) -> None:
+        node = current_node()
+        number = None if node is None else node._sequence_nr()
+        if number != self._node:
+            self._node, self._older = number, len(self.blocks)
+        self._reused = None
+
+    def _reuse(self, func: Any, argument: Tensor, result: Tensor) -> None:
+        """Takes the memory of ``argument`` for ``result`` if it is released before the next operator."""
+        if argument.layout != torch.strided or result.layout != torch.strided:
+            return
+        old, place = self._live.get(storage_id(argument.untyped_storage()), (None, 0))[1], len(self.events) - 1
+        has_result = self.events[place] == len(self.blocks) and self.blocks[old - 1].size == self.blocks[-1].size
+        if has_result and is_in_place(func, is_of_node=old > self._older):
+            self._reused = old, place
+
     def _allocate(self, storage: Any, block: Block) -> None:
         key = storage_id(storage)
         block.stream = int(on_side_stream())
@@ -180,7 +203,8 @@ class Count(TorchDispatchMode):
 
     def _release(self, key: int) -> None:
         _, number = self._live.pop(key)
-        self.events.append(-number)
+        reused, place = self._reused or (None, 0)
+        self.events.insert(place if reused == number else len(self.events), -number)
 
 
 def _storages(tensor: Tensor) -> list[Any]:

@@ -23,7 +23,9 @@ from ...batch.nested import leaves
 from ...batch.row_marks import Arguments
 from ...savings.activation_checkpointing import checkpoint_blocks
 from ..errors import HINT, UnknownMemory
+from ..operators.ctc import lengths_as_tensors
 from ..operators.cuda import cuda_choices
+from ..operators.reused_arguments import bias_in_place
 from ..operators.workspaces import Call
 from ..request import Request
 from .allocations import Block, Count
@@ -124,8 +126,12 @@ def _trace(request: Request, rows: int) -> Trace:
     batch = fake_batch((request.inputs, request.targets), whole, request.rows, mode, place, request.dim)
     count = Count(names_of({"": module, "criterion": criterion}), request.scalar, notes=request.kind.scratch)
     choices = cuda_choices(request.kind.fuses) if request.kind.like_cuda else contextlib.nullcontext()
-    with undisturbed(), devices_that_mix(), rows_of_one_sequence(), choices, mode, _unknown_memory():
-        _run(request, count, module, criterion, batch, rows)
+    patches = undisturbed(), devices_that_mix(), rows_of_one_sequence(), bias_in_place(), lengths_as_tensors(), choices
+    with contextlib.ExitStack() as stack:
+        for patch in patches:
+            stack.enter_context(patch)
+        with mode, _unknown_memory():
+            _run(request, count, module, criterion, batch, rows)
     events = _ordered(count.events, {call.position for call in count.calls})
     traced = min(request.micro_batches, TRACED)
     return Trace(rows, traced, count.blocks, events, count.operators, count.marks, count.flops, count.calls)
