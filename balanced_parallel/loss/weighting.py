@@ -78,17 +78,28 @@ def weighted_sum(mean: Tensor, weight: float) -> Tensor:
     """Returns ``mean x weight`` in at least float32, or zero if the weight is zero, even if the mean is nan."""
     if isinstance(mean, float | int):
         mean = torch.tensor(float(mean))  # a loss that is a constant on this replica
-    if not isinstance(mean, Tensor):
-        raise TypeError(f"the criterion returned an object of type {type(mean).__name__}, expected a tensor with one element")
-    if mean.numel() != 1:
+    mean = check_loss(mean)
+    return mean * weight if weight else zero_of(mean)
+
+
+def check_loss(loss: Any) -> Tensor:
+    """Returns a loss as a scalar in at least float32.
+
+    Raises:
+        TypeError: it is not a tensor, or is complex. Without this check, a complex loss would be trained on by its real part.
+        ValueError: it has several elements.
+    """
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"the criterion returned an object of type {type(loss).__name__}, expected a tensor with one element")
+    if loss.is_complex():
+        name = str(loss.dtype).removeprefix("torch.")
+        raise TypeError(f"the loss is complex ({name}), expected a real scalar: return its absolute value or its real part")
+    if loss.numel() != 1:
         raise ValueError(
-            f"the loss has shape {tuple(mean.shape)}, expected a scalar: use reduction='mean' or 'sum', or give "
+            f"the loss has shape {tuple(loss.shape)}, expected a scalar: use reduction='mean' or 'sum', or give "
             "DataParallelCriterion reduction='none' for the replicas' losses as they are"
         )
-    mean = widen(mean.reshape(()))
-    if not weight:
-        return zero_of(mean)
-    return mean * weight
+    return widen(loss.reshape(()) if loss.dim() else loss)
 
 
 def widen(tensor: Tensor) -> Tensor:
@@ -139,7 +150,7 @@ def _as_scalar(value: Weight, device: torch.device) -> Tensor:
 
 
 def zero_of(*tensors: Tensor) -> Tensor:
-    """Returns a zero that is connected to ``tensors``. Its backward gives them no gradient.
+    """Returns a zero that is real and connected to ``tensors``. Its backward gives them no gradient.
 
     A gradient of zero could become nan in a loss that is 0 / 0. Without a graph there would be no backward, which the reducers
     of other ranks wait for.
@@ -152,7 +163,7 @@ class _Zero(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
         ctx.count = len(tensors)
-        return widen(tensors[0].new_zeros(()))
+        return widen(tensors[0].new_zeros((), dtype=tensors[0].dtype.to_real()))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
