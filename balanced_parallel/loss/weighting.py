@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from ..batch.nested import Leaf
+from ..runtime.argument_checks import check_type
 from ..runtime.collectives import sum_over_ranks, world_size
-from .weights import check_weights
+from ..runtime.devices import DeviceLike, resolve_device
+from .weights import check_minimum, check_weights
 
 __all__: list[str] = []
 
@@ -37,7 +39,7 @@ class LossSum(Leaf):
 def weighted_mean(
     losses: Sequence[Tensor],
     weights: Sequence[Weight],
-    device: torch.device | None = None,
+    device: DeviceLike | None = None,
     *,
     minimum: float = 0.0,
 ) -> Tensor:
@@ -56,6 +58,7 @@ def weighted_mean(
             loss is multiplied by ``max(weight, minimum)``, and the sum is divided by ``max(sum of weights, minimum)``.
 
     Raises:
+        TypeError: losses or weights are not lists.
         ValueError: there are no losses, or not one weight per loss; a loss is not a scalar; or a weight is negative, not finite
             or not a scalar.
 
@@ -63,7 +66,11 @@ def weighted_mean(
         >>> weighted_mean([torch.tensor(1.0), torch.tensor(4.0)], [2, 1])
         tensor(2.)
     """
-    if len(losses) != len(weights) or not losses:
+    for name, value in (("losses", losses), ("weights", weights)):
+        is_scalar = isinstance(value, Tensor) and value.dim() == 0
+        check_type(name, value, () if is_scalar else (Sequence, Tensor), "a list with one entry per replica")
+    check_minimum(minimum)
+    if len(losses) != len(weights) or not len(losses):
         raise ValueError(
             f"weighted_mean was given {len(losses)} losses and {len(weights)} weights, expected one weight "
             "per loss and at least one"
@@ -71,7 +78,7 @@ def weighted_mean(
     values = check_weights(weights)
     pairs = zip(losses, values, strict=True)
     sums = [LossSum(weighted_sum(loss, max(weight, minimum)), weight) for loss, weight in pairs]
-    return divide_once(sums, device or losses[0].device, minimum)
+    return divide_once(sums, losses[0].device if device is None else resolve_device(device), minimum)
 
 
 def weighted_sum(mean: Tensor, weight: float) -> Tensor:
