@@ -240,6 +240,8 @@ def simulate(devices: int, memory: Memory = None, *, strict: bool = True) -> Ite
             undo.callback(native.simulation_stop)
             dist.Backend.default_device_backend_map["sim"] = "gloo"
             undo.callback(dist.Backend.default_device_backend_map.pop, "sim")
+            dist.Backend.backend_capability["gloo"].append("sim")
+            undo.callback(dist.Backend.backend_capability["gloo"].remove, "sim")
             undo.enter_context(labels.watching())
             undo.enter_context(comm_for_simulated_devices(labels))
             waits = Waits(lambda: labels.steps)
