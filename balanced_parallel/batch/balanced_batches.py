@@ -1,7 +1,9 @@
 """``BalancedBatchSampler``: the effective batches of ``RankBatchSampler``, with rows of equal cost for each rank."""
 
+import reprlib
 from collections.abc import Callable, Sequence
 
+from ..runtime.argument_checks import check_type
 from .cost_cuts import cut_by_cost, sorted_rows
 from .rank_batches import RankBatchSampler
 
@@ -43,8 +45,12 @@ class BalancedBatchSampler(RankBatchSampler):
         rank: int | None = None,
         ranks: int | None = None,
     ) -> None:
-        super().__init__(costs, batch_size, seed, rank=rank, ranks=ranks)
-        self.costs, self.combine = [float(cost) for cost in costs], combine
+        check_type("combine", combine, Callable | None, "a function")
+        try:
+            self.costs, self.combine = [float(cost) for cost in costs], combine
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"costs={reprlib.repr(costs)}, expected one number for each row: {error}") from error
+        super().__init__(self.costs, batch_size, seed, rank=rank, ranks=ranks)
         sorted_rows(self.costs)  # raises an error for a cost that is not valid
 
     def share(self, batch: list[int]) -> list[int]:

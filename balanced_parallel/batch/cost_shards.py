@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ..runtime.argument_checks import check_number, check_type
 from . import nested
 from .cost_cuts import Combine, cut_by_cost
 from .shards import as_shards
@@ -31,6 +32,7 @@ def shard_by_cost(
         combine: cost of a shard, from the costs of its rows, as in :class:`TrainStep`.
 
     Raises:
+        TypeError: an argument of another type.
         ValueError: there are no samples, a cost is negative or not finite, or ``collate`` returns something else.
 
     Example:
@@ -43,6 +45,10 @@ def shard_by_cost(
         >>> outputs.gather().sum(1)
         tensor([9., 3., 4., 2., 3., 2., 1., 1.])
     """
+    check_type("samples", samples, Sequence, "a list with one sample for each row")
+    check_number("shards", shards, "the number of devices", at_least=1, whole=True)
+    for name, function in (("cost", cost), ("collate", collate), ("combine", combine or sum)):
+        check_type(name, function, Callable, "a function")
     if not samples:
         raise ValueError("there are no samples, expected at least one")
     runs = cut_by_cost([cost(sample) for sample in samples], shards, combine) if shards > 1 else [list(range(len(samples)))]

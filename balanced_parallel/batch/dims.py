@@ -3,11 +3,18 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ..runtime.argument_checks import check_number
 from . import nested
 
 __all__: list[str] = []
 
 Dims = int | None | Sequence[Any] | Mapping[Any, Any]
+
+
+def check_dim(dim: Any) -> None:
+    """Raises ``TypeError`` if ``dim`` is neither an integer nor None."""
+    if dim is not None:
+        check_number("dim", dim, "an integer, the dimension of the rows", whole=True)
 
 
 def check_dims(dims: Any, name: str) -> None:

@@ -12,7 +12,7 @@ import torch
 from ..runtime.collectives import gather_objects, gather_rows, world_size
 from ..runtime.devices import DeviceLike, move, resolve_device, visible_devices
 from . import nested, provenance
-from .dims import Dims, leaf_dims
+from .dims import Dims, check_dim, leaf_dims
 from .row_order import pad_alike, pad_to, reorder
 
 __all__: list[str] = []
@@ -54,6 +54,7 @@ def gather(outputs: Sequence[Any], device: DeviceLike | None = None, dim: int | 
         )
     if not outputs and world_size() == 1:
         raise ValueError("gather was given no outputs, expected at least one")
+    check_dim(dim)
     dims = provenance.dims_of(outputs) if dim is None else dim
     order: list[int] | None = getattr(outputs, "order", None)
     local = [join(outputs if order is None else pad_alike(outputs, dims), device, dims)] if outputs else []

@@ -6,9 +6,10 @@ from typing import Any, NoReturn, Self
 
 import torch
 
+from ..runtime.argument_checks import check_type
 from ..runtime.devices import DeviceLike, move
 from . import nested, provenance
-from .dims import Dims, dims_at, leaf_dims
+from .dims import Dims, check_dims, dims_at, leaf_dims
 from .gathering import gather, join
 
 __all__: list[str] = []
@@ -48,8 +49,13 @@ class PerReplica(list[Any], nested.Leaf):
     """
 
     def __init__(self, entries: Iterable[Any], sizes: Sequence[int | None], dim: Dims = 0) -> None:
+        check_type("entries", entries, Iterable, "one entry per replica")
+        check_type("sizes", sizes, Iterable, "the number of rows of each entry")
+        check_dims(dim, "dim")
         super().__init__(entries)
         self.sizes = tuple(sizes)
+        if len(self.sizes) != len(self):
+            raise ValueError(f"{len(self)} entries and {len(self.sizes)} sizes, expected the rows of each entry")
         self.dim = dim
         self.order: list[int] | None = None
 

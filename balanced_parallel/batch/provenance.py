@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..runtime.tensors import base_of
+from ..runtime.tensors import base_of, is_differentiable
 from . import nested
 from .dims import Dims, leaf_dims
 
@@ -131,7 +131,7 @@ def dims_of(entries: Sequence[Any]) -> Dims:
     recorded = [None if tensor is None else _recorded(tensor) for tensor in tensors]
     known = recorded if None not in recorded else origins(entries)
     # The graph gives the origin of a tensor. A tensor that cannot have a graph is assumed to come from the last forward.
-    has_graph = torch.is_grad_enabled() and all(tensor is None or tensor.is_floating_point() for tensor in tensors)
+    has_graph = torch.is_grad_enabled() and all(tensor is None or is_differentiable(tensor) for tensor in tensors)
     last = 0 if has_graph else getattr(_thread, "dims", 0)
     found = {origin.dim for origin in known if origin is not None} if known else {last if isinstance(last, int) else None}
     (only,) = found if len(found) == 1 else (None,)

@@ -7,6 +7,7 @@ import torch
 from torch.utils.data import Sampler
 
 from ..runtime import collectives
+from ..runtime.argument_checks import check_number, check_type
 from .splits import split_sizes
 
 __all__: list[str] = []
@@ -28,6 +29,7 @@ class RankBatchSampler(Sampler[list[int]]):
         rank, ranks: this process and the number of processes; ``None`` asks the process group, or is one process.
 
     Raises:
+        TypeError: a number that is not an integer, or a data set without a length.
         ValueError: no rows, a batch size below 1, or a rank outside of the ranks.
 
     Example:
@@ -43,6 +45,10 @@ class RankBatchSampler(Sampler[list[int]]):
     def __init__(
         self, rows: Sized, batch_size: int, seed: int | None = None, *, rank: int | None = None, ranks: int | None = None
     ) -> None:
+        check_type("rows", rows, Sized, "a data set with a length")
+        for name, value in (("batch_size", batch_size), ("seed", seed), ("rank", rank), ("ranks", ranks)):
+            if value is not None or name == "batch_size":
+                check_number(name, value, "an integer", whole=True)
         self.rows, self.batch_size, self.seed = len(rows), batch_size, seed
         self.rank = collectives.rank() if rank is None else rank
         self.ranks = collectives.world_size() if ranks is None else ranks

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..runtime.devices import DeviceLike, resolve_devices
+from .dims import check_dim
 from .rows import count_rows, cut, move_leaves
 from .splits import assign_rows, check_split
 
@@ -37,6 +38,7 @@ def scatter(
         A list with one structure like ``inputs`` per device that gets rows. Without rows, a list with one structure.
 
     Raises:
+        TypeError: ``device_ids`` is not a list of devices, or ``dim`` not an integer.
         ValueError: if inputs have different numbers of rows. The message names both inputs and their shapes.
 
     Example:
@@ -49,7 +51,7 @@ def scatter(
         [torch.Size([6, 5]), torch.Size([2, 5])]
     """
     devices = resolve_devices(device_ids)
-    check_split(split, len(devices))
-    used, sizes = assign_rows(count_rows(inputs, dim), devices, split)
+    check_dim(dim)
+    used, sizes = assign_rows(count_rows(inputs, dim), devices, check_split(split, len(devices)))
     pieces = [inputs] if sizes is None else cut(inputs, sizes, dim)
     return [move_leaves(piece, device) for piece, device in zip(pieces, used, strict=True)]

@@ -74,15 +74,23 @@ def assign_rows(
     return [devices[index] for index in used], [sizes[index] for index in used]
 
 
-def check_split(split: Sequence[float] | str | None, devices: int) -> None:
-    """Raises ``ValueError`` unless ``split`` is None or has one finite weight per device, none negative, not all zero."""
+def check_split(split: Sequence[float] | str | None, devices: int) -> tuple[float, ...] | None:
+    """Returns the weights of the devices.
+
+    Raises:
+        ValueError: unless ``split`` is None or has one finite weight per device, none negative, not all zero.
+    """
     if split is None:
-        return
-    weights = [] if isinstance(split, str) else list(split)
+        return None
+    try:
+        weights = tuple(float(weight) for weight in split)
+    except (TypeError, ValueError):  # not a sequence, or not one of numbers
+        weights = ()
     if len(weights) != devices or not all(0 <= weight < float("inf") for weight in weights) or not sum(weights) > 0:
         raise ValueError(
             f"split={split!r}, expected None or one weight per device ({devices} here), none negative and not all zero"
         )
+    return weights
 
 
 class Shares:
@@ -100,11 +108,8 @@ class Shares:
 
     def __init__(self, split: Sequence[float] | str | None, devices: Sequence[torch.device]) -> None:
         self.devices = list(devices)
-        self.measure = split if split in ("memory", "speed") else None
-        self.weights: tuple[float, ...] | None = None
-        if self.measure is None and split is not None:
-            check_split(split, len(devices))  # raises for any other text
-            self.weights = tuple(float(weight) for weight in split)
+        self.measure = split if isinstance(split, str) and split in ("memory", "speed") else None
+        self.weights = None if self.measure else check_split(split, len(devices))
         self.forwards = 0
         self._is_kept = False
         self._next: tuple[float, ...] | None = None  # measured while the weights are kept

@@ -132,7 +132,8 @@ def relative_error(found: Tensor, expected: Tensor, floor: float = 0.0) -> float
     """
     if expected.numel() == 0:
         return 0.0
-    found, expected = found.to(expected.device).double(), expected.double()
+    dtype = torch.promote_types(torch.promote_types(found.dtype, expected.dtype), torch.float64)  # complex ones stay complex
+    found, expected = found.to(expected.device, dtype), expected.to(dtype)
     same = (found == expected) | (found.isnan() & expected.isnan())
     difference = float(torch.where(same, 0.0, found - expected).abs().max())
     scale = max(float(expected.abs().max()), floor)

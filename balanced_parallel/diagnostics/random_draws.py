@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..batch import nested
 from ..loss.partial_sums import Criterion
+from ..runtime.tensors import is_differentiable
 from .loss_parts import copy_of, scalar_of
 from .module_recording import Program, relative_error
 from .output_difference import first_difference
@@ -33,7 +34,7 @@ def output_error(expected: Any, found: Any) -> float:
 
 def _is_comparable(left: Any, right: Any) -> bool:
     tensors = isinstance(left, Tensor) and isinstance(right, Tensor)
-    return tensors and left.shape == right.shape and left.is_floating_point()
+    return tensors and left.shape == right.shape and is_differentiable(left)
 
 
 def loss_draws(criterion: Criterion, output: Any, targets: Any, limit: float) -> Iterator[str]:

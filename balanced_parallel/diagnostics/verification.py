@@ -16,6 +16,8 @@ from ..loss.criterion import DataParallelCriterion
 from ..loss.partial_sums import Criterion
 from ..loss.rules import is_known, refuse_coupled
 from ..replicas.model import DataParallelModel
+from ..replicas.module_checks import check_is_module
+from ..runtime.argument_checks import check_number
 from ..runtime.devices import DeviceLike, keep_random_state
 from ..runtime.precision import Precision
 from ..runtime.tf32 import without_tf32
@@ -80,6 +82,9 @@ def verify(
         >>> sorted(report.gradient_errors)
         ['0.bias', '0.weight', '2.bias', '2.weight']
     """
+    check_is_module(model, "model")
+    if tolerance is not None:
+        check_number("tolerance", tolerance, "a number that is not negative, or None", at_least=0)
     module = model.module if isinstance(model, DataParallelModel) else model
     inner: Criterion = criterion.module if isinstance(criterion, DataParallelCriterion) else criterion
     dtype = next((parameter.dtype for parameter in module.parameters()), torch.float32)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..batch import nested
 from ..loss.criterion import DataParallelCriterion
 from ..replicas.model import DataParallelModel
+from ..runtime.tensors import is_differentiable
 from ..training.step import TrainStep
 
 __all__: list[str] = []
@@ -57,8 +58,8 @@ def find_waits(
 
 
 def _sum(*outputs: Any) -> Any:
-    tensors = [leaf for _, leaf in nested.leaves(outputs) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-    return functools.reduce(torch.add, [tensor.sum() for tensor in tensors])
+    tensors = [leaf for _, leaf in nested.leaves(outputs) if isinstance(leaf, Tensor) and is_differentiable(leaf)]
+    return functools.reduce(torch.add, [tensor.real.sum() for tensor in tensors])
 
 
 @torch.no_grad()

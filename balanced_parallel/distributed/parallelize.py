@@ -6,7 +6,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import nn
 
-from ..batch.dims import Dims
+from ..batch.dims import Dims, check_dim
 from ..loss.criterion import DataParallelCriterion
 from ..loss.partial_sums import Criterion
 from ..replicas.model import DataParallelModel
@@ -121,6 +121,7 @@ def parallelize(
         torch.Size([])
     """
     check_module(module)
+    check_dim(dim)
     environment = TorchrunEnvironment.detect()
     check_strategy(strategy, compress, environment)
     wrapped = None if criterion is None else _wrap(criterion, dim, weight, precision)

@@ -67,7 +67,9 @@ def join_process_group(environment: TorchrunEnvironment, device: torch.device, t
         return
     backend, device_id = "gloo", None
     if device.type != "cpu":
-        backend, device_id = f"cpu:gloo,{device.type}:{dist.get_default_backend_for_device(device)}", device
+        own, device_id = dist.get_default_backend_for_device(device), device
+        # one backend by its name alone: of several, torch chooses no default beside NCCL if a plugin is registered
+        backend = "gloo" if own == "gloo" else f"cpu:gloo,{device.type}:{own}"
     try:
         if environment.shares_store:
             store, rank, ranks = store_of_this_start(environment, timeout), environment.rank, environment.world_size

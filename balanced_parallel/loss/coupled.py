@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..runtime.collectives import rank
 from ..runtime.devices import move
+from ..runtime.tensors import is_differentiable
 from .weighting import LossSum, widen
 
 if TYPE_CHECKING:
@@ -117,11 +118,6 @@ class CoupledLoss(abc.ABC):
     def _share(self, derivative: Tensor | None, ranks: Sequence[int]) -> Tensor | None:
         """Returns this rank's share of a derivative that all of ``ranks`` have."""
         return None if derivative is None or rank() not in ranks else derivative / len(ranks)
-
-
-def is_differentiable(tensor: Tensor) -> bool:
-    """Returns True for floating point and complex numbers."""
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 class _HandBack(torch.autograd.Function):

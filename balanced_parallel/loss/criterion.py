@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from ..batch import nested
-from ..batch.dims import Dims, check_dims, is_first
+from ..batch.dims import Dims, check_dim, check_dims, is_first
 from ..batch.per_replica import PerReplica
 from ..batch.row_marks import Arguments, mark
 from ..batch.rows import count_rows, cut, move_leaves
@@ -94,6 +94,7 @@ class DataParallelCriterion(nn.Module):
             raise TypeError(f"the criterion is a {type(criterion).__name__} already, expected a plain one: pass its .module")
         check_settings(criterion, weight, reduction, minimum)
         check_coupled(criterion, whole, weight, reduction, minimum)
+        check_dim(dim)
         check_dims(in_dims, "in_dims")
         self.module = criterion
         self.whole = whole

@@ -9,6 +9,7 @@ from ..batch import nested
 from .partial_sums import Criterion, Shard
 from .reduction import reduction_of
 from .rules import find_torch_loss
+from .weights import check_minimum
 
 __all__: list[str] = []
 
@@ -27,8 +28,7 @@ def check_settings(criterion: Any, weight: Any, reduction: str | None, minimum: 
         raise TypeError(f"the criterion is {_described(criterion)}, expected a module or a function{more}")
     if weight is not None and weight != "rows" and not callable(weight):
         raise ValueError(f"weight={weight!r}, expected a function (output, *targets) -> scalar, or 'rows'")
-    if not 0 <= minimum < float("inf"):
-        raise ValueError(f"minimum={minimum!r}, expected the smallest divisor of the mean: finite, and not negative")
+    check_minimum(minimum)
     if reduction not in (None, "sum", "mean", "none"):
         raise ValueError(f"reduction={reduction!r}, expected 'sum', 'mean' or 'none'")
     if reduction is not None and find_torch_loss(criterion) is not None and reduction_of(criterion) != reduction:

@@ -11,7 +11,8 @@ from ..batch import nested
 from ..batch.per_replica import PerReplica
 from ..runtime.collectives import gather_objects, sum_over_ranks, world_size
 from ..runtime.devices import move
-from .coupled import CoupledLoss, is_differentiable
+from ..runtime.tensors import is_differentiable
+from .coupled import CoupledLoss
 from .partial_sums import Shard
 from .weighting import replace_value, weighted_sum, widen
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from ..runtime.argument_checks import check_number
 from .additive import AdditiveLoss
 from .weighting import widen
 
@@ -33,8 +34,9 @@ class TverskyLoss(AdditiveLoss):
 
     def __init__(self, alpha: float = 0.5, beta: float = 0.5, smooth: float = 1.0, ignore_index: int = -100) -> None:
         AdditiveLoss.__init__(self)
-        if min(alpha, beta, smooth) < 0:
-            raise ValueError(f"alpha={alpha}, beta={beta}, smooth={smooth}, expected numbers that are not negative")
+        for name, value in (("alpha", alpha), ("beta", beta), ("smooth", smooth)):
+            check_number(name, value, "a number that is not negative", at_least=0)
+        check_number("ignore_index", ignore_index, "an integer, the target of elements that do not count", whole=True)
         self.alpha, self.beta, self.smooth, self.ignore_index = alpha, beta, smooth, ignore_index
 
     def statistics(self, output: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,7 +86,8 @@ class DiceLoss(TverskyLoss):
     """
 
     def __init__(self, smooth: float = 1.0, ignore_index: int = -100) -> None:
-        super().__init__(0.5, 0.5, smooth / 2, ignore_index)
+        super().__init__(0.5, 0.5, smooth, ignore_index)
+        self.smooth = smooth / 2  # the counts of Dice are twice those of Tversky
 
 
 class JaccardLoss(TverskyLoss):

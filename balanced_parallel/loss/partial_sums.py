@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from ..batch import nested
 from ..batch.per_replica import PerReplica
 from ..batch.row_marks import Arguments
+from ..runtime.tensors import is_differentiable
 from .rules import loss_weight
-from .weighting import LossSum, weighted_sum, widen, zero_of
+from .weighting import LossSum, check_loss, weighted_sum, widen, zero_of
 from .weights import check_weight, map_weights, read_weights
 
 __all__: list[str] = []
@@ -48,7 +49,7 @@ class Shard(NamedTuple):
     def nothing(self) -> Tensor:
         """Returns a zero that is connected to the output and to the criterion's parameters."""
         parameters = list(self.criterion.parameters()) if isinstance(self.criterion, nn.Module) else []
-        tensors = [leaf for _, leaf in nested.leaves(self.output) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+        tensors = [leaf for _, leaf in nested.leaves(self.output) if isinstance(leaf, Tensor) and is_differentiable(leaf)]
         return zero_of(*tensors, *parameters) if tensors or parameters else torch.zeros(())
 
 
@@ -192,7 +193,7 @@ def sum_of_terms(shard: Shard) -> Tensor:
     if halves:  # autocast computes losses in float32, but not on the CPU
         output = tuple(widen(leaf) if isinstance(leaf, Tensor) else leaf for leaf in nested.spread(shard.output))
         shard = shard._replace(output=output)
-    return widen(shard.call(_reducing(shard.criterion, "sum")))
+    return check_loss(shard.call(_reducing(shard.criterion, "sum")))
 
 
 def _reducing(criterion: Criterion, reduction: str) -> Criterion:

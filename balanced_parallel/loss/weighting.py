@@ -13,8 +13,10 @@ import torch
 from torch import Tensor
 
 from ..batch.nested import Leaf
+from ..runtime.argument_checks import check_type
 from ..runtime.collectives import sum_over_ranks, world_size
-from .weights import check_weights
+from ..runtime.devices import DeviceLike, resolve_device
+from .weights import check_minimum, check_weights
 
 __all__: list[str] = []
 
@@ -37,7 +39,7 @@ class LossSum(Leaf):
 def weighted_mean(
     losses: Sequence[Tensor],
     weights: Sequence[Weight],
-    device: torch.device | None = None,
+    device: DeviceLike | None = None,
     *,
     minimum: float = 0.0,
 ) -> Tensor:
@@ -56,6 +58,7 @@ def weighted_mean(
             loss is multiplied by ``max(weight, minimum)``, and the sum is divided by ``max(sum of weights, minimum)``.
 
     Raises:
+        TypeError: losses or weights are not lists.
         ValueError: there are no losses, or not one weight per loss; a loss is not a scalar; or a weight is negative, not finite
             or not a scalar.
 
@@ -63,7 +66,11 @@ def weighted_mean(
         >>> weighted_mean([torch.tensor(1.0), torch.tensor(4.0)], [2, 1])
         tensor(2.)
     """
-    if len(losses) != len(weights) or not losses:
+    for name, value in (("losses", losses), ("weights", weights)):
+        is_scalar = isinstance(value, Tensor) and value.dim() == 0
+        check_type(name, value, () if is_scalar else (Sequence, Tensor), "a list with one entry per replica")
+    check_minimum(minimum)
+    if len(losses) != len(weights) or not len(losses):
         raise ValueError(
             f"weighted_mean was given {len(losses)} losses and {len(weights)} weights, expected one weight "
             "per loss and at least one"
@@ -71,24 +78,35 @@ def weighted_mean(
     values = check_weights(weights)
     pairs = zip(losses, values, strict=True)
     sums = [LossSum(weighted_sum(loss, max(weight, minimum)), weight) for loss, weight in pairs]
-    return divide_once(sums, device or losses[0].device, minimum)
+    return divide_once(sums, losses[0].device if device is None else resolve_device(device), minimum)
 
 
 def weighted_sum(mean: Tensor, weight: float) -> Tensor:
     """Returns ``mean x weight`` in at least float32, or zero if the weight is zero, even if the mean is nan."""
     if isinstance(mean, float | int):
         mean = torch.tensor(float(mean))  # a loss that is a constant on this replica
-    if not isinstance(mean, Tensor):
-        raise TypeError(f"the criterion returned an object of type {type(mean).__name__}, expected a tensor with one element")
-    if mean.numel() != 1:
+    mean = check_loss(mean)
+    return mean * weight if weight else zero_of(mean)
+
+
+def check_loss(loss: Any) -> Tensor:
+    """Returns a loss as a scalar in at least float32.
+
+    Raises:
+        TypeError: it is not a tensor, or is complex. Without this check, a complex loss would be trained on by its real part.
+        ValueError: it has several elements.
+    """
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"the criterion returned an object of type {type(loss).__name__}, expected a tensor with one element")
+    if loss.is_complex():
+        name = str(loss.dtype).removeprefix("torch.")
+        raise TypeError(f"the loss is complex ({name}), expected a real scalar: return its absolute value or its real part")
+    if loss.numel() != 1:
         raise ValueError(
-            f"the loss has shape {tuple(mean.shape)}, expected a scalar: use reduction='mean' or 'sum', or give "
+            f"the loss has shape {tuple(loss.shape)}, expected a scalar: use reduction='mean' or 'sum', or give "
             "DataParallelCriterion reduction='none' for the replicas' losses as they are"
         )
-    mean = widen(mean.reshape(()))
-    if not weight:
-        return zero_of(mean)
-    return mean * weight
+    return widen(loss.reshape(()) if loss.dim() else loss)
 
 
 def widen(tensor: Tensor) -> Tensor:
@@ -139,7 +157,7 @@ def _as_scalar(value: Weight, device: torch.device) -> Tensor:
 
 
 def zero_of(*tensors: Tensor) -> Tensor:
-    """Returns a zero that is connected to ``tensors``. Its backward gives them no gradient.
+    """Returns a zero that is real and connected to ``tensors``. Its backward gives them no gradient.
 
     A gradient of zero could become nan in a loss that is 0 / 0. Without a graph there would be no backward, which the reducers
     of other ranks wait for.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..runtime.argument_checks import check_number
 from ..runtime.devices import move
 
 __all__: list[str] = []
@@ -30,6 +31,11 @@ def check_weight(weight: Any) -> float:
     if not 0 <= value < math.inf:
         raise ValueError(f"a weight is {value}, expected the divisor of the mean: finite, and not negative")
     return value
+
+
+def check_minimum(minimum: Any) -> None:
+    """Raises ``TypeError`` or ``ValueError`` unless ``minimum`` is finite and not negative."""
+    check_number("minimum", minimum, "the smallest divisor of the mean: finite, and not negative", at_least=0)
 
 
 def check_weights(weights: Sequence[Any]) -> list[float]:

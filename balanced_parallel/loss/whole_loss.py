@@ -12,7 +12,8 @@ from ..batch.row_joining import gather_ranks, join_rows
 from ..batch.row_marks import Along, Arguments, Whole, mark_leaves
 from ..batch.rows import move_leaves
 from ..runtime.devices import move
-from .coupled import CoupledLoss, is_differentiable
+from ..runtime.tensors import is_differentiable
+from .coupled import CoupledLoss
 from .criterion_copies import copy_criterion
 from .partial_sums import loss_of
 from .weighting import weighted_sum

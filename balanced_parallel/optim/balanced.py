@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..replicas.model import DataParallelModel
+from ..runtime.argument_checks import check_type
 from ..runtime.collectives import world_size
 from ..runtime.tensors import is_sharded
 from .dtensor_shards import DTensorShards
@@ -196,6 +197,7 @@ def _refuse_others(optimizer_class: type[torch.optim.Optimizer]) -> None:
 
 
 def _as_groups(params: Iterable[Any]) -> Groups:
+    check_type("params", params, Iterable, "parameters, or param groups")
     entries = list(params)
     groups = [dict(entry) for entry in entries] if entries and isinstance(entries[0], dict) else [{"params": entries}]
     for group in groups:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..batch.dims import Dims, check_dims
+from ..batch.dims import Dims, check_dim, check_dims
 from ..batch.gathering import join
 from ..batch.nested import leaves
 from ..batch.per_replica import PerReplica
@@ -18,6 +18,7 @@ from ..batch.row_marks import Arguments, dims_of_method, mark
 from ..batch.rows import count_rows, cut, move_leaves
 from ..batch.shards import find_shards
 from ..batch.splits import Shares, assign_rows
+from ..runtime.argument_checks import check_type
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.precision import Precision
 from ..runtime.random_numbers import offset_seeds
@@ -93,6 +94,8 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         nn.Module.__init__(self)  # nn.DataParallel's refuses CPUs
         check_module(module)
         refuse_meta(module)
+        check_dim(dim)
+        check_type("gather_outputs", gather_outputs, bool, "True or False")
         check_dims(in_dims, "in_dims")
         check_dims(out_dims, "out_dims")
         devices = resolve_devices(device_ids)

@@ -17,13 +17,18 @@ def check_module(module: Any) -> None:
     Raises:
         TypeError: it is a class, or not a module, or is wrapped already.
     """
-    name = getattr(module, "__name__", type(module).__name__)
-    if isinstance(module, type):
-        raise TypeError(f"the module is the class {name}, expected an instance: write {name}(...)")
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"the module is an object of type {name}, expected a torch.nn.Module")
+    check_is_module(module)
     if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
-        raise TypeError(f"the module is wrapped in {name} already, expected a plain one: pass its .module")
+        raise TypeError(f"the module is wrapped in {type(module).__name__} already, expected a plain one: pass its .module")
+
+
+def check_is_module(module: Any, name: str = "module") -> None:
+    """Raises ``TypeError`` if ``module`` is a class or not a module."""
+    kind = getattr(module, "__name__", type(module).__name__)
+    if isinstance(module, type):
+        raise TypeError(f"the {name} is the class {kind}, expected an instance: write {kind}(...)")
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"the {name} is an object of type {kind}, expected a torch.nn.Module")
 
 
 def refuse_meta(module: nn.Module) -> None:

@@ -18,6 +18,7 @@ from ..runtime.devices import current_stream
 from ..runtime.modules import BatchNorm
 from ..runtime.streams import wait_for
 from .meeting import current_replica
+from .module_checks import check_is_module
 
 __all__: list[str] = []
 
@@ -49,6 +50,7 @@ def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
         >>> bool(output.mean((0, 2, 3)).abs().max() < 1e-6)  # all 5 rows are normalized together
         True
     """
+    check_is_module(module)
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, BatchNorm)}
     lazy = [name or "the module" for name, layer in layers.items() if isinstance(layer, nn.modules.lazy.LazyModuleMixin)]
     if lazy:

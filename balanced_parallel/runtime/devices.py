@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from .argument_checks import check_type
+
 __all__: list[str] = []
 
 _WITHOUT_STREAMS = ("cpu", "meta")
@@ -56,6 +58,7 @@ def resolve_devices(device_ids: Sequence[DeviceLike] | None) -> list[torch.devic
         return visible_devices()
     if isinstance(device_ids, (int, str, torch.device)):
         raise TypeError(f"device_ids={device_ids!r} is one device, expected a list of devices: write device_ids=[{device_ids!r}]")
+    check_type("device_ids", device_ids, Sequence, "a list of devices, such as [0, 1] or ['cpu', 'cpu']")
     devices = [resolve_device(device) for device in device_ids]
     if not devices:
         raise ValueError("device_ids is empty, expected at least one device; leave it out to use every visible accelerator")

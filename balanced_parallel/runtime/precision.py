@@ -41,7 +41,7 @@ class Precision:
         if isinstance(name, Precision):
             scaler = scaler or name.scaler
             name = name.name
-        if name not in _DTYPES:
+        if not isinstance(name, str) or name not in _DTYPES:
             raise ValueError(f"precision={name!r}, expected one of {', '.join(map(repr, _DTYPES))}")
         if scaler is not None and name != "fp16":
             raise ValueError(f"precision {name!r} was given a gradient scaler, expected none: only 'fp16' needs one")

@@ -1,4 +1,4 @@
-"""Properties of tensors that torch keeps private: version counters, bases of views, gradient slots, hooks, storages."""
+"""Properties of tensors, most of which torch keeps private: version counters, bases of views, gradient slots, hooks, storages."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -21,6 +21,11 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
         return [tensor._version for tensor in tensors]
     except RuntimeError:  # inference tensors have no counter
         return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def is_differentiable(tensor: Tensor) -> bool:
+    """Returns True for floating point and complex numbers."""
+    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def is_sharded(tensor: Any) -> bool:

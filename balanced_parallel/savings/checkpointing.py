@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from ..runtime.argument_checks import check_number, check_type
 from ..runtime.byte_sizes import format_bytes, parse_bytes
 from ..runtime.modules import children_of
 from .activation_bytes import Part, measure_saved_bytes
@@ -102,6 +103,7 @@ def checkpoint_activations(
 
 def _names(module: nn.Module, blocks: str | Iterable[str]) -> list[str]:
     if blocks != "auto":
+        check_type("blocks", blocks, Iterable, "'auto', or the names of submodules")
         names = [blocks] if isinstance(blocks, str) else list(blocks)
         if not names:
             raise ValueError(f"blocks={blocks!r} is empty, {EXPECTED}")
@@ -123,7 +125,9 @@ def _segments(module: nn.Module, count: int | None, cut: bool) -> tuple[Segment,
     if type(module).forward is not nn.Sequential.forward:
         raise ValueError(f"segments={count}, but {type(module).__name__} is not an nn.Sequential: leave segments out")
     length = len(children_of(module))
-    count = max(2, round(math.sqrt(length))) if count is None else count
+    if count is None:
+        count = max(2, round(math.sqrt(length)))
+    check_number("segments", count, "the number of parts of an nn.Sequential", whole=True)
     if not 2 <= count <= length:
         raise ValueError(f"segments={count}, expected a number from 2 to the {length} modules of the nn.Sequential")
     size = length // count

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..runtime import trees
 from ..runtime.devices import keep_random_state, move
+from ..runtime.tensors import is_differentiable
 from .activation_checkpointing import Checkpointed, restore_module
 from .input_uses import InputUses
 
@@ -147,7 +148,7 @@ class _Proof:
         """Returns a copy in which every parameter is trained, also those that are frozen for now."""
         net = copy.deepcopy(self._module)
         for parameter in net.parameters():
-            parameter.requires_grad_(parameter.is_floating_point() or parameter.is_complex())
+            parameter.requires_grad_(is_differentiable(parameter))
         return net
 
 

@@ -16,7 +16,7 @@ from . import device_module
 from .categories import Category, Labels
 from .compilation import load_native
 from .torch_data_parallel import comm_for_simulated_devices
-from .waits import Wait, Waits, shorten
+from .waits import Wait, Waits, describe_steps
 
 __all__: list[str] = []
 
@@ -26,6 +26,12 @@ Memory = int | str | Sequence[int | str | None] | None
 _Numbers = tuple[list[int], list[int], Counter[tuple[str, str]], list[dict[str, int]], list[tuple[str, str]], int]  # at the end
 _entering = threading.Lock()
 _active = False
+
+_LEGEND = (
+    "moved in, moved out: copies to and from this GPU since the start.\n"
+    "waits of the host: calls for which it would wait for this GPU, listed in cluster.waits. Those after the last update are in "
+    "a step more."
+)
 
 
 class Cluster:
@@ -138,7 +144,7 @@ class Cluster:
 
     def __str__(self) -> str:
         """Returns a table with one row per device: bytes now, at the peak, by category, and moved; and the waits in each step."""
-        return self._table("simple")
+        return f"{self._table('simple')}\n\n{_LEGEND}"
 
     def _repr_html_(self) -> str:
         """Returns the table as HTML, for notebooks."""
@@ -152,10 +158,10 @@ class Cluster:
             into = sum(count for (_, target), count in moved.items() if target == device)
             out = sum(count for (source, _), count in moved.items() if source == device)
             counts = [self.live[index], self.peak[index], *parts.values(), into, out]
-            waits = shorten(self._waits.per_step(self.devices[index]))
+            waits = describe_steps(self._waits.per_step(self.devices[index]))
             rows.append([device, "no limit" if memory is None else format_bytes(memory), *map(format_bytes, counts), waits])
         headers = ["device", "memory", "now", "peak", *(category.title for category in Category), "moved in", "moved out"]
-        headers.append("waits per step")
+        headers.append("waits of the host")
         table: str = tabulate(rows, headers, tablefmt=style, stralign="right")
         return table
 
@@ -234,6 +240,8 @@ def simulate(devices: int, memory: Memory = None, *, strict: bool = True) -> Ite
             undo.callback(native.simulation_stop)
             dist.Backend.default_device_backend_map["sim"] = "gloo"
             undo.callback(dist.Backend.default_device_backend_map.pop, "sim")
+            dist.Backend.backend_capability["gloo"].append("sim")
+            undo.callback(dist.Backend.backend_capability["gloo"].remove, "sim")
             undo.enter_context(labels.watching())
             undo.enter_context(comm_for_simulated_devices(labels))
             waits = Waits(lambda: labels.steps)

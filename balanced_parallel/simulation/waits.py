@@ -115,8 +115,13 @@ def _caller(frame: FrameType | None) -> tuple[str, int]:
     return "a thread without Python code" if current_backward_id() is None else "backward", 0
 
 
-def shorten(numbers: list[int]) -> str:
-    """Formats numbers with their repetitions, the last four at most: ``41, 5 x 19``."""
-    runs = [(number, len(list(run))) for number, run in itertools.groupby(numbers)]
-    texts = [f"{number} x {count}" if count > 1 else str(number) for number, count in runs]
+def describe_steps(numbers: list[int]) -> str:
+    """Formats the number of waits in each step, the last four runs of equal ones at most: ``step 1: 41, steps 2-20: 5 each``."""
+    if not any(numbers):
+        return "none"
+    texts, first = [], 1
+    for number, run in itertools.groupby(numbers):
+        last = first + len(list(run)) - 1
+        texts.append(f"step {first}: {number}" if first == last else f"steps {first}-{last}: {number} each")
+        first = last + 1
     return ", ".join(texts if len(texts) < 5 else ["...", *texts[-4:]])

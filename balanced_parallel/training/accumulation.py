@@ -47,7 +47,7 @@ class Accumulation:
         precision: Precision,
         weight_before: float,
     ) -> None:
-        dtypes = {tensor.dtype for tensor in trained.values()}
+        dtypes = {tensor.dtype.to_real() for tensor in trained.values()}
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         self.total = torch.zeros((), dtype=dtype, device=device)
         self.weight: Weight = 0.0

@@ -5,18 +5,20 @@ import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from ..runtime import collectives
+from ..runtime.argument_checks import check_number, check_type
 from .state_trees import Path as TreePath
 from .state_trees import join_tensors, split_tensors, tensor_paths
 
 __all__: list[str] = []
 
 
+@runtime_checkable
 class Stateful(Protocol):
     """An object that can be saved, as ``torch.distributed.checkpoint.stateful.Stateful``."""
 
@@ -44,6 +46,7 @@ class Checkpoints:
 
     Raises:
         ImportError: the package safetensors is missing.
+        TypeError: a part without state.
         ValueError: no parts, or ``keep`` below 1.
 
     Example:
@@ -59,6 +62,9 @@ class Checkpoints:
     """
 
     def __init__(self, folder: str | Path, *, keep: int = 3, **parts: Stateful) -> None:
+        check_number("keep", keep, "an integer, the checkpoints that stay", whole=True)
+        for name, part in parts.items():
+            check_type(name, part, Stateful, "an object with state_dict() and load_state_dict()")
         if not parts or keep < 1:
             raise ValueError(f"{len(parts)} parts and keep={keep}, expected at least one of each: Checkpoints(folder, step=step)")
         try:
@@ -77,12 +83,13 @@ class Checkpoints:
 
         Raises:
             OSError: the save before has failed, for example on a full disk. Earlier checkpoints are still there.
-            TypeError: a state that is not made of tensors, numbers, strings and containers.
+            TypeError: the number is not an integer, or a state is not made of tensors, numbers, strings and containers.
         """
         from torch.distributed.checkpoint.state_dict_saver import async_save  # takes seconds, as the files' imports do
 
         from .checkpoint_files import Writer
 
+        check_number("number", number, "the number of updates so far", at_least=0, whole=True)
         self.wait()
         tree, tensors = split_tensors({name: part.state_dict() for name, part in self.parts.items()})
         rank, ranks = collectives.rank(), collectives.world_size()

@@ -1,11 +1,12 @@
 """Options of :class:`TrainStep` for rows that cost differently."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from ..batch.cost_cuts import Combine
 from ..loss.criterion import DataParallelCriterion
+from ..runtime.argument_checks import check_number, check_type
 from .cost_batches import Samples
 from .cost_micro_batches import CostCuts
 from .cuts import Cuts, EqualRows, Unit
@@ -57,16 +58,15 @@ def _check(options: CostOptions, micro_batch_size: int | Literal["auto"] | None)
     given = [name for name, value in options._asdict().items() if value is not None]
     if cost is None and given:
         raise ValueError(f"{given[0]}= was given without cost=, expected the cost of a row too, such as cost=len")
-    for name, value in (("cost", cost), ("collate", collate), ("combine", combine)):
-        if value is not None and not callable(value):
-            raise TypeError(f"{name}= is a {type(value).__name__}, expected a function")
+    for name, function in (("cost", cost), ("collate", collate), ("combine", combine)):
+        check_type(name, function, Callable | None, "a function")
+    for dim in trim.values() if isinstance(trim, Mapping) else [trim] if trim is not None else []:
+        check_number("trim", dim, "a dimension, or a mapping to dimensions from the names of arguments", whole=True)
     if collate is not None and trim is not None:
         raise ValueError("collate= and trim= were given: expected collate= for lists of samples, trim= for padded batches")
     if micro_batch_cost is None:
         return
     if micro_batch_size is not None:
         raise ValueError(f"micro_batch_size={micro_batch_size!r} and micro_batch_cost= were given, expected one of them")
-    if not 0 < micro_batch_cost < math.inf:
-        raise ValueError(
-            f"micro_batch_cost={micro_batch_cost!r}, expected a positive number, the cost of a device in one forward"
-        )
+    expected = "a positive number, the cost of a device in one forward"
+    check_number("micro_batch_cost", micro_batch_cost, expected, at_least=math.ulp(0.0))  # the smallest positive number

@@ -11,8 +11,8 @@ import torch
 from helpers.problems import build_net
 from helpers.ranks import run_ranks
 
-from balanced_parallel import parallelize
-from balanced_parallel.distributed.process_group import join_process_group
+from balanced_parallel import parallelize, simulate
+from balanced_parallel.distributed.process_group import end_process_group, join_process_group
 from balanced_parallel.distributed.torchrun import TorchrunEnvironment
 
 
@@ -70,3 +70,17 @@ def test_ranks_that_cannot_meet_raise_one_line_within_the_timeout(monkeypatch, r
     expected = f"rank {rank} of 2 could not join the process group at MASTER_ADDR={address}, MASTER_PORT={port}: "
     assert re.match(f"{re.escape(expected)}.*{cause}.*{remedy.format(port=port)}.*GLOO_SOCKET_IFNAME[^\n]*$", str(caught.value))
     assert time.monotonic() - start < 30  # torch tries twice, and waits in between
+
+
+def check_end(rank):
+    import torch.testing._internal.distributed.fake_pg
+
+    with simulate(2):
+        parallelize(torch.nn.Linear(4, 3))
+        end_process_group()
+
+
+def test_the_group_of_simulated_devices_ends_without_a_warning(capfd):
+    """torch left the group without a default backend, and printed "No backend of type 0 found" at its end."""
+    run_ranks(2, check_end, fresh=True)
+    assert "No backend" not in capfd.readouterr().err

@@ -8,13 +8,27 @@ from torch import nn
 from torch.nn import functional as F
 
 from balanced_parallel import (
+    BalancedBatchSampler,
     BalancedOptimizer,
+    Checkpoints,
     DataParallelCriterion,
     DataParallelModel,
+    DiceLoss,
+    PerReplica,
+    Precision,
+    RankBatchSampler,
     Rows,
     TrainStep,
+    TverskyLoss,
+    convert_sync_batchnorm,
     gather,
     memory,
+    parallelize,
+    savings,
+    scatter,
+    shard_by_cost,
+    verify,
+    weighted_mean,
 )
 
 CPUS = ["cpu"] * 3
@@ -150,3 +164,110 @@ class TestSteps:
 def test_estimates(arguments, settings, message):
     with pytest.raises(TypeError, match=message):
         memory.estimate(*arguments, **settings)
+
+
+def sampler(**settings):
+    return BalancedBatchSampler(**{"costs": [1.0, 2.0, 3.0], "batch_size": 2, **settings})
+
+
+def sharded(**settings):
+    return shard_by_cost(**{"samples": [INPUTS, INPUTS], "shards": 2, "cost": len, "collate": tuple, **settings})
+
+
+def cost_step(**settings):
+    return make_step(cost=lambda inputs: inputs.sum(1), **settings)(INPUTS, TARGETS)
+
+
+CALLS = {
+    "device_ids": [lambda value: DataParallelModel(nn.Linear(4, 3), value), lambda value: scatter(INPUTS, value)],
+    "dim": [
+        lambda value: DataParallelModel(nn.Linear(4, 3), CPUS, dim=value),
+        lambda value: DataParallelCriterion(F.cross_entropy, dim=value),
+        lambda value: gather([INPUTS], dim=value),
+        lambda value: scatter(INPUTS, CPUS, value),
+        lambda value: parallelize(nn.Linear(4, 3), dim=value),
+        lambda value: PerReplica([INPUTS], [7], value),
+    ],
+    "split": [lambda value: DataParallelModel(nn.Linear(4, 3), CPUS, split=value), lambda value: scatter(INPUTS, split=value)],
+    "gather_outputs": [lambda value: DataParallelModel(nn.Linear(4, 3), CPUS, gather_outputs=value)],
+    "precision": [lambda value: Precision(value), lambda value: make_step(precision=value)],
+    "minimum": [
+        lambda value: DataParallelCriterion(F.cross_entropy, minimum=value),
+        lambda value: weighted_mean([torch.ones(())], [1], minimum=value),
+    ],
+    "losses": [lambda value: weighted_mean(value, [1])],
+    "weights": [lambda value: weighted_mean([torch.ones(())], value)],
+    "module": [convert_sync_batchnorm, lambda value: DataParallelModel(value, CPUS)],
+    "model": [
+        lambda value: verify(value, F.cross_entropy, INPUTS, TARGETS),
+        lambda value: TrainStep(value, DataParallelCriterion(F.cross_entropy), SGD([torch.ones(1)])),
+        lambda value: BalancedOptimizer(value, SGD),
+    ],
+    "params": [lambda value: BalancedOptimizer(make_model(), SGD, value)],
+    "tolerance": [lambda value: verify(nn.Linear(4, 3), F.cross_entropy, INPUTS, TARGETS, device_ids=CPUS, tolerance=value)],
+    "entries": [lambda value: PerReplica(value, [7])],
+    "sizes": [lambda value: PerReplica([INPUTS], value)],
+    "rows": [lambda value: RankBatchSampler(value, 2)],
+    "costs": [lambda value: sampler(costs=value)],
+    "batch_size": [lambda value: sampler(batch_size=value)],
+    "seed": [lambda value: sampler(seed=value)],
+    "rank": [lambda value: sampler(rank=value)],
+    "ranks": [lambda value: sampler(ranks=value)],
+    "combine": [
+        lambda value: sampler(combine=value),
+        lambda value: sharded(combine=value),
+        lambda value: cost_step(combine=value),
+    ],
+    "samples": [lambda value: sharded(samples=value)],
+    "shards": [lambda value: sharded(shards=value)],
+    "cost": [lambda value: sharded(cost=value)],
+    "collate": [lambda value: sharded(collate=value)],
+    "trim": [lambda value: cost_step(trim=value)],
+    "micro_batch_cost": [lambda value: cost_step(micro_batch_cost=value)],
+    "keep": [lambda value: Checkpoints("unused", keep=value, net=nn.Linear(4, 3))],
+    "part": [lambda value: Checkpoints("unused", part=value)],
+    "number": [lambda value: Checkpoints("unused", net=nn.Linear(4, 3)).save(value)],
+    "smooth": [lambda value: DiceLoss(smooth=value)],
+    "alpha": [lambda value: TverskyLoss(alpha=value)],
+    "ignore_index": [lambda value: DiceLoss(ignore_index=value)],
+    "segments": [lambda value: savings.checkpoint_activations(nn.Sequential(nn.Tanh(), nn.Tanh()), segments=value)],
+    "blocks": [lambda value: savings.checkpoint_activations(nn.Sequential(nn.Tanh(), nn.Tanh()), blocks=value)],
+}
+
+
+@pytest.mark.parametrize(("name", "call"), [(name, call) for name, calls in CALLS.items() for call in calls])
+def test_types(name, call):
+    """A value that no argument takes was an error of Python, such as ``'object' object is not iterable``."""
+    with pytest.raises((TypeError, ValueError), match=rf"(?s){name}.*expected|expected.*{name}"):
+        call(object())
+
+
+@pytest.mark.parametrize("name", ["precision", "dim", "split", "combine", "costs"])
+def test_mappings(name):
+    """It was ``unhashable type: 'dict'``, among others."""
+    for call in CALLS[name]:
+        with pytest.raises((TypeError, ValueError), match=rf"{name}.*expected"):
+            call({"text": 2.5})
+
+
+@pytest.mark.parametrize("name", ["dim", "batch_size", "seed", "shards", "keep", "number", "segments"])
+def test_integers(name):
+    for call in CALLS[name]:
+        for value in (2.5, "text", True, torch.ones(2)):
+            with pytest.raises((TypeError, ValueError), match=rf"{name}.*expected"):
+                call(value)
+
+
+@pytest.mark.parametrize("name", ["losses", "weights"])
+def test_means_of_a_bare_tensor(name):
+    with pytest.raises(TypeError, match=rf"{name}=.*expected a list with one entry per replica"):
+        CALLS[name][0](torch.ones(()))
+
+
+def test_means_on_a_device_by_its_name():
+    assert weighted_mean([torch.ones(())], [1], "cpu") == 1
+
+
+def test_sizes_of_other_entries():
+    with pytest.raises(ValueError, match=r"1 entries and 2 sizes, expected the rows of each entry"):
+        PerReplica([INPUTS], [3, 4])

@@ -192,5 +192,6 @@ def test_the_table_has_the_waits_of_each_step():
             inputs.sum().item()
         assert [wait.step for wait in cluster.waits] == [1, 1, 1, 2, 3, 4, 4]
         lines = [re.split(r"\s{2,}", line.strip()) for line in str(cluster).splitlines()]
-    assert lines[0][-1] == "waits per step"
-    assert [line[-1] for line in lines[2:]] == ["3, 1 x 2, 2", "0 x 4"]
+    assert lines[0][-1] == "waits of the host"
+    assert [line[-1] for line in lines[2:4]] == ["step 1: 3, steps 2-3: 1 each, step 4: 2", "none"]
+    assert lines[-1][0].startswith("waits of the host: calls for which it would wait for this GPU")

@@ -1,0 +1,147 @@
+"""Complex parameters and outputs: training equals the plain program, and a complex loss is refused."""
+
+import pytest
+import torch
+from helpers.ranks import run_ranks
+from helpers.slow import slow_but
+from torch import nn
+from torch.nn import functional as F
+
+from balanced_parallel import (
+    AdditiveLoss,
+    BalancedOptimizer,
+    DataParallelCriterion,
+    DataParallelModel,
+    TrainStep,
+    parallelize,
+    verify,
+    weighted_mean,
+)
+from balanced_parallel.diagnostics.module_recording import relative_error
+
+CPUS = ["cpu"] * 3
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 4, dtype=torch.complex128))
+        self.phase = nn.Parameter(torch.randn(4, dtype=torch.complex128))
+        self.unused = nn.Parameter(torch.randn(4, dtype=torch.complex128))
+
+    def forward(self, inputs):
+        return inputs.to(torch.complex128) @ self.weight * self.phase.conj()
+
+
+def make_net():
+    torch.manual_seed(0)
+    return nn.Sequential(Layer(), Layer())
+
+
+def real_loss(output, target):
+    return (output.abs() - target).square().mean()
+
+
+def complex_loss(output, target):
+    return (output - target).square().mean()
+
+
+def make_batch():
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(7, 4, generator=generator, dtype=torch.float64) for _ in range(2)]
+
+
+def assert_equal_updates(net, model, criterion, rows, optimizer_class=torch.optim.Adam, balanced=False, micro_batch_size=None):
+    """Compares three clipped updates with the plain program, on all rows."""
+    plain, (inputs, targets) = make_net(), make_batch()
+    make = (lambda: BalancedOptimizer(model, optimizer_class)) if balanced else (lambda: optimizer_class(model.parameters()))
+    optimizer, expected = make(), optimizer_class(plain.parameters())
+    step = TrainStep(model, criterion, optimizer, micro_batch_size=micro_batch_size, max_grad_norm=0.1)
+    for _ in range(3):
+        loss = real_loss(plain(inputs), targets)
+        expected.zero_grad()
+        loss.backward()
+        for parameter in plain.parameters():  # optimizers of torch refuse gradients that are conjugated lazily
+            parameter.grad = None if parameter.grad is None else parameter.grad.resolve_conj()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+        expected.step()
+        torch.testing.assert_close(step(inputs[rows], targets[rows]), loss.detach())
+        torch.testing.assert_close(step.grad_norm, norm)
+    whole = [getattr(one, "full_tensor", lambda one=one: one)().detach() for one in net.parameters()]
+    torch.testing.assert_close(whole, [parameter.detach() for parameter in plain.parameters()])
+    if balanced:
+        state, wanted = optimizer.state_dict()["state"], expected.state_dict()["state"]
+        torch.testing.assert_close(state, wanted)
+
+
+class TestTraining:
+    @pytest.mark.parametrize(
+        "optimizer_class", slow_but([torch.optim.Adam, torch.optim.SGD, torch.optim.RMSprop], torch.optim.Adam)
+    )
+    @pytest.mark.parametrize("micro_batch_size", [None, 1])
+    @pytest.mark.parametrize("balanced", [False, True])
+    def test_replicas(self, balanced, micro_batch_size, optimizer_class):
+        net = make_net()
+        model, criterion = DataParallelModel(net, CPUS), DataParallelCriterion(real_loss, weight="rows")
+        assert_equal_updates(net, model, criterion, slice(None), optimizer_class, balanced, micro_batch_size)
+
+    @pytest.mark.parametrize(("strategy", "balanced"), [("ddp", False), ("ddp", True), ("fsdp", False)])
+    def test_a_rank_without_rows(self, strategy, balanced):
+        """Its zero was complex or without a graph, and the ranks waited for different collectives."""
+        run_ranks(2, check_ranks, strategy, balanced)
+
+
+def check_ranks(rank, strategy, balanced):
+    net = make_net()
+    model, criterion = parallelize(net, real_loss, ["cpu"], strategy=strategy, weight="rows")
+    assert_equal_updates(net, model, criterion, slice(0, 7) if rank == 0 else slice(0, 0), balanced=balanced)
+
+
+def statistics(output, target):
+    return (output * target).sum()
+
+
+LOSSES = [
+    pytest.param(complex_loss, {"weight": "rows"}, id="mean"),
+    pytest.param(complex_loss, {"reduction": "sum"}, id="sum"),
+    pytest.param(complex_loss, {"whole": True}, id="whole"),
+    pytest.param(nn.PoissonNLLLoss(), {}, id="torch"),
+    pytest.param(AdditiveLoss(statistics, lambda total: total * 2), {}, id="additive"),
+]
+MESSAGE = r"the loss is complex \(complex128\), expected a real scalar: return its absolute value or its real part"
+
+
+class TestComplexLosses:
+    @pytest.mark.parametrize(("loss", "settings"), LOSSES)
+    def test_criterion(self, loss, settings):
+        inputs, targets = make_batch()
+        with pytest.raises(TypeError, match=MESSAGE):
+            DataParallelCriterion(loss, **settings)(DataParallelModel(make_net(), CPUS)(inputs), targets)
+
+    @pytest.mark.parametrize("micro_batch_size", [None, 1])
+    @pytest.mark.parametrize(("loss", "settings"), LOSSES)
+    def test_step(self, loss, settings, micro_batch_size):
+        """A mean was trained on in silence."""
+        net = make_net()
+        model, criterion = DataParallelModel(net, CPUS), DataParallelCriterion(loss, **settings)
+        step = TrainStep(model, criterion, torch.optim.SGD(net.parameters()), micro_batch_size=micro_batch_size)
+        with pytest.raises(TypeError, match=MESSAGE):
+            step(*make_batch())
+
+    def test_weighted_mean(self):
+        with pytest.raises(TypeError, match=MESSAGE):
+            weighted_mean([torch.zeros((), dtype=torch.complex128)], [1])
+
+    def test_zeros_of_shards_without_rows(self):
+        """A shard without rows is not called, and has a real zero."""
+        inputs, targets = make_batch()
+        outputs = DataParallelModel(make_net(), CPUS)(inputs[:2])
+        loss = DataParallelCriterion(F.l1_loss)(outputs, targets[:2])
+        torch.testing.assert_close(loss, F.l1_loss(outputs.gather(), targets[:2]))
+
+
+def test_verify_compares_both_parts():
+    """The imaginary part was not compared."""
+    assert relative_error(torch.tensor([1 + 1j]), torch.tensor([1 - 1j])) > 1
+    inputs, targets = make_batch()
+    assert verify(make_net(), real_loss, inputs, targets, device_ids=CPUS, weight="rows").equal
