@@ -167,6 +167,9 @@ class Recovery:
                 yield
         except torch.OutOfMemoryError as error:
             reason = str(error)
+            # Without this generator's frame, which from Python 3.12 on leads to a frame of contextlib that holds the error: the
+            # cycle would keep the gradients until garbage is collected (github.com/python/cpython/issues/100964).
+            error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
         if undo is not None and not self._sync.smallest(0 if reason else 1):
             undo()
             raise torch.OutOfMemoryError(
