@@ -63,6 +63,11 @@ def current_node() -> Node | None:
     return torch._C._current_autograd_node()
 
 
+def number_of(node: Node) -> int:
+    """Returns the number of a node in the order of the forward. It tells nodes apart without keeping them."""
+    return int(node._sequence_nr())
+
+
 def current_backward_id() -> int | None:
     """Returns the number of the backward that the calling thread runs, or None outside of one. No public function exists."""
     number = torch._C._current_graph_task_id()

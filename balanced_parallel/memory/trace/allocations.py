@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor  # torch has no public modu
 from torch.utils._python_dispatch import TorchDispatchMode  # documented, but in a private module
 from torch.utils.flop_counter import flop_registry
 
-from ...runtime.autograd import current_node
+from ...runtime.autograd import current_node, number_of
 from ...runtime.modules import shared_id
 from ...runtime.streams import on_side_stream
 from ...runtime.tensors import is_sharded, storage_id
@@ -180,7 +180,7 @@ class Count(TorchDispatchMode):
 
     def _start(self) -> None:
         node = current_node()
-        number = None if node is None else node._sequence_nr()
+        number = None if node is None else number_of(node)
         if number != self._node:
             self._node, self._older = number, len(self.blocks)
         self._reused = None
