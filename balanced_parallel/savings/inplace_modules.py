@@ -1,8 +1,9 @@
 """``inplace_activations``: activations that overwrite their input, where nothing needs the input any more."""
 
+import contextlib
 import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -69,6 +70,14 @@ def _set_inplace(module: nn.Module, name: str) -> None:
     module.get_submodule(name).inplace = True  # type: ignore[assignment]
 
 
+class _BackwardInForward(Exception):
+    """A forward runs a backward of its own."""
+
+
+def _refuse_to_return(nothing: None) -> NoReturn:
+    raise _BackwardInForward
+
+
 class _Proof:
     """A plain step, and steps with activations in place that are compared with it.
 
@@ -81,17 +90,28 @@ class _Proof:
         self._module, self._call, self._have_values = module, call, have_values
         self.unsafe: set[str] = set()
         for training in (True, False):
-            uses = InputUses(watched := self._copy().train(training))
-            torch.manual_seed(0)
-            args, kwargs = self._arguments()
-            with uses, torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing):
-                outputs = watched(*args, **kwargs)  # autograd keeps nothing, so that what is alive afterwards is kept by others
-            self.unsafe |= uses.used_later() | uses.still_kept()
-            del outputs
+            try:  # autograd keeps nothing, so that what is alive afterwards is kept by others
+                self._watch(training, torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _refuse_to_return))
+            except _BackwardInForward:  # what autograd keeps counts, and its activations stay
+                self._watch(training, contextlib.nullcontext())
         # Without checkpoints, autograd finds every write to a tensor that it has saved. Inside of them it does not.
         self._variants = [False, True] if any(isinstance(child, Checkpointed) for child in module.modules()) else [False]
         self._returned: dict[str, int] = {}
         self._expected, self.allocated = self._step([], checkpointed=False)
+
+    def _watch(self, training: bool, keeping: contextlib.AbstractContextManager[Any]) -> None:
+        """Looks for later uses of inputs in a forward.
+
+        Args:
+            keeping: surrounds it, and decides what autograd keeps.
+        """
+        uses = InputUses(watched := self._copy().train(training))
+        torch.manual_seed(0)
+        args, kwargs = self._arguments()
+        with uses, keeping:
+            outputs = watched(*args, **kwargs)
+        self.unsafe |= uses.used_later() | uses.still_kept()
+        del outputs
 
     def accepted(self, names: list[str], others: list[str]) -> list[str]:
         """Returns those of ``names`` that can be in place together with ``others``, and save memory."""

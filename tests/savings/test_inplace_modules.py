@@ -274,3 +274,27 @@ def test_activations_that_save_nothing_leave_together(monkeypatch):
     net = nn.Sequential(*[layer for _ in range(6) for layer in (nn.Linear(8, 8), nn.Mish(), nn.Linear(8, 8), nn.ReLU())])
     assert savings.inplace_activations(net, torch.randn(4, 8)) == tuple(str(place) for place in range(3, 24, 4))
     assert len(steps) == 3  # the plain one, one with all, and one with those that save memory
+
+
+class Forces(nn.Module):
+    """The negative gradient of an energy."""
+
+    def __init__(self):
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.SiLU(), nn.Linear(8, 1))
+
+    def forward(self, positions):
+        with torch.enable_grad():
+            positions = positions.requires_grad_()
+            return -torch.autograd.grad(self.energy(positions).sum(), positions, create_graph=True)[0]
+
+
+def test_a_forward_that_runs_a_backward_is_watched_too():
+    inputs = torch.randn(3, 4)
+    plain, net = Forces(), Forces()
+    net.load_state_dict(plain.state_dict())
+    assert savings.inplace_activations(net, inputs) == ("energy.1",)  # ReLU keeps its output alone
+    for one in (plain, net):
+        one(inputs).square().sum().backward()
+    for one, other in zip(net.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad)
