@@ -180,7 +180,7 @@ class Count(TorchDispatchMode):
 
     def _start(self) -> None:
         node = current_node()
-        number = None if node is None else node._sequence_nr()
+        number = None if node is None else node._sequence_nr()  # as in runtime.autograd: no public number
         if number != self._node:
             self._node, self._older = number, len(self.blocks)
         self._reused = None
