@@ -32,6 +32,7 @@ from .memory.device_specs import find_kind
 from .memory.html_page import load_plotly, write_page
 from .memory.model_loading import Problem, build_criterion, build_model, build_problem, find_optimizer
 from .memory.plot import draw_report, load_pyplot
+from .memory.progress import telling
 from .memory.trace.strategies import LAYOUTS, Replicas, SingleDevice
 from .memory.tricks import measure_tricks
 from .simulation import simulate
@@ -170,7 +171,8 @@ def plan(flags: argparse.Namespace) -> int:
     """Prints the plan. Returns the exit code: 1 if nothing fits."""
     sizes: list[Any] = flags.memory.split(",") if flags.memory else [None]
     problem = _build(flags, flags.batch_size)
-    with contextlib.redirect_stdout(sys.stderr):
+    tells = telling(lambda step: print(f"trying: {step}", file=sys.stderr)) if sys.stderr.isatty() else contextlib.nullcontext()
+    with contextlib.redirect_stdout(sys.stderr), tells:
         found = memory.plan(
             problem.module,
             problem.criterion,

@@ -18,6 +18,7 @@ from .estimation import make_report, report_of
 from .length_traces import check_lengths, with_length
 from .memory_plan import MakeOptimizer, MemoryPlan
 from .plan_stages import stages_of
+from .progress import tell
 from .report import MemoryReport
 from .request import Request
 from .trace.coupled_update import plain_criterion
@@ -98,7 +99,12 @@ def plan(
     measured: list[Measured] = []
     choices: list[Choice] = []
     while stages and not any(choice.fits for choice in choices):
-        some = [Measured(request, option, limits, batch_size) for option in stages.pop(0)]
+        options = stages.pop(0)
+        tell("; ".join(option.name for option in options))
+        first = Measured(request, options[0], limits, batch_size)
+        if options[0].inplace and not first.request.inplace:
+            continue  # no activation may be in place, so this is the stage before
+        some = [first, *(Measured(request, option, limits, batch_size) for option in options[1:])]
         plain = (measured or some)[0]
         try:
             measure_what_decides(some, batch_size, plain)
