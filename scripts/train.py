@@ -220,7 +220,8 @@ def main() -> None:
     if not losses or (dist.is_initialized() and dist.get_rank() > 0):
         return
     if cluster is not None:
-        print(f"\n{cluster}")
+        alone = "" if not dist.is_initialized() else "rank 0, which uses one of its devices; every rank simulates its own:\n\n"
+        print(f"\n{alone}{cluster}")
     if flags.plot:
         compare(flags, task, before, losses, cluster)
     if flags.html:

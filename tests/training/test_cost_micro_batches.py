@@ -220,7 +220,7 @@ def test_bad_lengths_of_padded_batches_are_one_clear_error():
     [
         ({"collate": pad}, "collate= was given without cost="),
         ({"micro_batch_cost": 9}, "micro_batch_cost= was given without cost="),
-        ({"cost": 3}, "cost= is a int, expected a function"),
+        ({"cost": 3}, "cost=3, expected a function"),
         ({**SAMPLES, "trim": 1}, "collate= and trim= were given"),
         ({**SAMPLES, "micro_batch_cost": 0}, "micro_batch_cost=0, expected a positive number"),
         ({**SAMPLES, "micro_batch_cost": 9, "micro_batch_size": 2}, "micro_batch_size=2 and micro_batch_cost= were given"),
