@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import importlib.util
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,7 @@ def make_parser(description: str | None = None) -> argparse.ArgumentParser:
     add("--learning-rate", type=number(float, 0), metavar="X", help="of AdamW (default: 0.003)")
     add("--seed", type=number(int, 0), default=0, metavar="N", help="of the weights and of the order of rows (default: 0)")
     add("--workers", type=number(int, 0), default=0, metavar="N", help="processes that load data, per rank (default: 0)")
-    every = "save all state every N updates and at SIGTERM, in DIR/checkpoints (default: never)"
+    every = "save all state every N updates and at SIGTERM or Ctrl-C, in DIR/checkpoints (default: never)"
     add("--checkpoint-every", type=number(int, 1), metavar="N", help=every)
     add("--keep", type=number(int, 1), default=3, metavar="K", help="checkpoints that stay, the newest (default: 3)")
     add("--resume", action="store_true", help="go on from the newest checkpoint in DIR/checkpoints, if there is one")
@@ -91,16 +92,12 @@ def check(flags: argparse.Namespace) -> None:
         raise ValueError("--plan for --simulate needs their --memory, such as 2GiB")
     if not flags.resume and any((flags.out / "checkpoints").glob("step-*")):
         raise ValueError(f"{flags.out}/checkpoints is of another run: go on with it by --resume, or give another --out")
-    if flags.plot:
-        import matplotlib  # noqa: F401  an error now, not after the training
-
-        flags.plot.parent.mkdir(parents=True, exist_ok=True)
-    if flags.tensorboard:
-        import tensorboard  # noqa: F401
-    if flags.html:
-        import plotly  # noqa: F401
-
-        flags.html.parent.mkdir(parents=True, exist_ok=True)
+    for flag, package in (("plot", "matplotlib"), ("html", "plotly"), ("tensorboard", "tensorboard")):
+        if getattr(flags, flag) and importlib.util.find_spec(package) is None:  # an error now, not after the training
+            raise ImportError(f"--{flag} needs the package {package}: pip install {package}")
+    for path in (flags.plot, flags.html):
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
 
 
 def memory_sizes(flags: argparse.Namespace) -> Any:

@@ -26,10 +26,11 @@ def make_loader(rows: Rows, batches: RankBatchSampler, workers: int = 0) -> Data
         pin_memory=torch.accelerator.is_available(),
         persistent_workers=workers > 0,
         generator=torch.Generator(),  # the default one would advance that of dropout in each epoch
-        worker_init_fn=ignore_sigterm,
+        worker_init_fn=ignore_signals,
     )
 
 
-def ignore_sigterm(worker: int) -> None:
-    """Leaves SIGTERM to the process that trains. A scheduler may send it to all."""
+def ignore_signals(worker: int) -> None:
+    """Leaves SIGTERM and Ctrl-C to the process that trains. A scheduler and a terminal send them to all."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)

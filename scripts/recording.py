@@ -162,14 +162,14 @@ class Recorder:
     def finish(self) -> None:
         """Writes the summary and the model. Every rank calls it, for the memory of all ranks.
 
-        A run that SIGTERM has ended before all updates has none.
+        A run that a signal has ended before all updates has none.
         """
         self.bar.close()
         for file in (*self.files, self.charts) if self.charts else ():
             file.close()
         if self.done < self.total:
             if self.main:
-                print(f"SIGTERM after step {self.done}/{self.total}, all state is saved: go on with --resume", flush=True)
+                print(f"stopped after step {self.done}/{self.total}, all state is saved: go on with --resume", flush=True)
             return
         elapsed = time.perf_counter() - self.started
         peak = gather([self.peak])

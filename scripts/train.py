@@ -59,7 +59,7 @@ def train(flags: argparse.Namespace, task: Task, model: Any, criterion: DataPara
     """Trains the task's module, on the devices of a simulated cluster if there is one.
 
     Returns:
-        The loss of each step. It is empty after SIGTERM, if steps are left.
+        The loss of each step. It is empty after SIGTERM or Ctrl-C, if steps are left.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     batches = make_batches(flags, task.train)
@@ -187,7 +187,8 @@ def main() -> None:
     parser = make_parser(__doc__)
     flags = parser.parse_args()
     torch.manual_seed(flags.seed)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("balanced_parallel").setLevel(logging.INFO)  # why "auto" chose a strategy
     with contextlib.ExitStack() as stack:
         with one_line_errors(parser):
             check(flags)
@@ -219,7 +220,8 @@ def main() -> None:
     if not losses or (dist.is_initialized() and dist.get_rank() > 0):
         return
     if cluster is not None:
-        print(f"\n{cluster}")
+        alone = "" if not dist.is_initialized() else "rank 0, which uses one of its devices; every rank simulates its own:\n\n"
+        print(f"\n{alone}{cluster}")
     if flags.plot:
         compare(flags, task, before, losses, cluster)
     if flags.html:

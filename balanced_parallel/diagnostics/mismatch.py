@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..batch import nested
 from ..batch.rows import move_leaves
@@ -61,7 +61,16 @@ def find_reasons(
         loss = loss or _without_errors(loss_draws(criterion, plain.output, following, limit))
     if not loss and not losses.is_coupled:  # a coupled loss is computed from all rows, in one piece
         loss = list(loss_in_parts(plain.output, criterion, losses, targets, model.out_dims))
-    return (*reasons, *loss, *state_of_model(module, plain.module, devices), *fixed_devices(module))
+    found = (*reasons, *loss, *state_of_model(module, plain.module, devices), *fixed_devices(module))
+    return found or tuple(_own_loss(plain.output))
+
+
+def _own_loss(output: Any) -> Iterator[str]:
+    if any(isinstance(leaf, Tensor) and leaf.dim() == 0 and leaf.requires_grad for _, leaf in nested.leaves(output)):
+        yield (
+            "the model computes its own loss: give DataParallelCriterion weight=, a function (output, *targets) -> scalar that "
+            "returns the divisor of its mean, and pass the targets to the criterion too"
+        )
 
 
 def _without_errors(reasons: Iterable[str]) -> list[str]:

@@ -41,3 +41,11 @@ def test_a_loss_inside_of_the_model_has_no_rows_to_compare():
     batch = {"inputs": torch.randn(7, 4), "targets": class_targets(7, ignored=4)}
     report = verify(WithLossModule(), lambda loss, targets: loss, batch, batch["targets"], device_ids=CPUS, weight="rows")
     assert not report.equal
+    (reason,) = report.reasons  # it was "no known reason"
+    assert reason.startswith("the model computes its own loss: give DataParallelCriterion weight=")
+
+
+def test_a_loss_inside_of_the_model_with_its_weight():
+    batch = {"inputs": torch.randn(7, 4), "targets": class_targets(7, ignored=4)}
+    settings = {"device_ids": CPUS, "weight": lambda loss, targets: (targets != -100).sum()}
+    assert verify(WithLossModule(), lambda loss, targets: loss, batch, batch["targets"], **settings).equal

@@ -1,5 +1,7 @@
 """Arguments of the main job: bad input is one line and exit code 2."""
 
+import sys
+
 import pytest
 from helpers.scripts import SCRIPT, run, run_in_new_process
 
@@ -35,6 +37,17 @@ def test_invalid_arguments_exit_with_code_2(tmp_path):
     done = run_in_new_process("--out", tmp_path, "--batch-size", "0")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith("train.py: error: argument --batch-size")
+
+
+@pytest.mark.parametrize(("flag", "package"), [("tensorboard", "tensorboard"), ("html", "plotly")])
+def test_missing_packages_are_named_with_the_command(flag, package, monkeypatch, tmp_path):
+    monkeypatch.setattr(sys, "path", [str(SCRIPT.parent), *sys.path])
+    import arguments
+
+    monkeypatch.setitem(sys.modules, package, None)
+    flags = arguments.make_parser().parse_args(["--out", str(tmp_path), f"--{flag}", *(["x.html"] if flag == "html" else [])])
+    with pytest.raises(ImportError, match=f"--{flag} needs the package {package}: pip install {package}"):
+        arguments.check(flags)
 
 
 def test_help_prints_the_defaults():

@@ -57,12 +57,14 @@ def losses_of(lines):
     return [(line["step"], line["loss"]) for line in map(json.loads, lines) if "loss" in line]
 
 
-def test_sigterm_saves_and_exits_with_0_and_the_run_goes_on(undisturbed, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_exits_with_0_and_the_run_goes_on(undisturbed, tmp_path, number):
+    """After Ctrl-C the steps since the last checkpoint were lost, with a traceback."""
     command = list(map(str, [sys.executable, SCRIPT, "--out", tmp_path, *FLAGS, "--workers", 1]))
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         wait_for_step_3(process)
         began = time.monotonic()
-        os.killpg(process.pid, signal.SIGTERM)  # the workers get it too
+        os.killpg(process.pid, number)  # the workers get it too
         output, _ = process.communicate(timeout=60)
     assert process.returncode == 0
     assert time.monotonic() - began < 30
