@@ -1,7 +1,6 @@
 """``DistributedModel``: torch's ``DistributedDataParallel``, with the list of outputs that the replicas of one process return."""
 
 import contextlib
-import functools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -63,7 +62,7 @@ class DistributedModel(DistributedDataParallel):
         super().__init__(wrapped, gradient_as_bucket_view=True, find_unused_parameters=True)
         self._wrapped = [wrapped]  # in a list, so that the state_dict() has the names of the module alone
         self._frozen = {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
-        self._has_looked = False
+        self._has_run = False
         self._has_shared_buffers = False  # in the first forward of this update
         self.module = module
         self.devices = [device]
@@ -144,10 +143,7 @@ class DistributedModel(DistributedDataParallel):
             return function(*inputs, **kwargs)
 
         with self.precision.autocast(self.devices), random_numbers, self._as_wrapped() as wrapped:
-            run = functools.partial(super().forward, call, self.require_backward_grad_sync)
-            looks = torch.is_grad_enabled() and self.require_backward_grad_sync  # the reducer, for unused parameters
-            _without_advice(run) if looks and not self._has_looked else run()
-            self._has_looked = self._has_looked or looks
+            super().forward(call, self.require_backward_grad_sync)
         return PerReplica.of_forward([wrapped.take_output()], [rows], self.out_dims)
 
     @contextlib.contextmanager
@@ -156,7 +152,9 @@ class DistributedModel(DistributedDataParallel):
         children = children_of(self)
         before, children["module"] = children["module"], self._wrapped[0]
         try:
-            yield self._wrapped[0]
+            with contextlib.nullcontext() if self._has_run else _without_advice():
+                yield self._wrapped[0]
+            self._has_run = True
         finally:
             children["module"] = before
 
@@ -213,20 +211,12 @@ class _Wrapped(nn.Module):
         return output
 
 
-def _without_advice(run: Callable[[], Any]) -> None:
-    """Calls a forward without the reducer's advice to leave out ``find_unused_parameters=True``.
-
-    The reducer prints its warnings, unless a function of ``torch.Tensor`` is running, which makes them warnings of Python.
-    ``apply_`` calls back.
-    """
-
-    def call(value: float) -> float:
-        run()
-        return value
-
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    """Suppresses the advice to leave out ``find_unused_parameters=True`` if every parameter is reached."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
-        torch.zeros(1, device="cpu").apply_(call)
+        yield
 
 
 @dataclass
