@@ -62,7 +62,6 @@ class DistributedModel(DistributedDataParallel):
         super().__init__(wrapped, gradient_as_bucket_view=True, find_unused_parameters=True)
         self._wrapped = [wrapped]  # in a list, so that the state_dict() has the names of the module alone
         self._frozen = {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
-        self._has_run = False
         self._has_shared_buffers = False  # in the first forward of this update
         self.module = module
         self.devices = [device]
@@ -152,9 +151,7 @@ class DistributedModel(DistributedDataParallel):
         children = children_of(self)
         before, children["module"] = children["module"], self._wrapped[0]
         try:
-            with contextlib.nullcontext() if self._has_run else _without_advice():
-                yield self._wrapped[0]
-            self._has_run = True
+            yield self._wrapped[0]
         finally:
             children["module"] = before
 
@@ -209,14 +206,6 @@ class _Wrapped(nn.Module):
         """Returns the output of the last forward, and forgets it."""
         output, self._output = self._output, None
         return output
-
-
-@contextlib.contextmanager
-def _without_advice() -> Iterator[None]:
-    """Suppresses the advice to leave out ``find_unused_parameters=True`` if every parameter is reached."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
-        yield
 
 
 @dataclass

@@ -62,21 +62,6 @@ def test_accumulation_keeps_one_copy_of_the_gradients():
     assert max(run_ranks(2, check_memory)) < 0.3
 
 
-def check_quiet(rank):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        torch.set_warn_always(True)  # torch gives some warnings once per process, and this process has run other tests
-        model, criterion = parallelize(build_net(), nn.CrossEntropyLoss())
-        step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1))
-        step(torch.randn(3, 4), class_targets(3) % CLASSES)
-    torch.set_warn_always(False)
-    return [str(warning.message) for warning in caught]
-
-
-def test_find_unused_parameters_emits_no_warning():
-    assert run_ranks(2, check_quiet) == [[], []]
-
-
 def check_inside(rank):
     seen = []
     net = build_net()

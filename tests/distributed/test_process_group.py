@@ -73,7 +73,7 @@ def test_ranks_that_cannot_meet_raise_one_line_within_the_timeout(monkeypatch, r
 
 
 def check_end(rank):
-    import torch.testing._internal.distributed.fake_pg  # noqa: F401  as torch._dynamo does: it registers a backend
+    import torch.testing._internal.distributed.fake_pg  # as torch._dynamo does: it registers a backend
 
     with simulate(2):
         parallelize(torch.nn.Linear(4, 3))
