@@ -53,7 +53,7 @@ def run_checkpointed(
     if torch.compiler.is_compiling():  # the compiler runs operators again, with their random numbers, and no writes
         settings: dict[str, Any] = {"context_fn": make} if selective else {}
         return checkpoint(run, *leaves, use_reentrant=False, **settings)
-    contexts = make if selective else noop_context_fn
+    contexts = _selective_contexts if selective else noop_context_fn
     # Tensors are passed by position: torch finds the devices, and thereby autocast, from positional arguments only.
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     before = versions(tensors)
@@ -69,6 +69,13 @@ def run_checkpointed(
             "module that does; call checkpoint_activations before inplace_activations, which then leaves that module as it is"
         )
     return outputs
+
+
+def _selective_contexts() -> Contexts:
+    """Returns torch's contexts of selective checkpointing. Hooks of saved tensors do not get the outputs that it keeps."""
+    first, again = create_selective_checkpoint_contexts(keep_expensive)
+    first.respect_saved_tensors_hooks = False  # as before torch 2.15, which warns that None will mean True
+    return first, again
 
 
 def _contexts(owners: list[nn.Module], devices: list[torch.device], inner: Contexts) -> Contexts:

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from balanced_parallel import DataParallelModel, savings, simulate
+from balanced_parallel.savings.recomputation import run_checkpointed
 
 
 class Later(nn.Module):
@@ -126,3 +127,14 @@ def test_spectral_norm_runs_again_with_the_weight_of_the_forward(double):
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-10)
     for one, other in zip(nets[0].buffers(), nets[1].buffers(), strict=True):
         assert one.equal(other)
+
+
+def test_hooks_of_saved_tensors_do_not_get_what_a_selective_checkpoint_keeps():
+    """Torch 2.15 warned of it."""
+    packed = []
+    net, inputs = nn.Linear(4, 3), torch.ones(2, 4, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor):
+        outputs = run_checkpointed([net], lambda x: net(x).exp(), (inputs,), {}, name="Linear", selective=True)
+    assert [tensor.shape for tensor in packed if tensor.numel()] == [inputs.shape]  # torch 2.11 also saves an empty one
+    outputs.sum().backward()
+    assert torch.equal(inputs.grad, net(inputs).exp() @ net.weight)
