@@ -35,15 +35,14 @@ class BlockOrder:
         Raises:
             RuntimeError: a rank has run others.
         """
+        ran, self._ran = self._ran, []
         if not self._names[1:]:
             return  # the root alone has no order
-        digest = zlib.crc32(str(self._ran).encode()) % 2**20  # its square, summed over the ranks, fits into 64 bits
+        digest = zlib.crc32(str(ran).encode()) % 2**20  # its square, summed over the ranks, fits into 64 bits
         total, squares = sum_over_ranks(torch.tensor([digest, digest * digest])).tolist()
         if world_size() * squares == total * total:  # no variance
-            self._ran.clear()
             return
-        orders = gather_objects([self._names[number] for number in self._ran])
-        self._ran.clear()
+        orders = gather_objects([self._names[number] for number in ran])
         rank, expected, found = next(
             (rank, *blocks)
             for rank, order in enumerate(orders)

@@ -62,7 +62,7 @@ class ShardedModel(nn.Module):
         self.units = [cast(Any, unit) for unit in shard(module, mesh, self.precision, StateOfRank0(device).send)]
         names = {id(part): name for name, part in without_compilation(module).named_modules()}
         for unit in self.units:
-            self.gradients.add(unit, names.get(id(unit)) or "of the whole module")
+            self.gradients.add(unit, names.get(id(unit)) or "root")
         self.module = module
         self.devices = [device]
         self.split = None

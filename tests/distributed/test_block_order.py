@@ -8,6 +8,7 @@ from helpers.ranks import run_ranks
 from torch import nn
 
 from balanced_parallel import TrainStep, parallelize
+from balanced_parallel.distributed.block_order import BlockOrder
 
 
 class Experts(nn.Module):
@@ -59,3 +60,12 @@ def check_experts(rank):
 
 def test_blocks_that_differ_between_ranks_raise_an_error():
     run_ranks(2, check_experts)
+
+
+def test_a_module_without_blocks_keeps_no_record():
+    order = BlockOrder()
+    order.add("root")
+    for _ in range(3):  # it grew with every forward
+        order.note(0)
+        order.compare()
+    assert vars(order) == {"_ran": [], "_names": ["root"]}

@@ -87,7 +87,7 @@ class TestTraining:
 
     @pytest.mark.parametrize(("strategy", "balanced"), [("ddp", False), ("ddp", True), ("fsdp", False)])
     def test_a_rank_without_rows(self, strategy, balanced):
-        """Its zero was complex or without a graph, and the ranks waited for different collectives."""
+        """Checks the zero of such a rank. It was complex or without a graph, and the ranks waited for different collectives."""
         run_ranks(2, check_ranks, strategy, balanced)
 
 

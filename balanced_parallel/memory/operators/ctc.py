@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .registration import aten_kernels
+
 __all__: list[str] = []
 
 _aten = torch.ops.aten
@@ -34,12 +36,9 @@ CTC_RULES = {
 @contextlib.contextmanager
 def lengths_as_tensors() -> Iterator[None]:
     """Makes tensors of lists of lengths in Python. In C++, torch writes them to the memory that fake tensors do not have."""
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("ctc_loss.IntList", _ctc_of_lists, "AutogradCPU")
-    try:
+    with aten_kernels() as library:
+        library.impl("ctc_loss.IntList", _ctc_of_lists, "AutogradCPU")
         yield
-    finally:
-        library._destroy()
 
 
 def _ctc_of_lists(scores: Tensor, targets: Tensor, steps: Sequence[int], lengths: Sequence[int], *settings: Any) -> Tensor:

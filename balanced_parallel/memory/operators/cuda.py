@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.trees import map_tensors
+from .registration import aten_kernels
 from .rnn import cudnn_recurrence, refused_recurrence
 
 __all__: list[str] = []
@@ -38,14 +39,11 @@ def _cuda_operators(fuses: bool) -> Iterator[None]:
     """Registers dropout with a mask of one byte per element, and fused attention.
 
     A dispatch mode would not be active when checkpointing recomputes a forward in the backward."""
-    library = torch.library.Library("aten", "IMPL")
-    try:
+    with aten_kernels() as library:
         library.impl("dropout", _dropout, "AutogradCPU")
         if fuses:
             library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
         yield
-    finally:
-        library._destroy()
 
 
 @contextlib.contextmanager
@@ -53,8 +51,7 @@ def _cuda_autocast() -> Iterator[None]:
     """Gives autocast of the CPU the lists of CUDA. No public function reads or changes the lists."""
     registrations = torch._C._dispatch_get_registrations_for_dispatch_key  # as above
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key  # as above
-    library = torch.library.Library("aten", "IMPL")
-    try:
+    with aten_kernels() as library:
         for name in (*_FP32, *_FP32_UNLESS_TOLD):
             base, _, overload = name.partition(".")
             packet = getattr(torch.ops.aten, base, None)
@@ -65,8 +62,6 @@ def _cuda_autocast() -> Iterator[None]:
             if name.startswith("aten::") and not has_kernel(name, "AutocastCUDA"):
                 library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU", allow_override=True)
         yield
-    finally:
-        library._destroy()
 
 
 def _in_float32(operator: Any, unless_told: bool) -> Callable[..., Any]:

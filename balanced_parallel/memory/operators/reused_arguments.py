@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.autograd import current_node
+from .registration import aten_kernels
 
 __all__: list[str] = []
 
@@ -58,12 +59,9 @@ def _caller() -> CodeType:
 @contextlib.contextmanager
 def bias_in_place() -> Iterator[None]:
     """Adds the bias of a linear layer in place if its input is not contiguous, as torch does without a mode."""
-    library = torch.library.Library("aten", "IMPL")
-    library.impl("linear", _linear, "AutogradCPU")
-    try:
+    with aten_kernels() as library:
+        library.impl("linear", _linear, "AutogradCPU")
         yield
-    finally:
-        library._destroy()
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

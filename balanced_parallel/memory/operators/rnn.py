@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import UnknownMemory
+from .registration import aten_kernels
 from .workspaces import LARGEST, Call, Like, note_call, sizes_of
 
 __all__: list[str] = []
@@ -70,13 +71,10 @@ def refused_recurrence() -> Iterator[None]:
 @contextlib.contextmanager
 def _registered(kernel: Any, names: Iterable[str]) -> Iterator[None]:
     """Registers a kernel. A dispatch mode would not be active when checkpointing recomputes a forward in the backward."""
-    library = torch.library.Library("aten", "IMPL")
-    try:
+    with aten_kernels() as library:
         for name in names:
             library.impl(f"{name}.input", functools.partial(kernel, name), "AutogradCPU")
         yield
-    finally:
-        library._destroy()
 
 
 def _refuse(name: str, *_: Any) -> Any:

@@ -126,12 +126,17 @@ def _trace(request: Request, rows: int) -> Trace:
     batch = fake_batch((request.inputs, request.targets), whole, request.rows, mode, place, request.dim)
     count = Count(names_of({"": module, "criterion": criterion}), request.scalar, notes=request.kind.scratch)
     choices = cuda_choices(request.kind.fuses) if request.kind.like_cuda else contextlib.nullcontext()
-    patches = undisturbed(), devices_that_mix(), rows_of_one_sequence(), bias_in_place(), lengths_as_tensors(), choices
-    with contextlib.ExitStack() as stack:
-        for patch in patches:
-            stack.enter_context(patch)
-        with mode, _unknown_memory():
-            _run(request, count, module, criterion, batch, rows)
+    with (
+        undisturbed(),
+        devices_that_mix(),
+        rows_of_one_sequence(),
+        bias_in_place(),
+        lengths_as_tensors(),
+        choices,
+        mode,
+        _unknown_memory(),
+    ):
+        _run(request, count, module, criterion, batch, rows)
     events = _ordered(count.events, {call.position for call in count.calls})
     traced = min(request.micro_batches, TRACED)
     return Trace(rows, traced, count.blocks, events, count.operators, count.marks, count.flops, count.calls)
