@@ -258,7 +258,7 @@ def _show(flags: argparse.Namespace, problem: Problem, found: Any, report: Any, 
         if flags.plot and report is not None:
             draw_report(flags.plot, report, capacity)
         if flags.html and report is not None:
-            write_page(flags.html, report, capacity, None if found is report else found)
+            write_page(flags.html, report, capacity, "" if found is report else found._repr_html_())
     print(found.to_json() if flags.json else found)
     for path in filter(None, (flags.plot, flags.html)):
         print(f"wrote {path}" if report is not None else f"nothing fits, so {path} was not written", file=aside)

@@ -14,9 +14,10 @@ from .errors import UnknownMemory
 from .extrapolation import Lines
 from .length_budget import largest_cost
 from .length_traces import trace_lengths
-from .request import Request
 from .trace.coupled_update import is_coupled
+from .trace.inplace_names import with_inplace_activations
 from .trace.optimizer_choice import OptimizerChoice
+from .trace.traced_request import Request
 from .trace.tracer import Trace, run_traces
 
 __all__: list[str] = []
@@ -96,7 +97,7 @@ class Measured:
             update_rows=batch_size,
         )
         if option.inplace:
-            self.request = self.request.in_place()
+            self.request = with_inplace_activations(self.request)
         self._lines: dict[int, Lines] = {}
 
     def lines(self, micro_batches: int) -> Lines:

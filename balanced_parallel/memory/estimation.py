@@ -15,8 +15,9 @@ from .length_traces import trace_lengths
 from .operators.rnn import SOURCE as RECURRENCE
 from .other_batches import OtherBatches, runs
 from .report import PARTS, MemoryReport
-from .request import Request
+from .request import make_request
 from .trace.coupled_update import is_coupled, plain_criterion
+from .trace.traced_request import Request
 from .trace.tracer import Trace, run_traces
 
 __all__: list[str] = []
@@ -86,7 +87,7 @@ def estimate(
         >>> report.parts[0]["parameters"], report.parts[0]["optimizer state"]
         (10280, 20568)
     """
-    request = Request.of(
+    request = make_request(
         module,
         plain_criterion(criterion),
         inputs,

@@ -17,9 +17,9 @@ from ..batch.splits import split_sizes
 from .caching_allocator import replay
 from .device_specs import DeviceKind
 from .operators.workspaces import LARGEST, SMALL, Call, may_need_scratch, scratch_of
-from .request import Request
 from .trace.allocations import Block
 from .trace.fake_devices import host_of
+from .trace.traced_request import Request
 from .trace.tracer import Trace
 
 __all__: list[str] = []

@@ -20,9 +20,9 @@ from .length_traces import LengthTraces, trace_lengths, with_length
 from .other_batches import trace_exactly
 from .remedies import explain
 from .report import MemoryReport
-from .request import Request
 from .step_request import bytes_in_use, kind_of, request_of_step
 from .trace.coupled_update import is_coupled
+from .trace.traced_request import Request
 
 __all__: list[str] = []
 

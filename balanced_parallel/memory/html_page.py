@@ -4,15 +4,11 @@ import html
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..runtime.byte_sizes import UNITS, format_bytes, parse_each
 from .holders import holders_table
-from .plot import titled_phases
 from .report import MemoryReport
-
-if TYPE_CHECKING:
-    from .memory_plan import MemoryPlan
 
 __all__: list[str] = []
 
@@ -55,7 +51,7 @@ def write_page(
     path: Path | str,
     report: MemoryReport,
     capacity: int | str | Sequence[int | str] | None = None,
-    plan: "MemoryPlan | None" = None,
+    options: str = "",
 ) -> None:
     """Writes the page: memory of each device over the step with its phases, a slider for rows, the holders, and the options.
 
@@ -63,7 +59,7 @@ def write_page(
         path: of the file.
         report: a result of :func:`estimate`, not read from a file.
         capacity: bytes or text such as ``"24GiB"``, for each device or one for all. It is drawn as a line.
-        plan: adds the table of its options.
+        options: HTML of the options of a plan, added as a section.
 
     Raises:
         ImportError: plotly is not installed.
@@ -73,7 +69,7 @@ def write_page(
     rows = _rows_of_slider(report, limits)
     pages = [_page(report, count, limits) for count in rows]
     title = f"{report.layout} on {report.devices} x {report.device_kind}, {report.precision}"
-    options = "" if plan is None else f"<h2>Options of the plan</h2>\n{plan._repr_html_()}"
+    options = options and f"<h2>Options of the plan</h2>\n{options}"
     first = pages[rows.index(report.rows)]
     figure = _figure(report, rows, limits).to_html(full_html=False, include_plotlyjs=True, div_id="memory")
     assumed = "".join(f"<p>{html.escape(name)}: {html.escape(source)}</p>" for name, source in report.assumed.items())
@@ -81,6 +77,12 @@ def write_page(
         assumed=assumed, title=html.escape(title), figure=figure, options=options, pages=json.dumps(pages), **first
     )
     Path(path).write_text(text, encoding="utf-8")
+
+
+def titled_phases(report: MemoryReport) -> dict[str, int]:
+    """Returns the phases with their titles: the backward of the last micro-batch is not the only one."""
+    titles = {"backward": "last backward"} if report.micro_batches > 1 else {}
+    return {titles.get(name, name): place for name, place in report.phases.items()}
 
 
 def _rows_of_slider(report: MemoryReport, limits: Sequence[int]) -> list[int]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..batch.nested import leaves, map_leaves
 from .extrapolation import Lines
-from .request import Request
+from .trace.traced_request import Request
 from .trace.tracer import Trace, run_traces
 
 __all__: list[str] = []

@@ -21,6 +21,7 @@ from ..savings.gradient_release import release_gradients_in_backward
 from ..savings.language_model_heads import replace_lm_head
 from ..training.step import TrainStep
 from .choices import Choice, choice_of, row_of
+from .html_page import write_page
 from .offloading_step import OffloadingStep
 from .report import MemoryReport
 from .trace.applied_savings import set_inplace
@@ -178,12 +179,10 @@ class MemoryPlan:
             ImportError: plotly is not installed.
             ValueError: nothing fits, or this plan was read from JSON.
         """
-        from .html_page import write_page
-
         if self.report is None:
             reason = "this plan was read from JSON" if self.fits else f"nothing fits: {self.advice}"
             raise ValueError(f"there is no report to show: {reason}")
-        write_page(path, self.report, self.capacity, self)
+        write_page(path, self.report, self.capacity, self._repr_html_())
 
     def to_json(self) -> str:
         """Returns the plan as JSON, without its report."""

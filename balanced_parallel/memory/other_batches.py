@@ -8,8 +8,8 @@ from typing import Any
 
 from .extrapolation import Lines
 from .holders import Holder, holders_of
-from .request import Request
 from .snapshots import make_snapshot
+from .trace.traced_request import Request
 from .trace.tracer import run_traces
 
 __all__: list[str] = []

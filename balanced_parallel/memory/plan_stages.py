@@ -6,9 +6,9 @@ from typing import Any
 
 from ..savings.activation_checkpointing import find_blocks
 from .candidates import Option
-from .request import Request
 from .small_optimizers import smaller_optimizers
 from .trace.optimizer_choice import OptimizerChoice
+from .trace.traced_request import Request
 from .trace.tracer import Trace, try_traces
 
 __all__: list[str] = []

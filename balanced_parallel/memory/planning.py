@@ -20,7 +20,7 @@ from .memory_plan import MakeOptimizer, MemoryPlan
 from .plan_stages import stages_of
 from .progress import tell
 from .report import MemoryReport
-from .request import Request
+from .request import make_request
 from .trace.coupled_update import plain_criterion
 
 __all__: list[str] = []
@@ -77,7 +77,7 @@ def plan(
         >>> MemoryPlan.from_json(found.to_json()) == found
         True
     """
-    request = Request.of(
+    request = make_request(
         module,
         plain_criterion(criterion),
         inputs,

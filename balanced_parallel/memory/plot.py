@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..runtime.byte_sizes import UNITS, format_bytes, parse_each
+from .html_page import titled_phases
 from .report import PARTS, MemoryReport
 
 __all__: list[str] = []
@@ -76,12 +77,6 @@ def _draw_parts(axis: Any, report: MemoryReport, limits: Sequence[int]) -> None:
             axis.hlines(limit / unit, place - 0.45, place + 0.45, color="black", linestyle="dashed")
     axis.set_xticks(places, [f"device {place}" for place in places])
     axis.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1, 1))  # outside of the axes, which the bars fill
-
-
-def titled_phases(report: MemoryReport) -> dict[str, int]:
-    """Returns the phases with their titles: the backward of the last micro-batch is not the only one."""
-    titles = {"backward": "last backward"} if report.micro_batches > 1 else {}
-    return {titles.get(name, name): place for name, place in report.phases.items()}
 
 
 def _draw_step(axis: Any, report: MemoryReport) -> None:

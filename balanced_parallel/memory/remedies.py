@@ -8,7 +8,8 @@ from ..savings.activation_checkpointing import find_blocks
 from .estimation import make_report
 from .extrapolation import Lines
 from .holders import Holder
-from .request import Request
+from .trace.inplace_names import with_inplace_activations
+from .trace.traced_request import Request
 from .trace.tracer import run_traces
 
 __all__: list[str] = []
@@ -42,7 +43,7 @@ def remedies(request: Request) -> Iterator[tuple[str, Request]]:
     if not request.blocks and (blocks := find_blocks(request.module)):
         yield "checkpoint_activations", dataclasses.replace(request, blocks=blocks)
     if not request.inplace and any(getattr(part, "inplace", None) is False for part in request.module.modules()):
-        yield "inplace_activations", request.in_place()
+        yield "inplace_activations", with_inplace_activations(request)
     if "offload_activations" not in request.savings:
         yield "offload_activations", dataclasses.replace(request, savings=(*request.savings, "offload_activations"))
     if not request.balanced and request.layout.takes_balanced_optimizer and request.devices > 1:

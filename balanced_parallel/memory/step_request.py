@@ -19,8 +19,10 @@ from ..savings.gradient_release import release_of
 from ..training.step import TrainStep
 from ..training.update import each_optimizer
 from .device_specs import DeviceKind, find_kind
-from .request import Request
-from .trace.existing_step import ExistingOptimizers, ReplicasOfStep
+from .request import make_request
+from .trace.existing_step import ExistingOptimizers
+from .trace.strategies import ReplicasOfStep
+from .trace.traced_request import Request
 
 __all__: list[str] = []
 
@@ -47,7 +49,7 @@ def request_of_step(step: TrainStep, inputs: Any, targets: Any) -> Request:
     kind = kind_of(model.devices[0])
     optimizers = each_optimizer(step.optimizer)
     of_model = model.precision.name
-    request = Request.of(
+    request = make_request(
         model.module,
         criterion if is_local or criterion.is_coupled else criterion.module,
         inputs,

@@ -12,9 +12,9 @@ from ..batch.nested import map_leaves
 from ..batch.row_marks import Arguments
 from ..savings.checkpointing import checkpoint_activations
 from ..savings.linear_cross_entropy import LinearCrossEntropy
-from .request import Request
 from .trace.optimizer_choice import OptimizerChoice
 from .trace.plain_program import compute_loss
+from .trace.traced_request import Request
 
 __all__: list[str] = []
 

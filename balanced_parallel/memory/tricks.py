@@ -15,10 +15,12 @@ from tabulate import tabulate
 from ..runtime.byte_sizes import format_bytes
 from .estimation import report_of
 from .report import MemoryReport
-from .request import Request
+from .request import make_request
 from .small_optimizers import smaller_optimizers
 from .trace.coupled_update import plain_criterion
+from .trace.inplace_names import with_inplace_activations
 from .trace.strategies import Replicas
+from .trace.traced_request import Request
 from .trace.tracer import Job
 from .trick_rows import Comparison, Trick, measure_rows
 from .trick_variants import (
@@ -79,7 +81,7 @@ def measure_tricks(module: Any, criterion: Any, inputs: Any, targets: Any, *, de
     """
     settings = {"optimizer": torch.optim.AdamW, "precision": "fp32", "device_kind": None, "dim": 0, "scalar": None, **settings}
     layout = "single" if devices == 1 else Replicas.name
-    request = Request.of(module, plain_criterion(criterion), inputs, targets, layout=layout, devices=devices, **settings)
+    request = make_request(module, plain_criterion(criterion), inputs, targets, layout=layout, devices=devices, **settings)
     report = report_of(request, request.rows)
     peak = max(report.peak)
     return TrickTable(peak, tuple(measure_rows(list(_rows(request, report, peak)))), report)
@@ -126,7 +128,7 @@ Compare = Callable[..., Comparison]
 
 
 def _of_activations(request: Request, less: Compare, more: Compare) -> Iterator[Comparison]:
-    yield less("in-place activations", "nothing", request.in_place)
+    yield less("in-place activations", "nothing", lambda: with_inplace_activations(request))
     criterion = request.criterion
     yield more(
         "`del` of the output after the loss", "nothing", lambda: change(request, criterion=keeping(criterion, outputs=True))

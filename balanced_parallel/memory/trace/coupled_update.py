@@ -27,7 +27,7 @@ from .fake_devices import HOME
 from .traced_replicas import TracedCriterion, make_replicas
 
 if TYPE_CHECKING:
-    from ..request import Request
+    from .traced_request import Request
 
 __all__: list[str] = []
 

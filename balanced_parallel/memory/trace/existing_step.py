@@ -5,16 +5,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ...loss.criterion import DataParallelCriterion
 from ...optim.balanced import BalancedOptimizer
 from ...replicas.model import DataParallelModel
-from ...runtime.precision import Precision
-from .fake_devices import fake_devices
 from .optimizer_choice import use_kernels
-from .strategies import Replicas
-from .traced_replicas import TracedModel
 
 __all__: list[str] = []
 
@@ -96,18 +91,3 @@ class Together:
         """Clears the gradients of all parameters."""
         for one in self.optimizers:
             one.zero_grad()
-
-
-class ReplicasOfStep(Replicas):
-    """Replicas with the settings of a model and a criterion that exist. The criterion of the request is the wrapped one."""
-
-    def wrap(self, module: nn.Module, criterion: DataParallelCriterion) -> tuple[TracedModel, Any]:
-        """Returns the model and the criterion on fake devices."""
-        request = self.request
-        devices = fake_devices(request.devices)
-        model = TracedModel(module, devices, self.replicas[0], split=request.split, dim=request.dim, precision=request.precision)
-        criterion.devices = criterion.output_device = None
-        criterion.replicas = self.replicas[1]
-        if criterion.precision.name == "fp32":
-            criterion.precision = Precision(request.precision)
-        return model, criterion

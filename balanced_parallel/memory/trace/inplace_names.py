@@ -1,7 +1,7 @@
 """The activations that may be in place, found on fake copies in a process of its own."""
 
 import contextlib
-from typing import TYPE_CHECKING
+import dataclasses
 
 from torch._subclasses.fake_tensor import FakeTensorMode  # torch has no public module of fake tensors
 
@@ -13,14 +13,17 @@ from .child_process import start_in_child
 from .fake_devices import HOME
 from .fake_tensors import fake_batch, fake_copy
 from .patches import undisturbed
-
-if TYPE_CHECKING:
-    from ..request import Request
+from .traced_request import Request
 
 __all__: list[str] = []
 
 
-def inplace_names(request: "Request") -> tuple[str, ...]:
+def with_inplace_activations(request: Request) -> Request:
+    """Returns the request with every activation in place that may be."""
+    return dataclasses.replace(request, inplace=inplace_names(request))
+
+
+def inplace_names(request: Request) -> tuple[str, ...]:
     """Returns the names of the modules that :func:`inplace_activations` changes, after the other savings of the request.
 
     Nothing is computed: the memory that operators read and keep decides, and the version counters of autograd.

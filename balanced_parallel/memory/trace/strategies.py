@@ -12,6 +12,7 @@ from ...batch.gathering import gather
 from ...batch.row_marks import Arguments
 from ...batch.rows import move_leaves
 from ...distributed.sharding import shard
+from ...loss.criterion import DataParallelCriterion
 from ...optim.balanced import BalancedOptimizer
 from ...runtime.precision import Precision
 from ...runtime.tensors import get_gradient
@@ -23,7 +24,7 @@ from .torch_data_parallel import run_replicas
 from .traced_replicas import TracedModel, make_replicas
 
 if TYPE_CHECKING:
-    from ..request import Request
+    from .traced_request import Request
 
 __all__: list[str] = []
 
@@ -263,6 +264,21 @@ class TorchDataParallel(Layout):
         with Precision(self.request.precision).autocast([HOME]):
             output = gather(run_replicas(self.module, arguments, devices, dim), HOME, dim)
             return compute_loss(self.criterion, output, move_leaves(targets, HOME))
+
+
+class ReplicasOfStep(Replicas):
+    """Replicas with the settings of a model and a criterion that exist. The criterion of the request is the wrapped one."""
+
+    def wrap(self, module: nn.Module, criterion: DataParallelCriterion) -> tuple[TracedModel, Any]:
+        """Returns the model and the criterion on fake devices."""
+        request = self.request
+        devices = fake_devices(request.devices)
+        model = TracedModel(module, devices, self.replicas[0], split=request.split, dim=request.dim, precision=request.precision)
+        criterion.devices = criterion.output_device = None
+        criterion.replicas = self.replicas[1]
+        if criterion.precision.name == "fp32":
+            criterion.precision = Precision(request.precision)
+        return model, criterion
 
 
 LAYOUTS: dict[str, type[Layout]] = {layout.name: layout for layout in (SingleDevice, Replicas, DDP, FSDP, TorchDataParallel)}

@@ -27,7 +27,6 @@ from ..operators.ctc import lengths_as_tensors
 from ..operators.cuda import cuda_choices
 from ..operators.reused_arguments import bias_in_place
 from ..operators.workspaces import Call
-from ..request import Request
 from .allocations import Block, Count
 from .applied_savings import around_update, change_module, change_optimizers, set_inplace
 from .child_process import runs_in_parent_only, start_in_child
@@ -36,6 +35,7 @@ from .fake_tensors import fake_batch, fake_copy, names_of
 from .optimizer_choice import refuse_merges
 from .patches import counting_random_states, devices_that_mix, rows_of_one_sequence, shapes_of_shards_uncounted, undisturbed
 from .strategies import Layout
+from .traced_request import Request
 
 __all__: list[str] = []
 
