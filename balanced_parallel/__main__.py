@@ -1,12 +1,14 @@
 """Memory of a training step before it runs, and problems of a model with replicas.
 
-What a step needs:     python -m balanced_parallel estimate --model net.py:build --input 3x224x224 --batch-size 256 --devices 4
-How it fits:           python -m balanced_parallel plan --model net.py:build --input 128:int64 --batch-size 512 --memory 24GiB
-What would save:       python -m balanced_parallel tricks --model net.py:build --input 3x224x224 --batch-size 256 --devices 4
-What will go wrong:    python -m balanced_parallel doctor --model net.py:build
-What will wait:        python -m balanced_parallel doctor --model net.py:build --input 3x224x224
+What a step needs:     python -m balanced_parallel estimate --problem net.py:build --devices 4
+How it fits:           python -m balanced_parallel plan --problem net.py:build --batch-size 512 --memory 24GiB
+What would save:       python -m balanced_parallel tricks --problem net.py:build --devices 4
+What will go wrong:    python -m balanced_parallel doctor --problem net.py:build
 
-No accelerator is needed, and the model takes no memory, except in the last command, which runs it. The exit code is 0 for
+``build`` is a function that returns ``(module, criterion, inputs, targets)``. For a module alone, ``--input 4,3,224,224`` is the
+shape of its input, and the loss is the mean of its output. With inputs, the doctor also runs a step on two simulated devices.
+
+No accelerator is needed, and the model takes no memory, except for the doctor, which runs it. The exit code is 0 for
 success, 1 if nothing fits or the doctor finds a problem, and 2, with one line on stderr, if the model or a flag is wrong.
 """
 
@@ -21,17 +23,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
 
 from . import memory
 from .diagnostics.doctor import examine, is_note
 from .diagnostics.waiting import find_waits
-from .loss.targets import targets_of
-from .memory.batch_shapes import build_batch
 from .memory.device_specs import find_kind
 from .memory.html_page import load_plotly, write_page
-from .memory.model_loading import Problem, build_criterion, build_model, build_problem, find_optimizer
 from .memory.plot import draw_report, load_pyplot
+from .memory.problem import Problem, build_problem
 from .memory.progress import telling
 from .memory.trace.strategies import LAYOUTS, Replicas, SingleDevice
 from .memory.tricks import measure_tricks
@@ -75,11 +74,9 @@ def make_parser() -> OneLineParser:
     tricks = commands.add_parser("tricks", allow_abbrev=False, help="the bytes that each known trick saves for the model")
     doctor = commands.add_parser("doctor", allow_abbrev=False, help="problems of the model with replicas")
     for command in (estimate, plan, tricks, doctor):
-        _add_model(command)
+        _add_problem(command)
     for command in (estimate, plan, tricks):
-        _add_batch(command, required=True)
         _add_step(command)
-    _add_batch(doctor, required=False)
     add = estimate.add_argument
     add("--layout", choices=LAYOUTS, help="how the devices are used (default: single, replicas on several devices)")
     add("--micro-batch-size", type=positive, metavar="N", help="rows per device in one forward (default: its whole share)")
@@ -95,42 +92,19 @@ def make_parser() -> OneLineParser:
     return parser
 
 
-def _add_model(parser: OneLineParser) -> None:
+def _add_problem(parser: OneLineParser) -> None:
     add = parser.add_argument
-    add(
-        "--model",
-        required=True,
-        metavar="FILE.py:NAME",
-        help="or package.module:name; a function without arguments that returns a module or (module, criterion), or a class",
-    )
-    add("--criterion", metavar="NAME", help="a loss of torch.nn, or file.py:name (default: the model's, else CrossEntropyLoss)")
-
-
-def _add_batch(parser: OneLineParser, *, required: bool) -> None:
-    add = parser.add_argument
-    add(
-        "--input",
-        required=required,
-        default=None if required else [],
-        action="append",
-        metavar="SHAPE",
-        help="of one row, such as 3x224x224, or 128:int64 for token ids (default dtype: float32); once for each input. "
-        "NAME=SHAPE is a keyword argument; dots nest: pair.0=4 and pair.1=4 make a tuple, batch.ids=4 and batch.mask=4 a dict",
-    )
-    add(
-        "--target",
-        action="append",
-        default=[],
-        metavar="SHAPE",
-        help="of one row, as for --input (names make a dict); ':int64' is one number per row (default: as the criterion takes)",
-    )
-    add("--dim", type=dimension, default=0, metavar="N", help="the dimension of the rows, which shapes leave out (default: 0)")
-    rows = "rows per update, over all devices and ranks"
-    add("--batch-size", required=required, default=None if required else 4, type=positive, metavar="N", help=rows)
+    place = "or package.module:name; a function without arguments that returns (module, criterion, inputs, targets), or a module"
+    add("--problem", required=True, metavar="FILE.py:NAME", help=place)
+    shape = "shape of the input with its rows, such as 4,3,224,224 or 4,128:int64, for a function that returns a module"
+    add("--input", metavar="SIZES", help=shape)
+    add("--dim", type=dimension, default=0, metavar="N", help="the dimension of the rows (default: 0)")
 
 
 def _add_step(parser: OneLineParser) -> None:
     add = parser.add_argument
+    rows = "rows per update, over all devices and ranks (default: those of the inputs)"
+    add("--batch-size", type=positive, metavar="N", help=rows)
     add("--devices", type=positive, default=1, metavar="N", help="how many, or how many ranks (default: 1)")
     add("--optimizer", default="AdamW", metavar="NAME", help="a class of torch.optim, in any case (default: adamw)")
     add("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="arithmetic of forward and loss (default: fp32)")
@@ -144,15 +118,14 @@ def _add_step(parser: OneLineParser) -> None:
 def estimate(flags: argparse.Namespace) -> int:
     """Prints the memory of one update. Returns the exit code."""
     layout = flags.layout or (SingleDevice.name if flags.devices == 1 else Replicas.name)
+    problem, criterion, rows = _build(flags)
     ranks = flags.devices if LAYOUTS[layout].is_distributed else 1
-    problem = _build(flags, -(-flags.batch_size // ranks))
     checkpoint = flags.checkpoint if flags.checkpoint in (None, "blocks") else flags.checkpoint.split(",")
     with contextlib.redirect_stdout(sys.stderr):
         report = memory.estimate(
             problem.module,
-            problem.criterion,
-            problem.inputs,
-            problem.targets,
+            criterion,
+            *problem.with_rows(-(-rows // ranks), flags.dim),
             optimizer=find_optimizer(flags.optimizer),
             precision=flags.precision,
             micro_batch_size=flags.micro_batch_size,
@@ -170,15 +143,15 @@ def estimate(flags: argparse.Namespace) -> int:
 def plan(flags: argparse.Namespace) -> int:
     """Prints the plan. Returns the exit code: 1 if nothing fits."""
     sizes: list[Any] = flags.memory.split(",") if flags.memory else [None]
-    problem = _build(flags, flags.batch_size)
+    problem, criterion, rows = _build(flags)
     tells = telling(lambda step: print(f"trying: {step}", file=sys.stderr)) if sys.stderr.isatty() else contextlib.nullcontext()
     with contextlib.redirect_stdout(sys.stderr), tells:
-        found = memory.plan(
+        result = memory.plan(
             problem.module,
-            problem.criterion,
+            criterion,
             problem.inputs,
             problem.targets,
-            batch_size=flags.batch_size,
+            batch_size=rows,
             capacity=sizes[0] if len(sizes) == 1 else sizes,
             devices=flags.devices,
             optimizer=find_optimizer(flags.optimizer),
@@ -187,59 +160,69 @@ def plan(flags: argparse.Namespace) -> int:
             device_kind=flags.device_kind,
             dim=flags.dim,
         )
-    _show(flags, problem, found, found.report, found.capacity)
-    return 0 if found.fits else 1
+    _show(flags, problem, result, result.report, result.capacity)
+    return 0 if result.fits else 1
 
 
 def tricks(flags: argparse.Namespace) -> int:
     """Prints the table of tricks. Returns the exit code."""
-    problem = _build(flags, flags.batch_size)
+    problem, criterion, rows = _build(flags)
     with contextlib.redirect_stdout(sys.stderr):
-        found = measure_tricks(
+        result = measure_tricks(
             problem.module,
-            problem.criterion,
-            problem.inputs,
-            problem.targets,
+            criterion,
+            *problem.with_rows(rows, flags.dim),
             devices=flags.devices,
             optimizer=find_optimizer(flags.optimizer),
             precision=flags.precision,
             device_kind=flags.device_kind,
             dim=flags.dim,
         )
-    _show(flags, problem, found, found.report, find_kind(found.report.device_kind).capacity)
+    _show(flags, problem, result, result.report, find_kind(result.report.device_kind).capacity)
     return 0
 
 
 def doctor(flags: argparse.Namespace) -> int:
-    """Prints problems of the model with replicas, and its waits if the shape of the input is given.
+    """Prints problems of the model with replicas, and its waits if there are inputs.
 
     Returns the exit code: 1 if there are any problems.
     """
     with contextlib.redirect_stdout(sys.stderr):
-        module, own = build_model(flags.model)
-        criterion = build_criterion(flags.criterion) if flags.criterion else own
-        findings = examine(module, criterion)
-        if flags.input:
-            findings += tuple(_waits(flags, module, criterion or nn.CrossEntropyLoss()))
+        problem = build_problem(flags.problem, flags.input)
+        criterion = None if problem.assumed else problem.criterion
+        findings = examine(problem.module, criterion)
+        if problem.inputs is not None:
+            findings += tuple(_waits(problem, criterion, flags.dim))
     print(
         "\n".join(f"- {finding}" for finding in findings)
-        or f"nothing found: {type(module).__name__} runs as replicas{_UNCHECKED}"
+        or f"nothing found: {type(problem.module).__name__} runs as replicas{_UNCHECKED}"
     )
     return 0 if all(map(is_note, findings)) else 1
 
 
-def _waits(flags: argparse.Namespace, module: nn.Module, criterion: Any) -> list[str]:
-    rows = flags.batch_size, flags.dim
-    inputs = build_batch(flags.input, *rows, torch.float32)
-    index = torch.int64 if targets_of(criterion) == "classes" else torch.float32
-    targets = build_batch(flags.target, *rows, index) if flags.target else ()
+def _waits(problem: Problem, criterion: Any, dim: int) -> list[str]:
     try:
-        return list(find_waits(simulate, module, inputs, criterion if flags.target else None, targets, flags.dim))
+        return list(find_waits(simulate, problem.module, problem.inputs, criterion, problem.targets, dim))
     except Exception as error:  # noqa: BLE001 - a model may raise anything on the small numbers that it is given
         return [f"note: waits: a step on simulated devices failed, so they are not known: {str(error).splitlines()[0]}"]
 
 
-def _build(flags: argparse.Namespace, rows: int) -> Problem:
+def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
+    """Returns a class of ``torch.optim`` by its name, in any case.
+
+    Raises:
+        ValueError: there is no optimizer of that name.
+    """
+    base = torch.optim.Optimizer
+    classes = {kind.__name__: kind for kind in vars(torch.optim).values() if isinstance(kind, type) and issubclass(kind, base)}
+    names = {kind.lower(): kind for kind in classes if kind != base.__name__}
+    if name.lower() not in names:
+        raise ValueError(f"torch.optim has no {name!r}, expected one of {', '.join(names.values())}")
+    return classes[names[name.lower()]]
+
+
+def _build(flags: argparse.Namespace) -> tuple[Problem, Any, int]:
+    """Returns the problem, its criterion, and the rows of an update."""
     find_optimizer(flags.optimizer)  # fail before the model is built
     find_kind(flags.device_kind)
     for path, load in ((flags.plot, load_pyplot), (flags.html, load_plotly)):
@@ -247,13 +230,16 @@ def _build(flags: argparse.Namespace, rows: int) -> Problem:
             load()
             path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.redirect_stdout(sys.stderr):
-        return build_problem(flags.model, flags.input, flags.target, flags.criterion, rows, flags.dim)
+        problem = build_problem(flags.problem, flags.input)
+    if problem.inputs is None or problem.criterion is None:
+        raise ValueError(f"{flags.problem} returned no inputs: expected (module, criterion, inputs, targets), or --input")
+    return problem, problem.criterion, flags.batch_size or problem.rows(flags.dim)
 
 
 def _show(flags: argparse.Namespace, problem: Problem, found: Any, report: Any, capacity: Any) -> None:
     aside = sys.stderr if flags.json else sys.stdout
     if problem.assumed:
-        print(f"assumed {'; '.join(problem.assumed)}", end="\n" if flags.json else "\n\n", file=aside)
+        print(f"assumed: {problem.assumed}", end="\n" if flags.json else "\n\n", file=aside)
     with contextlib.redirect_stdout(sys.stderr):  # traces of the model may print
         if flags.plot and report is not None:
             draw_report(flags.plot, report, capacity)

@@ -40,27 +40,26 @@ def run(*arguments, cwd):
 
 
 def test_estimate_runs_as_a_process_in_the_folder_of_the_model(nets, tmp_path):
-    flags = ["--model", "nets:Net", "--input", "3x8x8", "--batch-size", "8", "--devices", "2", "--device-kind", "cpu", "--json"]
-    done = run("estimate", *flags, cwd=tmp_path)
+    nets("")
+    done = run("estimate", "--problem", "nets:small", "--devices", "2", "--device-kind", "cpu", "--json", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert (report["layout"], report["devices"], report["rows"]) == ("replicas", 2, 8)
-    assert "assumed criterion: CrossEntropyLoss; targets: (8,) int64, class indices for the output (8, 5)" in done.stderr
 
 
 def test_errors_of_a_process_are_one_line(nets, tmp_path):
     nets("")
-    done = run("estimate", "--model", "nets.py:small", "--input", "7", "--batch-size", "8", cwd=tmp_path)
+    done = run("estimate", "--problem", "nets.py:net", "--input", "8,7", cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = [line for line in done.stderr.splitlines() if line != "a model that speaks"]
-    assert "error: Linear from nets.py:small refuses (8, 7) float32: RuntimeError: " in line
+    assert "error: RuntimeError: " in line
 
 
 # estimate
 
 
 def test_estimate_prints_the_report_of_memory_estimate(nets, capsys):
-    flags = ["--model", nets("small"), "--input", "4", "--device-kind", "cpu", "--optimizer", "sgd", "--precision", "bf16"]
+    flags = ["--problem", nets("small"), "--device-kind", "cpu", "--optimizer", "sgd", "--precision", "bf16"]
     assert estimate(*flags, "--json", "--micro-batch-size", "4") == 0
     found = json.loads(capsys.readouterr().out)
     inputs, targets = torch.empty(8, 4), torch.zeros(8, dtype=torch.int64)
@@ -70,25 +69,45 @@ def test_estimate_prints_the_report_of_memory_estimate(nets, capsys):
     assert found["micro_batches"] == 2
 
 
+def test_the_batch_size_replaces_the_rows_of_the_inputs(nets, capsys):
+    for flags, rows in (([], 8), (["--batch-size", "24"], 24)):
+        assert main(["estimate", "--problem", nets("small"), "--device-kind", "cpu", "--json", *flags]) == 0
+        assert json.loads(capsys.readouterr().out)["rows"] == rows
+
+
 def test_estimate_of_ddp_divides_the_batch_by_the_ranks(nets, capsys):
-    flags = ["--model", nets("small"), "--input", "4", "--layout", "ddp", "--devices", "3", "--balanced-optimizer"]
+    flags = ["--problem", nets("small"), "--layout", "ddp", "--devices", "3", "--balanced-optimizer"]
     assert estimate(*flags, "--json") == 0
     found = json.loads(capsys.readouterr().out)
     assert (found["layout"], found["devices"], found["rows"]) == ("ddp", 3, 3)
 
 
-def test_estimate_prints_the_table_and_the_assumptions(nets, capsys):
-    assert estimate("--model", nets("Tokens"), "--input", "7:int64", "--device-kind", "cpu") == 0
+def test_estimate_prints_the_table_and_the_assumption(nets, capsys):
+    assert estimate("--problem", nets("Tokens"), "--input", "8,7:int64", "--device-kind", "cpu") == 0
     output, errors = capsys.readouterr()
     first, _, second, *_ = output.splitlines()
-    assert first.startswith("assumed criterion: CrossEntropyLoss over the flattened logits (8, 7, 11); targets: (8, 7) int64")
+    assert first == "assumed: the loss is the mean of the output"
     assert second.startswith("single on 1 x cpu, fp32")
     assert errors == "a model that speaks\n"
 
 
+def test_keyword_arguments_and_nested_inputs(nets, capsys):
+    assert estimate("--problem", nets("keywords"), "--device-kind", "cpu", "--devices", "2", "--json") == 0
+    assert json.loads(capsys.readouterr().out)["rows"] == 8
+
+
+def test_dim_sets_the_dimension_of_the_rows(nets, capsys):
+    flags = ["--problem", nets("time_major"), "--dim", "1", "--device-kind", "cpu", "--json"]
+    assert estimate(*flags, "--devices", "2") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["rows"], found["devices"]) == (8, 2)
+    assert estimate(*flags, "--micro-batch-size", "2") == 0
+    assert json.loads(capsys.readouterr().out)["micro_batches"] == 4
+
+
 def test_estimate_writes_a_plot(nets, capsys, tmp_path):
     path = tmp_path / "new" / "memory.png"
-    assert estimate("--model", nets("small"), "--input", "4", "--devices", "2", "--plot", str(path)) == 0
+    assert estimate("--problem", nets("small"), "--devices", "2", "--plot", str(path)) == 0
     assert path.read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out.endswith(f"wrote {path}\n")
 
@@ -96,57 +115,51 @@ def test_estimate_writes_a_plot(nets, capsys, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "wanted"),
     [
-        (["--input", "4", "--criterion", "NLLLoss", "--target", "3:float32"], "NLLLoss refuses (8, 3) float32, (8, 3) float32: "),
-        (["--input", "four"], "'four' is not the shape of a row, expected sizes such as 3x224x224"),
-        (["--input", "4x0"], "'4x0' is not the shape"),
-        (["--input", ""], "'' is not the shape"),
-        (["--input", "4:floaty"], "dtype 'floaty', expected one of torch's"),
-        (["--input", "4", "--target", "2"], "CrossEntropyLoss refuses (8, 3) float32, (8, 2) int64: "),
-        (["--input", "4", "--optimizer", "adamish"], "torch.optim has no 'adamish', expected one of "),
-        (["--input", "4", "--criterion", "L3Loss"], "torch.nn has no 'L3Loss', expected one of "),
-        (["--input", "4", "--criterion", "GaussianNLLLoss"], "give the shape of one row as --target"),
-        (["--input", "4", "--criterion", "AdaptiveLogSoftmaxWithLoss"], "cannot be built: TypeError"),
-        (["--input", "4", "--device-kind", "h300"], "device_kind='h300', expected one of b200, h200"),
-        (["--input", "4", "--batch-size", "0"], "'0' was given, expected a whole number of at least 1"),
-        (["--input", "4", "--layout", "single", "--devices", "2"], "devices=2 with layout='single'"),
-        (["--input", "4", "--checkpoint", "layers.0"], "there is no module 'layers.0' to checkpoint"),
-        (["--input", "4", "--precision", "fp8"], "invalid choice: 'fp8'"),
-        (["--input", "4", "--optimizer", "lbfgs"], "closure"),
-        ([], "the following arguments are required: --input"),
+        (["--input", "4,4"], "--input was given, and "),
+        (["--optimizer", "adamish"], "torch.optim has no 'adamish', expected one of "),
+        (["--device-kind", "h300"], "device_kind='h300', expected one of b200, h200"),
+        (["--batch-size", "0"], "'0' was given, expected a whole number of at least 1"),
+        (["--layout", "single", "--devices", "2"], "devices=2 with layout='single'"),
+        (["--checkpoint", "layers.0"], "there is no module 'layers.0' to checkpoint"),
+        (["--precision", "fp8"], "invalid choice: 'fp8'"),
+        (["--optimizer", "lbfgs"], "closure"),
+        (["--dim", "first"], "'first' was given, expected a dimension: 0, 1, ..."),
+        (["--dim", "-1"], "'-1' was given, expected a dimension"),
     ],
 )
 def test_invalid_flags_print_one_line(nets, capsys, flags, wanted):
-    assert wanted in said(capsys, "estimate", "--batch-size", 8, "--model", nets("small"), *flags)
+    assert wanted in said(capsys, "estimate", "--problem", nets("small"), *flags)
 
 
 @pytest.mark.parametrize(
     ("name", "wanted"),
     [
-        ("missing", "has no 'missing'; it defines: Net, Tokens"),
+        ("missing", "has no 'missing'; it defines: Tokens, TimeMajor"),
         ("needs", "cannot be built: TypeError: needs() missing 1 required positional argument: 'width': expected a function"),
         ("fails", "cannot be built: KeyError: 'weights' (nets.py, line "),
         ("leaves", "it ends the program"),
-        ("number", "gave int, expected a torch.nn.Module, or a pair (module, criterion)"),
-        ("Loses", "Loses from "),
-        ("Two", "refuses (8, 4) float32: TypeError"),
+        ("number", "returned int 3: expected (module, criterion, inputs, targets), or a module together with --input"),
+        ("net", "returned no inputs: expected (module, criterion, inputs, targets), or --input"),
+        ("loses", "KeyError: 'nothing'"),
         ("packs", "packs sequences by their lengths"),
     ],
 )
-def test_invalid_models_print_one_line(nets, capsys, name, wanted):
-    assert wanted in said(capsys, "estimate", "--batch-size", 8, "--input", "4", "--model", nets(name))
+def test_invalid_problems_print_one_line(nets, capsys, name, wanted):
+    assert wanted in said(capsys, "estimate", "--problem", nets(name))
 
 
-def test_missing_models_print_one_line(capsys, tmp_path):
+def test_missing_problems_print_one_line(capsys, tmp_path):
+    assert "the following arguments are required: --problem" in said(capsys, "estimate")
     (tmp_path / "broken.py").write_text("def build(:\n")
     (tmp_path / "program.py").write_text("raise SystemExit(1)\n")
-    for model, wanted in {
+    for place, wanted in {
         "nowhere": "'nowhere' is not a place, expected my_file.py:name or package.module:name",
         "nowhere.py:build": "nowhere.py cannot be imported: FileNotFoundError",
         "nowhere.at.all:build": "nowhere.at.all cannot be imported: ModuleNotFoundError",
         f"{tmp_path}/broken.py:build": "cannot be imported: SyntaxError",
         f"{tmp_path}/program.py:build": "put its main part under if __name__ == '__main__'",
     }.items():
-        assert wanted in said(capsys, "doctor", "--model", model)
+        assert wanted in said(capsys, "doctor", "--problem", place)
 
 
 # plan
@@ -166,11 +179,10 @@ def test_plan_receives_the_arguments(nets, capsys, monkeypatch):
     monkeypatch.setattr(memory, "plan", plan)
     flags = ["--batch-size", "16", "--devices", "2", "--memory", "24GiB,8GiB", "--device-kind", "a10", "--optimizer", "RAdam"]
     flags += ["--max-grad-norm", "0.5"]
-    assert main(["plan", "--model", nets("pair"), "--input", "4", *flags]) == 0
-    assert capsys.readouterr().out.startswith("assumed targets: (16, 1) float32, like the output\n\n")
+    assert main(["plan", "--problem", nets("pair"), *flags]) == 0
     assert isinstance(asked.pop("module"), nn.Linear)
     assert isinstance(asked.pop("criterion"), nn.BCEWithLogitsLoss)
-    assert (asked.pop("inputs").shape, asked.pop("targets").shape) == ((16, 4), (16, 1))
+    assert (asked.pop("inputs").shape, asked.pop("targets").shape) == ((6, 4), (6, 1))
     expected = {"batch_size": 16, "capacity": ["24GiB", "8GiB"], "devices": 2, "device_kind": "a10"}
     assert asked == expected | {"precision": "fp32", "optimizer": torch.optim.RAdam, "dim": 0, "max_grad_norm": 0.5}
 
@@ -179,7 +191,7 @@ def test_plan_receives_the_arguments(nets, capsys, monkeypatch):
 def test_plan_that_does_not_fit_exits_with_code_1(nets, capsys, monkeypatch, flags, capacity):
     asked = []
     monkeypatch.setattr(memory, "plan", lambda *args, **settings: asked.append(settings["capacity"]) or planned(fits=False))
-    assert main(["plan", "--model", nets("small"), "--input", "4", "--batch-size", "8", "--json", *flags]) == 1
+    assert main(["plan", "--problem", nets("small"), "--json", *flags]) == 1
     assert asked == [capacity]
     assert capsys.readouterr().out == "{}\n"
 
@@ -189,7 +201,7 @@ def test_errors_of_plan_print_one_line(nets, capsys, monkeypatch):
         raise ValueError("'24QB' is not a memory size,\nexpected another")
 
     monkeypatch.setattr(memory, "plan", plan)
-    line = said(capsys, "plan", "--model", nets("small"), "--input", 4, "--batch-size", 8, "--memory", "24QB")
+    line = said(capsys, "plan", "--problem", nets("small"), "--memory", "24QB")
     assert line.endswith("error: '24QB' is not a memory size, expected another")
 
 
@@ -200,7 +212,7 @@ def test_warnings_of_plan_print_one_line(nets, capsys, monkeypatch):
         return planned()
 
     monkeypatch.setattr(memory, "plan", plan)
-    assert main(["plan", "--model", nets("small"), "--input", "4", "--batch-size", "8"]) == 0
+    assert main(["plan", "--problem", nets("small")]) == 0
     assert capsys.readouterr().err.endswith("python -m balanced_parallel: warning: twice the rows\n")
 
 
@@ -208,87 +220,40 @@ def test_warnings_of_plan_print_one_line(nets, capsys, monkeypatch):
 
 
 def test_doctor_without_findings_exits_with_code_0(nets, capsys):
-    assert main(["doctor", "--model", nets("small")]) == 0
-    assert re.fullmatch("nothing found: Linear runs as replicas; random numbers, .*verify\n", capsys.readouterr().out)
+    for name in ("net", "small"):  # without and with a step on simulated devices
+        assert main(["doctor", "--problem", nets(name)]) == 0
+        output = capsys.readouterr().out
+        assert re.fullmatch("(a model that speaks\n)?nothing found: Linear runs as replicas; random numbers, .*verify\n", output)
 
 
 def test_doctor_lists_findings_and_exits_with_code_1(nets, capsys):
-    assert main(["doctor", "--model", nets("with_norm"), "--criterion", nets("distance")]) == 1
+    assert main(["doctor", "--problem", nets("with_norm")]) == 1
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("- batch norm: 1: ")
     assert second.startswith("- the loss: the divisor of the mean of distance is unknown")
 
 
 def test_doctor_with_only_notes_exits_with_code_0(nets, capsys):
-    assert main(["doctor", "--model", nets("recurrent")]) == 0
+    assert main(["doctor", "--problem", nets("recurrent")]) == 0
     assert capsys.readouterr().out.startswith("- note: 0 (LSTM) ")
 
 
 def test_doctor_finds_waits_by_a_step_on_simulated_devices(nets, capsys):
-    good = ["doctor", "--model", nets("small"), "--input", "4"]
-    for flags in (good, [*good, "--target", ":int64"], [*good, "--criterion", "MSELoss", "--target", "3"]):
-        assert main(flags) == 0
-        assert re.fullmatch("nothing found: Linear runs as replicas; random numbers, .*verify\n", capsys.readouterr().out)
-    assert main(["doctor", "--model", nets("Waiting"), "--input", "4", "--batch-size", "6"]) == 0
+    assert main(["doctor", "--problem", nets("waiting")]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert re.match(r"- note: waits: item in .*nets\.py:\d+ makes the host wait for a GPU, 2 times in a step of two ", line)
-    assert main(["doctor", "--model", nets("Picky"), "--input", "4"]) == 0
+    assert main(["doctor", "--problem", nets("picky")]) == 0
     (line,) = capsys.readouterr().out.splitlines()
     assert line.startswith(
         "- note: waits: a step on simulated devices failed, so they are not known: I do not like small numbers"
     )
 
 
-MASKED = ["--input", "pair.0=3", "--input", "pair.1=3", "--input", "mask=:float32", "--input", "extra.shift=3"]
-
-
-def test_keyword_arguments_and_nested_inputs(nets, capsys):
-    assert estimate("--model", nets("Masked"), *MASKED, "--device-kind", "cpu", "--devices", "2", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["rows"] == 8
-    line = said(capsys, "estimate", "--batch-size", 8, "--model", nets("Masked"), *MASKED[:-1], "extra.shift=4")
-    assert "Masked from" in line
-    assert (
-        "refuses pair [0] (8, 3) float32, [1] (8, 3) float32, mask (8,) float32, extra ['shift'] (8, 4) float32: Runtime" in line
-    )
-
-
-def test_dim_sets_the_dimension_of_the_rows(nets, capsys):
-    flags = ["--model", nets("TimeMajor"), "--input", "7x3", "--dim", "1", "--device-kind", "cpu"]
-    assert estimate(*flags, "--devices", "2", "--json") == 0
-    output, errors = capsys.readouterr()
-    found = json.loads(output)
-    assert (found["rows"], found["devices"]) == (8, 2)
-    assert "targets: (7, 8) int64" in errors
-    assert estimate(*flags, "--micro-batch-size", "2", "--json") == 0
-    assert json.loads(capsys.readouterr().out)["micro_batches"] == 4
-
-
 def test_dim_is_passed_to_plan(nets, capsys, monkeypatch):
     asked = []
     monkeypatch.setattr(memory, "plan", lambda *args, **settings: asked.append(settings["dim"]) or planned())
-    assert main(["plan", "--model", nets("TimeMajor"), "--input", "7x3", "--dim", "1", "--batch-size", "8"]) == 0
+    assert main(["plan", "--problem", nets("time_major"), "--dim", "1"]) == 0
     assert asked == [1]
-
-
-@pytest.mark.parametrize(
-    ("flags", "wanted"),
-    [
-        (["--input", "x=4", "--input", "4"], "'4' has no name where 'x' has one, expected a name for each, or for none"),
-        (["--input", "x=4", "--input", "x=4"], "'x' is given twice"),
-        (["--input", "x=4", "--input", "x.y=4"], "'x.y' lies in 'x', which has a shape of its own"),
-        (["--input", "x.0=4", "--input", "x.2=4"], "the places in 'x' are 0, 2, expected names, or the numbers from 0 on"),
-        (["--input", "0=4", "--input", "y=4"], "the places are 0, y, expected names, or the numbers from 0 on"),
-        (["--input", "x-y=4"], "'x-y' is not a place in the input, expected names and numbers with dots between"),
-        (["--input", "=4"], "'' is not a place in the input"),
-        (["--input", "input=four"], "'four' is not the shape of a row"),
-        (["--input", "output=4"], "refuses output (8, 4) float32: TypeError"),
-        (["--input", "4", "--dim", "2"], "'4' has 1 sizes without the rows, expected at least 2 for rows in dimension 2"),
-        (["--input", "4", "--dim", "first"], "'first' was given, expected a dimension: 0, 1, ..."),
-        (["--input", "4", "--dim", "-1"], "'-1' was given, expected a dimension"),
-    ],
-)
-def test_invalid_input_names_print_one_line(nets, capsys, flags, wanted):
-    assert wanted in said(capsys, "estimate", "--batch-size", 8, "--model", nets("small"), *flags)
 
 
 # Pictures
@@ -296,5 +261,5 @@ def test_invalid_input_names_print_one_line(nets, capsys, flags, wanted):
 
 def test_plot_without_matplotlib_names_the_extra_to_install(nets, capsys, monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    line = said(capsys, "estimate", "--model", nets("small"), "--input", 4, "--batch-size", 8, "--plot", tmp_path / "a.png")
+    line = said(capsys, "estimate", "--problem", nets("small"), "--plot", tmp_path / "a.png")
     assert "pip install 'balanced-parallel[plot]'" in line

@@ -28,7 +28,7 @@ INTRODUCTION = """# Tricks
 Every known trick against running out of memory, measured for three models. For your own model:
 
 ```bash
-.venv/bin/python -m balanced_parallel tricks --model my_file.py:build --input 3x224x224 --batch-size 64
+.venv/bin/python -m balanced_parallel tricks --problem my_file.py:build --batch-size 64
 ```
 
 The table shows what each trick saves at the peak of a training step on one device (float32, AdamW), and what it costs. Bytes

@@ -1,4 +1,4 @@
-"""A file of networks for the command line."""
+"""A file of problems for the command line."""
 
 NETS = """
 import sys
@@ -6,15 +6,6 @@ import torch
 from torch import nn
 
 print("a model that speaks")
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3)
-        self.head = nn.Linear(4, 5)
-
-    def forward(self, x):
-        return self.head(self.conv(x).mean((2, 3)))
 
 class Tokens(nn.Module):
     def __init__(self):
@@ -26,40 +17,15 @@ class Tokens(nn.Module):
         assert x.dtype == torch.int64
         return self.head(self.embedding(x))
 
-class Two(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 1)
-
-    def forward(self, x, y):
-        return self.linear(x * y)
-
-class Pair(Two):
-    def forward(self, x):
-        return self.linear(x), x
-
-class Masked(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(3, 5)
-
-    def forward(self, pair, mask, extra=None):
-        first, second = pair
-        return self.linear(first + second + extra["shift"]) * mask[:, None]
-
 class TimeMajor(nn.Module):
     def __init__(self):
         super().__init__()
         self.rnn, self.head = nn.RNN(3, 4), nn.Linear(4, 5)
 
     def forward(self, x):
-        return self.head(self.rnn(x)[0])
+        return self.head(self.rnn(x)[0]).transpose(1, 2)
 
-class Sum(nn.Module):
-    def forward(self, x):
-        return x.sum(0)
-
-class Loses(nn.Module):
+class Loses(nn.Linear):
     def forward(self, x):
         return {}["nothing"]
 
@@ -76,27 +42,56 @@ class Picky(Waiting):
             raise ArithmeticError("I do not like small numbers")
         return nn.Linear.forward(self, x)
 
+def classes(rows):
+    return torch.zeros(rows, dtype=torch.int64)
+
 def small():
+    return nn.Linear(4, 3), nn.CrossEntropyLoss(), torch.zeros(8, 4), classes(8)
+
+def net():
     return nn.Linear(4, 3)
 
 def pair():
-    return nn.Linear(4, 1), nn.BCEWithLogitsLoss()
+    return nn.Linear(4, 1), nn.BCEWithLogitsLoss(), torch.zeros(6, 4), torch.zeros(6, 1)
+
+def time_major():
+    return TimeMajor(), nn.CrossEntropyLoss(), torch.zeros(7, 6, 3), torch.zeros(7, 6, dtype=torch.int64)
+
+def keywords():
+    class Masked(nn.Linear):
+        def forward(self, pair, mask, extra=None):
+            return super().forward(sum(pair) + extra["shift"]) * mask[:, None]
+
+    inputs = {"pair": (torch.zeros(8, 4), torch.zeros(8, 4)), "mask": torch.zeros(8), "extra": {"shift": torch.zeros(8, 4)}}
+    return Masked(4, 3), nn.CrossEntropyLoss(), inputs, classes(8)
+
+def loses():
+    return Loses(4, 3), nn.CrossEntropyLoss(), torch.zeros(8, 4), classes(8)
 
 def reads_values():
     return nn.Linear(int(torch.tensor([4]).item()), 3)
 
 def with_norm():
-    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), distance
 
 def recurrent():
     return nn.Sequential(nn.LSTM(4, 3))
 
-class packs(nn.Module):
+class Packs(nn.Module):
     def __init__(self):
         super().__init__()
         self.layer = nn.LSTM(4, 3)
     def forward(self, inputs):
         return self.layer(nn.utils.rnn.pack_padded_sequence(inputs[None], [len(inputs)]))[1][0]
+
+def packs():
+    return Packs(), nn.CrossEntropyLoss(), torch.zeros(8, 4), classes(8)
+
+def waiting():
+    return Waiting(), nn.CrossEntropyLoss(), torch.zeros(6, 4), classes(6)
+
+def picky():
+    return Picky(), nn.CrossEntropyLoss(), torch.zeros(6, 4), classes(6)
 
 def needs(width):
     return nn.Linear(width, 3)

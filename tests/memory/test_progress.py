@@ -25,10 +25,11 @@ def test_each_stage_is_told_before_it_is_traced():
 
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_plan_on_a_terminal_prints_what_it_tries(tmp_path, monkeypatch, capsys, is_terminal):
-    (tmp_path / "small_net.py").write_text("from torch import nn\n\n\ndef build():\n    return nn.Linear(16, 8)\n")
+    result = "nn.Linear(16, 8), nn.CrossEntropyLoss(), torch.zeros(8, 16), torch.zeros(8, dtype=int)"
+    (tmp_path / "small_net.py").write_text(f"import torch\nfrom torch import nn\n\n\ndef build():\n    return {result}\n")
     monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
-    flags = ["--input", "16", "--batch-size", "8", "--device-kind", "sim", "--memory", "8KiB"]
-    assert main(["plan", "--model", f"{tmp_path}/small_net.py:build", *flags]) == 1
+    flags = ["--device-kind", "sim", "--memory", "8KiB"]
+    assert main(["plan", "--problem", f"{tmp_path}/small_net.py:build", *flags]) == 1
     output, errors = capsys.readouterr()
     assert ("trying: replicas\n" in errors) == is_terminal
     assert "trying" not in output

@@ -72,7 +72,7 @@ def test_every_trick_has_a_row_and_a_cost(table):
 
 
 def test_the_command_prints_the_table(nets, capsys):
-    flags = ["--model", nets("small"), "--input", "4", "--batch-size", "8", "--device-kind", "sim", "--optimizer", "sgd"]
+    flags = ["--problem", nets("small"), "--device-kind", "sim", "--optimizer", "sgd"]
     assert main(["tricks", *flags]) == 0
     output = capsys.readouterr().out
     assert "peak without tricks: " in output

@@ -1,0 +1,86 @@
+"""Problems that the command line names: functions of a file that return module, criterion, inputs and targets."""
+
+import textwrap
+
+import pytest
+import torch
+from torch import nn
+
+from balanced_parallel.memory.problem import build_problem, parse_input
+
+
+def test_problems_are_built_on_the_meta_device_if_possible(nets):
+    for name, device in {"small": "meta", "pair": "meta", "reads_values": "cpu", "made": "cpu"}.items():
+        module = build_problem(nets(name)).module
+        assert next(module.parameters()).device.type == device
+    assert isinstance(build_problem("torch.nn:Identity").module, nn.Identity)
+
+
+def test_a_function_returns_all_four(nets):
+    problem = build_problem(nets("pair"))
+    assert isinstance(problem.criterion, nn.BCEWithLogitsLoss)
+    assert (problem.rows(0), problem.assumed) == (6, "")
+    inputs, targets = problem.with_rows(64, 0)
+    assert (inputs.shape, targets.shape, inputs.device.type) == ((64, 4), (64, 1), "meta")
+
+
+def test_rows_are_along_dim(nets):
+    problem = build_problem(nets("time_major"))
+    assert problem.rows(1) == 6
+    assert [tensor.shape for tensor in problem.with_rows(8, 1)] == [(7, 8, 3), (7, 8)]
+
+
+def test_keyword_arguments_and_nested_inputs_get_the_rows(nets):
+    inputs, _ = build_problem(nets("keywords")).with_rows(2, 0)
+    assert [tensor.shape for tensor in inputs["pair"]] == [(2, 4), (2, 4)]
+    assert (inputs["mask"].shape, inputs["extra"]["shift"].shape) == ((2,), (2, 4))
+
+
+def test_a_module_with_the_shape_of_its_input_has_the_mean_of_its_output_as_the_loss(nets):
+    problem = build_problem(nets("net"), "5,4")
+    assert (problem.inputs.shape, problem.inputs.dtype, problem.targets) == ((5, 4), torch.float32, ())
+    assert problem.assumed == "the loss is the mean of the output"
+    output = torch.randn(6, 3)
+    assert torch.equal(problem.criterion.module(output), output.mean())
+    torch.testing.assert_close(problem.criterion([output[:4], output[4:]]), output.mean())
+
+
+def test_shapes_may_have_a_dtype():
+    assert parse_input("4,128:int64").dtype == torch.int64
+    for text in ("four", "4,0", "", "4x3", "4:floaty", "4:", "-4", "4,"):
+        with pytest.raises(ValueError, match=f"'{text}' is not the shape of an input with its rows, expected such as 4,3,"):
+            parse_input(text)
+
+
+def test_other_results_are_refused_with_what_is_expected(nets):
+    expected = r"expected \(module, criterion, inputs, targets\), or a module together with --input"
+    for name, returned in {"number": "int 3", "distance": "cannot be built: TypeError"}.items():
+        with pytest.raises(ValueError, match=returned):
+            build_problem(nets(name))
+    with pytest.raises(ValueError, match=rf"--input was given, and .*small returned an object of type Linear, .*{expected}"):
+        build_problem(nets("small"), "4,4")
+
+
+def test_files_import_their_neighbours_and_run_once(tmp_path):
+    (tmp_path / "neighbour_of_model.py").write_text("width = 4\n")
+    (tmp_path / "types.py").write_text(  # named as a module of Python's
+        textwrap.dedent("""
+        from pathlib import Path
+        from dataclasses import dataclass
+        from torch import nn
+        from neighbour_of_model import width
+
+        @dataclass
+        class Settings:
+            width: int = width
+
+        with Path(__file__).with_name("runs").open("a") as runs:
+            runs.write("x")
+
+        def build():
+            return nn.Linear(Settings().width, 3), nn.MSELoss()
+        """)
+    )
+    for _ in range(2):
+        assert isinstance(build_problem(f"{tmp_path}/types.py:build").criterion, nn.MSELoss)
+    assert (tmp_path / "runs").read_text() == "x"
