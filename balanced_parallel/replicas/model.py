@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..batch.dims import Dims, check_dim, check_dims
-from ..batch.gathering import join
+from ..batch.dims import Dims, check_dim, check_dims, leaf_dims
+from ..batch.gathering import join, repeated_rows
 from ..batch.nested import leaves
 from ..batch.per_replica import PerReplica
 from ..batch.provenance import refuse_list
@@ -225,23 +225,27 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
             together = len(work) > 1 and has_layers_over_all_rows(self.replicas.modules_of(self.module))
             outputs = self.replicas.workers(timed, devices, together=together)
         if self.gather_outputs and shards is None:
-            return self._gather(outputs)
+            return self._gather(outputs, sizes)
         per_replica = PerReplica.of_forward(outputs, sizes or [None], self.out_dims)
         if shards is None:
             return per_replica
         per_replica.in_order(shards.order)
         return per_replica.gather(self._gathers_on) if self.gather_outputs else per_replica
 
-    def _gather(self, outputs: list[Any]) -> Any:
-        if len(outputs) == 1:
+    def _gather(self, outputs: list[Any], sizes: list[int] | None) -> Any:
+        if len(outputs) == 1 or sizes is None:
             return move_leaves(outputs[0], self._gathers_on)
-        scalars = [place for place, leaf in leaves(outputs[0]) if isinstance(leaf, torch.Tensor) and leaf.dim() == 0]
+        if refusal := repeated_rows(outputs, sizes, self.out_dims):
+            raise ValueError(refusal)
+        largest = sizes.index(max(sizes))
+        tensors = zip(leaves(outputs[largest]), leaf_dims(outputs[largest], self.out_dims, 0), strict=True)
+        scalars = [place for (place, leaf), dim in tensors if _is_reduced(leaf, dim, sizes[largest])]
         if scalars and torch.is_grad_enabled() and not self._warned:
             self._warned = True
             warnings.warn(
-                f"the output{scalars[0]} is a scalar per replica, and was gathered to a vector. If it is a loss, the mean of the "
-                "vector is not the loss of the batch if replicas have different weights: use weighted_mean(losses, weights), or "
-                "a DataParallelCriterion with weight= and no gather_outputs",
+                f"the output{scalars[0]} has one value per replica. If it is a loss, the mean of the gathered values is not the "
+                "loss of the batch if replicas have different weights: use weighted_mean(losses, weights), or a "
+                "DataParallelCriterion with weight= and no gather_outputs",
                 stacklevel=6,
             )
         return join(outputs, self._gathers_on, self.out_dims)
@@ -250,6 +254,13 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
 def _call(replica: nn.Module, method: str | None, batch: Arguments, device: torch.device) -> Any:
     inputs, kwargs = move_leaves(batch.inputs, device), move_leaves(batch.kwargs, device)
     return (replica if method is None else getattr(replica, method))(*inputs, **kwargs)
+
+
+def _is_reduced(leaf: Any, dim: int | None, rows: int) -> bool:
+    """Returns True for an output with one value for all rows of its replica, such as a loss."""
+    if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
+        return isinstance(leaf, torch.Tensor)
+    return rows > 1 and dim is not None and -leaf.dim() <= dim < leaf.dim() and leaf.size(dim) == 1
 
 
 def mark_inputs(arguments: Arguments, dims: Dims, module: nn.Module, method: str | None) -> Arguments:
