@@ -4,6 +4,8 @@ torch's ``scatter`` silently drops samples if a second input has fewer rows, and
 device. Here inputs with different numbers of rows are an error, and so are ambiguous inputs.
 """
 
+import functools
+import inspect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -121,15 +123,21 @@ def _leaf_rows(leaf: Any, dim: int, place: str) -> int | None:
 def _holds_tensors(value: Any, depth: int) -> bool:
     if isinstance(value, torch.Tensor):
         return True
-    if depth == 0 or isinstance(value, (*MARKS, torch.nn.Module, type)) or callable(value):
+    if depth == 0 or isinstance(value, (*MARKS, torch.nn.Module, type, functools.partial)) or inspect.isroutine(value):
         return False
     if isinstance(value, Mapping):
         children = list(value.values())
     elif isinstance(value, (list, tuple)):
         children = list(value)
     else:
-        children = list(getattr(value, "__dict__", {}).values())
+        children = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in _slots(value.__class__))]
     return any(_holds_tensors(child, depth - 1) for child in children)
+
+
+@functools.lru_cache
+def _slots(kind: type) -> list[str]:
+    """Returns the names of the attributes in ``__slots__``, of base classes too."""
+    return [name for base in kind.__mro__ for name, value in vars(base).items() if inspect.ismemberdescriptor(value)]
 
 
 def _tensor_rows(tensor: torch.Tensor, dim: int, place: str) -> int | None:

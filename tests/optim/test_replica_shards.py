@@ -237,3 +237,19 @@ def test_copies_train_like_the_original(copied, devices):
         assert any(not torch.equal(*pair) for pair in zip(values_of(model), values_of(other_model), strict=True))
         train(other_model, other, 3)
         assert_equal(values_of(other_model), values_of(model))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_zeroed_gradients_are_zero_after_they_were_read(devices):
+    """Reading a gradient brings it to the parameter; it must not be added to the next one."""
+    with simulate(2):
+        model = DataParallelModel(build_net(), list(range(devices)))
+        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.0)
+        x, gradients = torch.randn(5, 4), []
+        for _ in range(3):
+            gather(model(x)).pow(2).sum().backward()
+            gradients.append([parameter.grad.cpu() for parameter in model.parameters()])
+            optimizer.zero_grad(set_to_none=False)
+            assert_equal([parameter.grad.cpu() for parameter in model.parameters()], [0 * one for one in gradients[0]])
+        for others in gradients[1:]:
+            assert_equal(others, gradients[0])
