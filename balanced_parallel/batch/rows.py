@@ -48,7 +48,7 @@ def count_rows(node: Any, dim: int = 0, expected: int | None = None, name: str =
         rows = _leaf_rows(leaf, dim, place)
         if rows is None:
             continue
-        if holder is not None:
+        if holder is not None and type(leaf) is not Along:
             ambiguous[holder[0]] = holder[1]
         if known is not None and known[2] != rows:
             raise ValueError(
@@ -166,6 +166,12 @@ def cut(node: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
         if isinstance(leaf, RowShards) and len(leaf) == len(sizes):
             return list(leaf)
         if isinstance(leaf, torch.Tensor):
+            if leaf.layout != torch.strided or leaf.is_nested:
+                layout = "nested" if leaf.is_nested else str(leaf.layout)
+                raise TypeError(
+                    f"a {layout} tensor cannot be split by rows, expected a dense one: pass .to_dense() of a sparse tensor, the "
+                    "padded tensor and the lengths of a nested one, or wrap it in Whole(...) if every replica needs all of it"
+                )
             return [leaf.narrow(dim, *at) for at in zip(starts, sizes, strict=True)] if leaf.dim() else [leaf] * len(sizes)
         if type(leaf) is Along:
             return [Along(piece, leaf.dim) for piece in cut(leaf.leaf, sizes, leaf.dim)]

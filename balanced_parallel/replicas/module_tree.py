@@ -36,6 +36,7 @@ class ModuleTree:
         parameters = [parameter for owned in self.owned for parameter in owned.values() if parameter is not None]
         self.parameters: list[nn.Parameter] = list({id(parameter): parameter for parameter in parameters}.values())
         self.shapes = [parameter.shape for parameter in self.parameters]
+        self.dtypes = [parameter.dtype for parameter in self.parameters]
         self.place = {id(parameter): i for i, parameter in enumerate(self.parameters)}
         self._places = [
             {name: None if parameter is None else self.place[id(parameter)] for name, parameter in owned.items()}

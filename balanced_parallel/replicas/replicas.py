@@ -162,6 +162,9 @@ class Replicas:
         changes = self.copies.find_changes(tree.parameters)
         if changes is not None:
             tree.check_device(devices[0])
+            if any(tree.parameters[i].dtype != tree.dtypes[i] for i in changes.moved):
+                self.copies.forget_values()
+                self._refuse_sharded()
             self._follow_learning(tree, changes.learns)
             self.copies.update(tree.parameters, changes)
         self.copies.extend_to([device for device in devices if device != devices[0]], tree.parameters)
@@ -191,8 +194,8 @@ class Replicas:
     def _refuse_sharded(self) -> None:
         if self.gradients.is_sharded:
             raise RuntimeError(
-                "the module has other parameters than when its BalancedOptimizer was made (added, removed, replaced, resized or "
-                "unfrozen): make a new one, after the old one was deleted"
+                "the module has other parameters than when its BalancedOptimizer was made (added, removed, replaced, resized, "
+                "converted or unfrozen): make a new one, after the old one was deleted"
             )
 
     def _connected_parameters(self, tree: ModuleTree, devices: Sequence[torch.device]) -> dict[torch.device, list[Tensor]]:

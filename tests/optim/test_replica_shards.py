@@ -253,3 +253,16 @@ def test_zeroed_gradients_are_zero_after_they_were_read(devices):
             assert_equal([parameter.grad.cpu() for parameter in model.parameters()], [0 * one for one in gradients[0]])
         for others in gradients[1:]:
             assert_equal(others, gradients[0])
+
+
+def test_a_converted_submodule_raises_an_error_with_a_fix():
+    with simulate(2):
+        model = DataParallelModel(build_net(), [0, 1])
+        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1)
+        x = torch.randn(5, 4)
+        gather(model(x)).sum().backward()
+        optimizer.step()
+        model.module.float()
+        for use in (lambda: model(x.float()), optimizer.step, lambda: model(x.float())):
+            with pytest.raises(RuntimeError, match=r"converted or unfrozen\): make a new one"):
+                use()

@@ -249,3 +249,27 @@ def test_a_module_that_was_moved_raises_an_error_with_a_fix(rows):
         model.module.to("cpu")
         with pytest.raises(ValueError, match=r"weight is on cpu, expected .* on the first device, sim:0: move the module there"):
             model(torch.randn(rows, 4))
+
+
+def test_a_submodule_that_changes_its_dtype_equals_the_plain_program(double):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.second(self.first(x).to(self.second.weight.dtype))
+
+    net = Net()
+    plain, x = copy.deepcopy(net), torch.randn(6, 4)
+    with simulate(2):
+        model = DataParallelModel(net)
+        for number in range(3):
+            for each, output in ((plain, plain(x)), (net, model(x).gather())):
+                optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+                optimizer.zero_grad()
+                output.pow(2).mean().backward()
+                optimizer.step()
+                each.second.to([torch.float32, torch.float64, torch.float64][number])
+        for parameter, other in zip(net.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(parameter.detach().cpu(), other.detach(), rtol=1e-5, atol=1e-6)
