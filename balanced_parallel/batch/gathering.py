@@ -77,32 +77,25 @@ def gather(outputs: Sequence[Any], device: DeviceLike | None = None, dim: int | 
 
 
 def repeated_rows(outputs: Sequence[Any], sizes: Sequence[int | None] | None, dims: Dims) -> str | None:
-    """Returns an error for outputs with ``k`` rows for each row of their replica. Joined, views would not be in the plain order.
+    """Returns an error for outputs with several rows for each of the ``sizes`` rows of their replica, and None for others.
 
-        replica 0 has rows 0, 1   view 0: a0 a1   view 1: b0 b1
-        replica 1 has row 2       view 0: a2      view 1: b2        joined: a0 a1 b0 b1 a2 b2, plain: a0 a1 a2 b0 b1 b2
-
-    Args:
-        outputs: one per replica.
-        sizes: number of rows of each replica; None if unknown.
-        dims: dimension of the rows in the outputs.
+    With two views, a and b, of rows 0, 1 and 2 on two replicas, ``a0 a1 b0 b1 a2 b2`` would be joined, not ``a0 a1 a2 b0 b1 b2``.
     """
-    if not sizes or not sizes[0] or None in sizes:
+    if not sizes or not sizes[0]:
         return None
-    lists = [[leaf for _, leaf in nested.leaves(output)] for output in outputs]
-    places = [place for place, _ in nested.leaves(outputs[0], "output")]
-    for place, dim, leaves in zip(places, leaf_dims(outputs[0], dims, 0), zip(*lists, strict=False), strict=False):
+    columns = zip(*(nested.leaves(output, "output") for output in outputs), strict=False)
+    for column, dim in zip(columns, leaf_dims(outputs[0], dims, 0), strict=False):
+        leaves = [leaf for _, leaf in column]
         if dim is None or not all(isinstance(leaf, torch.Tensor) and -leaf.dim() <= dim < leaf.dim() for leaf in leaves):
             continue
         rows = [leaf.size(dim) for leaf in leaves]
         count = rows[0] // sizes[0]
         if count > 1 and rows == [count * (size or 0) for size in sizes]:
-            shown, given = ", ".join(map(str, rows)), ", ".join(map(str, sizes))
             return (
-                f"{place} has {shown} rows for {given} rows of the batch, {count} for each, and their order in the batch is "
-                f"unknown. For {count} views of each row, return out.chunk({count}) in forward, a tuple with one output each. "
-                f"For {count} parts of each row, one after the other, return out.unflatten({dim}, (-1, {count})), or give their "
-                f"order: outputs.in_order(range({sum(rows)})).gather()"
+                f"{column[0][0]} has {rows} rows for {[*sizes]} rows of the batch, {count} for each, in an unknown order. For "
+                f"{count} views of each row, return out.chunk({count}) in forward, a tuple with one output each. For {count} "
+                f"parts of a row beside each other, gather out.unflatten({dim}, (-1, {count})), or give their order: "
+                f"outputs.in_order(range({sum(rows)}))"
             )
     return None
 

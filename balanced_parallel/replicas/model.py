@@ -237,9 +237,13 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
             return move_leaves(outputs[0], self._gathers_on)
         if refusal := repeated_rows(outputs, sizes, self.out_dims):
             raise ValueError(refusal)
-        largest = sizes.index(max(sizes))
-        tensors = zip(leaves(outputs[largest]), leaf_dims(outputs[largest], self.out_dims, 0), strict=True)
-        scalars = [place for (place, leaf), dim in tensors if _is_reduced(leaf, dim, sizes[largest])]
+        output = outputs[sizes.index(max(sizes))]
+        scalars = [
+            place
+            for (place, leaf), dim in zip(leaves(output), leaf_dims(output, self.out_dims, 0), strict=True)
+            if isinstance(leaf, torch.Tensor)
+            and (leaf.dim() == 0 or (dim is not None and leaf.shape[dim:][:1] == (1,) and max(sizes) > 1))
+        ]
         if scalars and torch.is_grad_enabled() and not self._warned:
             self._warned = True
             warnings.warn(
@@ -254,13 +258,6 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
 def _call(replica: nn.Module, method: str | None, batch: Arguments, device: torch.device) -> Any:
     inputs, kwargs = move_leaves(batch.inputs, device), move_leaves(batch.kwargs, device)
     return (replica if method is None else getattr(replica, method))(*inputs, **kwargs)
-
-
-def _is_reduced(leaf: Any, dim: int | None, rows: int) -> bool:
-    """Returns True for an output with one value for all rows of its replica, such as a loss."""
-    if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
-        return isinstance(leaf, torch.Tensor)
-    return rows > 1 and dim is not None and -leaf.dim() <= dim < leaf.dim() and leaf.size(dim) == 1
 
 
 def mark_inputs(arguments: Arguments, dims: Dims, module: nn.Module, method: str | None) -> Arguments:

@@ -49,10 +49,10 @@ def contrast_of_pair(first, second, target):
 def test_gather_refuses_several_rows_for_each_row():
     outputs = DataParallelModel(Views(), CPUS)(torch.randn(7, 4))
     for given in (outputs, list(outputs), [F.normalize(output) for output in outputs]):
-        with pytest.raises(ValueError, match=f"output has 6, 4, 4 rows for 3, 2, 2 rows of the batch, {ADVICE}"):
+        with pytest.raises(ValueError, match=rf"output has \[6, 4, 4\] rows for \[3, 2, 2\] rows of the batch, {ADVICE}"):
             gather(given)
     mapping = DataParallelModel(Views(lambda out: {"x": out}), CPUS)(torch.randn(7, 4))
-    with pytest.raises(ValueError, match=r"output\['x'\] has 6, 4, 4 rows"):
+    with pytest.raises(ValueError, match=r"output\['x'\] has \[6, 4, 4\] rows"):
         mapping.gather()
     assert len(DataParallelModel(Views(), ["cpu"])(torch.randn(7, 4)).gather()) == 14
 
