@@ -147,3 +147,12 @@ def test_gathered_outputs_warn_of_one_row_per_replica(form):
     with pytest.warns(UserWarning, match="the output has one value per replica.*weighted_mean"):
         model(torch.randn(7, 4))
     model(torch.randn(3, 4))  # one row is its own mean
+
+
+def test_another_model_refuses_to_cut_several_rows_for_each_row():
+    """Its replicas would get some of the rows only, if it splits the batch in another way."""
+    outputs = DataParallelModel(Views(), CPUS)(torch.randn(7, 4))
+    same = DataParallelModel(nn.Identity(), CPUS)(outputs)
+    assert [len(output) for output in same] == [6, 4, 4]
+    with pytest.raises(ValueError, match="2 for each"):
+        DataParallelModel(nn.Identity(), ["cpu"] * 2)(outputs)
