@@ -24,7 +24,7 @@ def gather(outputs: Sequence[Any], device: DeviceLike | None = None, dim: int | 
     Tensors are concatenated along ``dim``, and 0-dim tensors are stacked. Lists of plain values are concatenated, one plain value
     per replica becomes a list, and ``None`` stays ``None``. Tuples, named tuples, lists, mappings and dataclasses keep their
     type. Gradients flow back to all replicas. Outputs of rows that were cut by cost come in the order of the batch, padded with
-    zeros to the longest.
+    zeros to the longest. Several rows for each row of the batch, such as views or flattened tokens, need an order.
 
     In a process group with several ranks, the outputs of all ranks are gathered on every rank, in the order of the ranks. All
     ranks must call this function. Sizes may differ, nothing is padded. A rank without rows passes an empty list.
@@ -38,7 +38,8 @@ def gather(outputs: Sequence[Any], device: DeviceLike | None = None, dim: int | 
     Raises:
         TypeError: if ``outputs`` is not a list or tuple, or contains an object that cannot be concatenated.
         ValueError: if there are no outputs, or their structures or shapes differ. Also if the rows are not in dimension 0, the
-            outputs are not in a :class:`PerReplica` any more, and ``dim`` is not given.
+            outputs are not in a :class:`PerReplica` any more, and ``dim`` is not given. Also if there are several rows for each
+            row of the batch, whose order is unknown.
 
     Example:
         >>> gather([torch.zeros(3, 10), torch.zeros(2, 10)]).shape
@@ -52,18 +53,51 @@ def gather(outputs: Sequence[Any], device: DeviceLike | None = None, dim: int | 
             f"gather was given {nested.describe(outputs)}, expected a list with one output per replica; "
             "for the output of one replica write gather([output])"
         )
+    if any(isinstance(output, nested.Leaf) for output in outputs):
+        raise TypeError(
+            f"gather was given a list of the outputs of {len(outputs)} calls of a model, expected those of one call: gather "
+            "each, as in [outputs.gather() for outputs in calls], and join the results with torch.cat"
+        )
     if not outputs and world_size() == 1:
         raise ValueError("gather was given no outputs, expected at least one")
     check_dim(dim)
     dims = provenance.dims_of(outputs) if dim is None else dim
     order: list[int] | None = getattr(outputs, "order", None)
+    sizes = getattr(outputs, "sizes", None) or provenance.rows_of(outputs)
+    refusal = repeated_rows(outputs, sizes, dims) if order is None and (len(outputs) > 1 or world_size() > 1) else None
+    if refusal and world_size() == 1:
+        raise ValueError(refusal)
     local = [join(outputs if order is None else pad_alike(outputs, dims), device, dims)] if outputs else []
     if order is not None:
         local = [reorder(output, order, dims, len(outputs)) for output in local]
     if world_size() == 1:
         return local[0]
     on = visible_devices()[0] if device is None else resolve_device(device)
-    return _gather_ranks(local, dims, on, pads=order is not None)
+    return _gather_ranks(local, dims, on, refusal, pads=order is not None)
+
+
+def repeated_rows(outputs: Sequence[Any], sizes: Sequence[int | None] | None, dims: Dims) -> str | None:
+    """Returns an error for outputs with several rows for each of the ``sizes`` rows of their replica, and None for others.
+
+    With two views, a and b, of rows 0, 1 and 2 on two replicas, ``a0 a1 b0 b1 a2 b2`` would be joined, not ``a0 a1 a2 b0 b1 b2``.
+    """
+    if not sizes or not sizes[0]:
+        return None
+    columns = zip(*(nested.leaves(output, "output") for output in outputs), strict=False)
+    for column, dim in zip(columns, leaf_dims(outputs[0], dims, 0), strict=False):
+        leaves = [leaf for _, leaf in column]
+        if dim is None or not all(isinstance(leaf, torch.Tensor) and -leaf.dim() <= dim < leaf.dim() for leaf in leaves):
+            continue
+        rows = [leaf.size(dim) for leaf in leaves]
+        count = rows[0] // sizes[0]
+        if count > 1 and rows == [count * (size or 0) for size in sizes]:
+            return (
+                f"{column[0][0]} has {rows} rows for {[*sizes]} rows of the batch, {count} for each, in an unknown order. For "
+                f"{count} views of each row, return out.chunk({count}) in forward, a tuple with one output each. For {count} "
+                f"parts of a row beside each other, gather out.unflatten({dim}, (-1, {count})), or give their order: "
+                f"outputs.in_order(range({sum(rows)}))"
+            )
+    return None
 
 
 def join(outputs: Sequence[Any], device: DeviceLike | None, dims: Dims) -> Any:
@@ -186,19 +220,21 @@ def _agree_on_layouts(ranks: list[list[_Header]]) -> None:
                 header.layout = longest
 
 
-def _gather_ranks(local: list[Any], dims: Dims, device: torch.device, *, pads: bool) -> Any:
+def _gather_ranks(local: list[Any], dims: Dims, device: torch.device, refusal: str | None, *, pads: bool) -> Any:
     """Gathers the rows of all ranks: one exchange of layouts and plain values, then one all-gather per tensor.
 
     Args:
         local: list with the joined outputs of this rank; empty if it has none.
         dims: dimensions of the rows.
         device: device of the result on a rank without outputs.
+        refusal: error of this rank, which all ranks raise.
         pads: the rows of this rank were cut by cost. Tensors are padded with zeros to the longest of all ranks then.
     """
     dims_of_leaves = (dim for output in local for dim in leaf_dims(output, dims, 0))
-    all_headers = gather_objects(
-        [nested.map_leaves(lambda leaf: _Header(leaf, next(dims_of_leaves), pads), output) for output in local]
-    )
+    headers_of_rank = [nested.map_leaves(lambda leaf: _Header(leaf, next(dims_of_leaves), pads), output) for output in local]
+    all_headers, refusals = zip(*gather_objects((headers_of_rank, refusal)), strict=True)
+    for message in filter(None, refusals):
+        raise ValueError(message)
     known = [headers for rank in all_headers for headers in rank]
     if not known:
         raise ValueError("gather was given no outputs on any rank, expected at least one")

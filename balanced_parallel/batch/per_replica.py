@@ -10,7 +10,7 @@ from ..runtime.argument_checks import check_type
 from ..runtime.devices import DeviceLike, move
 from . import nested, provenance
 from .dims import Dims, check_dims, dims_at, leaf_dims
-from .gathering import gather, join
+from .gathering import gather, join, repeated_rows
 
 __all__: list[str] = []
 
@@ -122,6 +122,8 @@ class PerReplica(list[Any], nested.Leaf):
     def on(self, device: torch.device) -> Any:
         """Concatenates the entries on ``device``. Rows on that device do not move."""
         if len(self) > 1:
+            if self.order is None and (refusal := repeated_rows(self, self.sizes, self.dim)):
+                raise ValueError(refusal)
             return join(self, device, self.dim)
         return nested.map_leaves(lambda leaf: move(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, self[0])
 
@@ -181,6 +183,8 @@ def _refuse(operation: str, error: type[Exception]) -> NoReturn:
 def _narrow(entry: Any, start: int, rows: int, dims: Dims, size: int) -> Any:
     if rows == size:
         return entry
+    if refusal := repeated_rows([entry], [size], dims):
+        raise ValueError(refusal)
     dims_of_leaves = leaf_dims(entry, dims, 0, "output")
 
     def narrow(leaf: Any) -> Any:

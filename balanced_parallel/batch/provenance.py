@@ -118,6 +118,12 @@ def sizes_of(entries: Sequence[Any]) -> list[int | None] | None:
     return [origin.sizes[origin.replica] for origin in known]
 
 
+def rows_of(entries: Sequence[Any]) -> list[int | None] | None:
+    """Returns the number of rows of the replica that each entry comes from, or None if the origin of one is unknown."""
+    known = origins(entries)
+    return None if known is None else [origin.sizes[origin.replica] for origin in known]
+
+
 def dims_of(entries: Sequence[Any]) -> Dims:
     """Returns the dimension of the rows in the outputs of the replicas.
 

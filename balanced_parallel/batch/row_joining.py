@@ -68,24 +68,30 @@ class RankRows(NamedTuple):
     ranks: list[int]
 
 
-def gather_ranks(batch: Any, device: torch.device) -> RankRows:
+def gather_ranks(batch: Any, device: torch.device, refusal: str | None = None) -> RankRows:
     """Gathers the result of :func:`join_rows` of every rank, in the order of the ranks. All ranks call this. Differentiable.
 
     Args:
         batch: of this rank; None without rows.
         device: of the result.
+        refusal: error of this rank, which all ranks raise.
     """
+    if refusal and world_size() == 1:
+        raise ValueError(refusal)
     found = [] if batch is None else [leaf for _, leaf in nested.leaves(batch)]
     along = [leaf for leaf in found if isinstance(leaf, Along)]
     if world_size() == 1:
         return RankRows(batch, [0] * len(along), [0])
     lists = [leaf.entries if isinstance(leaf, Rows) else leaf for leaf in found if _is_list(leaf)]
-    layouts = gather_objects(None if batch is None else ([leaf.leaf.size(leaf.dim) for leaf in along], lists))
+    layout = None if batch is None else ([leaf.leaf.size(leaf.dim) for leaf in along], lists)
+    layouts, refusals = zip(*gather_objects((layout, refusal)), strict=True)
+    for message in filter(None, refusals):
+        raise ValueError(message)
     known = {number: layout for number, layout in enumerate(layouts) if layout is not None}
     tensors: Any = ()
     if any(sizes for sizes, _ in known.values()):
         dims = tuple(leaf.dim for leaf in along)
-        tensors = gather([] if batch is None else PerReplica([tuple(leaf.leaf for leaf in along)], [1], dims), device)
+        tensors = gather([] if batch is None else PerReplica([tuple(leaf.leaf for leaf in along)], [None], dims), device)
     ranks = [number for number, (sizes, _) in known.items() if any(sizes)] or [*known]
     if batch is None:
         return RankRows(None, [], ranks)

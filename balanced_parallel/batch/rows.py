@@ -4,6 +4,8 @@ torch's ``scatter`` silently drops samples if a second input has fewer rows, and
 device. Here inputs with different numbers of rows are an error, and so are ambiguous inputs.
 """
 
+import functools
+import inspect
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -46,7 +48,7 @@ def count_rows(node: Any, dim: int = 0, expected: int | None = None, name: str =
         rows = _leaf_rows(leaf, dim, place)
         if rows is None:
             continue
-        if holder is not None:
+        if holder is not None and type(leaf) is not Along:
             ambiguous[holder[0]] = holder[1]
         if known is not None and known[2] != rows:
             raise ValueError(
@@ -121,15 +123,21 @@ def _leaf_rows(leaf: Any, dim: int, place: str) -> int | None:
 def _holds_tensors(value: Any, depth: int) -> bool:
     if isinstance(value, torch.Tensor):
         return True
-    if depth == 0 or isinstance(value, (*MARKS, torch.nn.Module, type)) or callable(value):
+    if depth == 0 or isinstance(value, (*MARKS, torch.nn.Module, type, functools.partial)) or inspect.isroutine(value):
         return False
     if isinstance(value, Mapping):
         children = list(value.values())
     elif isinstance(value, (list, tuple)):
         children = list(value)
     else:
-        children = list(getattr(value, "__dict__", {}).values())
+        children = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in _slots(value.__class__))]
     return any(_holds_tensors(child, depth - 1) for child in children)
+
+
+@functools.lru_cache
+def _slots(kind: type) -> list[str]:
+    """Returns the names of the attributes in ``__slots__``, of base classes too."""
+    return [name for base in kind.__mro__ for name, value in vars(base).items() if inspect.ismemberdescriptor(value)]
 
 
 def _tensor_rows(tensor: torch.Tensor, dim: int, place: str) -> int | None:
@@ -158,6 +166,12 @@ def cut(node: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
         if isinstance(leaf, RowShards) and len(leaf) == len(sizes):
             return list(leaf)
         if isinstance(leaf, torch.Tensor):
+            if leaf.layout != torch.strided or leaf.is_nested:
+                layout = "nested" if leaf.is_nested else str(leaf.layout)
+                raise TypeError(
+                    f"a {layout} tensor cannot be split by rows, expected a dense one: pass .to_dense() of a sparse tensor, the "
+                    "padded tensor and the lengths of a nested one, or wrap it in Whole(...) if every replica needs all of it"
+                )
             return [leaf.narrow(dim, *at) for at in zip(starts, sizes, strict=True)] if leaf.dim() else [leaf] * len(sizes)
         if type(leaf) is Along:
             return [Along(piece, leaf.dim) for piece in cut(leaf.leaf, sizes, leaf.dim)]

@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from fractions import Fraction
 from typing import TypeVar
 
@@ -83,7 +83,7 @@ def check_split(split: Sequence[float] | str | None, devices: int) -> tuple[floa
     if split is None:
         return None
     try:
-        weights = tuple(float(weight) for weight in split)
+        weights = () if isinstance(split, (str, Mapping, Set)) else tuple(float(weight) for weight in split)
     except (TypeError, ValueError):  # not a sequence, or not one of numbers
         weights = ()
     if len(weights) != devices or not all(0 <= weight < float("inf") for weight in weights) or not sum(weights) > 0:

@@ -12,7 +12,7 @@ from ..loss.additive import AdditiveLoss
 from ..loss.rules import is_known, refuse_coupled
 from ..loss.sum_detection import is_sum, read_source
 from ..replicas.module_checks import refuse_compiled
-from ..replicas.sync_batchnorm import AllRowsBatchNorm
+from ..replicas.sync_batchnorm import AllRowsBatchNorm, advice
 from ..runtime.modules import BatchNorm
 from .mismatch import fixed_devices
 from .unregistered import OWN_PACKAGES, described, unregistered_tensors
@@ -88,12 +88,14 @@ def batch_norms(module: nn.Module, *, over_all_rows: bool) -> list[str]:
 
 
 def _batch_norms(module: nn.Module) -> Iterator[str]:
-    names = batch_norms(module, over_all_rows=False)
-    if names:
+    layers, by_advice = {name or type(layer).__name__: layer for name, layer in module.named_modules()}, dict[str, list[str]]()
+    for name in batch_norms(module, over_all_rows=False):
+        by_advice.setdefault(advice(layers[name]), []).append(name)
+    for mend, names in by_advice.items():
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         yield (
             f"batch norm: {', '.join(names[:3])}{more}: each replica would use the statistics of its own rows, and a single row "
-            "has none: use convert_sync_batchnorm(module), or a norm that does not mix rows"
+            f"has none: {mend}"
         )
 
 

@@ -14,7 +14,7 @@ from ..loss.criterion import DataParallelCriterion
 from ..loss.partial_sums import Criterion
 from ..loss.sum_detection import read_source
 from ..replicas.model import DataParallelModel
-from ..replicas.sync_batchnorm import AllRowsBatchNorm
+from ..replicas.sync_batchnorm import AllRowsBatchNorm, advice
 from ..runtime.modules import BatchNorm, Dropout
 from .loss_parts import copy_of, loss_in_parts
 from .module_recording import Program
@@ -100,10 +100,7 @@ def _mixing_layers(module: nn.Module, devices: int, micro_batches: int) -> Itera
             continue
         is_synchronized = isinstance(layer, AllRowsBatchNorm)
         if devices > 1 and not is_synchronized:
-            reason = (
-                "uses the statistics of the rows of each replica: use convert_sync_batchnorm(module), or a norm that does not "
-                "mix rows"
-            )
+            reason = f"uses the statistics of the rows of each replica: {advice(layer)}"
         elif micro_batches > 1:
             reason = "uses the statistics of each micro-batch, not of the whole batch"
         else:

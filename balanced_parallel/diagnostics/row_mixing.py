@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..batch import nested
 from ..batch.dims import Dims
+from ..batch.gathering import join
 from ..batch.microbatches import as_arguments
 from ..replicas.model import DataParallelModel
 from ..replicas.sync_batchnorm import AllRowsBatchNorm
@@ -39,7 +40,8 @@ def mixed_rows(module: nn.Module, wrap: Wrap, inputs: Any, device: torch.device,
     if output_error(whole, repeated.forward(inputs, device, 0)) > limit:
         return  # written state changes the output, so each half changes that of the other
     model, arguments = wrap(split.module.to(device)), as_arguments(inputs)
-    joined = model(*arguments.inputs, **arguments.kwargs).gather()
+    outputs = model(*arguments.inputs, **arguments.kwargs)
+    joined = join(outputs, device, outputs.dim)  # gather refuses rows that may be in another order
     if output_error(whole, joined) <= limit:
         return
     difference = first_difference(plain, split, model.dim, limit)

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from ..batch import nested
+from ..batch.gathering import repeated_rows
 from ..batch.row_joining import gather_ranks, join_rows
 from ..batch.row_marks import Along, Arguments, Whole, mark_leaves
 from ..batch.rows import move_leaves
+from ..runtime.collectives import world_size
 from ..runtime.devices import move
 from ..runtime.tensors import is_differentiable
 from .coupled import CoupledLoss
@@ -35,6 +37,7 @@ class WholeLoss(CoupledLoss):
     def __init__(self, criterion: Any, home: torch.device) -> None:
         super().__init__(criterion, home)
         self.pieces: list[Arguments] = []  # of all replicas and micro-batches
+        self._refusal: str | None = None  # of joining the outputs of several pieces
         self._outputs = 1  # number of leading arguments that the outputs fill
         self.dim = 0
         self._pending: list[list[Tensor | None]] = []  # derivatives of each piece
@@ -43,14 +46,14 @@ class WholeLoss(CoupledLoss):
         """Returns the loss of a batch. The outputs of all ranks are gathered on every rank."""
         self.pieces = self._parts(outputs, targets, kwargs)
         whole, device = self._join()
-        loss = self._call(gather_ranks(whole, device).batch, device)
+        loss = self._call(gather_ranks(whole, device, self._refusal).batch, device)
         return nested.map_leaves(lambda leaf: leaf if leaf is None else weighted_sum(leaf, 1), loss)
 
     def differentiate(self, scaler: torch.amp.GradScaler | None) -> None:
         """Computes the loss of all outputs, and its derivative at each of them."""
         pieces = self.pieces
         whole, device = self._join()
-        rows = gather_ranks(whole, device)
+        rows = gather_ranks(whole, device, self._refusal)
         if whole is None:
             return
         leaves = _output_leaves(rows.batch, self._outputs)
@@ -85,6 +88,7 @@ class WholeLoss(CoupledLoss):
 
     def _parts(self, outputs: Any, targets: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         shards = self.criterion.shards(outputs, targets, kwargs)
+        self._refusal = self._refusal or repeated_rows(shards.outputs, shards.outputs.sizes, shards.outputs.dim)
         parts = []
         for output, batch in zip(shards.outputs, shards.batches, strict=True):
             marked = nested.spread(mark_leaves(output, shards.outputs.dim, "the output"))
@@ -103,6 +107,7 @@ class WholeLoss(CoupledLoss):
     def _join(self) -> tuple[Any, torch.device]:
         """Returns all pieces of this rank as one, and the device of the loss. The pieces are forgotten."""
         pieces, self.pieces = self.pieces, []
+        self._refusal = self._refusal if len(pieces) > 1 or world_size() > 1 else None
         tensor = None if not pieces else nested.first_tensor([_tensor(leaf) for leaf in _output_leaves(pieces[0], self._outputs)])
         if len(pieces) > 1 and not self.criterion.is_checked:
             self.criterion.is_checked = True

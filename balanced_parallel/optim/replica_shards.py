@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..replicas.deferred_gradients import bring_together
 from ..replicas.model import DataParallelModel
 from ..replicas.replicas import Sharding
 from ..replicas.untracked_writes import note_written
@@ -62,7 +61,7 @@ class ReplicaShards:
     def zero_grad(self, set_to_none: bool) -> None:
         """Clears the gradients of all shards and of the parameters."""
         for parameter in () if set_to_none else self._sharded:
-            bring_together(parameter)  # so that grad becomes zeros, not None
+            shard_gradient(parameter)  # so that grad becomes zeros, not None, also where it was read before
         self.inner.zero_grad(set_to_none)
         for parameter in self._sharded if set_to_none else ():
             parameter.grad = None

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..batch.dims import Dims, check_dim, check_dims
-from ..batch.gathering import join
+from ..batch.dims import Dims, check_dim, check_dims, leaf_dims
+from ..batch.gathering import join, repeated_rows
 from ..batch.nested import leaves
 from ..batch.per_replica import PerReplica
 from ..batch.provenance import refuse_list
@@ -225,23 +225,31 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
             together = len(work) > 1 and has_layers_over_all_rows(self.replicas.modules_of(self.module))
             outputs = self.replicas.workers(timed, devices, together=together)
         if self.gather_outputs and shards is None:
-            return self._gather(outputs)
+            return self._gather(outputs, sizes)
         per_replica = PerReplica.of_forward(outputs, sizes or [None], self.out_dims)
         if shards is None:
             return per_replica
         per_replica.in_order(shards.order)
         return per_replica.gather(self._gathers_on) if self.gather_outputs else per_replica
 
-    def _gather(self, outputs: list[Any]) -> Any:
-        if len(outputs) == 1:
+    def _gather(self, outputs: list[Any], sizes: list[int] | None) -> Any:
+        if len(outputs) == 1 or sizes is None:
             return move_leaves(outputs[0], self._gathers_on)
-        scalars = [place for place, leaf in leaves(outputs[0]) if isinstance(leaf, torch.Tensor) and leaf.dim() == 0]
+        if refusal := repeated_rows(outputs, sizes, self.out_dims):
+            raise ValueError(refusal)
+        output = outputs[sizes.index(max(sizes))]
+        scalars = [
+            place
+            for (place, leaf), dim in zip(leaves(output), leaf_dims(output, self.out_dims, 0), strict=True)
+            if isinstance(leaf, torch.Tensor)
+            and (leaf.dim() == 0 or (dim is not None and leaf.shape[dim:][:1] == (1,) and max(sizes) > 1))
+        ]
         if scalars and torch.is_grad_enabled() and not self._warned:
             self._warned = True
             warnings.warn(
-                f"the output{scalars[0]} is a scalar per replica, and was gathered to a vector. If it is a loss, the mean of the "
-                "vector is not the loss of the batch if replicas have different weights: use weighted_mean(losses, weights), or "
-                "a DataParallelCriterion with weight= and no gather_outputs",
+                f"the output{scalars[0]} has one value per replica. If it is a loss, the mean of the gathered values is not the "
+                "loss of the batch if replicas have different weights: use weighted_mean(losses, weights), or a "
+                "DataParallelCriterion with weight= and no gather_outputs",
                 stacklevel=6,
             )
         return join(outputs, self._gathers_on, self.out_dims)

@@ -45,6 +45,16 @@ def refuse_meta(module: nn.Module) -> None:
             )
 
 
+def check_device(module: nn.Module, device: torch.device) -> None:
+    """Raises ``ValueError`` if a parameter or buffer is on another device."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.device != device:
+            raise ValueError(
+                f"{name} is on {tensor.device}, expected every parameter and buffer on the first device, {device}: "
+                f"move the module there with .to({str(device)!r})"
+            )
+
+
 def check_method(module: nn.Module, name: str) -> None:
     """Checks that ``module`` has a method ``name``.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..runtime.modules import buffers_of, children_of, parameters_of
-from .module_checks import refuse_compiled, refuse_lazy, rescaled_embeddings
+from .module_checks import check_device, refuse_compiled, refuse_lazy, rescaled_embeddings
 
 __all__: list[str] = []
 
@@ -36,6 +36,7 @@ class ModuleTree:
         parameters = [parameter for owned in self.owned for parameter in owned.values() if parameter is not None]
         self.parameters: list[nn.Parameter] = list({id(parameter): parameter for parameter in parameters}.values())
         self.shapes = [parameter.shape for parameter in self.parameters]
+        self.dtypes = [parameter.dtype for parameter in self.parameters]
         self.place = {id(parameter): i for i, parameter in enumerate(self.parameters)}
         self._places = [
             {name: None if parameter is None else self.place[id(parameter)] for name, parameter in owned.items()}
@@ -74,13 +75,7 @@ class ModuleTree:
         buffers = [buffer for module in self.modules for buffer in buffers_of(module).values() if buffer is not None]
         if all(tensor.device == device for tensor in (*self.parameters, *buffers)):
             return
-        root = self.modules[0]
-        for name, tensor in (*root.named_parameters(), *root.named_buffers()):
-            if tensor.device != device:
-                raise ValueError(
-                    f"{name} is on {tensor.device}, expected every parameter and buffer on the first device, {device}: "
-                    f"move the module there with .to({str(device)!r})"
-                )
+        check_device(self.modules[0], device)
 
     def make_skeletons(self) -> Skeletons:
         """Returns an empty copy of each module. :meth:`fill` fills them before each forward."""
@@ -125,6 +120,14 @@ class ModuleTree:
             if skeleton.__class__ is not module.__class__:  # as activation checkpointing changes it
                 object.__setattr__(skeleton, "__class__", module.__class__)
         return skeletons[0][1]
+
+    @torch.no_grad()
+    def take_buffers(self, skeletons: Skeletons) -> None:
+        """Copies the buffers of the skeletons to the modules, as if the modules themselves had run."""
+        for module, skeleton, *_ in skeletons:
+            for name, buffer in buffers_of(module).items():
+                if buffer is not None and (value := buffers_of(skeleton)[name]) is not None and value.shape == buffer.shape:
+                    buffer.copy_(value)
 
     @contextmanager
     def parameters_replaced(self, tensors: list[Tensor]) -> Iterator[None]:

@@ -19,7 +19,7 @@ from ..runtime.streams import SideStreams, current_streams
 from ..runtime.tensors import mark_as_parameter
 from .bucket import Owners
 from .gradient_buckets import GradientBuckets
-from .module_checks import refuse_rescaled
+from .module_checks import check_device, refuse_rescaled
 from .module_tree import ModuleTree, Skeletons
 from .parameter_copies import ParameterCopies, copy_buffers
 from .rnn_weights import RNNWeights
@@ -37,8 +37,9 @@ MakeOwners = Callable[[Sequence[nn.Parameter], Sequence[dict[torch.device, Tenso
 class Replicas:
     """The replicas of one module: its tree of submodules, copies of its parameters, and its gradient buckets.
 
-    The first replica is the module itself, so writes to its buffers and attributes stay. The other replicas have copies of the
-    buffers: writes to them are lost, as in ``nn.DataParallel``. Replicas on one device share the values of the parameters.
+    The first replica is the module itself, so writes to its buffers and attributes stay. If the module's device gets no rows, the
+    buffers of the first replica are copied back. The other replicas have copies of the buffers: writes to them are lost, as in
+    ``nn.DataParallel``. Replicas on one device share the values of the parameters.
 
     Args:
         checksums: finds writes that Python does not see, by checksums.
@@ -73,13 +74,15 @@ class Replicas:
         """
         modules = [module] if devices[0] == home else []
         others = devices[len(modules) :]
-        if not others and self.tree is None:
-            yield modules
+        if not others:
+            with nullcontext() if self.tree is None else self.in_turn():
+                try:
+                    yield modules
+                except RuntimeError:
+                    check_device(module, home)  # raises an error that names the cause
+                    raise
             return
         with self.in_turn():
-            if not others:
-                yield modules
-                return
             tree = self._follow(module, [home, *others])
             if tree.rescaled and torch.is_grad_enabled() and any(device != home for device in others):
                 refuse_rescaled(tree.rescaled)
@@ -91,6 +94,8 @@ class Replicas:
                 modules.append(tree.fill(skeletons, tensors.get(device), copied))
             with tree.parameters_replaced(tensors[home]) if home in tensors else nullcontext():
                 yield modules
+            if devices[0] != home:
+                tree.take_buffers(self._skeletons[0])
 
     def prepare(self, module: nn.Module, devices: Sequence[torch.device]) -> ModuleTree:
         """Brings skeletons and copies up to date with the module, and returns its tree."""
@@ -157,6 +162,9 @@ class Replicas:
         changes = self.copies.find_changes(tree.parameters)
         if changes is not None:
             tree.check_device(devices[0])
+            if any(tree.parameters[i].dtype != tree.dtypes[i] for i in changes.moved):
+                self.copies.forget_values()
+                self._refuse_sharded()
             self._follow_learning(tree, changes.learns)
             self.copies.update(tree.parameters, changes)
         self.copies.extend_to([device for device in devices if device != devices[0]], tree.parameters)
@@ -186,8 +194,8 @@ class Replicas:
     def _refuse_sharded(self) -> None:
         if self.gradients.is_sharded:
             raise RuntimeError(
-                "the module has other parameters than when its BalancedOptimizer was made (added, removed, replaced, resized or "
-                "unfrozen): make a new one, after the old one was deleted"
+                "the module has other parameters than when its BalancedOptimizer was made (added, removed, replaced, resized, "
+                "converted or unfrozen): make a new one, after the old one was deleted"
             )
 
     def _connected_parameters(self, tree: ModuleTree, devices: Sequence[torch.device]) -> dict[torch.device, list[Tensor]]:

@@ -6,8 +6,11 @@ all combine them (Chan, Golub and LeVeque 1979). The graph of each replica then 
 backward is an ordinary one without synchronisation.
 """
 
+import functools
+import inspect
+import types
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +29,10 @@ __all__: list[str] = []
 def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
     """Converts all batch norms in ``module`` to use statistics over the rows of all devices and ranks, and returns ``module``.
 
-    Layers are converted in place. They keep their identity, parameters, buffers, hooks and names in the ``state_dict()``.
-    Outputs, gradients and running statistics equal those of the plain program on the same rows, also for uneven shards and for
-    shards with one row or none. Under torchrun on CUDA, :func:`parallelize` replaces these layers by ``nn.SyncBatchNorm``.
+    Layers are converted in place. They keep their identity, parameters, buffers, hooks and names in the ``state_dict()``, and
+    those of a subclass what their ``forward`` adds to ``super().forward(...)``, such as an activation. Outputs, gradients and
+    running statistics equal those of the plain program on the same rows, also for uneven shards and for shards with one row or
+    none. Under torchrun on CUDA, :func:`parallelize` replaces these layers by ``nn.SyncBatchNorm``.
 
     Statistics are computed over the rows of one forward. With micro-batches, they are the statistics of each micro-batch over all
     devices and ranks, as in the plain program with the same micro-batches. Under torchrun, all ranks take part in every forward,
@@ -39,6 +43,7 @@ def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
         module: a module, on any device.
 
     Raises:
+        TypeError: if the ``forward`` of a subclass computes the statistics itself.
         ValueError: if a lazy layer is not initialised yet.
 
     Example:
@@ -55,16 +60,82 @@ def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
     lazy = [name or "the module" for name, layer in layers.items() if isinstance(layer, nn.modules.lazy.LazyModuleMixin)]
     if lazy:
         raise ValueError(f"{lazy[0]} is not initialised yet: run the module once on a few rows before it is converted")
+    for name, layer in layers.items():
+        if computes_statistics(layer):
+            raise TypeError(f"{name or 'the module'} is a {type(layer).__name__}, whose {advice(layer)}")
     for layer in layers.values():
-        layer.__class__ = AllRowsBatchNorm
+        if not isinstance(layer, AllRowsBatchNorm):
+            _exchange(layer, AllRowsBatchNorm)
     return module
+
+
+def advice(layer: nn.Module) -> str:
+    """Returns a way to normalise by all rows, for a batch norm that normalises by the rows of its replica."""
+    if not computes_statistics(layer):
+        return "use convert_sync_batchnorm(module), or a norm that does not mix rows"
+    return (
+        "forward computes statistics itself, which convert_sync_batchnorm cannot exchange: call super().forward(...) in it, or "
+        "exchange the layer before for a subclass of nn.SyncBatchNorm that does so, as timm.layers.convert_sync_batchnorm does"
+    )
+
+
+def computes_statistics(layer: nn.Module) -> bool:
+    """Returns True for a batch norm whose ``forward`` is neither torch's nor calls it as ``super().forward(...)``."""
+    if isinstance(layer, AllRowsBatchNorm):
+        return False
+    kinds = type(layer).__mro__
+    before = kinds[: kinds.index(_torch_class(kinds[0]))]
+    return "forward" in vars(layer) or not all(_calls_super(vars(kind)["forward"]) for kind in before if "forward" in vars(kind))
+
+
+def _calls_super(forward: Any) -> bool:
+    names = _names(getattr(inspect.unwrap(forward), "__code__", None))
+    return {"super", "forward"} <= names and "batch_norm" not in names
+
+
+def _names(code: Any) -> set[str]:
+    """Returns the names of globals and attributes in the code of a function, and in that of its inner functions."""
+    return {*code.co_names}.union(*map(_names, code.co_consts)) if isinstance(code, types.CodeType) else set()
+
+
+def _torch_class(kind: type) -> type:
+    """Returns the class of torch that a class of batch norms is, or is derived from."""
+    return next(base for base in kind.__mro__ if base.__module__.startswith("torch.nn."))
+
+
+def _exchange(layer: nn.Module, statistics: Any) -> None:
+    """Exchanges torch's forward of a batch norm for that of ``statistics``. The layer keeps the forward of its class."""
+    kind: Any = layer.parts[0] if isinstance(layer, _Subclass) else type(layer)
+    layer.__class__ = statistics if kind in (AllRowsBatchNorm, _torch_class(kind)) else _subclass(kind, statistics)
+
+
+class _Subclass(nn.Module):
+    """A layer of a user's class, whose ``super().forward`` is that of other statistics."""
+
+    parts: ClassVar[tuple[type, type]]  # the user's class, and the statistics
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles and copies by the classes that this one was made of."""
+        return (_blank, self.parts, *super().__reduce_ex__(protocol)[2:])
+
+
+@functools.cache
+def _subclass(kind: type, statistics: Any) -> type:
+    """Returns a subclass of ``kind`` with ``statistics`` before the class of torch in the order of its bases."""
+    base = type(statistics.__name__, (statistics, _torch_class(kind)), {})
+    return type(kind.__name__, (_Subclass, kind, base), {"parts": (kind, statistics), "__module__": kind.__module__})
+
+
+def _blank(kind: type, statistics: type) -> Any:
+    subclass: Any = _subclass(kind, statistics)
+    return subclass.__new__(subclass)
 
 
 def use_torch_sync_batchnorm(module: nn.Module) -> None:
     """Converts layers of this module to torch's ``SyncBatchNorm``, which has kernels for CUDA."""
     for layer in module.modules():
         if isinstance(layer, AllRowsBatchNorm):
-            layer.__class__ = AllRanksBatchNorm  # type: ignore[assignment]
+            _exchange(layer, AllRanksBatchNorm)
 
 
 def meets_other_ranks(layers: Iterable[nn.Module]) -> bool:
@@ -92,7 +163,7 @@ class AllRowsBatchNorm(BatchNorm):
         if uses_batch and replica is None:
             self._refuse_recomputation()
         if not uses_batch or (replica is None and world_size() == 1):
-            return super().forward(input)
+            return BatchNorm.forward(self, input)  # not nn.SyncBatchNorm's, which refuses the CPU
         dims = [0, *range(2, input.dim())]
         values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
         count, mean, squares = _combine(_gather_statistics(_local_statistics(values, dims)))

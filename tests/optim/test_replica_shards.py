@@ -237,3 +237,32 @@ def test_copies_train_like_the_original(copied, devices):
         assert any(not torch.equal(*pair) for pair in zip(values_of(model), values_of(other_model), strict=True))
         train(other_model, other, 3)
         assert_equal(values_of(other_model), values_of(model))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_zeroed_gradients_are_zero_after_they_were_read(devices):
+    """Reading a gradient brings it to the parameter; it must not be added to the next one."""
+    with simulate(2):
+        model = DataParallelModel(build_net(), list(range(devices)))
+        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.0)
+        x, gradients = torch.randn(5, 4), []
+        for _ in range(3):
+            gather(model(x)).pow(2).sum().backward()
+            gradients.append([parameter.grad.cpu() for parameter in model.parameters()])
+            optimizer.zero_grad(set_to_none=False)
+            assert_equal([parameter.grad.cpu() for parameter in model.parameters()], [0 * one for one in gradients[0]])
+        for others in gradients[1:]:
+            assert_equal(others, gradients[0])
+
+
+def test_a_converted_submodule_raises_an_error_with_a_fix():
+    with simulate(2):
+        model = DataParallelModel(build_net(), [0, 1])
+        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1)
+        x = torch.randn(5, 4)
+        gather(model(x)).sum().backward()
+        optimizer.step()
+        model.module.float()
+        for use in (lambda: model(x.float()), optimizer.step, lambda: model(x.float())):
+            with pytest.raises(RuntimeError, match=r"converted or unfrozen\): make a new one"):
+                use()

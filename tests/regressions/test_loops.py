@@ -58,7 +58,7 @@ class TestGatherOutputs:
 
     def test_scalar_losses_emit_one_warning(self):
         model = DataParallelModel(Calls(lambda net, x: {"loss": net(x).mean()}), CPUS, gather_outputs=True)
-        with pytest.warns(UserWarning, match=r"the output\['loss'\] is a scalar per replica.*weighted_mean") as caught:
+        with pytest.warns(UserWarning, match=r"the output\['loss'\] has one value per replica.*weighted_mean") as caught:
             model(torch.randn(7, 4))
             model(torch.randn(7, 4))
         assert len(caught) == 1

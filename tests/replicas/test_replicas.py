@@ -12,7 +12,7 @@ from helpers.replicas import assert_follows, outputs_of, settled
 from helpers.traffic import NAMES, devices_of
 from torch import nn
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, gather, simulate
+from balanced_parallel import DataParallelCriterion, DataParallelModel, convert_sync_batchnorm, gather, simulate
 from balanced_parallel.replicas.replicas import Replicas
 
 CPUS = ["cpu"] * 3
@@ -227,3 +227,49 @@ def test_tensors_of_layers_are_on_the_device_of_their_replica(body):
             "sim:0"
         }
         assert devices_of([gather(outputs), gather(outputs, "sim:2"), gather(outputs, "cpu")]) == ["sim:0", "sim:2", "cpu"]
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_buffers_move_if_the_first_device_gets_no_rows(converted):
+    net, x = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)), torch.randn(6, 4)
+    expected = copy.deepcopy(net)
+    expected(x)
+    with simulate(2):
+        model = DataParallelModel(convert_sync_batchnorm(net) if converted else net, split=[0, 1])
+        model(x)
+        found = {name: buffer.cpu() for name, buffer in model.module.named_buffers()}
+    for name, buffer in expected.named_buffers():
+        torch.testing.assert_close(found[name], buffer)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_a_module_that_was_moved_raises_an_error_with_a_fix(rows):
+    with simulate(2):
+        model = DataParallelModel(nn.Linear(4, 3))
+        model.module.to("cpu")
+        with pytest.raises(ValueError, match=r"weight is on cpu, expected .* on the first device, sim:0: move the module there"):
+            model(torch.randn(rows, 4))
+
+
+def test_a_submodule_that_changes_its_dtype_equals_the_plain_program(double):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(4, 5), nn.Linear(5, 3)
+
+        def forward(self, x):
+            return self.second(self.first(x).to(self.second.weight.dtype))
+
+    net = Net()
+    plain, x = copy.deepcopy(net), torch.randn(6, 4)
+    with simulate(2):
+        model = DataParallelModel(net)
+        for number in range(3):
+            for each, output in ((plain, plain(x)), (net, model(x).gather())):
+                optimizer = torch.optim.SGD(each.parameters(), lr=0.1)
+                optimizer.zero_grad()
+                output.pow(2).mean().backward()
+                optimizer.step()
+                each.second.to([torch.float32, torch.float64, torch.float64][number])
+        for parameter, other in zip(net.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(parameter.detach().cpu(), other.detach(), rtol=1e-5, atol=1e-6)

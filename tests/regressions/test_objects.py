@@ -1,0 +1,113 @@
+"""Inputs that are neither tensors nor containers: an object with tensors is never sent whole without a word."""
+
+import functools
+
+import pytest
+import torch
+from helpers.problems import build_net
+from torch import nn
+
+from balanced_parallel import DataParallelModel, Rows, Whole, scatter
+
+CPUS = ["cpu"] * 3
+
+
+class Graphs:
+    """A batch of graphs. It can be called, as ``torch_geometric.data.Data`` can."""
+
+    def __init__(self, x):
+        self._store = {"x": x}
+
+    def __call__(self, *names):
+        return [self._store[name] for name in names]
+
+
+class Slots:
+    __slots__ = ("x",)
+
+    def __init__(self, x):
+        self.x = x
+
+
+class MoreSlots(Slots):
+    __slots__ = ("__name",)
+
+
+class Sum(nn.Module):
+    def forward(self, given, function=None):
+        return sum(entry.x.sum() if isinstance(entry, Slots) else entry("x")[0].sum() for entry in given)
+
+
+@pytest.mark.parametrize("kind", [Graphs, Slots, MoreSlots])
+def test_objects_that_hold_tensors_are_refused(kind):
+    model, x = DataParallelModel(Sum(), CPUS), torch.ones(6, 4)
+    with pytest.raises(TypeError, match=rf"inputs\[0\] is an object of type {kind.__name__} that holds tensors.*Rows\(list\)"):
+        model(kind(x))
+    outputs = model(Rows([kind(row) for row in x]))
+    assert [output.item() for output in outputs] == [8, 8, 8]
+    (output,) = DataParallelModel(Sum(), ["cpu"])(Whole([kind(x)]))
+    assert output.item() == 24
+
+
+def test_functions_go_to_every_replica():
+    class Apply(nn.Module):
+        def forward(self, x, function):
+            return function(x)
+
+    weight = torch.full((4,), 2.0)
+    for function in (torch.relu, lambda x: x * weight, functools.partial(torch.mul, weight), weight.mul, build_net()):
+        assert len(DataParallelModel(Apply(), CPUS)(torch.ones(6, 4), function).gather()) == 6
+
+
+def nested_rows():
+    return [torch.ones(length, 4) for length in range(1, 7)]
+
+
+TENSORS = {
+    "complex": (lambda: torch.randn(6, 4, dtype=torch.complex64), None),
+    "quantised": (lambda: torch.quantize_per_tensor(torch.randn(6, 4), 0.1, 0, torch.qint8), None),
+    "sparse": (lambda: torch.eye(6).to_sparse(), "torch.sparse_coo"),
+    "compressed": (lambda: torch.eye(6).to_sparse_csr(), "torch.sparse_csr"),
+    "nested": (lambda: torch.nested.nested_tensor(nested_rows()), "nested"),
+    "jagged": (lambda: torch.nested.nested_tensor(nested_rows(), layout=torch.jagged), "nested"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse CSR tensor support", "ignore:.*quantiz")
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensors_of_other_kinds_are_split_or_refused(name):
+    make, kind = TENSORS[name]
+    x, model = make(), DataParallelModel(nn.Identity(), CPUS)
+    assert DataParallelModel(nn.Identity(), ["cpu"])(x)[0] is x
+    assert all(output is x for output in DataParallelModel(Pair(), CPUS)(torch.ones(6, 4), Whole(x)).unzip()[1])
+    if kind is None:
+        torch.testing.assert_close(model(x).gather().dequantize() if x.is_quantized else model(x).gather(), dense(x))
+        return
+    with pytest.raises(TypeError, match=rf"a {kind} tensor cannot be split by rows, expected a dense one.*Whole\(\.\.\.\)"):
+        model(x)
+
+
+class Pair(nn.Module):
+    def forward(self, x, whole):
+        return x, whole
+
+
+def dense(x):
+    return x.dequantize() if x.is_quantized else x
+
+
+@pytest.mark.parametrize("dims", [0, (0,), ([{"x": 0}] * 3,), {0: 0}, {"input": 0}])
+def test_a_list_of_mappings_is_accepted_with_in_dims(dims):
+    entries = [{"x": torch.full((5, 2), float(number))} for number in range(3)]
+    with pytest.raises(ValueError, match="each entry may be a row, or have all rows.*give in_dims="):
+        DataParallelModel(nn.Identity(), CPUS)(entries)
+    outputs = DataParallelModel(nn.Identity(), CPUS, in_dims=dims)(entries).gather()
+    for output, entry in zip(outputs, entries, strict=True):
+        torch.testing.assert_close(output["x"], entry["x"])
+
+
+@pytest.mark.parametrize("split", [{0: 1, 1: 1, 2: 5}, {1, 2, 5}, "123"])
+def test_weights_of_devices_without_an_order_are_refused(split):
+    for use in (lambda: DataParallelModel(nn.Identity(), CPUS, split=split), lambda: scatter(torch.ones(6), CPUS, split=split)):
+        with pytest.raises(ValueError, match="expected None or one weight per device"):
+            use()

@@ -1,0 +1,158 @@
+"""Models that return several rows for each row: joined only where their order is known."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.problems import assert_same_gradients, build_net, class_targets, gradients, plain_program
+from helpers.ranks import run_ranks
+from torch import nn
+
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, gather, parallelize
+
+pytestmark = pytest.mark.usefixtures("double")
+CPUS = ["cpu"] * 3
+ADVICE = r"2 for each.*return out\.chunk\(2\).*in_order"
+
+
+class Views(nn.Module):
+    """Two views of each row: in one output sorted by view, as DINO's multi-crop and SimCLR, or as a tuple."""
+
+    def __init__(self, form=lambda out: out):
+        super().__init__()
+        self.net, self.form = build_net(), form
+
+    def forward(self, x):
+        return self.form(self.net(torch.cat([x, x.flip(1)])))
+
+
+class Tokens(nn.Module):
+    """Three tokens of each row, flattened: those of a row are beside each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = build_net()
+
+    def forward(self, x):
+        return self.net(torch.stack([x, x * 2, x * 3], 1)).flatten(0, 1)
+
+
+def contrast(features, target):
+    """Pairs row ``i`` of the first view with row ``i`` of the second."""
+    first, second = features.chunk(2)
+    return F.cross_entropy(first @ second.t(), torch.arange(len(first))) + F.cross_entropy(first, target)
+
+
+def contrast_of_pair(first, second, target):
+    return contrast(torch.cat([first, second]), target)
+
+
+def test_gather_refuses_several_rows_for_each_row():
+    outputs = DataParallelModel(Views(), CPUS)(torch.randn(7, 4))
+    for given in (outputs, list(outputs), [F.normalize(output) for output in outputs]):
+        with pytest.raises(ValueError, match=rf"output has \[6, 4, 4\] rows for \[3, 2, 2\] rows of the batch, {ADVICE}"):
+            gather(given)
+    mapping = DataParallelModel(Views(lambda out: {"x": out}), CPUS)(torch.randn(7, 4))
+    with pytest.raises(ValueError, match=r"output\['x'\] has \[6, 4, 4\] rows"):
+        mapping.gather()
+    assert len(DataParallelModel(Views(), ["cpu"])(torch.randn(7, 4)).gather()) == 14
+
+
+def test_gather_outputs_refuses_several_rows_for_each_row():
+    with pytest.raises(ValueError, match=ADVICE):
+        DataParallelModel(Views(), CPUS, gather_outputs=True)(torch.randn(7, 4))
+    assert len(DataParallelModel(Views(), ["cpu"], gather_outputs=True)(torch.randn(7, 4))) == 14
+
+
+def test_both_named_ways_equal_the_plain_program():
+    x, net = torch.randn(7, 4), Views()
+    expected = net(x)
+    chunks = DataParallelModel(Views(lambda out: out.chunk(2)), CPUS)
+    torch.testing.assert_close(torch.cat(gather(chunks(x))), expected)
+    by_view = [row + 7 * view for rows in ([0, 1, 2], [3, 4], [5, 6]) for view in (0, 1) for row in rows]
+    torch.testing.assert_close(DataParallelModel(net, CPUS)(x).in_order(by_view).gather(), expected)
+
+
+def test_tokens_are_gathered_with_an_order_and_need_none_in_a_criterion():
+    x, targets, net = torch.randn(7, 4), class_targets(21), Tokens()
+    model = DataParallelModel(net, CPUS)
+    with pytest.raises(ValueError, match=r"3 for each.*in_order\(range\(21\)\)"):
+        gather(model(x))
+    torch.testing.assert_close(model(x).in_order(range(21)).gather(), net(x))
+    loss = DataParallelCriterion(nn.CrossEntropyLoss())(model(x), targets)
+    torch.testing.assert_close(loss, F.cross_entropy(net(x), targets))
+
+
+def test_other_numbers_of_rows_are_gathered_as_they_are():
+    """Boxes that a detector finds, and pooled rows: their numbers are not those of views."""
+    x = torch.arange(28.0).view(7, 4)
+    for form in (lambda out: out[1:], lambda out: out.mean(0, keepdim=True)):
+        gather(DataParallelModel(nn.Sequential(build_net(), Form(form)), CPUS)(x))
+
+
+class Form(nn.Module):
+    def __init__(self, form):
+        super().__init__()
+        self.form = form
+
+    def forward(self, x):
+        return self.form(x)
+
+
+def step_of(net, criterion, devices, size):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    return TrainStep(DataParallelModel(net, devices), criterion, optimizer, micro_batch_size=size)
+
+
+@pytest.mark.parametrize(("devices", "size"), [(CPUS, None), (["cpu"], 3)], ids=["replicas", "micro-batches"])
+def test_a_whole_loss_refuses_several_rows_for_each_row(devices, size):
+    x, target, net = torch.randn(6, 4), torch.randint(5, (6,)), Views()
+    loss, expected = plain_program(net, contrast, x, target)
+    with pytest.raises(ValueError, match=r"rows of the batch, 2 for each.*return out\.chunk\(2\)"):
+        step_of(net, DataParallelCriterion(contrast, whole=True), devices, size)(x, target)
+    net.form = lambda out: out.chunk(2)
+    net.zero_grad()
+    found = step_of(net, DataParallelCriterion(contrast_of_pair, whole=True), devices, size)(x, target)
+    torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10)
+    assert_same_gradients(gradients(net), expected)
+    torch.testing.assert_close(DataParallelCriterion(contrast, whole=True)(DataParallelModel(Views(), ["cpu"])(x), target), loss)
+
+
+def check_ranks(rank):
+    """Each rank has one replica, and rank 1 no rows: all of them raise the error."""
+    torch.set_default_dtype(torch.float64)
+    model, criterion = parallelize(Views(), DataParallelCriterion(contrast, whole=True))
+    x = torch.randn(3 if rank == 0 else 0, 4)
+    outputs = model(x)
+    for use in (lambda: gather(outputs), lambda: criterion(outputs, torch.zeros(len(x), dtype=torch.long))):
+        with pytest.raises(ValueError, match="2 for each"):
+            use()
+    return True
+
+
+@pytest.mark.timeout(60)
+def test_all_ranks_refuse_several_rows_for_each_row():
+    assert run_ranks(2, check_ranks, timeout=30) == [True, True]
+
+
+def test_gather_refuses_the_outputs_of_several_calls():
+    model, x = DataParallelModel(build_net(), CPUS), torch.randn(7, 4)
+    with pytest.raises(TypeError, match=r"outputs of 2 calls of a model, expected those of one call: gather "):
+        gather([model(x), model(x)])
+
+
+@pytest.mark.parametrize("form", [lambda out: out.mean(0, keepdim=True), lambda out: out.mean().view(1)])
+def test_gathered_outputs_warn_of_one_row_per_replica(form):
+    """``.mean()`` of a loss of shape ``[1]`` per replica is not the loss of the batch."""
+    model = DataParallelModel(nn.Sequential(build_net(), Form(form)), CPUS, gather_outputs=True)
+    with pytest.warns(UserWarning, match="the output has one value per replica.*weighted_mean"):
+        model(torch.randn(7, 4))
+    model(torch.randn(3, 4))  # one row is its own mean
+
+
+def test_another_model_refuses_to_cut_several_rows_for_each_row():
+    """Its replicas would get some of the rows only, if it splits the batch in another way."""
+    outputs = DataParallelModel(Views(), CPUS)(torch.randn(7, 4))
+    same = DataParallelModel(nn.Identity(), CPUS)(outputs)
+    assert [len(output) for output in same] == [6, 4, 4]
+    with pytest.raises(ValueError, match="2 for each"):
+        DataParallelModel(nn.Identity(), ["cpu"] * 2)(outputs)
