@@ -4,8 +4,8 @@ python benchmarks/faults/inject.py FOLDER PLACE:RANK:STEP,PLACE:RANK:STEP,... sc
 
 Each start of the script has one fault, in their order. Those behind the last have none. A file in FOLDER is written just before a
 fault, with the process id. STEP counts the steps of this start, or its checkpoints for the places "checkpoint",
-"checkpoint-complete" and "disk-full". For "checkpoint-again" it counts the calls that rename: each checkpoint is saved twice, with
-the same number. For "read-error" it counts the checkpoints that are looked at before one is loaded.
+"checkpoint-complete" and "disk-full". For "checkpoint-again" it counts the calls that rename, and each checkpoint is saved twice
+with its number. For "read-error" it counts the checkpoints that are looked at before one is loaded.
 """
 
 import datetime
