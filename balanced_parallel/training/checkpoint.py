@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..runtime import collectives
 from ..runtime.argument_checks import check_number, check_type
 from .state_trees import Path as TreePath
-from .state_trees import check_same_tensors, join_tensors, split_tensors, stored_tensors, tensor_key
+from .state_trees import check_same_tensors, join_tensors, split_tensors, tensor_key
 
 __all__: list[str] = []
 
@@ -98,11 +98,13 @@ class Checkpoints:
         """
         from torch.distributed.checkpoint.state_dict_saver import async_save  # takes seconds, as the files' imports do
 
-        from .checkpoint_files import Writer, complete, step_of
+        from .checkpoint_files import Writer, complete, step_of, tidy
 
         check_number("number", number, "the number of updates so far", at_least=0, whole=True)
         self.wait()
         self.folder.mkdir(parents=True, exist_ok=True)
+        if (rank := collectives.rank()) == 0:
+            tidy(self.folder)
         answers = self._on_all_ranks(lambda: (number, [step_of(path) for path in complete(self.folder)]))
         if len(numbers := {given for given, _ in answers}) > 1:
             raise ValueError(f"ranks save with the numbers {sorted(numbers)}, expected the same on all")
@@ -114,9 +116,8 @@ class Checkpoints:
             )
         self._damaged.discard(number)
         tree, tensors = split_tensors({name: part.state_dict() for name, part in self.parts.items()})
-        rank, ranks = collectives.rank(), collectives.world_size()
-        writer = Writer(self.folder / f"step-{number:08}", tree, rank, ranks, self.keep, frozenset(self._damaged))
-        group = _group()
+        name, group = f"step-{number:08}", _group()
+        writer = Writer(self.folder / name, tree, rank, collectives.world_size(), self.keep, frozenset(self._damaged))
         writing = async_save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
         self._writing = cast("Future[Any]", writing)
         _unreported[self._writing] = writer.folder
@@ -171,9 +172,10 @@ class Checkpoints:
 
     def _load(self, folder: Path) -> None:
         from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        from .checkpoint_files import Reader, read_tree
+        from .checkpoint_files import ListedFiles, read_tree
 
         trees: list[Any] = []
         rank, ranks = collectives.rank(), collectives.world_size()
@@ -185,13 +187,21 @@ class Checkpoints:
                 "Checkpoints of the parts that it has, and give the others when you save"
             )
         tree = {"dict": [[name, saved[name]] for name in self.parts]}
-        tensors = {tensor_key(path): self._target(path, size, dtype) for path, size, dtype in stored_tensors(tree)}
-        group = _group()
+        tensors: dict[str, Tensor] = {}
+
+        def memory(path: TreePath, size: torch.Size, dtype: torch.dtype) -> Tensor:
+            """Returns memory for a saved tensor: the part's own idea of it, or on the host."""
+            place: Callable[..., Tensor | None] | None = getattr(self.parts[path[0]], "load_target", None)
+            target = None if place is None else place(path[1:], size, dtype)
+            return tensors.setdefault(tensor_key(path), torch.empty(size, dtype=dtype) if target is None else target)
+
+        state = join_tensors(tree, memory)
+        reader, group = HuggingFaceStorageReader(str(folder)), _group()
+        reader.fs = ListedFiles()
         try:
-            load(tensors, storage_reader=Reader(folder), process_group=group, no_dist=group is None)
+            load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
         except CheckpointException as error:  # not an Exception
             raise OSError(f"{folder} could not be read ({_reasons(error)})") from error
-        state = join_tensors(tree, tensors.__getitem__)
         for name, part in self.parts.items():
             if isinstance(part, nn.Module):
                 check_same_tensors(name, part.state_dict(), state[name])
@@ -199,12 +209,6 @@ class Checkpoints:
                 check(state[name])
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
-
-    def _target(self, path: TreePath, size: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Returns memory for a saved tensor: the part's own idea of it, or on the host."""
-        place: Callable[..., Tensor | None] | None = getattr(self.parts.get(path[0]), "load_target", None)
-        target = None if place is None else place(path[1:], size, dtype)
-        return torch.empty(size, dtype=dtype) if target is None else target
 
     def _on_all_ranks(self, find: Callable[[], T]) -> list[T]:
         """Returns the result of each rank. If one cannot read the files, all raise an error."""
@@ -247,10 +251,8 @@ def _explain(folder: Path, error: BaseException) -> str:
 @atexit.register
 def _report_failures() -> None:
     """Ends the program with exit code 1 if its last save has failed without a ``wait()``. Python has ended the threads before."""
-    failures = [(folder, error) for writing, folder in _unreported.items() if writing.done() and (error := writing.exception())]
-    for folder, error in failures:
-        print(f"OSError: {_explain(folder, error)}", file=sys.stderr)
+    failures = [_explain(folder, error) for save, folder in _unreported.items() if save.done() and (error := save.exception())]
     if failures:
+        print("OSError:", *failures, file=sys.stderr)
         sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(1)  # an exception would not change the exit code here

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
@@ -51,25 +51,8 @@ class Writer(HuggingFaceStorageWriter):
         self.folder, self.partial = folder, Path(f"{folder}{PARTIAL}")
         self.tree, self.number, self.ranks, self.keep, self.damaged = tree, rank, ranks, keep, damaged
 
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Returns the plan as it is: rank 0 makes the folder."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Removes what an interrupted run has left, and makes the folder. Rank 0 does so before any rank writes."""
-        for path in self.folder.parent.iterdir():
-            if re.fullmatch(rf"step-[0-9]+({OLD}|{PARTIAL}|{REMOVED})", path.name):
-                name = path.with_suffix("")
-                if path.suffix == OLD and not name.exists():
-                    path.rename(name)  # its successor did not get this far
-                else:
-                    remove(path)
-        self.partial.mkdir(exist_ok=True)
-        return super().prepare_global_plan(plans)
-
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """Writes the tensors of this rank, and its other values."""
-        self.partial.mkdir(exist_ok=True)  # asks the server: NFS may remember that it is not there
         written = super().write_data(plan, planner)
         names = sorted({result.storage_data.relative_path for result in written.value()})
         write_json(rank_file(self.partial, self.number), {"files": digests(self.partial, names), "state": self.tree})
@@ -96,17 +79,23 @@ class Writer(HuggingFaceStorageWriter):
                 remove(path)
 
 
-class Reader(HuggingFaceStorageReader):
-    """Reads the files that a manifest names, and no others that are in the folder."""
+class ListedFiles(FileSystem):
+    """The files that a manifest names, for a reader of DCP: others in the folder do not belong to the checkpoint."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(str(folder))
-        self.fs = _ListedFiles()
-
-
-class _ListedFiles(FileSystem):
     def ls(self, path: str | os.PathLike[str]) -> list[str]:
+        """Returns their paths."""
         return [str(Path(path) / name) for name in json.loads((Path(path) / MANIFEST).read_text())["files"]]
+
+
+def tidy(parent: Path) -> None:
+    """Removes what an interrupted run has left. Rank 0 does so before any rank writes."""
+    for path in parent.iterdir():
+        if re.fullmatch(rf"step-[0-9]+({OLD}|{PARTIAL}|{REMOVED})", path.name):
+            name = path.with_suffix("")
+            if path.suffix == OLD and not name.exists():
+                path.rename(name)  # its successor did not get this far
+            else:
+                remove(path)
 
 
 def complete(parent: Path) -> list[Path]:

@@ -36,8 +36,11 @@ def split_tensors(tree: Any) -> tuple[Any, dict[str, Tensor]]:
         if isinstance(value, Tensor):
             if value.layout is not torch.strided or value.is_quantized or value.is_nested:
                 raise TypeError(f"{tensor_key(path)} is a {value.layout} tensor of {value.dtype}, expected a dense, plain one")
-            stored = tensors[tensor_key(path)] = _stored(value)
-            return {"tensor": [list(path), list(stored.shape), _name(stored.dtype), _name(value.dtype)]}
+            stored = value
+            if value.dtype not in _STORED:
+                stored = torch.view_as_real(value.resolve_conj()) if value.is_complex() else value.view(torch.uint8)
+            tensors[tensor_key(path)] = stored
+            return {"tensor": [list(path), list(stored.shape), str(stored.dtype)[6:], str(value.dtype)[6:]]}
         if kind in _PLAIN:
             return value
         if kind is list:
@@ -57,12 +60,12 @@ def split_tensors(tree: Any) -> tuple[Any, dict[str, Tensor]]:
     return encode(tree, ()), tensors
 
 
-def join_tensors(tree: Any, find: Callable[[str], Tensor]) -> Any:
+def join_tensors(tree: Any, find: Callable[[Path, torch.Size, torch.dtype], Tensor]) -> Any:
     """Returns the nested state of a tree from :func:`split_tensors`.
 
     Args:
         tree: as JSON has it.
-        find: returns the stored tensor of a key.
+        find: returns the stored tensor of a path, or memory for it, which may be filled afterwards.
     """
     if isinstance(tree, list):
         return [join_tensors(one, find) for one in tree]
@@ -70,25 +73,15 @@ def join_tensors(tree: Any, find: Callable[[str], Tensor]) -> Any:
         return tree
     ((kind, value),) = tree.items()
     if kind == "tensor":
-        stored, dtype = find(tensor_key(value[0])), getattr(torch, value[3])
+        path, shape, *dtypes = value
+        of_file, dtype = (getattr(torch, name) for name in dtypes)
+        stored = find(tuple(path), torch.Size(shape), of_file)
         return stored if stored.dtype == dtype else torch.view_as_complex(stored) if dtype.is_complex else stored.view(dtype)
     if kind == "numpy":
         return np.dtype(value[0]).type(value[1])
     if kind in ("tuple", "size"):
         return (tuple if kind == "tuple" else torch.Size)(join_tensors(one, find) for one in value)
     return _MAPPINGS[kind]({key: join_tensors(one, find) for key, one in value})
-
-
-def stored_tensors(tree: Any) -> list[tuple[Path, torch.Size, torch.dtype]]:
-    """Returns place, shape and dtype of all stored tensors in a tree from :func:`split_tensors`."""
-    if isinstance(tree, list):
-        return [found for one in tree for found in stored_tensors(one)]
-    if not isinstance(tree, dict):
-        return []
-    ((kind, value),) = tree.items()
-    if kind == "tensor":
-        return [(tuple(value[0]), torch.Size(value[1]), getattr(torch, value[2]))]
-    return stored_tensors([one for _, one in value] if kind in _MAPPINGS else value)
 
 
 def tensor_key(path: Iterable[Any]) -> str:
@@ -109,14 +102,3 @@ def check_same_tensors(name: str, tensors: Mapping[str, Any], saved: Mapping[str
             raise RuntimeError(
                 f"{key} of {name} was saved with shape {list(getattr(saved[key], 'shape', ()))}, expected {list(tensor.shape)}"
             )
-
-
-def _stored(tensor: Tensor) -> Tensor:
-    """Returns the elements in a type that safetensors has."""
-    if tensor.dtype in _STORED:
-        return tensor
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.view(torch.uint8)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
