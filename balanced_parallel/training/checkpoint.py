@@ -98,14 +98,13 @@ class Checkpoints:
         """
         from torch.distributed.checkpoint.state_dict_saver import async_save  # takes seconds, as the files' imports do
 
-        from .checkpoint_files import Writer, complete, step_of, tidy
+        from .checkpoint_files import Writer, tidy
 
         check_number("number", number, "the number of updates so far", at_least=0, whole=True)
         self.wait()
         self.folder.mkdir(parents=True, exist_ok=True)
-        if (rank := collectives.rank()) == 0:
-            tidy(self.folder)
-        answers = self._on_all_ranks(lambda: (number, [step_of(path) for path in complete(self.folder)]))
+        rank = collectives.rank()
+        answers = self._on_all_ranks(lambda: (number, tidy(self.folder) if rank == 0 else []))
         if len(numbers := {given for given, _ in answers}) > 1:
             raise ValueError(f"ranks save with the numbers {sorted(numbers)}, expected the same on all")
         newest = max((saved for saved in answers[0][1] if saved not in self._damaged), default=number)

@@ -87,15 +87,15 @@ class ListedFiles(FileSystem):
         return [str(Path(path) / name) for name in json.loads((Path(path) / MANIFEST).read_text())["files"]]
 
 
-def tidy(parent: Path) -> None:
-    """Removes what an interrupted run has left. Rank 0 does so before any rank writes."""
+def tidy(parent: Path) -> list[int]:
+    """Removes what an interrupted run has left, before any rank writes. Returns the numbers of the complete checkpoints."""
     for path in parent.iterdir():
         if re.fullmatch(rf"step-[0-9]+({OLD}|{PARTIAL}|{REMOVED})", path.name):
-            name = path.with_suffix("")
-            if path.suffix == OLD and not name.exists():
-                path.rename(name)  # its successor did not get this far
+            if path.suffix == OLD and not path.with_suffix("").exists():
+                path.rename(path.with_suffix(""))  # its successor did not get this far
             else:
                 remove(path)
+    return [step_of(path) for path in complete(parent)]
 
 
 def complete(parent: Path) -> list[Path]:
