@@ -3,6 +3,7 @@
 Without a process group there is one rank, and no function communicates.
 """
 
+import datetime
 import weakref
 from typing import Any, TypeAlias, TypeVar
 
@@ -47,8 +48,15 @@ def _group_for(purpose: str, backend: str | None) -> Group:
         return None
     groups = _more_groups.setdefault(world, {})
     if purpose not in groups:
-        groups[purpose] = dist.new_group(backend=backend)
+        groups[purpose] = dist.new_group(backend=backend, timeout=_timeout(world))
     return groups[purpose]
+
+
+def _timeout(group: dist.ProcessGroup) -> datetime.timedelta | None:
+    """Returns the timeout that a group was made with. There is no public name, and ``new_group`` takes torch's default."""
+    options = getattr(group._get_backend(group._device_types[0]), "options", None)
+    timeout: datetime.timedelta | None = getattr(options, "_timeout", None)
+    return timeout
 
 
 def sum_over_ranks(tensor: torch.Tensor, group: Group = None) -> torch.Tensor:
@@ -66,11 +74,11 @@ def max_over_ranks(number: Number) -> Number:
     return max(numbers)
 
 
-def gather_objects(value: Any) -> list[Any]:
+def gather_objects(value: Any, group: Group = None) -> list[Any]:
     """Returns the ``value`` of each rank, in the order of the ranks. Values must be picklable."""
     values: list[Any] = [value] * world_size()
     if len(values) > 1:
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=group)
     return values
 
 

@@ -1,21 +1,28 @@
 """``Checkpoints``: the state of a run in a folder, written in the background, complete or not there."""
 
-import json
+import atexit
+import os
+import sys
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, Protocol, TypeVar, cast, runtime_checkable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..runtime import collectives
 from ..runtime.argument_checks import check_number, check_type
 from .state_trees import Path as TreePath
-from .state_trees import join_tensors, split_tensors, tensor_paths
+from .state_trees import check_same_tensors, join_tensors, split_tensors, tensor_key
 
 __all__: list[str] = []
+
+T = TypeVar("T")
+
+_unreported: dict[Future[Any], Path] = {}  # saves of this process that nobody has waited for, and their folders
 
 
 @runtime_checkable
@@ -42,7 +49,8 @@ class Checkpoints:
         keep: complete checkpoints that stay, the newest ones.
         parts: objects with ``state_dict()`` and ``load_state_dict()``, by a name of your choice: a :class:`TrainStep`, which has
             model, optimizers, schedulers and random numbers; a :class:`RankBatchSampler`; objects of your own. Numbers and
-            strings of a part may differ between ranks, tensors are the same on all.
+            strings of a part may differ between ranks, tensors are the same on all. A part may have a ``check_state_dict()`` that
+            refuses a state: it is called before any part is changed.
 
     Raises:
         ImportError: the package safetensors is missing.
@@ -73,10 +81,12 @@ class Checkpoints:
             raise ImportError("checkpoints are written as safetensors, expected the package: pip install safetensors") from error
         self.folder, self.keep, self.parts = Path(folder), keep, parts
         self._writing: Future[Any] | None = None
-        self._number = 0
+        self._damaged: set[int] = set()
 
     def save(self, number: int) -> None:
         """Saves the present state in the background, after the save before has ended.
+
+        A checkpoint with the same number is replaced, and counts until the new one is complete.
 
         Args:
             number: of the updates so far, for the name of the folder and the return value of :meth:`load_latest`.
@@ -84,101 +94,136 @@ class Checkpoints:
         Raises:
             OSError: the save before has failed, for example on a full disk. Earlier checkpoints are still there.
             TypeError: the number is not an integer, or a state is not made of tensors, numbers, strings and containers.
+            ValueError: the folder has a higher number, of another run; or ranks gave different numbers.
         """
         from torch.distributed.checkpoint.state_dict_saver import async_save  # takes seconds, as the files' imports do
 
-        from .checkpoint_files import Writer
+        from .checkpoint_files import Writer, tidy
 
         check_number("number", number, "the number of updates so far", at_least=0, whole=True)
         self.wait()
-        tree, tensors = split_tensors({name: part.state_dict() for name, part in self.parts.items()})
-        rank, ranks = collectives.rank(), collectives.world_size()
         self.folder.mkdir(parents=True, exist_ok=True)
-        writer = Writer(self.folder / f"step-{number:08}", tree, rank, ranks, self.keep)
-        group = _group()
-        self._number = number
-        self._writing = cast(
-            "Future[Any]", async_save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
-        )
+        rank = collectives.rank()
+        answers = self._on_all_ranks(lambda: (number, tidy(self.folder) if rank == 0 else []))
+        if len(numbers := {given for given, _ in answers}) > 1:
+            raise ValueError(f"ranks save with the numbers {sorted(numbers)}, expected the same on all")
+        newest = max((saved for saved in answers[0][1] if saved not in self._damaged), default=number)
+        if newest > number:
+            raise ValueError(
+                f"the number is {number}, and {self.folder} has a checkpoint at {newest}, expected no higher one: call "
+                "load_latest() to go on with that run, or give a new run a folder of its own"
+            )
+        self._damaged.discard(number)
+        tree, tensors = split_tensors({name: part.state_dict() for name, part in self.parts.items()})
+        name, group = f"step-{number:08}", _group()
+        writer = Writer(self.folder / name, tree, rank, collectives.world_size(), self.keep, frozenset(self._damaged))
+        writing = async_save(tensors, storage_writer=writer, process_group=group, no_dist=group is None)
+        self._writing = cast("Future[Any]", writing)
+        _unreported[self._writing] = writer.folder
 
     def wait(self) -> None:
-        """Waits until the last save is complete.
+        """Waits until the last save is complete. A program that ends without this ends with an error if the save has failed.
 
         Raises:
             OSError: it has failed.
         """
-        writing, self._writing = self._writing, None
-        if writing is None:
+        if self._writing is None:
             return
-        from torch.distributed.checkpoint.api import CheckpointException
+        wait([self._writing])  # after Ctrl-C here, it is still being written
+        writing, self._writing = self._writing, None
+        folder, error = _unreported.pop(writing), writing.exception()
+        if error is None:
+            return
+        from .checkpoint_files import PARTIAL, remove
 
-        from .checkpoint_files import PARTIAL, complete, remove
-
-        try:
-            writing.result()
-        except (CheckpointException, Exception) as error:  # the first is not an Exception
-            failures = getattr(error, "failures", {})
-            if failures and collectives.rank() == 0:  # every rank has ended its writing
-                remove(self.folder / f"step-{self._number:08}{PARTIAL}")
-            known = complete(self.folder)
-            left = f"{known[0].name} is the last good one" if known else "there is no earlier one"
-            reasons = ", ".join(f"rank {rank}: {failure[0]}" for rank, failure in failures.items()) or str(error)
-            raise OSError(f"the checkpoint at {self._number} in {self.folder} was not written ({reasons}); {left}") from error
+        message = _explain(folder, error)
+        if getattr(error, "failures", None) and collectives.rank() == 0:  # every rank has ended its writing
+            remove(folder.with_suffix(PARTIAL))
+        raise OSError(message) from error
 
     def load_latest(self) -> int | None:
         """Loads the newest checkpoint that is undamaged into the parts. Returns its number, or None if there is none.
 
-        A damaged one is renamed, with a warning.
+        A damaged one is passed over with a warning, and stays as it is.
 
         Raises:
+            OSError: the files could not be read. They may be undamaged.
             RuntimeError: all checkpoints are damaged.
+            ValueError: the checkpoint does not have all parts. The parts have not changed.
         """
-        self.wait()
-        if not any(collectives.gather_objects(self.folder.is_dir())):
-            return None
-        from .checkpoint_files import DAMAGED, complete, damage, step_of
+        from .checkpoint_files import complete, damage, step_of
 
+        self.wait()
         rank, ranks = collectives.rank(), collectives.world_size()
-        found = collectives.gather_objects([path.name for path in complete(self.folder)])[0]  # as rank 0 sees them
-        for name in found:
+        names = self._on_all_ranks(lambda: [path.name for path in complete(self.folder)])[0]  # as rank 0 sees them
+        for name in names:
             folder = self.folder / name
-            reasons = [reason for reason in collectives.gather_objects(damage(folder, rank, ranks)) if reason]
+            reasons = [reason for reason in self._on_all_ranks(partial(damage, folder, rank, ranks)) if reason]
             if not reasons:
                 self._load(folder)
                 return step_of(folder)
+            self._damaged.add(step_of(folder))
             if rank == 0:
                 warnings.warn(f"{folder} is damaged ({'; '.join(reasons)}): the checkpoint before it is used", stacklevel=2)
-                folder.rename(f"{folder}{DAMAGED}")
-        if found:
-            raise RuntimeError(f"all checkpoints in {self.folder} are damaged ({', '.join(found)}): begin anew in another folder")
+        if names:
+            raise RuntimeError(f"all checkpoints in {self.folder} are damaged ({', '.join(names)}): begin anew in another folder")
         return None
 
     def _load(self, folder: Path) -> None:
+        from torch.distributed.checkpoint.api import CheckpointException
         from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
         from torch.distributed.checkpoint.state_dict_loader import load
 
-        from .checkpoint_files import rank_file
+        from .checkpoint_files import ListedFiles, read_tree
 
-        mine = rank_file(folder, collectives.rank())
-        same = len(json.loads((folder / "checkpoint.json").read_text())["files"]) == collectives.world_size()
-        tree = json.loads((mine if same else rank_file(folder, 0)).read_text())["state"]
-        reader = HuggingFaceStorageReader(str(folder))
-        saved: dict[str, Any] = reader.read_metadata().state_dict_metadata
+        trees: list[Any] = []
+        rank, ranks = collectives.rank(), collectives.world_size()
+        self._on_all_ranks(lambda: trees.append(read_tree(folder, rank, ranks)))
+        saved = dict(trees[0]["dict"])
+        if missing := self.parts.keys() - saved:
+            raise ValueError(
+                f"{folder} has the parts {', '.join(saved)}, expected {', '.join(sorted(missing))} as well: load it into "
+                "Checkpoints of the parts that it has, and give the others when you save"
+            )
+        tree = {"dict": [[name, saved[name]] for name in self.parts]}
         tensors: dict[str, Tensor] = {}
-        for path in tensor_paths(tree):
-            key = "/".join(path)
-            tensors[key] = self._target(path, saved[key].size, saved[key].properties.dtype)
-        group = _group()
-        load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
-        state = join_tensors(tree, tensors.__getitem__)
+
+        def memory(path: TreePath, size: torch.Size, dtype: torch.dtype) -> Tensor:
+            """Returns memory for a saved tensor: the part's own idea of it, or on the host."""
+            place: Callable[..., Tensor | None] | None = getattr(self.parts[path[0]], "load_target", None)
+            target = None if place is None else place(path[1:], size, dtype)
+            return tensors.setdefault(tensor_key(path), torch.empty(size, dtype=dtype) if target is None else target)
+
+        state = join_tensors(tree, memory)
+        reader, group = HuggingFaceStorageReader(str(folder)), _group()
+        reader.fs = ListedFiles()
+        try:
+            load(tensors, storage_reader=reader, process_group=group, no_dist=group is None)
+        except CheckpointException as error:  # not an Exception
+            raise OSError(f"{folder} could not be read ({_reasons(error)})") from error
+        for name, part in self.parts.items():
+            if isinstance(part, nn.Module):
+                check_same_tensors(name, part.state_dict(), state[name])
+            elif check := getattr(part, "check_state_dict", None):
+                check(state[name])
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
 
-    def _target(self, path: TreePath, size: torch.Size, dtype: torch.dtype) -> Tensor:
-        """Returns memory for a saved tensor: the part's own idea of it, or on the host."""
-        place: Callable[..., Tensor | None] | None = getattr(self.parts.get(path[0]), "load_target", None)
-        target = None if place is None else place(path[1:], size, dtype)
-        return torch.empty(size, dtype=dtype) if target is None else target
+    def _on_all_ranks(self, find: Callable[[], T]) -> list[T]:
+        """Returns the result of each rank. If one cannot read the files, all raise an error."""
+        found, problem = None, ""
+        try:
+            found = find()
+        except OSError as error:
+            problem = f"rank {collectives.rank()}: {error}"
+        try:
+            answers = collectives.gather_objects((found, problem), _group())
+        except RuntimeError as error:
+            error.add_note("Checkpoints: every rank must call save() and load_latest(), and at the same steps")
+            raise
+        if problems := [problem for _, problem in answers if problem]:
+            raise OSError(f"the checkpoints in {self.folder} could not be read ({'; '.join(problems)}): try again")
+        return [found for found, _ in answers]
 
 
 def _group() -> collectives.Group:
@@ -187,3 +232,26 @@ def _group() -> collectives.Group:
     if group is None:
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
     return group
+
+
+def _reasons(error: BaseException) -> str:
+    failures = getattr(error, "failures", {})
+    return ", ".join(f"rank {rank}: {failure[0]}" for rank, failure in failures.items()) or str(error)
+
+
+def _explain(folder: Path, error: BaseException) -> str:
+    from .checkpoint_files import complete, step_of
+
+    last = complete(folder.parent)
+    left = f"{last[0].name} is the last good one" if last else "there is no earlier one"
+    return f"the checkpoint at {step_of(folder)} in {folder.parent} was not written ({_reasons(error)}); {left}"
+
+
+@atexit.register
+def _report_failures() -> None:
+    """Ends the program with exit code 1 if its last save has failed without a ``wait()``. Python has ended the threads before."""
+    failures = [_explain(folder, error) for save, folder in _unreported.items() if save.done() and (error := save.exception())]
+    if failures:
+        print("OSError:", *failures, file=sys.stderr)
+        sys.stdout.flush()
+        os._exit(1)  # an exception would not change the exit code here

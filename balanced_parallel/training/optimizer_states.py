@@ -20,13 +20,14 @@ def state_by_name(optimizer: Optimizer, trained: Mapping[str, Tensor]) -> dict[s
     """
     names, found = _names(optimizer, trained), optimizer.state_dict()
     return {
+        "class": class_name(optimizer),
         "state": {names[number]: state for number, state in found["state"].items()},
         "param_groups": [{**group, "params": [names[number] for number in group["params"]]} for group in found["param_groups"]],
     }
 
 
-def load_state_by_name(optimizer: Optimizer, trained: Mapping[str, Tensor], state_dict: Mapping[str, Any]) -> None:
-    """Loads a state from :func:`state_by_name`. Parameters may be in another order.
+def numbered_state(optimizer: Optimizer, trained: Mapping[str, Tensor], state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a state from :func:`state_by_name` as the optimizer's ``load_state_dict()`` takes it.
 
     Raises:
         ValueError: the param groups have other parameters.
@@ -46,8 +47,14 @@ def load_state_by_name(optimizer: Optimizer, trained: Mapping[str, Tensor], stat
                 f"optimizer: only one of them has {', '.join(different[:3])}"
             )
         loaded.append({**saved, "params": [numbers[name] for name in mine]})
-    state = {numbers[name]: value for name, value in state_dict["state"].items()}
-    optimizer.load_state_dict({"state": state, "param_groups": loaded})
+    return {"state": {numbers[name]: value for name, value in state_dict["state"].items()}, "param_groups": loaded}
+
+
+def class_name(optimizer: Any) -> str:
+    """Returns the class of a scheduler, or of the plain optimizer, however it is spread over devices or ranks."""
+    if isinstance(optimizer, BalancedOptimizer):
+        return optimizer.recipe[0].__name__
+    return type(getattr(optimizer, "optim", optimizer)).__name__  # of a ZeroRedundancyOptimizer
 
 
 def _names(optimizer: Optimizer, trained: Mapping[str, Tensor]) -> list[str]:

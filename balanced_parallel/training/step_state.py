@@ -17,13 +17,18 @@ from ..runtime.tensors import is_sharded
 from .accumulation import Accumulation
 from .cuts import Cuts, Unit
 from .optimizer_checks import check_optimizers
-from .optimizer_states import load_state_by_name, state_by_name
+from .optimizer_states import class_name, numbered_state, state_by_name
 from .recovery import Attempts
 from .releasing_sync import releasing
+from .state_trees import check_same_tensors
 from .update import Optimizers, Schedulers, Update, each_optimizer, each_scheduler
 from .window import Window
 
 __all__: list[str] = []
+
+
+_ENTRIES = {"model", "criterion", "optimizers", "schedulers", "scaler", "random", "python", "numpy", "layout", "updates"}
+_ENTRIES |= {"weight_before", "limit"}
 
 
 class StepState:
@@ -80,7 +85,7 @@ class StepState:
             "model": _module_state(self.model.module),
             "criterion": dict(self.criterion.state_dict()),
             "optimizers": [state_by_name(one, self._trained) for one in each_optimizer(self.optimizer)],
-            "schedulers": [one.state_dict() for one in each_scheduler(self.scheduler)],
+            "schedulers": [{"class": class_name(one), **one.state_dict()} for one in each_scheduler(self.scheduler)],
             "scaler": None if scaler is None else scaler.state_dict(),
             "random": {f"rank{rank}": generator_states(self.model.devices)},
             "python": random.getstate(),
@@ -98,19 +103,16 @@ class StepState:
         numbers of Python and numpy stay.
 
         Raises:
-            ValueError: optimizers or schedulers of another number or with other parameters.
+            ValueError: optimizers or schedulers of another number or class or with other parameters, or not a whole state.
             RuntimeError: the module has other parameters.
         """
-        optimizers, schedulers = each_optimizer(self.optimizer), each_scheduler(self.scheduler)
-        for name, mine in (("optimizers", optimizers), ("schedulers", schedulers)):
-            if len(state_dict[name]) != len(mine):
-                raise ValueError(f"the state has {len(state_dict[name])} {name}, expected {len(mine)}")
+        self.check_state_dict(state_dict)
         _load_module_state(self.model.module, state_dict["model"])
         self.criterion.load_state_dict(state_dict["criterion"])
-        for optimizer, state in zip(optimizers, state_dict["optimizers"], strict=True):
-            load_state_by_name(optimizer, self._trained, state)
-        for scheduler, state in zip(schedulers, state_dict["schedulers"], strict=True):
-            scheduler.load_state_dict(state)
+        for optimizer, state in zip(each_optimizer(self.optimizer), state_dict["optimizers"], strict=True):
+            optimizer.load_state_dict(numbered_state(optimizer, self._trained, state))
+        for scheduler, state in zip(each_scheduler(self.scheduler), state_dict["schedulers"], strict=True):
+            scheduler.load_state_dict({name: value for name, value in state.items() if name != "class"})
         scaler = self.precision.scaler_on(self.model.devices[0])
         if scaler is not None and state_dict["scaler"]:
             scaler.load_state_dict(state_dict["scaler"])
@@ -119,6 +121,19 @@ class StepState:
         if self._attempts.run_again:  # "auto"; a number given by hand stays, and rows are not a cost
             self._attempts.limit = state_dict["limit"].get(self._cuts.unit)
         self._load_random_numbers(state_dict)
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Raises the errors of :meth:`load_state_dict`, without changing anything."""
+        if missing := _ENTRIES - state_dict.keys():
+            raise ValueError(f"the state lacks {', '.join(sorted(missing))}, expected what a TrainStep's state_dict() returns")
+        for name, mine in (("optimizers", each_optimizer(self.optimizer)), ("schedulers", each_scheduler(self.scheduler))):
+            classes, expected = [state["class"] for state in state_dict[name]], [class_name(one) for one in mine]
+            if classes != expected:
+                raise ValueError(f"the state has the {name} {classes}, expected {expected}")
+        for optimizer, state in zip(each_optimizer(self.optimizer), state_dict["optimizers"], strict=True):
+            numbered_state(optimizer, self._trained, state)
+        check_same_tensors("model", _module_state(self.model.module), state_dict["model"])
+        check_same_tensors("criterion", self.criterion.state_dict(), state_dict["criterion"])
 
     def load_target(self, path: tuple[str, ...], size: torch.Size, dtype: torch.dtype) -> Tensor | None:
         """Returns memory for a saved tensor, laid out as its parameter if that is sharded over ranks; otherwise None."""

@@ -4,10 +4,12 @@ python benchmarks/faults/inject.py FOLDER PLACE:RANK:STEP,PLACE:RANK:STEP,... sc
 
 Each start of the script has one fault, in their order. Those behind the last have none. A file in FOLDER is written just before a
 fault, with the process id. STEP counts the steps of this start, or its checkpoints for the places "checkpoint",
-"checkpoint-complete" and "disk-full".
+"checkpoint-complete" and "disk-full". For "checkpoint-again" it counts the calls that rename, and each checkpoint is saved twice
+with its number. For "read-error" it counts the checkpoints that are looked at before one is loaded.
 """
 
 import datetime
+import errno
 import os
 import runpy
 import signal
@@ -24,6 +26,7 @@ import balanced_parallel
 from balanced_parallel.runtime import collectives
 
 PLACES = ("forward", "backward", "all-reduce", "between", "loader", "hang", "checkpoint", "checkpoint-complete", "disk-full")
+PLACES += ("checkpoint-again", "read-error")
 
 
 class Fault:
@@ -38,7 +41,7 @@ class Fault:
 
     def __init__(self, place: str, step: int, marker: Path, is_here: bool) -> None:
         self.place, self.step, self.marker, self.is_here = place, step, marker, is_here
-        self.steps = self.saves = 0
+        self.steps = self.saves = self.renames = self.reads = 0
 
     def at(self, place: str, count: int | None = None) -> None:
         """Fails if this is the place and the step."""
@@ -52,6 +55,8 @@ class Fault:
         self.marker.write_text(str(os.getpid()))
         if place == "loader":
             raise LookupError("the loader of this rank fails")
+        if place == "read-error":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
         if place == "disk-full":
             Path("/dev/full").write_text("the error of the kernel")
         if place == "hang":
@@ -66,6 +71,7 @@ class Fault:
         call, load = balanced_parallel.TrainStep.__call__, balanced_parallel.RankBatchSampler.__iter__
         reduce, forward = collectives.sum_over_ranks, nn.Linear.forward
         write, finish = checkpoint_files.Writer.write_data, checkpoint_files.Writer.finish
+        save, rename, damage = balanced_parallel.Checkpoints.save, os.rename, checkpoint_files.damage
 
         def step(*arguments: Any, **kwargs: Any) -> Any:
             self.steps += 1
@@ -105,6 +111,24 @@ class Fault:
             finish(*arguments, **kwargs)
             self.at("checkpoint-complete", self.saves)
 
+        def save_twice(checkpoints: Any, number: int) -> None:
+            save(checkpoints, number)
+            save(checkpoints, number)
+
+        def count_rename(*arguments: Any, **kwargs: Any) -> None:
+            self.renames += 1
+            self.at("checkpoint-again", self.renames)
+            rename(*arguments, **kwargs)
+
+        def read(*arguments: Any) -> str:
+            self.reads += 1
+            self.at("read-error", self.reads)
+            return damage(*arguments)
+
+        if self.place == "checkpoint-again":
+            balanced_parallel.Checkpoints.save = save_twice  # type: ignore[method-assign]
+            os.rename = count_rename
+        checkpoint_files.damage = read
         balanced_parallel.TrainStep.__call__ = step  # type: ignore[method-assign]
         balanced_parallel.RankBatchSampler.__iter__ = batches  # type: ignore[method-assign]
         nn.Linear.forward = linear  # type: ignore[method-assign]

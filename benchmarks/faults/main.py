@@ -28,6 +28,7 @@ LAYOUTS: dict[str, tuple[int, list[str]]] = {
     "2 ranks, FSDP2": (2, ["--strategy", "fsdp"]),
 }
 PLACES = ("forward", "backward", "all-reduce", "between", "loader", "hang", "checkpoint", "checkpoint-complete")
+PLACES += ("checkpoint-again", "read-error")
 LIMIT = 300.0  # seconds, then a run counts as hanging
 
 FLAGS = argparse.ArgumentParser(description=__doc__)
@@ -55,9 +56,10 @@ def draw_faults(layout: str, dice: random.Random) -> list[str]:
     faults = []
     for _ in range(dice.randint(1, 3)):
         place = dice.choice(places)
-        rank = 0 if place == "checkpoint-complete" else dice.randrange(ranks)  # rank 0 completes it
-        faults.append(f"{place}:{rank}:{dice.randint(1, 2 if place.startswith(('checkpoint', 'loader')) else 3)}")
-    return faults
+        rank = 0 if place in ("checkpoint-complete", "checkpoint-again") else dice.randrange(ranks)  # rank 0 completes it
+        most = {"checkpoint": 2, "checkpoint-complete": 2, "loader": 2, "checkpoint-again": 6, "read-error": 1}.get(place, 3)
+        faults.append(f"{place}:{rank}:{dice.randint(1, most)}")
+    return sorted(faults, key=lambda fault: fault.startswith("read-error"))  # at a start that has something to read
 
 
 def losses(out: Path) -> list[dict[str, Any]]:

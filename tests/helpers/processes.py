@@ -11,9 +11,8 @@ import tempfile
 from pathlib import Path
 
 PROCESSES = multiprocessing.get_context("forkserver")  # its server has run nothing: its copies have no threads and no devices
-PROCESSES.set_forkserver_preload(
-    ["torch", "torch.distributed.optim", "torch._dynamo", "balanced_parallel", "sklearn.datasets", "pytest", "hypothesis"]
-)
+PRELOADED = ["torch", "torch.distributed.optim", "torch.distributed.checkpoint.state_dict", "torch._dynamo", "balanced_parallel"]
+PROCESSES.set_forkserver_preload([*PRELOADED, "safetensors.torch", "sklearn.datasets", "pytest", "hypothesis"])
 
 
 def run_script(script, *arguments, cwd=None, timeout=200, **environment):

@@ -114,6 +114,19 @@ def test_full_disk_ends_the_run_with_one_line_and_leaves_the_last_checkpoint(tmp
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000004"]
 
 
+def test_run_whose_checkpoints_are_all_damaged_does_not_begin_anew_in_their_folder(tmp_path):
+    """The second start emptied ``metrics.jsonl``."""
+    train(tmp_path, *FLAGS[:2], "--steps", 4, "--checkpoint-every", 4)
+    lines = lines_of(tmp_path)
+    for path in (tmp_path / "checkpoints").iterdir():
+        (path / "checkpoint.json").write_text("")
+    for _ in range(2):
+        done = run("--out", tmp_path, *FLAGS[:2], "--steps", 8, "--resume")
+        assert done.returncode == 1
+        assert "are damaged (step-00000004): begin anew in another folder" in done.stderr
+        assert lines_of(tmp_path) == lines
+
+
 @pytest.mark.slow
 def test_ctrl_c_leaves_no_process_behind(tmp_path):
     command = list(map(str, [*TORCHRUN, SCRIPT, "--out", tmp_path, *FLAGS, "--workers", 1]))

@@ -175,7 +175,6 @@ def test_damaged_checkpoint_is_passed_over_with_a_warning(three, harm, name):
     harm(three / "step-00000003" / name)
     with pytest.warns(UserWarning, match="step-00000003 is damaged .*: the checkpoint before it is used"):
         assert load(three) == 2
-    assert load(three) == 2
     truncate(three / "step-00000002" / name)
     truncate(three / "step-00000001" / name)
     with pytest.warns(UserWarning, match="is damaged"), pytest.raises(RuntimeError, match=r"all checkpoints in .* are damaged"):
@@ -279,7 +278,7 @@ def test_states_that_cannot_be_saved_raise_an_error_that_names_the_place(tmp_pat
 def test_state_of_another_optimizer_raises_an_error():
     state, other = make_step().state_dict(), make_step()
     other.scheduler = None
-    with pytest.raises(ValueError, match="the state has 1 schedulers, expected 0"):
+    with pytest.raises(ValueError, match=r"the state has the schedulers \['MultiStepLR'\], expected \[\]"):
         other.load_state_dict(state)
     group = state["optimizers"][0]["param_groups"][0]
     group["params"] = group["params"][:1]

@@ -1,0 +1,182 @@
+"""Saves and loads that fail: nothing is silent, nothing is loaded in part, nobody waits longer than the group's timeout."""
+
+import datetime
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+import torch
+from helpers.ranks import run_ranks
+from torch import nn
+
+from balanced_parallel import Checkpoints, DataParallelCriterion, DataParallelModel, TrainStep, parallelize
+from balanced_parallel.training import checkpoint_files
+
+PROGRAM = """
+import sys
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystem
+from balanced_parallel import Checkpoints
+
+create_stream = FileSystem.create_stream
+FileSystem.create_stream = lambda self, path, mode: create_stream(self, sys.argv[2], mode)
+Checkpoints(sys.argv[1], net=nn.Linear(4, 3)).save(1)
+print("the end")
+"""
+
+
+def test_failed_last_save_without_wait_ends_with_a_message_and_exit_code_1(tmp_path):
+    """It ended with exit code 0, in silence."""
+    done = subprocess.run([sys.executable, "-c", PROGRAM, tmp_path, "/dev/full"], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stdout == "the end\n"
+    assert "OSError: the checkpoint at 1 in" in done.stderr
+    assert "No space left on device); there is no earlier one" in done.stderr
+
+
+def test_ctrl_c_while_waiting_does_not_forget_the_write(tmp_path, monkeypatch):
+    """The next save removed the files that were being written."""
+    writing, may_end = threading.Event(), threading.Event()
+    write = checkpoint_files.Writer.write_data
+
+    def slow(*arguments):
+        writing.set()
+        assert may_end.wait(30)
+        return write(*arguments)
+
+    monkeypatch.setattr(checkpoint_files.Writer, "write_data", slow)
+    checkpoints = Checkpoints(tmp_path, net=nn.Linear(4, 3))
+    checkpoints.save(1)
+    assert writing.wait(30)
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        checkpoints.wait()
+    timer.join()
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001.partial"]
+    may_end.set()
+    checkpoints.save(2)
+    checkpoints.wait()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000002"]
+
+
+def save_on_rank_0(rank, folder):
+    torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=3))
+    if rank == 1:
+        time.sleep(8)
+        return None
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"(?i)timed? ?out") as caught:
+        Checkpoints(folder, net=nn.Linear(4, 3)).save(1)
+    assert time.monotonic() - began < 8
+    return caught.value.__notes__
+
+
+def test_save_by_one_rank_alone_ends_after_the_timeout_of_the_group(tmp_path):
+    """It waited for 30 minutes: a further group has torch's own timeout."""
+    notes, _ = run_ranks(2, save_on_rank_0, tmp_path, fresh=True)
+    assert notes == ["Checkpoints: every rank must call save() and load_latest(), and at the same steps"]
+
+
+def read_error_on_rank_1(rank, folder, numbers):
+    model, _ = parallelize(nn.Linear(4, 3), nn.MSELoss())
+    checkpoints = Checkpoints(folder, net=model)
+    if numbers:
+        with pytest.raises(ValueError, match=r"ranks save with the numbers \[1, 2\], expected the same on all"):
+            checkpoints.save(rank + 1)
+    checkpoints.save(3)
+    checkpoints.wait()
+
+    def fail(*arguments):
+        raise OSError(5, "Input/output error")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(checkpoint_files.hashlib, "file_digest", fail)
+        with pytest.raises(OSError, match=r"could not be read \(rank 1: \[Errno 5\] Input/output error\): try again"):
+            checkpoints.load_latest()
+    assert checkpoints.load_latest() == 3
+
+
+@pytest.mark.parametrize("numbers", [False, True], ids=["read error", "other numbers"])
+def test_failure_of_one_rank_is_that_of_all(tmp_path, numbers):
+    run_ranks(2, read_error_on_rank_1, tmp_path, numbers)
+
+
+def make_step(optimizer=torch.optim.AdamW, width=3, scheduler=None):
+    torch.manual_seed(width)
+    model = DataParallelModel(nn.Linear(4, width), ["cpu"])
+    own = optimizer(model.parameters(), lr=0.1)
+    schedulers = {} if scheduler is None else {"scheduler": scheduler(own)}
+    step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), own, **schedulers)
+    step(torch.ones(2, 4), torch.tensor([0, 1]))
+    return step
+
+
+def stepped(optimizer):
+    return torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+
+def cosine(optimizer):
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "error", "message"),
+    [
+        ({"optimizer": torch.optim.SGD}, {}, ValueError, r"the state has the optimizers \['SGD'\], expected \['AdamW'\]"),
+        ({}, {"optimizer": torch.optim.Adam}, ValueError, r"the optimizers \['AdamW'\], expected \['Adam'\]"),
+        ({"scheduler": stepped}, {"scheduler": cosine}, ValueError, r"the schedulers \['StepLR'\], expected \['CosineAnn"),
+        ({"width": 5}, {}, RuntimeError, r"weight of model was saved with shape \[5, 4\], expected \[3, 4\]"),
+    ],
+    ids=["another optimizer", "its base class", "another scheduler", "another width"],
+)
+def test_state_of_another_program_is_refused_and_nothing_is_loaded(tmp_path, saved, loaded, error, message):
+    """Another optimizer was a KeyError one step later."""
+    checkpoints = Checkpoints(tmp_path, step=make_step(**saved), net=nn.Linear(2, 2))
+    checkpoints.save(1)
+    checkpoints.wait()
+    step, net = make_step(**loaded), nn.Linear(2, 2)
+    before = {name: tensor.clone() for name, tensor in {**step.model.state_dict(), **net.state_dict()}.items()}
+    for parts in ({"net": net, "step": step}, {"step": step, "net": net}):
+        with pytest.raises(error, match=message):
+            Checkpoints(tmp_path, **parts).load_latest()
+    after = {**step.model.state_dict(), **net.state_dict()}
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())
+    step(torch.ones(2, 4), torch.tensor([0, 1]))
+
+
+def test_part_that_was_not_saved_is_named_and_nothing_is_loaded(tmp_path):
+    """It was ``KeyError: 'ema'`` after the other parts were loaded."""
+    net, ema = nn.Linear(2, 2), nn.Linear(2, 2)
+    checkpoints = Checkpoints(tmp_path, net=nn.Linear(2, 2), more=nn.Linear(2, 2))
+    checkpoints.save(1)
+    checkpoints.wait()
+    before = net.weight.clone()
+    with pytest.raises(ValueError, match=r"has the parts net, more, expected ema as well: load it into Checkpoints of the parts"):
+        Checkpoints(tmp_path, net=net, ema=ema).load_latest()
+    assert torch.equal(net.weight, before)
+    assert Checkpoints(tmp_path, net=net).load_latest() == 1
+    assert not torch.equal(net.weight, before)
+
+
+def test_module_of_other_shapes_is_refused_and_nothing_is_loaded(tmp_path):
+    checkpoints = Checkpoints(tmp_path, net=nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    checkpoints.save(1)
+    checkpoints.wait()
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 3))
+    before = net[0].weight.clone()
+    with pytest.raises(RuntimeError, match=r"1.weight of net was saved with shape \[2, 2\], expected \[3, 2\]"):
+        Checkpoints(tmp_path, net=net).load_latest()
+    with pytest.raises(RuntimeError, match=r"the state of net has 4 entries, expected 2: only one has 0.bias"):
+        Checkpoints(tmp_path, net=nn.Linear(2, 2)).load_latest()
+    assert torch.equal(net[0].weight, before)
+
+
+def test_state_that_is_not_a_steps_is_refused():
+    with pytest.raises(ValueError, match=r"the state lacks criterion, .*weight_before, expected what a TrainStep's state_dict"):
+        make_step().load_state_dict({})

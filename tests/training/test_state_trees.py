@@ -1,0 +1,111 @@
+"""States as JSON and tensors: every value comes back as it was, or is refused by its place."""
+
+import collections
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from balanced_parallel import Checkpoints
+from balanced_parallel.training.state_trees import join_tensors, split_tensors
+
+Point = collections.namedtuple("Point", ["x", "y"])
+
+
+class Part:
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def through_files(folder, state):
+    checkpoints = Checkpoints(folder, part=Part(state))
+    checkpoints.save(1)
+    checkpoints.wait()
+    loaded = Part(None)
+    Checkpoints(folder, part=loaded).load_latest()
+    return loaded.state
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        {1: torch.zeros(2), "1": torch.ones(2), "%(1)": torch.full((2,), 2.0), "%25(1)": torch.full((2,), 3.0)},
+        {"a/b": torch.zeros(2), "a": {"b": torch.ones(2)}, "a%2Fb": torch.full((2,), 2.0)},
+        {None: torch.zeros(2), "None": torch.ones(2), 1.5: torch.full((2,), 2.0), "1.5": torch.full((2,), 3.0)},
+    ],
+)
+def test_tensors_of_keys_that_look_alike_are_all_there(tmp_path, state):
+    """Paths joined with a slash were the same name, and one tensor was lost."""
+    leaves = [leaf for value in state.values() for leaf in (value.values() if isinstance(value, dict) else [value])]
+    loaded = through_files(tmp_path, state)
+    found = [leaf for value in loaded.values() for leaf in (value.values() if isinstance(value, dict) else [value])]
+    assert list(loaded) == list(state)
+    assert [leaf.tolist() for leaf in found] == [leaf.tolist() for leaf in leaves]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.float64(0.1),
+        np.float32(0.1),
+        np.float16(0.1),
+        np.int64(-3),
+        np.uint8(7),
+        np.bool_(True),
+        torch.Size([2, 3]),
+        collections.OrderedDict(b=1, a=2),
+        collections.Counter("aab"),
+        (1, [2.0, (None,)], {"x": True}),
+        float("-inf"),
+    ],
+    ids=repr,
+)
+def test_value_comes_back_with_its_type(value):
+    tree, _ = split_tensors({"part": value})
+    loaded = join_tensors(json.loads(json.dumps(tree)), None)["part"]
+    assert type(loaded) is type(value)
+    assert loaded == value
+
+
+@pytest.mark.parametrize("dtype", ["float8_e8m0fnu", "float8_e5m2fnuz", "float8_e4m3fn", "bfloat16", "uint16", "bool"])
+@pytest.mark.parametrize("shape", [(), (0,), (2, 3)])
+def test_tensor_of_any_type_comes_back_with_its_bits(tmp_path, dtype, shape):
+    """float8_e8m0 was saved and could not be loaded."""
+    tensor = torch.ones(shape).to(getattr(torch, dtype))
+    loaded = through_files(tmp_path, {"x": tensor})["x"]
+    assert (loaded.dtype, loaded.shape) == (tensor.dtype, tensor.shape)
+    assert loaded.float().tolist() == tensor.float().tolist()
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_tensor_comes_back(tmp_path, dtype):
+    tensor = torch.tensor([[1 + 2j, -3j]], dtype=torch.complex128).to(dtype)
+    loaded = through_files(tmp_path, {"x": tensor, "conjugate": tensor.conj()})
+    for name, sign in (("x", 1), ("conjugate", -1)):
+        assert loaded[name].dtype == dtype
+        assert torch.view_as_real(loaded[name].resolve_conj()).tolist() == [[[1, sign * 2], [0, sign * -3]]]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (Point(1, 2), "part/x is a Point, expected tensors, numbers"),
+        (collections.defaultdict(int), "part/x is a defaultdict, expected"),
+        ({(1, 2): 3}, "part/x is a dict, expected .* with keys that are numbers or strings"),
+        (np.datetime64("2020-01-01"), "part/x is a datetime64, expected"),
+        (np.zeros(2), "part/x is a ndarray, expected"),
+        (torch.eye(2).to_sparse(), "part/x is a torch.sparse_coo tensor of torch.float32, expected a dense, plain one"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_value_that_would_change_its_type_is_refused_by_its_place(value, message):
+    """A named tuple came back as a tuple."""
+    with pytest.raises(TypeError, match=message):
+        split_tensors({"part": {"x": value}})
