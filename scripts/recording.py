@@ -218,8 +218,8 @@ class Recorder:
         """Raises ``FloatingPointError`` for nan and infinity, which JSON does not have, and which no later update mends."""
         if not math.isfinite(value):
             raise FloatingPointError(
-                f"the {name} of step {self.done} is {value}: begin anew with a smaller --learning-rate or --precision fp32, or go "
-                "on from an earlier checkpoint"
+                f"the {name} of step {self.done} is {value}: begin anew with a smaller --learning-rate or --precision fp32, or "
+                "go on from an earlier checkpoint"
             )
 
     def _chart(self, **values: float) -> None:
