@@ -120,7 +120,7 @@ class PerReplica(list[Any], nested.Leaf):
         return PerReplica(entries, sizes, self.dim)
 
     def on(self, device: torch.device) -> Any:
-        """Concatenates the entries of this rank on ``device``, for a metric that reduces over the ranks itself."""
+        """Concatenates the entries of this rank on ``device``, in their order: not that of the batch if it was cut by cost."""
         if len(self) > 1:
             return join(self, device, self.dim)
         return nested.map_leaves(lambda leaf: move(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, self[0])

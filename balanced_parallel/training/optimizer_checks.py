@@ -18,9 +18,8 @@ def check_optimizers(update: Update, schedulers: Sequence[LRScheduler]) -> None:
         TypeError: an optimizer needs a closure.
         ValueError: an optimizer has parameters, but none of them is trained; a scheduler is that of another optimizer.
     """
-    groups = [optimizer.param_groups for optimizer in update.optimizers]  # that a wrapper of an optimizer shares with it
-    for scheduler in schedulers:
-        if not any(scheduler.optimizer.param_groups is each for each in groups):
+    for scheduler in schedulers:  # a wrapper of an optimizer shares its groups
+        if not any(scheduler.optimizer.param_groups is optimizer.param_groups for optimizer in update.optimizers):
             raise ValueError(
                 f"{type(scheduler).__name__} was made for another {type(scheduler.optimizer).__name__}, expected the optimizer "
                 "of this step: its learning rate would never change"
