@@ -10,18 +10,19 @@ from typing import Any
 SIMULATED_STEPS = 12  # by default: a simulation shows memory and equal losses, it does not train a model
 
 
-def number(kind: type[int] | type[float], minimum: float) -> Callable[[str], Any]:
-    """Returns a parser of whole numbers of at least ``minimum``, or of real numbers greater than it."""
+def number(kind: type[int] | type[float], minimum: float, below: float = float("inf")) -> Callable[[str], Any]:
+    """Returns a parser of whole numbers of at least ``minimum``, or of real numbers greater than it, that are below a limit."""
 
     def parse(text: str) -> int | float:
         try:
             value = kind(text)
-            fits = minimum <= value if kind is int else minimum < value < float("inf")
+            fits = minimum <= value < below if kind is int else minimum < value < below
         except ValueError:
             fits = False
         if not fits:
             wanted = f"a whole number of at least {minimum}" if kind is int else f"a number greater than {minimum}"
-            raise argparse.ArgumentTypeError(f"{text!r} was given, expected {wanted}")
+            limit = "" if below == float("inf") else f" and below {below}"
+            raise argparse.ArgumentTypeError(f"{text!r} was given, expected {wanted}{limit}")
         return value
 
     return parse
@@ -60,7 +61,7 @@ def make_parser(description: str | None = None) -> argparse.ArgumentParser:
     add("--strategy", choices=["auto", "replicas", "ddp", "fsdp"], default="auto", help=strategy)
     add("--max-grad-norm", type=number(float, 0), default=1.0, metavar="X", help="clip the gradient's global norm (default: 1.0)")
     add("--learning-rate", type=number(float, 0), metavar="X", help="of AdamW (default: 0.003)")
-    add("--seed", type=number(int, 0), default=0, metavar="N", help="of the weights and of the order of rows (default: 0)")
+    add("--seed", type=number(int, 0, 2**64), default=0, metavar="N", help="of the weights and of the order of rows (default: 0)")
     add("--workers", type=number(int, 0), default=0, metavar="N", help="processes that load data, per rank (default: 0)")
     every = "save all state every N updates and at SIGTERM or Ctrl-C, in DIR/checkpoints (default: never)"
     add("--checkpoint-every", type=number(int, 1), metavar="N", help=every)

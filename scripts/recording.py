@@ -7,6 +7,7 @@ written at the end.
 
 import argparse
 import json
+import math
 import os
 import platform
 import resource
@@ -142,6 +143,7 @@ class Recorder:
         if self.cluster is not None:
             state["waits"], self.waits_before = len(self.cluster.waits) - self.waits_before, len(self.cluster.waits)
             line += f", waits for a GPU: {state['waits']}"
+        self._check_finite("loss", loss)
         self.lines += 1
         self._write(0, step=self.done, loss=loss)
         self._write(1, step=self.done, **state)
@@ -153,6 +155,8 @@ class Recorder:
 
     def record_validation(self, results: dict[str, float]) -> None:
         """Records the results of one pass over the validation rows."""
+        for name, value in results.items():
+            self._check_finite(name.replace("_", " "), value)
         self.validation = results
         self.waits_before = 0 if self.cluster is None else len(self.cluster.waits)
         self.lines += 1
@@ -209,6 +213,14 @@ class Recorder:
             print(line)
         charts = "wandb-history.jsonl, tensorboard/" if self.flags.tensorboard else "wandb-history.jsonl"
         print(f"wrote {out}/metrics.jsonl, speed.jsonl, {charts}, summary.json, model.safetensors, model.pt")
+
+    def _check_finite(self, name: str, value: float) -> None:
+        """Raises ``FloatingPointError`` for nan and infinity, which JSON does not have, and which no later update mends."""
+        if not math.isfinite(value):
+            raise FloatingPointError(
+                f"the {name} of step {self.done} is {value}: begin anew with a smaller --learning-rate or --precision fp32, or "
+                "go on from an earlier checkpoint"
+            )
 
     def _chart(self, **values: float) -> None:
         if self.charts:

@@ -207,7 +207,7 @@ def main() -> None:
             flags.out.mkdir(parents=True, exist_ok=True)
         try:
             losses = train(flags, task, model, criterion, cluster)
-        except OSError as error:  # a checkpoint, on a full disk
+        except (OSError, FloatingPointError) as error:  # a checkpoint, on a full disk; a loss that is nan
             parser.exit(1, f"{parser.prog}: error: {error}\n")
         except torch.OutOfMemoryError as error:
             if cluster is None:

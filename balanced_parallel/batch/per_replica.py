@@ -72,7 +72,7 @@ class PerReplica(list[Any], nested.Leaf):
         return self
 
     def gather(self, device: DeviceLike | None = None) -> Any:
-        """Concatenates the entries, as :func:`balanced_parallel.gather` does."""
+        """Concatenates the entries of all ranks, as :func:`balanced_parallel.gather` does."""
         return gather(self, device)
 
     def map(self, function: Callable[[Any], Any], dim: Dims = None) -> "PerReplica":
@@ -120,7 +120,7 @@ class PerReplica(list[Any], nested.Leaf):
         return PerReplica(entries, sizes, self.dim)
 
     def on(self, device: torch.device) -> Any:
-        """Concatenates the entries on ``device``. Rows on that device do not move."""
+        """Concatenates the entries of this rank on ``device``, in their order: not that of the batch if it was cut by cost."""
         if len(self) > 1:
             if self.order is None and (refusal := repeated_rows(self, self.sizes, self.dim)):
                 raise ValueError(refusal)

@@ -17,12 +17,15 @@ from ..batch.splits import proportional_sizes
 from ..loss.criterion import DataParallelCriterion
 from ..loss.partial_sums import Criterion, loss_of
 from ..loss.rules import is_known
+from ..loss.weights import flat_weights, read_weights
 
 __all__: list[str] = []
 
 _HALF = (torch.bfloat16, torch.float16)
 _WEIGHT = "give DataParallelCriterion weight=, a function (output, *targets) -> scalar that returns the divisor"
+_OTHER_WEIGHT = "weight= is not its divisor: give a function (output, *targets) -> scalar that returns it"
 _WHOLE = "give DataParallelCriterion whole=True, which computes criterion(gather(outputs), targets)"
+_ROUNDING = 1e-4
 
 
 def scalar_of(result: Any) -> Tensor:
@@ -59,21 +62,38 @@ def loss_in_parts(output: Any, criterion: Criterion, wrapped: DataParallelCriter
         wrapped: criterion of the split program.
         dims: dimensions of the rows in the output.
     """
-    tensor, dim = nested.first_tensor(output), dims if isinstance(dims, int) else 0
-    if tensor is None or not -tensor.dim() <= dim < tensor.dim() or tensor.size(dim) < 2:
-        return
     if is_known(criterion) and wrapped.weight is None:  # a rule gives the divisor
         return
-    rows = tensor.size(dim)
     with torch.no_grad(), warnings.catch_warnings(action="ignore"):
         try:
             tensors = _single((output, nested.spread(targets)))
-            parts = _Parts(_single(criterion), _single(wrapped), tensors[0], tensors[1], dim, rows)
-            kind = parts.kind()
-        except Exception:  # noqa: BLE001 - a criterion may raise any error for a part
+            kind = _Parts(_single(criterion), _single(wrapped), tensors[0], tensors[1], dims).kind()
+        except Exception:  # noqa: BLE001 - a criterion may raise any error
             return
     if kind:
         yield kind
+
+
+def weight_in_parts(output: Any, wrapped: DataParallelCriterion, targets: Any, dims: Dims) -> Iterator[str]:
+    """Yields a reason if the results of ``weight=`` for two parts of the rows do not add up to that for all rows.
+
+    Arguments are those of :func:`loss_in_parts`. Equal parts hide a wrong divisor: the mean of their means is right.
+    """
+    count: Any = wrapped.weight
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+        try:
+            parts = _Parts(count, wrapped, output, nested.spread(targets), dims)
+            shards = [shard for sizes in ([parts.rows], [1, parts.rows - 1]) for shard in parts.arguments(sizes)]
+            whole, first, others = (sum(flat_weights(read_weights(count(*nested.spread(one), *rows)))) for one, rows in shards)
+        except Exception:  # noqa: BLE001 - no function, or one that may raise any error
+            return
+    if abs(first + others - whole) > _ROUNDING * whole:
+        entries = len(nested.spread(output))
+        spread = f"; the output is a tuple, whose {entries} entries fill its first {entries} arguments" if entries > 1 else ""
+        yield (
+            f"weight= does not add up: it returned {whole:g} for {parts.rows} rows, {first:g} for the first of them and "
+            f"{others:g} for the others, expected the number of terms that the mean divides by{spread}"
+        )
 
 
 def _single(value: Any) -> Any:
@@ -85,26 +105,35 @@ def _single(value: Any) -> Any:
 
 
 class _Parts:
-    """Losses of contiguous parts of the rows."""
+    """Losses of contiguous parts of the rows.
+
+    Raises:
+        ValueError: there are not several rows.
+    """
 
     def __init__(
-        self, criterion: Criterion, wrapped: DataParallelCriterion, output: Any, targets: tuple[Any, ...], dim: int, rows: int
+        self, criterion: Criterion, wrapped: DataParallelCriterion, output: Any, targets: tuple[Any, ...], dims: Dims
     ) -> None:
+        tensor, dim = nested.first_tensor(output), dims if isinstance(dims, int) else 0
+        if tensor is None or not -tensor.dim() <= dim < tensor.dim() or tensor.size(dim) < 2:
+            raise ValueError("the output does not have several rows")
         self.criterion, self.wrapped = criterion, wrapped
-        self.output, self.dim, self.rows = output, dim, rows
+        self.output, self.dim, self.rows, self.device = output, dim, tensor.size(dim), tensor.device
         marked, self.target_dim = wrapped.mark(targets, {}, dim, len(nested.spread(output)))
         self.targets = marked.inputs
         self.counted = count_rows(self.targets, self.target_dim) if targets else None
 
-    def losses(self, sizes: Sequence[int]) -> list[Tensor]:
-        """Returns the loss of each part of ``sizes[i]`` rows, computed separately."""
+    def arguments(self, sizes: Sequence[int]) -> Iterator[tuple[Any, Any]]:
+        """Returns output and targets of each part of ``sizes[i]`` rows."""
         outputs = cut(self.output, sizes, self.dim)
         targets = [self.targets] * len(sizes)
         if self.counted is not None:
             targets = cut(self.targets, proportional_sizes(self.counted, sizes), self.target_dim)
-        device = nested.first_tensor(self.output).device  # type: ignore[union-attr]
-        pairs = zip(outputs, [move_leaves(target, device) for target in targets], strict=True)
-        return [scalar_of(copy_of(self.criterion)(*nested.spread(output), *target)) for output, target in pairs]
+        return zip(outputs, [move_leaves(target, self.device) for target in targets], strict=True)
+
+    def losses(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Returns the loss of each part of ``sizes[i]`` rows, computed separately."""
+        return [scalar_of(copy_of(self.criterion)(*nested.spread(output), *targets)) for output, targets in self.arguments(sizes)]
 
     def kind(self) -> str | None:
         """Returns the reason for a difference, or None if the split program has the loss of the whole batch."""
@@ -115,7 +144,11 @@ class _Parts:
             return None
         if isinstance(self.criterion, nn.Module) and is_known(self.criterion):
             return f"the loss: weight= is not its divisor: leave it out, because that of {type(self.criterion).__name__} is known"
-        parts = [self.losses(sizes) for sizes in cuts]
+        try:
+            parts = [self.losses(sizes) for sizes in cuts]
+        except Exception as error:  # noqa: BLE001 - a criterion may raise any error for a part
+            name = type(error).__name__
+            return f"the loss: it raises {name} for a part of the rows, so its rows seem to depend on each other: {_WHOLE}"
         if all(_close(first + second, whole) for first, second in parts):
             return 'the loss is a sum (its parts add up to the whole): give DataParallelCriterion reduction="sum"'
         if all(_close((pair[0] * sizes[0] + pair[1] * sizes[1]) / rows, whole) for pair, sizes in zip(parts, cuts, strict=True)):
@@ -124,8 +157,10 @@ class _Parts:
         if is_mean is None:
             return (
                 "the loss: computed in parts it differs from the loss of the whole batch, so its rows depend on each other "
-                f"({_WHOLE}), or {_WEIGHT}"
+                f"({_WHOLE}), or {_WEIGHT if self.wrapped.weight is None else _OTHER_WEIGHT}"
             )
+        if is_mean and self.wrapped.weight is not None:
+            return f"the loss is a mean, and {_OTHER_WEIGHT}"
         if is_mean:
             return f"the loss is a mean, but not over rows: {_WEIGHT}"
         if self._is_sum_plus_mean(whole):
@@ -139,7 +174,7 @@ class _Parts:
         """Returns the loss that ``wrapped`` computes from the parts, or a different value if it raises an error."""
         try:
             return scalar_of(copy_of(self.wrapped)(PerReplica(cut(self.output, sizes, self.dim), sizes, self.dim), *self.targets))
-        except (ValueError, RuntimeError, TypeError):
+        except Exception:  # noqa: BLE001 - a criterion may raise any error for a part
             return torch.full_like(whole, torch.nan) if whole.isfinite() else torch.zeros_like(whole)
 
     def _is_weighted_mean(self, whole: Tensor) -> bool | None:
@@ -188,4 +223,4 @@ class _Parts:
 
 
 def _close(found: Tensor, expected: Tensor) -> bool:
-    return torch.allclose(found.to(expected), expected, rtol=1e-4, equal_nan=True)
+    return torch.allclose(found.to(expected), expected, rtol=_ROUNDING, equal_nan=True)

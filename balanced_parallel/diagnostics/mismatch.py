@@ -16,7 +16,7 @@ from ..loss.sum_detection import read_source
 from ..replicas.model import DataParallelModel
 from ..replicas.sync_batchnorm import AllRowsBatchNorm, advice
 from ..runtime.modules import BatchNorm, Dropout
-from .loss_parts import copy_of, loss_in_parts
+from .loss_parts import copy_of, loss_in_parts, weight_in_parts
 from .module_recording import Program
 from .random_draws import loss_draws, random_place
 from .row_mixing import Wrap, mixed_rows
@@ -60,16 +60,20 @@ def find_reasons(
         loss = list(state_of_criterion(criterion, plain.criterion, devices))
         loss = loss or _without_errors(loss_draws(criterion, plain.output, following, limit))
     if not loss and not losses.is_coupled:  # a coupled loss is computed from all rows, in one piece
-        loss = list(loss_in_parts(plain.output, criterion, losses, targets, model.out_dims))
+        loss = [*weight_in_parts(plain.output, losses, targets, model.out_dims)]
+        loss += loss_in_parts(plain.output, criterion, losses, targets, model.out_dims)
     found = (*reasons, *loss, *state_of_model(module, plain.module, devices), *fixed_devices(module))
-    return found or tuple(_own_loss(plain.output))
+    return found or tuple(_own_loss(plain.output, is_weighted=losses.weight is not None))
 
 
-def _own_loss(output: Any) -> Iterator[str]:
+def _own_loss(output: Any, is_weighted: bool) -> Iterator[str]:
     if any(isinstance(leaf, Tensor) and leaf.dim() == 0 and leaf.requires_grad for _, leaf in nested.leaves(output)):
-        yield (
-            "the model computes its own loss: give DataParallelCriterion weight=, a function (output, *targets) -> scalar that "
-            "returns the divisor of its mean, and pass the targets to the criterion too"
+        yield "the model computes its own loss" + (
+            ", and a part of it is no mean over what weight= counts: weight= counts something else, or the loss has another "
+            "part, such as a router loss or a second mean: compute the parts in the criterion (docs/huggingface.md)"
+            if is_weighted
+            else ": give DataParallelCriterion weight=, a function (output, *targets) -> scalar that returns the divisor of its "
+            "mean, and pass the targets to the criterion too"
         )
 
 

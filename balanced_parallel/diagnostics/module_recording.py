@@ -55,8 +55,8 @@ class Program:
         self._open: dict[int, list[tuple[str, list[Tensor], list[int]]]] = {}  # calls that have not ended, per replica
         self._forwards: dict[int, int] = {}  # number of forwards per replica
         self._running: set[int] = set()
-        for parameter in self.parameters().values():
-            parameter.grad = None
+        for tensor in self._learning().values():
+            tensor.grad = None
 
     @property
     def rounds(self) -> int:
@@ -108,12 +108,18 @@ class Program:
         return dict(self.module.named_parameters()) | {f"criterion.{name}": parameter for name, parameter in own}
 
     def gradients(self) -> dict[str, Tensor]:
-        """Returns the gradients of all trainable parameters, with zeros for a gradient that is None."""
-        return {
-            name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            for name, parameter in self.parameters().items()
-            if parameter.requires_grad
+        """Returns the gradients of all parameters and buffers that require them, with zeros for a gradient that is None."""
+        tensors = self._learning().items()
+        return {name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for name, tensor in tensors}
+
+    def _learning(self) -> dict[str, Tensor]:
+        buffers = self.criterion.named_buffers() if isinstance(self.criterion, nn.Module) else ()
+        tensors = {
+            **self.parameters(),
+            **dict(self.module.named_buffers()),
+            **{f"criterion.{name}": one for name, one in buffers},
         }
+        return {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
 
 
 def _replica_index() -> int:
@@ -133,7 +139,7 @@ def relative_error(found: Tensor, expected: Tensor, floor: float = 0.0) -> float
     if expected.numel() == 0:
         return 0.0
     dtype = torch.promote_types(torch.promote_types(found.dtype, expected.dtype), torch.float64)  # complex ones stay complex
-    found, expected = found.to(expected.device, dtype), expected.to(dtype)
+    found, expected = found.detach().to(expected.device, dtype), expected.detach().to(dtype)
     same = (found == expected) | (found.isnan() & expected.isnan())
     difference = float(torch.where(same, 0.0, found - expected).abs().max())
     scale = max(float(expected.abs().max()), floor)

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -13,7 +14,7 @@ from ..batch import nested
 from ..batch.dims import Dims
 from ..batch.rows import count_rows, move_leaves
 from ..loss.criterion import DataParallelCriterion
-from ..loss.partial_sums import Criterion
+from ..loss.partial_sums import Criterion, call_spread
 from ..loss.rules import is_known, refuse_coupled
 from ..replicas.model import DataParallelModel
 from ..replicas.module_checks import check_is_module
@@ -22,7 +23,7 @@ from ..runtime.devices import DeviceLike, keep_random_state
 from ..runtime.precision import Precision
 from ..runtime.tf32 import without_tf32
 from ..training.step import TrainStep
-from .loss_parts import copy_of, scalar_of
+from .loss_parts import copy_of, scalar_of, weight_in_parts
 from .mismatch import find_reasons
 from .module_recording import Program, relative_error
 from .output_difference import first_difference
@@ -104,6 +105,7 @@ def verify(
             errors = {"": relative_error(split_loss, loss)} | _gradient_errors(plain.gradients(), split.gradients())
             equal = max(errors.values()) <= limit
         state, count = buffer_errors(plain, split, limit), len(wrapped.devices)
+        hidden = number_changes(plain, split, count), weight_in_parts(plain.output, losses, targets, wrapped.out_dims)
         reasons = () if equal or state else _rounding(dtype, max(errors.values()))
         if (equal and state) or reasons:
             reasons += (*state_of_criterion(inner, plain.criterion, count), *state_of_model(module, plain.module, count))
@@ -124,7 +126,7 @@ def verify(
         reasons=reasons,
         step=number,
         state_errors=state,
-        warnings=(*unregistered_tensors(module), *(number_changes(plain, split, count) if equal else ())),
+        warnings=(*unregistered_tensors(module), *(itertools.chain(*hidden) if equal else ())),
     )
 
 
@@ -186,7 +188,7 @@ def _run_plain(program: Program, inputs: Any, targets: Any, device: torch.device
     following = move_leaves(nested.spread(targets), device)
     program.forward(inputs, device, seed=0)
     criterion = program.criterion.to(device) if isinstance(program.criterion, nn.Module) else program.criterion
-    loss = scalar_of(criterion(*nested.spread(program.output), *following))
+    loss = scalar_of(call_spread(criterion, program.output, following, {}))
     loss.backward()
     return loss.detach()
 

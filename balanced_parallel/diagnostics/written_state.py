@@ -59,7 +59,8 @@ def _changed_attributes(before: Any, after: Any) -> Iterator[str]:
     for key, value in getattr(after, "__dict__", {}).items():
         is_comparable = is_plain(value) or isinstance(value, (Tensor, list)) or value is None
         is_mapping = isinstance(value, dict) and not key.startswith("_")  # names with an underscore are those of nn.Module
-        if (is_comparable or is_mapping) and not _same(before.__dict__.get(key), value):
+        is_flag = value is True and key not in before.__dict__  # of the first forward: replicas without it set up anew
+        if (is_comparable or is_mapping) and not is_flag and not _same(before.__dict__.get(key), value):
             yield key
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..batch import nested
-from .partial_sums import Criterion, Shard
+from .partial_sums import Criterion, Shard, call_spread
 from .reduction import reduction_of
 from .rules import find_torch_loss
 from .weights import check_minimum
@@ -54,7 +54,7 @@ def keywords_of(weight: Any) -> set[str] | None:
 def call_weight(weight: Callable[..., Any], takes: set[str] | None, shard: Shard) -> Any:
     """Calls a weight function with the arguments of the criterion, without the keyword arguments that it does not accept."""
     kwargs = {name: value for name, value in shard.kwargs.items() if takes is None or name in takes}
-    return weight(*nested.spread(shard.output), *shard.targets, **kwargs)
+    return call_spread(weight, shard.output, shard.targets, kwargs)
 
 
 def count_leading(function: Callable[..., Any], targets: int) -> int:

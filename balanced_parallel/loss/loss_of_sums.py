@@ -13,7 +13,7 @@ from ..runtime.collectives import gather_objects, sum_over_ranks, world_size
 from ..runtime.devices import move
 from ..runtime.tensors import is_differentiable
 from .coupled import CoupledLoss
-from .partial_sums import Shard
+from .partial_sums import Shard, call_spread
 from .weighting import replace_value, weighted_sum, widen
 
 __all__: list[str] = []
@@ -158,7 +158,7 @@ def _statistics_of(shard: Shard) -> Statistics:
     if not shard.rows:
         return Statistics(None, None, nothing)
     criterion: Any = shard.criterion
-    found = criterion.statistics(*nested.spread(shard.output), *shard.targets, **shard.kwargs)
+    found = call_spread(criterion.statistics, shard.output, shard.targets, shard.kwargs)
     tensors = [_as_tensor(leaf, nothing.device) for _, leaf in nested.leaves(found)]
     return Statistics(tensors, nested.map_leaves(lambda _: _Place(), found), nothing)
 

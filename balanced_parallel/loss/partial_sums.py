@@ -6,7 +6,7 @@ weight. A loss of torch is called with ``reduction="sum"``.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +37,7 @@ class Shard(NamedTuple):
 
     def call(self, criterion: Criterion | None = None) -> Any:
         """Calls the criterion, or another in its place, and returns the loss. See :func:`loss_of`."""
-        loss = loss_of((criterion or self.criterion)(*nested.spread(self.output), *self.targets, **self.kwargs))
+        loss = loss_of(call_spread(criterion or self.criterion, self.output, self.targets, self.kwargs))
         if loss is None:
             raise TypeError("the criterion returned None, expected a loss: a scalar tensor, or a structure of them")
         return loss
@@ -69,6 +69,20 @@ class Shards(NamedTuple):
     batches: list[Arguments]
     devices: list[torch.device]
     dim: int
+
+
+def call_spread(function: Callable[..., Any], output: Any, targets: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Calls a function of output and targets. The entries of a tuple fill its leading arguments, which an error tells."""
+    leading = nested.spread(output)
+    try:
+        return function(*leading, *targets, **kwargs)
+    except TypeError as error:
+        if len(leading) == 1 or "positional argument" not in str(error):
+            raise
+        raise TypeError(
+            f"{error}: the output is a tuple, whose {len(leading)} entries fill the first {len(leading)} arguments; name each of "
+            "them, or take *arguments, or return a list from the model, which is one argument"
+        ) from error
 
 
 def loss_of(result: Any) -> Any:

@@ -17,7 +17,7 @@ Rule = Callable[..., Tensor]
 
 # Parts of the names of losses whose rows depend on each other. Their value on the batch is not a mean over shards.
 _COUPLED = re.compile(
-    "barlowtwins|batchall|batchhard|cliploss|concordance|contrastive|dice|hardtriplet|infonce|jaccard|lovasz|mining|miner|"
+    "barlowtwins|batchall|batchhard|cliploss|concordance|contrastive|dice|hardtriplet|infonce|jaccard|jsd|lovasz|mining|miner|"
     "multiplenegatives|npair|ntxent|pearson|siglip|simclr|supcon|tversky|vicreg"
 )
 

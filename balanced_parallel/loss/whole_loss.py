@@ -17,7 +17,7 @@ from ..runtime.devices import move
 from ..runtime.tensors import is_differentiable
 from .coupled import CoupledLoss
 from .criterion_copies import copy_criterion
-from .partial_sums import loss_of
+from .partial_sums import call_spread, loss_of
 from .weighting import weighted_sum
 
 __all__: list[str] = []
@@ -119,7 +119,8 @@ class WholeLoss(CoupledLoss):
         inputs, kwargs = move_leaves(batch.inputs, device), move_leaves(batch.kwargs, device)
         criterion = self.criterion
         with criterion.precision.autocast([device]), copy_criterion(criterion.module, criterion.replicas, [device]) as copies:
-            (loss,) = criterion.replicas.workers([functools.partial(copies[0], *inputs, **kwargs)], [device], together=False)
+            call = functools.partial(call_spread, copies[0], inputs[: self._outputs], inputs[self._outputs :], kwargs)
+            (loss,) = criterion.replicas.workers([call], [device], together=False)
         return loss_of(loss)
 
 

@@ -1,6 +1,7 @@
 """The tree of a module's submodules, and its skeletons: copies that share everything except parameters and buffers."""
 
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -80,6 +81,8 @@ class ModuleTree:
     def make_skeletons(self) -> Skeletons:
         """Returns an empty copy of each module. :meth:`fill` fills them before each forward."""
         skeletons = [type(module).__new__(type(module)) for module in self.modules]
+        for skeleton in skeletons:
+            skeleton.__dict__["_forward_hooks"] = OrderedDict()  # torch has no function for it
         skeleton_of = {id(module): skeleton for module, skeleton in zip(self.modules, skeletons, strict=True)}
         children = [
             {name: None if child is None else skeleton_of[id(child)] for name, child in children.items()}
@@ -116,6 +119,13 @@ class ModuleTree:
                     state["_parameters"] = replaced  # as above
                 for name in lists:
                     state[name] = self._swapped(state[name], tensors)
+            # A forward that registers hooks at its first call would otherwise register them once for each replica. The handle of
+            # a hook needs a dictionary that lives on, as that of the skeleton does.
+            hooks, registered = skeleton.__dict__["_forward_hooks"], state["_forward_hooks"]  # torch has no function for it
+            if hooks or registered:
+                hooks.clear()
+                hooks.update(registered)
+            state["_forward_hooks"] = hooks  # as above
             object.__setattr__(skeleton, "__dict__", state)
             if skeleton.__class__ is not module.__class__:  # as activation checkpointing changes it
                 object.__setattr__(skeleton, "__class__", module.__class__)

@@ -148,7 +148,7 @@ class StepState:
         return torch.empty_like(like, dtype=dtype, requires_grad=False)
 
     def _check_optimizers(self) -> None:
-        check_optimizers(self._update())
+        check_optimizers(self._update(), each_scheduler(self.scheduler))
 
     def _update(self) -> Update:
         return Update(each_optimizer(self.optimizer), self._trained)

@@ -10,7 +10,7 @@ from helpers.problems import build_net, class_targets
 from helpers.verification import CPUS, check, contrastive_loss, flat_loss, time_major
 from torch import nn
 
-from balanced_parallel import DataParallelCriterion, verify
+from balanced_parallel import DataParallelCriterion, DataParallelModel, verify
 from balanced_parallel.diagnostics.loss_parts import scalar_of
 
 pytestmark = pytest.mark.usefixtures("double")
@@ -27,8 +27,8 @@ def test_a_loss_that_couples_rows_is_reported_as_a_reason(criterion):
 
 def test_a_wrong_weight_is_reported_as_a_reason():
     criterion = functools.partial(F.cross_entropy)
-    assert "give DataParallelCriterion weight=" in " ".join(
-        check(build_net(), criterion, weight=lambda output, target: len(target)).reasons
+    assert check(build_net(), criterion, weight=lambda output, target: len(target)).reasons == (
+        "the loss is a mean, and weight= is not its divisor: give a function (output, *targets) -> scalar that returns it",
     )
 
 
@@ -158,3 +158,82 @@ def test_a_sum_plus_a_mean_may_be_an_additive_loss():
 def test_a_coupled_loss_is_never_told_to_be_whole():
     report = check(nn.Sequential(build_net(), nn.Dropout()), DataParallelCriterion(contrastive_loss, whole=True))
     assert report.reasons == ("dropout: 1 draws different random numbers for each shard: compare in eval mode",)
+
+
+class JsdCrossEntropy(nn.Module):
+    """The loss of AugMix in timm: clean rows first, then as many rows of each augmentation."""
+
+    def __init__(self, splits=3):
+        super().__init__()
+        self.splits = splits
+
+    def __call__(self, output, target):
+        rows = len(output) // self.splits
+        assert rows * self.splits == len(output)
+        parts = [part.softmax(1) for part in output.split(rows)]
+        mixture = torch.stack(parts).mean(0).log()
+        divergence = sum(F.kl_div(mixture, part, reduction="batchmean") for part in parts) / self.splits
+        return F.cross_entropy(output[:rows], target[:rows]) + 12 * divergence
+
+
+class Splits(JsdCrossEntropy):
+    """The same, with a name that says nothing."""
+
+
+def verify_splits(criterion, **settings):
+    targets = class_targets(6).repeat(3)
+    return verify(build_net(), DataParallelCriterion(criterion, **settings), torch.randn(18, 4), targets, device_ids=CPUS)
+
+
+def test_a_loss_of_several_splits_is_refused_or_named():
+    with pytest.raises(TypeError, match="JsdCrossEntropy appears to be a loss whose rows depend on each other.*whole=True"):
+        DataParallelCriterion(JsdCrossEntropy())(DataParallelModel(build_net(), CPUS)(torch.randn(9, 4)), class_targets(9))
+    for criterion, settings in ((JsdCrossEntropy(), {}), (JsdCrossEntropy(), {"weight": "rows"}), (Splits(), {"weight": "rows"})):
+        report = verify_splits(criterion, **settings)
+        assert not report.equal
+        assert report.reasons == (
+            "the loss: it raises AssertionError for a part of the rows, so its rows seem to depend on each other: give "
+            "DataParallelCriterion whole=True, which computes criterion(gather(outputs), targets)",
+        )
+    assert verify_splits(JsdCrossEntropy(), whole=True).equal
+
+
+# Outputs that are tuples
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = build_net()
+
+    def forward(self, x):
+        return self.net(x), self.net(x).pow(2).mean(1)
+
+
+def two_losses(scores, norms, target):
+    return F.cross_entropy(scores, target) + norms.mean()
+
+
+def of_a_pair(output, *targets):
+    return len(output[0])  # of the first output, if the tuple were one argument
+
+
+@pytest.mark.parametrize(("rows", "equal"), [(7, False), (6, True)])
+def test_a_weight_that_takes_the_tuple_for_one_argument_is_named(rows, equal):
+    report = verify(TwoOutputs(), two_losses, torch.randn(rows, 4), class_targets(rows), device_ids=CPUS, weight=of_a_pair)
+    reason = (
+        f"weight= does not add up: it returned 5 for {rows} rows, 5 for the first of them and 5 for the others, expected the "
+        "number of terms that the mean divides by; the output is a tuple, whose 2 entries fill its first 2 arguments"
+    )
+    assert report.equal == equal  # equal replicas hide it
+    assert reason in (report.warnings if equal else report.reasons)
+    report = verify(
+        TwoOutputs(),
+        two_losses,
+        torch.randn(rows, 4),
+        class_targets(rows),
+        device_ids=CPUS,
+        weight=lambda scores, norms, target: len(norms),
+    )
+    assert report.equal
+    assert not report.warnings

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from helpers.problems import build_net, class_targets
-from helpers.verification import CPUS, flat_loss, time_major
+from helpers.verification import CPUS, check, flat_loss, time_major
 from torch import nn
 
 from balanced_parallel import verify
@@ -42,10 +42,36 @@ def test_a_loss_inside_of_the_model_has_no_rows_to_compare():
     report = verify(WithLossModule(), lambda loss, targets: loss, batch, batch["targets"], device_ids=CPUS, weight="rows")
     assert not report.equal
     (reason,) = report.reasons  # it was "no known reason"
-    assert reason.startswith("the model computes its own loss: give DataParallelCriterion weight=")
+    assert reason.startswith("the model computes its own loss, and a part of it is no mean over what weight= counts")
 
 
 def test_a_loss_inside_of_the_model_with_its_weight():
     batch = {"inputs": torch.randn(7, 4), "targets": class_targets(7, ignored=4)}
     settings = {"device_ids": CPUS, "weight": lambda loss, targets: (targets != -100).sum()}
     assert verify(WithLossModule(), lambda loss, targets: loss, batch, batch["targets"], **settings).equal
+
+
+class LearningBuffer(nn.Module):
+    """A buffer that requires a gradient, and that learns from whole batches only."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = build_net()
+        self.register_buffer("scale", torch.ones(5, requires_grad=True))
+
+    def forward(self, x):
+        return self.net(x) * (self.scale if len(x) == 7 else self.scale.detach())
+
+
+class ScaledNet(LearningBuffer):
+    def forward(self, x):
+        return self.net(x) * self.scale
+
+
+def test_gradients_of_buffers_are_compared():
+    report = check(ScaledNet())
+    assert report.equal
+    assert "scale" in report.gradient_errors
+    report = check(LearningBuffer())
+    assert [name for name, error in report.gradient_errors.items() if error > report.tolerance] == ["scale"]
+    assert not report.equal

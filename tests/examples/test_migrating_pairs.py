@@ -124,12 +124,12 @@ def test_programs_of_two_ranks(name):
 
 
 @pytest.mark.usefixtures("double")
-def test_trainer_left_and_kept(monkeypatch):
+def test_trainer_left(monkeypatch):
     arguments = transformers.TrainingArguments
     monkeypatch.setattr(torch.Tensor, "float", lambda tensor: tensor)  # the model's loss casts to float32, which hides errors
     monkeypatch.setattr(arguments, "n_gpu", GPUS)
     monkeypatch.setattr(arguments, "device", property(lambda self: (self._setup_devices, torch.device("sim:0"))[1]))
-    runs = {which: run_simulated("trainer", which) for which in ("before", "kept", "after")}
+    runs = {which: run_simulated("trainer", which) for which in ("before", "after")}
     plain = run_plain("trainer", lambda model, batch: model(**batch).loss, 16)
     check("trainer", plain, runs)
     logged, losses = runs["before"][1], plain[2]

@@ -128,3 +128,25 @@ def test_a_module_on_another_device_raises_an_error():
         model.module.cpu()
         with pytest.raises(ValueError, match=message):
             model(torch.randn(4, 4))
+
+
+class Capturing(nn.Module):
+    """Registers a hook at its first call, as transformers does."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.is_hooked = nn.Linear(4, 5), False
+
+    def forward(self, x):
+        captured = []
+        if not self.is_hooked:
+            self.layer.register_forward_hook(lambda module, inputs, output: captured.append(output))
+            self.is_hooked = True
+        self.layer(x)
+        return torch.tensor([len(captured)])
+
+
+def test_hooks_that_a_replica_registers_are_its_own():
+    net = Capturing()
+    assert DataParallelModel(net, ["cpu"] * 3)(torch.randn(7, 4)).gather().tolist() == [1, 1, 1]
+    assert len(net.layer._forward_hooks) == 1

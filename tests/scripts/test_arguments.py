@@ -11,6 +11,10 @@ BAD_INPUT = [
     (["--micro-batch-size", "-1"], "argument --micro-batch-size"),
     (["--learning-rate", "nan"], "expected a number greater than 0"),
     (["--task", "digits", "--devices", "cpu,cuda:99"], "there is no device 'cuda:99'"),
+    (
+        ["--seed", str(2**64)],
+        "'18446744073709551616' was given, expected a whole number of at least 0 and below 18446744073709551616",
+    ),
     (["--data", "/no/such/file"], "No such file or directory: '/no/such/file'"),
     (["--data", str(SCRIPT), "--vocabulary", "100000"], "a vocabulary of 100000 is larger than the text"),
     (["--data", str(SCRIPT.parent.parent / "setup.py")], "expected at least 1300"),

@@ -85,6 +85,18 @@ def test_a_run_out_of_memory_goes_on_in_smaller_micro_batches(tmp_path):
     assert losses[1] == pytest.approx(losses[0], rel=1e-4)
 
 
+def test_a_loss_that_is_nan_ends_the_run(tmp_path):
+    done = run("--task", "digits", "--steps", 6, "--learning-rate", 1e30, "--devices", "cpu", "--out", tmp_path)
+    assert done.returncode == 1
+    assert done.stderr == (
+        "train.py: error: the loss of step 2 is nan: begin anew with a smaller --learning-rate or --precision fp32, or go on "
+        "from an earlier checkpoint\n"
+    )
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line, parse_constant=pytest.fail)["step"] for line in lines] == [1]
+    assert not (tmp_path / "summary.json").exists()
+
+
 def test_plan_is_printed_without_training(tmp_path):
     flags = ["--plan", "--simulate", 2, "--memory", "3MiB", "--task", "digits", "--out", tmp_path / "nothing"]
     done = run(*flags)

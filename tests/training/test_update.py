@@ -7,7 +7,7 @@ from helpers.problems import assert_same_gradients, build_net, class_targets, gr
 from helpers.steps import make_step, run
 from torch import nn
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize
+from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, parallelize
 
 CPUS = ["cpu"] * 3
 
@@ -124,6 +124,21 @@ def test_invalid_optimizers_and_schedulers_raise_an_error():
         make_update_step(net, optimizer, scheduler=[optimizer])
     with pytest.raises(ValueError, match="ReduceLROnPlateau needs a metric: call its step"):
         make_update_step(net, optimizer, scheduler=[torch.optim.lr_scheduler.ConstantLR(optimizer), plateau])
+    other = torch.optim.lr_scheduler.ConstantLR(torch.optim.Adam(net.parameters()))
+    with pytest.raises(ValueError, match="ConstantLR was made for another Adam, expected the optimizer of this step: its"):
+        make_update_step(net, optimizer, scheduler=[torch.optim.lr_scheduler.ConstantLR(optimizer), other])
+
+
+def test_schedulers_of_schedulers_are_those_of_their_optimizer():
+    net = build_net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    parts = [torch.optim.lr_scheduler.ConstantLR(optimizer), torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+    sequence = torch.optim.lr_scheduler.SequentialLR(optimizer, parts, [2])
+    make_update_step(net, optimizer, scheduler=[sequence, torch.optim.lr_scheduler.ChainedScheduler(parts)])
+    model = DataParallelModel(net, CPUS)
+    balanced = BalancedOptimizer(model, torch.optim.Adam, lr=0.1)
+    scheduler = torch.optim.lr_scheduler.ConstantLR(balanced)
+    TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), balanced, scheduler=scheduler)
 
 
 def test_clipping_uses_the_norm_of_the_exact_gradient(double):
