@@ -9,7 +9,7 @@ This is GradCache (arXiv:2101.06983). The parts are outputs (:class:`WholeLoss`)
 
 import abc
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,10 +17,8 @@ from torch import Tensor
 from ..runtime.collectives import rank
 from ..runtime.devices import move
 from ..runtime.tensors import is_differentiable
+from .shard_runner import ShardRunner
 from .weighting import LossSum, widen
-
-if TYPE_CHECKING:
-    from .criterion import DataParallelCriterion
 
 __all__: list[str] = []
 
@@ -33,7 +31,7 @@ class CoupledLoss(abc.ABC):
         home: a device of this process, for collectives if it has no rows.
     """
 
-    def __init__(self, criterion: "DataParallelCriterion", home: torch.device) -> None:
+    def __init__(self, criterion: ShardRunner, home: torch.device) -> None:
         self.criterion, self.home = criterion, home
         self._loss: Tensor | None = None  # of all ranks, until a part has handed it back
         self._parameters: list[Tensor] = []

@@ -1,21 +1,19 @@
 """Chooses how a criterion whose rows depend on each other is computed, and checks its settings."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from .additive import AdditiveLoss
 from .coupled import CoupledLoss
 from .loss_of_sums import LossOfSums
+from .shard_runner import ShardRunner
 from .whole_loss import WholeLoss
-
-if TYPE_CHECKING:
-    from .criterion import DataParallelCriterion
 
 __all__: list[str] = []
 
 
-def couple(criterion: "DataParallelCriterion", home: torch.device) -> CoupledLoss:
+def couple(criterion: ShardRunner, home: torch.device) -> CoupledLoss:
     """Returns the loss of one update of a criterion whose rows depend on each other.
 
     Args:
