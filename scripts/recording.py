@@ -140,7 +140,7 @@ class Recorder:
         state["peak_bytes"] = self.peak
         line = f"loss {loss:.4f}, {speed:.0f} rows/s, {waiting:.1%} waiting for data, peak {mebibytes(self.peak)}"
         if self.cluster is not None:
-            state["waits"], self.waits_before = len(self.cluster.waits) - self.waits_before, len(self.cluster.waits)
+            state["waits"], self.waits_before = self.cluster.wait_count - self.waits_before, self.cluster.wait_count
             line += f", waits for a GPU: {state['waits']}"
         self.lines += 1
         self._write(0, step=self.done, loss=loss)
@@ -154,7 +154,7 @@ class Recorder:
     def record_validation(self, results: dict[str, float]) -> None:
         """Records the results of one pass over the validation rows."""
         self.validation = results
-        self.waits_before = 0 if self.cluster is None else len(self.cluster.waits)
+        self.waits_before = 0 if self.cluster is None else self.cluster.wait_count
         self.lines += 1
         self._write(0, step=self.done, **results)
         self._chart(**results)
