@@ -114,7 +114,10 @@ class TrainStep(StepState):
         return (self._apply(), join_outputs(outputs, self.model.out_dims)) if return_outputs else self._apply()
 
     def add(self, inputs: Any, targets: Any = ()) -> None:
-        """Accumulates the gradients of some more rows; nothing is updated before :meth:`apply`."""
+        """Accumulates the gradients of some more rows; nothing is updated before :meth:`apply`.
+
+        An ``add`` that fails drops all rows since the last update, with a note on its error.
+        """
         self._attempts.accumulate(self._accumulate, Batch(inputs, spread(targets), is_whole=False, outputs=None))
 
     def apply(self) -> Tensor:
@@ -122,8 +125,8 @@ class TrainStep(StepState):
         return self._apply()
 
     def _accumulate(self, batch: Batch) -> None:
-        micro_batches, targets = self._cuts.cut(batch, self._attempts.limit)
         with self._adding() as accumulation:
+            micro_batches, targets = self._cuts.cut(batch, self._attempts.limit)
             losses = batch.losses or losses_of_batch(self.criterion, targets, is_whole=batch.is_whole)
             accumulation.begin_batch(losses)
             for micro_batch in micro_batches:
