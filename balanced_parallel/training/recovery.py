@@ -165,7 +165,7 @@ class Recovery:
         undo, reason = None, ""
         if not self._has_updated:
             with RetriedAllocations():
-                undo = prepare_undo(update)
+                undo = prepare_undo(update, self._step.precision.scaler)
         try:
             with self._retrying():
                 yield

@@ -108,8 +108,8 @@ def _tensors_in(node: Any) -> list[Tensor]:
     return tensors
 
 
-def prepare_undo(update: Update) -> Callable[[], None]:
-    """Copies parameters, optimizer states and settings to the host. Returns a function that puts them back.
+def prepare_undo(update: Update, scaler: torch.amp.GradScaler | None) -> Callable[[], None]:
+    """Copies parameters, optimizer states and settings to the host, and the scale. Returns a function that puts them back.
 
     The first update makes the optimizer's state, so it needs more memory than any before it.
     """
@@ -117,8 +117,11 @@ def prepare_undo(update: Update) -> Callable[[], None]:
     values = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
     groups = [[{**group, "params": None} for group in one.param_groups] for one in update.optimizers]
     states = [{key: _keep(state) for key, state in one.state.items() if state is not None} for one in update.optimizers]
+    scale = None if scaler is None else scaler.state_dict()
 
     def undo() -> None:
+        if scaler is not None and scale:  # an update of another rank may have failed, not this one
+            scaler.load_state_dict(scale)
         with torch.no_grad():
             for tensor, value in zip(tensors, values, strict=True):
                 tensor.copy_(value)

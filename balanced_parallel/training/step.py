@@ -144,7 +144,9 @@ class TrainStep(StepState):
                 warnings.warn("no target of this batch was counted: nothing is updated, and its loss is nan", stacklevel=3)
                 return loss
             with self._attempts.updating(update):
-                update.run(self._sync, factor, self.precision.scaler, self.max_grad_norm, each_scheduler(self.scheduler))
+                update.run(self._sync, factor, self.precision.scaler, self.max_grad_norm)
+            for scheduler in each_scheduler(self.scheduler) if update.has_stepped else ():
+                scheduler.step()  # after the ranks have agreed that all of them have stepped
             self.grad_norm = update.grad_norm
             return loss
 
