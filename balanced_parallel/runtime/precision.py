@@ -70,14 +70,14 @@ class Precision:
 def scaled(loss: torch.Tensor, scaler: torch.amp.GradScaler | None) -> torch.Tensor:
     """Returns the loss times the scale, if there is a scaler.
 
-    The first use makes two tensors, one after the other. An out of memory between them leaves a scaler that fails in every
+    The first use makes two tensors, one after the other. An error between them leaves a scaler that fails in every
     ``update()``. So a failure puts the scaler back to where it has none.
     """
     if scaler is None:
         return loss
     try:
         return scaler.scale(loss)
-    except torch.OutOfMemoryError:
+    except BaseException:
         scaler.__setstate__(scaler.__getstate__())  # a pickled scaler makes them on its next use
         raise
 
