@@ -141,7 +141,7 @@ class Recorder:
         state["peak_bytes"] = self.peak
         line = f"loss {loss:.4f}, {speed:.0f} rows/s, {waiting:.1%} waiting for data, peak {mebibytes(self.peak)}"
         if self.cluster is not None:
-            state["waits"], self.waits_before = len(self.cluster.waits) - self.waits_before, len(self.cluster.waits)
+            state["waits"], self.waits_before = self.cluster.wait_count - self.waits_before, self.cluster.wait_count
             line += f", waits for a GPU: {state['waits']}"
         self._check_finite("loss", loss)
         self.lines += 1
@@ -158,7 +158,7 @@ class Recorder:
         for name, value in results.items():
             self._check_finite(name.replace("_", " "), value)
         self.validation = results
-        self.waits_before = 0 if self.cluster is None else len(self.cluster.waits)
+        self.waits_before = 0 if self.cluster is None else self.cluster.wait_count
         self.lines += 1
         self._write(0, step=self.done, **results)
         self._chart(**results)

@@ -4,6 +4,7 @@ A list that a user makes of outputs (``[output.logits for output in outputs]``, 
 ``PerReplica``. So outputs are recorded here. The autograd graph leads back to them from the tensors computed from them.
 """
 
+import functools
 import threading
 import weakref
 from collections import deque
@@ -58,7 +59,8 @@ def _record(tensor: torch.Tensor, origin: Origin, seen: set[int]) -> None:
         _known.pop(key, None)
         return
     seen.add(key)
-    _known[key] = weakref.ref(tensor, lambda _: _known.pop(key, None)), origin
+    # pop(key, reference), without Python code: Python drops what is raised in a callback, a KeyboardInterrupt too
+    _known[key] = weakref.ref(tensor, functools.partial(_known.pop, key)), origin
     if tensor.grad_fn is not None:
         tensor.grad_fn.metadata[__name__] = origin  # type: ignore[index]  # torch declares the property as a method
 

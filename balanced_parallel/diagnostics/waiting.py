@@ -46,11 +46,9 @@ def find_waits(
         losses = DataParallelCriterion(criterion or _sum, dim=dim, reduction=None if criterion else "sum")
         step = TrainStep(model, losses, optimizer)
         batch = nested.map_leaves(_pinned, (inputs, targets))
-        first = 0
         for _ in range(2):  # the first step prepares replicas
-            first = len(cluster.waits)
             step(*batch)
-        waits = cluster.waits[first:]
+        waits = [wait for wait in cluster.waits if wait.step == 2]
     places = collections.Counter((wait.kind, wait.file, wait.line, wait.advice) for wait in waits)
     for (kind, file, line, advice), count in places.items():
         times = f"{count} times in a step of two replicas"

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..runtime.collectives import rank
 from ..runtime.devices import move
+from ..runtime.precision import scaled
 from ..runtime.tensors import is_differentiable
 from .shard_runner import ShardRunner
 from .weighting import LossSum, widen
@@ -103,7 +104,7 @@ class CoupledLoss(abc.ABC):
         The ranks of ``ranks`` compute the same loss. The first reports it, and each adds its share to gradients of parameters.
         """
         parameters = [parameter for parameter in self.criterion.parameters() if parameter.requires_grad]
-        scale = None if scaler is None else scaler.scale(torch.ones((), device=loss.device))
+        scale = None if scaler is None else scaled(torch.ones((), device=loss.device), scaler)
         whole = loss if scale is None else loss * scale
         found = torch.autograd.grad(whole, [*at, *parameters], allow_unused=True)
         if scale is not None:

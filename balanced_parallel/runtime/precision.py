@@ -67,6 +67,21 @@ class Precision:
         return self.scaler
 
 
+def scaled(loss: torch.Tensor, scaler: torch.amp.GradScaler | None) -> torch.Tensor:
+    """Returns the loss times the scale, if there is a scaler.
+
+    The first use makes two tensors, one after the other. An error between them leaves a scaler that fails in every
+    ``update()``. So a failure puts the scaler back to where it has none.
+    """
+    if scaler is None:
+        return loss
+    try:
+        return scaler.scale(loss)
+    except BaseException:
+        scaler.__setstate__(scaler.__getstate__())  # a pickled scaler makes them on its next use
+        raise
+
+
 @contextlib.contextmanager
 def _autocast(dtype: torch.dtype, devices: Iterable[torch.device]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from tabulate import tabulate
 from torch.utils.backend_registration import rename_privateuse1_backend
 
+from ..runtime.argument_checks import check_type
 from ..runtime.byte_sizes import format_bytes, parse_bytes
 from . import device_module
 from .categories import Category, Labels
@@ -82,8 +83,13 @@ class Cluster:
 
     @property
     def waits(self) -> list[Wait]:
-        """Calls so far for which a GPU would have made the host wait, in their order. See :class:`Wait`."""
+        """Calls for which a GPU would have made the host wait, in their order, the last 10,000 of them. See :class:`Wait`."""
         return list(self._waits.record)
+
+    @property
+    def wait_count(self) -> int:
+        """Number of all these calls so far. Subtract two values to measure a section."""
+        return self._waits.count
 
     def forbidding_waits(self) -> AbstractContextManager[None]:
         """Returns a context manager that raises ``RuntimeError`` at a wait, like ``torch.cuda.set_sync_debug_mode("error")``.
@@ -107,8 +113,8 @@ class Cluster:
             ValueError: the number is not positive.
             RuntimeError: after the :func:`simulate` block.
         """
-        if number < 1:
-            raise ValueError(f"fail_allocation({number}), expected 1 for the next allocation, or a larger number")
+        if not isinstance(number, int) or number < 1:
+            raise ValueError(f"fail_allocation({number!r}), expected 1 for the next allocation, or a larger number")
         self._must_run("allocations")
         self._native.simulation_fail_allocation(number)
 
@@ -224,6 +230,7 @@ def simulate(devices: int, memory: Memory = None, *, strict: bool = True) -> Ite
     """
     global _active
     limits = _limits(devices, memory)
+    check_type("strict", strict, bool, "True or False")
     with _entering:
         if _active:
             raise RuntimeError(
@@ -235,7 +242,7 @@ def simulate(devices: int, memory: Memory = None, *, strict: bool = True) -> Ite
             native = load_native()
             _rename_backend()
             labels = Labels(native)
-            capacities = (ctypes.c_int64 * devices)(*(NO_LIMIT if limit is None else limit for limit in limits))
+            capacities = (ctypes.c_int64 * devices)(*(min(limit or NO_LIMIT, NO_LIMIT) for limit in limits))
             native.simulation_start(devices, capacities, strict, torch.initial_seed() % 2**64)
             undo.callback(native.simulation_stop)
             dist.Backend.default_device_backend_map["sim"] = "gloo"
@@ -261,7 +268,7 @@ def _limits(devices: int, memory: Memory) -> list[int | None]:
     """
     if not isinstance(devices, int) or isinstance(devices, bool) or not 1 <= devices <= MAX_DEVICES:
         raise ValueError(f"devices={devices!r}, expected an integer from 1 to {MAX_DEVICES}")
-    sizes = [memory] * devices if memory is None or isinstance(memory, (int, str)) else list(memory)
+    sizes = [memory] * devices if isinstance(memory, str) or not isinstance(memory, Sequence) else list(memory)
     if len(sizes) != devices:
         raise ValueError(f"memory has {len(sizes)} entries for {devices} devices, expected one size for all, or one per device")
     return [None if size is None else parse_bytes(size) for size in sizes]

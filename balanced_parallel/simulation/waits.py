@@ -4,7 +4,8 @@ import ctypes
 import inspect
 import itertools
 import os
-from collections import Counter
+import threading
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -19,6 +20,7 @@ __all__: list[str] = []
 # Arguments: device, kind, and a buffer of some size for the message of an error. An empty message allows the wait.
 LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int)
 
+MAX_WAITS = 10_000  # that are kept, about 3 MB
 _SKIPPED = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, __file__))
 _ADVICE = {
     "item": "keep the number in a tensor on the device, or read it after the step",
@@ -61,14 +63,16 @@ class Wait(NamedTuple):
 
 
 class Waits:
-    """A record of the waits of one cluster, in their order.
+    """A record of the last waits of one cluster, in their order.
 
     Args:
         steps: returns the number of finished steps.
     """
 
     def __init__(self, steps: Callable[[], int]) -> None:
-        self.record: list[Wait] = []
+        self.record: deque[Wait] = deque(maxlen=MAX_WAITS)
+        self.count = 0
+        self._lock = threading.Lock()
         self._steps = steps
         self._forbidden = 0
         self._listener = LISTENER(self._note)
@@ -91,15 +95,19 @@ class Waits:
         finally:
             self._forbidden -= 1
 
-    def per_step(self, device: torch.device) -> list[int]:
-        """Returns the number of waits for a device in each step."""
-        numbers = Counter(wait.step for wait in self.record if wait.device == device)
-        return [numbers[step] for step in range(1, max([self._steps() + 1, *numbers]) + 1)]
+    def per_step(self, device: torch.device) -> list[int | None]:
+        """Returns the number of waits for a device in each step, None for steps that the record no longer has in full."""
+        record = self.record.copy()
+        first = record[0].step + 1 if len(record) == MAX_WAITS else 1
+        numbers = Counter(wait.step for wait in record if wait.device == device)
+        return [numbers[step] if step >= first else None for step in range(1, max([self._steps() + 1, *numbers]) + 1)]
 
     def _note(self, device: int, kind: bytes, buffer: int, size: int) -> None:
         file, line = _caller(inspect.currentframe())
         wait = Wait(torch.device("sim", device), kind.decode(), file, line, self._steps() + 1)
-        self.record.append(wait)
+        with self._lock:
+            self.record.append(wait)
+            self.count += 1
         if self._forbidden:
             found = f"the host would wait for a GPU, which forbidding_waits() does not allow: {wait}"
             message = f"{found}. To avoid it, {wait.advice}"
@@ -115,13 +123,14 @@ def _caller(frame: FrameType | None) -> tuple[str, int]:
     return "a thread without Python code" if current_backward_id() is None else "backward", 0
 
 
-def describe_steps(numbers: list[int]) -> str:
+def describe_steps(numbers: list[int | None]) -> str:
     """Formats the number of waits in each step, the last four runs of equal ones at most: ``step 1: 41, steps 2-20: 5 each``."""
-    if not any(numbers):
+    if not any(number != 0 for number in numbers):
         return "none"
     texts, first = [], 1
     for number, run in itertools.groupby(numbers):
         last = first + len(list(run)) - 1
-        texts.append(f"step {first}: {number}" if first == last else f"steps {first}-{last}: {number} each")
+        count = "not kept" if number is None else number if first == last else f"{number} each"
+        texts.append(f"step {first}: {count}" if first == last else f"steps {first}-{last}: {count}")
         first = last + 1
     return ", ".join(texts if len(texts) < 5 else ["...", *texts[-4:]])

@@ -18,7 +18,7 @@ from ..loss.criterion import DataParallelCriterion
 from ..loss.weighting import LossSum, Weight, add_up
 from ..runtime.devices import move
 from ..runtime.host_copies import start_copy
-from ..runtime.precision import Precision
+from ..runtime.precision import Precision, scaled
 from ..runtime.progress import begin_reduction
 from .divisors import larger, power_of_two
 from .gradient_sync import GradientSync
@@ -83,7 +83,7 @@ class Accumulation:
             begin_reduction()
             self._sync.start(LossSum(self.total, self.weight))
         self._predict_divisor(weight * followers, last=last)
-        roots = [one.total if self._scaler is None else self._scaler.scale(one.total) for one in losses]
+        roots = [scaled(one.total, self._scaler) for one in losses]
         self._sync.backward(roots, self._divisor, last=last)
         self._has_gradients, self.is_reduced = True, last
 

@@ -1,12 +1,12 @@
 """Options of :class:`TrainStep` for rows that cost differently."""
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple
 
 from ..batch.cost_cuts import Combine
 from ..loss.criterion import DataParallelCriterion
 from ..runtime.argument_checks import check_number, check_type
+from .arguments import check_micro_batch_cost
 from .cost_batches import Samples
 from .cost_micro_batches import CostCuts
 from .cuts import Cuts, EqualRows, Unit
@@ -64,9 +64,6 @@ def _check(options: CostOptions, micro_batch_size: int | Literal["auto"] | None)
         check_number("trim", dim, "a dimension, or a mapping to dimensions from the names of arguments", whole=True)
     if collate is not None and trim is not None:
         raise ValueError("collate= and trim= were given: expected collate= for lists of samples, trim= for padded batches")
-    if micro_batch_cost is None:
-        return
-    if micro_batch_size is not None:
+    if micro_batch_cost is not None and micro_batch_size is not None:
         raise ValueError(f"micro_batch_size={micro_batch_size!r} and micro_batch_cost= were given, expected one of them")
-    expected = "a positive number, the cost of a device in one forward"
-    check_number("micro_batch_cost", micro_batch_cost, expected, at_least=math.ulp(0.0))  # the smallest positive number
+    check_micro_batch_cost(micro_batch_cost)

@@ -20,7 +20,7 @@ from ..runtime.collectives import rank, world_size
 from .explanations import explain_step
 from .gradient_sync import GradientSync
 from .micro_batches import Batch
-from .rollback import Snapshot, prepare_undo
+from .rollback import Originals, Snapshot, prepare_undo
 from .update import Update
 
 if TYPE_CHECKING:
@@ -120,6 +120,7 @@ class Recovery:
         self._has_updated = False
         self._has_begun = False
         self._batches: list[Batch] = []  # of the present update
+        self._originals = Originals()
         self._tried: list[float] = []
         self._failed = self._is_mine = False
         self._reason = ""
@@ -129,6 +130,7 @@ class Recovery:
         with self._forgetting_on_failure():
             self._begin()
             self._batches.append(batch)
+            self._originals.add(batch)
             if not self._failed:
                 self._is_mine = self._attempt(lambda: run(batch))
 
@@ -160,8 +162,10 @@ class Recovery:
         Raises:
             torch.OutOfMemoryError: the optimizer's step does not fit.
         """
-        undo = None if self._has_updated else prepare_undo(update)
-        reason = ""
+        undo, reason = None, ""
+        if not self._has_updated:
+            with RetriedAllocations():
+                undo = prepare_undo(update, self._step.precision.scaler)
         try:
             with self._retrying():
                 yield
@@ -172,6 +176,7 @@ class Recovery:
             error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
         if undo is not None and not self._sync.smallest(0 if reason else 1):
             undo()
+            self._before.restore()
             raise torch.OutOfMemoryError(
                 f"the optimizer's step does not fit on every device, and was undone: {reason or 'see the other ranks'}. Smaller "
                 "micro-batches do not help here: BalancedOptimizer spreads the state, and other optimizers have less"
@@ -183,7 +188,7 @@ class Recovery:
     def _begin(self) -> None:
         if not self._has_begun:
             self._sync.begin()
-            with self._retrying():
+            with RetriedAllocations():
                 self._before.take()
             self._has_begun = True
 
@@ -202,12 +207,15 @@ class Recovery:
     def _restart(self, run: Run) -> None:
         """Puts everything back, and runs all batches again in smaller micro-batches."""
         largest, half = max((self._step._cuts.largest(batch, self.limit) for batch in self._batches), default=(0, 0))
-        smaller = self._sync.smallest(half if self._is_mine else _NO_LIMIT)
+        writes = self._originals.explain_writes()
+        smaller = self._sync.smallest(0 if writes else half if self._is_mine else _NO_LIMIT)
         if smaller == _NO_LIMIT:  # no forward or backward has failed, but the reduction behind them
             smaller = -self._sync.smallest(-half)  # of the largest, since others may have no rows
         self._before.restore()
         release_memory()
         if not smaller:
+            if writes:
+                raise torch.OutOfMemoryError(f"{writes}, or give a micro_batch_size that fits: {self._reason}")
             known = [explain_step(self._step, *self._step._cuts.example(batch)) for batch in self._batches if largest][:1]
             raise torch.OutOfMemoryError(" ".join([f"one row per device does not fit: {self._reason}", *known]))
         self._tried.append(largest)
@@ -231,7 +239,7 @@ class Recovery:
 
     def _forget(self) -> None:
         self._has_begun, self._failed, self._is_mine = False, False, False
-        self._batches, self._tried, self._reason = [], [], ""
+        self._batches, self._originals, self._tried, self._reason = [], Originals(), [], ""
 
     @contextlib.contextmanager
     def _forgetting_on_failure(self) -> Iterator[None]:
@@ -246,4 +254,5 @@ class Recovery:
         return RetriedAllocations() if has_accelerators else contextlib.nullcontext()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_has_begun": False, "_batches": [], "_tried": [], "_failed": False}  # a copy has no gradients
+        fresh = {"_has_begun": False, "_batches": [], "_originals": Originals(), "_tried": [], "_failed": False}
+        return {**self.__dict__, **fresh}  # a copy has no gradients

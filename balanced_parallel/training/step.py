@@ -114,7 +114,10 @@ class TrainStep(StepState):
         return (self._apply(), join_outputs(outputs, self.model.out_dims)) if return_outputs else self._apply()
 
     def add(self, inputs: Any, targets: Any = ()) -> None:
-        """Accumulates the gradients of some more rows; nothing is updated before :meth:`apply`."""
+        """Accumulates the gradients of some more rows; nothing is updated before :meth:`apply`.
+
+        An ``add`` that fails drops all rows since the last update, with a note on its error.
+        """
         self._attempts.accumulate(self._accumulate, Batch(inputs, spread(targets), is_whole=False, outputs=None))
 
     def apply(self) -> Tensor:
@@ -122,8 +125,8 @@ class TrainStep(StepState):
         return self._apply()
 
     def _accumulate(self, batch: Batch) -> None:
-        micro_batches, targets = self._cuts.cut(batch, self._attempts.limit)
         with self._adding() as accumulation:
+            micro_batches, targets = self._cuts.cut(batch, self._attempts.limit)
             losses = batch.losses or losses_of_batch(self.criterion, targets, is_whole=batch.is_whole)
             accumulation.begin_batch(losses)
             for micro_batch in micro_batches:
@@ -141,7 +144,9 @@ class TrainStep(StepState):
                 warnings.warn("no target of this batch was counted: nothing is updated, and its loss is nan", stacklevel=3)
                 return loss
             with self._attempts.updating(update):
-                update.run(self._sync, factor, self.precision.scaler, self.max_grad_norm, each_scheduler(self.scheduler))
+                update.run(self._sync, factor, self.precision.scaler, self.max_grad_norm)
+            for scheduler in each_scheduler(self.scheduler) if update.has_stepped else ():
+                scheduler.step()  # after the ranks have agreed that all of them have stepped
             self.grad_norm = update.grad_norm
             return loss
 

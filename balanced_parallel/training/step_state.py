@@ -15,6 +15,7 @@ from ..runtime.precision import Precision
 from ..runtime.random_numbers import generator_states, seed_anew, set_generators
 from ..runtime.tensors import is_sharded
 from .accumulation import Accumulation
+from .arguments import check_micro_batch_cost, check_micro_batch_size
 from .cuts import Cuts, Unit
 from .optimizer_checks import check_optimizers
 from .optimizer_states import class_name, numbered_state, state_by_name
@@ -53,6 +54,7 @@ class StepState:
 
     @micro_batch_size.setter
     def micro_batch_size(self, rows: int | None) -> None:
+        check_micro_batch_size(rows, "or None for the whole batch")
         self._set_limit("rows", rows)
 
     @property
@@ -62,6 +64,7 @@ class StepState:
 
     @micro_batch_cost.setter
     def micro_batch_cost(self, cost: float | None) -> None:
+        check_micro_batch_cost(cost)
         self._set_limit("cost", cost)
 
     def _set_limit(self, unit: Unit, limit: float | None) -> None:

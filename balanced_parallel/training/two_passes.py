@@ -23,7 +23,7 @@ from ..runtime.allocation_retries import RetriedAllocations
 from .gradient_sync import GradientSync
 from .micro_batches import Batch, MicroBatch, run_forward
 from .recovery import Attempts, ElsewhereOutOfMemory, Run, nothing, recovering
-from .rollback import Snapshot
+from .rollback import Originals, Snapshot
 from .update import Update
 
 if TYPE_CHECKING:
@@ -109,6 +109,9 @@ class TwoPasses:
         """Runs all forwards without a graph, puts random numbers and buffers back, and computes the derivatives."""
         step = self._step
         self._before.take()
+        originals = Originals()
+        for batch in batches:
+            originals.add(batch)
         python, has_run = random.getstate(), False
         with torch.no_grad():
             for batch in batches:
@@ -118,6 +121,8 @@ class TwoPasses:
             for _ in self._sync.forwards_without_rows(is_reduced=has_run):
                 pass
         self._before.restore()
+        if writes := originals.explain_writes():
+            raise RuntimeError(f"a loss whose rows depend on each other takes two forwards: {writes}")
         random.setstate(python)
         self._sync.begin()
         with step.precision.autocast(step.model.devices):

@@ -71,24 +71,20 @@ class Update:
         factor: Weight,
         scaler: torch.amp.GradScaler | None,
         max_grad_norm: float | None,
-        schedulers: Sequence[LRScheduler],
     ) -> None:
-        """Unscales, multiplies and clips the gradients, and steps the optimizers; then the schedulers, unless that was skipped.
+        """Unscales, multiplies and clips the gradients, and steps the optimizers.
 
         Args:
             sync: of the gradients, which are reduced.
             factor: makes them those of the loss.
             scaler: of the gradients, if they are scaled.
             max_grad_norm: of all optimizers' gradients together; ``None`` does not clip.
-            schedulers: of the optimizers.
         """
         with self.unscaled(scaler):
             sync.multiply([*self.parameters, *self.outside], factor)
             if max_grad_norm is not None:
                 self.clip(max_grad_norm)
-            has_stepped = self.take(scaler)
-        for scheduler in schedulers if has_stepped else ():
-            scheduler.step()
+            self.take(scaler)
 
     @contextlib.contextmanager
     def unscaled(self, scaler: torch.amp.GradScaler | None) -> Iterator[None]:

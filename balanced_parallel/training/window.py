@@ -39,7 +39,7 @@ class Window:
         Args:
             begin: makes it. The argument is the weight of the update before, over everything.
         """
-        with self._discarding_on_failure():
+        with self._discarding_on_failure(has_rows=self._accumulation is not None):
             if self._accumulation is None:
                 self._accumulation = begin(self.weight_before)
             yield self._accumulation
@@ -56,11 +56,13 @@ class Window:
             yield
 
     @contextmanager
-    def _discarding_on_failure(self) -> Iterator[None]:
+    def _discarding_on_failure(self, *, has_rows: bool = False) -> Iterator[None]:
         with naming_ranks():
             try:
                 yield
             except BaseException as error:
+                if has_rows:
+                    error.add_note("the rows that were added since the last update are dropped: add them again before apply()")
                 self._accumulation, self.waiting = None, []
                 self.sync.discard(out_of_memory=isinstance(error, torch.OutOfMemoryError))
                 raise

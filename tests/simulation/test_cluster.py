@@ -64,6 +64,9 @@ def test_the_table_and_all_numbers_are_readable_after_the_block():
         ((2, ["1GiB"]), "memory has 1 entries for 2 devices"),
         ((2, "24 gigs"), "'24 gigs' is not a memory size, expected a positive number of bytes, or text with a unit"),
         ((2, -1), "-1 is not a memory size"),
+        ((2, 1.5), "1.5 is not a memory size"),
+        ((2, {"sim:0": 1, "sim:1": 2}), "{'sim:0': 1, 'sim:1': 2} is not a memory size"),
+        ((2, torch.device("cpu")), "device(type='cpu') is not a memory size"),
     ],
 )
 def test_invalid_arguments_raise_an_error_with_the_value(arguments, message):
@@ -183,3 +186,21 @@ def test_simulation_emits_no_warnings():
         warnings.simplefilter("error")
         with simulate(2):
             nn.Linear(2, 2).to("sim:1")(torch.ones(1, 2, device="sim:1")).sum().backward()
+
+
+def test_a_capacity_that_nothing_reaches_is_as_none():
+    """It was 0 bytes: the native code has 64 bits."""
+    with simulate(1, memory=2**70) as cluster:
+        assert torch.ones(4, device="sim:0").sum() == 4
+    assert cluster.memory == [2**70]
+
+
+def test_other_wrong_arguments_are_named():
+    with pytest.raises(TypeError, match="strict='no', expected True or False"), simulate(1, strict="no"):
+        pass
+    with simulate(1) as cluster:
+        for bad in (1.5, "a", None, 0):
+            with pytest.raises(
+                ValueError, match=r"fail_allocation\(.*\), expected 1 for the next allocation, or a larger number"
+            ):
+                cluster.fail_allocation(bad)

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from balanced_parallel import simulate
+from balanced_parallel.simulation import waits
 
 LENGTHS = torch.tensor([1, 2, 1])
 
@@ -195,3 +196,19 @@ def test_the_table_has_the_waits_of_each_step():
     assert lines[0][-1] == "waits of the host"
     assert [line[-1] for line in lines[2:4]] == ["step 1: 3, steps 2-3: 1 each, step 4: 2", "none"]
     assert lines[-1][0].startswith("waits of the host: calls for which it would wait for this GPU")
+
+
+def test_a_long_run_keeps_the_last_waits_and_counts_all(monkeypatch):
+    monkeypatch.setattr(waits, "MAX_WAITS", 5)
+    with simulate(1) as cluster:
+        parameter = torch.ones(4, device="sim:0", requires_grad=True)
+        layer, optimizer = nn.Flatten(0), torch.optim.SGD([parameter], lr=0.1)
+        for _ in range(6):
+            layer(parameter).sum().backward()
+            optimizer.step()
+            parameter.detach().sum().item()
+            parameter.detach().sum().item()
+        assert cluster.wait_count == 12
+        assert [wait.step for wait in cluster.waits] == [4, 5, 5, 6, 6]
+        assert "steps 1-4: not kept, steps 5-6: 2 each" in str(cluster)
+    assert cluster.wait_count == 12

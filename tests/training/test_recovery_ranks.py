@@ -138,22 +138,27 @@ def test_capacity_of_one_rank_decides_for_all():
     assert sizes[0] == sizes[1] < 1000
 
 
-def check_first_update(rank):
+def check_first_update(rank, precision):
     with simulate(2, memory=["100MiB", "34MiB"]):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2**18), nn.AdaptiveAvgPool1d(CLASSES))
         before = [parameter.detach().clone() for parameter in net.parameters()]
         model, criterion = parallelize(net, nn.CrossEntropyLoss(), strategy="ddp")
         optimizer = torch.optim.AdamW(model.parameters())
-        step = TrainStep(model, criterion, optimizer, micro_batch_size="auto")
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        step = TrainStep(model, criterion, optimizer, micro_batch_size="auto", scheduler=scheduler, precision=precision)
         with pytest.raises(torch.OutOfMemoryError, match="the optimizer's step does not fit on every device, and was undone"):
             step(torch.randn(2, 4), class_targets(2))
         assert not optimizer.state
+        assert scheduler.last_epoch == 0
+        assert precision == "fp32" or step.precision.scaler.state_dict()["_growth_tracker"] == 0
         return all(torch.equal(one, other.cpu()) for one, other in zip(before, model.parameters(), strict=True))
 
 
-def test_first_update_that_does_not_fit_on_one_rank_is_undone_on_all():
-    assert run_ranks(2, check_first_update) == [True, True]
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_first_update_that_does_not_fit_on_one_rank_is_undone_on_all(precision):
+    """Schedulers and the scaler of the rank that had stepped stayed one update ahead of the other's."""
+    assert run_ranks(2, check_first_update, precision) == [True, True]
 
 
 def check_refusal(rank):

@@ -1,0 +1,146 @@
+"""An error in place of any operator of an update: afterwards, the run is that of smaller micro-batches, or of a repeated step."""
+
+import pytest
+import torch
+from helpers.problems import CLASSES, class_targets
+from helpers.slow import slow
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode  # torch documents this class, but has no public module for it
+
+from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep
+
+UPDATES = 3
+
+
+class Failing(TorchDispatchMode):
+    """Raises in place of one operator of this thread, and counts them."""
+
+    def __init__(self, number=0, error=torch.OutOfMemoryError):
+        super().__init__()
+        self.number, self.error, self.count = number, error, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += 1
+        if self.count == self.number:
+            raise self.error(f"injected into {function}")
+        return function(*args, **(kwargs or {}))
+
+
+class Run:
+    def __init__(self, precision, devices, balanced=False, add=False, whole=False):
+        torch.manual_seed(3)
+        norm = nn.Unflatten(1, (2, 3)), nn.BatchNorm1d(2), nn.Flatten(), nn.Dropout(0.3)
+        self.net = nn.Sequential(nn.Linear(4, 6), *norm, nn.Tanh(), nn.Linear(6, CLASSES))
+        model = DataParallelModel(self.net, ["cpu"] * devices)
+        criterion = DataParallelCriterion(nn.CrossEntropyLoss(), **({"whole": True} if whole else {}))
+        adam = torch.optim.AdamW
+        self.optimizer = BalancedOptimizer(model, adam, lr=0.1) if balanced else adam(self.net.parameters(), lr=0.1)
+        settings = {"micro_batch_size": "auto", "precision": precision, "max_grad_norm": 0.5}
+        self.step = TrainStep(model, criterion, self.optimizer, **settings)
+        self.add, self.losses = add, []
+
+    def train(self, number, mode=None):
+        torch.manual_seed(100 + number)
+        inputs, targets = torch.randn(8, 4), class_targets(8, ignored=1)
+        parts = [(inputs[:5], targets[:5]), (inputs[5:], targets[5:])]
+        torch.manual_seed(number)
+        with mode or Failing():
+            if self.add:
+                for part in parts:
+                    self.step.add(*part)
+                self.losses.append(self.step.apply())
+            else:
+                self.losses.append(self.step(inputs, targets))
+
+    def result(self):
+        scaler = self.step.precision.scaler
+        states = [value for state in self.optimizer.state_dict()["state"].values() for value in state.values()]
+        scale = [] if scaler is None else [torch.tensor(scaler.get_scale()), torch.tensor(scaler.state_dict()["_growth_tracker"])]
+        return [*self.losses, *self.net.state_dict().values(), *map(torch.as_tensor, states), *scale, torch.get_rng_state()]
+
+
+def assert_equal(result, expected, place):
+    assert len(result) == len(expected), place
+    assert all(map(torch.equal, result, expected)), place
+
+
+def undisturbed(case, failed, size):
+    run = Run(*case)
+    for number in range(UPDATES):
+        if number == failed:
+            run.step.micro_batch_size = size
+        run.train(number)
+    return run.result()
+
+
+def count_operators(case, failed):
+    run = Run(*case)
+    for number in range(failed):
+        run.train(number)
+    mode = Failing()
+    run.train(failed, mode)
+    return mode.count
+
+
+CASES = [
+    (("fp16", 1), 23),
+    (("fp32", 2, True), 31),
+    slow(("fp16", 1), 2),
+    slow(("fp32", 1), 3),
+    slow(("bf16", 2), 3),
+    slow(("fp16", 2, True), 5),
+    slow(("fp32", 1, False, True), 5),
+    slow(("fp16", 2, True, True), 7),
+    slow(("fp32", 1, False, False, True), 5),
+    slow(("bf16", 2, False, True, True), 7),
+]
+
+
+@pytest.mark.parametrize("failed", [0, 1])
+@pytest.mark.parametrize(("case", "every"), CASES)
+def test_an_out_of_memory_in_any_operator_leaves_the_run_of_some_micro_batch_size(case, every, failed):
+    expected = {}
+    for place in range(1, count_operators(case, failed) + 1, every):
+        run = Run(*case)
+        for number in range(UPDATES):
+            if number != failed:
+                run.train(number)
+                continue
+            try:
+                run.train(number, Failing(place))
+            except torch.OutOfMemoryError as error:
+                if failed and "the optimizer's step ended in the middle" in str(error):  # accelerators repeat the operator
+                    break
+                if "the optimizer's step does not fit on every device, and was undone: injected" not in str(error):
+                    raise
+                run.train(number)
+        else:
+            size = run.step.micro_batch_size
+            result = run.result()
+            if size not in expected:
+                expected[size] = undisturbed(case, failed, size)
+            assert_equal(result, expected[size], place)
+    assert len(expected) > 1
+
+
+@pytest.mark.parametrize("failed", [0, 1])
+@pytest.mark.parametrize(("case", "every"), CASES)
+def test_a_step_that_failed_in_any_operator_before_its_update_can_be_repeated(case, every, failed):
+    expected = undisturbed(case, failed, None)
+    for place in range(1, count_operators(case, failed) + 1, every):
+        run, has_begun = Run(*case), []
+        for number in range(UPDATES):
+            if number != failed:
+                run.train(number)
+                continue
+            run.optimizer.register_step_pre_hook(lambda *_, has_begun=has_begun: has_begun.append(True))
+            buffers = [buffer.clone() for buffer in run.net.buffers()]
+            with pytest.raises(RuntimeError, match="injected"):
+                run.train(number, Failing(place, RuntimeError))
+            if has_begun:
+                break
+            for buffer, value in zip(run.net.buffers(), buffers, strict=True):
+                buffer.copy_(value)
+            run.train(number)
+        else:
+            assert_equal(run.result(), expected, place)

@@ -1,0 +1,220 @@
+"""State that a failed attempt has changed: buffers that a forward adds, batches that it writes to, the gradient scaler."""
+
+import copy
+
+import pytest
+import torch
+from helpers.problems import class_targets
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode  # torch documents this class, but has no public module for it
+
+from balanced_parallel import DataParallelCriterion, DataParallelModel, Precision, TrainStep, simulate
+
+
+class OutOfMemoryOnce(nn.Module):
+    """Raises in one forward, after the layers before it have run."""
+
+    fails = False
+
+    def forward(self, inputs):
+        if self.fails:
+            self.fails = False
+            raise torch.OutOfMemoryError("no memory")
+        return inputs
+
+
+class SetsBuffers(nn.Module):
+    """Makes a buffer of the first batch, and registers another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", None)
+
+    def forward(self, inputs):
+        if self.mean is None:
+            self.mean = inputs.detach().mean(0)
+        if not hasattr(self, "scale"):
+            self.register_buffer("scale", inputs.detach().abs().amax(0))
+        return (inputs - self.mean) / self.scale
+
+
+class WritesInPlace(nn.Module):
+    def forward(self, inputs):
+        return inputs.mul_(2) + 0
+
+
+def make_step(layer, *, devices=1, micro_batch_size="auto", whole=False, precision="fp32"):
+    torch.manual_seed(0)
+    net = nn.Sequential(layer, nn.Linear(4, 5), OutOfMemoryOnce())
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss(), **({"whole": True} if whole else {}))
+    model = DataParallelModel(net, ["cpu"] * devices)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    return TrainStep(model, criterion, optimizer, micro_batch_size=micro_batch_size, precision=precision), net
+
+
+def make_batch(number=0):
+    torch.manual_seed(number)
+    return torch.randn(8, 4), class_targets(8)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_buffers_that_the_first_forward_makes_are_those_of_the_last_attempt(devices):
+    results = []
+    for fails in (False, True):
+        step, net = make_step(SetsBuffers(), devices=devices, micro_batch_size="auto" if fails else 4 // devices)
+        net[2].fails = fails
+        losses = [step(*make_batch(number)) for number in range(2)]
+        assert step.micro_batch_size == 4 // devices
+        results.append([*losses, *net.state_dict().values()])
+    assert all(map(torch.equal, *results))
+
+
+CHANGED = (
+    r"a tensor of the batch \(torch.float32, shape \(8, 4\)\) was changed in place since it was passed, but has to run again"
+)
+
+
+def test_a_batch_that_was_changed_in_place_does_not_run_again():
+    step, net = make_step(WritesInPlace())
+    before = copy.deepcopy(net.state_dict())
+    inputs, targets = make_batch()
+    net[2].fails = True
+    with pytest.raises(torch.OutOfMemoryError, match=f"{CHANGED}.*clone.*or give a micro_batch_size that fits: no memory"):
+        step(inputs, targets)
+    assert all(map(torch.equal, before.values(), net.state_dict().values()))
+    assert step(*make_batch()).isfinite()  # the next batch is another one
+
+
+def test_rows_that_were_changed_before_apply_do_not_run_again():
+    step, net = make_step(nn.Identity())
+    inputs, targets = make_batch()
+    net[2].fails = True
+    step.add(inputs, targets)
+    inputs.zero_()
+    with pytest.raises(torch.OutOfMemoryError, match=CHANGED):
+        step.apply()
+
+
+def test_a_batch_that_was_copied_to_its_device_runs_again():
+    with simulate(1) as cluster:
+        step, net = make_step(WritesInPlace())
+        net.to("sim:0")
+        step = TrainStep(DataParallelModel(net), step.criterion, step.optimizer, micro_batch_size="auto")
+        inputs, targets = make_batch()
+        net[2].fails = True
+        assert step(inputs, targets).isfinite()
+        assert step.micro_batch_size == 4
+        assert cluster.allocations
+    assert torch.equal(inputs, make_batch()[0])
+
+
+def test_two_passes_refuse_inputs_that_the_first_has_changed():
+    """The second forward would run on other inputs."""
+    step, _ = make_step(WritesInPlace(), micro_batch_size=4, whole=True)
+    with pytest.raises(RuntimeError, match=f"a loss whose rows depend on each other takes two forwards: {CHANGED}"):
+        step(*make_batch())
+    step, _ = make_step(WritesInPlace(), whole=True)  # in one pass
+    assert step(*make_batch()).isfinite()
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, "auto"])
+@pytest.mark.parametrize("number", [1, 2, 3])
+@pytest.mark.parametrize("given", [False, True])
+def test_an_allocation_that_fails_in_the_first_use_of_the_scaler_leaves_one_that_works(number, micro_batch_size, given):
+    """It makes two tensors. With the first alone, each ``update()`` raised ``AssertionError``."""
+    with simulate(1) as cluster:
+        scaler = torch.amp.GradScaler("sim", init_scale=2.0**10)
+        precision = Precision("fp16", scaler=scaler if given else None)
+        loss = torch.ones((), device="sim:0")
+        own = precision.scaler_on(loss.device)
+        step, net = make_step(nn.Identity())
+        net.to("sim:0")
+        step = TrainStep(
+            DataParallelModel(net), step.criterion, step.optimizer, micro_batch_size=micro_batch_size, precision=precision
+        )
+        failing = own.scale
+
+        def scale(loss):
+            cluster.fail_allocation(number)
+            own.scale = failing
+            return failing(loss)
+
+        own.scale = scale
+        try:
+            step(*make_batch())
+        except torch.OutOfMemoryError:
+            assert micro_batch_size is None
+        for k in range(2):
+            assert step(*make_batch(k)).isfinite()
+        assert own.get_scale() == (2.0**10 if given else 2.0**16)
+
+
+def test_a_failed_add_says_that_the_rows_before_it_are_dropped():
+    for size in (None, "auto"):
+        step, _ = make_step(nn.Identity(), micro_batch_size=size)
+        with pytest.raises(ValueError, match="different numbers of rows") as first:
+            step.add((torch.zeros(4, 4), torch.zeros(5, 4)), class_targets(4))
+        assert not hasattr(first.value, "__notes__")
+        for bad in ((torch.zeros(4, 4), torch.zeros(5, 4)), torch.zeros(4, 3)):
+            step.add(*make_batch())
+            with pytest.raises((ValueError, RuntimeError)) as caught:
+                step.add(bad, class_targets(4))
+            assert caught.value.__notes__ == [
+                "the rows that were added since the last update are dropped: add them again before apply()"
+            ]
+
+
+def test_rows_added_after_a_failed_add_run_again_as_they_ran_first():
+    """Batches of other numbers of rows left the rows before them in the window, but not in the list of those to run again."""
+    losses = []
+    for fails in (False, True):
+        step, net = make_step(nn.Identity())
+        step.add(*make_batch(0))
+        with pytest.raises(ValueError, match="different numbers of rows"):
+            step.add((torch.zeros(4, 4), torch.zeros(5, 4)), class_targets(4))
+        net[2].fails = fails
+        step.add(*make_batch(1))
+        losses.append(step.apply())
+    torch.testing.assert_close(*losses)
+
+
+@pytest.mark.parametrize("bad", [0, -3, 1.5, True, "auto", "4"])
+def test_bad_sizes_that_are_set_later_raise_the_error_of_the_constructor(bad):
+    step, _ = make_step(nn.Identity())
+    with pytest.raises(ValueError, match="micro_batch_size=.*, expected a positive number of rows per device, or None"):
+        step.micro_batch_size = bad
+    assert step.micro_batch_size is None
+
+
+@pytest.mark.parametrize(("bad", "error"), [(0, ValueError), (-3.0, ValueError), (float("nan"), ValueError), ("4", TypeError)])
+def test_bad_costs_that_are_set_later_raise_the_error_of_the_constructor(bad, error):
+    net = nn.Linear(4, 5)
+    model, criterion = DataParallelModel(net, ["cpu"]), DataParallelCriterion(nn.CrossEntropyLoss())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    step = TrainStep(model, criterion, optimizer, cost=lambda inputs: [1] * len(inputs), micro_batch_cost=4)
+    with pytest.raises(error, match="micro_batch_cost=.*, expected a positive number"):
+        step.micro_batch_cost = bad
+    assert step.micro_batch_cost == 4
+
+
+class FailsOnce(TorchDispatchMode):
+    """Raises in place of the first call of an operator."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if str(function) == self.name:
+            self.name = None
+            raise torch.OutOfMemoryError("no memory")
+        return function(*args, **(kwargs or {}))
+
+
+def test_state_without_room_for_its_copies_is_copied_again():
+    """The error was the caller's on the CPU, though nothing had run yet."""
+    step, _ = make_step(nn.BatchNorm1d(4))
+    with FailsOnce("aten.clone.default") as mode:
+        assert step(*make_batch()).isfinite()
+    assert mode.name is None
+    assert step.micro_batch_size is None
