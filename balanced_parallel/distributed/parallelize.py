@@ -15,6 +15,7 @@ from ..replicas.sync_batchnorm import use_torch_sync_batchnorm
 from ..runtime.collectives import world_size
 from ..runtime.devices import DeviceLike
 from ..runtime.precision import Precision
+from ..training.settings import describe_criterion
 from .agreement import check_agreement
 from .ddp import DistributedModel
 from .fsdp import ShardedModel
@@ -165,7 +166,9 @@ def _rank_model(
     is_frozen = criterion is None and not any(parameter.requires_grad for parameter in module.parameters())
     if world_size() == 1 or (is_frozen and strategy != "fsdp"):
         return DataParallelModel(module, [device], **settings)
-    check_agreement(module)
+    compared = {name: repr(value) for name, value in {**settings, "strategy": strategy, "compress": compress}.items()}
+    compared["precision"] = Precision(settings["precision"] or "fp32").name
+    check_agreement(module, compared | describe_criterion(criterion))
     refuse_rescaled(rescaled_embeddings(module))
     plain = None if criterion is None else criterion.module
     if strategy == "auto" and compress is None:
