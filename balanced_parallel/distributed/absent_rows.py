@@ -34,11 +34,10 @@ def row_of_ones(arguments: Arguments, dim: int) -> Arguments | None:
     def ones(leaf: Any, along: int = dim) -> Any:
         if isinstance(leaf, Along):
             return Along(ones(leaf.leaf, leaf.dim), leaf.dim)
-        if not isinstance(leaf, Tensor) or not leaf.dim():
-            return leaf
-        shape = list(leaf.shape)
-        shape[along] = 1
-        return leaf.new_ones(shape)
+        is_tensor = isinstance(leaf, Tensor) and leaf.dim() > 0
+        return (
+            leaf.new_ones([1 if at == along % leaf.dim() else size for at, size in enumerate(leaf.shape)]) if is_tensor else leaf
+        )
 
     row: Arguments = map_leaves(ones, arguments)
     return row

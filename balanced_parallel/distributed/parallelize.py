@@ -108,9 +108,9 @@ def parallelize(
 
     Raises:
         ValueError: the strategy is not possible here; torchrun's environment is incomplete, contradicts the running process
-            group, or has more processes than devices; the ranks differ in versions, code, module or settings; ``split`` was given under
-            torchrun, where each rank passes its own rows; or ``weight`` was given for a :class:`DataParallelCriterion`. At the
-            forward of a rank: a parameter that was frozen before requires a gradient.
+            group, or has more processes than devices; the ranks differ in versions, code, module or settings; ``split`` was given
+            under torchrun, where each rank passes its own rows; or ``weight`` was given for a :class:`DataParallelCriterion`. At
+            the forward of a rank: a parameter that was frozen before requires a gradient.
         RuntimeError: the ranks cannot meet at ``MASTER_ADDR`` and ``MASTER_PORT``.
 
     Example:

@@ -6,7 +6,8 @@ travels in the all-reduce of the losses: a later comparison costs no collective,
 
 import contextlib
 import functools
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
+from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -58,7 +59,7 @@ class Settings:
         for optimizer in each_optimizer(self._step.optimizer):
             for group in optimizer.param_groups:
                 values = [group.get(name, 0.0) for name in _SCHEDULED]
-                numbers += [tuple(map(_number, value)) if isinstance(value, tuple) else _number(value) for value in values]
+                numbers += [_number(part) for value in values for part in (value if isinstance(value, tuple) else [value])]
         number = hash(tuple(numbers)) % 2**20  # of numbers alone, so it is the same in each process
         return [float(number), float(number * number)]
 
@@ -84,8 +85,7 @@ class Settings:
         self.failure = ""
 
     def _facts(self) -> dict[str, Hashable]:
-        step = self._step
-        optimizers = each_optimizer(step.optimizer)
+        step, optimizers = self._step, each_optimizer(self._step.optimizer)
         facts: dict[str, Hashable] = {
             **describe_criterion(step.criterion),
             "precision": step.precision.name,
@@ -101,9 +101,7 @@ class Settings:
             of = f" of optimizer {number}" * bool(number)
             facts[f"number of param groups{of}"] = len(optimizer.param_groups)
             for index, group in enumerate(optimizer.param_groups):
-                of_group = f" of param group {index}{of}"
-                facts[f"number of parameters{of_group}"] = len(group["params"])
-                facts |= {name + of_group: _value(value) for name, value in group.items() if _is_setting(value)}
+                facts |= _settings({"number of parameters": len(group["params"]), **group}, f" of param group {index}{of}")
         return facts
 
 
@@ -111,24 +109,34 @@ def describe_criterion(criterion: DataParallelCriterion | None) -> dict[str, Has
     """Returns the settings of a criterion. Integers and strings of a loss that is not torch's may be its rank or device."""
     if criterion is None:
         return {"criterion": None}
-    function, _, settings = unwrap(criterion.module)
-    facts: dict[str, Hashable] = {
+    function, _, keywords = unwrap(criterion.module)
+    facts = {
         "criterion": _name(function),
         "reduction": criterion.reduction,
         "weight=": criterion.weight if isinstance(criterion.weight, str) else _name(criterion.weight),
         "minimum": criterion.minimum,
         "whole": criterion.whole,
         "precision of the criterion": criterion.precision.name,
+        **_settings(keywords, " of the criterion"),
     }
     for path, part in function.named_modules() if isinstance(function, nn.Module) else ():
         is_of_torch = type(part).__module__.startswith("torch.nn.")
-        values = {name: value for name, value in vars(part).items() if not name.startswith("_") and name != "training"}
-        if is_of_torch:
-            values |= buffers_of(part)  # the weights of classes
-        for name, value in values.items():
-            if isinstance(value, float) or (is_of_torch and _is_setting(value)):
-                facts[f"{name} of the criterion" if not path else f"{path}.{name} of the criterion"] = _value(value)
-    return facts | {f"{name}= of the criterion": _value(value) for name, value in settings.items() if _is_setting(value)}
+        values = {**vars(part), **buffers_of(part)} if is_of_torch else vars(part)  # buffers: the weights of classes
+        kept = {name: value for name, value in values.items() if is_of_torch or isinstance(value, float)}
+        facts |= _settings(kept, f" of {path or 'the criterion'}")
+    return facts
+
+
+def _settings(values: Mapping[str, Any], suffix: str) -> dict[str, Hashable]:
+    """Returns the numbers, strings, tuples of them and small tensors among some values, with a suffix to their names."""
+    kinds = (int, float, str, NoneType)
+    public = {name: value for name, value in values.items() if not name.startswith("_") and name != "training"}
+    tensors = {name: str(value.tolist()) for name, value in public.items() if isinstance(value, Tensor) and not value.is_meta}
+    return {
+        name + suffix: value
+        for name, value in (public | tensors).items()
+        if all(isinstance(part, kinds) for part in (value if isinstance(value, tuple) else [value]))
+    }
 
 
 def _name_of_optimizer(optimizer: torch.optim.Optimizer) -> str:
@@ -136,28 +144,9 @@ def _name_of_optimizer(optimizer: torch.optim.Optimizer) -> str:
     return type(optimizer).__name__ + inner
 
 
-def _name(function: Callable[..., Any] | None) -> str | None:
-    while isinstance(function, functools.partial):
-        function = function.func
-    if function is None or isinstance(function, nn.Module):
-        return None if function is None else type(function).__qualname__
-    return getattr(function, "__qualname__", type(function).__qualname__)
-
-
-def _is_setting(value: Any) -> bool:
-    is_read = isinstance(value, Tensor) and not value.is_meta
-    return (
-        is_read
-        or value is None
-        or isinstance(value, (int, float, str))
-        or (isinstance(value, tuple) and all(map(_is_setting, value)))
-    )
-
-
-def _value(value: Any) -> Hashable:
-    if isinstance(value, tuple):
-        return tuple(map(_value, value))
-    return str(value.tolist()) if isinstance(value, Tensor) else value
+def _name(function: Any) -> str | None:
+    function = function.func if isinstance(function, functools.partial) else function
+    return None if function is None else getattr(function, "__qualname__", type(function).__qualname__)
 
 
 def _number(value: Any) -> float:

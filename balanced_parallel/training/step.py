@@ -39,8 +39,9 @@ class TrainStep(StepState):
     A loss whose rows depend on each other (``whole=True``, :class:`AdditiveLoss`) takes two forwards for each of several
     micro-batches, and ``add`` keeps its rows until ``apply``.
 
-    Under torchrun each rank passes its own rows, or none. Every rank has the same settings, which are compared, and makes the
-    same sequence of ``step(...)`` or ``apply()`` calls. Gradients are reduced once per update, shards (FSDP) in every micro-batch. A failure of DDP raises on every rank.
+    Under torchrun each rank passes its own rows, or none. Ranks compare their settings, and make the same sequence of
+    ``step(...)`` or ``apply()`` calls. Gradients are reduced once per update, shards (FSDP) in every micro-batch. A failure of
+    DDP raises on every rank.
 
     Args:
         model: a :class:`DataParallelModel`, or the model of :func:`parallelize`.
