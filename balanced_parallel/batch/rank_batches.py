@@ -12,6 +12,13 @@ from .splits import split_sizes
 
 __all__: list[str] = []
 
+_begun = "no RankBatchSampler"
+
+
+def begun_batches() -> str:
+    """Describes the batches that a sampler over the ranks of the process group began last. Ranks compare them."""
+    return _begun
+
 
 class RankBatchSampler(Sampler[list[int]]):
     """A batch sampler that yields this rank's rows of each effective batch, and can begin in the middle of an epoch.
@@ -59,6 +66,7 @@ class RankBatchSampler(Sampler[list[int]]):
                 "least 1, and a rank below the number of ranks"
             )
         self._yielded_from = -1
+        self._follows_group = rank is None and ranks is None and self.ranks > 1
 
     @property
     def epoch(self) -> int:
@@ -73,6 +81,11 @@ class RankBatchSampler(Sampler[list[int]]):
         begin, order = self.batches, self._order()
         if self.seed is not None and self._yielded_from == begin:
             raise RuntimeError("the rest of this epoch was yielded already, expected sampler.advance() after each batch")
+        if self._follows_group:
+            global _begun
+            _begun = (
+                f"{type(self).__name__} of {self.rows} rows, batch_size={self.batch_size}, seed={self.seed}, {begin} batches done"
+            )
         for start in range(begin % len(self) * self.batch_size, self.rows, self.batch_size):
             yield self.share(order[start : start + self.batch_size])
         self._yielded_from = begin

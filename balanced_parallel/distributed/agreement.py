@@ -3,40 +3,42 @@
 import functools
 import hashlib
 import sys
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from ..runtime.collectives import gather_objects
+from ..runtime.comparison import compare_ranks
 
 __all__: list[str] = []
 
 _PACKAGE = Path(__file__).parents[1]
-_SHOWN = 8  # ranks in a message
 
 
-def check_agreement(module: nn.Module) -> None:
-    """Compares the versions, the script and the module of all ranks, in one small all-gather.
+def check_agreement(module: nn.Module, settings: Mapping[str, Hashable]) -> None:
+    """Compares the versions, the script, the module and the settings of all ranks, in one small all-gather.
 
     Files are those of this package, the script, and the modules beside the script that every rank has imported. Values of
     parameters are not compared: they are copied from rank 0 later.
+
+    Args:
+        module: before it is moved.
+        settings: of :func:`parallelize`.
 
     Raises:
         ValueError: on every rank, if they differ. The message names the ranks and their values.
     """
     lines = _module_lines(module)
-    own = {"torch": str(torch.__version__), "balanced_parallel": _package_digest(), **_script_digests()}
-    ranks = gather_objects(own | {"the module": digest(line.encode() for line in lines)})
-    different = [name for name in ranks[0] if len({rank.get(name, ranks[0][name]) for rank in ranks}) > 1]
-    if not different:
-        return
-    if "the module" in different:  # every rank sees the same difference, so all of them take part
-        for rank, line in zip(ranks, _first_difference(gather_objects(lines)), strict=True):
-            rank["the module"] = line
-    facts = "; ".join(f"{name}: {_by_value([rank.get(name) for rank in ranks])}" for name in different)
-    raise ValueError(f"the ranks differ, expected the same code and versions on all hosts: {facts}")
+    facts = {"torch": str(torch.__version__), "balanced_parallel": _package_digest(), **_script_digests(), **settings}
+
+    def explain(name: str, values: Sequence[str | None]) -> Sequence[str | None]:
+        """Exchanges the lines of the modules: every rank sees the same difference, so all of them take part."""
+        return _first_difference(gather_objects(lines)) if name == "the module" else values
+
+    module_digest = digest(line.encode() for line in lines)
+    compare_ranks(facts | {"the module": module_digest}, "the same code, versions and settings on all hosts", explain)
 
 
 def digest(parts: Iterable[bytes]) -> str:
@@ -78,16 +80,3 @@ def _first_difference(ranks: list[list[str]]) -> list[str]:
     longest = max(map(len, ranks))
     padded = [[*lines, *["no more parameters"] * (longest - len(lines))] for lines in ranks]
     return list(next(lines for lines in zip(*padded, strict=True) if len(set(lines)) > 1))
-
-
-def _by_value(values: list[str | None]) -> str:
-    """Describes the value of each rank: ``"2.13.0 on ranks 0, 1 and 2.11.0 on rank 2"``."""
-    groups: dict[str | None, list[int]] = {}
-    for rank, value in enumerate(values):
-        groups.setdefault(value, []).append(rank)
-    return " and ".join(f"{value} on {_names(ranks)}" for value, ranks in groups.items() if value is not None)
-
-
-def _names(ranks: list[int]) -> str:
-    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_SHOWN]))}{more}"

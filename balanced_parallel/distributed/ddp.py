@@ -1,6 +1,7 @@
 """``DistributedModel``: torch's ``DistributedDataParallel``, with the list of outputs that the replicas of one process return."""
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,15 +13,18 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..batch.dims import Dims
+from ..batch.nested import map_leaves
 from ..batch.per_replica import PerReplica
 from ..batch.row_marks import Arguments
 from ..batch.rows import count_rows, move_leaves
 from ..loss.partial_sums import Criterion
 from ..replicas.model import mark_inputs
 from ..replicas.module_checks import check_method
+from ..replicas.sync_batchnorm import meets_other_ranks
 from ..runtime.modules import children_of
 from ..runtime.precision import Precision
 from ..runtime.random_numbers import cpu_numbers_of_rank, offset_seeds
+from .absent_rows import first_row, row_of_ones, undone
 from .unused_parameters import connect, zero_of_parameters
 
 __all__: list[str] = []
@@ -63,6 +67,8 @@ class DistributedModel(DistributedDataParallel):
         self._wrapped = [wrapped]  # in a list, so that the state_dict() has the names of the module alone
         self._frozen = {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
         self._has_shared_buffers = False  # in the first forward of this update
+        self._meets_ranks = meets_other_ranks(module.modules())
+        self._examples: dict[Any, Arguments] = {}  # one row for each method
         self.module = module
         self.devices = [device]
         self.split = None
@@ -83,12 +89,12 @@ class DistributedModel(DistributedDataParallel):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> PerReplica:
         """Runs the module on this rank's rows. Returns a list with its output."""
-        return self._run(self.module, self.mark(Arguments(inputs, kwargs)))
+        return self._run(None, self.mark(Arguments(inputs, kwargs)))
 
     def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> PerReplica:
         """Calls another method of the module than ``forward``, with its gradients reduced as those of a forward."""
         check_method(self.module, method)
-        return self._run(getattr(self.module, method), self.mark(Arguments(inputs, kwargs), method))
+        return self._run(method, self.mark(Arguments(inputs, kwargs), method))
 
     def mark(self, arguments: Arguments, method: str | None = None) -> Arguments:
         """Returns the arguments with the dimensions of their rows, as ``in_dims`` gives them."""
@@ -109,7 +115,17 @@ class DistributedModel(DistributedDataParallel):
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         """Registers a communication hook, as ``DistributedDataParallel`` does."""
-        super().register_comm_hook(state, hook)
+
+        @functools.wraps(hook)
+        def complete(state: Any, bucket: Any) -> Any:
+            """Waits for a hook of several collectives: on gloo's threads, they would mix with those of the reducer, in another
+            order on each rank (``powerSGD_hook`` with ``find_unused_parameters``).
+            """
+            future = hook(state, bucket)
+            future.wait()
+            return future
+
+        super().register_comm_hook(state, complete if self.devices[0].type == "cpu" else hook)
         if getattr(hook, "__name__", "") == "batched_powerSGD_hook":
             warnings.warn(
                 "batched_powerSGD_hook was given: torch raises an AssertionError without a message where it begins to compress, "
@@ -125,8 +141,14 @@ class DistributedModel(DistributedDataParallel):
         # a function of another name: torch refuses bf16_compress_hook without NCCL, but gloo sums bfloat16 as well
         self.register_comm_hook(None, lambda group, bucket: compress(group, bucket))
 
-    def _run(self, function: Callable[..., Any], arguments: Arguments) -> PerReplica:
-        rows = count_rows(arguments, self.dim)
+    def _run(self, method: str | None, arguments: Arguments) -> PerReplica:
+        function: Callable[..., Any] = self.module if method is None else getattr(self.module, method)
+        rows, example = count_rows(arguments, self.dim), None
+        if rows and method not in self._examples:
+            self._examples[method] = first_row(arguments, rows, self.dim)
+        if rows == 0 and not self._meets_ranks:  # whose layers wait for this rank
+            example = self._examples.get(method) or row_of_ones(arguments, self.dim)
+            arguments = example or arguments
         inputs, kwargs = move_leaves(arguments.inputs, self.devices[0]), move_leaves(arguments.kwargs, self.devices[0])
         self._refuse_unfrozen()
         offset_seeds(self.devices, dist.get_rank())
@@ -139,7 +161,11 @@ class DistributedModel(DistributedDataParallel):
         def call() -> Any:
             children["module"] = module  # as code inside of the function knows it
             self._has_shared_buffers = True
-            return function(*inputs, **kwargs)
+            if example is None:
+                return function(*inputs, **kwargs)
+            with undone(module, self.devices), torch.no_grad():
+                outputs = PerReplica([function(*inputs, **kwargs)], [1], self.out_dims)
+            return map_leaves(_with_gradient, outputs.narrow(0, 0)[0])
 
         with self.precision.autocast(self.devices), random_numbers, self._as_wrapped() as wrapped:
             super().forward(call, self.require_backward_grad_sync)
@@ -175,6 +201,11 @@ class DistributedModel(DistributedDataParallel):
         module, modules["module"] = modules["module"], state["_wrapped"][0]
         super().__setstate__(state)  # builds a reducer
         self.module = module
+
+
+def _with_gradient(leaf: Any) -> Any:
+    is_float = isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+    return leaf.detach().requires_grad_() if is_float and torch.is_grad_enabled() else leaf
 
 
 class _Wrapped(nn.Module):

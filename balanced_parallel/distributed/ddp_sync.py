@@ -23,7 +23,7 @@ from ..runtime import collectives, host_copies, multi_tensor
 from ..runtime.autograd import reached_leaves
 from ..runtime.tensors import base_of, versions
 from ..training.divisors import is_one, power_of_two
-from ..training.gradient_sync import GradientSync, gradient_sync, run_backward
+from ..training.gradient_sync import GradientSync, Settings, gradient_sync, run_backward
 from ..training.gradients import scale_gradients
 from .ddp import DistributedModel
 from .unused_parameters import zero_of_parameters
@@ -118,16 +118,18 @@ class DDPSync:
         if len(self._bucket_views) < len(self._reduced):
             self._remember_buckets()
 
-    def finish(self, local: LossSum) -> LossSum:
+    def finish(self, local: LossSum, settings: Settings) -> LossSum:
         """Returns loss and weight of all ranks. The host waits for them, but not for the backward.
 
         Raises:
             torch.OutOfMemoryError: another rank is out of memory.
             RuntimeError: the last backward of another rank has failed for another reason.
+            ValueError: the ranks have different settings.
         """
         assert self._local is not None
-        total, weight = self._agree(self._local(), out_of_memory=self._is_abandoned)
+        total, weight, *digests = self._agree(self._local(), settings.digest(), out_of_memory=self._is_abandoned)
         self._refuse_failures()
+        settings.check(*digests)
         return LossSum(torch.full_like(local.total, total), weight)
 
     def rescale(self, factor: Weight) -> None:
@@ -169,20 +171,22 @@ class DDPSync:
         """
         if self._is_reducing and not self._meets_ranks:
             self._complete()
-            self._agree(torch.zeros(2, dtype=torch.float64), out_of_memory=out_of_memory, others=not out_of_memory)
+            self._agree(torch.zeros(2, dtype=torch.float64), [0.0, 0.0], out_of_memory=out_of_memory, others=not out_of_memory)
         self._local, self._untouched, self._has_begun, self._is_reducing = None, [], False, False
         for parameter in self._model.reduced_parameters:
             parameter.grad = None
 
-    def _agree(self, local: Tensor, *, out_of_memory: bool = False, others: bool = False) -> tuple[float, float]:
-        """Returns loss and weight of all ranks, and counts failures."""
+    def _agree(
+        self, local: Tensor, digest: list[float], *, out_of_memory: bool = False, others: bool = False
+    ) -> tuple[float, float, float, float]:
+        """Returns the sums of loss, weight and digests over all ranks, and counts failures."""
         self._is_reducing, self._is_agreed = False, True
         self._model.begin_update()
         self._whole_weight = None
-        mine = torch.cat([local, local.new_tensor([out_of_memory, others])])
-        total, weight, *failures = collectives.sum_over_ranks(mine).tolist()
-        self._failures = int(failures[0]), int(failures[1])
-        return total, weight
+        numbers = torch.cat([local, local.new_tensor([*digest, out_of_memory, others])])
+        total, weight, digests, squares, memory_failures, failures = collectives.sum_over_ranks(numbers).tolist()
+        self._failures = int(memory_failures), int(failures)
+        return total, weight, digests, squares
 
     def _refuse_failures(self, *, but_memory: bool = False) -> None:
         ranks, (out_of_memory, others) = collectives.world_size(), self._failures

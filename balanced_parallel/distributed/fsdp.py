@@ -12,14 +12,15 @@ from ..batch.dims import Dims
 from ..batch.nested import leaves, map_leaves
 from ..batch.per_replica import PerReplica
 from ..batch.row_marks import Arguments
-from ..batch.rows import count_rows, cut, move_leaves
+from ..batch.rows import count_rows, move_leaves
 from ..loss.weighting import zero_of
 from ..replicas.model import mark_inputs
 from ..replicas.module_checks import check_method
 from ..replicas.sync_batchnorm import meets_other_ranks
 from ..runtime.collectives import gather_objects, world_size
 from ..runtime.precision import Precision
-from ..runtime.random_numbers import RandomState, cpu_numbers_of_rank, offset_seeds
+from ..runtime.random_numbers import cpu_numbers_of_rank, offset_seeds
+from .absent_rows import first_row, undone
 from .sharded_gradients import ShardedGradients
 from .sharding import StateOfRank0, shard, without_compilation
 
@@ -127,13 +128,12 @@ class ShardedModel(nn.Module):
         return PerReplica.of_forward([self._call(method, arguments)], [rows], self.out_dims)
 
     def _call(self, method: str, arguments: Arguments) -> Any:
-        self._refuse_changes()
         inputs, kwargs = move_leaves(arguments.inputs, self.devices[0]), move_leaves(arguments.kwargs, self.devices[0])
         offset_seeds(self.devices, dist.get_rank())
         draws_on_cpu = self.training and self.devices[0].type == "cpu"
         random_numbers = cpu_numbers_of_rank(dist.get_rank()) if draws_on_cpu else contextlib.nullcontext()
         function = self.module if method == "forward" else getattr(self.module, method)
-        with self.precision.autocast(self.devices), random_numbers:
+        with self._as_sharded(), self.precision.autocast(self.devices), random_numbers:
             output = function(*inputs, **kwargs)
         if not torch.is_grad_enabled():
             self.root.reshard()  # after an evaluation, the module has its shards again
@@ -143,36 +143,42 @@ class ShardedModel(nn.Module):
     @contextlib.contextmanager
     def _as_dummy(self) -> Iterator[None]:
         """Undoes what a forward changes: random numbers, and buffers, which are replaced by copies in the block."""
-        random_numbers = RandomState(self.devices)
-        buffers = [(part, name, buffer) for part in self.module.modules() for name, buffer in part.named_buffers(recurse=False)]
-        for part, name, buffer in buffers:
-            setattr(part, name, buffer.clone())
         self.gradients.is_dummy = True
+        try:
+            with undone(self.module, self.devices):
+                yield
+        finally:
+            self.gradients.is_dummy = False
+
+    @contextlib.contextmanager
+    def _as_sharded(self) -> Iterator[None]:
+        """Checks that the same parameters require a gradient. FSDP2 gathers them into tensors that would not know.
+
+        A forward without gradients may freeze layers for itself, as peft's ``disable_adapter()`` does: FSDP2 does not see it.
+        """
+        changed = [name for name, (parameter, before) in self._required.items() if parameter.requires_grad != before]
+        for name in changed if torch.is_grad_enabled() else ():
+            parameter, before = self._required[name]
+            raise ValueError(
+                f"{name} has requires_grad={parameter.requires_grad}, but {before} when parallelize sharded it: freeze and "
+                "unfreeze layers before parallelize, with requires_grad_(False), also all of a teacher"
+            )
+        for name in changed:
+            parameter, before = self._required[name]
+            parameter.requires_grad_(before)
         try:
             yield
         finally:
-            self.gradients.is_dummy = False
-            random_numbers.restore()
-            for part, name, buffer in buffers:
-                setattr(part, name, buffer)
-
-    def _refuse_changes(self) -> None:
-        """Checks that the same parameters require a gradient. FSDP2 gathers them into tensors that would not know."""
-        for name, (parameter, before) in self._required.items():
-            if parameter.requires_grad != before:
-                raise ValueError(
-                    f"{name} has requires_grad={parameter.requires_grad}, but {before} when parallelize sharded it: freeze and "
-                    "unfreeze layers before parallelize"
-                )
+            for name in changed:
+                parameter, before = self._required[name]
+                parameter.requires_grad_(not before)
 
     def _keep_example(self, method: str, arguments: Arguments | None, rows: int | None) -> None:
         """Keeps one row of the first forward. A rank without rows receives one from another rank."""
         if self._examples.get(method) is not None:
             return
         has_rows = [bool(rows) for rows in gather_objects(-1 if rows is None else rows)]
-        mine = None
-        if rows and arguments is not None:
-            mine = map_leaves(_detached, cut(arguments, [1, rows - 1], self.dim)[0])
+        mine = first_row(arguments, rows, self.dim) if rows and arguments is not None else None
         if True in has_rows and not all(has_rows):
             source = has_rows.index(True)
             shared = [_on_host(mine) if dist.get_rank() == source else None]

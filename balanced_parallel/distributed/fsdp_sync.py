@@ -20,7 +20,7 @@ from ..runtime import collectives, multi_tensor
 from ..runtime.host_copies import start_copy
 from ..runtime.tensors import is_sharded, local_tensors
 from ..training.divisors import is_one, larger, power_of_two
-from ..training.gradient_sync import GradientSync, gradient_sync, run_backward
+from ..training.gradient_sync import GradientSync, Settings, gradient_sync, run_backward
 from .fsdp import ShardedModel
 
 __all__: list[str] = []
@@ -83,13 +83,16 @@ class FSDPSync:
         with self._model.summing():
             run_backward(losses, self._common(divisor))
 
-    def finish(self, local: LossSum) -> LossSum:
+    def finish(self, local: LossSum, settings: Settings) -> LossSum:
         """Returns loss and weight of all ranks. The host waits for them, but not for the last backward."""
         if self._local is None:  # no micro-batch was known to be the last
             self.start(local)
         assert self._local is not None
-        total, whole = collectives.sum_over_ranks(self._local()).tolist()
+        local_sums = self._local()
+        numbers = torch.cat([local_sums, local_sums.new_tensor(settings.digest())])
+        total, whole, *digests = collectives.sum_over_ranks(numbers).tolist()
         self._local = self._whole = None
+        settings.check(*digests)
         return LossSum(torch.full_like(local.total, total), whole)
 
     def rescale(self, factor: Weight) -> None:
@@ -150,6 +153,6 @@ def _(model: ShardedModel, criterion: DataParallelCriterion) -> GradientSync:
     if learned:
         raise TypeError(
             f"the criterion has a parameter {learned[0].removeprefix('module.')} to train, which is not sharded: make it part of "
-            "the module, or use strategy='ddp'"
+            "the module, call requires_grad_(False) on it if it is frozen, as a teacher, or use strategy='ddp'"
         )
     return FSDPSync(model)

@@ -15,6 +15,7 @@ from ..replicas.sync_batchnorm import use_torch_sync_batchnorm
 from ..runtime.collectives import world_size
 from ..runtime.devices import DeviceLike
 from ..runtime.precision import Precision
+from ..training.settings import describe_criterion
 from .agreement import check_agreement
 from .ddp import DistributedModel
 from .fsdp import ShardedModel
@@ -107,9 +108,9 @@ def parallelize(
 
     Raises:
         ValueError: the strategy is not possible here; torchrun's environment is incomplete, contradicts the running process
-            group, or has more processes than devices; the ranks differ in versions, code or module; ``split`` was given under
-            torchrun, where each rank passes its own rows; or ``weight`` was given for a :class:`DataParallelCriterion`. At the
-            forward of a rank: a parameter that was frozen before requires a gradient.
+            group, or has more processes than devices; the ranks differ in versions, code, module or settings; ``split`` was given
+            under torchrun, where each rank passes its own rows; or ``weight`` was given for a :class:`DataParallelCriterion`. At
+            the forward of a rank: a parameter that was frozen before requires a gradient.
         RuntimeError: the ranks cannot meet at ``MASTER_ADDR`` and ``MASTER_PORT``.
 
     Example:
@@ -165,7 +166,9 @@ def _rank_model(
     is_frozen = criterion is None and not any(parameter.requires_grad for parameter in module.parameters())
     if world_size() == 1 or (is_frozen and strategy != "fsdp"):
         return DataParallelModel(module, [device], **settings)
-    check_agreement(module)
+    compared = {name: repr(value) for name, value in {**settings, "strategy": strategy, "compress": compress}.items()}
+    compared["precision"] = Precision(settings["precision"] or "fp32").name
+    check_agreement(module, compared | describe_criterion(criterion))
     refuse_rescaled(rescaled_embeddings(module))
     plain = None if criterion is None else criterion.module
     if strategy == "auto" and compress is None:

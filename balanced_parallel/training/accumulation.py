@@ -21,7 +21,7 @@ from ..runtime.host_copies import start_copy
 from ..runtime.precision import Precision, scaled
 from ..runtime.progress import begin_reduction
 from .divisors import larger, power_of_two
-from .gradient_sync import GradientSync
+from .gradient_sync import GradientSync, Settings
 
 __all__: list[str] = []
 
@@ -87,18 +87,19 @@ class Accumulation:
         self._sync.backward(roots, self._divisor, last=last)
         self._has_gradients, self.is_reduced = True, last
 
-    def finish(self, minimum: float) -> tuple[Tensor, float, Weight]:
+    def finish(self, minimum: float, settings: Settings) -> tuple[Tensor, float, Weight]:
         """Reduces what is not reduced yet.
 
         Args:
             minimum: of the divisor.
+            settings: of the ranks, which compare them.
 
         Returns:
             The loss over everything, its weight, and the factor for the gradients.
         """
         for zeros in self._sync.forwards_without_rows(is_reduced=self.is_reduced):
             self.backward([LossSum(zero, 0.0) for zero in zeros], 0, last=True)
-        whole = self._sync.finish(LossSum(self.total, self.weight))
+        whole = self._sync.finish(LossSum(self.total, self.weight), settings)
         known = self._weight_on_host if whole.weight is self.weight else whole.weight
         weight = max(float(known() if callable(known) else known or 0.0), minimum)
         divisor = weight if self._is_mean and weight else 1.0

@@ -4,7 +4,7 @@ with sync.accumulating():
     sync.backward(losses, divisor, last=False)    # micro-batches before the last
 sync.start(loss_sum)                              # loss and weight begin their way to the host
 sync.backward(losses, divisor, last=True)         # gradients are reduced while it runs
-loss_sum = sync.finish(loss_sum)                  # everything is summed
+loss_sum = sync.finish(loss_sum, settings)        # everything is summed
 """
 
 import functools
@@ -20,6 +20,16 @@ from ..loss.weighting import LossSum, Weight
 from ..runtime.devices import move
 
 __all__: list[str] = []
+
+
+class Settings(Protocol):
+    """Settings that must be the same in all processes."""
+
+    def digest(self) -> list[float]:
+        """Returns numbers to be summed over all processes."""
+
+    def check(self, total: float, squares: float) -> None:
+        """Checks the sums. All processes raise an error, or none."""
 
 
 class GradientSync(Protocol):
@@ -65,8 +75,12 @@ class GradientSync(Protocol):
     def backward(self, losses: Sequence[Tensor], divisor: Weight, *, last: bool) -> None:
         """Runs backward from the losses over ``divisor``. The last one reduces all gradients."""
 
-    def finish(self, local: LossSum) -> LossSum:
-        """Returns loss and weight over everything. All gradients are reduced. A weight of other ranks is on the host."""
+    def finish(self, local: LossSum, settings: Settings) -> LossSum:
+        """Returns loss and weight over everything. All gradients are reduced. A weight of other ranks is on the host.
+
+        Raises:
+            ValueError: other processes have other settings.
+        """
 
     def rescale(self, factor: Weight) -> None:
         """Multiplies the gradients that are not reduced yet."""

@@ -33,6 +33,7 @@ Run = Callable[[Batch], None]
 
 _log = logging.getLogger(__name__)
 _NO_LIMIT = 2**62
+_FAILED = -1  # for another reason than memory
 
 
 def nothing() -> None:
@@ -161,11 +162,10 @@ class Recovery:
 
         Raises:
             torch.OutOfMemoryError: the optimizer's step does not fit.
+            RuntimeError: another rank failed in its first update for another reason.
         """
-        undo, reason = None, ""
-        if not self._has_updated:
-            with RetriedAllocations():
-                undo = prepare_undo(update, self._step.precision.scaler)
+        undo = None if self._has_updated else self._prepare_undo(update)
+        reason = ""
         try:
             with self._retrying():
                 yield
@@ -174,7 +174,18 @@ class Recovery:
             # Without this generator's frame, which from Python 3.12 on leads to a frame of contextlib that holds the error: the
             # cycle would keep the gradients until garbage is collected (github.com/python/cpython/issues/100964).
             error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
-        if undo is not None and not self._sync.smallest(0 if reason else 1):
+        except BaseException:
+            if undo is not None:
+                self._sync.smallest(_FAILED)
+                undo()
+                self._before.restore()
+            raise
+        agreed = 1 if undo is None else self._sync.smallest(0 if reason else 1)
+        if undo is not None and agreed == _FAILED:
+            undo()
+            self._before.restore()
+            raise RuntimeError("the optimizer's step failed on another rank, and was undone on all: see the other ranks")
+        if undo is not None and not agreed:
             undo()
             self._before.restore()
             raise torch.OutOfMemoryError(
@@ -184,6 +195,14 @@ class Recovery:
         if reason:
             raise torch.OutOfMemoryError(f"the optimizer's step ended in the middle, go on from a checkpoint: {reason}")
         self._has_updated = True
+
+    def _prepare_undo(self, update: Update) -> Callable[[], None]:
+        try:
+            with RetriedAllocations():
+                return prepare_undo(update, self._step.precision.scaler)
+        except BaseException as error:  # the other ranks wait after their update
+            self._sync.smallest(0 if isinstance(error, torch.OutOfMemoryError) else _FAILED)
+            raise
 
     def _begin(self) -> None:
         if not self._has_begun:

@@ -12,7 +12,7 @@ from ..replicas.model import DataParallelModel
 from ..runtime import multi_tensor
 from ..runtime.collectives import world_size
 from ..runtime.tensors import get_gradient
-from .gradient_sync import GradientSync, gradient_sync, run_backward
+from .gradient_sync import GradientSync, Settings, gradient_sync, run_backward
 from .gradients import scale_gradients, trained_tensors
 
 __all__: list[str] = []
@@ -74,7 +74,7 @@ class ReplicaSync:
             for buckets in self._buckets:
                 buckets.reduce()
 
-    def finish(self, local: LossSum) -> LossSum:
+    def finish(self, local: LossSum, settings: Settings) -> LossSum:
         """Returns ``local``."""
         return local
 

@@ -20,6 +20,7 @@ from .gradient_sync import gradient_sync
 from .gradients import trained_tensors
 from .micro_batches import Batch, Model, run_forward
 from .padded_batches import Trim
+from .settings import Settings
 from .step_state import StepState
 from .two_passes import make_attempts
 from .update import Optimizers, Schedulers, each_scheduler
@@ -38,8 +39,9 @@ class TrainStep(StepState):
     A loss whose rows depend on each other (``whole=True``, :class:`AdditiveLoss`) takes two forwards for each of several
     micro-batches, and ``add`` keeps its rows until ``apply``.
 
-    Under torchrun each rank passes its own rows, or none. Every rank makes the same sequence of ``step(...)`` or ``apply()``
-    calls. Gradients are reduced once per update, shards (FSDP) in every micro-batch. A failure of DDP raises on every rank.
+    Under torchrun each rank passes its own rows, or none. Ranks compare their settings, and make the same sequence of
+    ``step(...)`` or ``apply()`` calls. Gradients are reduced once per update, shards (FSDP) in every micro-batch. A failure of
+    DDP raises on every rank.
 
     Args:
         model: a :class:`DataParallelModel`, or the model of :func:`parallelize`.
@@ -95,6 +97,7 @@ class TrainStep(StepState):
         self._attempts = make_attempts(self, self._sync, micro_batch_size if micro_batch_cost is None else micro_batch_cost)
         self._window = Window(self._sync)
         self._check_optimizers()
+        self._settings = Settings(self)
 
     @overload
     def __call__(self, inputs: Any, targets: Any = (), *, return_outputs: Literal[False] = False) -> Tensor: ...
@@ -109,6 +112,7 @@ class TrainStep(StepState):
             return_outputs: returns the detached outputs of this rank's rows too, one entry for each micro-batch and replica.
                 11 rows with ``micro_batch_size=2`` on three devices make entries of 2, 2, 2, 2, 2 and 1 rows.
         """
+        self._settings.compare()
         outputs: list[PerReplica] = []
         self._attempts.accumulate(self._accumulate, Batch(inputs, spread(targets), True, outputs if return_outputs else None))
         return (self._apply(), join_outputs(outputs, self.model.out_dims)) if return_outputs else self._apply()
@@ -118,10 +122,12 @@ class TrainStep(StepState):
 
         An ``add`` that fails drops all rows since the last update, with a note on its error.
         """
+        self._settings.compare()
         self._attempts.accumulate(self._accumulate, Batch(inputs, spread(targets), is_whole=False, outputs=None))
 
     def apply(self) -> Tensor:
         """Updates with the gradients of all rows that were added, and returns their loss."""
+        self._settings.compare()
         return self._apply()
 
     def _accumulate(self, batch: Batch) -> None:
@@ -143,7 +149,7 @@ class TrainStep(StepState):
                 update.forget_gradients()
                 warnings.warn("no target of this batch was counted: nothing is updated, and its loss is nan", stacklevel=3)
                 return loss
-            with self._attempts.updating(update):
+            with self._settings.updating(), self._attempts.updating(update):
                 update.run(self._sync, factor, self.precision.scaler, self.max_grad_norm)
             for scheduler in each_scheduler(self.scheduler) if update.has_stepped else ():
                 scheduler.step()  # after the ranks have agreed that all of them have stepped
@@ -152,4 +158,4 @@ class TrainStep(StepState):
 
     def _finish(self) -> tuple[Tensor, float, Weight]:
         with self._adding() as accumulation:
-            return accumulation.finish(self.criterion.minimum)
+            return accumulation.finish(self.criterion.minimum, self._settings)

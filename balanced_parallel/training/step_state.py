@@ -21,6 +21,7 @@ from .optimizer_checks import check_optimizers
 from .optimizer_states import class_name, numbered_state, state_by_name
 from .recovery import Attempts
 from .releasing_sync import releasing
+from .settings import Settings
 from .state_trees import check_same_tensors
 from .update import Optimizers, Schedulers, Update, each_optimizer, each_scheduler
 from .window import Window
@@ -44,6 +45,7 @@ class StepState:
     _attempts: Attempts
     _window: Window
     _cuts: Cuts
+    _settings: Settings
     max_grad_norm: float | None
     grad_norm: Tensor | None = None
 
@@ -121,6 +123,7 @@ class StepState:
             scaler.load_state_dict(state_dict["scaler"])
         progress.continue_from(state_dict["updates"])
         self._window.weight_before = state_dict["weight_before"]
+        self._settings.failure = ""
         if self._attempts.run_again:  # "auto"; a number given by hand stays, and rows are not a cost
             self._attempts.limit = state_dict["limit"].get(self._cuts.unit)
         self._load_random_numbers(state_dict)

@@ -12,6 +12,7 @@ from torch import nn
 
 from balanced_parallel import parallelize
 from balanced_parallel.distributed import agreement
+from balanced_parallel.runtime import comparison
 
 
 def error_of_rank(rank, folder, change):
@@ -20,11 +21,11 @@ def error_of_rank(rank, folder, change):
     script = folder / f"host{rank // 2}" / "train.py"
     helper = types.ModuleType("model")
     helper.__file__ = str(script.with_name("model.py"))
-    calls, gather_objects = [], agreement.gather_objects
+    calls, gather_objects = [], comparison.gather_objects
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
         patch.setitem(sys.modules, "model", helper)
-        patch.setattr(agreement, "gather_objects", lambda value: calls.append(value) or gather_objects(value))
+        patch.setattr(comparison, "gather_objects", lambda value: calls.append(value) or gather_objects(value))
         if change == "torch" and rank == 2:
             patch.setattr(torch, "__version__", "2.11.0")
         if change == "package" and rank == 2:
@@ -77,7 +78,7 @@ def test_equal_ranks_agree_in_one_all_gather(hosts, change):
 def test_different_ranks_raise_one_error_on_all_of_them(hosts, change, message):
     errors = {error for error, _ in run_ranks(3, error_of_rank, hosts, change)}
     assert len(errors) == 1, errors
-    assert re.search(f"^the ranks differ, expected the same code and versions on all hosts: .*{message}$", errors.pop())
+    assert re.search(f"^the ranks differ, expected the same code, versions and settings on all hosts: .*{message}$", errors.pop())
 
 
 def test_different_code_is_named_with_its_digest(hosts):
@@ -86,7 +87,3 @@ def test_different_code_is_named_with_its_digest(hosts):
     errors = {error for error, _ in run_ranks(3, error_of_rank, hosts, "nothing")}
     assert len(errors) == 1
     assert errors.pop().endswith(f"hosts: model.py: {first} on ranks 0, 1 and {second} on rank 2")
-
-
-def test_a_message_names_at_most_eight_ranks():
-    assert agreement._by_value(["a"] * 10 + ["b"]) == "a on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more and b on rank 10"

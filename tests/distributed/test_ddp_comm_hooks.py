@@ -69,3 +69,20 @@ def check_compressed(rank):
 
 def test_fp16_compression_hook_does_not_round_the_weight():
     assert run_ranks(2, check_compressed) == [True, True]
+
+
+def check_powersgd(rank):
+    """Callbacks of the hook start collectives, on threads of gloo, while the reducer starts that of the unused parameters."""
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(64, 64) for _ in range(30)])
+    model, criterion = parallelize(net, nn.MSELoss())
+    model.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook)
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.01))
+    return [step(torch.randn(8, 64), torch.randn(8, 64)).item() for _ in range(40)][-1]
+
+
+def test_powersgd_hook_does_not_hang():
+    first, second = run_ranks(2, check_powersgd, timeout=60)
+    assert first == second

@@ -226,13 +226,45 @@ def check_failures(rank):
     model.module[0].requires_grad_(False)
     with pytest.raises(ValueError, match=r"0\.weight has requires_grad=False, but True when parallelize sharded it"):
         model(inputs)
+    with torch.no_grad():
+        model(inputs)
 
     learned = nn.AdaptiveLogSoftmaxWithLoss(5, 5, cutoffs=[2])
     model, criterion = shard(build_net(), learned)
-    with pytest.raises(TypeError, match=r"the criterion has a parameter head\.weight to train, which is not sharded"):
+    with pytest.raises(
+        TypeError,
+        match=r"the criterion has a parameter head\.weight to train, which is not sharded.*call requires_grad_\(False\)",
+    ):
         TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1))
     return True
 
 
 def test_failures_have_clear_errors_and_the_step_can_be_repeated():
     assert run_ranks(2, check_failures) == [True, True]
+
+
+def check_frozen_without_gradients(rank):
+    """A reference without adapters comes first, as in preference tuning with ``disable_adapter()`` of peft."""
+    net, inputs, targets = build_net(), torch.randn(4, 4), class_targets(4)
+    net[0].requires_grad_(False)
+    plain = build_net()
+    plain[0].requires_grad_(False)
+    loss, expected = plain_program(plain, nn.CrossEntropyLoss(), inputs, targets)
+    model, criterion = shard(net, nn.CrossEntropyLoss())
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0))
+    for _ in range(2):
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        with torch.no_grad():
+            torch.testing.assert_close(model(inputs)[0], plain(inputs).detach())
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+        for parameter in trained:
+            parameter.requires_grad_(True)
+        torch.testing.assert_close(step(inputs, targets), loss)  # the same rows on both ranks
+        assert_same_gradients(whole_gradients(model.module), expected, 1e-6)
+    return True
+
+
+def test_layers_frozen_in_a_forward_without_gradients_are_trained_afterwards():
+    assert run_ranks(2, check_frozen_without_gradients) == [True, True]

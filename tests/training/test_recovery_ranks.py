@@ -11,6 +11,7 @@ from helpers.slow import slow_but
 from torch import nn
 
 from balanced_parallel import BalancedOptimizer, TrainStep, convert_sync_batchnorm, parallelize, simulate
+from balanced_parallel.training import recovery
 
 
 def build():
@@ -170,3 +171,38 @@ def check_refusal(rank):
 
 def test_batch_norm_over_all_ranks_is_refused():
     assert run_ranks(2, check_refusal) == [True, True]
+
+
+def check_first_failure(rank, place):
+    """Rank 1 fails before or in the optimizer of its first update. The others learn of it, and nothing has changed."""
+    run = Run(rank, False)
+    before = [tensor.clone() for tensor in run.model.state_dict().values() if tensor.dim()]
+    with pytest.MonkeyPatch.context() as patch:
+        if rank and place == "copy":
+            patch.setattr(recovery, "prepare_undo", lambda update: fail(torch.OutOfMemoryError("no room for the copy")))
+        elif rank:
+            patch.setattr(type(run.step.optimizer), "step", lambda *arguments: fail(ArithmeticError("no power")))
+        with pytest.raises((torch.OutOfMemoryError, RuntimeError, ArithmeticError)) as caught:
+            run.train(0)
+    parameters = [tensor for name, tensor in run.model.state_dict().items() if tensor.dim() and "running" not in name]
+    assert sum(any(torch.equal(tensor, one) for one in before) for tensor in parameters) == len(parameters)
+    run.train(1)
+    return f"{type(caught.value).__name__}: {caught.value}", run.losses
+
+
+def fail(error):
+    raise error
+
+
+@pytest.mark.parametrize(
+    ("place", "messages"),
+    [
+        ("copy", ["OutOfMemoryError: the optimizer's step does not fit on every device", "OutOfMemoryError: no room"]),
+        ("step", ["RuntimeError: the optimizer's step failed on another rank, and was undone", "ArithmeticError: no power"]),
+    ],
+)
+def test_first_update_that_fails_on_one_rank_is_told_to_the_others(place, messages):
+    (first, losses), (second, others) = run_ranks(2, check_first_failure, place, timeout=60)
+    assert first.startswith(messages[0])
+    assert second.startswith(messages[1])
+    assert losses == others

@@ -1,0 +1,156 @@
+"""Settings of a :class:`TrainStep` that must be the same on all ranks. Ranks that differ in one train different models, or hang.
+
+All settings are compared once, before the first update exchanges anything else. What a schedule changes later is a digest, which
+travels in the all-reduce of the losses: a later comparison costs no collective, and every rank decides on it alike.
+"""
+
+import contextlib
+import functools
+from collections.abc import Hashable, Iterator, Mapping
+from types import NoneType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ..batch.rank_batches import begun_batches
+from ..loss.criterion import DataParallelCriterion
+from ..loss.rules import unwrap
+from ..optim.balanced import BalancedOptimizer
+from ..runtime.collectives import world_size
+from ..runtime.comparison import compare_ranks
+from ..runtime.modules import buffers_of
+from .update import each_optimizer, each_scheduler
+
+if TYPE_CHECKING:
+    from .step import TrainStep
+
+__all__: list[str] = []
+
+_EXPECTED = "the same settings on all of them"
+_SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
+
+
+class Settings:
+    """The settings of a step. Another process may have others.
+
+    Args:
+        step: with the optimizers and schedulers that the next update uses.
+    """
+
+    def __init__(self, step: "TrainStep") -> None:
+        self._step = step
+        self._has_compared = False
+        self.failure = ""  # of an update of the optimizers: they are those of the update before, or in between
+
+    def compare(self) -> None:
+        """Compares all settings before the first update. All ranks call this.
+
+        Raises:
+            ValueError: on every rank, if they differ.
+        """
+        if not self._has_compared and world_size() > 1:
+            compare_ranks(self._facts(), _EXPECTED)
+        self._has_compared = True
+
+    def digest(self) -> list[float]:
+        """Returns a number of 20 bits for the settings that may change, and its square. No device is read."""
+        numbers: list[Any] = [self._step.max_grad_norm or 0.0, bool(self.failure)]
+        for optimizer in each_optimizer(self._step.optimizer):
+            for group in optimizer.param_groups:
+                values = [group.get(name, 0.0) for name in _SCHEDULED]
+                numbers += [_number(part) for value in values for part in (value if isinstance(value, tuple) else [value])]
+        # of numbers alone, so it is the same in each process; sums over 8192 ranks are exact in float64
+        number = hash(tuple(numbers)) % 2**20
+        return [float(number), float(number * number)]
+
+    def check(self, total: float, squares: float) -> None:
+        """Checks the sums over all ranks of what :meth:`digest` returns.
+
+        Raises:
+            ValueError: on every rank, if they are not of equal numbers.
+        """
+        if world_size() * int(squares) != int(total) ** 2:
+            compare_ranks(
+                self._facts(), f"{_EXPECTED}. Nothing was updated: set them alike, or go on from a checkpoint on all ranks"
+            )
+
+    @contextlib.contextmanager
+    def updating(self) -> Iterator[None]:
+        """Remembers a failure of the block on this rank. The others learn of it in the next reduction."""
+        try:
+            yield
+        except BaseException as error:
+            self.failure = f"failed with {type(error).__name__}: {error}"
+            raise
+        self.failure = ""
+
+    def _facts(self) -> dict[str, Hashable]:
+        step, optimizers = self._step, each_optimizer(self._step.optimizer)
+        facts: dict[str, Hashable] = {
+            **describe_criterion(step.criterion),
+            "precision": step.precision.name,
+            "max_grad_norm": step.max_grad_norm,
+            "micro_batch_size='auto'": step._attempts.run_again,
+            "unit of the micro-batches": step._cuts.unit,
+            "optimizer": ", ".join(map(_name_of_optimizer, optimizers)),
+            "scheduler": ", ".join(type(one).__name__ for one in each_scheduler(step.scheduler)) or "none",
+            "the sampler's batches": begun_batches(),
+            "the last step of the optimizer": self.failure or "was made",
+        }
+        for number, optimizer in enumerate(optimizers):
+            of = f" of optimizer {number}" * bool(number)
+            facts[f"number of param groups{of}"] = len(optimizer.param_groups)
+            for index, group in enumerate(optimizer.param_groups):
+                facts |= _settings({"number of parameters": len(group["params"]), **group}, f" of param group {index}{of}")
+        return facts
+
+
+def describe_criterion(criterion: DataParallelCriterion | None) -> dict[str, Hashable]:
+    """Returns the settings of a criterion. Integers and strings of a loss that is not torch's may be its rank or device."""
+    if criterion is None:
+        return {"criterion": None}
+    function, _, keywords = unwrap(criterion.module)
+    facts = {
+        "criterion": _name(function),
+        "reduction": criterion.reduction,
+        "weight=": criterion.weight if isinstance(criterion.weight, str) else _name(criterion.weight),
+        "minimum": criterion.minimum,
+        "whole": criterion.whole,
+        "precision of the criterion": criterion.precision.name,
+        **_settings(keywords, " of the criterion"),
+    }
+    for path, part in function.named_modules() if isinstance(function, nn.Module) else ():
+        is_of_torch = type(part).__module__.startswith("torch.nn.")
+        values = {**vars(part), **buffers_of(part)} if is_of_torch else vars(part)  # buffers: the weights of classes
+        kept = {name: value for name, value in values.items() if is_of_torch or isinstance(value, float)}
+        facts |= _settings(kept, f" of {path or 'the criterion'}")
+    return facts
+
+
+def _settings(values: Mapping[str, Any], suffix: str) -> dict[str, Hashable]:
+    """Returns the numbers, strings, tuples of them and small tensors among some values, with a suffix to their names."""
+    kinds = (int, float, str, NoneType)
+    public = {name: value for name, value in values.items() if not name.startswith("_") and name != "training"}
+    tensors = {name: str(value.tolist()) for name, value in public.items() if isinstance(value, Tensor) and not value.is_meta}
+    return {
+        name + suffix: value
+        for name, value in (public | tensors).items()
+        if all(isinstance(part, kinds) for part in (value if isinstance(value, tuple) else [value]))
+    }
+
+
+def _name_of_optimizer(optimizer: torch.optim.Optimizer) -> str:
+    inner = f" of {_name(optimizer.recipe[0])}" if isinstance(optimizer, BalancedOptimizer) else ""
+    return type(optimizer).__name__ + inner
+
+
+def _name(function: Any) -> str | None:
+    function = function.func if isinstance(function, functools.partial) else function
+    return None if function is None else getattr(function, "__qualname__", type(function).__qualname__)
+
+
+def _number(value: Any) -> float:
+    """Returns a number on the host, otherwise 0."""
+    is_on_host = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.is_cpu and value.numel() == 1)
+    return float(value) if is_on_host else 0.0

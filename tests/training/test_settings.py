@@ -1,0 +1,218 @@
+"""Ranks with different settings: each rank raises the error, which names the settings, the ranks and their values."""
+
+import re
+
+import pytest
+import torch
+from helpers.problems import CLASSES, build_net, class_targets
+from helpers.ranks import run_ranks
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+from balanced_parallel import BalancedOptimizer, DataParallelCriterion, RankBatchSampler, TrainStep, parallelize
+from balanced_parallel.runtime import collectives, comparison
+
+SGD, ADAM = torch.optim.SGD, torch.optim.AdamW
+
+
+def make_step(kind=SGD, lr=0.1, loss=nn.CrossEntropyLoss, strategy="ddp", balanced=False, groups=1, schedule=None, **settings):
+    own = {name: settings.pop(name) for name in ("compress", "out_dims") if name in settings}
+    model, criterion = parallelize(build_net().double(), loss(), strategy=strategy, **own)
+    parameters = list(model.parameters())
+    params = [{"params": parameters[: len(parameters) // groups]}, {"params": parameters[len(parameters) // groups :]}][:groups]
+    optimizer = BalancedOptimizer(model, kind, lr=lr) if balanced else kind(params, lr=lr)
+    scheduler = None if schedule is None else StepLR(optimizer, schedule)
+    return TrainStep(model, criterion, optimizer, scheduler=scheduler, **settings)
+
+
+def train(step, rank, number=0, rows=5):
+    torch.manual_seed(number)
+    inputs, targets = torch.randn(2 * rows, 4, dtype=torch.float64), class_targets(2 * rows)
+    mine = slice(0, rows) if rank == 0 else slice(rows, None)
+    return step(inputs[mine], targets[mine])
+
+
+def error_of(rank, first, second):
+    """Returns the error of an update in which rank 1 has settings of its own."""
+    try:
+        train(make_step(**(second if rank else first)), rank)
+    except ValueError as error:
+        return str(error)
+
+
+def smoothed():
+    return nn.CrossEntropyLoss(label_smoothing=0.1)
+
+
+def weighted():
+    return nn.CrossEntropyLoss(torch.arange(1.0, CLASSES + 1, dtype=torch.float64))
+
+
+def summed():
+    return nn.CrossEntropyLoss(reduction="sum")
+
+
+def whole():
+    return DataParallelCriterion(nn.CrossEntropyLoss(), whole=True)
+
+
+def half():
+    return DataParallelCriterion(nn.CrossEntropyLoss(), precision="bf16")
+
+
+def function():
+    return nn.functional.cross_entropy
+
+
+SETTINGS = {
+    "lr": ({}, {"lr": 0.2}, "lr of param group 0: 0.1 on rank 0 and 0.2 on rank 1"),
+    "optimizer": ({"kind": torch.optim.Adam}, {"kind": ADAM}, "optimizer: Adam on rank 0 and AdamW on rank 1"),
+    "balanced": ({}, {"balanced": True}, "optimizer: SGD on rank 0 and BalancedOptimizer of SGD on rank 1"),
+    "groups": ({}, {"groups": 2}, "number of param groups: 1 on rank 0 and 2 on rank 1"),
+    "clip": ({"max_grad_norm": 1.0}, {"max_grad_norm": 2.0}, "max_grad_norm: 1.0 on rank 0 and 2.0 on rank 1"),
+    "no clip": ({}, {"max_grad_norm": 2.0}, "max_grad_norm: None on rank 0 and 2.0 on rank 1"),
+    "precision": ({}, {"precision": "bf16"}, "precision: fp32 on rank 0 and bf16 on rank 1"),
+    "auto": (
+        {"micro_batch_size": 2},
+        {"micro_batch_size": "auto"},
+        "micro_batch_size='auto': False on rank 0 and True on rank 1",
+    ),
+    "cost": ({}, {"cost": len, "micro_batch_cost": 3}, "unit of the micro-batches: rows on rank 0 and cost on rank 1"),
+    "scheduler": ({}, {"schedule": 2}, "scheduler: none on rank 0 and StepLR on rank 1"),
+    "loss": ({}, {"loss": nn.MultiMarginLoss}, "criterion: CrossEntropyLoss on rank 0 and MultiMarginLoss on rank 1"),
+    "smoothing": ({}, {"loss": smoothed}, "label_smoothing of the criterion: 0.0 on rank 0 and 0.1 on rank 1"),
+    "weights": ({}, {"loss": weighted}, r"weight of the criterion: None on rank 0 and \[1.0, 2.0, .* on rank 1"),
+    "reduction": ({}, {"loss": summed}, "reduction: mean on rank 0 and sum on rank 1"),
+    "whole": ({}, {"loss": whole}, "whole: False on rank 0 and True on rank 1"),
+    "half": ({}, {"loss": half}, "precision of the criterion: fp32 on rank 0 and bf16 on rank 1"),
+    "function": ({}, {"loss": function}, "criterion: CrossEntropyLoss on rank 0 and cross_entropy on rank 1"),
+    "strategy": ({}, {"strategy": "fsdp"}, "strategy: 'ddp' on rank 0 and 'fsdp' on rank 1"),
+    "compress": ({}, {"compress": "bf16"}, "compress: None on rank 0 and 'bf16' on rank 1"),
+    "out_dims": ({}, {"out_dims": 1}, "out_dims: None on rank 0 and 1 on rank 1"),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_different_settings_raise_one_error_on_all_ranks(name):
+    first, second, message = SETTINGS[name]
+    errors = run_ranks(2, error_of, first, second, timeout=60)
+    assert errors[0] == errors[1]
+    assert re.search(f"^the ranks differ, expected .*{message}", errors[0]), errors[0]
+
+
+def check_equal(rank, strategy):
+    """Counts the exchanges of three updates with settings that change on all ranks alike."""
+    gathered, summed, gather, add = [], [], comparison.gather_objects, collectives.sum_over_ranks
+    step = make_step(ADAM, strategy=strategy, micro_batch_size=2 + rank, max_grad_norm=1, schedule=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(comparison, "gather_objects", lambda value: gathered.append(value) or gather(value))
+        patch.setattr(collectives, "sum_over_ranks", lambda *given: summed.append(given) or add(*given))
+        for number in range(3):
+            train(step, rank, number)
+            step.max_grad_norm *= 2
+    return len(gathered), len(summed)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_equal_settings_are_compared_in_one_exchange(strategy):
+    assert run_ranks(2, check_equal, strategy) == [(1, 3)] * 2
+
+
+def check_later(rank, strategy, change):
+    step = make_step(strategy=strategy, micro_batch_size=3)
+    before = [train(step, rank, number) for number in range(2)]
+    if change == "lr" and rank:
+        step.optimizer.param_groups[0]["lr"] = 0.3
+    if change == "group" and rank:
+        step.optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
+    if change == "norm" and rank:
+        step.max_grad_norm = 5.0
+    values = [parameter.detach().clone() for parameter in step.model.parameters()]
+    with pytest.raises(ValueError, match="^the ranks differ, expected .*Nothing was updated") as caught:
+        train(step, rank, 2)
+    assert all(map(torch.equal, values, step.model.parameters()))
+    assert len(before) == 2
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("lr", "lr of param group 0: 0.1 on rank 0 and 0.3 on rank 1"),
+        ("group", "number of param groups: 1 on rank 0 and 2 on rank 1"),
+        ("norm", "max_grad_norm: None on rank 0 and 5.0 on rank 1"),
+    ],
+)
+def test_settings_that_change_on_one_rank_are_refused_before_the_update(strategy, change, message):
+    errors = run_ranks(2, check_later, strategy, change, timeout=60)
+    assert errors[0] == errors[1]
+    assert message in errors[0]
+
+
+def check_sampler(rank, other):
+    settings = {"batch_size": 4, "seed": 0, **(other if rank else {})}
+    step = make_step()
+    sampler = RankBatchSampler(range(16), **settings)
+    next(iter(sampler))
+    try:
+        train(step, rank)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("other", [{"batch_size": 8}, {"seed": 1}], ids=lambda other: next(iter(other)))
+def test_samplers_that_differ_are_named(other):
+    errors = run_ranks(2, check_sampler, other)
+    assert errors[0] == errors[1]
+    name, value = next(iter(other.items()))
+    assert re.search(
+        f"the sampler's batches: RankBatchSampler of 16 rows.* on rank 0 and .*{name}={value}.* on rank 1", errors[0]
+    )
+
+
+def check_failed_optimizer(rank, strategy):
+    """Rank 1 fails in its optimizer, goes on, and has other parameters than rank 0 from there on."""
+    step = make_step(strategy=strategy)
+    train(step, rank)
+
+    def fail(*arguments):
+        raise ArithmeticError("no power")
+
+    if rank:
+        hook = step.optimizer.register_step_pre_hook(fail)
+        with pytest.raises(ArithmeticError, match="no power"):
+            train(step, rank, 1)
+        hook.remove()
+    else:
+        train(step, rank, 1)
+    for number in range(2):  # again and again
+        with pytest.raises(
+            ValueError,
+            match="the last step of the optimizer: was made on rank 0 and failed with ArithmeticError: no power on rank 1",
+        ):
+            train(step, rank, 2 + number)
+    state = make_step(strategy=strategy).state_dict()
+    step.load_state_dict(state)
+    return train(step, rank, 4).item()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_failure_in_the_optimizer_of_one_rank_is_told_to_the_others(strategy):
+    losses = run_ranks(2, check_failed_optimizer, strategy, timeout=60)
+    assert losses[0] == losses[1]
+
+
+def check_common_failure(rank):
+    """All ranks fail alike, as at an out of memory that is undone on all, and go on."""
+    step = make_step()
+    hook = step.optimizer.register_step_pre_hook(lambda *arguments: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        train(step, rank)
+    hook.remove()
+    return [train(step, rank, number).item() for number in range(2)]
+
+
+def test_failure_of_all_ranks_alike_lets_them_go_on():
+    losses = run_ranks(2, check_common_failure)
+    assert losses[0] == losses[1]
