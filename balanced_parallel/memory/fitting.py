@@ -10,7 +10,6 @@ from ..replicas.model import DataParallelModel
 from ..runtime.byte_sizes import parse_each
 from ..runtime.collectives import max_over_ranks
 from ..runtime.devices import free_bytes
-from ..training import explanations
 from ..training.step import TrainStep
 from .candidates import SCALARS
 from .estimation import lines_of, make_report, report_of
@@ -126,13 +125,6 @@ def _check_unit(step: TrainStep, lengths: tuple[int, int] | None) -> None:
     except ValueError as error:
         what = "lengths=(shortest, longest)" if lengths is None else "TrainStep(cost=...), without micro_batch_size"
         raise ValueError(f"{error}: give {what}") from error
-
-
-@explanations.register
-def explain_step(step: TrainStep, inputs: Any, targets: Any) -> str:
-    """Returns the largest holders of memory of a step with one row per device, and the saving that would help most."""
-    request = request_of_step(step, inputs, targets)
-    return f"By the estimate, {explain(request, _limits(step, None, request))}"
 
 
 def _limits(step: TrainStep, capacity: int | str | Sequence[int | str] | None, request: Request) -> list[int]:

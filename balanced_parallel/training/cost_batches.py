@@ -52,9 +52,6 @@ class Source(Protocol):
     def open(self, batch: Batch, model: Model, criterion: DataParallelCriterion) -> CostedRows:
         """Returns the rows of a batch."""
 
-    def example(self, batch: Batch) -> tuple[Any, tuple[Any, ...]]:
-        """Returns inputs and targets with a costliest row."""
-
 
 class Samples:
     """Lists of samples. A shard is what ``collate`` makes of its samples.
@@ -86,11 +83,6 @@ class Samples:
             return collated if rows else rows_of(collated, dims, [])
 
         return CostedRows([self._cost(sample) for sample in samples], shard, bool(self._example))
-
-    def example(self, batch: Batch) -> tuple[Any, tuple[Any, ...]]:
-        """Returns the costliest sample as a batch."""
-        inputs, targets = inputs_and_targets(self._collate([max(batch.inputs or self._example, key=self._cost)]))
-        return inputs, nested.spread(targets)
 
 
 def _checked(collated: Any, rows: int, model: Model, criterion: DataParallelCriterion) -> tuple[Shard, tuple[int, int]]:

@@ -9,7 +9,6 @@ Rows are sorted by cost and cut into devices x micro-batches shards. Neighbours 
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -81,10 +80,6 @@ class CostCuts:
         cost = max(cost_of_shard([costs[row] for row in run], self._combine) for run in runs)
         alone = cost_of_shard([max(costs)], self._combine)
         return cost, max(cost / 2, alone) if cost > alone else 0
-
-    def example(self, batch: Batch) -> tuple[Any, tuple[Any, ...]]:
-        """Returns inputs and targets with a costliest row."""
-        return self._source.example(batch)
 
     def _groups(self, rows: CostedRows, limit: float | None) -> list[list[list[int]]]:
         """Returns the rows of each shard of each micro-batch."""

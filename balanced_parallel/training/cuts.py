@@ -38,9 +38,6 @@ class Cuts(Protocol):
     def largest(self, batch: Batch, limit: float | None) -> tuple[float, float]:
         """Returns the largest share of a device in one forward, and a limit that halves it, 0 if nothing does."""
 
-    def example(self, batch: Batch) -> tuple[Any, tuple[Any, ...]]:
-        """Returns inputs and targets with a costliest row, to explain the memory that it needs."""
-
 
 class EqualRows:
     """Cuts a batch into numbers of rows that differ by at most one."""
@@ -59,7 +56,3 @@ class EqualRows:
         """Returns rows, and half of them, rounded up."""
         rows = most_rows(self._model, batch.inputs, None if limit is None else int(limit))
         return rows, -(-rows // 2) if rows > 1 else 0
-
-    def example(self, batch: Batch) -> tuple[Any, tuple[Any, ...]]:
-        """Returns the batch."""
-        return batch.inputs, batch.targets

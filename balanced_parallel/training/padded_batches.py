@@ -57,10 +57,6 @@ class Padded:
 
         return CostedRows(costs, shard, True, criterion.weigh_targets(*batch.targets) if trims else None)
 
-    def example(self, batch: Batch) -> tuple[Any, tuple[Any, ...]]:
-        """Returns the batch."""
-        return batch.inputs, batch.targets
-
 
 def _shorten(leaf: Any, dim: int | None, length: int) -> Any:
     """Returns the first ``length`` entries of a tensor along ``dim``."""

@@ -10,21 +10,18 @@ import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
+from ..loss.criterion import DataParallelCriterion
 from ..replicas.sync_batchnorm import meets_other_ranks
 from ..runtime.allocation_retries import RetriedAllocations, release_memory
 from ..runtime.collectives import rank, world_size
-from .explanations import explain_step
+from .cuts import Cuts
 from .gradient_sync import GradientSync
-from .micro_batches import Batch
-from .rollback import Originals, Snapshot, prepare_undo
-from .update import Update
-
-if TYPE_CHECKING:
-    from .step import TrainStep
+from .micro_batches import Batch, Model
+from .rollback import Originals, Snapshot
 
 __all__: list[str] = []
 
@@ -33,7 +30,6 @@ Run = Callable[[Batch], None]
 
 _log = logging.getLogger(__name__)
 _NO_LIMIT = 2**62
-_FAILED = -1  # for another reason than memory
 
 
 def nothing() -> None:
@@ -45,7 +41,7 @@ class ElsewhereOutOfMemory(torch.OutOfMemoryError):
 
 
 class Attempts(Protocol):
-    """Runs the parts of an update: batches, the reduction, the optimizers' step.
+    """Runs the batches of an update, and the reduction.
 
     Attributes:
         limit: rows per device at most in one forward, or their cost; None for the whole share.
@@ -60,9 +56,6 @@ class Attempts(Protocol):
 
     def finish(self, run: Run, finish: Callable[[], T], before: Callable[[], None] = nothing) -> T:
         """Returns the result of ``finish()``, after the last batch and ``before()``."""
-
-    def updating(self, update: Update) -> AbstractContextManager[None]:
-        """Surrounds an update."""
 
 
 class OneAttempt:
@@ -82,14 +75,16 @@ class OneAttempt:
         before()
         return finish()
 
-    def updating(self, update: Update) -> AbstractContextManager[None]:
-        """Does nothing."""
-        return contextlib.nullcontext()
 
-
-def recovering(step: "TrainStep", sync: GradientSync, limit: float | Literal["auto"] | None) -> Attempts:
+def recovering(
+    model: Model,
+    criterion: DataParallelCriterion,
+    cuts: Cuts,
+    sync: GradientSync,
+    limit: float | Literal["auto"] | None,
+) -> Attempts:
     """Returns the way to run updates, with recovery from running out of memory for ``"auto"``."""
-    return Recovery(step, sync) if limit == "auto" else OneAttempt(limit)
+    return Recovery(model, criterion, cuts, sync) if limit == "auto" else OneAttempt(limit)
 
 
 class Recovery:
@@ -98,8 +93,9 @@ class Recovery:
     Random numbers and buffers are those of before, so the result is that of smaller micro-batches from the start.
 
     Args:
-        step: whose buffers and random numbers are put back.
-        sync: of its gradients. Ranks agree through it.
+        model, criterion: with the buffers and random numbers that are put back.
+        cuts: of the batches.
+        sync: of the gradients. Ranks agree through it.
 
     Raises:
         ValueError: layers of the model wait for other ranks in their forward.
@@ -107,8 +103,7 @@ class Recovery:
 
     run_again = True
 
-    def __init__(self, step: "TrainStep", sync: GradientSync) -> None:
-        model: Any = step.model
+    def __init__(self, model: Any, criterion: DataParallelCriterion, cuts: Cuts, sync: GradientSync) -> None:
         if world_size() > 1 and meets_other_ranks(model.modules()):
             raise ValueError(
                 "micro_batch_size='auto' with batch norm over all ranks: after an out of memory in the forward of one rank, the "
@@ -116,9 +111,9 @@ class Recovery:
             )
         self.limit: float | None = None
         self._sync = sync
-        self._step = step
-        self._before = Snapshot([model, step.criterion], [*model.devices, *(step.criterion.devices or ())])
-        self._has_updated = False
+        self._cuts = cuts
+        self._has_accelerators = any(device.type != "cpu" for device in model.devices)
+        self._before = Snapshot([model, criterion], [*model.devices, *(criterion.devices or ())])
         self._has_begun = False
         self._batches: list[Batch] = []  # of the present update
         self._originals = Originals()
@@ -156,54 +151,6 @@ class Recovery:
         self._forget()
         return results[0]
 
-    @contextlib.contextmanager
-    def updating(self, update: Update) -> Iterator[None]:
-        """Repeats operators whose allocation fails in the block. A first update that fails nevertheless is undone on all ranks.
-
-        Raises:
-            torch.OutOfMemoryError: the optimizer's step does not fit.
-            RuntimeError: another rank failed in its first update for another reason.
-        """
-        undo = None if self._has_updated else self._prepare_undo(update)
-        reason = ""
-        try:
-            with self._retrying():
-                yield
-        except torch.OutOfMemoryError as error:
-            reason = str(error)
-            # Without this generator's frame, which from Python 3.12 on leads to a frame of contextlib that holds the error: the
-            # cycle would keep the gradients until garbage is collected (github.com/python/cpython/issues/100964).
-            error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
-        except BaseException:
-            if undo is not None:
-                self._sync.smallest(_FAILED)
-                undo()
-                self._before.restore()
-            raise
-        agreed = 1 if undo is None else self._sync.smallest(0 if reason else 1)
-        if undo is not None and agreed == _FAILED:
-            undo()
-            self._before.restore()
-            raise RuntimeError("the optimizer's step failed on another rank, and was undone on all: see the other ranks")
-        if undo is not None and not agreed:
-            undo()
-            self._before.restore()
-            raise torch.OutOfMemoryError(
-                f"the optimizer's step does not fit on every device, and was undone: {reason or 'see the other ranks'}. Smaller "
-                "micro-batches do not help here: BalancedOptimizer spreads the state, and other optimizers have less"
-            )
-        if reason:
-            raise torch.OutOfMemoryError(f"the optimizer's step ended in the middle, go on from a checkpoint: {reason}")
-        self._has_updated = True
-
-    def _prepare_undo(self, update: Update) -> Callable[[], None]:
-        try:
-            with RetriedAllocations():
-                return prepare_undo(update, self._step.precision.scaler)
-        except BaseException as error:  # the other ranks wait after their update
-            self._sync.smallest(0 if isinstance(error, torch.OutOfMemoryError) else _FAILED)
-            raise
-
     def _begin(self) -> None:
         if not self._has_begun:
             self._sync.begin()
@@ -225,7 +172,7 @@ class Recovery:
 
     def _restart(self, run: Run) -> None:
         """Puts everything back, and runs all batches again in smaller micro-batches."""
-        largest, half = max((self._step._cuts.largest(batch, self.limit) for batch in self._batches), default=(0, 0))
+        largest, half = max((self._cuts.largest(batch, self.limit) for batch in self._batches), default=(0, 0))
         writes = self._originals.explain_writes()
         smaller = self._sync.smallest(0 if writes else half if self._is_mine else _NO_LIMIT)
         if smaller == _NO_LIMIT:  # no forward or backward has failed, but the reduction behind them
@@ -235,8 +182,10 @@ class Recovery:
         if not smaller:
             if writes:
                 raise torch.OutOfMemoryError(f"{writes}, or give a micro_batch_size that fits: {self._reason}")
-            known = [explain_step(self._step, *self._step._cuts.example(batch)) for batch in self._batches if largest][:1]
-            raise torch.OutOfMemoryError(" ".join([f"one row per device does not fit: {self._reason}", *known]))
+            raise torch.OutOfMemoryError(
+                f"one row per device does not fit: {self._reason}. memory.fit(step, inputs, targets) names the largest holders "
+                "of memory, and the saving that helps most"
+            )
         self._tried.append(largest)
         self.limit, self._failed, self._is_mine, self._reason = smaller, False, False, ""
         self._sync.begin()
@@ -252,7 +201,7 @@ class Recovery:
             _log.warning(
                 "out of memory with %s %s per device in one forward: from now on at most %s",
                 tried,
-                "rows" if self._step._cuts.unit == "rows" else "of cost",
+                "rows" if self._cuts.unit == "rows" else "of cost",
                 self.limit,
             )
 
@@ -269,8 +218,7 @@ class Recovery:
             raise
 
     def _retrying(self) -> AbstractContextManager[Any]:
-        has_accelerators = any(device.type != "cpu" for device in self._step.model.devices)
-        return RetriedAllocations() if has_accelerators else contextlib.nullcontext()
+        return RetriedAllocations() if self._has_accelerators else contextlib.nullcontext()
 
     def __getstate__(self) -> dict[str, Any]:
         fresh = {"_has_begun": False, "_batches": [], "_originals": Originals(), "_tried": [], "_failed": False}

@@ -1,7 +1,6 @@
 """State that a failed attempt changes, and that is put back: random numbers, buffers, and a first update."""
 
-import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from ..runtime.modules import buffers_of
 from ..runtime.random_numbers import RandomState
 from ..runtime.tensors import versions
 from .micro_batches import Batch
-from .update import Update
 
 __all__: list[str] = []
 
@@ -106,49 +104,3 @@ def _tensors_in(node: Any) -> list[Tensor]:
         elif not nested.is_plain(node) and (container := nested.open_container(node)) is not None:
             pending.extend(container.children)
     return tensors
-
-
-def prepare_undo(update: Update, scaler: torch.amp.GradScaler | None) -> Callable[[], None]:
-    """Copies parameters, optimizer states and settings to the host, and the scale. Returns a function that puts them back.
-
-    The first update makes the optimizer's state, so it needs more memory than any before it.
-    """
-    tensors = list({id(one): one for one in (*update.parameters, *update.trained.values())}.values())
-    values = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
-    groups = [[{**group, "params": None} for group in one.param_groups] for one in update.optimizers]
-    states = [{key: _keep(state) for key, state in one.state.items() if state is not None} for one in update.optimizers]
-    scale = None if scaler is None else scaler.state_dict()
-
-    def undo() -> None:
-        if scaler is not None and scale:  # an update of another rank may have failed, not this one
-            scaler.load_state_dict(scale)
-        with torch.no_grad():
-            for tensor, value in zip(tensors, values, strict=True):
-                tensor.copy_(value)
-        for optimizer, settings, before in zip(update.optimizers, groups, states, strict=True):
-            for group, setting in zip(optimizer.param_groups, settings, strict=True):
-                group.update({name: value for name, value in setting.items() if name != "params"})
-            for key in list(optimizer.state):
-                if optimizer.state[key] is None:  # ZeroRedundancyOptimizer, for parameters of other ranks that it has loaded
-                    continue
-                if key not in before:
-                    del optimizer.state[key]
-                    continue
-                optimizer.state[key].update(before[key]())
-
-    return undo
-
-
-def _keep(state: dict[str, Any]) -> Callable[[], dict[str, Any]]:
-    """Returns a function that puts the values of a parameter's state back and returns them."""
-    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
-    values = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-    others = {name: copy.deepcopy(value) for name, value in state.items() if name not in tensors}
-
-    def put_back() -> dict[str, Any]:
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                tensor.copy_(values[name])
-        return {**tensors, **others}
-
-    return put_back

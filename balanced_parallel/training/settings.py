@@ -4,14 +4,15 @@ All settings are compared once, before the first update exchanges anything else.
 travels in the all-reduce of the losses: a later comparison costs no collective, and every rank decides on it alike.
 """
 
-import contextlib
 import functools
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from types import NoneType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..batch.rank_batches import begun_batches
 from ..loss.criterion import DataParallelCriterion
@@ -20,43 +21,43 @@ from ..optim.balanced import BalancedOptimizer
 from ..runtime.collectives import world_size
 from ..runtime.comparison import compare_ranks
 from ..runtime.modules import buffers_of
-from .update import each_optimizer, each_scheduler
-
-if TYPE_CHECKING:
-    from .step import TrainStep
 
 __all__: list[str] = []
 
-_EXPECTED = "the same settings on all of them"
 _SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
 
 
+@dataclass(frozen=True)
 class Settings:
-    """The settings of a step. Another process may have others.
+    """The settings of an update. Another process may have others.
 
-    Args:
-        step: with the optimizers and schedulers that the next update uses.
+    Attributes:
+        is_auto: ``micro_batch_size="auto"``.
+        unit: of the limit of micro-batches.
+        failure: of the update before, on this rank: its optimizers are those of an earlier update, or in between.
     """
 
-    def __init__(self, step: "TrainStep") -> None:
-        self._step = step
-        self._has_compared = False
-        self.failure = ""  # of an update of the optimizers: they are those of the update before, or in between
+    criterion: DataParallelCriterion
+    optimizers: Sequence[torch.optim.Optimizer]
+    schedulers: Sequence[LRScheduler]
+    precision: str
+    max_grad_norm: float | None
+    is_auto: bool
+    unit: str
+    failure: str
 
-    def compare(self) -> None:
-        """Compares all settings before the first update. All ranks call this.
+    def compare(self, expected: str = "the same settings on all of them") -> None:
+        """Compares all settings. All ranks call this.
 
         Raises:
             ValueError: on every rank, if they differ.
         """
-        if not self._has_compared and world_size() > 1:
-            compare_ranks(self._facts(), _EXPECTED)
-        self._has_compared = True
+        compare_ranks(self._facts(), expected)
 
     def digest(self) -> list[float]:
         """Returns a number of 20 bits for the settings that may change, and its square. No device is read."""
-        numbers: list[Any] = [self._step.max_grad_norm or 0.0, bool(self.failure)]
-        for optimizer in each_optimizer(self._step.optimizer):
+        numbers: list[Any] = [self.max_grad_norm or 0.0, bool(self.failure)]
+        for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 values = [group.get(name, 0.0) for name in _SCHEDULED]
                 numbers += [_number(part) for value in values for part in (value if isinstance(value, tuple) else [value])]
@@ -71,34 +72,23 @@ class Settings:
             ValueError: on every rank, if they are not of equal numbers.
         """
         if world_size() * int(squares) != int(total) ** 2:
-            compare_ranks(
-                self._facts(), f"{_EXPECTED}. Nothing was updated: set them alike, or go on from a checkpoint on all ranks"
+            self.compare(
+                "the same settings on all of them. Nothing was updated: set them alike, or go on from a checkpoint on all ranks"
             )
 
-    @contextlib.contextmanager
-    def updating(self) -> Iterator[None]:
-        """Remembers a failure of the block on this rank. The others learn of it in the next reduction."""
-        try:
-            yield
-        except BaseException as error:
-            self.failure = f"failed with {type(error).__name__}: {error}"
-            raise
-        self.failure = ""
-
     def _facts(self) -> dict[str, Hashable]:
-        step, optimizers = self._step, each_optimizer(self._step.optimizer)
         facts: dict[str, Hashable] = {
-            **describe_criterion(step.criterion),
-            "precision": step.precision.name,
-            "max_grad_norm": step.max_grad_norm,
-            "micro_batch_size='auto'": step._attempts.run_again,
-            "unit of the micro-batches": step._cuts.unit,
-            "optimizer": ", ".join(map(_name_of_optimizer, optimizers)),
-            "scheduler": ", ".join(type(one).__name__ for one in each_scheduler(step.scheduler)) or "none",
+            **describe_criterion(self.criterion),
+            "precision": self.precision,
+            "max_grad_norm": self.max_grad_norm,
+            "micro_batch_size='auto'": self.is_auto,
+            "unit of the micro-batches": self.unit,
+            "optimizer": ", ".join(map(_name_of_optimizer, self.optimizers)),
+            "scheduler": ", ".join(type(one).__name__ for one in self.schedulers) or "none",
             "the sampler's batches": begun_batches(),
             "the last step of the optimizer": self.failure or "was made",
         }
-        for number, optimizer in enumerate(optimizers):
+        for number, optimizer in enumerate(self.optimizers):
             of = f" of optimizer {number}" * bool(number)
             facts[f"number of param groups{of}"] = len(optimizer.param_groups)
             for index, group in enumerate(optimizer.param_groups):

@@ -20,9 +20,9 @@ from .gradient_sync import gradient_sync
 from .gradients import trained_tensors
 from .micro_batches import Batch, Model, run_forward
 from .padded_batches import Trim
-from .settings import Settings
+from .recovery import recovering
 from .step_state import StepState
-from .two_passes import make_attempts
+from .two_passes import TwoPasses
 from .update import Optimizers, Schedulers, each_scheduler
 from .window import Window
 
@@ -94,10 +94,14 @@ class TrainStep(StepState):
         self.model, self.criterion, self.optimizer, self.scheduler = model, criterion, optimizer, scheduler
         self.max_grad_norm = max_grad_norm
         self.precision, self._trained = Precision(precision), trained_tensors(model, criterion)
-        self._attempts = make_attempts(self, self._sync, micro_batch_size if micro_batch_cost is None else micro_batch_cost)
         self._window = Window(self._sync)
+        limit = micro_batch_size if micro_batch_cost is None else micro_batch_cost
+        self._attempts = recovering(model, criterion, self._cuts, self._sync, limit)
+        if criterion.is_coupled:
+            self._attempts = TwoPasses(
+                model, criterion, self.precision, self._cuts, self._sync, self._window, self._adding, self._attempts
+            )
         self._check_optimizers()
-        self._settings = Settings(self)
 
     @overload
     def __call__(self, inputs: Any, targets: Any = (), *, return_outputs: Literal[False] = False) -> Tensor: ...
@@ -112,7 +116,7 @@ class TrainStep(StepState):
             return_outputs: returns the detached outputs of this rank's rows too, one entry for each micro-batch and replica.
                 11 rows with ``micro_batch_size=2`` on three devices make entries of 2, 2, 2, 2, 2 and 1 rows.
         """
-        self._settings.compare()
+        self._compare_settings()
         outputs: list[PerReplica] = []
         self._attempts.accumulate(self._accumulate, Batch(inputs, spread(targets), True, outputs if return_outputs else None))
         return (self._apply(), join_outputs(outputs, self.model.out_dims)) if return_outputs else self._apply()
@@ -122,12 +126,12 @@ class TrainStep(StepState):
 
         An ``add`` that fails drops all rows since the last update, with a note on its error.
         """
-        self._settings.compare()
+        self._compare_settings()
         self._attempts.accumulate(self._accumulate, Batch(inputs, spread(targets), is_whole=False, outputs=None))
 
     def apply(self) -> Tensor:
         """Updates with the gradients of all rows that were added, and returns their loss."""
-        self._settings.compare()
+        self._compare_settings()
         return self._apply()
 
     def _accumulate(self, batch: Batch) -> None:
@@ -149,13 +153,13 @@ class TrainStep(StepState):
                 update.forget_gradients()
                 warnings.warn("no target of this batch was counted: nothing is updated, and its loss is nan", stacklevel=3)
                 return loss
-            with self._settings.updating(), self._attempts.updating(update):
+            with self._telling_failures():
                 update.run(self._sync, factor, self.precision.scaler, self.max_grad_norm)
             for scheduler in each_scheduler(self.scheduler) if update.has_stepped else ():
-                scheduler.step()  # after the ranks have agreed that all of them have stepped
+                scheduler.step()
             self.grad_norm = update.grad_norm
             return loss
 
     def _finish(self) -> tuple[Tensor, float, Weight]:
         with self._adding() as accumulation:
-            return accumulation.finish(self.criterion.minimum, self._settings)
+            return accumulation.finish(self.criterion.minimum, self._settings())

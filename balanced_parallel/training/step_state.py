@@ -1,8 +1,8 @@
 """The state of a :class:`TrainStep` between two updates."""
 
 import random
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
@@ -45,7 +45,8 @@ class StepState:
     _attempts: Attempts
     _window: Window
     _cuts: Cuts
-    _settings: Settings
+    _has_compared = False  # the settings of the ranks
+    _failure = ""  # of the last update of the optimizers, which the other ranks learn of
     max_grad_norm: float | None
     grad_norm: Tensor | None = None
 
@@ -123,7 +124,7 @@ class StepState:
             scaler.load_state_dict(state_dict["scaler"])
         progress.continue_from(state_dict["updates"])
         self._window.weight_before = state_dict["weight_before"]
-        self._settings.failure = ""
+        self._failure = ""
         if self._attempts.run_again:  # "auto"; a number given by hand stays, and rows are not a cost
             self._attempts.limit = state_dict["limit"].get(self._cuts.unit)
         self._load_random_numbers(state_dict)
@@ -158,6 +159,39 @@ class StepState:
 
     def _update(self) -> Update:
         return Update(each_optimizer(self.optimizer), self._trained)
+
+    def _settings(self) -> Settings:
+        return Settings(
+            criterion=self.criterion,
+            optimizers=each_optimizer(self.optimizer),
+            schedulers=each_scheduler(self.scheduler),
+            precision=self.precision.name,
+            max_grad_norm=self.max_grad_norm,
+            is_auto=self._attempts.run_again,
+            unit=self._cuts.unit,
+            failure=self._failure,
+        )
+
+    def _compare_settings(self) -> None:
+        """Compares all settings before the first update. All ranks call this."""
+        if not self._has_compared and collectives.world_size() > 1:
+            self._settings().compare()
+        self._has_compared = True
+
+    @contextmanager
+    def _telling_failures(self) -> Iterator[None]:
+        """Keeps a failure of the optimizers on this rank for the others, which learn of it in the next reduction."""
+        try:
+            yield
+        except BaseException as error:
+            self._failure = f"failed with {type(error).__name__}: {error}"
+            if isinstance(error, torch.OutOfMemoryError):
+                error.add_note(
+                    "This was the optimizer's step, which may have changed some parameters and not others: go on from a "
+                    "checkpoint. BalancedOptimizer spreads its state over the devices; smaller micro-batches do not help"
+                )
+            raise
+        self._failure = ""
 
     def _adding(self) -> AbstractContextManager[Accumulation]:
         return self._window.adding(self._begin)

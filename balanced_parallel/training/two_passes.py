@@ -11,48 +11,57 @@ import functools
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from ..loss.batch_losses import BatchLosses
 from ..loss.coupled import CoupledLoss
 from ..loss.coupling import couple
+from ..loss.criterion import DataParallelCriterion
 from ..loss.weighting import LossSum
 from ..runtime.allocation_retries import RetriedAllocations
+from ..runtime.precision import Precision
+from .cuts import Cuts
 from .gradient_sync import GradientSync
 from .micro_batches import Batch, MicroBatch, run_forward
-from .recovery import Attempts, ElsewhereOutOfMemory, Run, nothing, recovering
+from .recovery import Attempts, ElsewhereOutOfMemory, Run, nothing
 from .rollback import Originals, Snapshot
-from .update import Update
-
-if TYPE_CHECKING:
-    from .step import TrainStep
+from .window import Window
 
 __all__: list[str] = []
 
 T = TypeVar("T")
 
 
-def make_attempts(step: "TrainStep", sync: GradientSync, limit: float | Literal["auto"] | None) -> Attempts:
-    """Returns the way to run updates: in two passes if the rows of the loss depend on each other."""
-    attempts = recovering(step, sync, limit)
-    return TwoPasses(step, sync, attempts) if step.criterion.is_coupled else attempts
-
-
 class TwoPasses:
     """Runs updates of a loss whose rows depend on each other.
 
     Args:
-        step: its model, criterion and window are used.
-        sync: of its gradients.
+        model, criterion: with the buffers and random numbers of the first pass, which are put back.
+        precision: of the forwards.
+        cuts: of the batches.
+        sync: of the gradients.
+        window: keeps the batches until the update.
+        adding: surrounds the first pass as it surrounds a batch; see :meth:`Window.adding`.
         attempts: runs the update.
     """
 
-    def __init__(self, step: "TrainStep", sync: GradientSync, attempts: Attempts) -> None:
-        model: Any = step.model
-        self._step, self._sync, self._attempts = step, sync, attempts
-        self._before = Snapshot([model, step.criterion], [*model.devices, *(step.criterion.devices or ())])
+    def __init__(
+        self,
+        model: Any,
+        criterion: DataParallelCriterion,
+        precision: Precision,
+        cuts: Cuts,
+        sync: GradientSync,
+        window: Window,
+        adding: Callable[[], AbstractContextManager[Any]],
+        attempts: Attempts,
+    ) -> None:
+        self._model, self._criterion, self._precision, self._cuts = model, criterion, precision, cuts
+        self._sync, self._window, self._adding, self._attempts = sync, window, adding, attempts
+        self._before = Snapshot([model, criterion], [*model.devices, *(criterion.devices or ())])
+        self._has_accelerators = any(device.type != "cpu" for device in model.devices)
         self.run_again = attempts.run_again
         self._has_agreed = False  # with the other ranks, on going on
 
@@ -73,24 +82,19 @@ class TwoPasses:
         """Runs all batches, and returns the result of ``finish()``."""
         return self._attempts.finish(self._keep, finish, functools.partial(self._run, run))
 
-    def updating(self, update: Update) -> AbstractContextManager[None]:
-        """Surrounds an update."""
-        return self._attempts.updating(update)
-
     def _keep(self, batch: Batch) -> None:
-        self._step._window.waiting.append(batch)
+        self._window.waiting.append(batch)
 
     def _run(self, run: Run) -> None:
-        window = self._step._window
-        batches, window.waiting = window.waiting, []
-        loss = couple(self._step.criterion, self._step.model.devices[0])
+        batches, self._window.waiting = self._window.waiting, []
+        loss = couple(self._criterion, self._model.devices[0])
         with self._sync.repeating():
             with self._agreeing():
                 if self._needs_one_pass(batches):
                     losses = BatchLosses(functools.partial(self._at_once, loss))
                     run(batches.pop()._replace(losses=losses))
                     return
-                with self._step._adding():
+                with self._adding():
                     self._first_pass(batches, loss)
             while batches:
                 run(batches.pop(0)._replace(losses=BatchLosses(loss.hand_back)))  # its rows can be freed then
@@ -107,7 +111,6 @@ class TwoPasses:
 
     def _first_pass(self, batches: list[Batch], loss: CoupledLoss) -> None:
         """Runs all forwards without a graph, puts random numbers and buffers back, and computes the derivatives."""
-        step = self._step
         self._before.take()
         originals = Originals()
         for batch in batches:
@@ -116,7 +119,7 @@ class TwoPasses:
         with torch.no_grad():
             for batch in batches:
                 for micro_batch in self._cut(batch):
-                    run_forward(step.model, step.precision, micro_batch, BatchLosses(loss.collect), None)
+                    run_forward(self._model, self._precision, micro_batch, BatchLosses(loss.collect), None)
                     has_run = True
             for _ in self._sync.forwards_without_rows(is_reduced=has_run):
                 pass
@@ -125,16 +128,15 @@ class TwoPasses:
             raise RuntimeError(f"a loss whose rows depend on each other takes two forwards: {writes}")
         random.setstate(python)
         self._sync.begin()
-        with step.precision.autocast(step.model.devices):
+        with self._precision.autocast(self._model.devices):
             self._differentiate(loss)
 
     def _differentiate(self, loss: CoupledLoss) -> None:
         """Computes the derivatives of the loss of all ranks, after all of them have run their forwards."""
         self._agree("")
-        has_accelerators = any(device.type != "cpu" for device in self._step.model.devices)
         # what follows the agreement of the ranks must not fail on one of them
-        with RetriedAllocations() if self.run_again and has_accelerators else contextlib.nullcontext():
-            loss.differentiate(self._step.precision.scaler_on(self._step.model.devices[0]))
+        with RetriedAllocations() if self.run_again and self._has_accelerators else contextlib.nullcontext():
+            loss.differentiate(self._precision.scaler_on(self._model.devices[0]))
 
     @contextlib.contextmanager
     def _agreeing(self) -> Iterator[None]:
@@ -155,4 +157,4 @@ class TwoPasses:
             raise torch.OutOfMemoryError(failure) if failure else ElsewhereOutOfMemory("another rank ran out of memory")
 
     def _cut(self, batch: Batch) -> list[MicroBatch]:
-        return self._step._cuts.cut(batch, self.limit).micro_batches
+        return self._cuts.cut(batch, self.limit).micro_batches

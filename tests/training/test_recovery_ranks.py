@@ -11,7 +11,6 @@ from helpers.slow import slow_but
 from torch import nn
 
 from balanced_parallel import BalancedOptimizer, TrainStep, convert_sync_batchnorm, parallelize, simulate
-from balanced_parallel.training import recovery
 
 
 def build():
@@ -139,29 +138,6 @@ def test_capacity_of_one_rank_decides_for_all():
     assert sizes[0] == sizes[1] < 1000
 
 
-def check_first_update(rank, precision):
-    with simulate(2, memory=["100MiB", "34MiB"]):
-        torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2**18), nn.AdaptiveAvgPool1d(CLASSES))
-        before = [parameter.detach().clone() for parameter in net.parameters()]
-        model, criterion = parallelize(net, nn.CrossEntropyLoss(), strategy="ddp")
-        optimizer = torch.optim.AdamW(model.parameters())
-        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-        step = TrainStep(model, criterion, optimizer, micro_batch_size="auto", scheduler=scheduler, precision=precision)
-        with pytest.raises(torch.OutOfMemoryError, match="the optimizer's step does not fit on every device, and was undone"):
-            step(torch.randn(2, 4), class_targets(2))
-        assert not optimizer.state
-        assert scheduler.last_epoch == 0
-        assert precision == "fp32" or step.precision.scaler.state_dict()["_growth_tracker"] == 0
-        return all(torch.equal(one, other.cpu()) for one, other in zip(before, model.parameters(), strict=True))
-
-
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_first_update_that_does_not_fit_on_one_rank_is_undone_on_all(precision):
-    """Schedulers and the scaler of the rank that had stepped stayed one update ahead of the other's."""
-    assert run_ranks(2, check_first_update, precision) == [True, True]
-
-
 def check_refusal(rank):
     model, criterion = parallelize(convert_sync_batchnorm(build()), nn.CrossEntropyLoss(), ["cpu"])
     with pytest.raises(ValueError, match="micro_batch_size='auto' with batch norm over all ranks"):
@@ -171,38 +147,3 @@ def check_refusal(rank):
 
 def test_batch_norm_over_all_ranks_is_refused():
     assert run_ranks(2, check_refusal) == [True, True]
-
-
-def check_first_failure(rank, place):
-    """Rank 1 fails before or in the optimizer of its first update. The others learn of it, and nothing has changed."""
-    run = Run(rank, False)
-    before = [tensor.clone() for tensor in run.model.state_dict().values() if tensor.dim()]
-    with pytest.MonkeyPatch.context() as patch:
-        if rank and place == "copy":
-            patch.setattr(recovery, "prepare_undo", lambda update: fail(torch.OutOfMemoryError("no room for the copy")))
-        elif rank:
-            patch.setattr(type(run.step.optimizer), "step", lambda *arguments: fail(ArithmeticError("no power")))
-        with pytest.raises((torch.OutOfMemoryError, RuntimeError, ArithmeticError)) as caught:
-            run.train(0)
-    parameters = [tensor for name, tensor in run.model.state_dict().items() if tensor.dim() and "running" not in name]
-    assert sum(any(torch.equal(tensor, one) for one in before) for tensor in parameters) == len(parameters)
-    run.train(1)
-    return f"{type(caught.value).__name__}: {caught.value}", run.losses
-
-
-def fail(error):
-    raise error
-
-
-@pytest.mark.parametrize(
-    ("place", "messages"),
-    [
-        ("copy", ["OutOfMemoryError: the optimizer's step does not fit on every device", "OutOfMemoryError: no room"]),
-        ("step", ["RuntimeError: the optimizer's step failed on another rank, and was undone", "ArithmeticError: no power"]),
-    ],
-)
-def test_first_update_that_fails_on_one_rank_is_told_to_the_others(place, messages):
-    (first, losses), (second, others) = run_ranks(2, check_first_failure, place, timeout=60)
-    assert first.startswith(messages[0])
-    assert second.startswith(messages[1])
-    assert losses == others
