@@ -183,7 +183,7 @@ def _refuse(operation: str, error: type[Exception]) -> NoReturn:
 def _narrow(entry: Any, start: int, rows: int, dims: Dims, size: int) -> Any:
     if rows == size:
         return entry
-    if refusal := repeated_rows([entry], [size], dims):
+    if rows and (refusal := repeated_rows([entry], [size], dims)):
         raise ValueError(refusal)
     dims_of_leaves = leaf_dims(entry, dims, 0, "output")
 

@@ -29,7 +29,7 @@ def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
 
 def shared_id(module: nn.Module) -> int:
     """Returns a number that a module shares with its shallow copies, such as its replicas: they have the same table of hooks."""
-    return id(module._forward_hooks)
+    return id(module._state_dict_hooks)
 
 
 def is_compiled(module: nn.Module) -> bool:

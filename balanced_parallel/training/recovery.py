@@ -41,7 +41,7 @@ class ElsewhereOutOfMemory(torch.OutOfMemoryError):
 
 
 class Attempts(Protocol):
-    """Runs the batches of an update, and the reduction.
+    """Runs the parts of an update: batches, the reduction, the optimizers' step.
 
     Attributes:
         limit: rows per device at most in one forward, or their cost; None for the whole share.
@@ -56,6 +56,9 @@ class Attempts(Protocol):
 
     def finish(self, run: Run, finish: Callable[[], T], before: Callable[[], None] = nothing) -> T:
         """Returns the result of ``finish()``, after the last batch and ``before()``."""
+
+    def retrying(self) -> AbstractContextManager[Any]:
+        """Surrounds the optimizers' step."""
 
 
 class OneAttempt:
@@ -74,6 +77,10 @@ class OneAttempt:
         """Returns the result of ``finish()``."""
         before()
         return finish()
+
+    def retrying(self) -> AbstractContextManager[Any]:
+        """Does nothing."""
+        return contextlib.nullcontext()
 
 
 def recovering(
@@ -143,7 +150,7 @@ class Recovery:
                 if not self._failed:
                     self._is_mine = self._attempt(before)
                 if not self._failed or self._sync.abandon():
-                    with self._retrying():  # what follows the agreement of the ranks must not fail on one of them
+                    with self.retrying():  # what follows the agreement of the ranks must not fail on one of them
                         self._attempt(lambda: results.append(finish()))
                 if self._failed:
                     self._restart(run)
@@ -217,7 +224,8 @@ class Recovery:
             self._forget()
             raise
 
-    def _retrying(self) -> AbstractContextManager[Any]:
+    def retrying(self) -> AbstractContextManager[Any]:
+        """Runs an operator of the block once more if its allocation fails, after the cached memory was given back."""
         return RetriedAllocations() if self._has_accelerators else contextlib.nullcontext()
 
     def __getstate__(self) -> dict[str, Any]:

@@ -153,7 +153,7 @@ class TrainStep(StepState):
                 update.forget_gradients()
                 warnings.warn("no target of this batch was counted: nothing is updated, and its loss is nan", stacklevel=3)
                 return loss
-            with self._telling_failures():
+            with self._telling_failures(), self._attempts.retrying():
                 update.run(self._sync, factor, self.precision.scaler, self.max_grad_norm)
             for scheduler in each_scheduler(self.scheduler) if update.has_stepped else ():
                 scheduler.step()

@@ -20,7 +20,6 @@ from ..loss.coupled import CoupledLoss
 from ..loss.coupling import couple
 from ..loss.criterion import DataParallelCriterion
 from ..loss.weighting import LossSum
-from ..runtime.allocation_retries import RetriedAllocations
 from ..runtime.precision import Precision
 from .cuts import Cuts
 from .gradient_sync import GradientSync
@@ -61,7 +60,6 @@ class TwoPasses:
         self._model, self._criterion, self._precision, self._cuts = model, criterion, precision, cuts
         self._sync, self._window, self._adding, self._attempts = sync, window, adding, attempts
         self._before = Snapshot([model, criterion], [*model.devices, *(criterion.devices or ())])
-        self._has_accelerators = any(device.type != "cpu" for device in model.devices)
         self.run_again = attempts.run_again
         self._has_agreed = False  # with the other ranks, on going on
 
@@ -81,6 +79,10 @@ class TwoPasses:
     def finish(self, run: Run, finish: Callable[[], T], before: Callable[[], None] = nothing) -> T:
         """Runs all batches, and returns the result of ``finish()``."""
         return self._attempts.finish(self._keep, finish, functools.partial(self._run, run))
+
+    def retrying(self) -> AbstractContextManager[Any]:
+        """Surrounds the optimizers' step."""
+        return self._attempts.retrying()
 
     def _keep(self, batch: Batch) -> None:
         self._window.waiting.append(batch)
@@ -135,7 +137,7 @@ class TwoPasses:
         """Computes the derivatives of the loss of all ranks, after all of them have run their forwards."""
         self._agree("")
         # what follows the agreement of the ranks must not fail on one of them
-        with RetriedAllocations() if self.run_again and self._has_accelerators else contextlib.nullcontext():
+        with self.retrying():
             loss.differentiate(self._precision.scaler_on(self._model.devices[0]))
 
     @contextlib.contextmanager
