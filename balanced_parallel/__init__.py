@@ -10,25 +10,22 @@ without GPUs: :func:`simulate`.
 """
 
 from . import memory, savings
-from .batch.balanced_batches import BalancedBatchSampler
-from .batch.cost_shards import shard_by_cost
-from .batch.gathering import gather
-from .batch.per_replica import PerReplica
-from .batch.rank_batches import RankBatchSampler
-from .batch.row_marks import Rows, Whole
-from .batch.scattering import scatter
-from .diagnostics.verification import verify
-from .distributed.parallelize import parallelize
-from .loss.additive import AdditiveLoss
+from .batch.by_cost import shard_by_cost
+from .batch.outputs import PerReplica, gather
+from .batch.rows import Rows, Whole, scatter
+from .batch.samplers import BalancedBatchSampler, RankBatchSampler
+from .diagnostics.verify import verify
+from .loss.coupled import AdditiveLoss
 from .loss.criterion import DataParallelCriterion
-from .loss.overlap_losses import DiceLoss, JaccardLoss, TverskyLoss
+from .loss.overlap import DiceLoss, JaccardLoss, TverskyLoss
 from .loss.rules import loss_weight
-from .loss.weighting import weighted_mean
+from .loss.sums import weighted_mean
 from .optim.balanced import BalancedOptimizer
+from .replicas.batchnorm import convert_sync_batchnorm
 from .replicas.model import DataParallelModel
-from .replicas.sync_batchnorm import convert_sync_batchnorm
-from .runtime.precision import Precision
+from .runtime.values import Precision
 from .simulation import simulate
+from .strategies.parallelize import parallelize
 from .training.checkpoint import Checkpoints
 from .training.step import TrainStep
 

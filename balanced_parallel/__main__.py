@@ -25,18 +25,18 @@ from typing import Any, NoReturn
 import torch
 
 from . import memory
-from .diagnostics.doctor import examine, is_note
-from .diagnostics.waiting import find_waits
-from .memory.device_specs import find_kind
-from .memory.html_page import load_plotly, write_page
-from .memory.plot import draw_report, load_pyplot
+from .diagnostics.doctor import examine, find_waits, is_note
+from .memory.devices import find_kind
+from .memory.pictures import draw_report, load_pyplot
+from .memory.planning import telling
 from .memory.problem import Problem, build_problem
-from .memory.progress import telling
-from .memory.trace.strategies import LAYOUTS, Replicas, SingleDevice
+from .memory.report import load_plotly, write_page
+from .memory.trace.layouts import LAYOUTS, ReplicaLayout, SingleDevice
 from .memory.tricks import measure_tricks
 from .simulation import simulate
 
 __all__: list[str] = []
+
 
 _UNCHECKED = "; random numbers, and rows that forward mixes, are not checked: compare with balanced_parallel.verify"
 
@@ -117,7 +117,7 @@ def _add_step(parser: OneLineParser) -> None:
 
 def estimate(flags: argparse.Namespace) -> int:
     """Prints the memory of one update. Returns the exit code."""
-    layout = flags.layout or (SingleDevice.name if flags.devices == 1 else Replicas.name)
+    layout = flags.layout or (SingleDevice.name if flags.devices == 1 else ReplicaLayout.name)
     problem, criterion, rows = _build(flags)
     ranks = flags.devices if LAYOUTS[layout].is_distributed else 1
     checkpoint = flags.checkpoint if flags.checkpoint in (None, "blocks") else flags.checkpoint.split(",")

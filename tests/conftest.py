@@ -12,9 +12,9 @@ from helpers.nets import NETS
 from helpers.ranks import kill_pools
 from hypothesis import settings
 
-from balanced_parallel.batch import provenance
+from balanced_parallel.batch import outputs
 from balanced_parallel.memory.trace import tracer
-from balanced_parallel.replicas import gradient_buckets
+from balanced_parallel.replicas import buckets as gradient_buckets
 
 settings.register_profile("suite", derandomize=True, deadline=None, database=None)  # the same cases on every machine
 settings.load_profile("suite")
@@ -38,7 +38,7 @@ def earlier_objects_frozen():
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
-    vars(provenance._thread).clear()  # the dimension of the rows in the last forward
+    vars(outputs._thread).clear()  # the dimension of the rows in the last forward
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize
-from balanced_parallel.loss.weighting import LossSum
+from balanced_parallel.loss.sums import LossSum
 
 pytestmark = pytest.mark.usefixtures("double")
 

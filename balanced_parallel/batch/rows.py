@@ -1,25 +1,225 @@
-"""Rows of a batch: counts the rows of arguments, and splits arguments by rows.
+"""Marks for the rows of arguments: :class:`Whole`, :class:`Rows`, and the dimensions of ``in_dims``.
+
+Rows of a batch: counts the rows of arguments, and splits arguments by rows.
 
 torch's ``scatter`` silently drops samples if a second input has fewer rows, and passes objects of unknown types whole to every
 device. Here inputs with different numbers of rows are an error, and so are ambiguous inputs.
+
+``RowShards``: rows that are cut already. Each replica takes its shard as it is, with a length of its own.
+
+Splits a batch by rows over replicas.
+
+torch's ``scatter`` leaves devices idle (9 rows on 4 devices: 3, 3, 3), and silently drops samples if a second input has fewer
+rows. Here sizes differ by at most one row, and inputs with different numbers of rows are an error.
+
+Splits an effective batch into micro-batches: as few as possible, with sizes that differ by at most one row.
+
+14 rows in micro-batches of at most 3 rows per device, on two devices::
+
+                 time ->
+                 micro-batch 0   micro-batch 1   micro-batch 2
+    device 0     rows 0-2        rows 5-7        rows 10-11
+    device 1     rows 3-4        rows 8-9        rows 12-13
 """
 
 import functools
 import inspect
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from ..runtime.devices import move
-from . import nested
-from .per_replica import PerReplica
-from .row_marks import MARKS, Along, Arguments, Rows, Whole
-from .shards import RowShards
+from ..runtime.devices import DeviceLike, move, resolve_devices
+from . import containers
+from .containers import Dims, check_dim, leaf_dims, map_leaves, spread
+from .outputs import PerReplica
+from .plan import assign_rows, check_split, proportional_sizes, split_sizes
 
 __all__: list[str] = []
+
+
+class Arguments(NamedTuple):
+    """Arguments of one call. Error messages name them ``inputs[0]`` or ``kwargs['mask']``."""
+
+    inputs: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Whole:
+    """Marks an argument that every replica gets whole. Its tensors are copied to the device of each replica.
+
+    Args:
+        value: any value.
+
+    Example:
+        >>> images, anchors = torch.zeros(5, 3), torch.zeros(7, 4)
+        >>> pieces = scatter((images, Whole(anchors)), ["cpu", "cpu"])
+        >>> [(shard.shape, whole.shape) for shard, whole in pieces]
+        [(torch.Size([3, 3]), torch.Size([7, 4])), (torch.Size([2, 3]), torch.Size([7, 4]))]
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value: Any = value.value if isinstance(value, Whole) else value
+
+
+class Rows:
+    """Marks a list with one entry per row: images of different sizes, one mapping per image, names.
+
+    Each replica gets a list of its entries.
+
+    Args:
+        entries: one entry per row, of any type.
+
+    Raises:
+        TypeError: if ``entries`` is a tensor or not a sequence.
+
+    Example:
+        >>> images = [torch.zeros(3, 20, 30), torch.zeros(3, 40, 40), torch.zeros(3, 10, 60)]
+        >>> [len(shard) for shard in scatter(Rows(images), ["cpu", "cpu"])]
+        [2, 1]
+    """
+
+    def __init__(self, entries: Sequence[Any]) -> None:
+        if isinstance(entries, torch.Tensor) or not isinstance(entries, Sequence):
+            raise TypeError(f"Rows was given {containers.describe(entries)}, expected a list with one entry per row")
+        self.entries = list(entries)
+
+
+class Along:
+    """Marks a tensor, or a list of plain values, with its rows in dimension ``dim``."""
+
+    def __init__(self, leaf: Any, dim: int) -> None:
+        self.leaf = leaf
+        self.dim = dim
+
+
+MARKS = (Whole, Rows, Along)
+
+
+def without_mark(value: Any) -> Any:
+    """Returns the value inside a mark, or ``value`` itself if it has none."""
+    if isinstance(value, Rows):
+        return value.entries
+    return value.value if isinstance(value, Whole) else value
+
+
+def mark(arguments: Arguments, dims: Dims, function: Callable[..., Any], *, first: int = 0, unnamed: int = 0) -> Arguments:
+    """Marks ``arguments`` with the dimensions of their rows.
+
+    Args:
+        arguments: arguments of a call.
+        dims: a sequence by position, a mapping by position or name, or one dimension for all. ``None`` marks nothing.
+        function: the function that is called. Its signature gives the position of a name.
+        first: position in the call of ``arguments.inputs[0]``.
+        unnamed: number of further arguments that the function has before ``arguments.inputs[0]``. An output that is a tuple fills
+            several arguments of a criterion, but is one argument of the call.
+
+    Raises:
+        ValueError: if ``dims`` has an entry for an argument that does not exist.
+    """
+    if dims is None:
+        return arguments
+    count = first + len(arguments.inputs)
+    of_place: dict[int | str, Dims] = {}
+    if isinstance(dims, int):
+        of_place = dict.fromkeys([*range(first, count), *arguments.kwargs], dims)
+    elif isinstance(dims, Mapping):
+        names = _names(function)
+        for key, of_argument in dims.items():
+            of_place[_place_of(key, names, unnamed, count, arguments.kwargs)] = of_argument
+    elif len(dims) > count:
+        raise ValueError(
+            f"the dimensions {dims!r} are given for {len(dims)} arguments, but {count} were passed by position; give the others "
+            "by name, as in {'mask': None}"
+        )
+    else:
+        of_place = dict(enumerate(dims))
+    inputs = [
+        mark_leaves(value, of_place[place], f"inputs[{place - first}]") if place in of_place else value
+        for place, value in enumerate(arguments.inputs, first)
+    ]
+    kwargs = {
+        name: mark_leaves(value, of_place[name], f"kwargs[{name!r}]") if name in of_place else value
+        for name, value in arguments.kwargs.items()
+    }
+    return Arguments(tuple(inputs), kwargs)
+
+
+def dims_of_method(dims: Dims, method: Callable[..., Any], name: str) -> Dims:
+    """Returns the part of ``in_dims`` for the arguments of a method other than ``forward``.
+
+    Raises:
+        ValueError: if ``in_dims`` has positions, which are those of ``forward``.
+    """
+    if dims is None or isinstance(dims, int):
+        return dims
+    if not isinstance(dims, Mapping) or any(isinstance(key, int) for key in dims):
+        raise ValueError(
+            f"in_dims={dims!r} has positions of arguments of forward, which do not apply to {name!r}: give in_dims by name, as "
+            "in {'mask': None}, or wrap arguments in Whole(...) or Rows(...) at the call"
+        )
+    names = _names(method)
+    return {key: of_argument for key, of_argument in dims.items() if names is None or key in names}
+
+
+def mark_lists(node: Any, dim: int) -> Any:
+    """Marks the entries of lists whose entries are known to have rows each.
+
+    Without marks, a shard with as many rows as the list has entries would be ambiguous.
+    """
+    if isinstance(node, list) and containers.open_container(node) is not None:
+        return mark_leaves(node, dim, "")
+    container = None if isinstance(node, torch.Tensor) else containers.open_container(node)
+    if container is None:
+        return node
+    children = [mark_lists(child, dim) for child in container.children]
+    changed = any(new is not old for new, old in zip(children, container.children, strict=True))
+    return container.rebuild(children) if changed else node
+
+
+def _place_of(key: Any, names: list[str] | None, unnamed: int, count: int, kwargs: Mapping[str, Any]) -> int | str:
+    """Returns the position of an argument in the call, or its name if it is passed by name."""
+    if names is None or key in kwargs:
+        return key if isinstance(key, int) else str(key)
+    if isinstance(key, str) and key in names:
+        return names.index(key) - unnamed
+    if not isinstance(key, int) or not 0 <= key + unnamed < len(names):
+        raise ValueError(
+            f"dimensions are given for {key!r}, expected one of the arguments {', '.join(names)}, or the position of one"
+        )
+    return names[key + unnamed] if key >= count else key
+
+
+def _names(function: Callable[..., Any]) -> list[str] | None:
+    """Returns the names of a function's arguments, or None if it accepts any arguments or has no signature."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL) for parameter in parameters):
+        return None
+    return [parameter.name for parameter in parameters]
+
+
+def mark_leaves(value: Any, dims: Dims, place: str) -> Any:
+    """Returns a value with its leaves marked, as :func:`mark` marks those of an argument. Marks that it has stay."""
+    if isinstance(value, (*MARKS, PerReplica)):  # they carry their own dimensions
+        return value
+    if dims is None:
+        return Whole(value)
+    dims_of_leaves = leaf_dims(value, dims, 0, place)
+
+    def mark_leaf(leaf: Any) -> Any:
+        dim = next(dims_of_leaves)
+        if isinstance(leaf, (*MARKS, PerReplica)):
+            return leaf
+        has_rows = (isinstance(leaf, torch.Tensor) and leaf.dim() > 0) or containers.is_row_list(leaf)
+        return Whole(leaf) if dim is None else Along(leaf, dim) if has_rows else leaf
+
+    return containers.map_leaves(mark_leaf, value)
 
 
 def count_rows(node: Any, dim: int = 0, expected: int | None = None, name: str = "inputs") -> int | None:
@@ -62,7 +262,7 @@ def count_rows(node: Any, dim: int = 0, expected: int | None = None, name: str =
         assert known is not None
         if (known[0].startswith(place) and known[2] != expected) or len(entries) == known[2]:
             raise ValueError(
-                f"{place} is a list of {len(entries)} entries of one type (the first is {nested.describe(entries[0])}): each "
+                f"{place} is a list of {len(entries)} entries of one type (the first is {containers.describe(entries[0])}): each "
                 "entry may be a row, or have all rows. Wrap the list in Rows(...) if its entries are rows, make it a tuple or "
                 "give in_dims= if each entry has all rows, or wrap it in Whole(...)"
             )
@@ -73,7 +273,7 @@ def _leaves(
     node: Any, name: str, holder: tuple[str, list[Any]] | None = None
 ) -> Iterator[tuple[str, Any, tuple[str, list[Any]] | None]]:
     """Yields each leaf with its key path, and with the outermost list around it whose entries could be rows."""
-    container = nested.open_container(node)
+    container = containers.open_container(node)
     if container is None:
         yield name.removeprefix("."), node, holder
         return
@@ -93,7 +293,7 @@ def _described(leaf: Any) -> str:
     leaf = leaf.leaf if type(leaf) is Along else leaf
     if isinstance(leaf, Rows):
         return f"Rows of {len(leaf.entries)} entries"
-    return f"outputs of {len(leaf)} replicas" if isinstance(leaf, PerReplica) else nested.describe(leaf)
+    return f"outputs of {len(leaf)} replicas" if isinstance(leaf, PerReplica) else containers.describe(leaf)
 
 
 def _leaf_rows(leaf: Any, dim: int, place: str) -> int | None:
@@ -105,7 +305,7 @@ def _leaf_rows(leaf: Any, dim: int, place: str) -> int | None:
         return len(leaf.entries)
     if isinstance(leaf, PerReplica):
         return None if None in leaf.sizes else sum(size or 0 for size in leaf.sizes)
-    if nested.is_row_list(leaf):
+    if containers.is_row_list(leaf):
         return len(leaf) or None
     if isinstance(leaf, PackedSequence):
         raise TypeError(f"{place} is a PackedSequence, which cannot be split by rows: pass the padded tensor and the lengths")
@@ -113,7 +313,7 @@ def _leaf_rows(leaf: Any, dim: int, place: str) -> int | None:
         raise TypeError(f"{place} is an array of shape {tuple(leaf.shape)}, expected a tensor: use torch.as_tensor")
     if _holds_tensors(leaf, 3):
         raise TypeError(
-            f"{place} is {nested.describe(leaf)} that holds tensors, which cannot be split by rows: pass its tensors, or a "
+            f"{place} is {containers.describe(leaf)} that holds tensors, which cannot be split by rows: pass its tensors, or a "
             "dataclass or a mapping of them, Rows(list) for a list with one object per row, or Whole(...) to pass it whole to "
             "every replica"
         )
@@ -145,8 +345,8 @@ def _tensor_rows(tensor: torch.Tensor, dim: int, place: str) -> int | None:
         return None
     if not -tensor.dim() <= dim < tensor.dim():
         raise ValueError(
-            f"{place} is {nested.describe(tensor)}, expected rows in dimension {dim}: give in_dims= for arguments with rows in "
-            "another dimension, or wrap it in Whole(...)"
+            f"{place} is {containers.describe(tensor)}, expected rows in dimension {dim}: give in_dims= for arguments with rows "
+            "in another dimension, or wrap it in Whole(...)"
         )
     return tensor.size(dim)
 
@@ -175,7 +375,7 @@ def cut(node: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
             return [leaf.narrow(dim, *at) for at in zip(starts, sizes, strict=True)] if leaf.dim() else [leaf] * len(sizes)
         if type(leaf) is Along:
             return [Along(piece, leaf.dim) for piece in cut(leaf.leaf, sizes, leaf.dim)]
-        if nested.is_row_list(leaf):
+        if containers.is_row_list(leaf):
             return [leaf[start : start + size] for start, size in zip(starts, sizes, strict=True)]
         if isinstance(leaf, Rows):
             return [Rows(leaf.entries[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
@@ -183,7 +383,7 @@ def cut(node: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
             return [leaf.narrow(*at) for at in zip(starts, sizes, strict=True)]
         return [leaf] * len(sizes)
 
-    return nested.unzip_leaves(cut_leaf, node, len(sizes))
+    return containers.unzip_leaves(cut_leaf, node, len(sizes))
 
 
 def move_leaves(node: Any, device: torch.device | None) -> Any:
@@ -200,4 +400,180 @@ def move_leaves(node: Any, device: torch.device | None) -> Any:
             return move_leaves(leaf.leaf, device)
         return leaf.on(device) if isinstance(leaf, PerReplica) and device is not None else leaf
 
-    return nested.map_leaves(move_leaf, node)
+    return containers.map_leaves(move_leaf, node)
+
+
+class RowShards(PerReplica):
+    """One argument, or one part of it, in one shard per replica."""
+
+
+def as_shards(parts: Sequence[Any], sizes: Sequence[int], order: Sequence[int] | None = None) -> Any:
+    """Merges the arguments of the replicas into one structure. Each leaf becomes :class:`RowShards`, unless there is one replica.
+
+    Args:
+        parts: arguments of each replica, of the same structure.
+        sizes: number of rows of each.
+        order: position of each row in the batch, for the outputs.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    return containers.zip_leaves(lambda place, leaves: RowShards(leaves, sizes).in_order(order), parts)
+
+
+def find_shards(arguments: Arguments) -> RowShards | None:
+    """Returns an argument that is cut already, or None. If one is, all are."""
+    for value in (*arguments.inputs, *arguments.kwargs.values()):
+        if type(value) is torch.Tensor:  # shortcut for the most frequent argument
+            return None
+        for _, leaf in containers.leaves(value):
+            if isinstance(leaf, RowShards):
+                return leaf
+            if isinstance(leaf, torch.Tensor):
+                return None
+    return None
+
+
+def take_rows(node: Any, rows: Sequence[int], dim: int = 0) -> Any:
+    """Returns copies of some rows of ``node``, in the order of ``rows``. Values without rows stay.
+
+    Args:
+        node: arguments with marks, as :func:`cut` takes them.
+        rows: indices.
+        dim: dimension of the rows in tensors that are not marked.
+
+    Raises:
+        TypeError: for outputs of replicas, whose rows are on several devices.
+    """
+    index: dict[torch.device, torch.Tensor] = {}
+
+    def take(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return _select(leaf, dim) if leaf.dim() else leaf
+        if type(leaf) is Along:
+            return Along(take_rows(leaf.leaf, rows, leaf.dim), leaf.dim)
+        if containers.is_row_list(leaf):
+            return _entries(leaf, type(leaf))
+        if isinstance(leaf, Rows):
+            return Rows(_entries(leaf.entries, list))
+        if isinstance(leaf, PerReplica) and not isinstance(leaf, RowShards):
+            raise TypeError("rows were given as outputs of replicas, expected tensors on the host: call gather(device='cpu')")
+        return leaf
+
+    def _entries(entries: Sequence[Any], kind: Any) -> Any:
+        return kind(entries[row] for row in rows)
+
+    def _select(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        if tensor.device not in index:
+            index[tensor.device] = torch.tensor(rows, dtype=torch.long, device=tensor.device)
+        return tensor.index_select(dim, index[tensor.device])
+
+    return containers.map_leaves(take, node)
+
+
+def pinned(node: Any) -> Any:
+    """Returns ``node`` with tensors of the host in page-locked memory, so that copies to a device do not wait."""
+
+    def pin(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.pin_memory() if leaf.is_cpu and leaf.layout == torch.strided else leaf
+        if type(leaf) is Along:
+            return Along(pinned(leaf.leaf), leaf.dim)
+        return Rows([pinned(entry) for entry in leaf.entries]) if isinstance(leaf, Rows) else leaf
+
+    return containers.map_leaves(pin, node)
+
+
+def scatter(
+    inputs: Any,
+    device_ids: Sequence[DeviceLike] | None = None,
+    dim: int = 0,
+    *,
+    split: Sequence[float] | None = None,
+) -> list[Any]:
+    """Splits ``inputs`` by rows over devices.
+
+    Tensors with at least one dimension are split along ``dim``, and their shards are moved to the devices. Gradients flow back
+    to ``inputs``. Lists of strings or numbers are split in the same way, one entry per row. 0-dim tensors, plain values and other
+    objects go to every replica. Containers keep their type.
+
+    Args:
+        inputs: a tensor, or tuples, named tuples, lists, mappings and dataclasses of tensors.
+        device_ids: devices, as in :class:`DataParallelModel`.
+        dim: dimension of the rows.
+        split: one weight per device. ``None`` means sizes that differ by at most one row.
+
+    Returns:
+        A list with one structure like ``inputs`` per device that gets rows. Without rows, a list with one structure.
+
+    Raises:
+        TypeError: ``device_ids`` is not a list of devices, or ``dim`` not an integer.
+        ValueError: if inputs have different numbers of rows. The message names both inputs and their shapes.
+
+    Example:
+        >>> shards = scatter({"x": torch.zeros(9, 5), "scale": 2.0}, ["cpu"] * 4)
+        >>> [shard["x"].shape[0] for shard in shards]
+        [3, 2, 2, 2]
+        >>> shards[3]["x"].shape, shards[3]["scale"]
+        (torch.Size([2, 5]), 2.0)
+        >>> [shard.shape for shard in scatter(torch.zeros(8, 5), ["cpu", "cpu"], split=[3, 1])]
+        [torch.Size([6, 5]), torch.Size([2, 5])]
+    """
+    devices = resolve_devices(device_ids)
+    check_dim(dim)
+    used, sizes = assign_rows(count_rows(inputs, dim), devices, check_split(split, len(devices)))
+    pieces = [inputs] if sizes is None else cut(inputs, sizes, dim)
+    return [move_leaves(piece, device) for piece, device in zip(pieces, used, strict=True)]
+
+
+def as_arguments(inputs: Any) -> Arguments:
+    """Converts ``inputs`` to the arguments of a call: a mapping to keyword arguments, a tuple to positional arguments."""
+    if isinstance(inputs, Mapping):
+        return Arguments((), dict(inputs))
+    return Arguments(spread(inputs), {})
+
+
+def count_micro_batches(rows: int, micro_batch_size: int | None, shares: int | Sequence[float]) -> int:
+    """Returns the smallest number of micro-batches with at most ``micro_batch_size`` rows per device; 0 without rows.
+
+    Args:
+        rows: number of rows of the whole batch.
+        micro_batch_size: largest number of rows per device; ``None`` means no limit.
+        shares: number of equal devices, or the weight of each device.
+    """
+    if micro_batch_size is None or rows == 0:
+        return min(rows, 1)
+    count = -(-rows // (micro_batch_size * (shares if isinstance(shares, int) else len(shares))))
+    while max(split_sizes(-(-rows // count), shares)) > micro_batch_size:  # the largest share decides
+        count += 1
+    return count
+
+
+def cut_batch(
+    arguments: Arguments, targets: tuple[Any, ...], sizes: Sequence[int], dims: tuple[int, int]
+) -> list[tuple[Arguments, tuple[Any, ...]]]:
+    """Splits arguments along ``dims[0]`` and targets along ``dims[1]`` into micro-batches of ``sizes[i]`` rows. Copies nothing.
+
+    Raises:
+        ValueError: if the number of rows of the targets is not that of the arguments, or a multiple of it.
+    """
+    target_rows = count_rows(targets, dims[1], sum(sizes), "targets")
+    target_sizes = sizes if target_rows is None else proportional_sizes(target_rows, sizes)
+    arguments, targets = mark_lists(arguments, dims[0]), mark_lists(targets, dims[1])
+    return list(zip(cut(arguments, sizes, dims[0]), cut(targets, target_sizes, dims[1]), strict=True))
+
+
+def detach_outputs(outputs: PerReplica, order: Sequence[int] | None) -> PerReplica:
+    """Returns the outputs of the replicas, detached from the autograd graph. ``order`` is that of their rows."""
+
+    def detach(leaf: Any) -> Any:
+        return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+    return outputs.map(lambda output: map_leaves(detach, output)).in_order(order)
+
+
+def join_outputs(micro_batches: Sequence[PerReplica], dims: Dims) -> PerReplica:
+    """Joins the outputs of all micro-batches as the outputs of one batch, in the order of the rows."""
+    entries = [output for outputs in micro_batches for output in outputs]
+    joined = PerReplica(entries, [size for outputs in micro_batches for size in outputs.sizes], dims)
+    orders = [outputs.order for outputs in micro_batches]
+    return joined.in_order(None if None in orders else [row for order in orders for row in order or ()])

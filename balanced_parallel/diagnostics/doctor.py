@@ -1,23 +1,33 @@
-"""Static checks of a model before it runs as replicas: reads modules and their source code, and runs nothing."""
+"""Static checks of a model before it runs as replicas: reads modules and their source code, and runs nothing.
+
+Waits of the host inside a model and its criterion, found by a training step on simulated devices.
+"""
 
 import ast
 import collections
+import functools
 import re
+import warnings
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from ..loss.additive import AdditiveLoss
+from ..batch import containers
+from ..loss.coupled import AdditiveLoss
+from ..loss.criterion import DataParallelCriterion
 from ..loss.rules import is_known, refuse_coupled
-from ..loss.sum_detection import is_sum, read_source
-from ..replicas.module_checks import refuse_compiled
-from ..replicas.sync_batchnorm import AllRowsBatchNorm, advice
-from ..runtime.modules import BatchNorm
-from .mismatch import fixed_devices
-from .unregistered import OWN_PACKAGES, described, unregistered_tensors
+from ..replicas.batchnorm import AllRowsBatchNorm, advice
+from ..replicas.model import DataParallelModel
+from ..replicas.module_tree import refuse_compiled
+from ..runtime.torch_private import BatchNorm, is_differentiable
+from ..training.step import TrainStep
+from .reasons import OWN_PACKAGES, described, fixed_devices, is_sum, read_source, unregistered_tensors
 
 __all__: list[str] = []
+
 
 _MUTATING_METHODS = frozenset(
     ("add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update")
@@ -209,3 +219,58 @@ def _recurrent_layers(module: nn.Module) -> Iterator[str]:
                 f"note: {described(name, layer)} runs as replicas; memory.estimate assumes the memory of cuDNN on a GPU, and "
                 "has no estimate for simulated devices"
             )
+
+
+def find_waits(
+    simulate: Callable[[int], AbstractContextManager[Any]],
+    module: nn.Module,
+    inputs: Any,
+    criterion: Callable[..., Any] | None = None,
+    targets: Any = (),
+    dim: int = 0,
+) -> Iterator[str]:
+    """Yields a note for each line whose call makes the host wait for a GPU. The step runs on the CPU, with the model's memory.
+
+    Args:
+        simulate: the function of this name.
+        module, criterion: on any device, including ``meta``. They get small numbers as parameters and buffers. Without a
+            criterion, the loss is the sum of all outputs.
+        inputs, targets: a batch. Only shapes and dtypes matter.
+        dim: the dimension of the rows.
+    """
+    for one in (module, criterion):
+        if isinstance(one, nn.Module):
+            one.to_empty(device="cpu")
+            _fill([*one.parameters(), *one.buffers()])
+    with warnings.catch_warnings(action="ignore"), simulate(2) as cluster:
+        model = DataParallelModel(module, dim=dim)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        losses = DataParallelCriterion(criterion or _sum, dim=dim, reduction=None if criterion else "sum")
+        step = TrainStep(model, losses, optimizer)
+        batch = containers.map_leaves(_pinned, (inputs, targets))
+        for _ in range(2):  # the first step prepares replicas
+            step(*batch)
+        waits = [wait for wait in cluster.waits if wait.step == 2]
+    places = collections.Counter((wait.kind, wait.file, wait.line, wait.advice) for wait in waits)
+    for (kind, file, line, hint), count in places.items():
+        times = f"{count} times in a step of two replicas"
+        yield f"note: waits: {kind} in {file}:{line} makes the host wait for a GPU, {times}: {hint}"
+
+
+def _sum(*outputs: Any) -> Any:
+    tensors = [leaf for _, leaf in containers.leaves(outputs) if isinstance(leaf, Tensor) and is_differentiable(leaf)]
+    return functools.reduce(torch.add, [tensor.real.sum() for tensor in tensors])
+
+
+@torch.no_grad()
+def _fill(tensors: list[Tensor]) -> None:
+    for tensor in tensors:
+        tensor.fill_(0.01 if tensor.is_floating_point() else 0)
+
+
+def _pinned(leaf: Any) -> Any:
+    if not isinstance(leaf, Tensor):
+        return leaf
+    tensor = torch.empty(leaf.shape, dtype=leaf.dtype)
+    _fill([tensor])
+    return tensor.pin_memory()

@@ -1,5 +1,5 @@
 """A loss as a sum and a weight, divided once."""
 
-from . import linear_heads  # registers with loss_weight
+from . import sums  # registers with loss_weight
 
-__all__: list[str] = ["linear_heads"]
+__all__: list[str] = ["sums"]

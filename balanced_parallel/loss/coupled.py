@@ -5,21 +5,35 @@
     second pass    forward 0 | backward 0 | forward 1 | backward 1 | ...     from these derivatives
 
 This is GradCache (arXiv:2101.06983). The parts are outputs (:class:`WholeLoss`) or sums (:class:`LossOfSums`).
+
+Chooses how a criterion whose rows depend on each other is computed, and checks its settings.
+
+Losses that are functions of sums over rows: Dice, Pearson's correlation. Only statistics are moved and summed.
+
+Losses of all outputs: contrastive losses, mined triplets. Outputs are gathered, and the loss is computed once per process.
+
+``AdditiveLoss``: a loss that is a function of sums over the rows, such as Dice, Pearson's correlation or Barlow Twins.
+
+Joins pieces of a batch again: arguments of several replicas, micro-batches and ranks, with the marks of their rows.
 """
 
 import abc
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..runtime.collectives import rank
+from ..batch import containers
+from ..batch.outputs import PerReplica, gather, repeated_rows
+from ..batch.rows import Along, Arguments, Rows, Whole, mark_leaves, move_leaves
+from ..runtime.collectives import gather_objects, rank, sum_over_ranks, world_size
 from ..runtime.devices import move
-from ..runtime.precision import scaled
-from ..runtime.tensors import is_differentiable
-from .shard_runner import ShardRunner
-from .weighting import LossSum, widen
+from ..runtime.torch_private import is_differentiable
+from ..runtime.values import scaled
+from .shards import ShardRunner, copy_criterion
+from .sums import LossSum, Shard, call_spread, loss_of, replace_value, weighted_sum, widen
 
 __all__: list[str] = []
 
@@ -133,3 +147,473 @@ class _HandBack(torch.autograd.Function):
         pairs = zip(ctx.derivatives, ctx.dtypes, strict=True)
         found = [None if one is None else (one * move(gradients[0], one.device).to(one.dtype)).to(dtype) for one, dtype in pairs]
         return None, None, *found
+
+
+def couple(criterion: ShardRunner, home: torch.device) -> CoupledLoss:
+    """Returns the loss of one update of a criterion whose rows depend on each other.
+
+    Args:
+        criterion: with ``whole=True``, or of an :class:`AdditiveLoss`.
+        home: a device of this process, for collectives if it has no rows.
+    """
+    return WholeLoss(criterion, home) if criterion.whole else LossOfSums(criterion, home)
+
+
+def check_coupled(criterion: Any, whole: bool, weight: Any, reduction: str | None, minimum: float) -> None:
+    """Raises ``ValueError`` for settings of a divisor, which a loss whose rows depend on each other does not have."""
+    if not isinstance(whole, bool):
+        raise ValueError(f"whole={whole!r}, expected True or False")
+    name = "whole=True" if whole else "an AdditiveLoss" if isinstance(criterion, AdditiveLoss) else None
+    given = {"weight": weight, "reduction": reduction, "minimum": minimum or None}
+    for setting, value in given.items():
+        if name is not None and value is not None:
+            raise ValueError(
+                f"{setting}={value!r} was given with {name}, expected neither weight, reduction nor minimum: the loss "
+                "is computed once for all rows, so there is nothing to divide"
+            )
+
+
+class Statistics(NamedTuple):
+    """The statistics of one replica's rows.
+
+    Args:
+        tensors: in the order of the leaves of ``structure``; None without rows.
+        structure: the containers around them.
+        nothing: a zero on the device of the output, connected to it.
+    """
+
+    tensors: list[Tensor] | None
+    structure: Any
+    nothing: Tensor
+
+
+class LossOfSums(CoupledLoss):
+    """The loss of the statistics of an update, of an :class:`AdditiveLoss`. A shard without rows adds nothing."""
+
+    def __init__(self, criterion: Any, home: torch.device) -> None:
+        super().__init__(criterion, home)
+        self._total: list[Tensor] = []
+        self._structure: Any = None
+        self._derivatives_on: dict[torch.device, list[Tensor | None]] = {}
+
+    def value(self, outputs: Sequence[Any], targets: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """Returns the loss of a batch. Statistics of all ranks are summed."""
+        parts = self._parts(outputs, targets, kwargs)
+        self._add(parts)
+        total, ranks = self._over_ranks(parts[0].nothing)
+        if not ranks:
+            raise ValueError("the batch has no rows, expected one at least: there are no statistics")
+        return self._finish(total)
+
+    def differentiate(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Computes the loss of the total of all ranks, and its derivative at the total."""
+        has_rows = bool(self._total)
+        total, ranks = self._over_ranks(None)
+        if not has_rows:
+            return
+        at = [tensor.requires_grad_() for tensor in total if is_differentiable(tensor)]
+        with torch.enable_grad():
+            loss = self._finish(total)
+        found = iter(self._derivatives(loss, at, ranks, scaler))
+        derivatives = [next(found) if is_differentiable(tensor) else None for tensor in total]
+        self._derivatives_on = {total[0].device: derivatives}
+
+    def _parts(self, outputs: Any, targets: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Statistics]:
+        parts: list[Statistics] = self.criterion.run_shards(_statistics_of, outputs, targets, kwargs)
+        if not self.criterion.is_checked:
+            with torch.no_grad():
+                self._check(parts[0], outputs, targets, kwargs)
+        return parts
+
+    def _collect(self, parts: list[Statistics]) -> None:
+        with torch.no_grad():
+            self._add(parts)
+
+    def _add(self, parts: list[Statistics]) -> None:
+        for part in parts:
+            if part.tensors is None:
+                continue
+            shapes, others = ([tuple(one.shape) for one in tensors] for tensors in (self._total or part.tensors, part.tensors))
+            if shapes != others:
+                raise ValueError(f"the statistics have shapes {shapes} and {others}, expected equal shapes for all rows")
+            if not self._total:
+                self._structure, self._total = part.structure, [widen(tensor) for tensor in part.tensors]
+                continue
+            pairs = zip(self._total, part.tensors, strict=True)
+            self._total = [total + move(widen(tensor), total.device) for total, tensor in pairs]
+
+    def _take(self, part: Statistics) -> list[tuple[Tensor, Tensor | None]]:
+        if part.tensors is None:
+            return [(part.nothing, None)]
+        known, device = self._derivatives_on, part.nothing.device
+        if device not in known:
+            known[device] = [None if one is None else move(one, device) for one in next(iter(known.values()))]
+        return list(zip(part.tensors, known[device], strict=True))
+
+    def _over_ranks(self, nothing: Tensor | None) -> tuple[list[Tensor], list[int]]:
+        """Returns the total of all ranks, and the ranks that have rows. Every rank calls this.
+
+        Args:
+            nothing: a zero that is connected to the outputs, for a total with a graph.
+        """
+        local = self._total
+        layouts = gather_objects((self._structure, [(one.shape, one.dtype) for one in local]) if local else None)
+        known = {number: layout for number, layout in enumerate(layouts) if layout is not None}
+        different = {str([tuple(shape) for shape, _ in shapes]) for _, shapes in known.values()}
+        if len(different) > 1:
+            raise ValueError(f"the statistics of the ranks have shapes {' and '.join(sorted(different))}, expected equal shapes")
+        if world_size() == 1 or not known:
+            return local, [*known]
+        self._structure, shapes = next(iter(known.values()))
+        device = nothing.device if nothing is not None else self.home
+        local = local or [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes]
+        whole = [sum_over_ranks(one) for one in local]
+        if nothing is None:
+            return whole, [*known]
+        # Every rank computes the whole loss, and DistributedDataParallel averages their gradients.
+        ours = [one * world_size() + nothing if is_differentiable(one) else one for one in local]
+        return [replace_value(one, total) for one, total in zip(ours, whole, strict=True)], [*known]
+
+    def _finish(self, total: list[Tensor]) -> Tensor:
+        tensors, device = iter(total), total[0].device
+        criterion: Any = self.criterion.module
+        finish = functools.partial(criterion.finish, containers.map_leaves(lambda _: next(tensors), self._structure))
+        with self.criterion.precision.autocast([device]):
+            (loss,) = self.criterion.replicas.workers([finish], [device], together=False)
+        return move(weighted_sum(loss, 1), self.criterion.output_device or device)
+
+    def _check(self, part: Statistics, outputs: Any, targets: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Raises ``ValueError`` if the statistics of the first shard are not the sum of those of its halves."""
+        shards = self.criterion.shards(outputs, targets, kwargs)
+        first, rows = shards.outputs[:1], shards.outputs.sizes[0]
+        if part.tensors is None or rows is None or rows < 2:
+            return
+        self.criterion.is_checked = True
+        pieces = first.narrow(0, rows // 2), first.narrow(rows // 2, rows - rows // 2)
+        halves = PerReplica([piece[0] for piece in pieces], [piece.sizes[0] for piece in pieces], first.dim)
+        parts = self.criterion.run_shards(_statistics_of, halves, *shards.batches[0])
+        if None in (one.tensors for one in parts):
+            return
+        for place, (whole, one, other) in enumerate(zip(part.tensors, *(part.tensors for part in parts), strict=True)):
+            if whole.shape == one.shape == other.shape and _adds_up(*(widen(tensor) for tensor in (whole, one, other))):
+                continue
+            raise ValueError(
+                f"statistics do not add up: number {place} of {rows} rows is {_shown(whole)}, but of their halves {_shown(one)} "
+                f"and {_shown(other)}; expected sums over the rows, so return .sum() in place of .mean()"
+            )
+
+
+class _Place(containers.Leaf):
+    """Stands for a tensor in a structure."""
+
+
+def _statistics_of(shard: Shard) -> Statistics:
+    nothing = shard.nothing()
+    if not shard.rows:
+        return Statistics(None, None, nothing)
+    criterion: Any = shard.criterion
+    found = call_spread(criterion.statistics, shard.output, shard.targets, shard.kwargs)
+    tensors = [_as_tensor(leaf, nothing.device) for _, leaf in containers.leaves(found)]
+    return Statistics(tensors, containers.map_leaves(lambda _: _Place(), found), nothing)
+
+
+def _as_tensor(leaf: Any, device: torch.device) -> Tensor:
+    if isinstance(leaf, (int, float)):
+        return torch.full((), leaf, dtype=torch.int64 if isinstance(leaf, int) else torch.float64, device=device)
+    if not isinstance(leaf, Tensor):
+        raise TypeError(
+            f"the statistics contain {containers.describe(leaf)}, expected tensors and numbers that add up over the rows"
+        )
+    return leaf
+
+
+def _adds_up(whole: Tensor, one: Tensor, other: Tensor) -> bool:
+    difference, size = (whole - one - other).abs().max(), torch.stack([whole, one, other]).abs().max()
+    return not bool(difference > 5e-2 * size)  # a mean is off by its own size; nan is the caller's
+
+
+def _shown(tensor: Tensor) -> str:
+    return f"{float(tensor):.6g}" if tensor.numel() == 1 else f"a tensor of shape {tuple(tensor.shape)}"
+
+
+class WholeLoss(CoupledLoss):
+    """The loss of all outputs of an update.
+
+    Outputs and targets of all replicas, micro-batches and ranks are gathered on the criterion's ``output_device``. An output
+    without rows, such as the temperature of a model, must be the same in all parts: that of the first replica is used.
+
+    Attributes:
+        pieces: detached outputs and targets of each replica and micro-batch, marked.
+        dim: dimension of the rows in targets that are not marked.
+    """
+
+    def __init__(self, criterion: Any, home: torch.device) -> None:
+        super().__init__(criterion, home)
+        self.pieces: list[Arguments] = []  # of all replicas and micro-batches
+        self._refusal: str | None = None  # of joining the outputs of several pieces
+        self._outputs = 1  # number of leading arguments that the outputs fill
+        self.dim = 0
+        self._pending: list[list[Tensor | None]] = []  # derivatives of each piece
+
+    def value(self, outputs: Sequence[Any], targets: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the loss of a batch. The outputs of all ranks are gathered on every rank."""
+        self.pieces = self._parts(outputs, targets, kwargs)
+        whole, device = self._join()
+        loss = self._call(gather_ranks(whole, device, self._refusal).batch, device)
+        return containers.map_leaves(lambda leaf: leaf if leaf is None else weighted_sum(leaf, 1), loss)
+
+    def differentiate(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Computes the loss of all outputs, and its derivative at each of them."""
+        pieces = self.pieces
+        whole, device = self._join()
+        rows = gather_ranks(whole, device, self._refusal)
+        if whole is None:
+            return
+        leaves = _output_leaves(rows.batch, self._outputs)
+        at = [_tensor(leaf) for leaf in leaves if is_differentiable(_tensor(leaf))]
+        for tensor in at:
+            tensor.requires_grad_()
+        with torch.enable_grad():
+            loss = self._call(rows.batch, device)
+            total = sum(weighted_sum(leaf, 1) for _, leaf in containers.leaves(loss) if leaf is not None)
+        found = iter(self._derivatives(total, at, rows.ranks, scaler))  # type: ignore[arg-type]
+        derivatives = [next(found) if is_differentiable(_tensor(leaf)) else None for leaf in leaves]
+        starts = iter(rows.starts)
+        columns = [
+            self._cut(leaf, derivative, [_output_leaves(piece, self._outputs)[place] for piece in pieces], starts, rows.ranks)
+            for place, (leaf, derivative) in enumerate(zip(leaves, derivatives, strict=True))
+        ]
+        self._pending = [list(row) for row in zip(*columns, strict=True)]
+
+    def _cut(self, leaf: Any, derivative: Tensor | None, pieces: list[Any], starts: Any, ranks: list[int]) -> list[Tensor | None]:
+        """Returns the derivative at each piece of a leaf, on the device of the piece."""
+        start = next(starts) if isinstance(leaf, Along) else 0
+        if derivative is None:
+            return [None] * len(pieces)
+        if not isinstance(leaf, Along):
+            return [self._share(derivative, ranks), *[None] * (len(pieces) - 1)]
+        found: list[Tensor | None] = []
+        for piece in pieces:
+            rows = piece.leaf.size(leaf.dim)
+            found.append(derivative.narrow(leaf.dim, start, rows).to(piece.leaf.device, copy=True))  # the whole can be freed
+            start += rows
+        return found
+
+    def _parts(self, outputs: Any, targets: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        shards = self.criterion.shards(outputs, targets, kwargs)
+        self._refusal = self._refusal or repeated_rows(shards.outputs, shards.outputs.sizes, shards.outputs.dim)
+        parts = []
+        for output, batch in zip(shards.outputs, shards.batches, strict=True):
+            marked = containers.spread(mark_leaves(output, shards.outputs.dim, "the output"))
+            parts.append(Arguments((*marked, *batch.inputs), batch.kwargs))
+            self._outputs = len(marked)
+        self.dim = shards.dim
+        return parts
+
+    def _collect(self, parts: list[Arguments]) -> None:
+        self.pieces += [containers.map_leaves(_detached, part) for part in parts]
+
+    def _take(self, part: Arguments) -> list[tuple[Tensor, Tensor | None]]:
+        leaves, derivatives = _output_leaves(part, self._outputs), self._pending.pop(0)
+        return [(_tensor(leaf), one) for leaf, one in zip(leaves, derivatives, strict=True)]
+
+    def _join(self) -> tuple[Any, torch.device]:
+        """Returns all pieces of this rank as one, and the device of the loss. The pieces are forgotten."""
+        pieces, self.pieces = self.pieces, []
+        self._refusal = self._refusal if len(pieces) > 1 or world_size() > 1 else None
+        tensor = (
+            None if not pieces else containers.first_tensor([_tensor(leaf) for leaf in _output_leaves(pieces[0], self._outputs)])
+        )
+        if len(pieces) > 1 and not self.criterion.is_checked:
+            self.criterion.is_checked = True
+            _check_constants([_output_leaves(piece, self._outputs) for piece in pieces])
+        device = self.criterion.output_device or (self.home if tensor is None else tensor.device)
+        return (join_rows(pieces, device, self.dim) if pieces else None), device
+
+    def _call(self, batch: Arguments, device: torch.device) -> Any:
+        inputs, kwargs = move_leaves(batch.inputs, device), move_leaves(batch.kwargs, device)
+        criterion = self.criterion
+        with criterion.precision.autocast([device]), copy_criterion(criterion.module, criterion.replicas, [device]) as copies:
+            call = functools.partial(call_spread, copies[0], inputs[: self._outputs], inputs[self._outputs :], kwargs)
+            (loss,) = criterion.replicas.workers([call], [device], together=False)
+        return loss_of(loss)
+
+
+def _output_leaves(part: Arguments, outputs: int) -> list[Any]:
+    """Returns the tensors of the outputs, those with rows in their marks."""
+    found = [leaf for _, leaf in containers.leaves(part.inputs[:outputs])]
+    return [leaf for leaf in found if isinstance(_tensor(leaf), Tensor)]
+
+
+def _check_constants(pieces: list[list[Any]]) -> None:
+    """Raises ``ValueError`` if outputs without rows differ between replicas or micro-batches."""
+    for first, *others in zip(*pieces, strict=True):
+        tensor = _tensor(first)
+        if not isinstance(first, Along) and not all(torch.equal(tensor, move(_tensor(other), tensor.device)) for other in others):
+            raise ValueError(
+                f"an output of shape {tuple(tensor.shape)} has no rows and differs between replicas or micro-batches, expected "
+                "the same everywhere, as a temperature is: return a value per row, and reduce it in the criterion"
+            )
+
+
+def _tensor(leaf: Any) -> Any:
+    return leaf.leaf if isinstance(leaf, Along) else leaf.value if isinstance(leaf, Whole) else leaf
+
+
+def _detached(leaf: Any) -> Any:
+    if isinstance(leaf, (Along, Whole)):
+        inner = _detached(_tensor(leaf))
+        return Along(inner, leaf.dim) if isinstance(leaf, Along) else Whole(inner)
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+class AdditiveLoss(nn.Module):
+    """A loss that is a function of statistics, which add up over the rows.
+
+    ``loss(output, *targets)`` is ``finish(statistics(output, *targets))``, as in a plain program. In a
+    :class:`DataParallelCriterion` each replica computes the statistics of its own rows. Only statistics are moved and summed,
+    over replicas, ranks and micro-batches. ``finish`` is called once per process with the total, and its derivative is handed
+    back. So the loss is exact, and no device stores the outputs of others.
+
+    Subclasses may override the methods ``statistics`` and ``finish`` instead.
+
+    Args:
+        statistics: a function or a module, ``(output, *targets) -> statistics``. These are a tensor, or tensors and numbers in a
+            tuple, a mapping or a dataclass: sums over the rows, never means.
+        finish: a function or a module that computes the loss of a total in the same structure, a scalar.
+
+    Raises:
+        TypeError: ``statistics`` or ``finish`` is not a function, and no method of a subclass either.
+        ValueError: the statistics of a shard are not the sum of those of its halves. The first batch is checked.
+
+    Example:
+        >>> def statistics(output, target):
+        ...     return (output * target).sum(), output.square().sum(), target.square().sum()
+        >>> def finish(total):
+        ...     product, outputs, targets = total
+        ...     return 1 - product / (outputs * targets).sqrt()
+        >>> criterion = DataParallelCriterion(AdditiveLoss(statistics, finish))
+        >>> outputs = PerReplica([torch.tensor([3.0]), torch.tensor([4.0])], [1, 1])
+        >>> criterion(outputs, torch.tensor([4.0, 3.0]))  # one minus the cosine of (3, 4) and (4, 3)
+        tensor(0.0400)
+    """
+
+    def __init__(self, statistics: Callable[..., Any] | None = None, finish: Callable[[Any], Tensor] | None = None) -> None:
+        super().__init__()
+        for name, function in (("statistics", statistics), ("finish", finish)):
+            if not callable(function) and getattr(type(self), name) is getattr(AdditiveLoss, name):
+                raise TypeError(f"{name}={function!r}, expected a function, or a subclass with a method {name}")
+        self._statistics, self._finish = statistics, finish
+
+    def statistics(self, *arguments: Any, **kwargs: Any) -> Any:
+        """Returns the statistics of some rows."""
+        assert self._statistics is not None
+        return self._statistics(*arguments, **kwargs)
+
+    def finish(self, total: Any) -> Tensor:
+        """Returns the loss of the sum of all statistics."""
+        assert self._finish is not None
+        return self._finish(total)
+
+    def forward(self, *arguments: Any, **kwargs: Any) -> Tensor:
+        """Returns the loss of a whole batch."""
+        return self.finish(self.statistics(*arguments, **kwargs))
+
+
+def join_rows(pieces: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
+    """Returns the pieces as one structure, with its tensors on ``device``. Values without rows are those of the first piece.
+
+    Args:
+        pieces: marked structures of the same form, in the order of their rows.
+        device: of the result.
+        dim: dimension of the rows in tensors that are not marked.
+    """
+    return containers.zip_leaves(lambda place, values: _join(place, values, device, dim), pieces, "the batch")
+
+
+def _join(place: str, values: list[Any], device: torch.device, dim: int) -> Any:
+    first = values[0]
+    if isinstance(first, torch.Tensor) and first.dim():
+        return Along(_concatenate(place, values, device, dim), dim)
+    if isinstance(first, Along) and isinstance(first.leaf, torch.Tensor):
+        return Along(_concatenate(place, [value.leaf for value in values], device, first.dim), first.dim)
+    if isinstance(first, PerReplica):
+        sizes = [size for value in values for size in value.sizes]
+        outputs = PerReplica([entry for value in values for entry in value], sizes, first.dim)
+        return mark_leaves(outputs.on(device), outputs.dim, place)
+    if isinstance(first, Rows):
+        return Rows([entry for value in values for entry in value.entries])
+    if isinstance(first, Along):
+        first, values = first.leaf, [value.leaf for value in values]
+    if containers.is_row_list(first):
+        kind: Any = type(first)
+        return kind(entry for value in values for entry in value)
+    return move(first, device) if isinstance(first, torch.Tensor) else first
+
+
+def _concatenate(place: str, tensors: list[torch.Tensor], device: torch.device, dim: int) -> torch.Tensor:
+    layouts = {(tensor.dim(), *tensor.shape[:dim], *tensor.shape[dim:][1:]) for tensor in tensors}
+    if len(layouts) > 1:
+        shapes = " and ".join(dict.fromkeys(str(tuple(tensor.shape)) for tensor in tensors))
+        raise ValueError(f"{place} has shapes {shapes}, expected shapes that differ in dimension {dim} only")
+    return torch.cat([move(tensor, device) for tensor in tensors], dim)
+
+
+class RankRows(NamedTuple):
+    """The rows of all ranks.
+
+    Args:
+        batch: all rows; None on a rank that has passed none.
+        starts: the place of this rank's rows in each tensor with rows, in the order of the leaves.
+        ranks: the ranks that have rows.
+    """
+
+    batch: Any
+    starts: list[int]
+    ranks: list[int]
+
+
+def gather_ranks(batch: Any, device: torch.device, refusal: str | None = None) -> RankRows:
+    """Gathers the result of :func:`join_rows` of every rank, in the order of the ranks. All ranks call this. Differentiable.
+
+    Args:
+        batch: of this rank; None without rows.
+        device: of the result.
+        refusal: error of this rank, which all ranks raise.
+    """
+    if refusal and world_size() == 1:
+        raise ValueError(refusal)
+    found = [] if batch is None else [leaf for _, leaf in containers.leaves(batch)]
+    along = [leaf for leaf in found if isinstance(leaf, Along)]
+    if world_size() == 1:
+        return RankRows(batch, [0] * len(along), [0])
+    lists = [leaf.entries if isinstance(leaf, Rows) else leaf for leaf in found if _is_list(leaf)]
+    layout = None if batch is None else ([leaf.leaf.size(leaf.dim) for leaf in along], lists)
+    layouts, refusals = zip(*gather_objects((layout, refusal)), strict=True)
+    for message in filter(None, refusals):
+        raise ValueError(message)
+    known = {number: layout for number, layout in enumerate(layouts) if layout is not None}
+    tensors: Any = ()
+    if any(sizes for sizes, _ in known.values()):
+        dims = tuple(leaf.dim for leaf in along)
+        tensors = gather([] if batch is None else PerReplica([tuple(leaf.leaf for leaf in along)], [None], dims), device)
+    ranks = [number for number, (sizes, _) in known.items() if any(sizes)] or [*known]
+    if batch is None:
+        return RankRows(None, [], ranks)
+    before = [sizes for number, (sizes, _) in known.items() if number < rank()]
+    starts = [sum(sizes[place] for sizes in before) for place in range(len(along))]
+    joined = iter(tensors)
+    entries = iter([[entry for _, parts in known.values() for entry in parts[place]] for place in range(len(lists))])
+
+    def replace(leaf: Any) -> Any:
+        if isinstance(leaf, Along):
+            return Along(next(joined), leaf.dim)
+        if _is_list(leaf):
+            return Rows(next(entries)) if isinstance(leaf, Rows) else type(leaf)(next(entries))
+        return leaf
+
+    return RankRows(containers.map_leaves(replace, batch), starts, ranks)
+
+
+def _is_list(leaf: Any) -> bool:
+    return isinstance(leaf, Rows) or containers.is_row_list(leaf)

@@ -1,28 +1,38 @@
-"""``DataParallelCriterion``: losses computed on the devices of the outputs, and the exact mean over the whole batch."""
+"""``DataParallelCriterion``: losses computed on the devices of the outputs, and the exact mean over the whole batch.
+
+Losses of the micro-batches of one batch. Weights that depend on the targets alone are computed once for the batch.
+"""
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from ..batch import nested
-from ..batch.dims import Dims
-from ..batch.per_replica import PerReplica
+from ..batch import containers
+from ..batch.containers import Dims
+from ..batch.outputs import PerReplica
+from ..runtime.collectives import sum_over_ranks
 from ..runtime.devices import DeviceLike
-from ..runtime.precision import Precision
-from .additive import AdditiveLoss
-from .coupling import check_coupled, couple
-from .custom_weights import call_weight, check_settings, keywords_of, warn_unknown
-from .output_rows import as_per_replica
-from .partial_sums import Criterion, MeanAndWeight, Shard, add_means, merge, sum_and_weight, sum_of_terms, total_of
-from .reduction import reduction_in, reduction_of
-from .rules import find_torch_loss, has_sum, is_known, refuse_coupled
-from .shard_runner import ShardRunner
-from .target_divisors import TargetDivisors
-from .targets import weight_of_targets
-from .weighting import LossSum, Weight, divide_once
+from ..runtime.values import Precision
+from .coupled import AdditiveLoss, check_coupled, couple
+from .rules import find_torch_loss, has_sum, is_known, reduction_in, reduction_of, refuse_coupled, weight_of_targets
+from .shards import ShardRunner, TargetDivisors, as_per_replica, call_weight, check_settings, keywords_of, warn_unknown
+from .sums import (
+    Criterion,
+    LossSum,
+    MeanAndWeight,
+    Shard,
+    Weight,
+    add_means,
+    divide_once,
+    merge,
+    sum_and_weight,
+    sum_of_terms,
+    total_of,
+)
 
 __all__: list[str] = []
 
@@ -163,7 +173,7 @@ class DataParallelCriterion(ShardRunner):
         parts = self.run_shards(self._term(self.reduction), outputs, targets, {})
         factors = [1 / divisor if divisor else 0.0 for divisor in divisors]
         sums = [
-            [one.total * factor for (_, one), factor in zip(nested.leaves(part), factors, strict=True) if one is not None]
+            [one.total * factor for (_, one), factor in zip(containers.leaves(part), factors, strict=True) if one is not None]
             for part in parts
         ]
         return [LossSum(functools.reduce(torch.add, means), None if any(divisors) else 0.0) for means in sums]
@@ -198,3 +208,35 @@ class DataParallelCriterion(ShardRunner):
             self._warned = True
             warn_unknown(self.module, stacklevel=7)
         return lambda shard: shard.rows
+
+
+class BatchLosses(NamedTuple):
+    """A way to compute the losses of the micro-batches of one batch.
+
+    Args:
+        compute: returns one :class:`LossSum` per replica of a micro-batch's outputs and targets.
+        weight: weight of the whole batch on this rank, if ``compute`` returns sums without weights.
+        is_divided: ``compute`` returns sums that are divided already.
+    """
+
+    compute: Callable[..., list[LossSum]]
+    weight: Weight = 0.0
+    is_divided: bool = False
+
+
+def losses_of_batch(criterion: DataParallelCriterion, targets: Sequence[tuple[Any, ...]], *, is_whole: bool) -> BatchLosses:
+    """Chooses the way to compute the losses of the micro-batches of one batch.
+
+    Args:
+        criterion: the criterion.
+        targets: targets of the whole batch, in any number of parts.
+        is_whole: no other batch is added before the update. Ranks then sum the divisors of several means.
+    """
+    weights = [weight for part in targets if (weight := criterion.weigh_targets(*part)) is not None]
+    if len(weights) == len(targets) > 0:
+        return BatchLosses(criterion.weighed_sums, functools.reduce(operator.add, weights))
+    parts = [divisors for part in targets if is_whole and (divisors := criterion.divisors_of_targets(*part)) is not None]
+    if not parts or len(parts) < len(targets):
+        return BatchLosses(criterion.loss_sums)
+    total = sum_over_ranks(torch.tensor(parts, dtype=torch.float64).sum(0)).clamp(min=criterion.minimum)
+    return BatchLosses(functools.partial(criterion.divided_sums, total.tolist()), is_divided=True)

@@ -1,4 +1,9 @@
-"""Divisors of the losses of torch: the number of elements, rows or kept targets, or the sum of the targets' class weights."""
+"""Divisors of the losses of torch: the number of elements, rows or kept targets, or the sum of the targets' class weights.
+
+Reduction of a criterion, from its settings.
+
+Kinds of targets of the losses of torch, and divisors that depend on the targets alone.
+"""
 
 import functools
 import inspect
@@ -13,8 +18,8 @@ from torch import Tensor, nn
 
 __all__: list[str] = []
 
-Rule = Callable[..., Tensor]
 
+Rule = Callable[..., Tensor]
 # Parts of the names of losses whose rows depend on each other. Their value on the batch is not a mean over shards.
 _COUPLED = re.compile(
     "barlowtwins|batchall|batchhard|cliploss|concordance|contrastive|dice|hardtriplet|infonce|jaccard|jsd|lovasz|mining|miner|"
@@ -149,7 +154,6 @@ def _sequences(*, log_probs: Tensor, target_lengths: Tensor | tuple[int, ...] | 
 
 
 Targets = Literal["classes", "like the output"]
-
 # Each loss: its module, its function, the divisor of its mean, and the plainest targets for one output.
 LOSSES: list[tuple[type[nn.Module], Callable[..., Tensor], Rule, Targets | None]] = [
     (nn.CrossEntropyLoss, F.cross_entropy, _classes, "classes"),
@@ -298,3 +302,52 @@ def has_sum(criterion: Any) -> bool:
 
 def _name(criterion: Any) -> str:
     return str(getattr(criterion, "__name__", type(criterion).__name__))
+
+
+def reduction_of(criterion: Any) -> str:
+    """Returns the reduction of a criterion: ``"mean"``, ``"batchmean"``, ``"sum"`` or ``"none"``.
+
+    It is the keyword argument of a partial, the default of a function, or the attribute of a loss of torch or of a registered
+    loss. The attribute of another module does not determine the result of its ``forward``, which is assumed to be a mean.
+    """
+    function, _, settings = unwrap(criterion)
+    if "reduction" in settings or "size_average" in settings or "reduce" in settings:
+        return str(reduction_in(settings))
+    if isinstance(function, FUNCTIONS):
+        try:
+            parameter = inspect.signature(function).parameters.get("reduction")
+        except ValueError:  # a builtin without a signature
+            parameter = None
+        default = "mean" if parameter is None or parameter.default is inspect.Parameter.empty else parameter.default
+        return str(default)
+    return str(getattr(function, "reduction", "mean")) if is_known(criterion) else "mean"
+
+
+def reduction_in(settings: dict[str, Any]) -> str:
+    """Returns the reduction that keyword arguments select, including the deprecated ``size_average=`` and ``reduce=``."""
+    if settings.get("size_average") is None and settings.get("reduce") is None:
+        return str(settings.get("reduction", "mean"))
+    if settings.get("reduce") is False:
+        return "none"
+    return "sum" if settings.get("size_average") is False else "mean"
+
+
+def targets_of(criterion: Any) -> Targets | None:
+    """Returns the kind of targets that a loss of torch takes: class indices, or tensors shaped like the output.
+
+    None for losses with several targets or with targets that the output does not determine, and for other criteria.
+    """
+    function = find_torch_loss(criterion)
+    return None if function is None else TARGETS[function]
+
+
+def weight_of_targets(criterion: Any, targets: tuple[Any, ...]) -> Tensor | None:
+    """Returns :func:`loss_weight` if it depends on the targets alone, otherwise None."""
+    loss = find_torch_loss(criterion)
+    unwrapped, arguments, settings = unwrap(criterion)
+    if loss is None or TARGETS[loss] != "classes" or arguments or len(targets) != 1:
+        return None
+    class_weights = settings.get("weight", getattr(unwrapped, "weight", None))
+    if class_weights is not None or not isinstance(targets[0], Tensor) or targets[0].is_floating_point():
+        return None
+    return RULES[loss](target=targets[0], ignore_index=settings.get("ignore_index", getattr(unwrapped, "ignore_index", -100)))

@@ -2,6 +2,7 @@
 
 __all__: list[str] = []
 
+
 HINT = "give memory.estimate a module without it (a size as a plain number, a mask that multiplies)"
 
 

@@ -1,29 +1,258 @@
-"""``memory.plan``: the cheapest way to fit an effective batch on given devices."""
+"""``memory.plan``: the cheapest way to fit an effective batch on given devices.
 
+The result of a plan: the choices, the chosen one, and the objects that it makes.
+
+The options of a plan in stages, the cheapest first.
+
+The capacity of a device and the number of devices that a batch needs, if nothing fits.
+
+A :class:`TrainStep` whose activations wait for the backward in the memory of the host.
+
+Progress of a long search, for the command line. Functions of the package print nothing.
+
+Optimizers with less state than Adam's, which are alternatives in a plan: another optimizer makes another result.
+"""
+
+import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+import html
+import importlib
+import importlib.util
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+from tabulate import tabulate
+from torch import Tensor
 
-from ..batch.splits import split_sizes
+from ..batch.plan import split_sizes
 from ..loss.criterion import DataParallelCriterion
 from ..loss.rules import is_known
-from ..runtime.byte_sizes import parse_each
-from .candidates import Measured, measure_what_decides
-from .capacity import what_would_fit
-from .choices import Choice
-from .device_specs import DeviceKind
+from ..replicas.model import DataParallelModel
+from ..runtime.devices import DeviceLike
+from ..runtime.values import format_bytes, parse_each
+from ..savings.checkpointing import checkpoint_blocks, find_blocks
+from ..savings.gradient_release import release_gradients_in_backward
+from ..savings.lm_heads import replace_lm_head
+from ..savings.offloading import offload_activations
+from ..training.step import TrainStep
+from .candidates import SCALARS, Choice, Measured, Option, choice_of, measure, measure_what_decides, row_of
+from .devices import DeviceKind
 from .estimation import make_report, report_of
-from .length_traces import check_lengths, with_length
-from .memory_plan import MakeOptimizer, MemoryPlan
-from .plan_stages import stages_of
-from .progress import tell
-from .report import MemoryReport
+from .lengths import check_lengths, with_length
+from .report import MemoryReport, write_page
 from .request import make_request
-from .trace.coupled_update import plain_criterion
+from .trace.layouts import Request, plain_criterion
+from .trace.optimizers import OptimizerChoice
+from .trace.savings import set_inplace
+from .trace.tracer import Trace, try_traces
 
 __all__: list[str] = []
+
+
+MakeOptimizer = Callable[..., torch.optim.Optimizer]
+_NOTES = {
+    "replica": "batch norm uses the statistics of each replica's rows, so the result is not that of the whole batch: "
+    "convert_sync_batchnorm(module) makes it use all rows of a forward",
+    "micro-batch": "batch norm uses the statistics of each micro-batch, so the result is not that of the whole batch: "
+    "a norm within each row, such as LayerNorm, has none",
+}
+_UNKNOWN_DIVISOR = (
+    "the divisor of the loss is not known, and without weight= each row counts the same: give weight= to plan.apply, as to "
+    "DataParallelCriterion"
+)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """The way to run an effective batch within the capacity of each device. The example of :func:`plan` makes one.
+
+    Attributes:
+        batch_size: rows per update.
+        capacity: bytes of each device.
+        choices: all that were traced. The chosen one is the first, if any fits. Those with another optimizer are the last.
+        fits: the first choice fits.
+        needs: if none fits, the capacity in bytes that one row per device needs, and the number of devices that would suffice
+            (None if no number would).
+        dim: the dimension of the rows.
+        micro_batch_cost: the largest ``rows x longest`` of a device in one forward, if the plan was made for lengths.
+        trim: the dimension of the lengths.
+        untried: names of options that were not traced. They cost more operations or change the result, and a cheaper one fits.
+        unknown_divisor: the loss needs a ``weight=`` to be exact.
+        report: the estimate of the chosen one.
+    """
+
+    batch_size: int
+    capacity: tuple[int, ...]
+    device_kind: str
+    choices: tuple[Choice, ...]
+    fits: bool
+    needs: tuple[int, int | None] | None = None
+    dim: int = 0
+    untried: tuple[str, ...] = ()
+    micro_batch_cost: int | None = None
+    trim: int = 1
+    unknown_divisor: bool = False
+    report: MemoryReport | None = dataclasses.field(default=None, repr=False, compare=False)
+
+    @property
+    def chosen(self) -> Choice:
+        """The cheapest choice that fits.
+
+        Raises:
+            ValueError: nothing fits.
+        """
+        if not self.fits:
+            raise ValueError(f"nothing fits: {self.advice}")
+        return self.choices[0]
+
+    @property
+    def devices(self) -> int:
+        """The number of devices."""
+        return len(self.capacity)
+
+    @property
+    def micro_batch_size(self) -> int:
+        """The most rows of a device in one forward."""
+        return self.chosen.micro_batch_size
+
+    @property
+    def advice(self) -> str:
+        """The capacity and the number of devices that would fit, and another optimizer that would, as text."""
+        assert self.needs is not None
+        size, count = self.needs
+        of_size = f"devices of {format_bytes(max(self.capacity))}"
+        more = f"no number of {of_size} would do" if count is None else f"or {count} {of_size}"
+        others = [choice.optimizer for choice in self.choices if choice.fits and choice.optimizer]
+        instead = f"; with optimizer={others[0]} it fits, which makes another result" if others else ""
+        return f"one row per device needs devices of {format_bytes(size)}, {more}{instead}"
+
+    def apply(
+        self,
+        module: torch.nn.Module,
+        criterion: Callable[..., Any],
+        *,
+        optimizer: MakeOptimizer = torch.optim.AdamW,
+        device_ids: Sequence[DeviceLike] | None = None,
+        weight: Callable[..., Any] | None = None,
+        max_grad_norm: float | None = None,
+        cost: Callable[[Any], Any] | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        **defaults: Any,
+    ) -> tuple[DataParallelModel, DataParallelCriterion, torch.optim.Optimizer, TrainStep]:
+        """Makes the model, the criterion, the optimizer and the step of the plan. The savings change ``module`` in place.
+
+        Args:
+            module, criterion: those of the plan. A :class:`DataParallelCriterion` stays as it is.
+            optimizer: its class. ``defaults`` are its settings: ``lr`` and so on.
+            device_ids: as many as in the plan. ``None`` takes the first of the visible devices.
+            weight, max_grad_norm: as in :class:`DataParallelCriterion` and :class:`TrainStep`.
+            cost, collate: as in :class:`TrainStep`, for a plan with lengths. The cost of a row is its length. Padded batches,
+                without ``collate``, are trimmed.
+
+        Raises:
+            ValueError: nothing fits, the number of devices is not that of the plan, a plan with lengths gets no ``cost``, or
+                gradients are clipped that the plan releases.
+        """
+        chosen = self.chosen
+        if (cost is None) != (self.micro_batch_cost is None):
+            raise ValueError("expected cost= for a plan that was made with lengths=, and only for such a plan")
+        if chosen.released and max_grad_norm is not None:
+            raise ValueError(
+                f"max_grad_norm={max_grad_norm} with a plan that releases gradients in the backward, expected None: give "
+                "max_grad_norm to memory.plan too, which then plans without it"
+            )
+        checkpoint_blocks(module, chosen.checkpoint)
+        set_inplace(module, chosen.inplace)
+        if chosen.no_logits:
+            replace_lm_head(module)
+        devices = list(range(self.devices)) if device_ids is None and torch.accelerator.is_available() else device_ids
+        if devices is not None and len(devices) != self.devices:
+            raise ValueError(f"device_ids has {len(devices)} devices, expected the {self.devices} that were planned for")
+        model = DataParallelModel(module, devices, dim=self.dim, split=chosen.split)
+        is_wrapped = isinstance(criterion, DataParallelCriterion)
+        wrapped: Any = criterion if is_wrapped else DataParallelCriterion(criterion, dim=self.dim, weight=weight)
+        choice = OptimizerChoice(
+            functools.partial(optimizer, **defaults), foreach=False
+        )  # torch chooses kernels by itself on real devices
+        learned = [*model.parameters(), *wrapped.parameters()]
+        trained = choice.balanced(model, learned) if chosen.balanced_optimizer else choice(learned)
+        if chosen.released:
+            release_gradients_in_backward(trained)
+        step = (OffloadingStep if chosen.offload else TrainStep)(
+            model,
+            wrapped,
+            trained,
+            micro_batch_size=chosen.micro_batch_size if cost is None else None,
+            precision=chosen.precision,
+            max_grad_norm=max_grad_norm,
+            cost=cost,
+            collate=collate,
+            trim=self.trim if cost is not None and collate is None else None,
+            micro_batch_cost=self.micro_batch_cost,
+        )
+        return model, wrapped, trained, step
+
+    def save_html(self, path: Path | str) -> None:
+        """Writes the page of :meth:`MemoryReport.save_html` about the chosen way, with a table of all choices.
+
+        Raises:
+            ImportError: plotly is not installed.
+            ValueError: nothing fits, or this plan was read from JSON.
+        """
+        if self.report is None:
+            reason = "this plan was read from JSON" if self.fits else f"nothing fits: {self.advice}"
+            raise ValueError(f"there is no report to show: {reason}")
+        write_page(path, self.report, self.capacity, self._repr_html_())
+
+    def to_json(self) -> str:
+        """Returns the plan as JSON, without its report."""
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "report"}
+        return json.dumps(values | {"choices": [dataclasses.asdict(choice) for choice in self.choices]}, indent=2)
+
+    @classmethod
+    def from_json(cls, text: str) -> "MemoryPlan":
+        """Returns the plan that :meth:`to_json` wrote."""
+        values: dict[str, Any] = json.loads(text)
+        choices = tuple(choice_of(choice) for choice in values.pop("choices"))
+        needs = None if values["needs"] is None else tuple(values["needs"])
+        return cls(
+            **values
+            | {"choices": choices, "capacity": tuple(values["capacity"]), "needs": needs, "untried": tuple(values["untried"])}
+        )
+
+    def __str__(self) -> str:
+        return "\n\n".join([self._title, self._table("simple"), *self._notes])
+
+    def _repr_html_(self) -> str:
+        """Returns the plan as HTML, for notebooks."""
+        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self._notes)
+        return f"<p>{html.escape(self._title)}</p>{self._table('html')}{notes}"
+
+    @property
+    def _title(self) -> str:
+        sizes = self.capacity[:1] if len(set(self.capacity)) == 1 else self.capacity
+        shown = " + ".join(map(format_bytes, sizes))
+        return f"{self.batch_size} rows per update on {self.devices} x {self.device_kind} with {shown}"
+
+    def _table(self, style: str) -> str:
+        headers = ["", "rows at most x micro-batches", "peak", "reserved", "saved", "recomputed", "traffic", "result", "fits"]
+        table: str = tabulate(map(row_of, self.choices), headers, style, disable_numparse=True)
+        return table
+
+    @property
+    def _notes(self) -> list[str]:
+        last = f"chosen: {self.chosen.name}" if self.fits else f"nothing fits: {self.advice}"
+        last += "" if self.micro_batch_cost is None else f", with rows x longest of {self.micro_batch_cost} at most per device"
+        note = _NOTES.get(self.choices[0].statistics or "", "")
+        untried = f"not tried, because less fits (`tricks` measures each): {'; '.join(self.untried)}" if self.untried else ""
+        weight = _UNKNOWN_DIVISOR if self.unknown_divisor else ""
+        return [*filter(None, [note, weight, untried]), last]
 
 
 def plan(
@@ -162,3 +391,144 @@ def _report(measured: Measured, choice: Choice, batch_size: int) -> MemoryReport
         return report_of(request, rows)
     lines = measured.lines(count)
     return make_report(request, rows, lines, [size * devices for size in split_sizes(rows, devices)], lines)
+
+
+def stages_of(request: Request, clips: bool) -> Iterator[list[Option]]:
+    """Yields the options, the cheapest first. Gradients that are clipped are not released in the backward.
+
+    Each stage costs more operations than the one before, or changes the result. It is traced only if nothing before it fits."""
+    spread_state = [False, True] if request.devices > 1 else [False]
+    blocks, precision = find_blocks(request.module), request.precision
+    no_logits = _can_leave_logits_out(request)
+    for used in dict.fromkeys((precision, "bf16" if precision == "fp32" else precision)):
+        kwargs: dict[str, Any] = {"precision": used, "changes_result": used != precision, "no_logits": no_logits}
+        if no_logits and used == precision:  # first the module as it is
+            yield [Option(balanced, (), used, False) for balanced in spread_state]
+        for names in ((), blocks) if blocks else ((),):
+            yield [Option(balanced, names, **kwargs) for balanced in spread_state]
+            if not names and any(getattr(part, "inplace", None) is False for part in request.module.modules()):
+                yield [Option(balanced, names, inplace=True, **kwargs) for balanced in spread_state]
+        yield [Option(balanced, blocks, offload=True, **kwargs) for balanced in spread_state]
+        if not clips and used != "fp16":  # its scaler reads all gradients, too
+            ways = dict.fromkeys([((), False), (blocks, False), (blocks, True)])
+            yield [Option(False, names, offload=offload, released=True, **kwargs) for names, offload in ways]
+    assert isinstance(request.optimizer, OptimizerChoice)
+    others = smaller_optimizers(request.optimizer)
+    if others:
+        yield [Option(False, blocks, precision, False, other, no_logits=no_logits) for other in others]
+
+
+def _can_leave_logits_out(request: Request) -> bool:
+    """Returns True if the module is a language model that computes its loss, and nothing reads its logits."""
+    if "labels" not in request.inputs.kwargs:
+        return False
+    (trace,) = try_traces([(dataclasses.replace(request, savings=("replace_lm_head",)), 2 * request.row_step)])
+    return isinstance(trace, Trace)
+
+
+TRACED_DEVICES = 16  # more take long to trace
+
+
+def what_would_fit(measured: Sequence[Measured], capacity: int) -> tuple[int, int | None]:
+    """Returns the capacity at which one row per device fits, and the number of devices at which it fits ``capacity``.
+
+    With :class:`BalancedOptimizer`, the memory of one of ``n`` devices is ``fixed + sharded / n``. Two traces give both terms.
+    The result, up to 16 devices, is traced too, with its neighbours. The number is None if no number of devices suffices.
+    """
+
+    def lowest(each: Measured) -> int:
+        return max(each.reserved(i, 1, 2) or 0 for i in range(each.request.devices)) + SCALARS
+
+    least = min(measured, key=lowest)
+    balanced = dataclasses.replace(least.option, balanced=True)
+    rows = least.request.update_rows or 1
+
+    counted = {each.request.devices: each for each in measured if each.option == balanced}
+
+    def trace(*counts: int) -> None:
+        asked = [n for n in counts if n not in counted]
+        new = {n: Measured(dataclasses.replace(least.request, devices=n), balanced, (capacity,) * n, rows) for n in asked}
+        measure(list(new.values()), 2)
+        counted.update(new)
+
+    def lowest_of(count: int) -> int:
+        trace(count)
+        return lowest(counted[count])
+
+    trace(2, 4)
+    sharded = (lowest_of(2) - lowest_of(4)) * 4  # 1 / n falls from 1 / 2 to 1 / 4
+    free = capacity - (lowest_of(4) - sharded // 4)
+    if free <= 0 or sharded <= 0:
+        return lowest(least), None
+    count = max(least.request.devices + 1, -(-sharded // free))
+    if least.request.devices + 1 < count <= TRACED_DEVICES:
+        trace(count - 1, count)
+    while count < TRACED_DEVICES and lowest_of(count) > capacity:
+        count += 1
+    while least.request.devices + 1 < count <= TRACED_DEVICES and lowest_of(count - 1) <= capacity:
+        count -= 1
+    return lowest(least), count
+
+
+class OffloadingStep(TrainStep):
+    """A :class:`TrainStep` inside of :func:`offload_activations`."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains on one effective batch."""
+        with offload_activations():
+            return super().__call__(*args, **kwargs)
+
+    def add(self, inputs: Any, targets: Any = ()) -> None:
+        """Accumulates the gradients of some more rows."""
+        with offload_activations():
+            super().add(inputs, targets)
+
+    def apply(self) -> Tensor:
+        """Updates with the gradients of all rows that were added."""
+        with offload_activations():
+            return super().apply()
+
+
+_listener: ContextVar[Callable[[str], None] | None] = ContextVar("listener", default=None)
+
+
+@contextlib.contextmanager
+def telling(listener: Callable[[str], None]) -> Iterator[None]:
+    """Calls ``listener`` in this block with each step of a search, before it starts."""
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
+
+
+def tell(step: str) -> None:
+    """Passes a step to the listener, if there is one."""
+    if (listener := _listener.get()) is not None:
+        listener(step)
+
+
+Make = Callable[..., torch.optim.Optimizer]
+
+
+def AdamW8bit(parameters: Any, **settings: Any) -> torch.optim.Optimizer:
+    """Makes the optimizer of torchao. It compiles its update; a trace runs the operators one by one, which need more memory."""
+    made: torch.optim.Optimizer = importlib.import_module("torchao.optim").AdamW8bit(parameters, **settings)
+    return made
+
+
+def smaller_optimizers(given: OptimizerChoice) -> list[OptimizerChoice]:
+    """Returns optimizers with less state than the given one, the smallest first.
+
+    SGD has none. Adafactor has a row and a column for each matrix. The 8-bit AdamW of torchao, where that is installed, has two
+    bytes per element.
+    """
+    known: list[Make] = [torch.optim.SGD, torch.optim.Adafactor]
+    if importlib.util.find_spec("torchao") is not None:
+        known.append(AdamW8bit)
+    names = [getattr(make, "__name__", "") for make in known]
+    if given.name == "SGD" and not given([torch.nn.Parameter(torch.zeros(1))]).param_groups[0]["momentum"]:
+        return []
+    if given.name in names[1:]:
+        known = known[: names.index(given.name)]
+    return [OptimizerChoice(make, given.foreach) for make in known]

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..batch.microbatches import as_arguments
-from ..batch.nested import describe, leaves, map_leaves
-from ..batch.rows import count_rows
+from ..batch.containers import describe, leaves, map_leaves
+from ..batch.rows import as_arguments, count_rows
 from ..loss.criterion import DataParallelCriterion
 
 __all__: list[str] = []
+
 
 # Files of torch, of this package and of Python: their lines do not show the mistake of a user
 _NOT_THE_USERS = (*(str(Path(place).parent) for place in (torch.__file__, Path(__file__).parent, traceback.__file__)), "<")

@@ -1,21 +1,166 @@
-"""The result of an estimate: bytes per device, their purpose, their place in the source, and the peak of other batches."""
+"""The result of an estimate: bytes per device, their purpose, their place in the source, and the peak of other batches.
 
+Modules and lines of source that hold memory at the peak.
+
+Memory of a report's step for other numbers of rows, and its events for the memory visualiser of torch.
+
+A page about a report, in one file that needs no network: memory over the step for any number of rows, and its holders.
+"""
+
+import collections
 import dataclasses
+import functools
+import html
 import json
+import operator
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tabulate import tabulate
 
-from ..runtime.byte_sizes import format_bytes, parse_each
-from .holders import Holder, holders_table
-from .length_budget import largest_cost
-from .length_traces import LengthTraces
-from .other_batches import OtherBatches
+from ..runtime.values import UNITS, format_bytes, parse_each
+from .lengths import LengthTraces, largest_cost
+from .lines import Lines
+from .snapshots import make_snapshot
+from .trace.layouts import Request
+from .trace.tracer import run_traces
 
 __all__: list[str] = []
+
+
+@dataclass(frozen=True)
+class Holder:
+    """Bytes at the peak that one line of one module allocated."""
+
+    bytes: int
+    part: str
+    module: str
+    line: str
+
+
+def holders_of(lines: Lines, device: int, rows: int | None, most: int = 12) -> tuple[Holder, ...]:
+    """Returns the largest holders of a device's peak.
+
+    Args:
+        rows: number of rows; None for the traced one.
+        most: how many holders to return.
+    """
+    sizes: collections.Counter[tuple[str, str, str]] = collections.Counter()
+    for block in lines.blocks_at(device, lines.summit(device, rows)[0], rows):
+        sizes[block.kind, block.module, block.line or block.operator] += block.size
+    return tuple(Holder(size, *key) for key, size in sizes.most_common(most))
+
+
+def holders_table(holders: Sequence[Holder], style: str) -> str:
+    """Returns holders as a table, in a format of tabulate."""
+    rows = [[format_bytes(one.bytes), one.part, one.module, one.line] for one in holders]
+    table: str = tabulate(rows, ["bytes", "part", "module", "line"], style, disable_numparse=True)
+    return table
+
+
+def trace_exactly(request: Request, rows: int) -> Lines:
+    """Traces micro-batches of ``rows`` rows. The result is for this number alone."""
+    return Lines.exact(run_traces([(request, rows)])[0], request)
+
+
+@dataclass(frozen=True, eq=False)
+class OtherBatches:
+    """The traces of a report.
+
+    Args:
+        request: the step.
+        mine: the lines of the report's number of rows.
+        read: for each device, its place in the trace, and the rows at which to read ``mine``; None for the traced ones.
+        lines: for other numbers of rows.
+    """
+
+    request: Request
+    mine: Lines
+    read: Sequence[tuple[int, int | None]]
+    lines: Lines
+
+    @property
+    def _traced(self) -> list[int]:
+        return [device for device, _ in self.read]
+
+    def peak_at(self, rows: int) -> tuple[int, ...]:
+        """Returns the peak of each device for ``rows`` rows."""
+        # one row broadcasts and has other strides; oneDNN rounds the workspace of a recurrent layer in its own way
+        special = rows == 1 or not self.lines.is_affine or runs(self.mine, "mkldnn_rnn_layer")
+        return self.traced_at(rows) if special else tuple(self.lines.peak(device, rows) for device in self._traced)
+
+    def traced_at(self, rows: int) -> tuple[int, ...]:
+        """Returns the peak of each device in a trace of ``rows`` rows."""
+        return tuple(self._trace(rows).peak(device) for device in self._traced)
+
+    def levels_at(self, rows: int) -> list[list[int]]:
+        """Returns the bytes in use on each device after every event of the second update."""
+        known, at = (self.lines, rows) if self.lines.is_affine else (self._trace(rows), None)
+        return [known.levels(device, at)[known.start :].tolist() for device in self._traced]
+
+    def holders_at(self, rows: int) -> list[tuple[Holder, ...]]:
+        """Returns the largest holders of each device's peak."""
+        known, at = (self.lines, rows) if self.lines.is_affine else (self._trace(rows), None)
+        return [holders_of(known, device, at) for device in self._traced]
+
+    def largest(self, limits: Sequence[int]) -> int:
+        """Returns the most rows that fit; 0 if not even one row fits.
+
+        Memory after each event is a line in the rows, and the first line to reach a limit gives a bound. A replay of the
+        allocator with its segments, and a trace at the result, decide.
+        """
+        most = self._most_rows(limits)
+        if most is None:
+            raise ValueError("the memory does not depend on the rows: any number of them fits")
+        low, high = 0, max(most, 0) + 2  # the bound by tensors alone, and one for the rounding of blocks
+        step = 1
+        while low < high - 1:  # most results are just below the bound
+            middle = max(low + 1, high - step)
+            if self._fits(middle, limits):
+                low = middle
+                break
+            high, step = middle, 2 * step
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._fits(middle, limits) else (low, middle)
+        while low == max(most, 0) + 1 and self._fits(low + 1, limits):  # shares of unequal devices are rounded
+            low, most = low + 1, low
+        while self.lines.is_affine and low and any(map(operator.gt, self.traced_at(low), limits)):  # sizes not affine in between
+            low -= 1
+        return low
+
+    def snapshot(self) -> dict[str, Any]:
+        """Returns the events of both updates in the format of ``torch.cuda.memory._dump_snapshot``."""
+        return make_snapshot(self.mine, self.read)
+
+    @functools.cached_property
+    def _traces(self) -> dict[int, Lines]:
+        return {}
+
+    def _trace(self, rows: int) -> Lines:
+        if rows not in self._traces:
+            self._traces[rows] = trace_exactly(self.request, rows)
+        return self._traces[rows]
+
+    def _most_rows(self, limits: Sequence[int]) -> int | None:
+        if not self.lines.is_affine:
+            return 2**20
+        per_device = [self.lines.most_rows(device, limit) for device, limit in zip(self._traced, limits, strict=True)]
+        return min((most for most in per_device if most is not None), default=None)
+
+    def _fits(self, rows: int, limits: Sequence[int]) -> bool:
+        known, at = (self.lines, rows) if self.lines.is_affine else (self._trace(rows), None)
+        asking = dict.fromkeys(zip(self._traced, limits, strict=True))
+        return all(known.reserved(device, at, limit) is not None for device, limit in asking)
+
+
+def runs(lines: Lines, name: str) -> bool:
+    """Returns True if the traced step runs an operator with ``name`` in its name."""
+    return any(name in operator for operator in lines.first.operators)
+
 
 PARTS = (
     "parameters",
@@ -145,7 +290,6 @@ class MemoryReport:
             ImportError: plotly is not installed.
             ValueError: not a size of memory, a wrong number of sizes, or this report was read from a file.
         """
-        from .html_page import write_page
 
         write_page(path, self, capacity)
 
@@ -206,3 +350,180 @@ class MemoryReport:
 def _check_positive(name: str, number: int) -> None:
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise ValueError(f"{name}={number!r}, expected a positive number")
+
+
+POINTS = 600  # of a curve
+STEPS = 12  # of the slider
+_PAGE = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+body {{ font-family: system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem; }}
+table {{ border-collapse: collapse; display: block; font-size: 0.9rem; overflow-x: auto; }}
+th, td {{ padding: 0.2rem 0.8rem 0.2rem 0; text-align: left; border-bottom: 1px solid #ddd; }}
+</style>
+</head>
+<body>
+<h1>{title}</h1>
+<p id="peak">{peak}</p>
+{figure}
+<h2>Holders of the peak</h2>
+<div id="holders">{holders}</div>
+{assumed}
+{options}
+<script>
+const pages = {pages};
+document.getElementById("memory").on("plotly_sliderchange", change => {{
+  const page = pages[change.slider.active];
+  document.getElementById("peak").textContent = page.peak;
+  document.getElementById("holders").innerHTML = page.holders;
+}});
+</script>
+</body>
+</html>
+"""
+
+
+def write_page(
+    path: Path | str,
+    report: MemoryReport,
+    capacity: int | str | Sequence[int | str] | None = None,
+    options: str = "",
+) -> None:
+    """Writes the page: memory of each device over the step with its phases, a slider for rows, the holders, and the options.
+
+    Args:
+        path: of the file.
+        report: a result of :func:`estimate`, not read from a file.
+        capacity: bytes or text such as ``"24GiB"``, for each device or one for all. It is drawn as a line.
+        options: HTML of the options of a plan, added as a section.
+
+    Raises:
+        ImportError: plotly is not installed.
+        ValueError: not a size of memory, or a wrong number of sizes.
+    """
+    limits = () if capacity is None else parse_each(capacity, report.devices)
+    rows = _rows_of_slider(report, limits)
+    pages = [_page(report, count, limits) for count in rows]
+    title = f"{report.layout} on {report.devices} x {report.device_kind}, {report.precision}"
+    options = options and f"<h2>Options of the plan</h2>\n{options}"
+    first = pages[rows.index(report.rows)]
+    figure = _figure(report, rows, limits).to_html(full_html=False, include_plotlyjs=True, div_id="memory")
+    assumed = "".join(f"<p>{html.escape(name)}: {html.escape(source)}</p>" for name, source in report.assumed.items())
+    text = _PAGE.format(
+        assumed=assumed, title=html.escape(title), figure=figure, options=options, pages=json.dumps(pages), **first
+    )
+    Path(path).write_text(text, encoding="utf-8")
+
+
+def titled_phases(report: MemoryReport) -> dict[str, int]:
+    """Returns the phases with their titles: the backward of the last micro-batch is not the only one."""
+    titles = {"backward": "last backward"} if report.micro_batches > 1 else {}
+    return {titles.get(name, name): place for name, place in report.phases.items()}
+
+
+def _rows_of_slider(report: MemoryReport, limits: Sequence[int]) -> list[int]:
+    """Returns the numbers of rows, among them that of the report."""
+    if not report.affine:
+        return [report.rows]  # another number would be traced
+    try:
+        largest = report.largest(limits) if limits else 0
+    except ValueError:  # any number fits
+        largest = 0
+    most = max(largest * 1.2, 2 * report.rows)
+    some = {max(1, round(most * step / STEPS / report.devices)) * report.devices for step in range(1, STEPS + 1)}
+    return sorted({*some, report.rows, *([largest] if largest else [])})
+
+
+def _page(report: MemoryReport, rows: int, limits: Sequence[int]) -> dict[str, str]:
+    peaks = report.peak if rows == report.rows else report.at(rows)
+    hottest = peaks.index(max(peaks))
+    fits = "".join(
+        f", {'fits' if all(peak <= limit for peak, limit in zip(peaks, limits, strict=True)) else 'does not fit'} "
+        f"in {' + '.join(map(format_bytes, limits if len(set(limits)) > 1 else limits[:1]))}"
+        for _ in limits[:1]
+    )
+    beyond = max(peaks) - max(_levels(report, rows)[hottest])
+    names = " and ".join(name for name in ("workspace", "context") if report.parts[hottest][name])
+    hidden = f", of which the curve does not show {format_bytes(beyond)} of {names or 'workspace'}" if beyond else ""
+    peak = f"peak {format_bytes(max(peaks))} on device {hottest}{hidden}"
+    text = f"{report.micro_batches} micro-batch(es) of {rows} rows: {peak}{fits}"
+    holders = report.where[hottest] if rows == report.rows else report.holders_at(rows)[hottest]
+    return {"peak": text, "holders": holders_table(holders, "html")}
+
+
+def _figure(report: MemoryReport, rows: Sequence[int], limits: Sequence[int]) -> Any:
+    graphs = load_plotly()
+    curves = {count: [_thinned(line) for line in _levels(report, count)] for count in rows}
+    unit = next((name for name in ("GiB", "MiB", "KiB") if max(report.peak) >= UNITS[name]), "B")
+    shown = curves[report.rows]
+    figure = graphs.Figure()
+    for device, curve in enumerate(shown):
+        figure.add_scatter(
+            x=[place for place, _ in curve],
+            y=[level / UNITS[unit] for _, level in curve],
+            line_shape="hv",
+            name=f"device {device}",
+        )
+    for name, place in {"forward": 0, **titled_phases(report)}.items():
+        figure.add_vline(x=place, line_dash="dot", line_color="gray", annotation_text=name, annotation_textangle=-90)
+    for limit in dict.fromkeys(limits):
+        label = {"annotation_text": f"capacity {format_bytes(limit)}", "annotation_position": "bottom right"}
+        figure.add_hline(y=limit / UNITS[unit], line_dash="dash", line_color="black", **label)
+    steps = [
+        {
+            "label": str(count),
+            "method": "restyle",
+            "args": [
+                {
+                    "x": [[place for place, _ in curve] for curve in curves[count]],
+                    "y": [[level / UNITS[unit] for _, level in curve] for curve in curves[count]],
+                }
+            ],
+        }
+        for count in rows
+    ]
+    slider = {
+        "active": list(rows).index(report.rows),
+        "currentvalue": {"prefix": "rows over all devices: "},
+        "pad": {"t": 60},
+        "steps": steps,
+    }
+    figure.update_layout(
+        xaxis_title="allocations and releases",
+        yaxis_title=f"{unit} of tensors",
+        yaxis_rangemode="tozero",
+        sliders=[slider],
+        legend={"orientation": "h", "y": 1.02, "yanchor": "bottom"},
+        margin={"t": 40, "l": 50, "r": 10},
+        template="plotly_white",
+    )
+    return figure
+
+
+def _levels(report: MemoryReport, rows: int) -> Sequence[Sequence[int]]:
+    return report.timeline if rows == report.rows else report.levels_at(rows)
+
+
+def _thinned(line: Sequence[int]) -> list[tuple[int, int]]:
+    """Returns places and levels of at most ``POINTS`` points, the highest of their neighbours."""
+    width = -(-len(line) // POINTS)
+    starts = range(0, len(line), width)
+    places = [max(range(start, min(start + width, len(line))), key=line.__getitem__) for start in starts]
+    return [(place, line[place]) for place in places]
+
+
+def load_plotly() -> Any:
+    """Returns plotly's graph objects.
+
+    Raises:
+        ImportError: plotly is not installed.
+    """
+    try:
+        from plotly import graph_objects
+    except ImportError as error:
+        raise ImportError("pages need plotly, which is not installed: pip install 'balanced-parallel[plot]'") from error
+    return graph_objects

@@ -5,18 +5,15 @@ from typing import Any
 
 import torch
 
-from ..batch.microbatches import as_arguments, count_micro_batches
-from ..batch.nested import describe, spread
-from ..batch.rows import count_rows
-from ..replicas.module_checks import check_module
-from ..runtime.precision import Precision
-from ..savings.activation_checkpointing import find_blocks
-from .device_specs import find_kind
-from .trace.applied_savings import check_savings
-from .trace.inplace_names import with_inplace_activations
-from .trace.optimizer_choice import OptimizerChoice
-from .trace.strategies import LAYOUTS, find_layout
-from .trace.traced_request import Request
+from ..batch.containers import describe, spread
+from ..batch.rows import as_arguments, count_micro_batches, count_rows
+from ..replicas.module_tree import check_module
+from ..runtime.values import Precision
+from ..savings.checkpointing import find_blocks
+from .devices import find_kind
+from .trace.layouts import LAYOUTS, Request, find_layout
+from .trace.optimizers import OptimizerChoice
+from .trace.savings import check_savings, with_inplace_activations
 
 __all__: list[str] = []
 

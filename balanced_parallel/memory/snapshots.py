@@ -7,9 +7,10 @@ import bisect
 from collections.abc import Sequence
 from typing import Any
 
-from .extrapolation import Lines
+from .lines import Lines
 
 __all__: list[str] = []
+
 
 _FIRST_ADDRESS = 2**32
 _UNIT = 512

@@ -1,5 +1,9 @@
-"""``BalancedOptimizer``: reduced gradients and optimizer state sharded over the devices, or over the ranks."""
+"""``BalancedOptimizer``: reduced gradients and optimizer state sharded over the devices, or over the ranks.
 
+Optimizers whose step evaluates the loss again.
+"""
+
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
@@ -8,14 +12,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..replicas.model import DataParallelModel
-from ..runtime.argument_checks import check_type
 from ..runtime.collectives import world_size
-from ..runtime.tensors import is_sharded
-from .dtensor_shards import DTensorShards
+from ..runtime.torch_private import is_sharded
+from ..runtime.values import check_type
+from .rank_shards import DTensorShards, RankShards
 from .replica_shards import Groups, ReplicaShards
-from .zero import RankShards
 
 __all__: list[str] = []
+
 
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
 
@@ -204,3 +208,19 @@ def _as_groups(params: Iterable[Any]) -> Groups:
         parameters = group["params"]
         group["params"] = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     return groups
+
+
+def refuse_closures(optimizer: torch.optim.Optimizer, caller: str) -> None:
+    """Raises ``TypeError`` if ``optimizer.step()`` needs a closure, which ``caller`` does not have.
+
+    Args:
+        optimizer: any optimizer.
+        caller: name of the class or function for the message.
+    """
+    parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+    if parameters and parameters[0].default is inspect.Parameter.empty and parameters[0].name == "closure":
+        raise TypeError(
+            f"{type(optimizer).__name__} evaluates the loss several times per step, and {caller} once: expected an optimizer "
+            "whose step() needs no closure; otherwise call optimizer.step(closure) in a loop of your own, where the closure "
+            "calls criterion(model(inputs), targets).backward()"
+        )

@@ -9,22 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..batch.dims import Dims, check_dim, check_dims, leaf_dims
-from ..batch.gathering import join, repeated_rows
-from ..batch.nested import leaves
-from ..batch.per_replica import PerReplica
-from ..batch.provenance import refuse_list
-from ..batch.row_marks import Arguments, dims_of_method, mark
-from ..batch.rows import count_rows, cut, move_leaves
-from ..batch.shards import find_shards
-from ..batch.splits import Shares, assign_rows
-from ..runtime.argument_checks import check_type
+from ..batch.containers import Dims, check_dim, check_dims, leaf_dims, leaves
+from ..batch.outputs import PerReplica, join, refuse_list, repeated_rows
+from ..batch.plan import Shares, assign_rows
+from ..batch.rows import Arguments, count_rows, cut, dims_of_method, find_shards, mark, move_leaves
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
-from ..runtime.precision import Precision
 from ..runtime.random_numbers import offset_seeds
-from .module_checks import check_method, check_module, refuse_meta
+from ..runtime.values import Precision, check_type
+from .batchnorm import has_layers_over_all_rows
+from .module_tree import check_method, check_module, refuse_meta
 from .replicas import Replicas
-from .sync_batchnorm import has_layers_over_all_rows
 
 __all__: list[str] = []
 

@@ -1,28 +1,233 @@
 """Runs the replicas of one forward, each in its own thread.
 
 The first failure is raised, with the replica in its message. All other threads have finished before, and none waits forever.
+
+Threads that live as long as the models that use them.
+
+cuDNN's plans and handles are ``thread_local``. ``nn.DataParallel`` runs each forward in new threads, which search for plans again
+and leak them. Here a replica's forward, its criterion and the next forward run in the same thread.
+
+The replicas of one forward: they exchange values while they run, and some of them take turns.
+
+Failures of replicas: the original exception, with the replica and its device in the message.
+
+Thread-local state of torch, captured in the calling thread and entered in the workers of the replicas.
+
+A new thread starts with torch's defaults, whatever ``with`` blocks are around the call. torch's ``parallel_apply`` passes only
+the autocast flag of CUDA to its threads, and no dtype. The dtype is thread-local too and starts as float16, so
+``autocast("cuda", dtype=torch.bfloat16)`` around ``nn.DataParallel`` computes in float16 (pytorch#105682, #125186).
 """
 
+import atexit
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+import threading
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import overrides
+from torch.utils import _python_dispatch  # the stack of TorchDispatchModes has no public functions
+from torch.utils._device import DeviceContext  # the type of `with torch.device(...)`, without a public name
 
 from ..runtime.devices import accelerators, on_device
 from ..runtime.streams import current_streams, on_streams, without_default_streams
-from ..runtime.thread_state import ThreadState
-from .failures import locate_failure
-from .meeting import Exchange, Meeting, Replica, current_replica, set_current_replica
-from .worker_pool import Worker, WorkerPool, shared_pool
 
 __all__: list[str] = []
 
-INTERRUPTED_SECONDS = 5.0  # after Ctrl-C, for replicas that do not end
 
+_JOIN_SECONDS = 5.0  # at exit, for a thread whose call does not end
+Call = Callable[[], object]
+
+
+class Worker:
+    """A thread that makes one call after the other. It ends with the last reference to this object.
+
+    It keeps no reference to a call that has returned.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._calls: SimpleQueue[tuple[Call, Call] | None] = SimpleQueue()
+        self.thread = threading.Thread(target=_serve, args=(self._calls,), name=name, daemon=True)
+        self.thread.start()
+        _workers.add(self)
+
+    def start(self, call: Call, then: Call) -> None:
+        """Starts ``call()`` in the thread, and ``then()`` after all references to ``call`` are gone."""
+        self._calls.put((call, then))
+
+    def end(self) -> None:
+        """Ends the thread after its last call."""
+        self._calls.put(None)
+
+    __del__ = end  # does not join: the collector runs in any thread, and under any lock
+
+
+def _serve(calls: "SimpleQueue[tuple[Call, Call] | None]") -> None:
+    while (item := calls.get()) is not None:
+        call, then = item
+        del item
+        call()
+        del call
+        then()
+
+
+_workers: "weakref.WeakSet[Worker]" = weakref.WeakSet()
+
+
+@atexit.register
+def _end_workers() -> None:
+    """Ends all threads before the interpreter does. A thread that runs then could use what is gone already."""
+    workers = list(_workers)
+    for worker in workers:
+        worker.end()
+    for worker in workers:
+        worker.thread.join(_JOIN_SECONDS)
+
+
+class WorkerPool:
+    """Idle workers. Each belongs to a slot, such as the second replica on a device.
+
+    A slot has several workers if a forward runs inside of another one, or in several threads at once. No method waits.
+    """
+
+    def __init__(self) -> None:
+        self._idle: dict[Hashable, list[Worker]] = {}
+
+    def take(self, slot: Hashable, name: str) -> Worker:
+        """Returns the idle worker of ``slot`` that ran last, or a new one. Threads that a fork has left behind are dropped."""
+        idle = self._idle.get(slot, [])
+        while idle:
+            try:
+                worker = idle.pop()
+            except IndexError:  # another thread was faster
+                break
+            if worker.thread.is_alive():
+                return worker
+        return Worker(name)
+
+    def give_back(self, slot: Hashable, worker: Worker) -> None:
+        """Keeps a worker whose call has ended for the next one of ``slot``."""
+        self._idle.setdefault(slot, []).append(worker)
+
+
+_shared: "weakref.WeakValueDictionary[type, WorkerPool]" = weakref.WeakValueDictionary()
+
+
+def shared_pool() -> WorkerPool:
+    """Returns the pool of all models. It ends, with its threads, when no model refers to it any more."""
+    return _shared.setdefault(WorkerPool, WorkerPool())
+
+
+class Exchange(Protocol):
+    """A place where the replicas of one forward exchange values."""
+
+    def exchange(self, index: int, number: int, value: Any) -> list[Any]:
+        """Returns the values of round ``number``, in the order of the replicas. ``value`` is that of replica ``index``."""
+
+
+class Meeting:
+    """Exchanges values between the threads of one forward. Waiting for a replica that has ended is an error.
+
+    Replicas of one lane run one at a time, in their order. A turn lasts until the replica ends or waits in an exchange. ::
+
+        lane 0 | replica 0 up to its exchange | replica 2 up to its exchange | replica 0 to its end | replica 2 to its end
+        lane 1 | replica 1 up to its exchange | waits                        | replica 1 to its end
+
+    Args:
+        lanes: the lane of each replica.
+    """
+
+    def __init__(self, lanes: Sequence[Hashable]) -> None:
+        self.size = len(lanes)
+        self._changed = threading.Condition()
+        turns: dict[Hashable, deque[int]] = {lane: deque() for lane in lanes}
+        for index, lane in enumerate(lanes):
+            turns[lane].append(index)
+        self._turns = [turns[lane] for lane in lanes]  # by replica: those of its lane that run, the next one first
+        self._rounds: dict[int, dict[int, Any]] = {}  # by round, the values by replica
+        self._returned: dict[int, int] = {}  # by round, how many replicas have its values
+        self._ended: set[int] = set()
+
+    def begin(self, index: int) -> bool:
+        """Waits for the turn of replica ``index``. Returns False if it has ended before."""
+        with self._changed:
+            self._changed.wait_for(lambda: index in self._ended or self._turns[index][0] == index)
+            return index not in self._ended
+
+    def exchange(self, index: int, number: int, value: Any) -> list[Any]:
+        """Adds ``value`` to round ``number``, waits for the other replicas, and returns all values in their order.
+
+        Raises:
+            RuntimeError: a replica has ended without a value for this round.
+        """
+        with self._changed:
+            values = self._rounds.setdefault(number, {})
+            values[index] = value
+            turns = self._turns[index]
+            turns.rotate(-1)
+            self._changed.notify_all()
+            while len(values) < self.size or index in self._ended or turns[0] != index:
+                if missing := (self._ended - values.keys()) or (self._ended & {index}):
+                    raise RuntimeError(
+                        f"replica {min(missing)} ended without the exchange that replica {index} waits in: every replica has "
+                        "to run the same synchronised layers"
+                    )
+                self._changed.wait()
+            in_order = [values[other] for other in range(self.size)]
+            self._returned[number] = self._returned.get(number, 0) + 1
+            if self._returned[number] == self.size:
+                del self._rounds[number]
+            return in_order
+
+    def leave(self, *indices: int) -> None:
+        """Marks replicas as ended. Replicas that wait for them fail, and those that have not begun will not begin."""
+        with self._changed:
+            for index in set(indices) - self._ended:
+                self._ended.add(index)
+                self._turns[index].remove(index)
+            self._changed.notify_all()
+
+
+@dataclass
+class Replica:
+    """The replica that a thread runs, if it is one of several."""
+
+    index: int
+    meeting: Exchange
+    exchanges: int = 0
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Returns ``value`` of every replica, in their order. All replicas must call this equally often."""
+        self.exchanges += 1
+        return self.meeting.exchange(self.index, self.exchanges, value)
+
+
+class _Thread(threading.local):
+    replica: Replica | None = None
+
+
+_thread = _Thread()
+
+
+def current_replica() -> Replica | None:
+    """Returns the replica that this thread runs, or None if it is the only one or none runs."""
+    return _thread.replica
+
+
+def set_current_replica(replica: Replica | None) -> None:
+    """Sets the replica that this thread runs."""
+    _thread.replica = replica
+
+
+INTERRUPTED_SECONDS = 5.0  # after Ctrl-C, for replicas that do not end
 T = TypeVar("T")
 
 
@@ -150,3 +355,124 @@ def _run_alone(work: Callable[[], T], device: torch.device, index: int = 0) -> T
         raise located
     finally:
         del located  # breaks the cycle of traceback and frame
+
+
+def locate_failure(error: BaseException, index: int, device: torch.device) -> BaseException:
+    """Returns ``error`` with "in replica ... on device ..." in its message.
+
+    If the message is the only argument of ``error``, it is changed. Otherwise an instance of a subclass of its type is returned,
+    with the same arguments and attributes. If its type allows neither, a note is added to ``error``.
+    """
+    place = f"in replica {index} on device {device}"
+    try:
+        return error if _change_message(error, place) else _as_subclass(error, place)
+    except Exception:  # noqa: BLE001 - its constructor or __str__ may raise anything
+        error.add_note(place)
+        return error
+
+
+def _change_message(error: BaseException, place: str) -> bool:
+    """Appends ``place`` to the only argument if that is the message, and returns True. Otherwise nothing changes."""
+    arguments = error.args
+    if len(arguments) > 1:
+        return False
+    message = arguments[0] if arguments else type(error).__name__
+    with contextlib.suppress(Exception):
+        before = str(error)
+        error.args = (f"{message} ({place})",)
+        if place in (text := str(error)) and before.strip("'") in text:
+            return True
+    error.args = arguments
+    return False
+
+
+def _as_subclass(error: BaseException, place: str) -> BaseException:
+    kind = type(error)
+    message = f"{error} ({place})"
+    located_kind = type(kind.__name__, (kind,), {"__str__": lambda self: message, "__module__": kind.__module__})
+    located: BaseException = located_kind.__new__(located_kind, *error.args)
+    located.args = error.args
+    located.__dict__.update(error.__dict__)
+    for name, descriptor in itertools.chain.from_iterable(vars(base).items() for base in kind.__mro__):
+        if isinstance(descriptor, (types.MemberDescriptorType, types.GetSetDescriptorType)) and not name.startswith("__"):
+            with contextlib.suppress(AttributeError, TypeError):  # attributes outside of __dict__: errno, reason
+                setattr(located, name, getattr(error, name))
+    return located.with_traceback(error.__traceback__)
+
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+@dataclass(frozen=True)
+class ThreadState:
+    """State of a thread, as ``with`` blocks of torch set it.
+
+    Attributes:
+        grad, inference: gradient and inference mode.
+        autocast: flag and dtype per device type.
+        autocast_cache: autocast keeps the parameters that it has cast.
+        threads: number of threads of an operator on the CPU. OpenMP has a number per thread.
+        saved_tensor_hooks: the pair of hooks of ``torch.autograd.graph.saved_tensors_hooks``.
+        function_modes: ``TorchFunctionMode`` objects, the last one called first. The default device is one.
+        dispatch_modes: ``TorchDispatchMode`` objects, the last one called first.
+    """
+
+    grad: bool
+    inference: bool
+    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast_cache: bool
+    threads: int
+    saved_tensor_hooks: Hooks | None
+    function_modes: tuple[overrides.TorchFunctionMode, ...]
+    dispatch_modes: tuple[_python_dispatch.TorchDispatchMode, ...]
+
+    @classmethod
+    def capture(cls, devices: Sequence[torch.device]) -> "ThreadState":
+        """Returns the state of the calling thread, with autocast for the types of ``devices`` and for the CPU."""
+        types = sorted({"cpu", *(device.type for device in devices)})
+        return cls(
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            autocast=tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in types),
+            autocast_cache=torch.is_autocast_cache_enabled(),
+            threads=torch.get_num_threads(),
+            saved_tensor_hooks=_saved_tensor_hooks(),
+            function_modes=tuple(overrides._get_current_function_mode_stack()),  # without a public name
+            dispatch_modes=tuple(_python_dispatch._get_current_dispatch_mode_stack()),  # as above
+        )
+
+    @property
+    def needs_turns(self) -> bool:
+        """True if a mode sees the operators of all replicas, and may expect one module to run at a time."""
+        return not all(isinstance(mode, DeviceContext) for mode in (*self.function_modes, *self.dispatch_modes))
+
+    @contextlib.contextmanager
+    def enter(self) -> Iterator[None]:
+        """Sets this state in the calling thread for the duration of the block."""
+        if torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self.inference))
+            stack.enter_context(torch.set_grad_enabled(self.grad))
+            for kind, enabled, dtype in self.autocast:
+                if enabled != torch.is_autocast_enabled(kind) or (enabled and dtype != torch.get_autocast_dtype(kind)):
+                    stack.enter_context(torch.autocast(kind, dtype, enabled, self.autocast_cache))
+            if self.saved_tensor_hooks is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_tensor_hooks))
+            # Modes are pushed, not entered: __enter__ may begin a new measurement, as that of FlopCounterMode does.
+            for function_mode in self.function_modes:
+                overrides._push_mode(function_mode)  # as above
+                stack.callback(overrides._pop_mode)  # as above
+            for dispatch_mode in self.dispatch_modes:
+                _python_dispatch._push_mode(dispatch_mode)  # as above
+                stack.callback(_python_dispatch._pop_mode)  # as above
+            yield
+
+
+def _saved_tensor_hooks() -> Hooks | None:
+    """Returns the hooks that torch applies: the last pair. Those of activation checkpointing around the call are left out.
+
+    They recompute when a saved tensor is needed. The backwards of several devices would do so at the same time, and fail.
+    """
+    hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)  # the public block cannot be read
+    return None if hooks is None or hooks[0].__module__ == "torch.utils.checkpoint" else hooks

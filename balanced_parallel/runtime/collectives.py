@@ -1,10 +1,29 @@
 """Collectives of all ranks: sums over ranks, rows of all ranks.
 
 Without a process group there is one rank, and no function communicates.
+
+A comparison of facts over all ranks. The error names the facts that differ, and the ranks with each value.
+
+Progress of the ranks, so that an error can name those that others wait for.
+
+A collective that fails says that its time is over, or that a connection is closed, but not why. So each rank leaves the number
+of its last reduction in the store of the process group.
+
+Threads of gloo at the end of a process. Because of them, an exit can hang or crash.
+
+- The destructor of a process group waits for its threads. A thread waits for its collective, which never comes to its end if
+  another rank has failed.
+- A thread that releases the tensors of the last collective while the interpreter shuts down aborts the process ("terminate
+  called without an active exception"). torch cannot wait for the release, https://github.com/pytorch/pytorch/issues/190489.
 """
 
+import contextlib
+import ctypes
 import datetime
+import time
 import weakref
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 import torch
@@ -12,9 +31,9 @@ import torch.distributed as dist
 
 __all__: list[str] = []
 
+
 Number = TypeVar("Number", int, float)
 Group: TypeAlias = "dist.ProcessGroup | None"  # None is the default group
-
 _more_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]]" = weakref.WeakKeyDictionary()
 
 
@@ -127,3 +146,138 @@ class _GatherRows(torch.autograd.Function):
         total = sum_over_ranks(gradients[0].contiguous(), ctx.group)
         rank = dist.get_rank()
         return total.narrow(ctx.dim, sum(ctx.sizes[:rank]), ctx.sizes[rank]), None, None, None
+
+
+_SHOWN = 8  # ranks in a message
+
+
+def compare_ranks(
+    facts: Mapping[str, Hashable], expected: str, explain: Callable[[str, list[str | None]], Sequence[str | None]] | None = None
+) -> None:
+    """Compares the facts of all ranks in one small all-gather. A fact that a rank does not have is not compared.
+
+    Args:
+        facts: of this rank, with values that can be pickled.
+        expected: a phrase for the message.
+        explain: replaces the values of the ranks in the message. It may communicate: all ranks call it for the same facts.
+
+    Raises:
+        ValueError: on every rank, if a fact differs.
+    """
+    ranks = gather_objects(dict(facts))
+    messages = []
+    for name in dict.fromkeys(name for rank in ranks for name in rank):
+        if len({rank[name] for rank in ranks if name in rank}) > 1:
+            values = [str(rank[name]) if name in rank else None for rank in ranks]
+            messages.append(f"{name}: {by_value(values if explain is None else explain(name, values))}")
+    if messages:
+        raise ValueError(f"the ranks differ, expected {expected}: {'; '.join(messages)}")
+
+
+def by_value(values: Sequence[str | None]) -> str:
+    """Describes the value of each rank: ``"2.13.0 on ranks 0, 1 and 2.11.0 on rank 2"``."""
+    groups: dict[str | None, list[int]] = {}
+    for rank, value in enumerate(values):
+        groups.setdefault(value, []).append(rank)
+    return " and ".join(f"{value} on {_names(ranks)}" for value, ranks in groups.items() if value is not None)
+
+
+def _names(ranks: list[int]) -> str:
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_SHOWN]))}{more}"
+
+
+_KEY = "balanced_parallel/updates of rank {}"
+_updates = 0  # of this process, the present one included
+
+
+def updates() -> int:
+    """Returns the number of the last update whose reduction this rank has begun."""
+    return _updates
+
+
+def continue_from(number: int) -> None:
+    """Continues with the number of a checkpoint."""
+    global _updates
+    _updates = number
+
+
+def begin_reduction() -> None:
+    """Counts an update, after the forward of its last micro-batch."""
+    continue_from(_updates + 1)
+    if world_size() > 1:
+        _store().set(_KEY.format(rank()), str(_updates))
+
+
+@contextlib.contextmanager
+def naming_ranks() -> Iterator[None]:
+    """Adds the ranks that have not begun this rank's last reduction to an error of a collective."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        with contextlib.suppress(Exception):  # the store may have ended as well
+            missing = _missing()
+            if missing:
+                error.add_note(f"rank {rank()} waits in the reduction of step {_updates}, and {', '.join(missing)}")
+        raise
+
+
+def _missing() -> list[str]:
+    store, found = _store(), []
+    for other in range(world_size()):
+        key = _KEY.format(other)
+        reached = int(store.get(key)) if store.check([key]) else 0
+        if reached < _updates:
+            found.append(f"rank {other} has not come further than step {reached}")
+    return found
+
+
+def _store() -> Any:
+    # there is no public name for the store that all ranks have
+    return dist.distributed_c10d._get_default_store()
+
+
+_TASKS = Path("/proc/self/task")  # Linux alone has it
+
+
+def keep_backends() -> None:
+    """Keeps gloo's backends of all running process groups until the process has ended. Their destructor does not run.
+
+    Destructors of other backends do not wait, and run as usual.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else ():  # there is no public list
+        for device in group._device_types:
+            backend = group._get_backend(device)
+            if backend.name() == "gloo":
+                # a reference that the interpreter does not know, and so cannot give up
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))
+
+
+def wait_until_idle(seconds: float = 5.0) -> None:
+    """Waits until gloo's threads have released the tensors of their last collectives, which takes long on a busy machine.
+
+    A sleeping thread may still wait for the interpreter's lock. So the threads must sleep twice in a row. The lock is free in
+    between.
+    """
+    if not _TASKS.exists():
+        time.sleep(0.2)
+        return
+    end, seen = time.monotonic() + seconds, 0
+    while seen < 2 and time.monotonic() < end:
+        seen = seen + 1 if "R" not in thread_states() else 0
+        time.sleep(0.01)
+
+
+def thread_states() -> list[str]:
+    """Returns the state of each of gloo's threads, as proc(5) has it: ``"R"`` is running, or ready to run."""
+    states = []
+    for task in _TASKS.iterdir():
+        try:
+            name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
+        except OSError:  # the thread has ended
+            continue
+        if name.startswith("pt_gloo"):
+            states.append(rest.split()[0])
+    return states

@@ -2,17 +2,30 @@
 
 A list of devices may repeat a device and may contain the CPU. ``["cpu"] * 3`` runs three replicas on a laptop, through the same
 code as three GPUs.
+
+Numbers that travel to the host while their device computes on.
+
+``tensor.item()`` waits until the device has finished everything that it was given. A copy that was started early is there, or
+comes soon, while the device still has later work::
+
+    stream   | forward | copy of a count | backward ............... |
+    host       ... start_copy(count) ... launches the backward, reads the count
+
+TF32: CUDA's products of float32 tensors with 10 bits of mantissa, which cuDNN uses by default.
 """
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from .argument_checks import check_type
+from .values import check_type
 
 __all__: list[str] = []
+
 
 _WITHOUT_STREAMS = ("cpu", "meta")
 DeviceLike = int | str | torch.device
@@ -128,3 +141,55 @@ def free_bytes(device: torch.device) -> int:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free, _ = torch.accelerator.get_memory_info(device)
     return free + torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
+
+
+def start_copy(tensor: Tensor) -> Callable[[], Tensor]:
+    """Starts to copy a tensor to the host. Returns a function that waits for the copy, not for later work, and returns it."""
+    stream = current_stream(tensor.device)
+    copy = tensor.detach().to("cpu", non_blocking=stream is not None)  # torch pins the memory of such a copy
+    event = None if stream is None else stream.record_event()
+
+    def wait() -> Tensor:
+        if event is not None and not event.query():
+            event.synchronize()
+        return copy
+
+    return wait
+
+
+def pin(tensor: Tensor) -> Tensor:
+    """Returns a copy in pinned memory, from which a copy to an accelerator does not make the host wait."""
+    return tensor.pin_memory() if tensor.is_cpu and not tensor.requires_grad and torch.accelerator.is_available() else tensor
+
+
+@contextlib.contextmanager
+def without_tf32() -> Iterator[None]:
+    """Computes products of float32 tensors with all bits of float32 in this block, in all threads.
+
+    torch has an old and a new way to set this. A program may read either, and the old one raises an error if it differs from
+    the new one. So both are set, and put back.
+    """
+    backends: Any = torch.backends
+    # on the CPU, torch.set_float32_matmul_precision("medium") rounds to bfloat16
+    switches = [backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn, backends.mkldnn.matmul]
+    before = [switch.fp32_precision for switch in switches]
+    try:
+        old_way: tuple[str, bool] | None = torch.get_float32_matmul_precision(), backends.cudnn.allow_tf32
+    except RuntimeError:  # set in the new way, by a program that then does not read the old one
+        old_way = None
+    try:
+        if old_way is not None:
+            _set_old_way("highest", False)
+        for switch in switches:
+            switch.fp32_precision = "ieee"
+        yield
+    finally:
+        if old_way is not None:
+            _set_old_way(*old_way)
+        for switch, precision in zip(switches, before, strict=True):
+            switch.fp32_precision = precision
+
+
+def _set_old_way(matmul: str, cudnn: bool) -> None:
+    torch.set_float32_matmul_precision(matmul)
+    torch.backends.cudnn.allow_tf32 = cudnn

@@ -13,6 +13,7 @@ from .devices import on_device
 
 __all__: list[str] = []
 
+
 _cpu_generator = threading.RLock()
 
 

@@ -21,10 +21,11 @@ from typing import Any
 
 import torch
 
-from . import autograd
+from . import torch_private
 from .devices import current_stream
 
 __all__: list[str] = []
+
 
 Streams = Mapping[torch.device, torch.Stream | None]  # None for a device without streams
 
@@ -99,7 +100,7 @@ class SideStreams:
         """
         pairs = [(device, stream, working[device]) for device, stream in computing.items()]
         self._pending.append(([(device, stream, work.record_event()) for device, stream, work in pairs if stream and work], uses))
-        autograd.run_after_backward(self.join)
+        torch_private.run_after_backward(self.join)
 
     def join(self) -> None:
         """Makes the pending waits, and releases the tensors that were kept for them.

@@ -3,18 +3,40 @@
 Between distinct GPUs they are those of ``torch.cuda.nccl``, which ``nn.DataParallel`` uses too. Simulated devices provide the
 same functions. Other devices, such as a GPU and the CPU, have copies in rounds. Memory is given by the caller, so it belongs to
 the stream that the caller has chosen.
+
+Many tensors in few flat buffers, so that few large transfers take the place of many small ones.
+
+Collectives by copies between devices, for devices that NCCL does not connect, and for simulated ones.
+
+A copy between two GPUs runs on the current stream of its source, and the current stream of its target waits for it. So a device
+takes part in one copy at a time. Copies between all devices are made in rounds of disjoint pairs, each in both directions::
+
+    round    pairs of 4 devices
+    1        0-3  1-2
+    2        0-1  2-3
+    3        0-2  1-3
+
+Sums are taken in the order of the tensors, whatever the order of the copies is.
+
+Two functions of ``torch.nn.parallel.comm``, which has them in C++ and for CUDA alone, with buffers of the same sizes.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+# no public API: comm.py and DistributedDataParallel import them from here too
+from torch._utils import _flatten_dense_tensors, _reorder_tensors_as, _take_tensors, _unflatten_dense_tensors
 from torch.cuda import nccl
 
-from . import copy_rounds
+from . import torch_private
+from .devices import move
 
 __all__: list[str] = []
+
 
 # NCCL copies these dtypes in every version. It knows neither int16 nor complex numbers.
 _BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
@@ -25,7 +47,7 @@ _communicating = threading.Lock()
 def broadcast(tensor: Tensor, targets: Sequence[Tensor]) -> None:
     """Copies ``tensor`` to ``targets``, one on each other device."""
     if not _have_nccl([tensor, *targets]):
-        copy_rounds.broadcast(tensor, targets)
+        broadcast_in_rounds(tensor, targets)
     elif tensor.numel():
         _run(nccl.broadcast, [_bits(one) for one in (tensor, *targets)])
 
@@ -34,7 +56,7 @@ def reduce(tensors: Sequence[Tensor], output: Tensor) -> None:
     """Sums ``tensors`` of several devices into ``output``."""
     places = [tensor.device for tensor in tensors]
     if output.device not in places or not _have_nccl(tensors):
-        copy_rounds.reduce(tensors, output)
+        reduce_in_rounds(tensors, output)
     elif output.numel():
         _run(nccl.reduce, [_real(one) for one in tensors], _real(output), root=places.index(output.device))
 
@@ -46,7 +68,7 @@ def reduce_scatter(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None
     """
     in_order = [one.device for one in tensors] == [one.device for one in outputs]
     if in_order and not _have_nccl(tensors):
-        copy_rounds.reduce_scatter(tensors, outputs)
+        reduce_scatter_in_rounds(tensors, outputs)
     elif in_order and _have_equal_sizes(outputs):
         _run(nccl.reduce_scatter, [_real(one) for one in tensors], [_real(one) for one in outputs])
     else:
@@ -60,7 +82,7 @@ def all_gather(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
     if _have_nccl(tensors) and _have_equal_sizes(tensors):  # nccl.broadcast ignores its root, so it does not do for other sizes
         _run(nccl.all_gather, [_bits(one) for one in tensors], [_bits(one) for one in outputs])
     else:
-        copy_rounds.all_gather(tensors, outputs)
+        all_gather_in_rounds(tensors, outputs)
 
 
 def _have_nccl(tensors: Sequence[Tensor]) -> bool:
@@ -83,3 +105,206 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def _real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+
+
+BUFFER_BYTES = 25 * 2**20  # as the buckets of DistributedDataParallel
+
+
+class MemoryLayout(NamedTuple):
+    """Order of a tensor's elements in a buffer: that of its memory, or row by row if its memory has gaps."""
+
+    shape: torch.Size
+    strides: tuple[int, ...] | None = None  # None for row by row
+    order: tuple[int, ...] = ()  # dimensions in the order of the memory
+
+    @property
+    def has_gaps(self) -> bool:
+        """True if the memory has gaps or overlaps."""
+        return self.strides is None and self.order != ()
+
+    def flatten(self, tensor: Tensor) -> Tensor:
+        """Returns the elements of a tensor of this shape, without a copy if its memory has this layout."""
+        return (tensor if self.strides is None else tensor.permute(self.order)).reshape(-1)
+
+    def restore(self, row: Tensor) -> Tensor:
+        """Returns a view with shape and strides."""
+        return row.view(self.shape) if self.strides is None else row.as_strided(self.shape, self.strides)
+
+
+def layout_of(tensor: Tensor) -> MemoryLayout:
+    """Returns the layout of a tensor."""
+    if tensor.is_contiguous():
+        return MemoryLayout(tensor.shape)
+    order = tuple(sorted(range(tensor.dim()), key=lambda dim: (tensor.stride(dim), tensor.size(dim)), reverse=True))
+    is_dense = tensor.permute(order).is_contiguous()
+    return MemoryLayout(tensor.shape, tensor.stride() if is_dense else None, order)
+
+
+def pack(layouts: Sequence[MemoryLayout], tensors: Sequence[Tensor], size: int = 0) -> Tensor:
+    """Returns the tensors in one flat tensor, followed by zeros up to ``size`` elements. A single tensor is not copied."""
+    rows = [layout.flatten(tensor) for layout, tensor in zip(layouts, tensors, strict=True)]
+    missing = size - sum(row.numel() for row in rows)
+    if missing > 0:
+        rows.append(tensors[0].new_zeros(missing))
+    flat = rows[0] if len(rows) == 1 else torch.cat(rows)
+    return flat.resolve_conj().resolve_neg()  # torch notes both lazily, and NCCL reads the memory as it is
+
+
+def unpack(layouts: Sequence[MemoryLayout], flat: Tensor) -> list[Tensor]:
+    """Returns views of a flat tensor. They have version counters of their own."""
+    sizes = [layout.shape.numel() for layout in layouts]
+    rows = flat[: sum(sizes)].split(sizes) if sizes else ()
+    return [layout.restore(row.data) for layout, row in zip(layouts, rows, strict=True)]
+
+
+def copy_coalesced(targets: Sequence[Sequence[Tensor]], sources: Sequence[Tensor], buffer_bytes: int | None = None) -> None:
+    """Copies ``sources[i]`` to ``targets[d][i]`` of each other device ``d``, all dense tensors.
+
+    Args:
+        buffer_bytes: size of the buffers, 25 MiB by default. With 0 no buffer is needed where strides are equal.
+    """
+    for chunk in _chunks(sources, BUFFER_BYTES if buffer_bytes is None else buffer_bytes):
+        layouts = [layout_of(sources[i]) for i in chunk]
+        flat = pack(layouts, [sources[i] for i in chunk])
+        chosen = [[tensors[i] for i in chunk] for tensors in targets]
+        if len(chunk) == 1 and not layouts[0].has_gaps and all(layout_of(tensor) == layouts[0] for (tensor,) in chosen):
+            broadcast(flat, [layouts[0].flatten(tensor) for (tensor,) in chosen])
+            torch.autograd.graph.increment_version([tensor for (tensor,) in chosen])
+            continue
+        received = [torch.empty_like(flat, device=tensors[0].device) for tensors in chosen]
+        broadcast(flat, received)
+        for tensors, one in zip(chosen, received, strict=True):
+            torch_private.foreach_copy_(tensors, unpack(layouts, one))
+
+
+def copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
+    """Returns copies of dense tensors for each of ``devices``, which may repeat. Copies from one buffer share its memory."""
+    copied: list[list[Any]] = [[None] * len(tensors) for _ in devices]
+    for chunk in _chunks(tensors, BUFFER_BYTES) if devices else ():
+        layouts = [layout_of(tensors[i]) for i in chunk]
+        flat = pack(layouts, [tensors[i] for i in chunk])
+        others = [device for device in dict.fromkeys(devices) if device != flat.device]
+        received = {device: torch.empty_like(flat, device=device) for device in others}
+        broadcast(flat, list(received.values()))
+        received[flat.device] = flat
+        fresh = set(others) if len(chunk) == 1 else {*others, flat.device}  # a single tensor was not copied yet
+        for device, found in zip(devices, copied, strict=True):
+            buffer = received[device] if device in fresh else received[device].clone()
+            fresh.discard(device)
+            for i, piece in zip(chunk, unpack(layouts, buffer), strict=True):
+                found[i] = piece
+    return copied
+
+
+def _chunks(tensors: Sequence[Tensor], limit: int) -> Iterator[list[int]]:
+    """Yields indices of tensors of one dtype with at most ``limit`` bytes, or of one larger tensor."""
+    open_chunks: dict[torch.dtype, tuple[list[int], int]] = {}
+    for i, tensor in enumerate(tensors):
+        chunk, size = open_chunks.get(tensor.dtype, ([], 0))
+        if chunk and size + tensor.nbytes > limit:
+            yield chunk
+            chunk, size = [], 0
+        chunk.append(i)
+        open_chunks[tensor.dtype] = chunk, size + tensor.nbytes
+    yield from (chunk for chunk, _ in open_chunks.values())
+
+
+def pairs(count: int) -> Iterator[tuple[int, int]]:
+    """Yields each pair of ``count`` devices once, round by round."""
+    last = count - 1 + count % 2  # the last of an even number of devices; if ``count`` is odd, nobody's
+    for turn in range(last):
+        for one in range(last):
+            other = (turn - one) % last
+            other = last if other == one else other
+            if one < other < count:
+                yield one, other
+
+
+def copy(target: Tensor, source: Tensor) -> None:
+    """Copies values. Only copies to an accelerator are asynchronous, as in :func:`move`."""
+    target.copy_(source, non_blocking=target.device.type != "cpu")
+
+
+def broadcast_in_rounds(tensor: Tensor, targets: Sequence[Tensor]) -> None:
+    """Copies ``tensor`` to each of ``targets``."""
+    for target in targets:
+        copy(target, tensor)
+
+
+def reduce_in_rounds(tensors: Sequence[Tensor], output: Tensor) -> None:
+    """Sums the tensors into ``output``."""
+    copy(output, tensors[0])
+    for tensor in tensors[1:]:
+        output.add_(move(tensor, output.device))
+
+
+def reduce_scatter_in_rounds(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    """Sums the tensors, and puts one slice of the sum into each of ``outputs``, which are on the same devices.
+
+    A slice is added as soon as those of all earlier devices are there.
+    """
+    slices = [tensor.split([output.numel() for output in outputs]) for tensor in tensors]
+    received = [{place: slices[place][place]} for place in range(len(tensors))]
+    added = [0] * len(tensors)
+
+    def add(target: int) -> None:
+        while (part := received[target].pop(added[target], None)) is not None:
+            outputs[target].add_(part) if added[target] else copy(outputs[target], part)
+            added[target] += 1
+
+    add(0)
+    for one, other in pairs(len(tensors)):
+        for source, target in ((one, other), (other, one)):
+            part = slices[source][target]
+            received[target][source] = move(part, outputs[target].device) if source else part  # the first is copied by add()
+            add(target)
+
+
+def all_gather_in_rounds(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    """Concatenates the tensors in each of ``outputs``, which are on the same devices. A tensor may be a slice of its output."""
+    slices = [output.split([tensor.numel() for tensor in tensors]) for output in outputs]
+    for place, tensor in enumerate(tensors):
+        if slices[place][place].data_ptr() != tensor.data_ptr():
+            copy(slices[place][place], tensor)
+    for one, other in pairs(len(tensors)):
+        copy(slices[one][other], tensors[other])
+        copy(slices[other][one], tensors[one])
+
+
+_split_by_size: Any = _take_tensors
+_reorder: Any = _reorder_tensors_as
+
+
+def broadcast_coalesced(
+    tensors: Sequence[Tensor],
+    devices: Sequence[torch.device],
+    buffer_size: int,
+    transfer: Callable[[Tensor, torch.device], Tensor] = Tensor.to,
+) -> list[list[Tensor]]:
+    """Returns copies of the tensors on each of ``devices``. Copies that came in one buffer share its memory.
+
+    Args:
+        buffer_size: bytes.
+        transfer: copies a flat buffer to a device.
+    """
+    copies: list[dict[int, Tensor]] = [{} for _ in devices]
+    for chunk in _split_by_size(tensors, buffer_size):
+        flat = _flatten_dense_tensors(chunk)
+        for by_tensor, device in zip(copies, devices, strict=True):
+            pieces = _unflatten_dense_tensors(transfer(flat, device), chunk)
+            # .data: a write to one copy does not move the version counter of the others
+            by_tensor.update((id(tensor), piece.data) for tensor, piece in zip(chunk, pieces, strict=True))
+    return [[by_tensor[id(tensor)] for tensor in tensors] for by_tensor in copies]
+
+
+def reduce_add_coalesced(replicas: Sequence[Sequence[Tensor]], device: torch.device, buffer_size: int) -> list[Tensor]:
+    """Returns the sums of ``replicas[r][i]`` over the replicas, on ``device``, where the first replica is."""
+    sums: list[Tensor] = []
+    for chunks in zip(*(_split_by_size(tensors, buffer_size) for tensors in replicas), strict=True):
+        flat, *others = [_flatten_dense_tensors(chunk) for chunk in chunks]
+        total = flat + others[0].to(device)
+        for other in others[1:]:
+            total.add_(other.to(device))
+        sums += _unflatten_dense_tensors(total, chunks[0])
+    reordered: Sequence[Tensor] = _reorder(sums, replicas[0])
+    return list(reordered)

@@ -6,13 +6,12 @@ Activations: :func:`checkpoint_activations`, :func:`inplace_activations`, :func:
 """
 
 from .checkpointing import checkpoint_activations
-from .evaluation import inference
+from .evaluation import RunningLoss, inference
 from .gradient_release import release_gradients_in_backward
-from .inplace_modules import inplace_activations
-from .language_model_heads import replace_lm_head
+from .inplace import inplace_activations
 from .linear_cross_entropy import LinearCrossEntropy
+from .lm_heads import replace_lm_head
 from .offloading import offload_activations
-from .running_losses import RunningLoss
 
 __all__ = [
     "LinearCrossEntropy",

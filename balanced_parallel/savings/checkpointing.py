@@ -1,19 +1,175 @@
-"""``checkpoint_activations``: fewer activations are kept, and the backward computes the others again."""
+"""``checkpoint_activations``: fewer activations are kept, and the backward computes the others again.
 
+The repeated blocks of a network, and activation checkpointing of modules by a change of their class.
+
+A forward that runs again in the backward, with the same random numbers, and without a second update of buffers.
+
+``torch.utils.checkpoint`` runs it again on the buffers that the first run has left. Batch norm would then update its running
+statistics twice, and spectral norm would use another weight.
+
+Bytes that a forward keeps for its backward, by the part of the module that keeps them. Fake tensors have shapes, no memory.
+
+Operators whose outputs selective checkpointing keeps: matrix multiplications, convolutions and attention.
+
+Caches of keys and values that models of Hugging Face make in training too, unless they get ``use_cache=False``.
+"""
+
+import contextlib
+import functools
 import itertools
 import math
-from collections.abc import Iterable
-from typing import Any
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple
 
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode  # torch has no public module of fake tensors
+from torch.utils._python_dispatch import TorchDispatchMode  # torch has no public module of dispatch modes
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
-from ..runtime.argument_checks import check_number, check_type
-from ..runtime.byte_sizes import format_bytes, parse_bytes
-from ..runtime.modules import children_of
-from .activation_bytes import Part, measure_saved_bytes
-from .activation_checkpointing import Segment, checkpoint_module, find_blocks, find_module, restore_module
+from ..runtime import torch_private
+from ..runtime.random_numbers import RandomState
+from ..runtime.torch_private import buffers_of, children_of, parameters_of, storage_id, versions
+from ..runtime.values import check_number, check_type, format_bytes, parse_bytes
 
 __all__: list[str] = []
+
+
+class Segment(NamedTuple):
+    """A run of the modules of an ``nn.Sequential``, from ``start`` to before ``end``, or all of a module."""
+
+    start: int = 0
+    end: int | None = None
+    recomputed: bool = True
+    selective: bool = False
+
+
+# Runs a segment instead of checkpointing it: ``run(module, segment, function, args, kwargs)``.
+Runner = Callable[[nn.Module, Segment, Callable[..., Any], Any, Any], Any]
+runner: ContextVar[Runner | None] = ContextVar("runner", default=None)
+
+
+def find_blocks(module: nn.Module) -> tuple[str, ...]:
+    """Returns the names of the repeated blocks of a network.
+
+    Blocks are two or more modules of one class in an ``nn.ModuleList`` or an ``nn.Sequential``, with parameters and children.
+    The outermost such modules count. If there are none, any two or more children of one class count.
+
+    Example:
+        >>> find_blocks(nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)]))
+        ('0', '1')
+    """
+    for containers in ((nn.ModuleList, nn.Sequential), (nn.Module,)):
+        if found := _blocks_under(module, "", containers):
+            return tuple(found)
+    return ()
+
+
+def _blocks_under(parent: nn.Module, prefix: str, containers: tuple[type[nn.Module], ...]) -> list[str]:
+    children = {name: child for name, child in parent.named_children() if next(child.parameters(), None) is not None}
+    kinds = [_kind(child) for child in children.values()]
+    found = []
+    for name, child in children.items():
+        repeats = isinstance(parent, containers) and kinds.count(_kind(child)) > 1 and next(child.children(), None) is not None
+        is_list = isinstance(child, (nn.ModuleList, nn.ModuleDict))
+        within = [] if repeats and not isinstance(child, nn.Sequential) else _blocks_under(child, f"{prefix}{name}.", containers)
+        found += within or ([f"{prefix}{name}"] if repeats and not is_list else [])
+    return found
+
+
+def checkpoint_blocks(module: nn.Module, names: Iterable[str]) -> None:
+    """Checkpoints each named module in place: it saves its inputs only, and recomputes the rest in the backward.
+
+    Raises:
+        ValueError: there is no module of that name.
+    """
+    for name in names:
+        block = find_module(module, name)
+        if not isinstance(block, Checkpointed):
+            checkpoint_module(block, (Segment(),))
+
+
+def find_module(module: nn.Module, name: str) -> nn.Module:
+    """Returns the submodule of that name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    try:
+        return module.get_submodule(name)
+    except AttributeError as error:
+        raise ValueError(f"there is no module {name!r} to checkpoint, expected names of named_modules()") from error
+
+
+def checkpoint_module(module: nn.Module, segments: tuple[Segment, ...]) -> None:
+    """Checkpoints a module in place, as one segment or, an ``nn.Sequential``, as several."""
+    module.__class__ = _checkpointed(_kind(module), segments)
+
+
+def restore_module(module: nn.Module) -> None:
+    """Undoes :func:`checkpoint_module`."""
+    module.__class__ = _kind(module)
+
+
+def _kind(module: Any) -> Any:
+    return module.made_from[0] if isinstance(module, Checkpointed) else type(module)
+
+
+class Checkpointed:
+    """A base class of checkpointed modules, besides their own class.
+
+    Attributes:
+        made_from: the class of the module, and its segments.
+    """
+
+    made_from: tuple[Any, tuple[Segment, ...]]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Returns the parts for ``pickle`` and ``copy``, which do not find a class that was made at run time."""
+        parts: Any = super().__reduce_ex__(protocol)
+        return _new, self.made_from, *parts[2:]
+
+
+def _new(kind: Any, segments: tuple[Segment, ...]) -> Any:
+    made = _checkpointed(kind, segments)
+    return made.__new__(made)
+
+
+@functools.cache
+def _checkpointed(kind: Any, segments: tuple[Segment, ...]) -> Any:
+    """Returns a checkpointed subclass. A ``forward`` set on the instance would still run the original after a copy."""
+
+    @functools.wraps(kind.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(segments) == 1:
+            return _run(self, segments[0], [self], functools.partial(kind.forward, self), args, kwargs)
+        for segment in segments:
+            layers = list(self)[segment.start : segment.end]
+            args = (_run(self, segment, layers, functools.partial(_run_layers, layers), args, kwargs),)
+        return args[0]
+
+    return type(
+        kind.__name__, (Checkpointed, kind), {"forward": forward, "__module__": kind.__module__, "made_from": (kind, segments)}
+    )
+
+
+def _run(
+    module: nn.Module, segment: Segment, layers: list[nn.Module], function: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    if not torch.compiler.is_compiling() and (run := runner.get()) is not None:
+        return run(module, segment, function, args, kwargs)
+    if not segment.recomputed:
+        return function(*args, **kwargs)
+    return run_checkpointed(layers, function, args, kwargs, name=_kind(module).__name__, selective=segment.selective)
+
+
+def _run_layers(layers: Iterable[nn.Module], value: Any) -> Any:
+    for layer in layers:
+        value = layer(value)
+    return value
+
 
 EXPECTED = "expected names of named_modules(): blocks=['encoder', 'decoder']"
 
@@ -173,3 +329,310 @@ def _choose(
 def _text(name: str, segment: Segment) -> str:
     place = "" if segment.end is None else f"[{segment.start}:{segment.end}]"
     return f"{name}{place}{' (selective)' if segment.selective else ''}"
+
+
+Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
+
+
+def run_checkpointed(
+    modules: Sequence[nn.Module], function: Callable[..., Any], args: Any, kwargs: Any, *, name: str, selective: bool = False
+) -> Any:
+    """Returns ``function(*args, **kwargs)``. The graph keeps the arguments only, and the backward runs the function again.
+
+    Args:
+        modules: that the function runs, whose buffers it may write to.
+        name: for errors.
+        selective: the graph also keeps the outputs of matrix multiplications, convolutions and attention.
+
+    Raises:
+        RuntimeError: the function writes to its arguments.
+        ValueError: an argument is a cache of keys and values that is not empty.
+    """
+    leaves, rebuild = torch_private.flatten((args, kwargs))
+    is_training = any(module.training for module in modules)
+    if not torch.is_grad_enabled() or (not is_training and any(map(is_cache, leaves))):
+        return function(*args, **kwargs)
+    leaves = without_empty_cache(leaves, name)
+
+    def run(*again: Any) -> Any:
+        positional, named = rebuild(list(again))
+        return function(*positional, **named)
+
+    make = functools.partial(create_selective_checkpoint_contexts, keep_expensive)
+    if torch.compiler.is_compiling():  # the compiler runs operators again, with their random numbers, and no writes
+        settings: dict[str, Any] = {"context_fn": make} if selective else {}
+        return checkpoint(run, *leaves, use_reentrant=False, **settings)
+    contexts = _selective_contexts if selective else noop_context_fn
+    # Tensors are passed by position: torch finds the devices, and thereby autocast, from positional arguments only.
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    before = versions(tensors)
+    owners = list(dict.fromkeys(owner for module in modules for owner in module.modules()))
+    parameters = [parameter for owner in owners for parameter in parameters_of(owner).values() if parameter is not None]
+    devices = [tensor.device for tensor in (*tensors, *parameters)]  # an argument may be an object, layers on another device
+    outputs = checkpoint(
+        run, *leaves, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: _contexts(owners, devices, contexts())
+    )
+    if versions(tensors) != before:
+        raise RuntimeError(
+            f"{name} writes to its input in place, so its forward cannot run again: set inplace=False on the "
+            "module that does; call checkpoint_activations before inplace_activations, which then leaves that module as it is"
+        )
+    return outputs
+
+
+def _selective_contexts() -> Contexts:
+    """Returns torch's contexts of selective checkpointing. Hooks of saved tensors do not get the outputs that it keeps."""
+    first, again = create_selective_checkpoint_contexts(keep_expensive)
+    first.respect_saved_tensors_hooks = False  # as before torch 2.15, which warns that None will mean True
+    return first, again
+
+
+def _contexts(owners: list[nn.Module], devices: list[torch.device], inner: Contexts) -> Contexts:
+    again = _Again(owners, devices, inner[1])
+    return again.first_run(inner[0]), again
+
+
+class _Again:
+    """A context of each further run of a forward. One graph may enter it several times (``retain_graph=True``)."""
+
+    def __init__(
+        self, owners: list[nn.Module], devices: list[torch.device], inner: contextlib.AbstractContextManager[Any]
+    ) -> None:
+        self._owners = [(owner, buffers_of(owner)) for owner in owners if buffers_of(owner)]
+        self._random = RandomState(devices)
+        self._inner = inner
+        self._written: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
+        self._entered: list[contextlib.ExitStack] = []
+
+    @contextlib.contextmanager
+    def first_run(self, inner: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+        """Records the buffers that the block writes to, with their values before."""
+        before = []
+        for owner, buffers in self._owners:
+            if owner.training and buffers.get("running_mean") is not None:
+                # torch's norms do not count these writes as versions. Outputs in training do not depend on the values.
+                self._written += [(buffers, name, None) for name, buffer in buffers.items() if buffer is not None]
+            elif owner.training:
+                before += [(buffers, name, buffer, buffer.clone()) for name, buffer in buffers.items() if buffer is not None]
+        found = versions([buffer for _, _, buffer, _ in before])
+        with inner:
+            yield
+        for version, (buffers, name, buffer, value) in zip(found, before, strict=True):
+            if buffers.get(name) is not buffer or versions([buffer]) != [version]:
+                self._written.append((buffers, name, value))
+        self._random.end()
+
+    def __enter__(self) -> None:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._random.again())
+            for buffers, name, value in self._written:
+                current = buffers[name]
+                stack.callback(buffers.__setitem__, name, current)
+                start = current if value is None else value
+                buffers[name] = None if start is None else start.clone()
+            stack.enter_context(self._inner)
+            self._entered.append(stack.pop_all())
+
+    def __exit__(self, *exception: Any) -> None:
+        self._entered.pop().__exit__(*exception)
+
+
+Part = tuple[nn.Module, Segment]
+Function = Callable[..., Any]
+
+
+class SavedBytes:
+    """Storages that the graph of one forward keeps. Each counts once, whoever keeps it. Parameters and inputs do not count.
+
+    Attributes:
+        mutated: parts that write in place to an output of an expensive operator, which then cannot be kept.
+    """
+
+    def __init__(self) -> None:
+        self.mutated: set[Part] = set()
+        self._sizes: dict[int, int] = {}
+        self._storages: list[torch.UntypedStorage] = []  # keeps their ids unique
+        self._keepers: dict[int, set[Part | None]] = {}
+        self._inputs: dict[Part, set[int]] = {}
+        self._expensive: dict[Part, set[int]] = {}
+
+    def keep(self, part: Part | None, tensor: Tensor) -> None:
+        """Records a tensor that the graph keeps."""
+        self._keepers.setdefault(self._note(tensor), set()).add(part)
+
+    def enter(self, part: Part, arguments: Any) -> None:
+        """Records the arguments of a part, which a checkpoint would keep."""
+        self._inputs.setdefault(part, set()).update(
+            self._note(leaf) for leaf in torch_private.leaves_of_tree(arguments) if isinstance(leaf, Tensor)
+        )
+
+    def keep_expensive(self, part: Part, tensor: Tensor) -> None:
+        """Records an output of an expensive operator, which a selective checkpoint would keep."""
+        self._expensive.setdefault(part, set()).add(self._note(tensor))
+
+    def forget(self, tensors: Collection[Tensor]) -> None:
+        """Makes storages count as nothing."""
+        for tensor in tensors:
+            self._sizes[self._note(tensor)] = 0
+
+    def total(self, recomputed: Mapping[Part, bool]) -> int:
+        """Returns the bytes that stay.
+
+        Args:
+            recomputed: the parts to recompute, and for each if it is selective.
+        """
+        kept = {storage for storage, keepers in self._keepers.items() if keepers - recomputed.keys()}
+        for part, selective in recomputed.items():
+            kept |= self._inputs.get(part, set())
+            if selective:
+                kept |= self._expensive.get(part, set())
+        return sum(self._sizes[storage] for storage in kept)
+
+    def _note(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        identity = storage_id(storage)
+        if identity not in self._sizes:
+            self._sizes[identity] = storage.nbytes()
+            self._storages.append(storage)
+        return identity
+
+
+class _Recorder(TorchDispatchMode):
+    """Runs each part of a forward, and notes what it keeps."""
+
+    def __init__(self, saved: SavedBytes) -> None:
+        super().__init__()
+        self._saved = saved
+        self._part: Part | None = None
+        self._outputs: list[Tensor] = []
+
+    def run(self, module: nn.Module, segment: Segment, function: Function, args: Any, kwargs: Any) -> Any:
+        """Runs one part. A part inside another one belongs to the outer one."""
+        if self._part is not None:
+            return function(*args, **kwargs)
+        self._part = (module, segment)
+        self._saved.enter(self._part, (args, kwargs))
+        try:
+            result = function(*args, **kwargs)
+            if any(versions(self._outputs)):
+                self._saved.mutated.add(self._part)
+            return result
+        finally:
+            self._part = None
+            self._outputs.clear()
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        """Hook of saved tensors."""
+        self._saved.keep(self._part, tensor)
+        return tensor.detach()
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = operator(*args, **kwargs or {})
+        if self._part is not None and is_expensive(operator, args, kwargs or {}):
+            for tensor in torch_private.leaves_of_tree(result):
+                if isinstance(tensor, Tensor):
+                    self._saved.keep_expensive(self._part, tensor)
+                    self._outputs.append(tensor)
+        return result
+
+
+def measure_saved_bytes(module: nn.Module, inputs: Any) -> SavedBytes:
+    """Runs a forward of fake tensors. The parts are those of :func:`checkpoint_module`.
+
+    Raises:
+        ValueError: the forward failed, for example because it reads values.
+    """
+    saved = SavedBytes()
+    recorder = _Recorder(saved)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    state = {name: _fake(tensor, mode) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    batch = torch_private.map_tensors(lambda tensor: _fake(tensor, mode), inputs)
+    args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch if isinstance(batch, tuple) else (batch,), {})
+    saved.forget([*state.values(), *(leaf for leaf in torch_private.leaves_of_tree(batch) if isinstance(leaf, Tensor))])
+    token = runner.set(recorder.run)
+    try:
+        hooks = torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor)
+        with warnings.catch_warnings(action="ignore"), mode, recorder, torch.enable_grad(), hooks:
+            torch.func.functional_call(module, state, args, dict(kwargs))
+    except Exception as error:
+        raise ValueError(
+            f"the bytes of a forward of {type(module).__name__} cannot be counted without its values, so budget cannot be used: "
+            f"choose blocks by name. The error was {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        runner.reset(token)
+    return saved
+
+
+def _fake(tensor: Tensor, mode: FakeTensorMode) -> Any:
+    """Returns a tensor of the same shape without memory."""
+    with mode, torch.no_grad():
+        if tensor.layout == torch.strided:
+            made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        else:
+            made = torch.empty(tensor.size(), dtype=tensor.dtype, device=tensor.device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(made, tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+_aten = torch.ops.aten
+_MULTIPLICATIONS = {
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten.bmm.default,
+    _aten.baddbmm.default,
+    _aten.linear.default,
+    _aten.convolution.default,
+}
+# Position of the probability of dropout. Attention that draws random numbers has to run again, to draw them again.
+_ATTENTION = {
+    _aten._scaled_dot_product_flash_attention.default: 3,  # torch has no public names of these kernels
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: 3,  # as above
+    _aten._scaled_dot_product_efficient_attention.default: 5,  # as above
+    _aten._scaled_dot_product_cudnn_attention.default: 5,  # as above
+}
+
+
+def is_expensive(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Returns True for an operator whose outputs are kept."""
+    if operator in _ATTENTION:
+        place = _ATTENTION[operator]
+        return not (args[place] if len(args) > place else kwargs.get("dropout_p", 0.0))
+    return operator in _MULTIPLICATIONS
+
+
+def keep_expensive(_context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Policy of torch's selective checkpointing."""
+    return CheckpointPolicy.MUST_SAVE if is_expensive(operator, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def is_cache(argument: Any) -> bool:
+    """Returns True for a cache of transformers."""
+    return hasattr(argument, "get_seq_length")
+
+
+def without_empty_cache(leaves: list[Any], name: str) -> list[Any]:
+    """Returns the arguments of a block with None in place of a cache, to which a recomputation would append once more.
+
+    transformers does the same in its own checkpointing. Keys of earlier tokens change the result, so such a cache is refused.
+
+    Args:
+        leaves: arguments of the block. The first tensor has the shape ``[rows, tokens, ...]``.
+        name: of the block.
+
+    Raises:
+        ValueError: the cache has keys of earlier tokens.
+    """
+    hidden = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 1), None)
+    tokens = 0 if hidden is None else hidden.shape[1]
+    kept: list[Any] = []
+    for leaf in leaves:
+        length = leaf.get_seq_length() if is_cache(leaf) else None
+        if length not in (None, 0, tokens):  # blocks before this one may have appended the tokens of this call
+            raise ValueError(
+                f"{name} gets a cache with the keys of {length} tokens for {tokens} new ones, and a recomputation would append "
+                "to it again: train without past_key_values, or do not checkpoint this block"
+            )
+        kept.append(leaf if length is None else None)
+    return kept

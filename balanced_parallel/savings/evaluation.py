@@ -1,10 +1,16 @@
-"""``inference``: evaluation without a graph."""
+"""``inference``: evaluation without a graph.
+
+``RunningLoss``: the mean of the losses of many steps.
+"""
 
 import contextlib
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from ..runtime.collectives import rank, sum_over_ranks
 
 __all__: list[str] = []
 
@@ -37,3 +43,84 @@ def inference(*modules: nn.Module) -> Iterator[None]:
     finally:
         for submodule, training in before:
             submodule.training = training
+
+
+class RunningLoss:
+    """Weighted mean of losses. It keeps no graph, and waits for no device before :meth:`compute`.
+
+    ``total += loss`` keeps the graph of every step, and ``loss.item()`` waits for the device in every step. Here sums stay on the
+    devices of the losses, in float64 where a device has it. Under torchrun the mean is over all ranks, as a sum and a weight.
+
+    Example:
+        >>> running = savings.RunningLoss()
+        >>> running.update(torch.tensor(1.0), weight=3)
+        >>> running.update(torch.tensor(5.0), weight=1)
+        >>> running.compute()
+        2.0
+        >>> running.reset()
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forgets all losses."""
+        self._on_host = [0.0, 0.0]  # weighted sum of losses, sum of weights
+        self._on_devices: dict[torch.device, Tensor] = {}  # the same two
+
+    def update(self, loss: Tensor | float, weight: Tensor | float = 1) -> None:
+        """Adds the mean loss of some rows.
+
+        Args:
+            loss: a scalar.
+            weight: number of rows, targets or tokens that it is the mean of. With weight zero the loss does not count, even if it
+                is nan.
+
+        Raises:
+            ValueError: the loss or the weight is not a scalar.
+        """
+        for name, value in (("loss", loss), ("weight", weight)):
+            if isinstance(value, Tensor) and value.numel() != 1:
+                raise ValueError(f"the {name} has shape {tuple(value.shape)}, expected a scalar")
+        tensors = [value for value in (loss, weight) if isinstance(value, Tensor) and not value.is_cpu]
+        if not tensors:
+            factor, value = (float(each.detach() if isinstance(each, Tensor) else each) for each in (weight, loss))
+            self._on_host[0] += value * factor if factor else 0.0
+            self._on_host[1] += factor
+            return
+        with torch.no_grad():
+            device = tensors[0].device
+            mean, count = (_on(each, device) for each in (loss, weight))
+            pair = torch.stack([torch.where(count == 0, 0, mean * count), count])
+            before = self._on_devices.get(device)
+            self._on_devices[device] = pair if before is None else before + pair
+
+    def compute(self) -> float:
+        """Returns the mean; nan without a loss. This reads each device once. All ranks must call it."""
+        total, weight = self._sums()
+        return total / weight if weight else math.nan
+
+    def state_dict(self) -> dict[str, float]:
+        """Returns the sums over all ranks. All ranks must call it."""
+        total, weight = self._sums()
+        return {"total": total, "weight": weight}
+
+    def load_state_dict(self, state_dict: dict[str, float]) -> None:
+        """Takes the sums, which any number of ranks may have saved."""
+        self.reset()
+        if rank() == 0:
+            self._on_host = [state_dict["total"], state_dict["weight"]]
+
+    def _sums(self) -> tuple[float, float]:
+        pairs: Sequence[Sequence[float]] = [self._on_host, *(pair.tolist() for pair in self._on_devices.values())]
+        sums = torch.tensor([[math.fsum(column)] for column in zip(*pairs, strict=True)], dtype=torch.float64)
+        total, weight = sum_over_ranks(sums).flatten().tolist()
+        return total, weight
+
+
+def _on(value: Tensor | float, device: torch.device) -> Tensor:
+    """Returns a number on a device. A number of the host is filled in, and does not wait for the device."""
+    dtype = torch.float32 if device.type == "mps" else torch.float64
+    if isinstance(value, Tensor) and not value.is_cpu:
+        return value.detach().reshape(()).to(device, dtype, non_blocking=True)
+    return torch.full((), float(value), dtype=dtype, device=device)

@@ -13,6 +13,7 @@ from ..runtime.collectives import world_size
 
 __all__: list[str] = []
 
+
 _releases: "weakref.WeakKeyDictionary[Optimizer, GradientRelease]" = weakref.WeakKeyDictionary()
 
 

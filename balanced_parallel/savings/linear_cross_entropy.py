@@ -1,11 +1,22 @@
-"""``LinearCrossEntropy``: the last layer of a classifier or a language model, together with its loss."""
+"""``LinearCrossEntropy``: the last layer of a classifier or a language model, together with its loss.
 
-from typing import Any
+Cross entropy of a linear layer's outputs, in chunks of rows.
+
+The logits of one chunk exist at a time. They become the chunk's softmax and then its gradient, in place. Gradients of the hidden
+states and of the weight are made in the forward, for the sum of the losses, and multiplied by one scalar in the backward.
+
+``torch.nn.functional.linear_cross_entropy`` is new in torch 2.13. It makes chunks too, but not with label smoothing or for
+``[rows, positions]``, and under autocast it returns the loss in bfloat16. Its chunks are small where the layer is narrow: with 64
+features and 32,768 classes it takes more than ten times as long as the plain layers on a CPU, and this function half as long.
+"""
+
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .chunked_cross_entropy import linear_cross_entropy
+from ..runtime.torch_private import keeps_graph
 
 __all__: list[str] = []
 
@@ -86,3 +97,181 @@ class LinearCrossEntropy(nn.Module):
     def extra_repr(self) -> str:
         """Returns the settings, for ``repr(criterion)``."""
         return f"ignore_index={self.ignore_index}, label_smoothing={self.label_smoothing}, reduction={self.reduction!r}"
+
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of the hidden states, the weight and the bias
+
+
+class Labels(NamedTuple):
+    """Targets of all rows, and the settings of their cross entropy."""
+
+    target: Tensor
+    class_weight: Tensor | None
+    ignore_index: int
+    label_smoothing: float
+
+
+def rows_per_chunk(features: int) -> int:
+    """Returns the rows of a chunk. Its logits take the memory of the weight's gradient, unless the layer is very narrow or wide.
+
+    Matrices of fewer rows are slow to multiply.
+    """
+    return min(max(features, 256), 1024)
+
+
+def linear_cross_entropy(
+    input: Tensor,
+    linear_weight: Tensor,
+    target: Tensor,
+    *,
+    linear_bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    reduction: str = "mean",
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Returns ``F.cross_entropy(F.linear(input, linear_weight, linear_bias), target, ...)`` without the logits of all rows.
+
+    The loss of half precision inputs is in float32.
+
+    Args:
+        input: hidden states, ``[..., features]``.
+        linear_weight: weight of the layer, ``[classes, features]``.
+        target: class indices, ``[...]``.
+        linear_bias: bias of the layer, ``[classes]``.
+        weight: weights of the classes.
+        reduction, ignore_index, label_smoothing: as in ``F.cross_entropy``.
+
+    Raises:
+        ValueError: the shapes do not fit, the targets are not class indices, or there is no such reduction.
+    """
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction={reduction!r}, expected 'mean', 'sum' or 'none'")
+    if target.shape != input.shape[:-1] or target.dtype != torch.int64:
+        raise ValueError(
+            f"the targets have shape {tuple(target.shape)} and dtype {target.dtype} for inputs of shape {tuple(input.shape)}, "
+            f"expected class indices of shape {tuple(input.shape[:-1])} and dtype torch.int64"
+        )
+    labels = Labels(target.reshape(-1), weight, ignore_index, label_smoothing)
+    hidden = input.reshape(-1, input.size(-1))
+    keeps_gradients = torch.is_grad_enabled()
+    losses: Tensor = _Chunked.apply(hidden, linear_weight, linear_bias, labels, reduction != "none", keeps_gradients)
+    if reduction == "none":
+        return losses.view(target.shape)
+    return losses if reduction == "sum" else _divide(losses, labels)
+
+
+def _divide(total: Tensor, labels: Labels) -> Tensor:
+    """Returns the mean; nan with gradients of zero if no target counts, as ``F.cross_entropy`` does."""
+    divisor = _weights_of_rows(labels, total.dtype).sum()
+    counted = divisor != 0
+    return torch.where(counted, total / torch.where(counted, divisor, 1), torch.nan)
+
+
+def _weights_of_rows(labels: Labels, dtype: torch.dtype) -> Tensor:
+    kept = labels.target != labels.ignore_index
+    if labels.class_weight is None:
+        return kept.to(dtype)
+    return labels.class_weight.to(dtype)[labels.target.masked_fill(~kept, 0)] * kept
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Labels, is_sum: bool, keeps_gradients: bool
+    ) -> Tensor:
+        ctx.labels, ctx.is_sum, ctx.dtype = labels, is_sum, _dtype_of_products(hidden)
+        wanted = ctx.needs_input_grad[:3] if is_sum and keeps_gradients else (False,) * 3
+        losses, gradients = _run(hidden, weight, bias, labels, ctx.dtype, wanted, None)
+        ctx.save_for_backward(*(gradients if is_sum else (hidden, weight, bias)))
+        return losses.sum() if is_sum else losses
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "LinearCrossEntropy was given create_graph=True, but its backward has no graph: for second derivatives use "
+                "nn.Linear and nn.CrossEntropyLoss"
+            )
+        first, second, third = ctx.saved_tensors
+        if not ctx.is_sum:
+            _, made = _run(first, second, third, ctx.labels, ctx.dtype, ctx.needs_input_grad[:3], gradients[0])
+            return (*made, None, None, None)
+        multiply = torch.mul if keeps_graph() else Tensor.mul_
+        scaled = [None if one is None else multiply(one, gradients[0]) for one in (first, second, third)]
+        return (*scaled, None, None, None)
+
+
+def _dtype_of_products(hidden: Tensor) -> torch.dtype:
+    kind = hidden.device.type
+    autocasts = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64  # which autocast leaves as it is
+    return torch.get_autocast_dtype(kind) if autocasts else hidden.dtype
+
+
+def _run(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Labels,
+    dtype: torch.dtype,
+    wanted: tuple[bool, ...],
+    factors: Tensor | None,
+) -> tuple[Tensor, Gradients]:
+    """Returns the losses of all rows, and the wanted gradients of their sum. Each row may have a factor in that sum."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    losses = torch.empty(len(hidden), dtype=wide, device=hidden.device)
+    of_hidden = torch.empty_like(hidden) if wanted[0] else None
+    of_weight = torch.zeros_like(weight, dtype=wide) if wanted[1] else None
+    of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
+    with torch.autocast(hidden.device.type, enabled=False):
+        weight_there, bias_there = weight.to(dtype), None if bias is None else bias.to(dtype)
+        size = rows_per_chunk(weight.size(1))
+        for start in range(0, len(hidden), size):
+            rows = slice(start, start + size)
+            some = hidden[rows].to(dtype)
+            logits = F.linear(some, weight_there, bias_there).to(wide)
+            losses[rows] = _loss_and_gradient_(
+                logits, labels._replace(target=labels.target[rows]), any(wanted), None if factors is None else factors[rows]
+            )
+            gradient = logits.to(dtype)
+            del logits  # a wider copy of the gradient
+            if of_hidden is not None:
+                of_hidden[rows] = gradient @ weight_there
+            if of_weight is not None and wide == dtype:
+                of_weight.addmm_(gradient.t(), some)
+            elif of_weight is not None:
+                of_weight += gradient.t() @ some
+            if of_bias is not None:
+                of_bias += gradient.sum(0, dtype=wide)
+            del gradient  # before the next logits are made
+    return losses, (of_hidden, _like(of_weight, weight), _like(of_bias, bias))
+
+
+def _like(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
+    return None if gradient is None or parameter is None else gradient.to(parameter.dtype)
+
+
+def _loss_and_gradient_(logits: Tensor, labels: Labels, makes_gradient: bool, factors: Tensor | None) -> Tensor:
+    """Returns the loss of each row. Replaces ``logits`` by the gradient of their sum, weighted by ``factors``."""
+    weights = _weights_of_rows(labels, logits.dtype)
+    ignored = labels.target == labels.ignore_index
+    kept, chosen = (~ignored).to(logits.dtype), labels.target.masked_fill(ignored, 0).unsqueeze(1)
+    uniform = labels.label_smoothing / logits.size(1)  # the weight of each class besides the target
+    logits -= logits.amax(1, keepdim=True)
+    losses = -(1 - labels.label_smoothing) * weights * logits.gather(1, chosen).squeeze(1)
+    peaked = (1 - labels.label_smoothing) * weights
+    mass = peaked
+    class_weight = logits.new_ones(0)
+    if uniform:
+        class_weight = logits.new_ones(logits.size(1)) if labels.class_weight is None else labels.class_weight.to(logits.dtype)
+        losses -= uniform * kept * (logits @ class_weight)
+        mass = peaked + uniform * kept * class_weight.sum()
+    sums = logits.exp_().sum(1)
+    losses += mass * sums.log()
+    if makes_gradient:
+        scale = torch.ones_like(sums) if factors is None else factors.to(sums.dtype)
+        logits *= (mass / sums * scale).unsqueeze(1)
+        logits.scatter_add_(1, chosen, -(peaked * scale).unsqueeze(1))
+        if uniform:
+            logits.addr_(uniform * kept * scale, class_weight, alpha=-1)
+    return losses.masked_fill_(ignored, 0)  # of rows that may be nan

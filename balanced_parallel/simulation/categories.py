@@ -12,9 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..runtime.modules import buffers_of, parameters_of
-from ..runtime.tensors import get_gradient, local_tensors, storage_id
-from ..runtime.trees import leaves
+from ..runtime.torch_private import buffers_of, get_gradient, leaves_of_tree, local_tensors, parameters_of, storage_id
 
 __all__: list[str] = []
 
@@ -90,4 +88,4 @@ class Labels:
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         self.native.simulation_in_optimizer(False)
         self._has_updated = True
-        self.label(leaves(list(optimizer.state.values())), Category.OPTIMIZER_STATE)
+        self.label(leaves_of_tree(list(optimizer.state.values())), Category.OPTIMIZER_STATE)

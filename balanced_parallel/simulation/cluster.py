@@ -11,8 +11,7 @@ import torch.distributed as dist
 from tabulate import tabulate
 from torch.utils.backend_registration import rename_privateuse1_backend
 
-from ..runtime.argument_checks import check_type
-from ..runtime.byte_sizes import format_bytes, parse_bytes
+from ..runtime.values import check_type, format_bytes, parse_bytes
 from . import device_module
 from .categories import Category, Labels
 from .compilation import load_native
@@ -21,13 +20,13 @@ from .waits import Wait, Waits, describe_steps
 
 __all__: list[str] = []
 
+
 MAX_DEVICES = 64  # kDevices of native/ledger.h
 NO_LIMIT = 2**50  # 1 PiB, more than any simulation reaches
 Memory = int | str | Sequence[int | str | None] | None
 _Numbers = tuple[list[int], list[int], Counter[tuple[str, str]], list[dict[str, int]], list[tuple[str, str]], int]  # at the end
 _entering = threading.Lock()
 _active = False
-
 _LEGEND = (
     "moved in, moved out: copies to and from this GPU since the start.\n"
     "waits of the host: calls for which it would wait for this GPU, listed in cluster.waits. Those after the last update are in "

@@ -11,6 +11,7 @@ from .compilation import load_native
 
 __all__: list[str] = []
 
+
 _initialized = True  # torch.utils.checkpoint saves the random state of a device if its module has this flag
 DeviceLike = int | str | torch.device | None
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.cuda import nccl
 from torch.nn.parallel import _functions
 
-from ..runtime import copy_rounds, torch_comm
+from ..runtime import transport
 from .categories import Category, Labels
 
 __all__: list[str] = []
@@ -32,7 +32,7 @@ def broadcast_coalesced(
         return copy
 
     others = [torch.device("sim", device) for device in devices[1:]]
-    return [list(tensors), *torch_comm.broadcast_coalesced(tensors, others, buffer_size, transfer)]
+    return [list(tensors), *transport.broadcast_coalesced(tensors, others, buffer_size, transfer)]
 
 
 def broadcast(tensor: Tensor, devices: Sequence[int]) -> list[Tensor]:
@@ -67,24 +67,24 @@ def nccl_is_available(tensors: Sequence[Tensor]) -> bool:
 
 def nccl_broadcast(tensors: Sequence[Tensor], root: int, streams: object, communicators: object) -> None:
     """Copies the first tensor to the others. torch ignores ``root`` too."""
-    copy_rounds.broadcast(tensors[0], tensors[1:])
+    transport.broadcast_in_rounds(tensors[0], tensors[1:])
 
 
 def nccl_reduce(tensors: Sequence[Tensor], output: Tensor, root: int, op: int, streams: object, communicators: object) -> None:
     """Sums the tensors on the device of ``tensors[root]``, in their order."""
-    copy_rounds.reduce(tensors, output)
+    transport.reduce_in_rounds(tensors, output)
 
 
 def nccl_reduce_scatter(
     tensors: Sequence[Tensor], outputs: Sequence[Tensor], op: int, streams: object, communicators: object
 ) -> None:
     """Sums the tensors in their order, and puts an equal slice of the sum on each device."""
-    copy_rounds.reduce_scatter(tensors, outputs)
+    transport.reduce_scatter_in_rounds(tensors, outputs)
 
 
 def nccl_all_gather(tensors: Sequence[Tensor], outputs: Sequence[Tensor], streams: object, communicators: object) -> None:
     """Concatenates the tensors on each device."""
-    copy_rounds.all_gather(tensors, outputs)
+    transport.all_gather_in_rounds(tensors, outputs)
 
 
 @contextmanager

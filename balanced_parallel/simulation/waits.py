@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import torch
 
-from ..runtime.autograd import current_backward_id
+from ..runtime.torch_private import current_backward_id
 
 __all__: list[str] = []
 
+
 # Arguments: device, kind, and a buffer of some size for the message of an error. An empty message allows the wait.
 LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int)
-
 MAX_WAITS = 10_000  # that are kept, about 3 MB
 _SKIPPED = tuple(os.path.dirname(path) + os.sep for path in (torch.__file__, __file__))
 _ADVICE = {

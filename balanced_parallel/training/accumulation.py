@@ -5,23 +5,32 @@ the prediction lacks is one factor, before the update.
 
 A weight on a device is copied to the host before the backward of its micro-batch is launched, and read after the last one. So the
 host waits for no backward.
+
+Divisors of gradients that are powers of two, so that a division rounds nothing. Weights may be on a device, unread.
+
+Cuts an effective batch into the micro-batches of one process.
+
+The micro-batches since the last update. A failure forgets them: nobody knows which rows the gradients are of.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ..loss.batch_losses import BatchLosses
-from ..loss.criterion import DataParallelCriterion
-from ..loss.weighting import LossSum, Weight, add_up
-from ..runtime.devices import move
-from ..runtime.host_copies import start_copy
-from ..runtime.precision import Precision, scaled
-from ..runtime.progress import begin_reduction
-from .divisors import larger, power_of_two
-from .gradient_sync import GradientSync, Settings
+from ..batch.containers import Dims
+from ..batch.outputs import PerReplica
+from ..batch.plan import split_sizes
+from ..batch.rows import Arguments, as_arguments, count_micro_batches, count_rows, cut_batch, detach_outputs
+from ..loss.criterion import BatchLosses, DataParallelCriterion
+from ..loss.sums import LossSum, Weight, add_up
+from ..runtime.collectives import begin_reduction, naming_ranks
+from ..runtime.devices import move, start_copy
+from ..runtime.values import Precision, scaled
+from .strategy import GradientSync, Settings
 
 __all__: list[str] = []
 
@@ -142,3 +151,186 @@ def _sum(weights: Sequence[Weight], device: torch.device) -> Weight:
     if not on_devices:
         return on_host
     return add_up([*on_devices, on_host] if on_host else on_devices, device)
+
+
+def power_of_two(number: Weight, otherwise: Weight = 1.0) -> Weight:
+    """Returns the power of two nearest to a number, on a logarithmic scale; ``otherwise`` for 0, negative and infinite ones."""
+    if not isinstance(number, Tensor):
+        return 2.0 ** round(math.log2(number)) if 0 < number < math.inf else otherwise
+    number = number.float()
+    mantissa, _ = torch.frexp(number)  # number = mantissa * 2**exponent, and 0.5 <= mantissa < 1
+    power = number / torch.where(mantissa < math.sqrt(0.5), 2 * mantissa, mantissa)
+    return torch.where((number > 0) & (number < math.inf), power, otherwise)
+
+
+def larger(one: Weight, other: Weight) -> Weight:
+    """Returns the larger of two numbers."""
+    if isinstance(one, Tensor):
+        return one.clamp(min=other)
+    return other.clamp(min=one) if isinstance(other, Tensor) else max(one, other)
+
+
+def is_one(factor: Weight) -> bool:
+    """Returns True for a number that is 1. A factor on a device is not read."""
+    return not isinstance(factor, Tensor) and factor == 1
+
+
+class Batch(NamedTuple):
+    """Rows that the caller passes at once.
+
+    Args:
+        inputs: of the model.
+        targets: of the criterion, behind the outputs.
+        is_whole: an effective batch. Its last backward reduces all gradients.
+        outputs: receives the detached outputs of its micro-batches; None keeps none.
+        losses: of its micro-batches; None lets the criterion choose.
+    """
+
+    inputs: Any
+    targets: tuple[Any, ...]
+    is_whole: bool
+    outputs: list[PerReplica] | None
+    losses: BatchLosses | None = None
+
+
+class MicroBatch(NamedTuple):
+    """Rows of a batch that run in one forward.
+
+    Args:
+        arguments: of the model.
+        targets: of the criterion, behind the outputs.
+        followers: micro-batches of the same batch that follow.
+        order: the rows of the batch, if they are not in its order.
+    """
+
+    arguments: Arguments
+    targets: tuple[Any, ...]
+    followers: int
+    order: list[int] | None = None
+
+
+class Model(Protocol):
+    """A model that returns its outputs per replica."""
+
+    devices: list[torch.device]
+    dim: int
+    module: nn.Module
+
+    @property
+    def out_dims(self) -> Dims:
+        """The dimension of the rows in the outputs."""
+
+    @property
+    def split(self) -> tuple[float, ...] | None:
+        """The weight of each device; None for equal parts."""
+
+    def mark(self, arguments: Arguments) -> Arguments:
+        """Returns the arguments with the dimensions of their rows."""
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Yields all modules."""
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Runs the module. Returns a :class:`PerReplica`."""
+
+
+def cut_micro_batches(
+    model: Model,
+    criterion: DataParallelCriterion,
+    sync: GradientSync,
+    batch: Batch,
+    micro_batch_size: int | None,
+) -> list[MicroBatch]:
+    """Returns the micro-batches of a batch.
+
+    A batch without rows has no micro-batches, unless other ranks wait in a layer for every rank. Inputs that have no rows, such
+    as settings alone, are one.
+    """
+    arguments = model.mark(as_arguments(batch.inputs))
+    marked, target_dim = criterion.mark(batch.targets, {}, model.out_dims)
+    rows = count_rows(arguments, model.dim)
+    if rows is None:
+        return [MicroBatch(arguments, marked.inputs, 0)]
+    count = sync.count_micro_batches(count_micro_batches(rows, micro_batch_size, model.split or len(model.devices)))
+    parts = cut_batch(arguments, marked.inputs, split_sizes(rows, count), (model.dim, target_dim))
+    return [MicroBatch(*part, followers) for part, followers in zip(parts, reversed(range(len(parts))), strict=True)]
+
+
+def run_forward(
+    model: Model, precision: Precision, micro_batch: MicroBatch, losses: BatchLosses, kept: list[PerReplica] | None
+) -> list[LossSum]:
+    """Runs the model and the criterion. Returns a loss per replica.
+
+    Args:
+        kept: receives the detached outputs.
+    """
+    with precision.autocast(model.devices):
+        outputs = model(*micro_batch.arguments.inputs, **micro_batch.arguments.kwargs)
+        if kept is not None:
+            kept.append(detach_outputs(outputs, micro_batch.order))
+        return losses.compute(outputs, *micro_batch.targets)
+
+
+def most_rows(model: Model, inputs: Any, micro_batch_size: int | None) -> int:
+    """Returns the rows of a device in the largest micro-batch; 0 without rows."""
+    rows = count_rows(model.mark(as_arguments(inputs)), model.dim) or 0
+    shares = model.split or len(model.devices)
+    count = count_micro_batches(rows, micro_batch_size, shares)
+    return max(split_sizes(-(-rows // count), shares)) if count else 0
+
+
+class Window:
+    """Holds the accumulation of one update, and the weight of the update before (``weight_before``), over everything.
+
+    Args:
+        sync: of the gradients.
+    """
+
+    def __init__(self, sync: GradientSync) -> None:
+        self.sync = sync
+        self._accumulation: Accumulation | None = None
+        self.waiting: list[Batch] = []  # batches that run in the update
+        self.weight_before = 0.0
+
+    @property
+    def is_empty(self) -> bool:
+        """Returns True between two updates."""
+        return self._accumulation is None and not self.waiting
+
+    @contextmanager
+    def adding(self, begin: Callable[[float], Accumulation]) -> Iterator[Accumulation]:
+        """Yields the accumulation, a new one after an update or a failure.
+
+        Args:
+            begin: makes it. The argument is the weight of the update before, over everything.
+        """
+        with self._discarding_on_failure(has_rows=self._accumulation is not None):
+            if self._accumulation is None:
+                self._accumulation = begin(self.weight_before)
+            yield self._accumulation
+
+    @contextmanager
+    def ending(self, weight: float) -> Iterator[None]:
+        """Surrounds the update. Nothing is accumulated behind it.
+
+        Args:
+            weight: of the update, over everything.
+        """
+        self._accumulation, self.weight_before = None, weight
+        with self._discarding_on_failure():
+            yield
+
+    @contextmanager
+    def _discarding_on_failure(self, *, has_rows: bool = False) -> Iterator[None]:
+        with naming_ranks():
+            try:
+                yield
+            except BaseException as error:
+                if has_rows:
+                    error.add_note("the rows that were added since the last update are dropped: add them again before apply()")
+                self._accumulation, self.waiting = None, []
+                self.sync.discard(out_of_memory=isinstance(error, torch.OutOfMemoryError))
+                raise
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_accumulation": None, "waiting": []}  # a copy has no gradients

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from ..runtime import collectives
-from ..runtime.argument_checks import check_number, check_type
+from ..runtime.values import check_number, check_type
 from .state_trees import Path as TreePath
 from .state_trees import check_same_tensors, join_tensors, split_tensors, tensor_key
 
 __all__: list[str] = []
 
-T = TypeVar("T")
 
+T = TypeVar("T")
 _unreported: dict[Future[Any], Path] = {}  # saves of this process that nobody has waited for, and their folders
 
 

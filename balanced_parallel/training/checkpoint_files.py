@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 __all__: list[str] = []
 
+
 MANIFEST, PARTIAL, OLD, REMOVED = "checkpoint.json", ".partial", ".old", ".removed"
 
 

@@ -4,30 +4,42 @@
     rank 1   forward | backward | forward | backward  finish | put back | forward | backward | ...
 
 All ranks learn of it in the all-reduce of their losses. Nothing is updated before.
+
+State that a failed attempt changes, and that is put back: random numbers, buffers, and a first update.
+
+Operators that are run again after an allocation of theirs has failed.
 """
 
 import contextlib
+import gc
 import logging
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode  # torch documents this class, but has no public module for it
 
+from ..batch import containers
+from ..batch.rows import Rows, Whole, without_mark
 from ..loss.criterion import DataParallelCriterion
-from ..replicas.sync_batchnorm import meets_other_ranks
-from ..runtime.allocation_retries import RetriedAllocations, release_memory
+from ..replicas.batchnorm import meets_other_ranks
+from ..runtime import torch_private
 from ..runtime.collectives import rank, world_size
-from .cuts import Cuts
-from .gradient_sync import GradientSync
-from .micro_batches import Batch, Model
-from .rollback import Originals, Snapshot
+from ..runtime.devices import accelerators
+from ..runtime.random_numbers import RandomState
+from ..runtime.torch_private import buffers_of, versions
+from .accumulation import Batch, Model
+from .cost_batches import Cuts
+from .strategy import GradientSync
 
 __all__: list[str] = []
 
+
 T = TypeVar("T")
 Run = Callable[[Batch], None]
-
 _log = logging.getLogger(__name__)
 _NO_LIMIT = 2**62
 
@@ -231,3 +243,136 @@ class Recovery:
     def __getstate__(self) -> dict[str, Any]:
         fresh = {"_has_begun": False, "_batches": [], "_originals": Originals(), "_tried": [], "_failed": False}
         return {**self.__dict__, **fresh}  # a copy has no gradients
+
+
+class Snapshot:
+    """Copies of what the forwards of an update change: buffers, and the random numbers of the CPU and of the devices.
+
+    Batch norm's statistics are buffers. The copies are made again in the same memory for each update.
+
+    Args:
+        modules: whose buffers are copied.
+        devices: of the replicas.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module], devices: Sequence[torch.device]) -> None:
+        self._modules = list(modules)
+        self._devices = list(devices)
+        self._buffers: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []  # of each module, and a copy
+        self._copies: list[Tensor] = []
+        self._kinds: list[tuple[Any, ...]] = []
+        self._random: RandomState | None = None
+
+    def __reduce__(self) -> Any:  # a copy has nothing to put back
+        return Snapshot, (self._modules, self._devices)
+
+    def take(self) -> None:
+        """Copies the present state."""
+        self._random = RandomState(self._devices)
+        parts = [buffers_of(part) for module in self._modules for part in module.modules()]
+        self._buffers = [(part, part.copy()) for part in parts]
+        buffers = self._tensors()
+        kinds = [(buffer.shape, buffer.dtype, buffer.device) for buffer in buffers]
+        with torch.no_grad():
+            if kinds == self._kinds:
+                torch_private.foreach_copy_(self._copies, buffers)
+            else:
+                self._kinds, self._copies = [], [buffer.clone() for buffer in buffers]  # a clone may run out of memory
+                self._kinds = kinds
+
+    def restore(self) -> None:
+        """Puts the state back. Buffers that a forward has replaced are the former tensors again, those it has added are gone."""
+        if self._random is not None:
+            self._random.restore()
+        for part, before in self._buffers:
+            part.clear()
+            part.update(before)
+        with torch.no_grad():
+            torch_private.foreach_copy_(self._tensors(), self._copies)
+
+    def _tensors(self) -> list[Tensor]:
+        return [buffer for _, before in self._buffers for buffer in before.values() if buffer is not None]
+
+
+class Originals:
+    """Version counters of the tensors of batches. A batch that was changed in place cannot run again."""
+
+    def __init__(self) -> None:
+        self._tensors: list[Tensor] = []
+        self._versions: list[int] = []
+
+    def add(self, batch: Batch) -> None:
+        """Records a batch, before its first forward."""
+        tensors = _tensors_in([batch.inputs, batch.targets])
+        self._tensors += tensors
+        self._versions += versions(tensors)
+
+    def explain_writes(self) -> str:
+        """Describes a tensor that was changed in place, and a way to avoid it. Returns an empty text if there is none."""
+        for tensor, now, before in zip(self._tensors, versions(self._tensors), self._versions, strict=True):
+            if now != before:
+                return (
+                    f"a tensor of the batch ({tensor.dtype}, shape {tuple(tensor.shape)}) was changed in place since it was "
+                    "passed, but has to run again, expected the same values: change a copy (tensor.clone()) in the forward"
+                )
+        return ""
+
+
+def _tensors_in(node: Any) -> list[Tensor]:
+    """Returns all tensors in nested containers. Fast, since a batch may be a list of many samples."""
+    pending, tensors = [node], []
+    while pending:
+        node = pending.pop()
+        if isinstance(node, Tensor):
+            tensors.append(node)
+        elif isinstance(node, (list, tuple)):
+            pending.extend(node)
+        elif isinstance(node, (Whole, Rows)):
+            pending.append(without_mark(node))
+        elif not containers.is_plain(node) and (container := containers.open_container(node)) is not None:
+            pending.extend(container.children)
+    return tensors
+
+
+class RetriedAllocations(TorchDispatchMode):
+    """Runs an operator once more if it raises ``torch.OutOfMemoryError``, after the cached memory was given back.
+
+    An optimizer's step that ends in the middle has changed some parameters and not others. So the operator that has failed is
+    repeated, and the step goes on. An operator allocates its results before it writes to its arguments.
+    """
+
+    def __torch_dispatch__(
+        self,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Runs one operator."""
+        try:
+            return function(*args, **(kwargs or {}))
+        except torch.OutOfMemoryError:
+            pass  # the traceback is released before memory is
+        release_memory()
+        return function(*args, **(kwargs or {}))
+
+
+def release_memory() -> None:
+    """Collects garbage and gives cached memory back to the devices.
+
+    After an error, autograd's threads of the other devices still run their present operator, and then free what they hold.
+    Nothing tells when, so the memory in use is read until it stays the same.
+    """
+    gc.collect()
+    if not torch.accelerator.is_available():
+        return
+    devices, before = accelerators(), None
+    for _ in range(200):
+        now = [torch.accelerator.memory_allocated(device) for device in devices]
+        if now == before:
+            break
+        before = now
+        time.sleep(0.01)
+    for device in devices:
+        torch.accelerator.synchronize(device)  # blocks that another stream still uses are freed then
+    torch.accelerator.empty_cache()

@@ -11,8 +11,8 @@ from torch.nn.parameter import is_lazy
 
 __all__: list[str] = []
 
-Path = tuple[Any, ...]
 
+Path = tuple[Any, ...]
 _PLAIN = (str, bool, int, float, type(None))
 _MAPPINGS = {"dict": dict, "ordered": collections.OrderedDict, "counter": collections.Counter}  # MultiStepLR has a Counter
 # of safetensors, as DCP reads them; other types of one byte are stored as uint8

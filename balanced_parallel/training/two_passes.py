@@ -15,20 +15,17 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..loss.batch_losses import BatchLosses
-from ..loss.coupled import CoupledLoss
-from ..loss.coupling import couple
-from ..loss.criterion import DataParallelCriterion
-from ..loss.weighting import LossSum
-from ..runtime.precision import Precision
-from .cuts import Cuts
-from .gradient_sync import GradientSync
-from .micro_batches import Batch, MicroBatch, run_forward
-from .recovery import Attempts, ElsewhereOutOfMemory, Run, nothing
-from .rollback import Originals, Snapshot
-from .window import Window
+from ..loss.coupled import CoupledLoss, couple
+from ..loss.criterion import BatchLosses, DataParallelCriterion
+from ..loss.sums import LossSum
+from ..runtime.values import Precision
+from .accumulation import Batch, MicroBatch, Window, run_forward
+from .cost_batches import Cuts
+from .recovery import Attempts, ElsewhereOutOfMemory, Originals, Run, Snapshot, nothing
+from .strategy import GradientSync
 
 __all__: list[str] = []
+
 
 T = TypeVar("T")
 

@@ -1,26 +1,30 @@
-"""One update of the parameters: gradients are unscaled, multiplied and clipped, then all optimizers step together."""
+"""One update of the parameters: gradients are unscaled, multiplied and clipped, then all optimizers step together.
+
+Tensors that get gradients in a training step, and changes of these gradients.
+"""
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ..batch.nested import describe
-from ..loss.weighting import Weight
-from ..optim.sharded_parameters import ShardedParameter
-from ..runtime.tensors import is_sharded
-from .gradient_sync import GradientSync
-from .gradients import scale_gradients
+from ..batch.containers import describe
+from ..loss.sums import Weight
+from ..optim.replica_shards import ShardedParameter
+from ..runtime import torch_private
+from ..runtime.torch_private import is_sharded
+from .accumulation import is_one
+from .strategy import GradientSync
 
 __all__: list[str] = []
 
-_Kind = TypeVar("_Kind")
 
+_Kind = TypeVar("_Kind")
 Optimizers = Optimizer | Sequence[Optimizer]
 Schedulers = LRScheduler | Sequence[LRScheduler]
 
@@ -185,3 +189,16 @@ def _listed(given: Any, kind: type[_Kind], name: str) -> list[_Kind]:
         if not isinstance(one, kind):
             raise TypeError(f"the {name} is {describe(one)}, expected {kind.__name__}, or a list of them")
     return listed
+
+
+def trained_tensors(model: Any, criterion: nn.Module) -> dict[str, Tensor]:
+    """Returns the parameters of both by name, each once, and the buffers that require a gradient."""
+    both = nn.ModuleDict({"model": model, "criterion": criterion})
+    learning = [(name, buffer) for name, buffer in both.named_buffers() if buffer.requires_grad]
+    return {name.replace(".module", "", 1): tensor for name, tensor in (*both.named_parameters(), *learning)}
+
+
+def scale_gradients(tensors: Iterable[Tensor], factor: Weight) -> None:
+    """Multiplies the gradients that exist."""
+    gradients = [] if is_one(factor) else [tensor.grad for tensor in tensors if tensor.grad is not None]
+    torch_private.foreach_multiply_(gradients, factor)

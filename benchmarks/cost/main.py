@@ -19,8 +19,7 @@ from tabulate import tabulate
 from torch import Tensor
 
 from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, simulate
-from balanced_parallel.batch.cost_cuts import cut_by_cost
-from balanced_parallel.batch.splits import split_sizes
+from balanced_parallel.batch.plan import cut_by_cost, split_sizes
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))

@@ -16,7 +16,7 @@ from torch.multiprocessing.spawn import spawn
 from truth import allocator_peak, live_peak
 
 from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, Precision, simulate
-from balanced_parallel.distributed.sharding import shard
+from balanced_parallel.strategies.fsdp import shard
 
 RANKS = 2
 REPEATS = 3

@@ -24,7 +24,7 @@ from tabulate import tabulate
 
 from balanced_parallel import memory
 from balanced_parallel.memory import MemoryReport
-from balanced_parallel.savings.activation_checkpointing import find_blocks
+from balanced_parallel.savings.checkpointing import find_blocks
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from balanced_parallel import Precision
-from balanced_parallel.runtime.allocator_profile import AllocatorProfile
-from balanced_parallel.savings.activation_checkpointing import checkpoint_blocks, find_blocks
+from balanced_parallel.memory.operators.workspaces import AllocatorProfile
+from balanced_parallel.savings.checkpointing import checkpoint_blocks, find_blocks
 
 
 def run_step(

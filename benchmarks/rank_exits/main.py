@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch import nn
 
 from balanced_parallel import TrainStep, gather, parallelize
-from balanced_parallel.distributed import process_group
-from balanced_parallel.runtime import gloo
+from balanced_parallel.runtime import collectives
+from balanced_parallel.strategies import launch
 
 RANKS = 3
 FLAGS = argparse.ArgumentParser(description=__doc__)
@@ -34,9 +34,9 @@ def train(rank, ranks, folder, flags):
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_PORT": 1}
     os.environ.update({name: str(value) for name, value in names.items()}, MASTER_ADDR="localhost")
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", ranks), rank=rank, world_size=ranks)
-    atexit.register(process_group.end_process_group)  # as parallelize does for a group that it starts
+    atexit.register(launch.end_process_group)  # as parallelize does for a group that it starts
     if flags.unprotected:
-        gloo.keep_backends = gloo.wait_until_idle = lambda: None
+        collectives.keep_backends = collectives.wait_until_idle = lambda: None
     net = nn.Sequential(nn.Linear(4, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 5))
     model, criterion = parallelize(net, nn.CrossEntropyLoss())
     step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from balanced_parallel import savings, simulate
-from balanced_parallel.runtime.allocator_profile import AllocatorProfile
+from balanced_parallel.memory.operators.workspaces import AllocatorProfile
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))

@@ -17,9 +17,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import trick_claims
 from trick_models import Problem, problems
 
-from balanced_parallel.memory.trick_rows import Trick
-from balanced_parallel.memory.tricks import TrickTable, measure_tricks
-from balanced_parallel.runtime.byte_sizes import format_bytes
+from balanced_parallel.memory.tricks import Trick, TrickTable, measure_tricks
+from balanced_parallel.runtime.values import format_bytes
 
 PAGE = Path(__file__).parents[2] / "docs" / "tricks.md"
 

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from balanced_parallel import parallelize
-from balanced_parallel.runtime.allocator_profile import AllocatorProfile
-from balanced_parallel.savings.activation_checkpointing import checkpoint_blocks, find_blocks
+from balanced_parallel.memory.operators.workspaces import AllocatorProfile
+from balanced_parallel.savings.checkpointing import checkpoint_blocks, find_blocks
 
 
 def used(build, batch, optimizer, precision="fp32", checkpoint=False, micro_batch_size=None, criterion=F.cross_entropy):

@@ -4,9 +4,7 @@ import torch
 from helpers.problems import CLASSES, assert_same_gradients, build_net, gradients
 from torch import nn
 
-from balanced_parallel import (
-    DataParallelModel,
-)
+from balanced_parallel import DataParallelModel
 
 CPUS = ["cpu"] * 3
 

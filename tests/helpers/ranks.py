@@ -129,7 +129,7 @@ def _reset():
     """Undoes settings that the function before may have left."""
     import torch
 
-    from balanced_parallel.batch import provenance, rank_batches
+    from balanced_parallel.batch import outputs, samplers
 
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
@@ -137,5 +137,5 @@ def _reset():
     torch.set_autocast_enabled("cpu", False)
     torch.manual_seed(0)
     random.seed(0)
-    vars(provenance._thread).clear()  # the dimension of the rows in the last forward
-    rank_batches._begun = "no RankBatchSampler"
+    vars(outputs._thread).clear()  # the dimension of the rows in the last forward
+    samplers._begun = "no RankBatchSampler"

@@ -2,13 +2,13 @@
 
 import pytest
 
-from balanced_parallel.memory import estimation, other_batches
+from balanced_parallel.memory import estimation, report
 
 
 @pytest.fixture
 def one_trace(monkeypatch):
     """Makes an estimate trace its own number of rows alone. For tests that ask for no other: it takes half of the time."""
-    monkeypatch.setattr(estimation, "lines_of", lambda request, rows: [other_batches.trace_exactly(request, rows)] * 2)
+    monkeypatch.setattr(estimation, "lines_of", lambda request, rows: [report.trace_exactly(request, rows)] * 2)
 
 
 @pytest.fixture(autouse=True)

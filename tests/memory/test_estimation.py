@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from balanced_parallel import memory
 from balanced_parallel.memory.report import PARTS
-from balanced_parallel.savings.activation_checkpointing import find_blocks
+from balanced_parallel.savings.checkpointing import find_blocks
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -1,18 +1,31 @@
-"""Plans: they fit devices of their capacity, one more row does not, and the result stays exact."""
+"""Plans: they fit devices of their capacity, one more row does not, and the result stays exact.
 
+Stages of a plan: what restricts the loop comes last of what is exact.
+
+Progress of a plan: lines on a terminal, none elsewhere.
+
+Optimizers with less state: alternatives in a plan that are shown, and never chosen.
+"""
+
+import copy
 import dataclasses
 import functools
+import importlib.util
 import itertools
+import sys
 
 import pytest
 import torch
-from helpers.memory_problems import VOCABULARY, conv_net, tokens
+from helpers.memory_problems import PROBLEMS, VOCABULARY, conv_net, tokens
 from helpers.slow import slow
 from torch import nn
 
-from balanced_parallel import convert_sync_batchnorm, memory, simulate
+from balanced_parallel import DataParallelCriterion, convert_sync_batchnorm, memory, simulate
+from balanced_parallel.__main__ import main
 from balanced_parallel.memory import MemoryPlan, candidates, estimation, planning
-from balanced_parallel.savings.activation_checkpointing import Checkpointed
+from balanced_parallel.memory.planning import smaller_optimizers, telling
+from balanced_parallel.memory.trace.optimizers import OptimizerChoice
+from balanced_parallel.savings.checkpointing import Checkpointed
 
 
 class LanguageModel(nn.Module):
@@ -285,3 +298,160 @@ def test_invalid_settings_of_plan_raise_an_error(said):
 def test_apply_with_other_devices_raises_an_error():
     with pytest.raises(ValueError, match="expected the 2 that were planned for"):
         planned("1GiB", 2, 24).apply(LanguageModel(), nn.CrossEntropyLoss(), device_ids=["cpu"])
+
+
+def small_net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
+
+
+def test_gradients_are_released_in_the_backward_if_nothing_else_is_exact_and_none_are_clipped():
+    inputs, targets = torch.randn(6, 64), torch.randint(10, (6,))
+    settings = {"batch_size": 6, "device_kind": "sim", "optimizer": torch.optim.SGD}
+    make = functools.partial(memory.plan, small_net(), nn.CrossEntropyLoss(), inputs, targets, **settings)
+    plain, clipped = make(capacity="1GiB"), make(capacity="1GiB", max_grad_norm=1.0)
+    assert [any("released" in name for name in plan.untried) for plan in (plain, clipped)] == [True, False]
+    capacity = plain.chosen.peak[0] - 4096
+    plan = make(capacity=capacity)
+    assert plan.chosen.name == "gradients released in the backward"
+    assert (plan.chosen.exact, plan.chosen.micro_batches) == (True, 1)
+    with simulate(1, capacity) as cluster:
+        expected = update(small_net(), inputs, targets)
+        *_, step = plan.apply(net := small_net(), nn.CrossEntropyLoss(), optimizer=torch.optim.SGD, lr=0.1)
+        step(inputs, targets)
+        assert cluster.peak[0] == pytest.approx(plan.chosen.peak[0], rel=0.01)
+        found = [parameter.detach().cpu() for parameter in net.parameters()]
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
+        with pytest.raises(ValueError, match=r"max_grad_norm=1.0 with a plan that releases gradients .* give max_grad_norm to"):
+            plan.apply(small_net(), nn.CrossEntropyLoss(), max_grad_norm=1.0)
+
+
+def update(net, inputs, targets):
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    nn.functional.cross_entropy(net(inputs), targets).backward()
+    optimizer.step()
+    return [parameter.detach() for parameter in net.parameters()]
+
+
+def mean_of_counted(output, targets, mask):
+    return ((output.logsumexp(1) - output.gather(1, targets[:, None])[:, 0]) * mask).sum() / mask.sum()
+
+
+def test_wrapped_criterion_is_planned_and_applied_as_it_is():
+    inputs, targets, mask = torch.randn(6, 64), torch.randint(10, (6,)), torch.tensor([1.0, 0, 1, 1, 1, 0])
+    wrapped = DataParallelCriterion(mean_of_counted, weight=lambda output, targets, mask: mask.sum())
+    make = functools.partial(memory.plan, inputs=inputs, targets=(targets, mask), batch_size=6, devices=2, device_kind="sim")
+    plans = [make(small_net(), one, capacity="1GiB") for one in (wrapped, mean_of_counted)]
+    assert [plan.unknown_divisor for plan in plans] == [False, True]
+    assert plans[0].choices == plans[1].choices
+    assert ["give weight= to plan.apply" in str(plan) for plan in plans] == [False, True]
+    *_, step = plans[0].apply(small_net(), wrapped, device_ids=["cpu"] * 2, optimizer=torch.optim.SGD, lr=0.1)
+    torch.testing.assert_close(step(inputs, (targets, mask)), mean_of_counted(small_net()(inputs), targets, mask).detach())
+
+
+def test_unequal_devices_are_named_one_by_one():
+    inputs, targets = torch.randn(8, 64), torch.randint(10, (8,))
+    settings = {"device_kind": "sim", "optimizer": torch.optim.SGD, "batch_size": 900, "devices": 3}
+    plan = memory.plan(small_net(), nn.CrossEntropyLoss(), inputs, targets, capacity=["500KiB", "300KiB", "300KiB"], **settings)
+    assert plan.chosen.split is not None
+    assert "on 3 x sim with 500.00 KiB + 300.00 KiB + 300.00 KiB" in str(plan)
+    row = next(line for line in str(plan).splitlines() if line.startswith(plan.chosen.name))
+    assert row.count(" + ") == 2 * 3  # rows, peak, reserved
+    with simulate(3, list(plan.capacity)) as cluster:
+        *_, step = plan.apply(small_net(), nn.CrossEntropyLoss(), optimizer=torch.optim.SGD, lr=0.1)
+        step(torch.randn(900, 64), torch.randint(10, (900,)))
+        assert cluster.peak == pytest.approx(plan.chosen.peak, rel=0.02)
+
+
+BATCH = torch.zeros(8, 16), torch.zeros(8, dtype=torch.int64)
+SETTINGS = {"batch_size": 8, "device_kind": "sim", "capacity": "8KiB"}
+
+
+def test_each_stage_is_told_before_it_is_traced():
+    steps = []
+    with telling(steps.append):
+        plan = memory.plan(nn.Linear(16, 8), nn.CrossEntropyLoss(), *BATCH, **SETTINGS)
+    assert not plan.fits
+    assert steps[0] == "replicas"
+    assert {name for step in steps for name in step.split("; ")} >= {choice.name for choice in plan.choices}
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_plan_on_a_terminal_prints_what_it_tries(tmp_path, monkeypatch, capsys, is_terminal):
+    result = "nn.Linear(16, 8), nn.CrossEntropyLoss(), torch.zeros(8, 16), torch.zeros(8, dtype=int)"
+    (tmp_path / "small_net.py").write_text(f"import torch\nfrom torch import nn\n\n\ndef build():\n    return {result}\n")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: is_terminal)
+    flags = ["--device-kind", "sim", "--memory", "8KiB"]
+    assert main(["plan", "--problem", f"{tmp_path}/small_net.py:build", *flags]) == 1
+    output, errors = capsys.readouterr()
+    assert ("trying: replicas\n" in errors) == is_terminal
+    assert "trying" not in output
+
+
+def test_a_stage_without_activations_in_place_is_left_out():
+    """On a GPU the mask of dropout in place is wider than the result that it saves."""
+    net = nn.Sequential(nn.Linear(16, 16), nn.Dropout(), nn.Linear(16, 8))
+    plan = memory.plan(net, nn.CrossEntropyLoss(), *BATCH, **SETTINGS)
+    assert not any(choice.inplace or "in-place" in choice.name for choice in plan.choices)
+
+
+def plan_optimizers(capacity, **settings):
+    build, batch = PROBLEMS["perceptron"]
+    return memory.plan(build(), nn.CrossEntropyLoss(), *batch(8), batch_size=6, capacity=capacity, device_kind="sim", **settings)
+
+
+@pytest.mark.slow
+def test_an_optimizer_with_less_state_is_shown_but_not_chosen():
+    plan = plan_optimizers("240KiB", precision="bf16")  # fewer options
+    assert not plan.fits
+    first, *_, last = plan.choices
+    assert first.optimizer is None
+    assert (last.optimizer, last.exact) in (("Adafactor", False), ("AdamW8bit", False))
+    (sgd,) = [choice for choice in plan.choices if choice.optimizer == "SGD"]
+    assert sgd.fits
+    assert sgd.peak[0] <= 240 * 1024
+    assert "another optimizer" in str(plan)
+    assert plan.advice.endswith("; with optimizer=SGD it fits, which makes another result")
+    with pytest.raises(ValueError, match="nothing fits"):
+        plan.apply(nn.Linear(2, 2), nn.MSELoss())
+    assert MemoryPlan.from_json(plan.to_json()) == plan
+    assert plan_optimizers("240KiB", optimizer=torch.optim.SGD).fits
+
+
+@pytest.mark.parametrize(
+    ("given", "smaller"),
+    [
+        (torch.optim.AdamW, ["SGD", "Adafactor"]),
+        (functools.partial(torch.optim.SGD, momentum=0.9), ["SGD", "Adafactor"]),
+        (torch.optim.Adafactor, ["SGD"]),
+        (torch.optim.SGD, []),
+    ],
+)
+def test_only_optimizers_with_less_state_are_alternatives(given, smaller):
+    names = [choice.name for choice in smaller_optimizers(OptimizerChoice(given, foreach=True))]
+    assert [name for name in names if name != "AdamW8bit"] == smaller
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.Adafactor, torch.optim.AdamW])
+@pytest.mark.usefixtures("one_trace")
+def test_each_is_predicted_as_simulated_devices_measure_it(make):
+    net, batch = nn.Sequential(nn.Linear(128, 256), nn.Linear(256, 128)), (torch.zeros(16, 128), torch.zeros(16, 128))
+    report = memory.estimate(net, nn.MSELoss(), *batch, device_kind="sim", optimizer=make)
+    with simulate(1) as cluster:
+        model = copy.deepcopy(net).to("sim:0")
+        inputs, targets = (tensor.to("sim:0") for tensor in batch)
+        optimizer = make(model.parameters())
+        for _ in range(2):
+            cluster.reset_peak()
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+        assert report.peak[0] == pytest.approx(cluster.peak[0], rel=0.02)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="torchao is not installed")
+def test_the_state_of_8_bit_adamw_is_counted_in_its_bytes():
+    net, batch = nn.Linear(256, 256), (torch.zeros(16, 256), torch.zeros(16, 256))
+    eight_bits = [choice.make for choice in smaller_optimizers(OptimizerChoice(torch.optim.AdamW, True))][-1]
+    parts = [memory.estimate(net, nn.MSELoss(), *batch, optimizer=make).parts[0] for make in (torch.optim.AdamW, eight_bits)]
+    assert parts[1]["optimizer state"] < 0.3 * parts[0]["optimizer state"]

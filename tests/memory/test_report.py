@@ -1,12 +1,21 @@
-"""The report of an estimate."""
+"""The report of an estimate.
+
+Pages about reports and plans: complete without a network, and the slider shows the numbers of the report.
+"""
 
 import dataclasses
+import html
+import json
+import re
 
 import pytest
+import torch
 from helpers.memory_problems import PROBLEMS
+from torch import nn
 from torch.nn import functional as F
 
 from balanced_parallel import memory
+from balanced_parallel.runtime.values import format_bytes
 
 
 @pytest.mark.usefixtures("one_trace")
@@ -33,3 +42,95 @@ def test_where_names_the_modules_of_every_replica():
     first, second = memory.estimate(build(), F.cross_entropy, *batch(24), **settings).where
     assert any(holder.module.startswith("layers.") for holder in first)
     assert any(holder.module.startswith("layers.") for holder in second)
+
+
+@pytest.fixture(scope="module")
+def report():
+    settings = {"layout": "replicas", "devices": 2, "device_kind": "cpu"}
+    return memory.estimate(nn.Linear(64, 3), nn.CrossEntropyLoss(), torch.empty(8, 64), torch.zeros(8).long(), **settings)
+
+
+def pages_of(path):
+    """Returns what the page shows for each step of the slider."""
+    return json.loads(re.search(r"const pages = (\[.*\]);", path.read_text())[1])
+
+
+def test_page_has_the_peak_and_the_holders_for_each_number_of_rows(report, tmp_path):
+    report.save_html(tmp_path / "page.html", "64KiB")
+    pages = pages_of(tmp_path / "page.html")
+    assert len(pages) > 5
+    for page in pages:
+        rows = int(re.search(r"of (\d+) rows", page["peak"])[1])
+        peak = max(report.at(rows))
+        assert f"peak {format_bytes(peak)} on device" in page["peak"]
+        assert page["peak"].endswith("does not fit in 64.00 KiB" if peak > 2**16 else "fits in 64.00 KiB")
+        assert page["holders"].startswith("<table>")
+    assert f"of {report.largest('64KiB')} rows" in str(pages)
+    text = (tmp_path / "page.html").read_text()
+    assert all(name in text for name in ("forward", "backward", "update", "capacity 64.00 KiB"))
+
+
+@pytest.mark.usefixtures("one_trace")
+def test_page_states_what_the_curve_does_not_show(tmp_path):
+    batch = torch.empty(8, 64), torch.zeros(8).long()
+    found = memory.estimate(nn.Linear(64, 3), nn.CrossEntropyLoss(), *batch, device_kind="h200")
+    found.save_html(tmp_path / "page.html", "80GiB")
+    (page,) = [page for page in pages_of(tmp_path / "page.html") if "of 8 rows" in page["peak"]]
+    beyond = found.parts[0]["workspace"] + found.parts[0]["context"]
+    assert f"of which the curve does not show {format_bytes(beyond)} of workspace and context, fits in" in page["peak"]
+
+
+def test_page_needs_no_network(report, tmp_path):
+    report.save_html(tmp_path / "page.html")
+    without_library = re.sub(r"<script[^>]*>/\*\*.*?</script>", "", (tmp_path / "page.html").read_text(), flags=re.DOTALL)
+    assert not re.findall(r"""(?:src|href)=["']https?:""", without_library)
+
+
+def test_page_of_a_plan_has_its_options(tmp_path):
+    settings = {"batch_size": 8, "capacity": "1GiB", "devices": 2, "device_kind": "sim"}
+    plan = memory.plan(nn.Linear(64, 3), nn.CrossEntropyLoss(), torch.empty(8, 64), torch.zeros(8).long(), **settings)
+    plan.save_html(tmp_path / "plan.html")
+    text = (tmp_path / "plan.html").read_text()
+    assert all(html.escape(choice.name) in text for choice in plan.choices)
+    assert "fits in 1.00 GiB" in pages_of(tmp_path / "plan.html")[0]["peak"]
+    assert plan._repr_html_().count("<tr") == len(plan.choices) + 1
+    with pytest.raises(ValueError, match="this plan was read from JSON"):
+        memory.MemoryPlan.from_json(plan.to_json()).save_html(tmp_path / "other.html")
+
+
+def test_page_names_the_capacity_of_each_unequal_device_and_the_last_backward(tmp_path):
+    settings = {"layout": "replicas", "devices": 2, "device_kind": "cpu", "micro_batch_size": 2}
+    report = memory.estimate(nn.Linear(64, 3), nn.CrossEntropyLoss(), torch.empty(8, 64), torch.zeros(8).long(), **settings)
+    report.save_html(tmp_path / "page.html", ["2MiB", "1MiB"])
+    assert pages_of(tmp_path / "page.html")[0]["peak"].endswith("fits in 2.00 MiB + 1.00 MiB")
+    assert "last backward" in (tmp_path / "page.html").read_text()
+
+
+def test_notebooks_show_the_tables(report):
+    shown = report._repr_html_()
+    assert shown.count("<table>") == 2
+    assert "replicas on 2 x cpu" in shown
+    assert format_bytes(report.peak[0]) in shown
+
+
+@pytest.mark.browser
+def test_slider_changes_curve_and_numbers(report, tmp_path):
+    from selenium import webdriver
+    from selenium.webdriver.common.by import By
+
+    report.save_html(tmp_path / "page.html", "64KiB")
+    pages, peaks = pages_of(tmp_path / "page.html"), []
+    options = webdriver.ChromeOptions()
+    for flag in ("--headless", "--no-sandbox", "--window-size=1200,900"):
+        options.add_argument(flag)
+    with webdriver.Chrome(options=options) as browser:
+        browser.get((tmp_path / "page.html").as_uri())
+        for number, page in enumerate(pages):
+            rail = browser.find_element(By.CSS_SELECTOR, ".slider-rail-touch-rect")
+            place = (rail.size["width"] - 20) * (number / (len(pages) - 1) - 0.5)
+            webdriver.ActionChains(browser).move_to_element_with_offset(rail, round(place), 0).click().perform()
+            assert browser.find_element(By.ID, "peak").text == page["peak"]
+            assert "bytes" in browser.find_element(By.ID, "holders").text
+            peaks.append(browser.execute_script("return Math.max(...document.getElementById('memory').data[0].y)"))
+    assert len(set(peaks)) == len(pages)
+    assert peaks == sorted(peaks)

@@ -17,7 +17,7 @@ from balanced_parallel import (
     verify,
     weighted_mean,
 )
-from balanced_parallel.diagnostics.module_recording import relative_error
+from balanced_parallel.diagnostics.recording import relative_error
 
 CPUS = ["cpu"] * 3
 

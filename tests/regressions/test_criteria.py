@@ -13,12 +13,7 @@ from helpers.loops import CPUS, Calls, assert_equal_program
 from helpers.problems import CLASSES, build_net, class_targets
 from torch import nn
 
-from balanced_parallel import (
-    DataParallelCriterion,
-    DataParallelModel,
-    gather,
-    weighted_mean,
-)
+from balanced_parallel import DataParallelCriterion, DataParallelModel, gather, weighted_mean
 
 pytestmark = pytest.mark.usefixtures("double")
 

@@ -10,15 +10,7 @@ from helpers.loops import CPUS, Calls
 from helpers.problems import CLASSES, assert_same_gradients, build_net, class_targets, gradients, plain_program
 from torch import nn
 
-from balanced_parallel import (
-    DataParallelCriterion,
-    DataParallelModel,
-    PerReplica,
-    Rows,
-    TrainStep,
-    Whole,
-    gather,
-)
+from balanced_parallel import DataParallelCriterion, DataParallelModel, PerReplica, Rows, TrainStep, Whole, gather
 
 pytestmark = pytest.mark.usefixtures("double")
 

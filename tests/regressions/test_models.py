@@ -10,13 +10,7 @@ from helpers.loops import CPUS, Calls, assert_equal_program
 from helpers.problems import assert_same_gradients, build_net, gradients
 from torch import nn
 
-from balanced_parallel import (
-    DataParallelCriterion,
-    DataParallelModel,
-    Rows,
-    Whole,
-    simulate,
-)
+from balanced_parallel import DataParallelCriterion, DataParallelModel, Rows, Whole, simulate
 
 pytestmark = pytest.mark.usefixtures("double")
 

@@ -10,13 +10,8 @@ from helpers.loops import CPUS, Calls, assert_equal_program
 from helpers.problems import CLASSES, assert_same_gradients, build_net, class_targets, gradients
 from torch import nn
 
-from balanced_parallel import (
-    DataParallelCriterion,
-    DataParallelModel,
-    PerReplica,
-    TrainStep,
-)
-from balanced_parallel.batch import provenance
+from balanced_parallel import DataParallelCriterion, DataParallelModel, PerReplica, TrainStep
+from balanced_parallel.batch import outputs as provenance
 
 pytestmark = pytest.mark.usefixtures("double")
 

@@ -11,13 +11,7 @@ from helpers.problems import CLASSES, build_net
 from torch import nn
 from torch.utils.data import default_collate
 
-from balanced_parallel import (
-    DataParallelCriterion,
-    DataParallelModel,
-    Rows,
-    Whole,
-    gather,
-)
+from balanced_parallel import DataParallelCriterion, DataParallelModel, Rows, Whole, gather
 
 pytestmark = pytest.mark.usefixtures("double")
 

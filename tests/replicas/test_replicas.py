@@ -1,4 +1,9 @@
-"""Replicas that live between steps, and follow every change of the module."""
+"""Replicas that live between steps, and follow every change of the module.
+
+Copies of parameters on other devices, refreshed where the parameters have changed.
+
+Copies between devices in one step: how many, and how many of them wait for each other.
+"""
 
 import copy
 import gc
@@ -8,11 +13,18 @@ import weakref
 import pytest
 import torch
 from helpers.problems import BODIES, build_net
-from helpers.replicas import assert_follows, outputs_of, settled
+from helpers.replicas import assert_follows, outputs_of, settled, write_unseen
 from helpers.traffic import NAMES, devices_of
 from torch import nn
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, convert_sync_batchnorm, gather, simulate
+from balanced_parallel import (
+    BalancedOptimizer,
+    DataParallelCriterion,
+    DataParallelModel,
+    convert_sync_batchnorm,
+    gather,
+    simulate,
+)
 from balanced_parallel.replicas.replicas import Replicas
 
 CPUS = ["cpu"] * 3
@@ -273,3 +285,186 @@ def test_a_submodule_that_changes_its_dtype_equals_the_plain_program(double):
                 each.second.to([torch.float32, torch.float64, torch.float64][number])
         for parameter, other in zip(net.parameters(), plain.parameters(), strict=True):
             torch.testing.assert_close(parameter.detach().cpu(), other.detach(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.usefixtures("buckets")
+def test_only_changed_parameters_are_copied():
+    with simulate(3) as cluster:
+        net = build_net()
+        model, x = settled(net)
+        size = sum(parameter.nbytes for parameter in net.parameters())
+
+        def moved_out():
+            before = cluster.moved
+            gather(model(x)).sum().backward()
+            return (cluster.moved - before)["sim:0", "sim:1"]
+
+        still = moved_out()
+        assert still < size
+        with torch.no_grad():
+            net[0].weight.mul_(2)
+        assert moved_out() == still + net[0].weight.nbytes
+        torch.optim.SGD(net.parameters(), 0.1).step()
+        assert moved_out() == still + size
+        assert moved_out() == still
+
+
+@pytest.mark.usefixtures("buckets")
+def test_refresh_replicas_copies_untracked_writes():
+    with simulate(3):
+        net = build_net()
+        model, x = settled(net)
+        for parameter in net.parameters():
+            write_unseen(parameter, 3)
+        model.refresh_replicas()
+        assert_follows(model, net, x)
+
+
+@pytest.mark.usefixtures("buckets")
+def test_replicas_on_one_device_share_parameters():
+    with simulate(1) as cluster:
+        net = nn.Linear(512, 512).to("sim:0")
+        size = cluster.live[0]
+        model = DataParallelModel(net, [0, 0, 0])
+        model(torch.ones(3, 512))
+        gc.collect()
+        assert cluster.live[0] < 1.1 * size
+
+
+@pytest.mark.usefixtures("buckets")
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_refresh_without_memory_is_made_again(fused):
+    """A change that was seen, but not copied to every device, is not forgotten."""
+    with simulate(3) as cluster:
+        net = build_net().to("sim:0")
+        model, x = DataParallelModel(net), torch.randn(6, 4)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        failures = 0
+        for number in range(1, 12):
+            gather(model(x)).sum().backward()
+            if fused:
+                for parameter in net.parameters():
+                    parameter.data.sub_(parameter.grad)  # without a version
+            else:
+                optimizer.step()
+            optimizer.zero_grad()
+            cluster.fail_allocation(number)
+            try:
+                found = gather(model(x), "cpu")
+            except torch.OutOfMemoryError:
+                failures += 1
+                found = gather(model(x), "cpu")
+            torch.testing.assert_close(found, net(x.to("sim:0")).cpu())
+        assert failures > 3
+
+
+def longest_chain(copies):
+    """A device takes part in one copy at a time."""
+    busy = {}
+    for ends in copies:
+        for device in ends:
+            busy[device] = 1 + max(busy.get(end, 0) for end in ends) if device == ends[0] else busy[ends[0]]
+    return max(busy.values(), default=0)
+
+
+class Copies:
+    """Copies between devices since the last look."""
+
+    def __init__(self, cluster):
+        self.cluster, self.seen = cluster, 0
+
+    def take(self):
+        found = self.cluster.copies[self.seen :]
+        self.seen += len(found)
+        return [ends for ends in found if "cpu" not in ends]
+
+
+def build():
+    return nn.Sequential(nn.Linear(4, 30), nn.BatchNorm1d(30), nn.Linear(30, 30), nn.BatchNorm1d(30), nn.Linear(30, 3))
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 8])
+def test_gradients_and_parameters_of_a_bucket_go_in_rounds(count):
+    with simulate(count) as cluster:
+        model = DataParallelModel(build())
+        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1)
+        losses = [output.sum() for output in model(torch.randn(2 * count, 4))]
+        copies = Copies(cluster)
+        copies.take()
+        torch.autograd.backward(losses)
+        gradients = copies.take()
+        optimizer.step()
+        parameters = copies.take()
+        rounds = count if count % 2 else count - 1
+        for found in (gradients, parameters):
+            assert len(found) == len(set(found)) == count * (count - 1)
+            assert longest_chain(found) == 2 * rounds  # each pair in both directions
+        model(torch.randn(2 * count, 4))
+        assert len(copies.take()) == 2 * (count - 1)  # buffers of two dtypes, no parameters
+
+
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_without_owners_each_device_sends_and_receives_once(count):
+    with simulate(count) as cluster:
+        model = DataParallelModel(build())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        torch.autograd.backward([output.sum() for output in model(torch.randn(2 * count, 4))])
+        copies = Copies(cluster)
+        for _ in range(2):
+            optimizer.step()
+            copies.take()
+            losses = [output.sum() for output in model(torch.randn(2 * count, 4))]
+            assert len(copies.take()) == 3 * (count - 1)  # parameters, and buffers of two dtypes
+            torch.autograd.backward(losses)
+            assert sorted(copies.take()) == sorted((f"sim:{index}", "sim:0") for index in range(1, count))
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_a_large_parameter_is_not_packed(balanced):
+    size = 2**20
+    with simulate(4) as cluster:
+        model = DataParallelModel(nn.Linear(size // 4, 1, bias=False).to("sim:0"))
+        kind = torch.optim.SGD
+        optimizer = BalancedOptimizer(model, kind, lr=0.1) if balanced else kind(model.parameters(), lr=0.1)
+        for _ in range(2):
+            losses = [output.sum() for output in model(torch.ones(4, size // 4))]
+            cluster.reset_peak()
+            torch.autograd.backward(losses)
+            del losses
+            # parameter, inputs and gradient; the sum and what was received take the place of the inputs
+            assert max(cluster.peak) <= (3 if balanced else 4) * size + 4096
+            cluster.reset_peak()
+            optimizer.step()
+            assert max(cluster.peak) <= (1.25 if balanced else 2) * size + 4096
+            optimizer.zero_grad()
+
+
+def test_the_first_copies_need_no_other_memory():
+    with simulate(3) as cluster:
+        model = DataParallelModel(nn.Sequential(*[nn.Linear(64, 64) for _ in range(20)]).to("sim:0"))
+        model.replicas.prepare(model.module, model.devices)
+        size = sum(-(-parameter.nbytes // 512) * 512 for parameter in model.parameters())
+        assert cluster.peak == [size] * 3
+
+
+def test_gradients_that_some_replicas_do_not_have():
+    class Sometimes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.always, self.rarely, self.never = (nn.Parameter(torch.ones(5)) for _ in range(3))
+
+        def forward(self, inputs):
+            return inputs * self.always * (self.rarely if inputs[0, 0] == 2 else 1)
+
+    inputs = torch.arange(4.0).unsqueeze(1).expand(4, 5)
+    for balanced in (False, True):
+        with simulate(4):
+            model = DataParallelModel(Sometimes())
+            optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1) if balanced else None
+            for rows in (4, 3):  # on fewer devices than there are owners
+                torch.autograd.backward([output.sum() for output in model(inputs[:rows])])
+                assert model.module.always.grad.tolist() == [float(sum(range(rows)))] * 5
+                assert model.module.rarely.grad.tolist() == [2.0] * 5
+                assert model.module.never.grad is None
+                model.zero_grad()
+            del optimizer

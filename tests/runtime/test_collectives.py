@@ -1,12 +1,27 @@
-"""Rows and sums over ranks."""
+"""Rows and sums over ranks.
+
+Comparison of facts over ranks.
+
+gloo's threads at the end of a process: an exit waits until they have released their tensors, and for nothing else.
+"""
+
+import ctypes
+import hashlib
+import sys
+import threading
+import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.ddp import cut_over_ranks
 from helpers.problems import build_net
 from helpers.ranks import run_ranks
 
 from balanced_parallel import PerReplica, gather, parallelize, weighted_mean
+from balanced_parallel.runtime import collectives
+from balanced_parallel.runtime.collectives import by_value, compare_ranks
+from balanced_parallel.strategies.launch import end_process_group
 
 
 def check_gather(rank):
@@ -42,3 +57,96 @@ def check_gather(rank):
 
 def test_gather_and_weighted_mean_over_uneven_ranks():
     assert run_ranks(3, check_gather) == [True] * 3
+
+
+def test_a_message_names_at_most_eight_ranks():
+    assert by_value(["a"] * 10 + ["b"]) == "a on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more and b on rank 10"
+
+
+def error_of_rank(rank):
+    from helpers.ddp import make_update
+    from helpers.problems import build_net
+    from torch import nn
+
+    make_update("criterion", build_net(), nn.CrossEntropyLoss())  # starts the process group
+    compare_ranks({"lr": 1 if rank else 1.0, "only here": 2} if rank else {"lr": 1.0}, "equal ones")
+    try:
+        compare_ranks({"norm": [None, 1.0][rank], "lr": 0.1}, "equal ones")
+    except ValueError as error:
+        return str(error)
+
+
+def test_equal_numbers_agree_and_others_are_named_on_each_rank():
+    assert run_ranks(2, error_of_rank) == ["the ranks differ, expected equal ones: norm: None on rank 0 and 1.0 on rank 1"] * 2
+
+
+@pytest.fixture
+def group(tmp_path):
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield dist.group.WORLD
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no /proc")
+def test_threads_of_a_process_group_are_known_by_their_name(group):
+    dist.barrier()  # one of them has run
+    assert collectives.thread_states()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no /proc")
+def test_an_idle_group_is_not_waited_for(group):
+    dist.barrier()
+    began = time.monotonic()
+    collectives.wait_until_idle()
+    assert time.monotonic() - began < 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no /proc")
+def test_a_busy_thread_is_waited_for():
+    data, ended = bytes(2**26), []
+
+    def work():
+        ctypes.CDLL(None).prctl(15, b"pt_gloo_test", 0, 0, 0)  # PR_SET_NAME
+        started.set()
+        for _ in range(10):
+            hashlib.sha512(data)  # without the interpreter's lock
+        ended.append(time.monotonic())
+
+    started, thread = threading.Event(), threading.Thread(target=work)
+    thread.start()
+    started.wait()
+    collectives.wait_until_idle(60)
+    assert ended
+    thread.join()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no /proc")
+def test_the_wait_has_a_limit():
+    stop, started = threading.Event(), threading.Event()
+
+    def work():
+        ctypes.CDLL(None).prctl(15, b"pt_gloo_test", 0, 0, 0)
+        started.set()
+        while not stop.is_set():
+            hashlib.sha512(bytes(2**22))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    started.wait()
+    began = time.monotonic()
+    collectives.wait_until_idle(0.1)
+    assert time.monotonic() - began < 5
+    stop.set()
+    thread.join()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no /proc")
+@pytest.mark.parametrize("failed", [True, False])
+def test_a_group_is_destroyed_on_a_clean_exit_only(group, failed, monkeypatch):
+    if failed:
+        monkeypatch.setattr(sys, "last_value", LookupError("this rank fails"), raising=False)
+    else:
+        monkeypatch.delattr(sys, "last_value", raising=False)
+    end_process_group()
+    assert dist.is_initialized() == failed

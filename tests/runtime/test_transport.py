@@ -7,12 +7,12 @@ import torch
 from torch.cuda import nccl
 
 from balanced_parallel import simulate
-from balanced_parallel.runtime import coalesced, copy_rounds, transport
+from balanced_parallel.runtime import transport
 
 
 @pytest.mark.parametrize("count", range(1, 9))
 def test_rounds_have_each_pair_once_and_no_device_twice(count):
-    pairs = list(copy_rounds.pairs(count))
+    pairs = list(transport.pairs(count))
     assert sorted(pairs) == list(itertools.combinations(range(count), 2))
     busy = [0] * count  # until when each device is in a copy
     for one, other in pairs:
@@ -108,19 +108,19 @@ def assorted():
 
 def test_packed_tensors_keep_their_strides():
     tensors = assorted()
-    layouts = [coalesced.layout_of(tensor) for tensor in tensors]
-    flat = coalesced.pack(layouts, tensors, 1000)
+    layouts = [transport.layout_of(tensor) for tensor in tensors]
+    flat = transport.pack(layouts, tensors, 1000)
     assert flat.shape == (1000,)
-    for one, other in zip(coalesced.unpack(layouts, flat), tensors, strict=True):
+    for one, other in zip(transport.unpack(layouts, flat), tensors, strict=True):
         assert torch.equal(one, other)
         assert one.stride() == ((3, 1) if other.dim() == 2 and other.stride(1) == 2 else other.stride())
 
 
 def test_a_single_tensor_is_not_copied():
     for tensor in (torch.randn(5, 3), torch.randn(5, 3).T):
-        assert coalesced.pack([coalesced.layout_of(tensor)], [tensor]).data_ptr() == tensor.data_ptr()
+        assert transport.pack([transport.layout_of(tensor)], [tensor]).data_ptr() == tensor.data_ptr()
     lazy = torch.randn(3, dtype=torch.complex64)
-    flat = coalesced.pack([coalesced.layout_of(lazy)], [lazy.conj()])
+    flat = transport.pack([transport.layout_of(lazy)], [lazy.conj()])
     assert not flat.is_conj()
 
 
@@ -133,25 +133,25 @@ def test_copies_between_tensors_of_other_strides(buffer_bytes):
             for target in laid:
                 found = torch.empty(48, device="sim:1").as_strided(target.shape, target.stride())
                 before = found._version
-                coalesced.copy_([[found]], [source.to("sim:0")], buffer_bytes)
+                transport.copy_coalesced([[found]], [source.to("sim:0")], buffer_bytes)
                 assert torch.equal(found.cpu(), value)
                 assert found._version > before
 
 
 @pytest.mark.parametrize("bytes_per_buffer", [1, 100, 10**6])
 def test_copies_of_many_tensors(monkeypatch, bytes_per_buffer):
-    monkeypatch.setattr(coalesced, "BUFFER_BYTES", bytes_per_buffer)
+    monkeypatch.setattr(transport, "BUFFER_BYTES", bytes_per_buffer)
     tensors = [*assorted(), torch.arange(3), torch.tensor(True)]
     with simulate(3) as cluster:
         devices = [torch.device("sim", index) for index in range(3)]
         here = [tensor.to("sim:0") for tensor in tensors]
         targets = [[torch.empty_like(tensor, device=device) for tensor in here] for device in devices[1:]]
         before = len(cluster.copies)
-        coalesced.copy_(targets, here)
+        transport.copy_coalesced(targets, here)
         if bytes_per_buffer == 10**6:
             assert cluster.copies[before:] == [("sim:0", "sim:1"), ("sim:0", "sim:2")] * 3  # one per dtype
         repeated = [devices[0], devices[1], devices[1], devices[0]]
-        found = coalesced.copies(here, repeated)
+        found = transport.copies(here, repeated)
         for copied, device in zip([*targets, *found], [*devices[1:], *repeated], strict=True):
             for one, other in zip(copied, tensors, strict=True):
                 assert one.device == device

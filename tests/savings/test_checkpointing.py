@@ -1,20 +1,30 @@
-"""``checkpoint_activations``: the same result, fewer bytes, the same random numbers."""
+"""``checkpoint_activations``: the same result, fewer bytes, the same random numbers.
+
+Blocks of a model that are checkpointed.
+
+Forwards that run again: random numbers, autocast and buffers are those of the first run.
+
+Checkpointed blocks of Hugging Face models, which make a cache of keys and values in training too.
+"""
 
 import copy
 import io
 import pickle
+import time
+import types
 
 import pytest
 import torch
-from helpers.memory_problems import LanguageModel, tokens
+from helpers.memory_problems import LanguageModel, conv_net, perceptron, tokens
 from helpers.savings import WIDTH, Block, assert_unchanged
 from torch import nn
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
 from balanced_parallel import DataParallelModel, savings, simulate
-from balanced_parallel.savings.activation_checkpointing import Checkpointed
+from balanced_parallel.savings.checkpointing import Checkpointed, checkpoint_blocks, find_blocks, run_checkpointed
 
 
-def checkpoint_blocks(net):
+def checkpoint_all_blocks(net):
     savings.checkpoint_activations(net)
 
 
@@ -26,7 +36,7 @@ def checkpoint_part(net):
     assert 0.5 * kept < handle.kept < 0.8 * kept
 
 
-@pytest.mark.parametrize("saving", [checkpoint_blocks, checkpoint_part])
+@pytest.mark.parametrize("saving", [checkpoint_all_blocks, checkpoint_part])
 @pytest.mark.parametrize("name", ["residual", "convolutions", "encoder"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_loss_gradients_and_statistics_are_those_without_it(ranks, name, saving):
@@ -186,3 +196,193 @@ REFUSED = [
 def test_refused_calls(call, message):
     with pytest.raises((ValueError, RuntimeError), match=message):
         call()
+
+
+def test_checkpointed_blocks_have_equal_gradients_and_state_dict():
+    assert find_blocks(LanguageModel()) == ("layers.0", "layers.1", "layers.2")
+    assert find_blocks(perceptron()) == ("0", "1", "2", "3")
+    assert find_blocks(conv_net()) == ()
+    nets = [LanguageModel(), LanguageModel()]
+    checkpoint_blocks(nets[1], find_blocks(nets[1]))
+    checkpoint_blocks(nets[1], find_blocks(nets[1]))  # once is enough
+    assert isinstance(nets[1].layers[0], Checkpointed)
+    assert isinstance(nets[1].layers[0], nn.TransformerEncoderLayer)
+    for net in nets:
+        net(tokens(2)).sum().backward()
+    for one, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+    assert nets[0].state_dict().keys() == nets[1].state_dict().keys()
+
+
+class Later(nn.Module):
+    """Lets the replicas on accelerators start after the others."""
+
+    def forward(self, x):
+        time.sleep(0 if x.is_cpu else 0.01)
+        return x
+
+
+class Drawing(nn.Module):
+    """Draws from the generator of its device after a while, or from that of the CPU."""
+
+    def __init__(self, host=False):
+        super().__init__()
+        self.weight, self.host = nn.Parameter(torch.ones(64)), host
+
+    def forward(self, x):
+        y = nn.functional.dropout(x * self.weight, 0.2)
+        time.sleep(0.03)  # the threads of all devices are in the middle of it at once
+        y = nn.functional.dropout(y, 0.2)
+        return y * torch.rand(()).item() if self.host else y
+
+
+def drawn_twice(devices, net):
+    """Returns the masks of a forward and of its recomputation, and if the CPU's generator continues from before the backward."""
+    savings.checkpoint_activations(net, blocks="")
+    x = torch.ones(9, 64, requires_grad=True)
+    output = DataParallelModel(nn.Sequential(Later(), net), devices)(x).gather("cpu")
+    torch.rand(())
+    state = torch.get_rng_state()
+    output.sum().backward()
+    return output.detach(), x.grad, state.equal(torch.get_rng_state())
+
+
+LAYOUTS = [["sim:0", "sim:1", "sim:2"], ["sim:0", "sim:0", "sim:1"], ["cpu"] * 3, ["sim:0", "cpu", "sim:1"], ["sim:0"]]
+
+
+@pytest.mark.parametrize("devices", LAYOUTS, ids=str)
+def test_replicas_draw_the_same_numbers_again(devices):
+    with simulate(3):
+        for _ in range(3):
+            output, gradient, continues = drawn_twice(devices, Drawing())
+            assert output.equal(gradient)
+            assert continues
+
+
+@pytest.mark.parametrize("devices", [["sim:0"], ["cpu", "cpu"]], ids=str)
+def test_numbers_of_the_cpu_are_drawn_again(devices):
+    with simulate(3):
+        output, gradient, _ = drawn_twice(devices, Drawing(host=True))
+        torch.testing.assert_close(output, gradient)
+
+
+def test_arguments_by_name_have_their_devices_numbers_and_autocast():
+    class Named(nn.Module):
+        def forward(self, *, x, nothing=None):
+            return nn.functional.dropout(x @ x.t())
+
+    net = Named()
+    savings.checkpoint_activations(net, blocks="")
+    with simulate(1):
+        x = torch.ones(8, 8, device="sim:0", requires_grad=True)
+        with torch.autocast("sim", torch.bfloat16):
+            output = net(x=x)
+        output.sum().backward()
+        assert output.dtype == torch.bfloat16
+        mask = (output != 0).float() * 2
+        torch.testing.assert_close(x.grad, (mask + mask.t()) @ torch.ones(8, 8, device="sim:0"))
+
+
+def test_arguments_inside_of_objects_have_the_numbers_of_their_device():
+    class Boxed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(64))
+
+        def forward(self, box):
+            return nn.functional.dropout(box.x * self.weight)
+
+    net = Boxed()
+    savings.checkpoint_activations(net, blocks="")
+    with simulate(1):
+        net.to("sim:0")
+        output = net(types.SimpleNamespace(x=torch.ones(9, 64, device="sim:0")))
+        output.sum().backward()
+        assert net.weight.grad.equal(output.sum(0))
+
+
+def test_layers_on_another_device_draw_the_same_numbers_again():
+    class Moving(nn.Linear):
+        def forward(self, x):
+            return nn.functional.dropout(x.to(self.weight.device)) * self.weight.sum()
+
+    net = Moving(1, 1)
+    savings.checkpoint_activations(net, blocks="")
+    with simulate(2):
+        net.to("sim:1")
+        x = torch.ones(9, 64, device="sim:0", requires_grad=True)
+        output = net(x)
+        output.sum().backward()
+        torch.testing.assert_close(x.grad.cpu(), output.detach().cpu())
+
+
+def test_spectral_norm_runs_again_with_the_weight_of_the_forward(double):
+    nets = []
+    for checkpointed in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(*[nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)) for _ in range(4)])
+        if checkpointed:
+            savings.checkpoint_activations(net, blocks=["0", "1", "2"])
+        for _ in range(2):
+            net(torch.ones(3, 4)).sum().backward()
+        nets.append(net)
+    for one, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-10)
+    for one, other in zip(nets[0].buffers(), nets[1].buffers(), strict=True):
+        assert one.equal(other)
+
+
+def test_hooks_of_saved_tensors_do_not_get_what_a_selective_checkpoint_keeps():
+    """Torch 2.15 warned of it."""
+    packed = []
+    net, inputs = nn.Linear(4, 3), torch.ones(2, 4, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor):
+        outputs = run_checkpointed([net], lambda x: net(x).exp(), (inputs,), {}, name="Linear", selective=True)
+    assert [tensor.shape for tensor in packed if tensor.numel()] == [inputs.shape]  # torch 2.11 also saves an empty one
+    outputs.sum().backward()
+    assert torch.equal(inputs.grad, net(inputs).exp() @ net.weight)
+
+
+BATCH = {"input_ids": torch.arange(36).view(3, 12), "labels": torch.arange(36).view(3, 12)}
+
+
+def llama():
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=50, attention_dropout=0.1, **sizes))
+
+
+def t5():
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2}
+    return T5ForConditionalGeneration(T5Config(vocab_size=50, decoder_start_token_id=0, **sizes))
+
+
+@pytest.mark.parametrize("share", [1.0, 0.7, 0.4])
+@pytest.mark.parametrize("make", [llama, t5])
+def test_gradients_are_those_without_checkpoints(double, make, share):
+    torch.manual_seed(0)
+    plain = make().train()
+    net = copy.deepcopy(plain)
+    kept = savings.checkpoint_activations(net, budget="1GiB", inputs=BATCH).kept
+    savings.checkpoint_activations(net, budget=int(share * kept), inputs=BATCH)
+    for each in (plain, net):
+        torch.manual_seed(1)
+        each(**BATCH).loss.backward()
+    for one, other in zip(plain.parameters(), net.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-10)
+
+
+def test_generation_has_its_cache():
+    net = llama().eval()
+    expected = net.generate(BATCH["input_ids"], max_new_tokens=4, do_sample=False)
+    savings.checkpoint_activations(net)
+    assert net.generate(BATCH["input_ids"], max_new_tokens=4, do_sample=False).equal(expected)
+    assert net(**BATCH, use_cache=True).past_key_values.get_seq_length() == 12  # also with a graph
+
+
+def test_a_cache_with_earlier_tokens_is_refused():
+    net, cache = llama().train(), DynamicCache()
+    with torch.no_grad():
+        net(BATCH["input_ids"][:, :5], past_key_values=cache)
+    savings.checkpoint_activations(net, blocks=["model.layers.1"])
+    with pytest.raises(ValueError, match=r"gets a cache with the keys of \d+ tokens for 7 new ones"):
+        net(BATCH["input_ids"][:, 5:], past_key_values=cache)

@@ -1,14 +1,35 @@
-"""``collate=``: the collators of Hugging Face and of torch fit as they are."""
+"""``collate=``: the collators of Hugging Face and of torch fit as they are.
+
+``cost=``: batches cut by the cost of their rows have the loss, the gradients and the outputs of the whole padded batch.
+
+``cost=`` under torchrun: each rank cuts its own samples, and the loss and the gradients are those of all ranks.
+"""
 
 import copy
 
 import pytest
 import torch
 from helpers.problems import assert_same_gradients, gradients
+from helpers.ranks import run_ranks
+from helpers.unequal import (
+    LENGTHS,
+    OwnLoss,
+    Recurrent,
+    Transformer,
+    assert_same_rows,
+    build,
+    length_of,
+    lengths_of,
+    make_samples,
+    make_step,
+    pad,
+    pad_labels,
+    plain,
+)
 from torch import nn
 from torch.utils.data import default_collate
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep
+from balanced_parallel import AdditiveLoss, DataParallelCriterion, DataParallelModel, TrainStep, parallelize, simulate
 
 
 def train(net, criterion, samples, **settings):
@@ -50,3 +71,291 @@ def test_default_collate(double):
     loss, outputs = train(net, criterion, samples, cost=lambda sample: 1.0, collate=default_collate)
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-10, atol=1e-10)
     assert outputs.gather().shape == (7, 3)
+
+
+SAMPLES = {"cost": length_of, "collate": pad}
+PADDED = {"cost": lengths_of, "trim": 1}
+NAMED = {"cost": lengths_of, "trim": {"words": 1, "targets": 1}}
+LIMITS = [{}, {"micro_batch_size": 2}, {"micro_batch_cost": 30}, {"micro_batch_cost": 31, "combine": sum}]
+
+
+def run(step, samples, **settings):
+    """Calls the step with samples, or with the padded batch."""
+    return step(samples, **settings) if step._cuts._source.__class__.__name__ == "Samples" else step(*pad(samples), **settings)
+
+
+@pytest.mark.parametrize("kind", [Transformer, Recurrent])
+@pytest.mark.parametrize("settings", [SAMPLES, PADDED, NAMED], ids=["samples", "padded", "named"])
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_equal_to_the_whole_padded_batch(double, kind, settings, devices):
+    samples = make_samples()
+    expected_loss, expected, expected_outputs = plain(build(kind), samples)
+    for limit in LIMITS:
+        net = build(kind)
+        step = make_step(net, ["cpu"] * devices, **settings, **limit)
+        loss, outputs = run(step, samples, return_outputs=True)
+        torch.testing.assert_close(loss, expected_loss, rtol=1e-10, atol=1e-10)
+        assert_same_gradients(gradients(net), expected)
+        assert_same_rows(outputs.gather(), expected_outputs, samples)
+        assert max(output.size(2) for output in outputs) == max(LENGTHS)
+        assert len({output.size(2) for output in outputs}) == len(outputs) or len(outputs) > 4  # each has a length of its own
+
+
+def test_the_devices_of_a_micro_batch_have_neighbours_in_the_order_of_costs():
+    _, outputs = make_step(build(), ["cpu"] * 2, **SAMPLES, micro_batch_size=3)(make_samples(), return_outputs=True)
+    assert [(len(output), output.size(2)) for output in outputs] == [(2, 30), (3, 9), (3, 5), (3, 3)]
+    _, outputs = make_step(build(), ["cpu"] * 2, **SAMPLES, micro_batch_cost=30)(make_samples(), return_outputs=True)
+    assert [(len(output), output.size(2)) for output in outputs] == [(1, 30), (1, 17), (3, 9), (6, 5)]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_fewer_rows_than_devices(double, rows):
+    samples, net = make_samples([4, 9, 2][:rows]), build()
+    expected_loss, expected, _ = plain(net, samples)
+    loss, outputs = make_step(net, ["cpu"] * 4, **SAMPLES)(samples, return_outputs=True)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-10, atol=1e-10)
+    assert_same_gradients(gradients(net), expected)
+    assert len(outputs) == rows
+
+
+def test_ragged_windows(double):
+    samples, net = make_samples(), build()
+    expected_loss, expected, _ = plain(net, samples)
+    step = make_step(net, **SAMPLES, micro_batch_size=2)
+    for part in (samples[:7], [], samples[7:8], samples[8:]):
+        step.add(part)
+    torch.testing.assert_close(step.apply(), expected_loss, rtol=1e-10, atol=1e-10)
+    assert_same_gradients(gradients(net), expected)
+
+
+def test_a_mapping_with_labels_is_for_a_model_that_computes_its_loss(double):
+    samples, net = make_samples(), build(OwnLoss)
+    expected_loss, expected, _ = plain(build(), samples)
+    criterion = DataParallelCriterion(lambda output, labels: output["loss"], weight=lambda output, labels: (labels != -100).sum())
+    step = make_step(net, criterion=criterion, cost=length_of, collate=pad_labels)
+    loss, outputs = step(samples, return_outputs=True)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-10, atol=1e-10)
+    assert_same_gradients(gradients(net), expected)
+    assert outputs["logits"].gather().shape == (11, 5, 30)
+    assert outputs["loss"].gather().shape == (3,)
+
+
+def flat_pad(samples):
+    inputs, tags = pad(samples)
+    return inputs, tags.flatten()
+
+
+class Flat(Transformer):
+    """Returns one row per word."""
+
+    def forward(self, words, lengths):
+        return super().forward(words, lengths).transpose(1, 2).flatten(0, 1)
+
+
+def test_targets_of_words_may_be_flat(double):
+    samples, net = make_samples(), build(Flat)
+    expected_loss, expected, _ = plain(build(), samples)
+    loss = make_step(net, cost=length_of, collate=flat_pad, micro_batch_size=2)(samples)
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-10, atol=1e-10)
+    assert_same_gradients(gradients(net), expected)
+
+
+def test_a_criterion_takes_the_outputs_with_targets_in_the_order_of_the_batch(double):
+    samples = make_samples([3] * 7)  # one length
+    loss, outputs = make_step(build(), **SAMPLES)(samples, return_outputs=True)
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss())
+    torch.testing.assert_close(criterion(outputs, pad(samples)[1]), loss, rtol=1e-10, atol=1e-10)
+    with pytest.raises(ValueError, match="the targets have 21 rows, and the outputs 7, in the order of their cost"):
+        criterion(outputs, pad(samples)[1].flatten())
+    samples = make_samples()
+    loss, outputs = make_step(build(), **SAMPLES)(samples, return_outputs=True)
+    torch.testing.assert_close(criterion([outputs.gather()], pad(samples)[1]), loss, rtol=1e-10, atol=1e-10)
+
+
+def test_a_run_goes_on_from_its_state(double):
+    def train(step, batches):
+        return [step(batch).item() for batch in batches]
+
+    batches = [make_samples(torch.randint(1, 30, (9,)).tolist()) for _ in range(4)]
+    whole = make_step(build(), lr=0.5, **SAMPLES, micro_batch_cost=64)
+    losses = train(whole, batches)
+    first, second = (
+        make_step(build(), lr=0.5, **SAMPLES, micro_batch_cost=64),
+        make_step(build(), lr=0.5, **SAMPLES, micro_batch_cost=64),
+    )
+    assert train(first, batches[:2]) == losses[:2]
+    second.load_state_dict(first.state_dict())
+    assert train(second, [batch[::-1] for batch in batches[2:]]) == pytest.approx(losses[2:], rel=1e-10)  # in any order
+
+
+@pytest.mark.parametrize("settings", [SAMPLES, PADDED], ids=["samples", "padded"])
+def test_nothing_waits_for_a_device(settings):
+    samples = make_samples()
+    with simulate(3) as cluster:
+        step = make_step(build(), range(3), **settings, micro_batch_size=2)
+        run(step, samples)
+        with cluster.forbidding_waits():
+            for _ in range(3):
+                run(step, samples)
+                _, outputs = run(step, samples, return_outputs=True)
+                outputs.gather()
+
+
+def test_auto_halves_the_cost(double, caplog):
+    samples = make_samples([12] * 8 + [3] * 40)
+    with simulate(2) as cluster:
+        whole = make_step(build(), range(2), **SAMPLES)
+        whole(samples)
+        peak = max(cluster.peak)
+    expected_loss, expected, _ = plain(build(), samples)
+    with simulate(2, memory=int(0.8 * peak)):
+        net = build()
+        step = make_step(net, range(2), **SAMPLES, micro_batch_size="auto")
+        loss = step(samples)
+        torch.testing.assert_close(loss.cpu(), expected_loss, rtol=1e-10, atol=1e-10)
+        assert_same_gradients([gradient.cpu() for gradient in gradients(net)], expected)
+        assert step.micro_batch_cost == 58.5
+        assert step.micro_batch_size is None
+        assert "out of memory with 117 of cost per device in one forward: from now on at most 58.5" in caplog.text
+        step.micro_batch_cost = 20
+        _, outputs = step(make_samples([21, 5, 5, 5]), return_outputs=True)
+        assert outputs.sizes == (1, 3)  # a row over the limit runs alone
+
+
+def test_bad_costs_and_collates_are_one_clear_error():
+    samples, net = make_samples(), build()
+
+    def refuses(message, batch=None, **settings):
+        with pytest.raises((ValueError, TypeError), match=message):
+            make_step(net, **{**SAMPLES, **settings})(samples if batch is None else batch)
+
+    refuses("the cost of row 1 is -14, expected a finite number that is not negative", cost=lambda sample: 3 - length_of(sample))
+    refuses(
+        "collate was given 1 samples and returned inputs with 2 rows, expected one row for each",
+        collate=lambda some: pad([*some, samples[0]]),
+    )
+    refuses("collate returned a tensor of shape .*, expected .inputs, targets., or a mapping", collate=lambda some: pad(some)[1])
+    refuses("step was given a tensor of shape .*, expected a list of samples", batch=pad(samples)[1])
+    refuses("row 7 alone costs 30, expected at most the budget of 20", micro_batch_cost=20)
+    with pytest.raises(TypeError, match="targets beside a list of samples"):
+        make_step(net, **SAMPLES)(samples, torch.zeros(11))
+
+
+def test_unequal_devices_are_refused():
+    model = DataParallelModel(build(), ["cpu"] * 2, split=[2, 1])
+    step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), torch.optim.SGD(model.parameters()), **SAMPLES)
+    with pytest.raises(ValueError, match=r"split=.2.0, 1.0. of the model and cost= were given, expected one of them"):
+        step(make_samples())
+
+
+def test_bad_lengths_of_padded_batches_are_one_clear_error():
+    inputs, tags = pad(make_samples())
+
+    def refuses(message, targets=tags, **settings):
+        with pytest.raises(ValueError, match=message):
+            make_step(build(), **{**PADDED, **settings})(inputs, targets)
+
+    refuses("cost= returned 3 costs for 11 rows", cost=lambda inputs: [1, 2, 3])
+    refuses("the cost of row 0 is 1.5, expected a number of entries, at most 30", cost=lambda inputs: [1.5] * 11)
+    refuses("the cost of row 0 is 31, expected a number of entries, at most 30", cost=lambda inputs: [31] * 11)
+    refuses("trim= names mask, expected some of words, lengths, targets", trim={"mask": 1})
+    refuses("the targets have 330 rows and the inputs 11", targets=tags.flatten())
+    refuses("the criterion counts 330 targets, but [0-9]+ of them within the lengths", targets=tags.clamp(min=0))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"collate": pad}, "collate= was given without cost="),
+        ({"micro_batch_cost": 9}, "micro_batch_cost= was given without cost="),
+        ({"cost": 3}, "cost=3, expected a function"),
+        ({**SAMPLES, "trim": 1}, "collate= and trim= were given"),
+        ({**SAMPLES, "micro_batch_cost": 0}, "micro_batch_cost=0, expected a positive number"),
+        ({**SAMPLES, "micro_batch_cost": 9, "micro_batch_size": 2}, "micro_batch_size=2 and micro_batch_cost= were given"),
+    ],
+)
+def test_options_that_do_not_fit_are_refused(settings, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        make_step(build(), **settings)
+
+
+class Embedding(Transformer):
+    """One vector per row."""
+
+    def forward(self, words, lengths):
+        scores = super().forward(words, lengths)
+        is_word = torch.arange(words.size(1), device=words.device) < lengths[:, None]
+        return (scores * is_word[:, None]).sum(2) / lengths[:, None]
+
+
+def pad_with_length(samples):
+    inputs, _ = pad(samples)
+    return inputs, inputs["lengths"] % 3
+
+
+def contrast(vectors, labels):
+    similar = nn.functional.log_softmax(vectors @ vectors.T, 1)
+    return -(similar * (labels[:, None] == labels)).sum(1).mean()
+
+
+def agreement(total):
+    return 1 - total[0] / (total[1] * total[2]).sqrt()
+
+
+def products(vectors, labels):
+    return (vectors[:, 0] * labels).sum(), vectors[:, 0].square().sum(), labels.square().sum().double()
+
+
+@pytest.mark.parametrize(("loss", "whole"), [(contrast, True), (AdditiveLoss(products, agreement), False)], ids=["whole", "sums"])
+@pytest.mark.parametrize("limit", [{}, {"micro_batch_cost": 30}])
+def test_losses_that_couple_rows(double, loss, whole, limit):
+    samples, net, plain_net = make_samples(), build(Embedding), build(Embedding)
+    inputs, labels = pad_with_length(samples)
+    expected = loss(plain_net(**inputs), labels)
+    expected.backward()
+    criterion = DataParallelCriterion(loss, whole=whole)
+    step = make_step(net, criterion=criterion, cost=length_of, collate=pad_with_length, **limit)
+    torch.testing.assert_close(step(samples), expected.detach(), rtol=1e-10, atol=1e-10)
+    assert_same_gradients(gradients(net), gradients(plain_net))
+
+
+def own(samples, rank):
+    return samples[:7] if rank == 0 else samples[7:]
+
+
+def train_on_ranks(rank, strategy, settings, parts):
+    net = build().double()
+    model, criterion = parallelize(net, nn.CrossEntropyLoss(), device_ids=["cpu"], strategy=strategy)
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=1.0), cost=length_of, collate=pad, **settings)
+    samples = make_samples()
+    if parts:
+        step([] if rank else samples[:2])  # a rank that has had no sample yet
+        step.add(own(samples, rank))
+        step.add([])
+        loss, outputs = step.apply(), None
+    else:
+        loss, outputs = step(own(samples, rank), return_outputs=True)
+        outputs = outputs.gather()
+        step([] if rank else samples[:2])
+    state = step.state_dict()["model"]
+    return loss, outputs, {name: tensor.full_tensor() if strategy == "fsdp" else tensor for name, tensor in state.items()}
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("settings", "parts"), [({"micro_batch_cost": 30}, False), ({"micro_batch_size": 2}, True)])
+def test_ranks_cut_their_own_samples(strategy, settings, parts):
+    samples, net = make_samples(), build().double()
+    optimizer = torch.optim.SGD(net.parameters(), lr=1.0)
+    for batch in (samples[:2], samples) if parts else (samples, samples[:2]):
+        if batch is samples:
+            expected_loss, _, expected_outputs = plain(net, samples)
+        optimizer.zero_grad()
+        inputs, tags = pad(batch)
+        nn.functional.cross_entropy(net(**inputs), tags).backward()
+        optimizer.step()
+    for loss, outputs, state in run_ranks(2, train_on_ranks, strategy, settings, parts):
+        torch.testing.assert_close(loss, expected_loss, rtol=1e-10, atol=1e-10)
+        if outputs is not None:
+            assert_same_rows(outputs, expected_outputs, samples)
+        for name, parameter in net.named_parameters():
+            torch.testing.assert_close(state[name], parameter.detach(), rtol=1e-10, atol=1e-10)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from balanced_parallel import BalancedOptimizer, DataParallelCriterion, RankBatchSampler, TrainStep, parallelize
-from balanced_parallel.runtime import collectives, comparison
+from balanced_parallel.runtime import collectives
 
 SGD, ADAM = torch.optim.SGD, torch.optim.AdamW
 
@@ -102,10 +102,10 @@ def test_different_settings_raise_one_error_on_all_ranks(name):
 
 def check_equal(rank, strategy):
     """Counts the exchanges of three updates with settings that change on all ranks alike."""
-    gathered, summed, gather, add = [], [], comparison.gather_objects, collectives.sum_over_ranks
+    gathered, summed, gather, add = [], [], collectives.gather_objects, collectives.sum_over_ranks
     step = make_step(ADAM, strategy=strategy, micro_batch_size=2 + rank, max_grad_norm=1, schedule=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(comparison, "gather_objects", lambda value: gathered.append(value) or gather(value))
+        patch.setattr(collectives, "gather_objects", lambda value: gathered.append(value) or gather(value))
         patch.setattr(collectives, "sum_over_ranks", lambda *given: summed.append(given) or add(*given))
         for number in range(3):
             train(step, rank, number)

@@ -1,15 +1,26 @@
-"""``TrainStep``: one effective batch, one exact update, in every precision."""
+"""``TrainStep``: one effective batch, one exact update, in every precision.
+
+Copies of a step.
+
+A step that failed before its update can be repeated, with the result that it would have had.
+
+``step(..., return_outputs=True)``: the outputs of a batch, for metrics.
+"""
 
 import copy
+import dataclasses
+import pickle
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.problems import BODIES, assert_same_gradients, build_net, class_targets, gradients, plain_program
-from helpers.steps import CPUS, make_step
+from helpers.problems import BODIES, CLASSES, assert_same_gradients, build_net, class_targets, gradients, plain_program
+from helpers.ranks import run_ranks
+from helpers.steps import CPUS, make_step, run
 from torch import nn
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, Precision, TrainStep, parallelize, simulate
+from balanced_parallel import DataParallelCriterion, DataParallelModel, Precision, TrainStep, gather, parallelize, simulate
 
 
 def test_bfloat16_and_float16_losses_are_close_to_float32():
@@ -137,3 +148,343 @@ def test_a_criterion_without_targets_is_called_with_the_output_alone(targets):
     torch.testing.assert_close(step(inputs, *targets), net(inputs).square().mean().detach())
     step.add(inputs, *targets)
     torch.testing.assert_close(step.apply(), net(inputs).square().mean().detach())
+
+
+THREE_CPUS = ["cpu"] * 3
+
+
+def make_update_step(net, optimizer, **settings):
+    return TrainStep(DataParallelModel(net, THREE_CPUS), DataParallelCriterion(nn.CrossEntropyLoss()), optimizer, **settings)
+
+
+def by_deepcopy(parts):
+    return copy.deepcopy(parts)
+
+
+def by_pickle(parts):
+    return pickle.loads(pickle.dumps(parts))
+
+
+def train(step, numbers, mine=slice(None)):
+    losses = []
+    for number in numbers:
+        torch.manual_seed(number)
+        inputs, targets = torch.randn(7, 4), class_targets(7, ignored=1)
+        losses.append(step(inputs[mine], targets[mine]))
+    return torch.stack([*losses, *(parameter.detach().sum() for parameter in step.model.parameters())])
+
+
+def check_copied(rank, ranks, duplicate, whole, precision):
+    """The copy and the original go on as one that was never copied."""
+    mine = slice(None) if ranks == 1 else [slice(0, 3), slice(3, 7)][rank]
+
+    def make():
+        net = build_net()
+        model, criterion = parallelize(net, nn.CrossEntropyLoss(torch.linspace(0.5, 2.0, 5)), THREE_CPUS if ranks == 1 else None)
+        optimizer = torch.optim.AdamW(net[0].parameters(), lr=0.1)
+        other = torch.optim.SGD(net[2].parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        settings = {"micro_batch_size": 2, "precision": precision, "scheduler": scheduler}
+        return model, criterion, [optimizer, other], TrainStep(model, criterion, [optimizer, other], **settings)
+
+    expected = train(make()[-1], range(5), mine)
+    parts = make()
+    step = parts[-1]
+    train(step, range(2), mine)
+    copied = duplicate(parts)[-1] if whole else duplicate(step)
+    assert not {id(p) for p in copied.model.parameters()} & {id(p) for p in step.model.parameters()}
+    for one in (copied, step):
+        torch.testing.assert_close(train(one, range(2, 5), mine), expected[2:], rtol=0, atol=0)
+    return True
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("duplicate", [by_deepcopy, by_pickle])
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_copies_of_a_step_train_like_the_original(ranks, whole, duplicate, precision):
+    run(ranks, check_copied, duplicate, whole, precision)
+
+
+def test_copy_of_a_step_does_not_share_the_accumulation(double):
+    net = build_net()
+    step = make_update_step(net, torch.optim.SGD(net.parameters(), lr=0.0))
+    step.add(torch.randn(5, 4), class_targets(5))
+    copied = copy.deepcopy(step)
+    inputs, targets = torch.randn(7, 4), class_targets(7)
+    torch.testing.assert_close(copied(inputs, targets), F.cross_entropy(net(inputs), targets).detach())
+    assert step._window._accumulation is not None
+
+
+class Fails(nn.Module):
+    """Raises in its forward or in its backward, as often as it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.forwards, self.backwards = 0, 0
+
+    def forward(self, inputs):
+        if self.forwards:
+            self.forwards -= 1
+            raise ArithmeticError("a forward that fails")
+        return _Fails.apply(inputs, self)
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, inputs, module):
+        ctx.module = module
+        return inputs.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.module.backwards:
+            ctx.module.backwards -= 1
+            raise ArithmeticError("a backward that fails")
+        return gradient, None
+
+
+class Net(nn.Sequential):
+    def __init__(self):
+        torch.manual_seed(1)
+        super().__init__(nn.Linear(4, 4), Fails(), nn.Linear(4, 6), Fails(), nn.Tanh(), nn.Linear(6, CLASSES), Fails())
+
+
+def fail_in_optimizer(step):
+    def raise_once(*_):
+        handle.remove()
+        raise ArithmeticError("an optimizer that fails")
+
+    handle = step.optimizer.register_step_pre_hook(raise_once)
+
+
+def fail_in_clipping(step):
+    """Between unscaling and the step."""
+    step.max_grad_norm = "many"
+
+
+def batch(number):
+    torch.manual_seed(number)
+    return torch.randn(7, 4), class_targets(7, ignored=1)
+
+
+@pytest.mark.parametrize("fail", [fail_in_optimizer, fail_in_clipping])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("micro_batch_size", [None, 1])
+def test_failed_update_can_be_repeated(precision, micro_batch_size, fail):
+    found = []
+    for fails in (False, True):
+        net = Net()
+        optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        model, criterion = DataParallelModel(net, ["cpu"] * 3), DataParallelCriterion(nn.CrossEntropyLoss())
+        settings = {"micro_batch_size": micro_batch_size, "precision": precision, "scheduler": scheduler, "max_grad_norm": 0.5}
+        step = TrainStep(model, criterion, optimizer, **settings)
+        losses = []
+        for number in range(3):
+            if fails and number == 1:
+                fail(step)
+                with pytest.raises((ArithmeticError, ValueError)):
+                    step(*batch(number))
+                step.max_grad_norm = 0.5
+            losses.append(step(*batch(number)))
+        found.append([*losses, *(parameter.detach() for parameter in net.parameters()), torch.tensor(scheduler.get_last_lr())])
+        if precision == "fp16":
+            assert step.precision.scaler.state_dict()["_growth_tracker"] == 3
+    assert all(map(torch.equal, *found))
+
+
+def last_layer_of_both(rank, net, step):
+    net[6].backwards = 1
+
+
+def first_layer_of_both(rank, net, step):
+    net[1].backwards = 1
+
+
+def different_layers(rank, net, step):
+    net[3 if rank else 6].backwards = 1
+
+
+def one_rank(rank, net, step):
+    net[3].backwards = rank
+
+
+def forward_of_both(rank, net, step):
+    net[3].forwards = 1
+
+
+def optimizer_of_both(rank, net, step):
+    fail_in_optimizer(step)
+
+
+def hook_of_both(rank, net, step):
+    def raise_once(parameter):
+        handle.remove()
+        raise ArithmeticError("a hook that fails")
+
+    handle = net[0].weight.register_post_accumulate_grad_hook(raise_once)
+
+
+FAILURES = [
+    last_layer_of_both,
+    first_layer_of_both,
+    different_layers,
+    one_rank,
+    forward_of_both,
+    optimizer_of_both,
+    hook_of_both,
+]
+
+
+def check_failure(rank, fail, micro_batch_size, precision, hooked):
+    torch.set_default_dtype(torch.float32 if precision == "fp16" else torch.float64)
+    plain = Net()
+    reference = torch.optim.AdamW(plain.parameters(), lr=0.1)
+    net = copy.deepcopy(plain)
+    model, criterion = parallelize(net, nn.CrossEntropyLoss())
+    if hooked:
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+        model.register_comm_hook(None, allreduce_hook)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
+    step = TrainStep(model, criterion, optimizer, micro_batch_size=micro_batch_size, precision=precision)
+    error = 2e-2 if precision == "fp16" else 1e-10
+    for number in range(4):  # the reducer makes its buckets anew after the first
+        inputs, targets = batch(number)
+        mine = slice(0, 3) if rank == 0 else slice(3, None)
+        for _ in range(2):
+            fail(rank, net, step)
+            waits = fail is one_rank and rank == 0
+            message = "1 of 2 ranks failed in the backward, expected none" if waits else "fails"
+            with pytest.raises(RuntimeError if waits else ArithmeticError, match=message):
+                step(inputs[mine], targets[mine])
+        plain.zero_grad()
+        loss = F.cross_entropy(plain(inputs), targets)
+        loss.backward()
+        reference.step()
+        torch.testing.assert_close(step(inputs[mine], targets[mine]), loss.detach(), rtol=error, atol=error)
+        assert_same_gradients(gradients(net), gradients(plain), error)
+        net.load_state_dict(plain.state_dict())
+    return True
+
+
+@pytest.mark.parametrize("fail", FAILURES)
+def test_failed_step_can_be_repeated_on_ranks(fail):
+    for precision in ("fp32", "fp16"):
+        for micro_batch_size in [None] if fail is one_rank else [None, 2]:  # before the last one nobody waits for it
+            run_ranks(2, check_failure, fail, micro_batch_size, precision, False, timeout=60)
+    run_ranks(2, check_failure, fail, None, "fp32", True, timeout=60)
+
+
+def make_output_step(net, criterion=None, devices=("cpu",) * 3, **settings):
+    model = DataParallelModel(net, list(devices))
+    criterion = criterion or DataParallelCriterion(nn.CrossEntropyLoss())
+    return TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.1), **settings)
+
+
+@pytest.mark.parametrize(
+    ("rows", "micro_batch_size", "sizes"),
+    [
+        (11, None, (4, 4, 3)),
+        (11, 2, (2, 2, 2, 2, 2, 1)),
+        (7, 1, (1, 1, 1, 1, 1, 1, 1)),
+        (2, None, (1, 1)),
+    ],
+)
+def test_return_outputs_has_the_outputs_before_the_update(double, rows, micro_batch_size, sizes):
+    net, inputs, targets = build_net(), torch.randn(rows, 4), class_targets(rows)
+    expected = net(inputs).detach()
+    loss, outputs = make_output_step(net, micro_batch_size=micro_batch_size)(inputs, targets, return_outputs=True)
+    torch.testing.assert_close(loss, F.cross_entropy(expected, targets), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(gather(outputs), expected, rtol=1e-10, atol=1e-10)
+    assert outputs.sizes == sizes
+    assert [len(output) for output in outputs] == list(sizes)
+    assert not any(output.requires_grad for output in outputs)
+    again = DataParallelCriterion(nn.CrossEntropyLoss())(outputs, targets)  # it takes them as it takes the model's own
+    torch.testing.assert_close(again, loss, rtol=1e-10, atol=1e-10)
+
+
+def test_outputs_stay_on_their_devices():
+    with simulate(devices=3):
+        net, inputs, targets = build_net(), torch.randn(11, 4), class_targets(11)
+        expected = net(inputs).detach()
+        _, outputs = make_output_step(net, devices=range(3), micro_batch_size=2)(inputs, targets, return_outputs=True)
+        assert [str(output.device) for output in outputs] == ["sim:0", "sim:1", "sim:2"] * 2
+        torch.testing.assert_close(gather(outputs, "cpu"), expected)
+
+
+@dataclasses.dataclass
+class Output:
+    logits: torch.Tensor
+    parts: dict
+    names: tuple
+
+
+class Structured(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = build_net()
+
+    def forward(self, inputs):
+        logits = self.net(inputs)
+        return Output(logits, {"square": logits**2}, ("a", None))
+
+
+def test_outputs_keep_their_structure(double):
+    net, inputs, targets = Structured(), torch.randn(7, 4), class_targets(7)
+    expected = net(inputs).parts["square"].detach()
+    criterion = DataParallelCriterion(lambda output, target: F.cross_entropy(output.logits, target), weight=lambda o, t: len(t))
+    _, outputs = make_output_step(net, criterion, micro_batch_size=1)(inputs, targets, return_outputs=True)
+    assert all(isinstance(output, Output) and output.names == ("a", None) for output in outputs)
+    square = gather([output.parts["square"] for output in outputs])
+    torch.testing.assert_close(square, expected, rtol=1e-10, atol=1e-10)
+    assert not square.requires_grad
+
+
+def test_an_empty_batch_has_no_outputs():
+    step = make_output_step(build_net(), micro_batch_size=2)
+    with pytest.warns(UserWarning, match="nothing is updated"):
+        loss, outputs = step(torch.randn(0, 4), class_targets(0), return_outputs=True)
+    assert loss.isnan()
+    assert (outputs, outputs.sizes) == ([], ())
+
+
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_outputs_are_kept_only_with_return_outputs(is_asked):
+    net, alive = build_net(), []
+    step, seen = make_output_step(net, micro_batch_size=1), []
+
+    def note(model, inputs, outputs):
+        seen.extend(weakref.ref(output.untyped_storage()) for output in outputs)
+
+    step.model.register_forward_hook(note)
+    net[0].weight.register_hook(lambda gradient: alive.append(sum(reference() is not None for reference in seen)))
+    step(torch.randn(7, 4), class_targets(7), **({"return_outputs": True} if is_asked else {}))
+    assert len(seen) == 7
+    assert is_asked == (max(alive) == 7)
+    assert is_asked or max(alive) == 0
+
+
+def check_ranks(rank):
+    torch.set_default_dtype(torch.float64)
+    inputs, targets = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), class_targets(6)
+    net = build_net()
+    expected = net(inputs).detach()
+    model, criterion = parallelize(net, nn.CrossEntropyLoss())
+    step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.0), micro_batch_size=2)
+    mine = slice(0, 1) if rank == 0 else slice(1, None)
+    loss, outputs = step(inputs[mine], targets[mine], return_outputs=True)
+    torch.testing.assert_close(loss, F.cross_entropy(expected, targets), rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(torch.cat(list(outputs)), expected[mine], rtol=1e-10, atol=1e-10)
+    assert outputs.sizes == ((1,), (2, 2, 1))[rank]
+    torch.testing.assert_close(gather(outputs), expected, rtol=1e-10, atol=1e-10)
+    mine = slice(0, 0) if rank == 0 else slice(0, 6)
+    loss, outputs = step(inputs[mine], targets[mine], return_outputs=True)
+    assert len(outputs) == 3 * rank
+    torch.testing.assert_close(loss, F.cross_entropy(expected, targets), rtol=1e-10, atol=1e-10)
+    return True
+
+
+def test_return_outputs_has_the_rows_of_each_rank():
+    assert run_ranks(2, check_ranks) == [True, True]

@@ -2,21 +2,25 @@
 
 Convolutions and half-precision products of oneDNN allocate it by an algorithm that depends on shapes, threads and the
 processor. Other operators copy arguments that are not contiguous, or not of the dtype that they compute in.
+
+Bytes that the CPU's allocator hands out, as it reports them to torch's profiler: scratch memory of operators included.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._profiler import _ExperimentalConfig  # the profiler of allocations has no public name
 from torch.utils._python_dispatch import _disable_current_modes  # no public context leaves all modes
 
-from ...runtime.allocator_profile import AllocatorProfile
-from ...runtime.tensors import storage_id
+from ...runtime.torch_private import storage_id
 
 __all__: list[str] = []
+
 
 LARGEST = 2**28  # bytes of an operator's tensors: larger calls take long, and their scratch memory is small in comparison
 LEAST = 64  # bytes of scratch memory that count: a number among the arguments takes 12
@@ -202,3 +206,49 @@ def _measured(operator: str, args: tuple[Any, ...], kwargs: tuple[Any, ...], thr
         result = function(*given, **named)
     before = {storage_id(tensor.untyped_storage()) for tensor in _tensors((given, list(named.values())))}
     return profile.peak, tuple(_new_bytes(result, before))
+
+
+# No public name turns it on: the successor of this profiler writes to stderr at each start, and starts in milliseconds.
+_autograd: Any = torch.autograd
+
+
+class AllocatorProfile:
+    """A count of the bytes in use on the CPU, over every block of :meth:`recorded`.
+
+    Attributes:
+        now: bytes allocated and not released. Negative if memory was released that was allocated before.
+        peak: the maximum of ``now``, from 0 or from :meth:`reset_peak` on.
+
+    Example:
+        >>> profile = AllocatorProfile()
+        >>> with profile.recorded():
+        ...     ones = torch.ones(256)
+        >>> profile.now, profile.peak
+        (1024, 1024)
+    """
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+
+    def reset_peak(self) -> None:
+        """Starts another peak from the bytes in use now."""
+        self.peak = self.now
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Counts in this block. Backwards of CPU tensors run in the calling thread, so they are counted too.
+
+        Enter and leave it outside of ``record_function``, so not in the hooks of an optimizer's step: torch's profiler keeps
+        no state for a range that ends later, and can deadlock there.
+        """
+        config = _autograd.ProfilerConfig(_autograd.ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+        _autograd._enable_profiler_legacy(config)
+        try:
+            yield
+        finally:
+            records = [record for records in _autograd._disable_profiler_legacy() for record in records]
+            start = records[0]
+            # threads of gloo allocate too: each has records of its own
+            for record in sorted(records, key=start.cpu_elapsed_us):
+                self.now += record.cpu_memory_usage() if record.kind() == "memory_alloc" else 0
+                self.peak = max(self.peak, self.now)

@@ -15,17 +15,14 @@ from torch._subclasses.fake_tensor import FakeTensor  # torch has no public modu
 from torch.utils._python_dispatch import TorchDispatchMode  # documented, but in a private module
 from torch.utils.flop_counter import flop_registry
 
-from ...runtime.autograd import current_node, number_of
-from ...runtime.modules import shared_id
 from ...runtime.streams import on_side_stream
-from ...runtime.tensors import is_sharded, storage_id
-from ...runtime.trees import leaves
-from ..operators.data_dependent import answer, selected
-from ..operators.reduced_losses import keep_elements
-from ..operators.reused_arguments import IN_PLACE, is_in_place
+from ...runtime.torch_private import current_node, is_sharded, leaves_of_tree, number_of, shared_id, storage_id
+from ..operators.cuda import IN_PLACE, is_in_place
+from ..operators.values import answer, keep_elements, selected
 from ..operators.workspaces import Call, note_call
 
 __all__: list[str] = []
+
 
 _TORCH = str(Path(torch.__file__).parent)
 _MEMORY, _HERE = str(Path(__file__).parents[1]), str(Path(__file__).parents[2])
@@ -110,7 +107,7 @@ class Count(TorchDispatchMode):
         self.operators.append(str(func))
         if (formula := flop_registry.get(func._overloadpacket)) is not None:
             self.flops += int(formula(*args, **(kwargs or {}), out_val=result))
-        for leaf in [result] if isinstance(result, Tensor) else leaves(result):
+        for leaf in [result] if isinstance(result, Tensor) else leaves_of_tree(result):
             if isinstance(leaf, Tensor):
                 self.see(leaf, "communication buckets" if func.namespace in _COMMUNICATES else "temporaries", str(func))
         if func in IN_PLACE:

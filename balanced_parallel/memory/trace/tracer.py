@@ -18,26 +18,34 @@ from torch._subclasses.fake_tensor import (  # torch has no public module of fak
     UnsupportedOperatorException,
 )
 
-from ...batch.microbatches import cut_batch
-from ...batch.nested import leaves
-from ...batch.row_marks import Arguments
-from ...savings.activation_checkpointing import checkpoint_blocks
+from ...batch.containers import leaves
+from ...batch.rows import Arguments, cut_batch
+from ...savings.checkpointing import checkpoint_blocks
 from ..errors import HINT, UnknownMemory
-from ..operators.ctc import lengths_as_tensors
-from ..operators.cuda import cuda_choices
-from ..operators.reused_arguments import bias_in_place
+from ..operators.cuda import bias_in_place, cuda_choices
+from ..operators.values import lengths_as_tensors
 from ..operators.workspaces import Call
 from .allocations import Block, Count
-from .applied_savings import around_update, change_module, change_optimizers, set_inplace
-from .child_process import runs_in_parent_only, start_in_child
-from .fake_devices import HOME, host_of
-from .fake_tensors import fake_batch, fake_copy, names_of
-from .optimizer_choice import refuse_merges
-from .patches import counting_random_states, devices_that_mix, rows_of_one_sequence, shapes_of_shards_uncounted, undisturbed
-from .strategies import Layout
-from .traced_request import Request
+from .fakes import (
+    HOME,
+    counting_random_states,
+    devices_that_mix,
+    fake_batch,
+    fake_copy,
+    host_of,
+    names_of,
+    rows_of_one_sequence,
+    runs_in_parent_only,
+    shapes_of_shards_uncounted,
+    start_in_child,
+    undisturbed,
+)
+from .layouts import Layout, Request
+from .optimizers import refuse_merges
+from .savings import around_update, change_module, change_optimizers, set_inplace
 
 __all__: list[str] = []
+
 
 TRACED = 3  # micro-batches: a first, one that adds, one that reduces; more of them need no more memory
 MicroBatch = tuple[Arguments, tuple[Any, ...]]

@@ -1,0 +1,291 @@
+"""Nested containers of a batch: leaves, and functions that map, split and merge them.
+
+torch's ``scatter`` and ``gather`` support tuples, lists and dicts only. They pass a dataclass whole to every replica, cannot
+gather one, and break strings (pytorch#41327, #62466, #13447). Here all containers keep their type: tuples, named tuples, lists,
+mappings (including ``ModelOutput`` and ``BatchEncoding`` of Hugging Face) and dataclasses.
+
+Dimensions of the rows, for a whole structure or entry by entry, like ``in_dims`` and ``out_dims`` of ``torch.vmap``.
+"""
+
+import copy
+import dataclasses
+import numbers
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch.nn.utils.rnn import PackedSequence
+
+from ..runtime.values import check_number
+
+__all__: list[str] = []
+
+
+class Leaf:
+    """Base class of containers that count as one leaf."""
+
+
+class Container(NamedTuple):
+    """A container that was taken apart.
+
+    Attributes:
+        places: key or attribute of each child as code: ``['mask']``, ``.logits``, ``[0]``.
+        children: the values, one per place.
+        rebuild: function that makes a container of the same type from new children.
+    """
+
+    places: list[str]
+    children: list[Any]
+    rebuild: Callable[[Sequence[Any]], Any]
+
+
+_PLACES = [f"[{index}]" for index in range(16)]
+
+
+def is_plain(value: object) -> bool:
+    """Returns True for a string, bytes, a number, or a bool."""
+    return isinstance(value, (str, bytes, numbers.Number)) and not isinstance(value, torch.Tensor)
+
+
+def is_row_list(value: object) -> TypeGuard[Sequence[Any]]:
+    """Returns True for a sequence with one plain value per row.
+
+    This is a list of plain values, in which some entries may be ``None``; an empty list; or a tuple of strings, which
+    ``default_collate`` makes of strings.
+    """
+    if isinstance(value, Leaf):
+        return False
+    if type(value) is tuple:
+        return bool(value) and all(isinstance(entry, (str, bytes)) for entry in value)
+    if not isinstance(value, list):
+        return False
+    return all(is_plain(entry) or entry is None for entry in value) and (not value or any(entry is not None for entry in value))
+
+
+def open_container(node: Any) -> Container | None:
+    """Takes a container apart. Returns None for a leaf: a tensor, a list of plain values, or any other object."""
+    if type(node) is tuple and not is_row_list(node):  # the most frequent container: skips the slower checks below
+        return Container(_PLACES[: len(node)], list(node), tuple) if len(node) <= len(_PLACES) else _open_sequence(node)
+    if isinstance(node, (torch.Tensor, PackedSequence, Leaf)) or is_row_list(node):  # a PackedSequence's fields have no rows
+        return None
+    if isinstance(node, Mapping):  # before dataclasses: a ModelOutput is both, and its mapping has no entries that are None
+        return Container([f"[{key!r}]" for key in node], list(node.values()), lambda new: _with_items(node, new))
+    if dataclasses.is_dataclass(node) and not isinstance(node, type):
+        names = [field.name for field in dataclasses.fields(node) if hasattr(node, field.name)]
+        children = [getattr(node, name) for name in names]
+        return Container([f".{name}" for name in names], children, lambda new: _with_fields(node, names, new))
+    if is_named_tuple(node):
+        return Container([f".{name}" for name in node._fields], list(node), lambda new: type(node)._make(new))
+    return _open_sequence(node) if isinstance(node, (tuple, list)) else None
+
+
+def _open_sequence(node: Any) -> Container:
+    return Container([f"[{index}]" for index in range(len(node))], list(node), lambda new: type(node)(new))
+
+
+def is_named_tuple(node: object) -> bool:
+    """Returns True for an instance of a named tuple."""
+    return isinstance(node, tuple) and hasattr(node, "_fields") and hasattr(node, "_make")
+
+
+def spread(value: Any) -> tuple[Any, ...]:
+    """Converts ``value`` to positional arguments: one per entry of a tuple, else a single one, also for a named tuple."""
+    return value if isinstance(value, tuple) and not is_named_tuple(value) else (value,)
+
+
+def _with_items(node: Any, values: Sequence[Any]) -> Any:
+    if not hasattr(node, "__setitem__"):
+        return type(node)(dict(zip(node, values, strict=True)))
+    new = copy.copy(node)  # keeps the factory of a defaultdict and the fields of a ModelOutput, which a constructor would need
+    for key, value in zip(list(node), values, strict=True):
+        new[key] = value
+    return new
+
+
+def _with_fields(node: Any, names: Sequence[str], values: Sequence[Any]) -> Any:
+    new = copy.copy(node)  # dataclasses.replace would refuse init=False fields and run __post_init__ on pieces
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(new, name, value)
+    return new
+
+
+def leaves(node: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields each leaf of ``node`` with its key path, such as ``inputs[0]['mask']``."""
+    container = open_container(node)
+    if container is None:
+        yield place, node
+        return
+    for key, child in zip(container.places, container.children, strict=True):
+        yield from leaves(child, place + key)
+
+
+def map_leaves(function: Callable[[Any], Any], node: Any) -> Any:
+    """Returns a copy of ``node`` with ``function`` applied to each leaf."""
+    kind = type(node)
+    if kind is torch.Tensor:  # shortcuts for the most frequent leaf and the two most frequent containers
+        return function(node)
+    if kind is tuple and not is_row_list(node):
+        return tuple([map_leaves(function, child) for child in node])
+    if kind is dict:
+        return {key: map_leaves(function, child) for key, child in node.items()}
+    container = open_container(node)
+    if container is None:
+        return function(node)
+    return container.rebuild([map_leaves(function, child) for child in container.children])
+
+
+def unzip_leaves(function: Callable[[Any], Sequence[Any]], node: Any, count: int) -> list[Any]:
+    """Splits each leaf into ``count`` values with ``function``, and returns ``count`` structures like ``node`` of them."""
+    if type(node) is torch.Tensor:  # as in map_leaves
+        return list(function(node))
+    if type(node) is tuple and not is_row_list(node):
+        return list(zip(*[unzip_leaves(function, child, count) for child in node], strict=True)) if node else [()] * count
+    container = open_container(node)
+    if container is None:
+        pieces = list(function(node))
+        assert len(pieces) == count
+        return pieces
+    columns = [unzip_leaves(function, child, count) for child in container.children]
+    return [container.rebuild([column[index] for column in columns]) for index in range(count)]
+
+
+_LISTS = (
+    ". A list is several outputs with all rows each: if its entries are rows, join the lists instead, as in "
+    "[row for output in outputs for row in output]; rows that were cut by cost are in the order outputs.order"
+)
+
+
+def zip_leaves(function: Callable[[str, list[Any]], Any], nodes: Sequence[Any], place: str = "") -> Any:
+    """Merges structures of the same form: each leaf of the result is ``function(place, values)`` of the leaves at that place.
+
+    Raises:
+        ValueError: if the structures differ. The message has the place and both forms.
+    """
+    first = nodes[0]
+    containers = [open_container(node) for node in nodes]
+    opened = [container for container in containers if container is not None]
+    if not opened:
+        return function(place, list(nodes))
+    for index, node in enumerate(nodes[1:], 1):
+        container = containers[index]
+        same_type = container is not None and containers[0] is not None and type(node) is type(first)
+        if not same_type or container is None or container.places != opened[0].places:
+            hint = _LISTS if type(first) is type(node) is list else ""
+            raise ValueError(
+                f"the structures differ at {place or 'the top'}: {describe(first)} in the first, {describe(node)} in number "
+                f"{index}; expected the same type with the same entries in each{hint}"
+            )
+    columns = zip(*(container.children for container in opened), strict=True)
+    merged = [zip_leaves(function, list(column), place + key) for key, column in zip(opened[0].places, columns, strict=True)]
+    return opened[0].rebuild(merged)
+
+
+def first_tensor(node: Any) -> torch.Tensor | None:
+    """Returns the first tensor among the leaves of ``node``, or None."""
+    if isinstance(node, torch.Tensor):
+        return node
+    return next((leaf for _, leaf in leaves(node) if isinstance(leaf, torch.Tensor)), None)
+
+
+def describe(node: Any) -> str:
+    """Describes a value for error messages: the shape of a tensor, the type and the entries of a container."""
+    if isinstance(node, torch.Tensor):
+        return f"a tensor of shape {tuple(node.shape)}"
+    if is_row_list(node):
+        return f"a {type(node).__name__} of {len(node)} plain values"
+    container = open_container(node)
+    if container is None:
+        return f"{type(node).__name__} {node!r}" if is_plain(node) or node is None else f"an object of type {type(node).__name__}"
+    return f"{type(node).__name__} with entries {', '.join(container.places) or '(none)'}"
+
+
+Dims = int | None | Sequence[Any] | Mapping[Any, Any]
+
+
+def check_dim(dim: Any) -> None:
+    """Raises ``TypeError`` if ``dim`` is neither an integer nor None."""
+    if dim is not None:
+        check_number("dim", dim, "an integer, the dimension of the rows", whole=True)
+
+
+def check_dims(dims: Any, name: str) -> None:
+    """Raises ``TypeError`` if ``dims`` contains anything but integers, ``None``, sequences and mappings."""
+    if isinstance(dims, Mapping):
+        entries = list(dims.values())
+    elif isinstance(dims, Sequence) and not isinstance(dims, (str, bytes)):
+        entries = list(dims)
+    elif dims is None or (isinstance(dims, int) and not isinstance(dims, bool)):
+        return
+    else:
+        raise TypeError(
+            f"{name} contains {dims!r}, expected the dimension of the rows, None for a value without rows, or a sequence or a "
+            "mapping of these"
+        )
+    for entry in entries:
+        check_dims(entry, name)
+
+
+def leaf_dims(node: Any, dims: Dims, default: int | None, place: str = "") -> Iterator[int | None]:
+    """Yields the dimension of the rows of each leaf of ``node``, in the order of :func:`nested.leaves`.
+
+    Args:
+        node: any structure.
+        dims: one dimension for all leaves, or a sequence or mapping with one entry per entry of ``node``. ``None`` stands for a
+            leaf without rows.
+        default: dimension of the entries that a mapping does not contain.
+        place: name of ``node`` in error messages.
+
+    Raises:
+        ValueError: if the entries of ``dims`` and ``node`` differ.
+
+    Example:
+        >>> list(leaf_dims({"x": 1, "state": (2, 3)}, {"state": (1, None)}, 0))
+        [0, 1, None]
+    """
+    container = open_container(node)
+    if dims is None or isinstance(dims, int):
+        yield from [dims] * sum(1 for _ in leaves(node))
+        return
+    if container is None:
+        raise ValueError(f"{place or 'the value'} is {describe(node)}, but the dimensions {dims!r} are given for a container")
+    names = _names(container)
+    if isinstance(dims, Mapping):
+        unknown = [key for key in dims if str(key) not in names]
+        if unknown:
+            raise ValueError(
+                f"{place or 'the value'} has entries {', '.join(names)}, but dimensions are given for {unknown[0]!r}"
+            )
+        given = {str(key): entry for key, entry in dims.items()}
+        entries = [given.get(name, default) for name in names]
+    else:
+        entries = list(dims)
+        if len(entries) != len(names):
+            raise ValueError(
+                f"{place or 'the value'} has {len(names)} entries, but the dimensions {dims!r} are given for {len(entries)}"
+            )
+    for key, child, entry in zip(container.places, container.children, entries, strict=True):
+        yield from leaf_dims(child, entry, default, place + key)
+
+
+def dims_at(node: Any, dims: Dims, key: Any) -> Dims:
+    """Returns the part of ``dims`` for the entry ``key`` of ``node``, or 0 if ``dims`` has none."""
+    if dims is None or isinstance(dims, int):
+        return dims
+    if isinstance(dims, Mapping):
+        found: Dims = dims.get(key, 0)
+        return found
+    container = open_container(node)
+    names = [] if container is None else _names(container)
+    return dims[names.index(str(key))] if str(key) in names else 0
+
+
+def _names(container: Container) -> list[str]:
+    """Returns the names of the entries as a user writes them in ``dims``: ``logits`` for ``.logits``, ``0`` for ``[0]``."""
+    return [place.strip(".[]'\"") for place in container.places]
+
+
+def is_first(dims: Dims) -> bool:
+    """Returns True if all rows are in dimension 0."""
+    if dims is None or isinstance(dims, int):
+        return not dims
+    return all(map(is_first, dims.values() if isinstance(dims, Mapping) else dims))

@@ -1,0 +1,679 @@
+"""``PerReplica``: one value per replica, each on its own device, with the number of rows of each.
+
+Concatenates the outputs of replicas: the inverse of scatter, over devices and, under torchrun, over ranks.
+
+torch's ``gather`` supports no dataclasses, numbers or strings, and ``all_gather`` needs equal sizes. Here the ranks first
+exchange the layouts of their outputs. So sizes may differ, and a mismatch raises the same error on all ranks instead of a hang.
+
+Outputs of rows that were cut by cost: shards have lengths of their own, and rows another order than the batch.
+
+Origin of tensors: the replica that computed a tensor, and its number of rows.
+
+A list that a user makes of outputs (``[output.logits for output in outputs]``, ``zip(*outputs)``) loses the sizes of the
+``PerReplica``. So outputs are recorded here. The autograd graph leads back to them from the tensors computed from them.
+"""
+
+import functools
+import itertools
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, NoReturn, Self
+
+import torch
+import torch.nn.functional as F
+
+from ..runtime.collectives import gather_objects, gather_rows, world_size
+from ..runtime.devices import DeviceLike, move, resolve_device, visible_devices
+from ..runtime.torch_private import base_of, is_differentiable
+from ..runtime.values import check_type
+from . import containers
+from .containers import Dims, check_dim, check_dims, dims_at, leaf_dims
+
+__all__: list[str] = []
+
+
+def _operator(symbol: str) -> Any:
+    """Returns a method for an operator that a list does not have, with an error that explains it."""
+
+    def refuse(self: Any, *others: Any) -> NoReturn:
+        _refuse(symbol, TypeError)
+
+    return refuse
+
+
+class PerReplica(list[Any], containers.Leaf):
+    """A list of outputs, one per replica, as :class:`DataParallelModel` returns it.
+
+    ``len``, ``for``, ``zip`` and indexing with a number work as for any list. A key or an attribute applies to each entry:
+    ``outputs["logits"]`` and ``outputs.logits`` return a ``PerReplica`` of the logits. Operators and functions of tensors raise
+    an error. :class:`DataParallelCriterion` accepts a ``PerReplica``. So does another :class:`DataParallelModel`, without moving
+    rows that are on the right device already.
+
+    Args:
+        entries: one entry per replica that had rows.
+        sizes: number of rows of each entry; None if the batch had no rows.
+        dim: dimension of the rows in the entries, or one dimension per part of an entry.
+
+    Example:
+        >>> outputs = PerReplica([torch.zeros(3, 10), torch.zeros(2, 10)], [3, 2])
+        >>> len(outputs), outputs[0].shape
+        (2, torch.Size([3, 10]))
+        >>> outputs.map(lambda output: output.argmax(1)).gather().shape
+        torch.Size([5])
+        >>> outputs = PerReplica([{"logits": torch.zeros(3, 10)}, {"logits": torch.zeros(2, 10)}], [3, 2])
+        >>> outputs["logits"].gather().shape
+        torch.Size([5, 10])
+    """
+
+    def __init__(self, entries: Iterable[Any], sizes: Sequence[int | None], dim: Dims = 0) -> None:
+        check_type("entries", entries, Iterable, "one entry per replica")
+        check_type("sizes", sizes, Iterable, "the number of rows of each entry")
+        check_dims(dim, "dim")
+        super().__init__(entries)
+        self.sizes = tuple(sizes)
+        if len(self.sizes) != len(self):
+            raise ValueError(f"{len(self)} entries and {len(self.sizes)} sizes, expected the rows of each entry")
+        self.dim = dim
+        self.order: list[int] | None = None
+
+    @classmethod
+    def of_forward(cls, entries: Iterable[Any], sizes: Sequence[int | None], dim: Dims) -> "PerReplica":
+        """Creates the outputs of a forward, and records their origin. Lists that a user makes of them can then be recognized."""
+        outputs = cls(entries, sizes, dim)
+        record(outputs, outputs.sizes, dim)
+        return outputs
+
+    def in_order(self, order: Sequence[int] | None) -> Self:
+        """Sets the order of the rows: their positions in the batch. ``None`` is the order of the batch. Returns ``self``."""
+        self.order = None if order is None else list(order)
+        return self
+
+    def gather(self, device: DeviceLike | None = None) -> Any:
+        """Concatenates the entries of all ranks, as :func:`balanced_parallel.gather` does."""
+        return gather(self, device)
+
+    def map(self, function: Callable[[Any], Any], dim: Dims = None) -> "PerReplica":
+        """Returns a ``PerReplica`` of ``function(entry)`` for each entry, with the same rows.
+
+        Args:
+            function: must keep the order of the rows.
+            dim: dimension of the rows in the results; ``None`` means that of the entries.
+
+        Raises:
+            ValueError: if ``dim`` is needed: entries have several dimensions, and the results another structure.
+        """
+        mapped = PerReplica(map(function, self), self.sizes, self.dim if dim is None else dim).in_order(self.order)
+        if not isinstance(mapped.dim, int):
+            for _ in leaf_dims(mapped[0], mapped.dim, 0, "the result of map(function, dim=...) for an output"):
+                pass
+        return mapped
+
+    def unzip(self) -> tuple["PerReplica", ...]:
+        """Splits outputs that are tuples or lists into one ``PerReplica`` per part.
+
+        Example:
+            >>> outputs = PerReplica([(torch.zeros(3), torch.ones(3)), (torch.zeros(2), torch.ones(2))], [3, 2])
+            >>> mean, variance = outputs.unzip()
+            >>> variance.gather().shape
+            torch.Size([5])
+        """
+        parts = list(zip(*self, strict=True))
+        dims = [dims_at(self[0], self.dim, index) for index in range(len(parts))]
+        return tuple(PerReplica(part, self.sizes, dim).in_order(self.order) for part, dim in zip(parts, dims, strict=True))
+
+    def narrow(self, start: int, rows: int) -> "PerReplica":
+        """Returns views of ``rows`` rows from ``start`` on. They stay on their devices."""
+        if self.order is not None:
+            raise ValueError("outputs of rows that were cut by cost have another order than the batch: call gather() first")
+        entries: list[Any] = []
+        sizes: list[int] = []
+        ends = list(itertools.accumulate(size or 0 for size in self.sizes))
+        for entry, size, end in zip(self, self.sizes, ends, strict=True):
+            first, last = max(start, end - (size or 0)), min(start + rows, end)
+            if first < last or (rows == 0 and not entries):
+                offset = min(max(first - end + (size or 0), 0), size or 0)
+                entries.append(_narrow(entry, offset, max(last - first, 0), self.dim, size or 0))
+                sizes.append(max(last - first, 0))
+        return PerReplica(entries, sizes, self.dim)
+
+    def on(self, device: torch.device) -> Any:
+        """Concatenates the entries of this rank on ``device``, in their order: not that of the batch if it was cut by cost."""
+        if len(self) > 1:
+            if self.order is None and (refusal := repeated_rows(self, self.sizes, self.dim)):
+                raise ValueError(refusal)
+            return join(self, device, self.dim)
+        return containers.map_leaves(lambda leaf: move(leaf, device) if isinstance(leaf, torch.Tensor) else leaf, self[0])
+
+    def __getitem__(self, key: Any) -> Any:
+        if isinstance(key, slice):
+            return PerReplica(list.__getitem__(self, key), self.sizes[key], self.dim)
+        if hasattr(key, "__index__") and not isinstance(key, torch.Tensor):
+            return list.__getitem__(self, key)
+        if any(isinstance(entry, torch.Tensor) for entry in self):
+            _refuse(f"[{key!r}]", TypeError)
+        return self._select(key, lambda entry: entry[key])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("sizes", "dim", "order"):  # copy and pickle ask for them before they are set
+            raise AttributeError(name)
+        entries = list(self)
+        if any(isinstance(entry, torch.Tensor) for entry in entries) or not all(hasattr(entry, name) for entry in entries):
+            _refuse(f".{name}", AttributeError)
+        values = self._select(name, lambda entry: getattr(entry, name))
+        if any(callable(value) and not isinstance(value, torch.Tensor) for value in values):
+            _refuse(f".{name}()", AttributeError)
+        return values
+
+    def _select(self, key: Any, select: Callable[[Any], Any]) -> "PerReplica":
+        return PerReplica(map(select, self), self.sizes, dims_at(self[0], self.dim, key) if self else 0).in_order(self.order)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.autograd.grad:  # accepts a list of outputs
+            outputs = [entry for output in args[0] for entry in (output if isinstance(output, cls) else [output])]
+            return function(outputs, *args[1:], **kwargs or {})
+        return _refuse(f"{getattr(function, '__name__', function)}()", TypeError)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, torch.Tensor):
+            _refuse("==", TypeError)
+        return list.__eq__(self, other)
+
+    __hash__ = None  # type: ignore[assignment]  # like list
+    __add__ = _operator("+")
+    __mul__ = __rmul__ = _operator("*")
+    __sub__ = __rsub__ = _operator("-")
+    __truediv__ = __rtruediv__ = _operator("/")
+    __matmul__ = __rmatmul__ = _operator("@")
+    __pow__ = _operator("**")
+    __neg__ = _operator("-")
+    __gt__, __ge__, __lt__, __le__ = _operator(">"), _operator(">="), _operator("<"), _operator("<=")
+
+
+def _refuse(operation: str, error: type[Exception]) -> NoReturn:
+    raise error(
+        f"{operation} is not defined for a PerReplica, which is the list of the outputs of the replicas and not a tensor: call "
+        ".gather() for one tensor, .map(function) for each output, or pass it to a DataParallelCriterion"
+    )
+
+
+def _narrow(entry: Any, start: int, rows: int, dims: Dims, size: int) -> Any:
+    if rows == size:
+        return entry
+    if rows and (refusal := repeated_rows([entry], [size], dims)):
+        raise ValueError(refusal)
+    dims_of_leaves = leaf_dims(entry, dims, 0, "output")
+
+    def narrow(leaf: Any) -> Any:
+        dim = next(dims_of_leaves)
+        if dim is None:
+            return leaf
+        if isinstance(leaf, torch.Tensor) and leaf.dim():
+            return leaf.narrow(dim, start, rows)
+        return leaf[start : start + rows] if containers.is_row_list(leaf) else leaf
+
+    return containers.map_leaves(narrow, entry)
+
+
+def gather(outputs: Sequence[Any], device: DeviceLike | None = None, dim: int | None = None) -> Any:
+    """Concatenates the outputs of the replicas, in the order of the rows.
+
+    Tensors are concatenated along ``dim``, and 0-dim tensors are stacked. Lists of plain values are concatenated, one plain value
+    per replica becomes a list, and ``None`` stays ``None``. Tuples, named tuples, lists, mappings and dataclasses keep their
+    type. Gradients flow back to all replicas. Outputs of rows that were cut by cost come in the order of the batch, padded with
+    zeros to the longest. Several rows for each row of the batch, such as views or flattened tokens, need an order.
+
+    In a process group with several ranks, the outputs of all ranks are gathered on every rank, in the order of the ranks. All
+    ranks must call this function. Sizes may differ, nothing is padded. A rank without rows passes an empty list.
+
+    Args:
+        outputs: one output per replica, as :class:`DataParallelModel` returns them.
+        device: device of the result. ``None`` means the device of the first output. With ``"cpu"``, outputs are moved one by
+            one, so no accelerator holds all rows.
+        dim: dimension of the rows. ``None`` means the ``out_dims`` of the model, which a :class:`PerReplica` carries, else 0.
+
+    Raises:
+        TypeError: if ``outputs`` is not a list or tuple, or contains an object that cannot be concatenated.
+        ValueError: if there are no outputs, or their structures or shapes differ. Also if the rows are not in dimension 0, the
+            outputs are not in a :class:`PerReplica` any more, and ``dim`` is not given. Also if there are several rows for each
+            row of the batch, whose order is unknown.
+
+    Example:
+        >>> gather([torch.zeros(3, 10), torch.zeros(2, 10)]).shape
+        torch.Size([5, 10])
+        >>> outputs = [{"loss": torch.tensor(1.0), "names": ["a", "b"]}, {"loss": torch.tensor(2.0), "names": ["c"]}]
+        >>> gather(outputs)
+        {'loss': tensor([1., 2.]), 'names': ['a', 'b', 'c']}
+    """
+    if not isinstance(outputs, (list, tuple)) or containers.is_named_tuple(outputs):
+        raise TypeError(
+            f"gather was given {containers.describe(outputs)}, expected a list with one output per replica; "
+            "for the output of one replica write gather([output])"
+        )
+    if any(isinstance(output, containers.Leaf) for output in outputs):
+        raise TypeError(
+            f"gather was given a list of the outputs of {len(outputs)} calls of a model, expected those of one call: gather "
+            "each, as in [outputs.gather() for outputs in calls], and join the results with torch.cat"
+        )
+    if not outputs and world_size() == 1:
+        raise ValueError("gather was given no outputs, expected at least one")
+    check_dim(dim)
+    dims = dims_of(outputs) if dim is None else dim
+    order: list[int] | None = getattr(outputs, "order", None)
+    sizes = getattr(outputs, "sizes", None) or rows_of(outputs)
+    refusal = repeated_rows(outputs, sizes, dims) if order is None and (len(outputs) > 1 or world_size() > 1) else None
+    if refusal and world_size() == 1:
+        raise ValueError(refusal)
+    local = [join(outputs if order is None else pad_alike(outputs, dims), device, dims)] if outputs else []
+    if order is not None:
+        local = [reorder(output, order, dims, len(outputs)) for output in local]
+    if world_size() == 1:
+        return local[0]
+    on = visible_devices()[0] if device is None else resolve_device(device)
+    return _gather_ranks(local, dims, on, refusal, pads=order is not None)
+
+
+def repeated_rows(outputs: Sequence[Any], sizes: Sequence[int | None] | None, dims: Dims) -> str | None:
+    """Returns an error for outputs with several rows for each of the ``sizes`` rows of their replica, and None for others.
+
+    With two views, a and b, of rows 0, 1 and 2 on two replicas, ``a0 a1 b0 b1 a2 b2`` would be joined, not ``a0 a1 a2 b0 b1 b2``.
+    """
+    if not sizes or not sizes[0]:
+        return None
+    columns = zip(*(containers.leaves(output, "output") for output in outputs), strict=False)
+    for column, dim in zip(columns, leaf_dims(outputs[0], dims, 0), strict=False):
+        leaves = [leaf for _, leaf in column]
+        if dim is None or not all(isinstance(leaf, torch.Tensor) and -leaf.dim() <= dim < leaf.dim() for leaf in leaves):
+            continue
+        rows = [leaf.size(dim) for leaf in leaves]
+        count = rows[0] // sizes[0]
+        if count > 1 and rows == [count * (size or 0) for size in sizes]:
+            return (
+                f"{column[0][0]} has {rows} rows for {[*sizes]} rows of the batch, {count} for each, in an unknown order. For "
+                f"{count} views of each row, return out.chunk({count}) in forward, a tuple with one output each. For {count} "
+                f"parts of a row beside each other, gather out.unflatten({dim}, (-1, {count})), or give their order: "
+                f"outputs.in_order(range({sum(rows)}))"
+            )
+    return None
+
+
+def join(outputs: Sequence[Any], device: DeviceLike | None, dims: Dims) -> Any:
+    """Gathers the outputs of this process only, as :func:`gather` does.
+
+    Args:
+        outputs: at least one output.
+        device: device of the result. ``None`` means the device of the first output.
+        dims: dimension of the rows of each leaf. ``None`` stands for a leaf that is the same in all replicas: the first is taken.
+    """
+    first = containers.first_tensor(list(outputs))
+    target = resolve_device(device) if device is not None else first.device if first is not None else torch.device("cpu")
+    dims_of_leaves = leaf_dims(outputs[0], dims, 0, "output")
+    return containers.zip_leaves(
+        lambda place, values: _join(place, values, target, next(dims_of_leaves)), list(outputs), "output"
+    )
+
+
+def _join(place: str, values: list[Any], device: torch.device, dim: int | None) -> Any:
+    if all(isinstance(value, torch.Tensor) for value in values):
+        return move(values[0], device) if dim is None else _join_tensors(place, values, device, dim)
+    if all(value is None for value in values):
+        return None
+    if all(containers.is_row_list(value) for value in values):
+        return type(values[0])(entry for value in values for entry in value)
+    if all(containers.is_plain(value) for value in values):
+        return values
+    if len({type(value) for value in values}) == 1 and isinstance(values[0], Iterable):
+        return _join_as_torch(place, values, device, dim)
+    raise TypeError(
+        f"{place} is {', '.join(dict.fromkeys(map(containers.describe, values)))}: expected tensors, plain values, lists of "
+        "plain values, or containers of them, of the same type in every replica; select these before gathering, as in "
+        "gather([output.logits for output in outputs])"
+    )
+
+
+def _join_as_torch(place: str, values: list[Any], device: torch.device, dim: int | None) -> Any:
+    """Joins iterable objects by their entries, and passes the joined entries to the constructor of their type.
+
+    torch's ``gather`` does this for every unknown type, and the caches of transformers rely on it
+    (https://github.com/huggingface/transformers/pull/36373).
+    """
+    columns = zip(*values, strict=True)
+    parts = [containers.zip_leaves(lambda at, leaves: _join(at, leaves, device, dim), list(column), place) for column in columns]
+    return type(values[0])(parts)
+
+
+def _join_tensors(place: str, tensors: list[torch.Tensor], device: torch.device, dim: int) -> torch.Tensor:
+    if all(tensor.dim() == 0 for tensor in tensors):
+        return torch.stack([move(tensor, device) for tensor in tensors])
+    layouts = {_layout(tensor, dim) for tensor in tensors}
+    if len(layouts) > 1:
+        shapes = " and ".join(str(tuple(tensor.shape)) for tensor in tensors)
+        raise ValueError(
+            f"{place} has shapes {shapes}, expected shapes that differ in dimension {dim} only: select the "
+            "outputs that have rows before, as in outputs.map(lambda output: output.logits), or leave it out of the outputs"
+        )
+    if not -tensors[0].dim() <= dim < tensors[0].dim():
+        raise ValueError(
+            f"{place} has shape {tuple(tensors[0].shape)}, expected rows in dimension {dim}: give the dimension of the rows as "
+            "out_dims= to the model, or as dim= to gather"
+        )
+    return torch.cat([move(tensor, device) for tensor in tensors], dim)
+
+
+def _layout(tensor: torch.Tensor, dim: int) -> tuple[int, ...]:
+    """Returns the shape with -1 in place of the number of rows."""
+    shape = list(tensor.shape)
+    if -len(shape) <= dim < len(shape):
+        shape[dim] = -1
+    return tuple(shape)
+
+
+class _Header(containers.Leaf):
+    """Description of a leaf of one rank's outputs, which the ranks exchange before the rows.
+
+    Attributes:
+        kind: dtype of a tensor, name of another type.
+        dim: dimension of the rows; None if the leaf is the same in all replicas.
+        layout: shape with -1 in place of the number of rows.
+        pads: its tensor may be padded to the layout of another rank.
+        rows: number of rows of a tensor, or the list itself. Ranks may differ in it.
+    """
+
+    def __init__(self, leaf: Any, dim: int | None, pads: bool) -> None:
+        if not (leaf is None or isinstance(leaf, torch.Tensor) or containers.is_row_list(leaf)):
+            raise TypeError(
+                f"{containers.describe(leaf)} cannot be gathered over ranks: select tensors first, as in outputs.logits.gather()"
+            )
+        self.kind: Any = leaf.dtype if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+        self.dim = dim if not isinstance(leaf, torch.Tensor) or leaf.dim() > 1 or dim is None else 0
+        self.layout = _layout(leaf, len(leaf.shape) if self.dim is None else self.dim) if isinstance(leaf, torch.Tensor) else ()
+        self.pads = pads
+        self.rows: Any = leaf
+        if isinstance(leaf, torch.Tensor):
+            self.rows = 0 if self.dim is None else leaf.size(self.dim)
+
+    def __repr__(self) -> str:
+        return f"{self.kind} {self.layout}"
+
+    def empty_leaf(self, device: torch.device) -> Any:
+        """Returns a leaf of this layout without rows.
+
+        Raises:
+            ValueError: if the leaf has no dimension of rows.
+        """
+        if isinstance(self.kind, torch.dtype) and self.dim is None:
+            raise ValueError(
+                f"{self} is the same in all replicas, but a rank without outputs does not have it: leave it out of the outputs"
+            )
+        if isinstance(self.kind, torch.dtype):
+            return torch.empty([max(size, 0) for size in self.layout], dtype=self.kind, device=device)
+        return None if self.rows is None else type(self.rows)()
+
+
+def _agree_on_layouts(ranks: list[list[_Header]]) -> None:
+    """Sets the layout of tensors that may be padded to the longest of all ranks."""
+    for headers in zip(*ranks, strict=False):
+        if any(header.pads for header in headers) and len({len(header.layout) for header in headers}) == 1:
+            longest = tuple(map(max, *(header.layout for header in headers), headers[0].layout))
+            for header in headers:
+                header.layout = longest
+
+
+def _gather_ranks(local: list[Any], dims: Dims, device: torch.device, refusal: str | None, *, pads: bool) -> Any:
+    """Gathers the rows of all ranks: one exchange of layouts and plain values, then one all-gather per tensor.
+
+    Args:
+        local: list with the joined outputs of this rank; empty if it has none.
+        dims: dimensions of the rows.
+        device: device of the result on a rank without outputs.
+        refusal: error of this rank, which all ranks raise.
+        pads: the rows of this rank were cut by cost. Tensors are padded with zeros to the longest of all ranks then.
+    """
+    dims_of_leaves = (dim for output in local for dim in leaf_dims(output, dims, 0))
+    headers_of_rank = [containers.map_leaves(lambda leaf: _Header(leaf, next(dims_of_leaves), pads), output) for output in local]
+    all_headers, refusals = zip(*gather_objects((headers_of_rank, refusal)), strict=True)
+    for message in filter(None, refusals):
+        raise ValueError(message)
+    known = [headers for rank in all_headers for headers in rank]
+    if not known:
+        raise ValueError("gather was given no outputs on any rank, expected at least one")
+    _agree_on_layouts([[header for _, header in containers.leaves(each)] for each in known])
+    first = list(containers.leaves(known[0], "output"))
+    columns: list[list[Any]] = []
+    for rank, headers in enumerate(all_headers):
+        other = list(containers.leaves(headers[0], "output")) if headers else first
+        if [(place, str(header)) for place, header in other] != [(place, str(header)) for place, header in first]:
+            raise ValueError(
+                f"the outputs of the ranks differ: {first} on rank 0, {other} on rank {rank}; expected the same layout"
+            )
+        columns.append([header.rows if headers else header.empty_leaf(device) for _, header in other])
+    parts = zip(*columns, strict=True)
+
+    def join_ranks(leaf: Any, header: _Header, rows: tuple[Any, ...]) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            sizes = [0 if isinstance(size, torch.Tensor) else size for size in rows]
+            return leaf if header.dim is None else gather_rows(pad_to(leaf, header.layout, header.dim), sizes, header.dim)
+        return None if leaf is None else type(leaf)(entry for part in rows for entry in part)
+
+    output = local[0] if local else containers.map_leaves(lambda header: header.empty_leaf(device), known[0])
+    headers = iter(first)
+    return containers.map_leaves(lambda leaf: join_ranks(leaf, next(headers)[1], next(parts)), output)
+
+
+def pad_alike(outputs: Sequence[Any], dims: Dims) -> list[Any]:
+    """Returns the outputs with zeros at the end of the tensors that are shorter than those of other replicas."""
+    dims_of_leaves = leaf_dims(outputs[0], dims, 0, "output")
+
+    def pad(leaves: list[Any]) -> list[Any]:
+        dim = next(dims_of_leaves)
+        if dim is None or not all(isinstance(leaf, torch.Tensor) for leaf in leaves) or len({leaf.dim() for leaf in leaves}) > 1:
+            return leaves
+        sizes = [max(each) for each in zip(*(leaf.shape for leaf in leaves), strict=True)]
+        return [pad_to(leaf, sizes, dim) for leaf in leaves]
+
+    # a Leaf of lists: each leaf of the result is the list of that leaf of all replicas
+    columns = containers.zip_leaves(lambda place, leaves: _Column(pad(leaves)), list(outputs), "output")
+    return containers.unzip_leaves(lambda column: column.leaves, columns, len(outputs))
+
+
+class _Column(containers.Leaf):
+    def __init__(self, leaves: list[Any]) -> None:
+        self.leaves = leaves
+
+
+def pad_to(tensor: torch.Tensor, sizes: Sequence[int], dim: int) -> torch.Tensor:
+    """Returns a tensor padded with zeros to ``sizes``, in all dimensions but that of the rows."""
+    rows = dim % max(tensor.dim(), 1)
+    missing = [0 if at == rows else size - own for at, (size, own) in enumerate(zip(sizes, tensor.shape, strict=True))]
+    return F.pad(tensor, [each for size in reversed(missing) for each in (0, size)]) if any(missing) else tensor
+
+
+def reorder(gathered: Any, order: Sequence[int], dims: Dims, replicas: int) -> Any:
+    """Returns gathered outputs in the order of the batch.
+
+    Args:
+        gathered: outputs of all replicas.
+        order: position in the batch of each row of the outputs.
+        dims: dimension of the rows.
+        replicas: number of outputs that were gathered. Values with one entry for each stay.
+
+    Raises:
+        ValueError: a tensor does not have one row for each row of the batch.
+        TypeError: an object whose rows are not known.
+    """
+    positions = sorted(range(len(order)), key=order.__getitem__)
+    dims_of_leaves = leaf_dims(gathered, dims, 0, "output")
+
+    def put(leaf: Any) -> Any:
+        dim = next(dims_of_leaves)
+        if leaf is None or dim is None:
+            return leaf
+        if containers.is_row_list(leaf):
+            kind: Any = type(leaf)
+            return kind(leaf[position] for position in positions) if len(leaf) == len(order) else leaf
+        if not isinstance(leaf, torch.Tensor):
+            raise TypeError(
+                f"{containers.describe(leaf)} cannot be put in order: select tensors first, as in outputs.logits.gather()"
+            )
+        if leaf.dim() == 1 and len(leaf) == replicas != len(order):
+            return leaf
+        if leaf.size(dim) != len(order):
+            raise ValueError(
+                f"an output has {leaf.size(dim)} rows for {len(order)} rows of the batch, expected as many: they are not in the "
+                "order of the batch, since rows were cut by cost"
+            )
+        index = torch.tensor(positions, dtype=torch.long)
+        return leaf.index_select(dim, move(index if leaf.is_cpu else index.pin_memory(), leaf.device))
+
+    return containers.map_leaves(put, gathered)
+
+
+MAX_NODES = 200  # nodes of the autograd graph that are visited for one tensor
+
+
+class Origin(NamedTuple):
+    """Origin of a tensor in one forward.
+
+    Attributes:
+        replica: index of the replica.
+        sizes: number of rows of each replica.
+        dim: dimension of the rows in the tensor.
+    """
+
+    replica: int
+    sizes: tuple[int | None, ...]
+    dim: int | None
+
+
+_known: dict[int, tuple["weakref.ref[torch.Tensor]", Origin]] = {}  # by id: tensors compare by value
+_thread = threading.local()
+
+
+def record(outputs: Sequence[Any], sizes: tuple[int | None, ...], dims: Dims) -> None:
+    """Records the origin of each tensor in ``outputs``, which has one entry per replica."""
+    _thread.dims = dims
+    seen: set[int] = set()
+    for index, output in enumerate(outputs):
+        if type(output) is torch.Tensor and isinstance(dims, int):  # shortcut for the most frequent output
+            _record(output, Origin(index, sizes, dims), seen)
+            continue
+        for (_, leaf), dim in zip(containers.leaves(output), leaf_dims(output, dims, 0, "output"), strict=True):
+            if isinstance(leaf, torch.Tensor):
+                _record(leaf, Origin(index, sizes, dim), seen)
+
+
+def _record(tensor: torch.Tensor, origin: Origin, seen: set[int]) -> None:
+    key = id(tensor)
+    if key in seen:  # the same tensor in several replicas has no rows of its own
+        _known.pop(key, None)
+        return
+    seen.add(key)
+    # pop(key, reference), without Python code: Python drops what is raised in a callback, a KeyboardInterrupt too
+    _known[key] = weakref.ref(tensor, functools.partial(_known.pop, key)), origin
+    if tensor.grad_fn is not None:
+        tensor.grad_fn.metadata[__name__] = origin  # type: ignore[index]  # torch declares the property as a method
+
+
+def find(tensor: torch.Tensor) -> Origin | None:
+    """Returns the origin of an output, of a view of one, or of a tensor computed from the outputs of one replica."""
+    origin = _recorded(tensor) or _recorded(base_of(tensor))
+    if origin is not None:
+        return origin
+    nodes, seen, found = deque([tensor.grad_fn]), set[Any](), set[Origin]()
+    while nodes and len(seen) < MAX_NODES:
+        node = nodes.popleft()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if __name__ in node.metadata:  # type: ignore[operator]
+            found.add(node.metadata[__name__])  # type: ignore[index]
+        else:
+            nodes.extend(next_node for next_node, _ in node.next_functions)
+    return found.pop() if len(found) == 1 else None
+
+
+def _recorded(tensor: torch.Tensor) -> Origin | None:
+    """Returns the origin of a tensor that is itself an output, otherwise None."""
+    reference, origin = _known.get(id(tensor), (None, None))
+    return origin if reference is not None and reference() is tensor else None
+
+
+def origins(entries: Sequence[Any]) -> list[Origin] | None:
+    """Returns the origin of the first tensor of each entry, or None if one of them is unknown."""
+    tensors = [containers.first_tensor(entry) for entry in entries]
+    found = [None if tensor is None else find(tensor) for tensor in tensors]
+    known = [origin for origin in found if origin is not None]
+    return known if len(known) == len(found) else None
+
+
+def sizes_of(entries: Sequence[Any]) -> list[int | None] | None:
+    """Returns the number of rows of each entry of a list that a user made of outputs, or None if the origin is unknown.
+
+    Raises:
+        ValueError: if the list does not have one entry per replica, in the order of the replicas.
+    """
+    known = origins(entries)
+    if known is None:
+        return None
+    indices = [origin.replica for origin in known]
+    if len(set(indices)) == 1 and len(indices) > 1:
+        raise ValueError(
+            f"the list contains {len(indices)} outputs of one replica, number {indices[0]}, expected one of each replica: for a "
+            "model that returns a list, select from the output of each replica, as in outputs.map(lambda output: output[0])"
+        )
+    if indices != list(range(len(known[0].sizes))) or len({origin.sizes for origin in known}) > 1:
+        raise ValueError(
+            f"the list contains outputs of replicas {', '.join(map(str, indices))} of {len(known[0].sizes)}, expected one of "
+            "each, in order: use outputs.map(function), which keeps the order"
+        )
+    return [origin.sizes[origin.replica] for origin in known]
+
+
+def rows_of(entries: Sequence[Any]) -> list[int | None] | None:
+    """Returns the number of rows of the replica that each entry comes from, or None if the origin of one is unknown."""
+    known = origins(entries)
+    return None if known is None else [origin.sizes[origin.replica] for origin in known]
+
+
+def dims_of(entries: Sequence[Any]) -> Dims:
+    """Returns the dimension of the rows in the outputs of the replicas.
+
+    Raises:
+        ValueError: if a user made the list after a forward whose rows are not in dimension 0.
+    """
+    if isinstance(entries, containers.Leaf):
+        dims: Dims = entries.dim  # type: ignore[attr-defined]
+        return dims
+    tensors = [containers.first_tensor(entry) for entry in entries]
+    recorded = [None if tensor is None else _recorded(tensor) for tensor in tensors]
+    known = recorded if None not in recorded else origins(entries)
+    # The graph gives the origin of a tensor. A tensor that cannot have a graph is assumed to come from the last forward.
+    has_graph = torch.is_grad_enabled() and all(tensor is None or is_differentiable(tensor) for tensor in tensors)
+    last = 0 if has_graph else getattr(_thread, "dims", 0)
+    found = {origin.dim for origin in known if origin is not None} if known else {last if isinstance(last, int) else None}
+    (only,) = found if len(found) == 1 else (None,)
+    if only == 0 or (known is recorded and only is not None):
+        return only
+    raise ValueError(
+        "the list was made of outputs whose rows are not all in dimension 0, so the dimension of its rows is unknown: use "
+        "outputs.map(function), which keeps it, or give dim="
+    )
+
+
+def refuse_list(value: Any, place: str) -> None:
+    """Raises ``ValueError`` if ``value`` is a plain list or tuple of the outputs of several replicas.
+
+    A model would take it for one input.
+    """
+    if type(value) not in (list, tuple) or len(value) < 2:
+        return
+    tensors = [containers.first_tensor(entry) for entry in value]
+    found = [None if tensor is None else _recorded(tensor) for tensor in tensors]
+    indices = [origin.replica for origin in found if origin is not None]
+    if len(set(indices)) == len(value):
+        raise ValueError(
+            f"{place} is a {type(value).__name__} of the outputs of replicas {', '.join(map(str, indices))}, expected a "
+            "PerReplica: pass the outputs as the model returned them, or outputs.map(function) instead of a comprehension"
+        )

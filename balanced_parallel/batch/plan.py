@@ -1,0 +1,379 @@
+"""Splits of a batch: the number of rows of each device, equal, given by weights, or measured.
+
+Cuts of a batch by cost: each shard gets rows of about the same cost.
+
+A shard is padded to its longest row, so it costs rows x longest. Rows are sorted by cost, and each shard is a run of this order.
+No other partition has a lower maximum: exchange its rows for runs of the same sizes, and no shard gets a longer longest row.
+"""
+
+import bisect
+import contextlib
+import heapq
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from fractions import Fraction
+from typing import TypeVar
+
+import torch
+
+from ..runtime.devices import free_bytes
+
+__all__: list[str] = []
+
+
+T = TypeVar("T")
+
+
+def split_sizes(rows: int, shares: int | Sequence[float]) -> list[int]:
+    """Returns the number of rows of each part.
+
+    Args:
+        rows: total number of rows.
+        shares: number of equal parts, or the weight of each part. With weights, each part gets its proportion rounded down. The
+            remaining rows go to the parts with the largest remainders, to the first ones among equals.
+
+    Example:
+        >>> split_sizes(9, 4)
+        [3, 2, 2, 2]
+        >>> split_sizes(9, [2, 1])
+        [6, 3]
+    """
+    if isinstance(shares, int):
+        return [rows // shares + (index < rows % shares) for index in range(shares)]
+    weights = [Fraction(share) for share in shares]  # exact: with rounded quotients the sizes could exceed the total
+    exact = [rows * weight / sum(weights) for weight in weights]
+    sizes = [math.floor(part) for part in exact]
+    by_remainder = sorted(range(len(sizes)), key=lambda index: sizes[index] - exact[index])
+    for index in by_remainder[: rows - sum(sizes)]:
+        sizes[index] += 1
+    return sizes
+
+
+def proportional_sizes(rows: int, shares: Sequence[int]) -> list[int]:
+    """Splits the rows of the targets in proportion to ``shares``, the rows of the inputs.
+
+    Targets have as many rows as the inputs, or a multiple of them if they were flattened.
+
+    Raises:
+        ValueError: if a size would not be an integer.
+    """
+    total = sum(shares)
+    if rows == total:
+        return list(shares)
+    if total == 0 or any(rows * share % total for share in shares):
+        raise ValueError(
+            f"the targets have {rows} rows, but the inputs have {total} (split into {', '.join(map(str, shares))}): expected the "
+            "same number, or a multiple"
+        )
+    return [rows * share // total for share in shares]
+
+
+def assign_rows(
+    rows: int | None, devices: Sequence[torch.device], weights: Sequence[float] | None
+) -> tuple[list[torch.device], list[int] | None]:
+    """Returns the devices that get rows, and the number of rows of each.
+
+    Without rows, the first device alone is used. If no input has rows (``rows`` is None), the sizes are None.
+    """
+    if rows is None:
+        return [devices[0]], None
+    sizes = split_sizes(rows, len(devices) if weights is None else weights)
+    used = [index for index, size in enumerate(sizes) if size > 0] or [0]
+    return [devices[index] for index in used], [sizes[index] for index in used]
+
+
+def check_split(split: Sequence[float] | str | None, devices: int) -> tuple[float, ...] | None:
+    """Returns the weights of the devices.
+
+    Raises:
+        ValueError: unless ``split`` is None or has one finite weight per device, none negative, not all zero.
+    """
+    if split is None:
+        return None
+    try:
+        weights = () if isinstance(split, (str, Mapping, Set)) else tuple(float(weight) for weight in split)
+    except (TypeError, ValueError):  # not a sequence, or not one of numbers
+        weights = ()
+    if len(weights) != devices or not all(0 <= weight < float("inf") for weight in weights) or not sum(weights) > 0:
+        raise ValueError(
+            f"split={split!r}, expected None or one weight per device ({devices} here), none negative and not all zero"
+        )
+    return weights
+
+
+class Shares:
+    """Weights of the devices, which may change between forwards.
+
+    Args:
+        split: ``None`` for equal parts, one weight per device, ``"memory"`` for the free bytes of each device, or ``"speed"`` for
+            its measured rows per second. A forward measures if its number is a power of two: often at first, then rarely, so the
+            cost vanishes in a long training.
+        devices: one device per replica. Replicas on one device share its memory equally.
+
+    Raises:
+        ValueError: if ``split`` has another value.
+    """
+
+    def __init__(self, split: Sequence[float] | str | None, devices: Sequence[torch.device]) -> None:
+        self.devices = list(devices)
+        self.measure = split if isinstance(split, str) and split in ("memory", "speed") else None
+        self.weights = None if self.measure else check_split(split, len(devices))
+        self.forwards = 0
+        self._is_kept = False
+        self._next: tuple[float, ...] | None = None  # measured while the weights are kept
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keeps the weights in the block. Those that forwards measure meanwhile count afterwards."""
+        self._is_kept = True
+        try:
+            yield
+        finally:
+            self._is_kept = False
+            self.weights, self._next = self._next or self.weights, None
+
+    def as_given(self, sizes: Sequence[int | None]) -> tuple[list[torch.device], list[int] | None]:
+        """Returns the devices and numbers of rows of a batch that is cut already.
+
+        Raises:
+            ValueError: the devices have weights, or there are more shards than devices.
+        """
+        if self.measure or self.weights:
+            split = self.measure or self.weights
+            raise ValueError(f"split={split!r} of the model and rows that are cut by cost were given, expected one of them")
+        if len(sizes) > len(self.devices):
+            raise ValueError(f"rows in {len(sizes)} shards for {len(self.devices)} devices, expected one for each at most")
+        return self.devices[: len(sizes)], [size or 0 for size in sizes]
+
+    def begin(self) -> None:
+        """Counts a forward, and measures free memory in the forwards that measure."""
+        self.forwards += 1
+        if self.measure == "memory" and self._measures_now():
+            free = [free_bytes(device) / self.devices.count(device) for device in self.devices]
+            self._take(_normalised(free))
+
+    def timed(
+        self, work: list[Callable[[], T]], devices: Sequence[torch.device], rows: Sequence[int] | None
+    ) -> list[Callable[[], T]]:
+        """Wraps the work of each replica in a timer, in the forwards that measure. A timer waits until its device is idle."""
+        if self.measure != "speed" or not self._measures_now() or rows is None or list(devices) != self.devices:
+            return work
+        seconds: dict[int, float] = {}
+
+        def timed_work(index: int) -> T:
+            started = time.perf_counter()
+            result = work[index]()
+            if devices[index].type != "cpu":
+                torch.accelerator.synchronize(devices[index])
+            seconds[index] = time.perf_counter() - started
+            if len(seconds) == len(work):
+                self._update_weights([rows[i] / max(seconds[i], 1e-9) for i in range(len(work))])
+            return result
+
+        return [lambda index=index: timed_work(index) for index in range(len(work))]  # type: ignore[misc]
+
+    def _update_weights(self, rates: list[float]) -> None:
+        measured = _normalised(rates)
+        weights = self._next or self.weights
+        # The mean with the previous weights limits the effect of a single slow forward.
+        self._take(measured if weights is None else tuple((old + new) / 2 for old, new in zip(weights, measured, strict=True)))
+
+    def _take(self, weights: tuple[float, ...]) -> None:
+        if self._is_kept:
+            self._next = weights
+        else:
+            self.weights = weights
+
+    def _measures_now(self) -> bool:
+        return self.forwards & (self.forwards - 1) == 0 and self.forwards > (1 if self.measure == "speed" else 0)
+
+    def __repr__(self) -> str:
+        weights = "equal" if self.weights is None else ", ".join(f"{weight / sum(self.weights):.1%}" for weight in self.weights)
+        return weights if self.measure is None else f"{weights} by {self.measure}"
+
+
+def _normalised(values: Sequence[float]) -> tuple[float, ...]:
+    """Scales values to a sum of one. Each device keeps at least a hundredth of an equal share, so that it is measured again."""
+    least = sum(values) / len(values) / 100 or 1.0
+    raised = [max(value, least) for value in values]
+    return tuple(value / sum(raised) for value in raised)
+
+
+Combine = Callable[[Sequence[float]], float]  # cost of a shard, from the costs of its rows
+_PRECISION = 1e-4  # of the largest cost, relative to the optimum
+
+
+def cut_by_cost(
+    costs: Sequence[float],
+    shards: int,
+    combine: Combine | None = None,
+    *,
+    most_rows: int | None = None,
+    budget: float | None = None,
+    together: int = 1,
+) -> list[list[int]]:
+    """Splits rows into shards whose largest cost is as small as possible.
+
+    Args:
+        costs: one for each row.
+        shards: their number. With fewer rows, one shard per row.
+        combine: cost of a shard, from the costs of its rows. It must not decrease with another row. ``None`` is rows x longest,
+            the size of a padded shard. With ``sum`` nothing is padded, and a shard may have rows of any cost.
+        most_rows: of a shard.
+        budget: the largest cost of a shard. The number of shards suffices for it, as :func:`cut_to_budget` finds.
+        together: number of shards that run at the same time, as on so many devices. The last of them may then be smaller.
+
+    Returns:
+        Indices of the rows of each shard, the longest rows first. Rows of equal cost keep their order.
+
+    Raises:
+        ValueError: if a cost is negative, infinite or nan, or if there are more rows than ``shards * most_rows``.
+
+    Example:
+        >>> cut_by_cost([3, 9, 2, 3, 2, 4], 3)
+        [[1], [5, 0], [3, 2, 4]]
+        >>> cut_by_cost([3, 9, 2, 3, 2, 4], 2, sum)
+        [[1, 0], [5, 3, 2, 4]]
+    """
+    order = sorted_rows(costs)
+    ordered = [float(costs[row]) for row in order]
+    shards, limit = min(shards, len(ordered)), most_rows or len(ordered)
+    if len(ordered) > shards * limit:
+        raise ValueError(f"{len(ordered)} rows in {shards} shards of at most {limit}, expected {shards * limit} rows at most")
+    if shards <= 1:
+        return [order] if order else []
+    low = max(cost_of_shard(ordered[:1], combine), sum(ordered) / shards if combine in (None, sum) else 0.0)
+    high = cost_of_shard(ordered, combine) if budget is None else budget
+    best, capacity = list(_fill(ordered, high, combine, limit)), low
+    while high - low > _PRECISION * high:
+        runs = list(itertools.islice(_fill(ordered, capacity, combine, limit), shards + 1))
+        if len(runs) <= shards:
+            best, high = runs, capacity
+        else:
+            low = capacity
+        capacity = (low + high) / 2
+    full = len(best) // together * together if len(best) < shards else len(best)
+    if 0 < full < len(best):  # what runs last can be more even than what fills the capacity
+        rest = sorted(place for run in best[full:] for place in run)
+        last = cut_by_cost([ordered[place] for place in rest], shards - full, combine, most_rows=most_rows)
+        best[full:] = [[rest[place] for place in run] for run in last]
+    else:
+        best = _use_all(best, shards, ordered, combine)
+    return [[order[place] for place in run] for run in best]
+
+
+def cut_to_budget(costs: Sequence[float], budget: float, combine: Combine | None = None) -> list[list[int]]:
+    """Splits rows into shards that cost at most ``budget``, as few as possible.
+
+    Args:
+        costs: one for each row.
+        budget: the largest cost of a shard.
+        combine: cost of a shard, as in :func:`cut_by_cost`.
+
+    Returns:
+        Indices of the rows of each shard, as :func:`cut_by_cost` does.
+
+    Raises:
+        ValueError: if a cost is negative, infinite or nan, or if one row costs more than the budget.
+
+    Example:
+        >>> cut_to_budget([3, 9, 2, 3, 2, 4], 9)
+        [[1], [5, 0], [3, 2, 4]]
+    """
+    order = sorted_rows(costs)
+    ordered = [float(costs[row]) for row in order]
+    if order and (alone := cost_of_shard(ordered[:1], combine)) > budget:
+        raise ValueError(
+            f"row {order[0]} alone costs {alone:g}, expected at most the budget of {budget:g}: raise it or shorten the row"
+        )
+    return [[order[place] for place in run] for run in _fill(ordered, budget, combine, len(order))]
+
+
+def sorted_rows(costs: Sequence[float]) -> list[int]:
+    """Returns the indices of the rows, the largest cost first. Rows of equal cost keep their order.
+
+    Raises:
+        ValueError: if a cost is negative, infinite or nan.
+    """
+    for row, cost in enumerate(costs):
+        if cost is None or not 0 <= cost < math.inf:
+            raise ValueError(f"the cost of row {row} is {cost}, expected a finite number that is not negative")
+    return sorted(range(len(costs)), key=costs.__getitem__, reverse=True)  # stable
+
+
+def cost_of_shard(costs: Sequence[float], combine: Combine | None) -> float:
+    """Returns the cost of a shard. Its longest row is the first."""
+    return len(costs) * costs[0] if combine is None else float(combine(costs))
+
+
+def _fill(ordered: Sequence[float], capacity: float, combine: Combine | None, limit: int) -> Iterator[Sequence[int]]:
+    """Yields shards of at most ``limit`` rows. The next one is opened if the next row does not fit."""
+    if combine is sum:
+        yield from _first_fit(ordered, capacity, limit)
+        return
+    start, end = 0, len(ordered)
+    while start < end:
+        rows = limit if limit < end - start else end - start
+        if combine is None:
+            if rows * ordered[start] > capacity:
+                rows = int(capacity / ordered[start] + 1e-9) or 1
+        elif combine(ordered[start : start + rows]) > capacity:
+            rows = _fitting(ordered[start : start + rows], capacity, combine) or 1
+        yield range(start, start + rows)
+        start += rows
+
+
+def _fitting(costs: Sequence[float], capacity: float, combine: Combine) -> int:
+    """Returns the number of first rows that fit, by bisection."""
+    return bisect.bisect_right(range(1, len(costs)), capacity, key=lambda rows: combine(costs[:rows]))
+
+
+def _first_fit(ordered: Sequence[float], capacity: float, limit: int) -> list[list[int]]:
+    """Puts each row into the first shard with room for it."""
+    runs: list[list[int]] = []
+    free: list[float] = []
+    for place, cost in enumerate(ordered):
+        for index, run in enumerate(runs):
+            if cost <= free[index] and len(run) < limit:
+                break
+        else:
+            index = len(runs)
+            runs.append([])
+            free.append(capacity * (1 + 1e-9))
+        runs[index].append(place)
+        free[index] -= cost
+    return runs
+
+
+def _use_all(
+    runs: Sequence[Sequence[int]], shards: int, ordered: Sequence[float], combine: Combine | None
+) -> list[Sequence[int]]:
+    """Splits the runs of the highest cost until there is one for each shard."""
+
+    def entry(run: Sequence[int]) -> tuple[bool, float, int, int, Sequence[int]]:
+        return len(run) == 1, -cost_of_shard([ordered[place] for place in run], combine), -len(run), run[0], run
+
+    heap = [entry(run) for run in runs]
+    heapq.heapify(heap)
+    while len(heap) < shards:
+        run = heap[0][-1]
+        rows = _middle([ordered[place] for place in run], combine)
+        heapq.heapreplace(heap, entry(run[:rows]))
+        heapq.heappush(heap, entry(run[rows:]))
+    return sorted((run for *_, run in heap), key=lambda run: run[0])
+
+
+def _middle(costs: Sequence[float], combine: Combine | None) -> int:
+    """Returns a number of first rows that cost about as much as the others."""
+
+    def parts(rows: int) -> tuple[float, float]:
+        return cost_of_shard(costs[:rows], combine), cost_of_shard(costs[rows:], combine)
+
+    def is_more(rows: int) -> bool:
+        first, others = parts(rows)
+        return first > others or (first == others and 2 * rows >= len(costs))
+
+    above = bisect.bisect_left(range(1, len(costs) - 1), True, key=is_more) + 1
+    return min(max(above - 1, 1), above, key=lambda rows: (max(parts(rows)), abs(2 * rows - len(costs))))

@@ -1,0 +1,182 @@
+"""``RankBatchSampler``: this rank's rows of each effective batch, from any batch on.
+
+``BalancedBatchSampler``: the effective batches of ``RankBatchSampler``, with rows of equal cost for each rank.
+"""
+
+import reprlib
+from collections.abc import Callable, Iterator, Sequence, Sized
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+from ..runtime import collectives
+from ..runtime.values import check_number, check_type
+from .plan import cut_by_cost, sorted_rows, split_sizes
+
+__all__: list[str] = []
+
+
+_begun = "no RankBatchSampler"
+
+
+def begun_batches() -> str:
+    """Describes the batches that a sampler over the ranks of the process group began last. Ranks compare them."""
+    return _begun
+
+
+class RankBatchSampler(Sampler[list[int]]):
+    """A batch sampler that yields this rank's rows of each effective batch, and can begin in the middle of an epoch.
+
+    The order depends on seed and epoch alone, and each batch is cut over the ranks without padding, repeated or dropped rows. So
+    any number of ranks trains on the same effective batches, also if the number changes at a restart. A rank may get no rows.
+
+    The position is counted in batches that were trained on, since workers load ahead: call :meth:`advance` after each. An
+    iteration yields the rest of the present epoch.
+
+    Args:
+        rows: the data set.
+        batch_size: rows of an effective batch, over all ranks. The last batch of an epoch may be smaller.
+        seed: shuffles each epoch anew; ``None`` keeps the order of the data set, and every iteration is the same.
+        rank, ranks: this process and the number of processes; ``None`` asks the process group, or is one process.
+
+    Raises:
+        TypeError: a number that is not an integer, or a data set without a length.
+        ValueError: no rows, a batch size below 1, or a rank outside of the ranks.
+
+    Example:
+        >>> sampler = RankBatchSampler(range(10), batch_size=6, rank=1, ranks=4)
+        >>> list(sampler)  # rows 0-5 and 6-9, cut over four ranks
+        [[2, 3], [7]]
+        >>> sampler = RankBatchSampler(range(10), batch_size=6, seed=0)
+        >>> sampler.load_state_dict({**sampler.state_dict(), "batches": 3})  # one epoch and a half
+        >>> sampler.epoch, [len(batch) for batch in sampler]
+        (1, [4])
+    """
+
+    def __init__(
+        self, rows: Sized, batch_size: int, seed: int | None = None, *, rank: int | None = None, ranks: int | None = None
+    ) -> None:
+        check_type("rows", rows, Sized, "a data set with a length")
+        for name, value in (("batch_size", batch_size), ("seed", seed), ("rank", rank), ("ranks", ranks)):
+            if value is not None or name == "batch_size":
+                check_number(name, value, "an integer", whole=True)
+        self.rows, self.batch_size, self.seed = len(rows), batch_size, seed
+        self.rank = collectives.rank() if rank is None else rank
+        self.ranks = collectives.world_size() if ranks is None else ranks
+        self.batches = 0  # trained on, in all epochs
+        if self.rows < 1 or batch_size < 1 or not 0 <= self.rank < self.ranks:
+            raise ValueError(
+                f"{self.rows} rows, batch_size={batch_size}, rank {self.rank} of {self.ranks}: expected rows, a batch size of at "
+                "least 1, and a rank below the number of ranks"
+            )
+        self._yielded_from = -1
+        self._follows_group = rank is None and ranks is None and self.ranks > 1
+
+    @property
+    def epoch(self) -> int:
+        """The present epoch. The first is 0."""
+        return self.batches // len(self)
+
+    def __len__(self) -> int:
+        """Returns the number of batches of a whole epoch."""
+        return -(-self.rows // self.batch_size)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        begin, order = self.batches, self._order()
+        if self.seed is not None and self._yielded_from == begin:
+            raise RuntimeError("the rest of this epoch was yielded already, expected sampler.advance() after each batch")
+        if self._follows_group:
+            global _begun
+            _begun = (
+                f"{type(self).__name__} of {self.rows} rows, batch_size={self.batch_size}, seed={self.seed}, {begin} batches done"
+            )
+        for start in range(begin % len(self) * self.batch_size, self.rows, self.batch_size):
+            yield self.share(order[start : start + self.batch_size])
+        self._yielded_from = begin
+
+    def share(self, batch: list[int]) -> list[int]:
+        """Returns this rank's rows of an effective batch."""
+        sizes = split_sizes(len(batch), self.ranks)
+        before = sum(sizes[: self.rank])
+        return batch[before : before + sizes[self.rank]]
+
+    def advance(self) -> None:
+        """Counts a batch that was trained on."""
+        self.batches += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position. It is the same on all ranks."""
+        return {"batches": self.batches, **self._data()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Goes to a position, which any number of ranks may have saved.
+
+        Raises:
+            ValueError: the position is one in other batches.
+        """
+        saved = {name: state_dict[name] for name in self._data()}
+        if saved != self._data():
+            raise ValueError(f"the position was saved with {saved}, expected {self._data()}: the batches would be others")
+        self.batches, self._yielded_from = state_dict["batches"], -1
+
+    def _data(self) -> dict[str, int | None]:
+        return {"rows": self.rows, "batch_size": self.batch_size, "seed": self.seed}
+
+    def _order(self) -> list[int]:
+        if self.seed is None:
+            return list(range(self.rows))
+        mixed = self.seed * 1_000_003 + self.epoch  # the CPU's generator uses only the low 32 bits
+        generator = torch.Generator().manual_seed(mixed % 2**32)
+        order: list[int] = torch.randperm(self.rows, generator=generator).tolist()
+        return order
+
+
+class BalancedBatchSampler(RankBatchSampler):
+    """A :class:`RankBatchSampler` that gives each rank rows of equal cost, where rows have different lengths.
+
+    Each effective batch has the same rows as that of :class:`RankBatchSampler`, for any number of ranks. Its rows are sorted by
+    cost and cut over the ranks, so that the largest ``rows x highest cost`` is as small as possible: the tokens of a rank after
+    padding. Ranks have different numbers of rows, and :class:`TrainStep` is exact for any. The state is that of
+    :class:`RankBatchSampler`, so a run may change from one to the other.
+
+    Args:
+        costs: the cost of each row of the data set, such as its length. Not negative.
+        batch_size, seed, rank, ranks: as for :class:`RankBatchSampler`.
+        combine: returns the cost of a rank from the costs of its rows. ``sum`` is for costs that add up, without padding.
+
+    Raises:
+        ValueError: a cost is negative or not finite; no rows, a batch size below 1, or a rank outside of the ranks.
+
+    Example:
+        >>> lengths = [10, 500, 12, 480, 11, 9, 520, 13]
+        >>> for rank in range(3):
+        ...     print(next(iter(BalancedBatchSampler(lengths, batch_size=8, rank=rank, ranks=3))))
+        [6]
+        [1, 3]
+        [0, 2, 4, 5, 7]
+    """
+
+    def __init__(
+        self,
+        costs: Sequence[float],
+        batch_size: int,
+        seed: int | None = None,
+        *,
+        combine: Callable[[Sequence[float]], float] | None = None,
+        rank: int | None = None,
+        ranks: int | None = None,
+    ) -> None:
+        check_type("combine", combine, Callable | None, "a function")
+        try:
+            self.costs, self.combine = [float(cost) for cost in costs], combine
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"costs={reprlib.repr(costs)}, expected one number for each row: {error}") from error
+        super().__init__(self.costs, batch_size, seed, rank=rank, ranks=ranks)
+        sorted_rows(self.costs)  # raises an error for a cost that is not valid
+
+    def share(self, batch: list[int]) -> list[int]:
+        """Returns this rank's rows of an effective batch, in the order of the batch."""
+        shards = cut_by_cost([self.costs[row] for row in batch], self.ranks, self.combine)
+        mine = shards[self.rank] if self.rank < len(shards) else []  # fewer rows than ranks
+        return [batch[place] for place in sorted(mine)]

@@ -1,0 +1,485 @@
+"""Known reasons for a difference between the split and the plain program, found in a model, a criterion and a batch.
+
+Rows that forward mixes or reorders: the plain model runs on the whole batch and on its halves.
+
+Random numbers: the plain program runs twice, with two seeds, and is compared with itself.
+
+State that a model or a criterion writes: what has changed, and what the split program keeps of it.
+
+Tensors and modules in plain attributes, which all replicas share.
+
+Detection of sums in the source of a criterion. The losses of shards add up to a sum, but not to a mean.
+"""
+
+import ast
+import functools
+import inspect
+import math
+import textwrap
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..batch import containers
+from ..batch.containers import Dims, is_plain
+from ..batch.outputs import join
+from ..batch.rows import as_arguments, move_leaves
+from ..loss.criterion import DataParallelCriterion
+from ..loss.rules import find_torch_loss, reduction_of
+from ..loss.sums import Criterion
+from ..replicas.batchnorm import AllRowsBatchNorm, advice
+from ..replicas.model import DataParallelModel
+from ..runtime.torch_private import BatchNorm, Dropout, is_differentiable
+from .recording import Program, copy_of, first_difference, loss_in_parts, relative_error, scalar_of, weight_in_parts
+
+__all__: list[str] = []
+
+
+Wrap = Callable[[nn.Module], DataParallelModel]
+
+
+def mixed_rows(module: nn.Module, wrap: Wrap, inputs: Any, device: torch.device, limit: float) -> Iterator[str]:
+    """Yields a reason if the outputs of the halves of a batch are not those of the whole batch.
+
+    Args:
+        module: a model that draws no random numbers.
+        wrap: function that makes a model of two replicas on ``device``.
+        inputs: the batch.
+        device: device of the model.
+        limit: largest relative error that counts as equal.
+    """
+    if any(isinstance(layer, BatchNorm) and _mixes_halves(layer) for layer in module.modules()):
+        return  # they have a reason of their own
+    plain, split, repeated = Program(module), Program(module), Program(module)
+    whole = plain.forward(inputs, device, 0)
+    repeated.forward(inputs, device, 0)
+    if output_error(whole, repeated.forward(inputs, device, 0)) > limit:
+        return  # written state changes the output, so each half changes that of the other
+    model, arguments = wrap(split.module.to(device)), as_arguments(inputs)
+    outputs = model(*arguments.inputs, **arguments.kwargs)
+    joined = join(outputs, device, outputs.dim)  # gather refuses rows that may be in another order
+    if output_error(whole, joined) <= limit:
+        return
+    difference = first_difference(plain, split, model.dim, limit)
+    place = f"the model ({type(module).__name__})" if difference is None else difference.place
+    if output_error(_sorted(whole, model.out_dims), _sorted(joined, model.out_dims)) <= limit:
+        yield (
+            f"the rows of the output are in another order than those of the inputs, from {place} on: flatten the output in the "
+            "criterion, not in forward; for rows in another dimension give dim="
+        )
+    else:
+        yield (
+            f"forward mixes rows, in {place}: the output of a row depends on the other rows of its batch: move this part into "
+            "the criterion, with whole=True; for a batch norm use convert_sync_batchnorm(module)"
+        )
+
+
+def _mixes_halves(layer: nn.Module) -> bool:
+    return not isinstance(layer, AllRowsBatchNorm) and (layer.training or layer.running_mean is None)
+
+
+def _sorted(output: Any, dims: Dims) -> Any:
+    dim = dims if isinstance(dims, int) else 0
+
+    def sort(leaf: Any) -> Any:
+        return leaf.sort(dim).values if isinstance(leaf, Tensor) and -leaf.dim() <= dim < leaf.dim() else leaf
+
+    return containers.map_leaves(sort, output)
+
+
+_FACTORIES = frozenset(
+    ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "tensor", "zeros")
+)
+
+
+def find_reasons(
+    plain: Program,
+    untouched: tuple[nn.Module, Criterion],
+    batch: tuple[Any, Any],
+    model: DataParallelModel,
+    losses: DataParallelCriterion,
+    wrap: Wrap,
+    micro_batches: int,
+    limit: float,
+) -> tuple[str, ...]:
+    """Returns the reasons that apply.
+
+    Args:
+        plain: the plain program after its steps.
+        untouched: model and criterion before their steps.
+        batch: inputs and targets.
+        model: model of the split program.
+        losses: a copy of the criterion of the split program.
+        wrap: function that makes two replicas of a module.
+        micro_batches: number of micro-batches.
+        limit: largest relative error that counts as equal.
+    """
+    (module, criterion), (inputs, targets) = untouched, batch
+    devices, device = len(model.devices), model.devices[0]
+    following = move_leaves(containers.spread(targets), device)
+    reasons = [*_mixing_layers(module, devices, micro_batches), *_random_layers(module)]
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+        reasons += _without_errors(_reasons_of_forward(module, wrap, inputs, device, limit))
+        loss = list(state_of_criterion(criterion, plain.criterion, devices))
+        loss = loss or _without_errors(loss_draws(criterion, plain.output, following, limit))
+    if not loss and not losses.is_coupled:  # a coupled loss is computed from all rows, in one piece
+        loss = [*weight_in_parts(plain.output, losses, targets, model.out_dims)]
+        loss += loss_in_parts(plain.output, criterion, losses, targets, model.out_dims)
+    found = (*reasons, *loss, *state_of_model(module, plain.module, devices), *fixed_devices(module))
+    return found or tuple(_own_loss(plain.output, is_weighted=losses.weight is not None))
+
+
+def _own_loss(output: Any, is_weighted: bool) -> Iterator[str]:
+    if any(isinstance(leaf, Tensor) and leaf.dim() == 0 and leaf.requires_grad for _, leaf in containers.leaves(output)):
+        yield "the model computes its own loss" + (
+            ", and a part of it is no mean over what weight= counts: weight= counts something else, or the loss has another "
+            "part, such as a router loss or a second mean: compute the parts in the criterion (docs/huggingface.md)"
+            if is_weighted
+            else ": give DataParallelCriterion weight=, a function (output, *targets) -> scalar that returns the divisor of its "
+            "mean, and pass the targets to the criterion too"
+        )
+
+
+def _without_errors(reasons: Iterable[str]) -> list[str]:
+    """Returns the reasons, or none if a model or a criterion raises an error for a part of the batch."""
+    try:
+        return list(reasons)
+    except Exception:  # noqa: BLE001 - they may raise any error
+        return []
+
+
+def _reasons_of_forward(module: nn.Module, wrap: Wrap, inputs: Any, device: torch.device, limit: float) -> Iterator[str]:
+    evaluated = copy_of(module).eval()
+    place = random_place(module, inputs, device, limit)
+    if place is not None:
+        if (place_in_eval := random_place(evaluated, inputs, device, limit)) is not None:
+            yield f"random numbers: the model draws them, in eval mode too, in {place_in_eval}: compare without them"
+            return
+        if not any(_random_layers(module)):
+            yield f"random numbers: the model draws them, in {place}: compare in eval mode, or without them"
+    is_evaluated = place is not None or any(_mixing_layers(module, 2, 1))
+    yield from mixed_rows(evaluated if is_evaluated else module, wrap, inputs, device, limit)
+
+
+def _mixing_layers(module: nn.Module, devices: int, micro_batches: int) -> Iterator[str]:
+    for name, layer in module.named_modules():
+        if not isinstance(layer, BatchNorm) or not (layer.training or layer.running_mean is None):
+            continue
+        is_synchronized = isinstance(layer, AllRowsBatchNorm)
+        if devices > 1 and not is_synchronized:
+            reason = f"uses the statistics of the rows of each replica: {advice(layer)}"
+        elif micro_batches > 1:
+            reason = "uses the statistics of each micro-batch, not of the whole batch"
+        else:
+            continue
+        yield f"batch norm: {name or type(layer).__name__} {reason}"
+
+
+def _random_layers(module: nn.Module) -> Iterator[str]:
+    for name, layer in module.named_modules():
+        rate = layer.p if isinstance(layer, Dropout) else getattr(layer, "dropout", 0)
+        if layer.training and isinstance(rate, float) and rate > 0:
+            yield f"dropout: {name or type(layer).__name__} draws different random numbers for each shard: compare in eval mode"
+
+
+def fixed_devices(module: nn.Module) -> Iterator[str]:
+    """Yields calls in the source of ``forward`` that put a tensor on a fixed device, once per class."""
+    seen = set()
+    for name, layer in module.named_modules():
+        kind = type(layer)
+        if kind in seen or kind.__module__.startswith("torch."):
+            continue
+        seen.add(kind)
+        tree = read_source(kind.forward)
+        for node in ast.walk(tree) if tree else ():
+            if isinstance(node, ast.Call) and (code := _fixed_device(node)):
+                yield f"a fixed device in forward: {code} in {kind.__name__} ({name or 'the model'}): use the device of the input"
+
+
+def _fixed_device(call: ast.Call) -> str | None:
+    """Returns the code of a call that puts a tensor on a fixed device, or None."""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+    of_torch = isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name) and call.func.value.id == "torch"
+    device = next((keyword.value for keyword in call.keywords if keyword.arg == "device"), None)
+    first = call.args[0] if call.args else None
+    named = name in ("to", "device") and isinstance(first, ast.Constant) and isinstance(first.value, str)
+    if name == "cuda" or named or isinstance(device, ast.Constant):
+        return ast.unparse(call)
+    if of_torch and name in _FACTORIES and device is None:
+        return f"{ast.unparse(call)} without device="
+    return None
+
+
+def random_place(module: nn.Module, inputs: Any, device: torch.device, limit: float) -> str | None:
+    """Returns the place in ``module`` that draws random numbers, or None if two seeds give the same output."""
+    first, second = Program(module), Program(module)
+    outputs = first.forward(inputs, device, 0), second.forward(inputs, device, 1)
+    difference = first_difference(first, second, 0, limit)
+    if difference is not None:
+        return difference.place
+    return f"the model ({type(module).__name__})" if output_error(*outputs) > limit else None
+
+
+def output_error(expected: Any, found: Any) -> float:
+    """Returns the largest relative error over the floating-point tensors of two outputs that have the same shape."""
+    pairs = zip(containers.leaves(expected), containers.leaves(found), strict=False)
+    return max((relative_error(right, left) for (_, left), (_, right) in pairs if _is_comparable(left, right)), default=0.0)
+
+
+def _is_comparable(left: Any, right: Any) -> bool:
+    tensors = isinstance(left, Tensor) and isinstance(right, Tensor)
+    return tensors and left.shape == right.shape and is_differentiable(left)
+
+
+def loss_draws(criterion: Criterion, output: Any, targets: Any, limit: float) -> Iterator[str]:
+    """Yields a reason if the loss of the same output differs between two seeds."""
+    losses = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        losses.append(scalar_of(copy_of(criterion)(*containers.spread(output), *targets)))
+    if relative_error(losses[1], losses[0]) > limit:
+        yield "random numbers: the loss draws them, because the same output gives another loss: compare without them"
+
+
+_EACH_MICRO_BATCH = "each micro-batch writes it, from its own rows"
+
+
+def state_of_criterion(before: Criterion, after: Criterion, devices: int) -> Iterator[str]:
+    """Yields a reason for each attribute and buffer that the criterion has written."""
+    effect = "each replica writes its own state, from its own rows" if devices > 1 else _EACH_MICRO_BATCH
+    if isinstance(before, nn.Module) and isinstance(after, nn.Module):
+        for key, _ in _changes(before, after):
+            yield f"state written by the criterion: {key}; {effect}"
+    elif not inspect.isroutine(before):
+        for key in _changed_attributes(before, after):
+            yield f"state written by the criterion: {key}; {effect}"
+
+
+def state_of_model(before: nn.Module, after: nn.Module, devices: int) -> Iterator[str]:
+    """Yields a reason for each attribute and buffer that the model has written in forward."""
+    for key, value in _changes(before, after):
+        yield f"state written in forward: {key}; {_effect(devices, value)}"
+
+
+def _effect(devices: int, value: Any) -> str:
+    if devices > 1 and isinstance(value, (dict, list)):
+        return "all replicas write to the same object, in any order"
+    return "all replicas but the first lose it" if devices > 1 else _EACH_MICRO_BATCH
+
+
+def _changes(before: nn.Module, after: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yields the key paths and new values of attributes and buffers that differ."""
+    layers = dict(after.named_modules())
+    for name, layer in before.named_modules():
+        changed = layers[name]
+        prefix = f"{name}." if name else ""
+        for key in _changed_attributes(layer, changed):
+            yield f"{prefix}{key}", changed.__dict__[key]
+        if not isinstance(layer, BatchNorm):
+            for key, buffer in layer.named_buffers(recurse=False):
+                if not _same(buffer, changed.get_buffer(key)):
+                    yield f"buffer {prefix}{key}", buffer
+
+
+def _changed_attributes(before: Any, after: Any) -> Iterator[str]:
+    for key, value in getattr(after, "__dict__", {}).items():
+        is_comparable = is_plain(value) or isinstance(value, (Tensor, list)) or value is None
+        is_mapping = isinstance(value, dict) and not key.startswith("_")  # names with an underscore are those of nn.Module
+        is_flag = value is True and key not in before.__dict__  # of the first forward: replicas without it set up anew
+        if (is_comparable or is_mapping) and not is_flag and not _same(before.__dict__.get(key), value):
+            yield key
+
+
+def _same(before: Any, after: Any) -> bool:
+    if isinstance(before, Tensor) and isinstance(after, Tensor):
+        return before.shape == after.shape and bool(torch.equal(before.cpu(), after.cpu()))
+    if isinstance(before, list) and isinstance(after, list):
+        return len(before) == len(after) and all(map(_same, before, after))
+    if isinstance(before, dict) and isinstance(after, dict):
+        return before.keys() == after.keys() and all(_same(value, after[key]) for key, value in before.items())
+    if type(before) is not type(after):
+        return False
+    return bool(before == after) if is_plain(before) or before is None else True  # other objects are not compared
+
+
+def buffer_errors(plain: Program, split: Program, limit: float) -> dict[str, float]:
+    """Returns the relative error of each buffer that differs between two programs, except those of batch norms."""
+    errors = {}
+    for name, layer, other in _pairs(plain, split):
+        if isinstance(layer, BatchNorm):
+            continue
+        found = dict(other.named_buffers(recurse=False))
+        for key, expected in layer.named_buffers(recurse=False):
+            buffer = found.get(key)
+            if buffer is None or buffer.shape != expected.shape:
+                errors[f"{name}{key}"] = math.inf
+            elif (error := relative_error(buffer, expected)) > limit:
+                errors[f"{name}{key}"] = error
+    return errors
+
+
+def number_changes(plain: Program, split: Program, devices: int) -> Iterator[str]:
+    """Yields a line for each number in an attribute that differs between two programs."""
+    for name, layer, other in _pairs(plain, split):
+        for key, value in layer.__dict__.items():
+            found = other.__dict__.get(key)
+            if type(value) in (int, float) and type(found) in (int, float) and value != found:
+                yield f"{name}{key} is {found} after the split steps, {value} after the plain ones: {_effect(devices, value)}"
+
+
+def _pairs(plain: Program, split: Program) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    """Yields the modules of two programs, with the prefix of their attributes."""
+    for kind, one, other in (("", plain.module, split.module), ("criterion.", plain.criterion, split.criterion)):
+        if isinstance(one, nn.Module) and isinstance(other, nn.Module):
+            others = dict(other.named_modules())
+            for name, layer in one.named_modules():
+                yield f"{kind}{name}." if name else kind, layer, others[name]
+
+
+OWN_PACKAGES = ("torch.", "balanced_parallel.")  # packages whose modules run as replicas
+_FINDINGS = (
+    (nn.Parameter, "holds parameters that are not registered: make it an nn.ParameterList or an nn.ParameterDict"),
+    (Tensor, "holds tensors, which stay on the first device: use register_buffer"),
+    (nn.Module, "holds modules that are not registered: make it an nn.ModuleList or an nn.ModuleDict"),
+)
+
+
+def unregistered_tensors(module: nn.Module) -> Iterator[str]:
+    """Yields plain attributes with tensors or modules. All replicas share them, whatever their device."""
+    registered = {id(entry) for entry in (*module.parameters(), *module.buffers(), *module.modules())}
+    for name, layer in module.named_modules():
+        if type(layer).__module__.startswith(OWN_PACKAGES):
+            continue
+        for key, value in layer.__dict__.items():
+            entries = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else [value]
+            unregistered = [] if key.startswith("_") else [entry for entry in entries if id(entry) not in registered]
+            if any(_is_trained(entry) for entry in unregistered):
+                yield f"unregistered: {key} of {described(name, layer)} holds tensors that require gradients: use nn.Parameter"
+                continue
+            for kind, finding in _FINDINGS:
+                if any(isinstance(entry, kind) for entry in unregistered):
+                    yield f"unregistered: {key} of {described(name, layer)} {finding}"
+                    break
+
+
+def _is_trained(entry: object) -> bool:
+    is_plain = isinstance(entry, Tensor) and not isinstance(entry, nn.Parameter)
+    return is_plain and entry.requires_grad and entry.is_leaf  # type: ignore[attr-defined]
+
+
+def described(name: str, layer: nn.Module) -> str:
+    """Returns the name and the type of a module."""
+    return f"{name} ({type(layer).__name__})" if name else type(layer).__name__
+
+
+def read_source(function: Any) -> ast.Module | None:
+    """Returns the syntax tree of a function, or None if its source is not available."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return None
+
+
+def is_sum(criterion: Any) -> bool:
+    """Returns True if all values that ``criterion`` returns are sums in its source.
+
+    A sum is a loss with ``reduction="sum"`` or ``size_average=False``, a call of ``.sum()``, a sum of sums, or a sum scaled by a
+    given factor. A factor that the function computes may be the inverse of a count.
+    """
+    while isinstance(criterion, functools.partial):
+        criterion = criterion.func
+    kind = type(criterion)
+    is_object = not inspect.isroutine(criterion)
+    function: Any = criterion
+    if is_object:
+        function = kind.forward if isinstance(criterion, nn.Module) else getattr(kind, "__call__", None)  # noqa: B004
+    tree = read_source(function)
+    if tree is None:
+        return False
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.Lambda))]
+    if not functions or (isinstance(functions[0], ast.Lambda) and len(functions) > 1):
+        return False  # several lambdas in one line cannot be distinguished
+    variables = inspect.getclosurevars(inspect.unwrap(function))
+    objects: dict[str, Any] = {**variables.globals, **variables.nonlocals}
+    if is_object and not isinstance(functions[0], ast.Lambda) and functions[0].args.args:
+        objects[functions[0].args.args[0].arg] = criterion
+    return _SumDetector(functions[0], objects).returns_sums()
+
+
+class _SumDetector:
+    """Syntax tree of one function, with the expressions that are assigned to its variables.
+
+    Args:
+        function: the function.
+        objects: global and nonlocal variables, by name.
+    """
+
+    def __init__(self, function: ast.FunctionDef | ast.Lambda, objects: Mapping[str, Any]) -> None:
+        self.objects = objects
+        self.assigned: dict[str, list[ast.expr]] = {}
+        self.visiting: set[str] = set()
+        nodes = list(ast.walk(function))
+        for node in nodes:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
+            for target in targets:
+                if isinstance(target, ast.Name) and isinstance(node, (ast.Assign, ast.AugAssign)):
+                    value = ast.BinOp(ast.Constant(0), node.op, node.value) if isinstance(node, ast.AugAssign) else node.value
+                    self.assigned.setdefault(target.id, []).append(value)
+        returned = [node.value for node in nodes if isinstance(node, ast.Return)]
+        self.returned = [function.body] if isinstance(function, ast.Lambda) else returned
+
+    def returns_sums(self) -> bool:
+        """Returns True if the function returns sums only."""
+        return bool(self.returned) and all(value is not None and self._is_sum(value) for value in self.returned)
+
+    def _is_sum(self, value: ast.expr) -> bool:
+        if isinstance(value, ast.Call):
+            return self._calls_sum(value)
+        if isinstance(value, ast.UnaryOp):
+            return self._is_sum(value.operand)
+        if isinstance(value, ast.Name) and value.id in self.assigned and value.id not in self.visiting:
+            self.visiting.add(value.id)
+            values = [assigned for assigned in self.assigned[value.id] if not isinstance(assigned, ast.Constant)]
+            all_sums = bool(values) and all(map(self._is_sum, values))
+            self.visiting.discard(value.id)
+            return all_sums
+        if not isinstance(value, ast.BinOp):
+            return False
+        left, right = value.left, value.right
+        if isinstance(value.op, (ast.Add, ast.Sub)):
+            return all(self._is_sum(side) or _is_zero(side) for side in (left, right))
+        if isinstance(value.op, ast.Mult):
+            pairs = ((left, right), (right, left))
+            return any(self._is_sum(term) and self._is_given_factor(factor) for term, factor in pairs)
+        return isinstance(value.op, ast.Div) and isinstance(right, ast.Constant) and self._is_sum(left)
+
+    def _is_given_factor(self, value: ast.expr) -> bool:
+        """Returns True for a constant, an attribute, or a variable that the function does not assign."""
+        value = value.operand if isinstance(value, ast.UnaryOp) else value
+        is_variable = isinstance(value, ast.Name) and value.id not in self.assigned
+        return is_variable or isinstance(value, (ast.Constant, ast.Attribute))
+
+    def _calls_sum(self, call: ast.Call) -> bool:
+        settings = {keyword.arg: keyword.value.value for keyword in call.keywords if isinstance(keyword.value, ast.Constant)}
+        if settings.get("reduction") == "sum" or settings.get("size_average") is False:
+            return True
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "sum":
+            of_torch = isinstance(call.func.value, ast.Name) and call.func.value.id == "torch"
+            return len(call.args) == of_torch and not call.keywords  # with more arguments, a sum along one dimension
+        if isinstance(call.func, ast.Call):  # nn.BCELoss(reduction="sum")(output, target)
+            return self._calls_sum(call.func)
+        called = self._object(call.func)
+        return find_torch_loss(called) is not None and isinstance(called, nn.Module) and reduction_of(called) == "sum"
+
+    def _object(self, node: ast.expr) -> Any:
+        """Returns the object that a name or an attribute refers to, or None if the function creates it."""
+        if isinstance(node, ast.Name):
+            return self.objects.get(node.id)
+        return getattr(self._object(node.value), node.attr, None) if isinstance(node, ast.Attribute) else None
+
+
+def _is_zero(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value == 0

@@ -1,0 +1,443 @@
+"""Recording of the inputs and outputs of all modules of a program.
+
+The first module whose output differs between two programs, and the module that causes the difference.
+
+Classification of a loss by its values on parts of a batch: a sum, a mean, or a loss whose rows depend on each other.
+"""
+
+import copy
+import itertools
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..batch import containers
+from ..batch.containers import Dims
+from ..batch.outputs import PerReplica
+from ..batch.plan import proportional_sizes
+from ..batch.rows import as_arguments, count_rows, cut, move_leaves
+from ..loss.criterion import DataParallelCriterion
+from ..loss.rules import is_known
+from ..loss.sums import Criterion, flat_weights, loss_of, read_weights
+from ..replicas.workers import current_replica
+from ..runtime.torch_private import versions
+
+__all__: list[str] = []
+
+
+class Call(NamedTuple):
+    """One forward of a module.
+
+    Attributes:
+        name: name of the module, empty for the model.
+        label: name and type of the module.
+        inputs: tensors of the inputs, without copies.
+        versions: their version counters before the forward.
+        output: copy of the first tensor of the output.
+    """
+
+    name: str
+    label: str
+    inputs: list[Tensor]
+    versions: list[int]
+    output: Tensor
+
+
+class Program:
+    """A copy of model and criterion that records each call of a module, by forward and replica."""
+
+    def __init__(self, module: nn.Module, criterion: Criterion | None = None) -> None:
+        self.module, self.criterion = copy_of(module), copy_of(criterion)
+        self.output: Any = None
+        self.module.register_forward_pre_hook(self._start_forward)
+        for name, layer in self.module.named_modules():
+            layer.register_forward_pre_hook(self._input_hook(name), with_kwargs=True)
+            layer.register_forward_hook(self._output_hook(name, f"{name or 'the model'} ({type(layer).__name__})"))
+        self.module.register_forward_hook(self._end_forward)
+        self.begin()
+
+    def begin(self) -> None:
+        """Deletes the calls and gradients of the previous step."""
+        self.calls: dict[tuple[int, int], list[Call]] = {}
+        self._open: dict[int, list[tuple[str, list[Tensor], list[int]]]] = {}  # calls that have not ended, per replica
+        self._forwards: dict[int, int] = {}  # number of forwards per replica
+        self._running: set[int] = set()
+        for tensor in self._learning().values():
+            tensor.grad = None
+
+    @property
+    def rounds(self) -> int:
+        """Number of forwards in this step."""
+        return max(self._forwards.values(), default=0)
+
+    def _start_forward(self, *_: Any) -> None:
+        replica = _replica_index()
+        self._forwards[replica] = self._forwards.get(replica, 0) + 1
+        self._running.add(replica)
+        self._open[replica] = []
+
+    def _end_forward(self, *_: Any) -> None:
+        self._running.discard(_replica_index())
+
+    def _input_hook(self, name: str) -> Callable[..., None]:
+        def hook(layer: nn.Module, *inputs: Any) -> None:
+            if (replica := _replica_index()) in self._running:  # False for recomputation by a checkpoint in the backward
+                tensors = [leaf for _, leaf in containers.leaves(inputs) if isinstance(leaf, Tensor)]
+                self._open[replica].append((name, tensors, versions(tensors)))
+
+        return hook
+
+    def _output_hook(self, name: str, label: str) -> Callable[..., None]:
+        def hook(layer: nn.Module, inputs: Any, output: Any) -> None:
+            tensor, replica = containers.first_tensor(output), _replica_index()
+            if replica not in self._running:
+                return
+            opened = self._open[replica].pop()
+            while opened[0] != name:  # a call that failed, and whose error the model has caught
+                opened = self._open[replica].pop()
+            if tensor is not None:
+                calls = self.calls.setdefault((self._forwards[replica], replica), [])
+                calls.append(Call(name, label, *opened[1:], tensor.detach().clone()))
+
+        return hook
+
+    def forward(self, inputs: Any, device: torch.device, seed: int) -> Any:
+        """Runs the model on all rows, on one device."""
+        self.begin()
+        torch.manual_seed(seed)
+        arguments = move_leaves(as_arguments(inputs), device)
+        self.output = self.module.to(device)(*arguments.inputs, **arguments.kwargs)
+        return self.output
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Returns the parameters of the model, and those of the criterion with the prefix ``criterion.``."""
+        own = self.criterion.named_parameters() if isinstance(self.criterion, nn.Module) else ()
+        return dict(self.module.named_parameters()) | {f"criterion.{name}": parameter for name, parameter in own}
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Returns the gradients of all parameters and buffers that require them, with zeros for a gradient that is None."""
+        tensors = self._learning().items()
+        return {name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for name, tensor in tensors}
+
+    def _learning(self) -> dict[str, Tensor]:
+        buffers = self.criterion.named_buffers() if isinstance(self.criterion, nn.Module) else ()
+        tensors = {
+            **self.parameters(),
+            **dict(self.module.named_buffers()),
+            **{f"criterion.{name}": one for name, one in buffers},
+        }
+        return {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+
+
+def _replica_index() -> int:
+    replica = current_replica()
+    return 0 if replica is None else replica.index
+
+
+def relative_error(found: Tensor, expected: Tensor, floor: float = 0.0) -> float:
+    """Returns the largest absolute difference over the largest absolute value of ``expected``.
+
+    The error is infinite if only one of two elements is nan, because nan is not greater than any tolerance.
+
+    Args:
+        found, expected: tensors of the same shape.
+        floor: smallest value to divide by.
+    """
+    if expected.numel() == 0:
+        return 0.0
+    dtype = torch.promote_types(torch.promote_types(found.dtype, expected.dtype), torch.float64)  # complex ones stay complex
+    found, expected = found.detach().to(expected.device, dtype), expected.detach().to(dtype)
+    same = (found == expected) | (found.isnan() & expected.isnan())
+    difference = float(torch.where(same, 0.0, found - expected).abs().max())
+    scale = max(float(expected.abs().max()), floor)
+    if difference == 0:
+        return 0.0
+    return difference / scale if scale and math.isfinite(difference / scale) else math.inf
+
+
+class Difference(NamedTuple):
+    """A difference between the outputs of two programs.
+
+    Attributes:
+        label: name and type of the first module whose output differs.
+        effect: the difference in words.
+        parent: module whose forward computes other inputs for this module; None if the inputs are equal or not comparable.
+    """
+
+    label: str
+    effect: str
+    parent: str | None = None
+
+    @property
+    def place(self) -> str:
+        """Name of the module, or of the part of a forward, where the difference begins."""
+        return self.label if self.parent is None else f"{self.parent}, before {self.label.rpartition(' (')[0]}"
+
+    def __str__(self) -> str:
+        if self.parent is None:
+            return f"{self.label}{self.effect}"
+        return f"{self.label}: its inputs differ already, so the cause is in forward of {self.place}{self.effect}"
+
+
+def first_difference(plain: Program, split: Program, dim: int, tolerance: float) -> Difference | None:
+    """Returns the first module, in the order in which forwards end, whose joined outputs differ from the plain output."""
+    parts = [split.calls[key] for key in sorted(split.calls)]
+    calls = plain.calls.get((1, 0), [])
+    for index, call in enumerate(calls):
+        shards = [part[index] for part in parts if index < len(part) and part[index].label == call.label]
+        if len(shards) < len(parts):
+            return Difference(call.label, ", which the replicas did not run in the same order")
+        error = _joined_error([shard.output for shard in shards], call.output, dim)
+        if error is not None and error > tolerance:
+            effect = f": relative error {error:.1e}"
+            if _inputs_equal(call, shards, dim, tolerance):
+                return Difference(call.label, effect)
+            for later, other in enumerate(calls[index + 1 :], index + 1):  # a caller ends after its callees
+                is_caller = not other.name or call.name.startswith(f"{other.name}.")
+                others = [part[later] for part in parts if later < len(part) and part[later].name == other.name]
+                if is_caller and (not other.name or _inputs_equal(other, others, dim, tolerance)):
+                    return Difference(call.label, effect, other.label)
+            return Difference(call.label, effect)
+    return None
+
+
+def _inputs_equal(call: Call, shards: Sequence[Call], dim: int, tolerance: float) -> bool:
+    """Returns True if no input differs. Inputs that were overwritten, or whose shards do not join, are not compared."""
+    if not all(len(shard.inputs) == len(call.inputs) for shard in shards):
+        return True
+    for index, expected in enumerate(call.inputs):
+        records = [call, *shards]
+        if all(versions([record.inputs[index]]) == [record.versions[index]] for record in records):
+            error = _joined_error([shard.inputs[index].detach() for shard in shards], expected.detach(), dim)
+            if error is not None and error > tolerance:
+                return False
+    return True
+
+
+def _joined_error(shards: Sequence[Tensor], expected: Tensor, dim: int) -> float | None:
+    joined = _join([shard.to(expected.device) for shard in shards], expected.shape, dim)
+    return None if joined is None else relative_error(joined, expected)
+
+
+def _join(shards: list[Tensor], shape: torch.Size, dim: int) -> Tensor | None:
+    """Concatenates shards along the first dimension that gives ``shape``, ``dim`` before others; None if there is none."""
+    if not shape:
+        return None  # a loss inside of the model
+    for along in dict.fromkeys([dim % len(shape), *range(len(shape))]):
+        rests = {(*shard.shape[:along], *shard.shape[along + 1 :]) for shard in shards if shard.dim() == len(shape)}
+        if rests == {(*shape[:along], *shape[along + 1 :])} and sum(shard.size(along) for shard in shards) == shape[along]:
+            return torch.cat(shards, along)
+    return None
+
+
+_HALF = (torch.bfloat16, torch.float16)
+_WEIGHT = "give DataParallelCriterion weight=, a function (output, *targets) -> scalar that returns the divisor"
+_OTHER_WEIGHT = "weight= is not its divisor: give a function (output, *targets) -> scalar that returns it"
+_WHOLE = "give DataParallelCriterion whole=True, which computes criterion(gather(outputs), targets)"
+_ROUNDING = 1e-4
+
+
+def scalar_of(result: Any) -> Tensor:
+    """Returns the loss in the result of a criterion: a tensor, the attribute ``loss``, or the sum of several terms.
+
+    Raises:
+        TypeError: if the result has another form.
+    """
+    result = loss_of(result)
+    if isinstance(result, Tensor):
+        return result
+    terms = [leaf for _, leaf in containers.leaves(result)]
+    if not terms or not all(isinstance(term, Tensor) and term.numel() == 1 for term in terms):
+        raise TypeError(f"the criterion returned {containers.describe(result)}, expected a scalar or several")
+    return torch.stack([term.reshape(()) for term in terms]).sum()
+
+
+def copy_of(criterion: Any) -> Any:
+    """Returns a deep copy, or the object itself if it is not a module and cannot be copied."""
+    try:
+        return copy.deepcopy(criterion)
+    except TypeError:  # a lock or a generator inside, for example
+        if isinstance(criterion, nn.Module):
+            raise
+        return criterion
+
+
+def loss_in_parts(output: Any, criterion: Criterion, wrapped: DataParallelCriterion, targets: Any, dims: Dims) -> Iterator[str]:
+    """Yields a reason if the loss computed in parts differs from the loss of the whole batch.
+
+    Args:
+        output, targets: output and targets of the plain program.
+        criterion: criterion of the plain program.
+        wrapped: criterion of the split program.
+        dims: dimensions of the rows in the output.
+    """
+    if is_known(criterion) and wrapped.weight is None:  # a rule gives the divisor
+        return
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+        try:
+            tensors = _single((output, containers.spread(targets)))
+            kind = _Parts(_single(criterion), _single(wrapped), tensors[0], tensors[1], dims).kind()
+        except Exception:  # noqa: BLE001 - a criterion may raise any error
+            return
+    if kind:
+        yield kind
+
+
+def weight_in_parts(output: Any, wrapped: DataParallelCriterion, targets: Any, dims: Dims) -> Iterator[str]:
+    """Yields a reason if the results of ``weight=`` for two parts of the rows do not add up to that for all rows.
+
+    Arguments are those of :func:`loss_in_parts`. Equal parts hide a wrong divisor: the mean of their means is right.
+    """
+    count: Any = wrapped.weight
+    with torch.no_grad(), warnings.catch_warnings(action="ignore"):
+        try:
+            parts = _Parts(count, wrapped, output, containers.spread(targets), dims)
+            shards = [shard for sizes in ([parts.rows], [1, parts.rows - 1]) for shard in parts.arguments(sizes)]
+            whole, first, others = (
+                sum(flat_weights(read_weights(count(*containers.spread(one), *rows)))) for one, rows in shards
+            )
+        except Exception:  # noqa: BLE001 - no function, or one that may raise any error
+            return
+    if abs(first + others - whole) > _ROUNDING * whole:
+        entries = len(containers.spread(output))
+        spread = f"; the output is a tuple, whose {entries} entries fill its first {entries} arguments" if entries > 1 else ""
+        yield (
+            f"weight= does not add up: it returned {whole:g} for {parts.rows} rows, {first:g} for the first of them and "
+            f"{others:g} for the others, expected the number of terms that the mean divides by{spread}"
+        )
+
+
+def _single(value: Any) -> Any:
+    """Returns a copy whose tensors in half precision are float32, so that the losses of parts show more than rounding."""
+    if isinstance(value, nn.Module):
+        is_half = any(tensor.dtype in _HALF for tensor in (*value.parameters(), *value.buffers()))
+        return copy_of(value).float() if is_half else value
+    return containers.map_leaves(lambda leaf: leaf.float() if isinstance(leaf, Tensor) and leaf.dtype in _HALF else leaf, value)
+
+
+class _Parts:
+    """Losses of contiguous parts of the rows.
+
+    Raises:
+        ValueError: there are not several rows.
+    """
+
+    def __init__(
+        self, criterion: Criterion, wrapped: DataParallelCriterion, output: Any, targets: tuple[Any, ...], dims: Dims
+    ) -> None:
+        tensor, dim = containers.first_tensor(output), dims if isinstance(dims, int) else 0
+        if tensor is None or not -tensor.dim() <= dim < tensor.dim() or tensor.size(dim) < 2:
+            raise ValueError("the output does not have several rows")
+        self.criterion, self.wrapped = criterion, wrapped
+        self.output, self.dim, self.rows, self.device = output, dim, tensor.size(dim), tensor.device
+        marked, self.target_dim = wrapped.mark(targets, {}, dim, len(containers.spread(output)))
+        self.targets = marked.inputs
+        self.counted = count_rows(self.targets, self.target_dim) if targets else None
+
+    def arguments(self, sizes: Sequence[int]) -> Iterator[tuple[Any, Any]]:
+        """Returns output and targets of each part of ``sizes[i]`` rows."""
+        outputs = cut(self.output, sizes, self.dim)
+        targets = [self.targets] * len(sizes)
+        if self.counted is not None:
+            targets = cut(self.targets, proportional_sizes(self.counted, sizes), self.target_dim)
+        return zip(outputs, [move_leaves(target, self.device) for target in targets], strict=True)
+
+    def losses(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Returns the loss of each part of ``sizes[i]`` rows, computed separately."""
+        return [
+            scalar_of(copy_of(self.criterion)(*containers.spread(output), *targets)) for output, targets in self.arguments(sizes)
+        ]
+
+    def kind(self) -> str | None:
+        """Returns the reason for a difference, or None if the split program has the loss of the whole batch."""
+        third, rows = max(self.rows // 3, 1), self.rows
+        cuts = [[third, rows - third], [rows - third, third], [1, rows - 1]]  # uneven: the mean of the parts differs
+        (whole,) = self.losses([rows])
+        if all(_close(self._combined(sizes, whole), whole) for sizes in cuts):
+            return None
+        if isinstance(self.criterion, nn.Module) and is_known(self.criterion):
+            return f"the loss: weight= is not its divisor: leave it out, because that of {type(self.criterion).__name__} is known"
+        try:
+            parts = [self.losses(sizes) for sizes in cuts]
+        except Exception as error:  # noqa: BLE001 - a criterion may raise any error for a part
+            name = type(error).__name__
+            return f"the loss: it raises {name} for a part of the rows, so its rows seem to depend on each other: {_WHOLE}"
+        if all(_close(first + second, whole) for first, second in parts):
+            return 'the loss is a sum (its parts add up to the whole): give DataParallelCriterion reduction="sum"'
+        if all(_close((pair[0] * sizes[0] + pair[1] * sizes[1]) / rows, whole) for pair, sizes in zip(parts, cuts, strict=True)):
+            return 'the loss is a mean over rows: give DataParallelCriterion weight="rows"'
+        is_mean = self._is_weighted_mean(whole)
+        if is_mean is None:
+            return (
+                "the loss: computed in parts it differs from the loss of the whole batch, so its rows depend on each other "
+                f"({_WHOLE}), or {_WEIGHT if self.wrapped.weight is None else _OTHER_WEIGHT}"
+            )
+        if is_mean and self.wrapped.weight is not None:
+            return f"the loss is a mean, and {_OTHER_WEIGHT}"
+        if is_mean:
+            return f"the loss is a mean, but not over rows: {_WEIGHT}"
+        if self._is_sum_plus_mean(whole):
+            return (
+                f"the loss is a sum plus a mean over rows, so it cannot be computed in parts: {_WHOLE}, or AdditiveLoss("
+                "statistics, finish), with both sums and the number of rows as statistics"
+            )
+        return f"the loss: its rows depend on each other, so it cannot be computed in parts: {_WHOLE}"
+
+    def _combined(self, sizes: Sequence[int], whole: Tensor) -> Tensor:
+        """Returns the loss that ``wrapped`` computes from the parts, or a different value if it raises an error."""
+        try:
+            return scalar_of(copy_of(self.wrapped)(PerReplica(cut(self.output, sizes, self.dim), sizes, self.dim), *self.targets))
+        except Exception:  # noqa: BLE001 - a criterion may raise any error for a part
+            return torch.full_like(whole, torch.nan) if whole.isfinite() else torch.zeros_like(whole)
+
+    def _is_weighted_mean(self, whole: Tensor) -> bool | None:
+        """Returns True if the loss is a mean with one weight per part, None if its values do not determine the weights.
+
+        The losses of three parts and of their two adjacent pairs determine the weights. The weighted mean of the three parts must
+        then be the loss of the whole batch.
+        """
+        part, rest = self.rows // 4, self.rows - 2 * (self.rows // 4)
+        for sizes in ((rest, part, part), (part, rest, part), (part, part, rest)) if part else ():
+            answer = self._is_mean_of(sizes, whole)
+            if answer is not None:
+                return answer
+        return None
+
+    def _is_sum_plus_mean(self, whole: Tensor) -> bool:
+        """Returns True if a sum and a mean of each of four parts give the losses of all ranges of parts.
+
+        There are ten ranges of neighbouring parts, and eight unknown numbers. A least-squares solution without residual shows
+        the form.
+        """
+        part = self.rows // 4
+        if not part:
+            return False
+        sizes = [part, part, part, self.rows - 3 * part]
+        factors, losses = torch.zeros(10, 8, dtype=torch.float64), torch.zeros(10, 1, dtype=torch.float64)
+        for index, (first, last) in enumerate(itertools.combinations(range(5), 2)):
+            rows = torch.tensor(sizes[first:last])
+            factors[index, first:last], factors[index, 4 + first : 4 + last] = 1, rows / rows.sum()
+            outside = sum(sizes[:first]), sum(sizes[last:])
+            around = [size for size in (outside[0], int(rows.sum()), outside[1]) if size]
+            losses[index] = self.losses(around)[1 if first else 0].cpu()
+        residual = factors @ torch.linalg.lstsq(factors, losses).solution - losses
+        return bool(residual.abs().max() <= 1e-4 * whole.abs().cpu())
+
+    def _is_mean_of(self, sizes: Sequence[int], whole: Tensor) -> bool | None:
+        loss_1, loss_2, loss_3 = map(float, self.losses(sizes))
+        loss_12 = float(self.losses([sizes[0] + sizes[1], sizes[2]])[0])
+        loss_23 = float(self.losses([sizes[0], sizes[1] + sizes[2]])[1])
+        differences = loss_1 - loss_12, loss_23 - loss_3, loss_1 - loss_2, loss_2 - loss_3
+        if not all(abs(difference) > 1e-6 * abs(float(whole)) for difference in differences):  # also if one of them is nan
+            return None
+        weight_1, weight_3 = (loss_12 - loss_2) / differences[0], (loss_2 - loss_23) / differences[1]  # with weight_2 = 1
+        mean = (weight_1 * loss_1 + loss_2 + weight_3 * loss_3) / (weight_1 + 1 + weight_3)
+        return weight_1 >= 0 and weight_3 >= 0 and _close(torch.tensor(mean), whole)
+
+
+def _close(found: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(found.to(expected), expected, rtol=_ROUNDING, equal_nan=True)

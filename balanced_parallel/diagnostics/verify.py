@@ -1,0 +1,272 @@
+"""``verify``: comparison of the split program with the plain program, on the user's own model and batch.
+
+``VerificationReport``: the errors of the split program, as a table.
+"""
+
+import copy
+import functools
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..batch import containers
+from ..batch.containers import Dims
+from ..batch.rows import count_rows, move_leaves
+from ..loss.criterion import DataParallelCriterion
+from ..loss.rules import is_known, refuse_coupled
+from ..loss.sums import Criterion, call_spread
+from ..replicas.model import DataParallelModel
+from ..replicas.module_tree import check_is_module
+from ..runtime.devices import DeviceLike, keep_random_state, without_tf32
+from ..runtime.values import Precision, check_number
+from ..training.step import TrainStep
+from .reasons import buffer_errors, find_reasons, number_changes, state_of_criterion, state_of_model, unregistered_tensors
+from .recording import Program, copy_of, first_difference, relative_error, scalar_of, weight_in_parts
+
+__all__: list[str] = []
+
+
+_MAX_GRADIENTS = 10  # gradients in the table
+
+
+@dataclass(frozen=True)
+class VerificationReport:
+    """Relative errors of the split program. ``print(report)`` prints a table.
+
+    The error of a gradient is its largest absolute difference over the largest entry of the plain gradient. The divisor is at
+    least a thousandth of the largest entry of all gradients, so rounding errors in a gradient near zero do not count.
+
+    Attributes:
+        devices: one device per replica.
+        micro_batches: number of micro-batches.
+        tolerance: largest relative error that counts as equal.
+        plain_loss: loss of the plain program.
+        split_loss: loss of the split program.
+        loss_error: relative error of the loss.
+        gradient_errors: relative error of each gradient, by the name of the parameter.
+        first_difference: first module whose output differs, with its error; None if there is none.
+        reasons: known reasons for a difference that apply.
+        step: number of the step that the errors belong to: the first of two that differs, else the second.
+        state_errors: relative error of each buffer that differs after the steps, except those of batch norms.
+        warnings: attributes that differ after the steps although the results are equal, and tensors that are not compared.
+    """
+
+    devices: tuple[str, ...]
+    micro_batches: int
+    tolerance: float
+    plain_loss: float
+    split_loss: float
+    loss_error: float
+    gradient_errors: dict[str, float]
+    first_difference: str | None
+    reasons: tuple[str, ...]
+    step: int = 1
+    state_errors: dict[str, float] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        """True if the errors of the loss and of all gradients are within the tolerance, and no buffer differs."""
+        return not self.state_errors and max([self.loss_error, *self.gradient_errors.values()]) <= self.tolerance
+
+    def __str__(self) -> str:
+        rows = [("loss", self.loss_error), *sorted(self.gradient_errors.items(), key=lambda item: -item[1])]
+        shown, more = rows[: _MAX_GRADIENTS + 1], len(rows) - _MAX_GRADIENTS - 1
+        state = [(f"buffer {name}", error) for name, error in self.state_errors.items()]
+        width = max(len(name) for name, _ in (*shown, *state))
+        lines = [
+            f"{'equal' if self.equal else 'DIFFERENT'} within {self.tolerance:.0e}: {_counted(len(self.devices), 'replica')} "
+            f"({', '.join(self.devices)}), {_counted(self.micro_batches, 'micro-batch')}",
+            f"loss in step {self.step} on the same batch: {self.plain_loss:.8g} (plain), {self.split_loss:.8g} (split)",
+            f"{'':{width}}  relative error",
+            *(f"{name:{width}}  {error:.1e}{'' if error <= self.tolerance else '  <-'}" for name, error in shown),
+            *([f"... and {more} more"] if more > 0 else []),
+            *(f"{name:{width}}  {error:.1e}  <-" for name, error in state),
+        ]
+        if self.first_difference is not None:
+            lines.append(f"first output that differs: {self.first_difference}")
+        lines += [f"known reason: {reason}" for reason in self.reasons]
+        if not self.equal and not self.reasons:
+            lines.append("no known reason: `python -m balanced_parallel doctor`, and docs/exactness.md")
+        lines += [f"warning: {warning}" for warning in self.warnings]
+        return "\n".join(lines)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
+
+
+_TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
+_FLOAT32_ROUNDING = 1e-5
+
+
+def verify(
+    model: nn.Module,
+    criterion: Criterion,
+    inputs: Any,
+    targets: Any = (),
+    *,
+    device_ids: Sequence[DeviceLike] | None = None,
+    micro_batch_size: int | None = None,
+    weight: Callable[..., Any] | str | None = None,
+    dim: int | None = None,
+    in_dims: Dims = None,
+    tolerance: float | None = None,
+) -> VerificationReport:
+    """Runs the plain and the split program on the same batch, and compares losses and gradients.
+
+    Each program runs two steps, without updates of parameters. The second step shows state of the model or the criterion that the
+    first step has written. Both programs run on copies, so the caller's model and criterion do not change. The programs start
+    with different random states, so a model that draws random numbers in forward is not equal by chance. Use float64
+    (``model.double()``) for the clearest result. TF32 is off while the programs run, because it rounds to 10 bits, which is more
+    than the tolerance of float32.
+
+    Args:
+        model: a module, or a :class:`DataParallelModel`, whose devices and dimensions are then used.
+        criterion: a module, a function, or a :class:`DataParallelCriterion`. Several terms are added up.
+        inputs, targets: a batch, as for :class:`TrainStep`. Targets are ``()`` for a model that computes its own loss.
+        device_ids: devices, as in :class:`DataParallelModel`.
+        micro_batch_size: number of rows per device in one forward. ``None`` means the whole batch in one forward.
+        weight: as in :class:`DataParallelCriterion`.
+        dim: dimension of the rows in inputs, outputs and targets. ``None`` means that of the given wrappers, else 0.
+        in_dims: as in :class:`DataParallelModel`.
+        tolerance: relative tolerance. ``None`` means 1e-10 for float64, 1e-4 for float32, 2e-2 for float16 and 5e-2 for bfloat16.
+
+    Returns:
+        A :class:`VerificationReport` with the errors of loss and gradients, and of buffers that end with other values. If they
+        exceed the tolerance, it has the first module whose output differs, and the known reasons that apply. To find them, the
+        model and the criterion run again: with other random numbers, and on half of the batch.
+
+    Example:
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)).double()
+        >>> inputs, targets = torch.randn(7, 4, dtype=torch.float64), torch.randint(3, (7,))
+        >>> report = verify(net, torch.nn.CrossEntropyLoss(), inputs, targets, device_ids=["cpu"] * 3)
+        >>> report.equal, report.devices
+        (True, ('cpu', 'cpu', 'cpu'))
+        >>> sorted(report.gradient_errors)
+        ['0.bias', '0.weight', '2.bias', '2.weight']
+    """
+    check_is_module(model, "model")
+    if tolerance is not None:
+        check_number("tolerance", tolerance, "a number that is not negative, or None", at_least=0)
+    module = model.module if isinstance(model, DataParallelModel) else model
+    inner: Criterion = criterion.module if isinstance(criterion, DataParallelCriterion) else criterion
+    dtype = next((parameter.dtype for parameter in module.parameters()), torch.float32)
+    limit = _TOLERANCES.get(dtype, 1e-4) if tolerance is None else tolerance
+    with keep_random_state(), without_tf32(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="the divisor of the mean of .* is unknown")
+        plain, split = Program(module, inner), Program(module, inner)
+        wrapped = _wrap_model(split.module, model, device_ids, dim, in_dims)
+        if dim is None and not isinstance(criterion, DataParallelCriterion):
+            dim = wrapped.dim
+        losses = _wrap_criterion(split.criterion, criterion, weight, dim)
+        step = TrainStep(wrapped, losses, _NoUpdate(split.parameters().values()), micro_batch_size=micro_batch_size)
+        number, equal = 0, True
+        while equal and number < 2:
+            number += 1
+            loss, split_loss = _run_plain(plain, inputs, targets, wrapped.devices[0]), _run_split(split, step, inputs, targets)
+            errors = {"": relative_error(split_loss, loss)} | _gradient_errors(plain.gradients(), split.gradients())
+            equal = max(errors.values()) <= limit
+        state, count = buffer_errors(plain, split, limit), len(wrapped.devices)
+        hidden = number_changes(plain, split, count), weight_in_parts(plain.output, losses, targets, wrapped.out_dims)
+        reasons = () if equal or state else _rounding(dtype, max(errors.values()))
+        if (equal and state) or reasons:
+            reasons += (*state_of_criterion(inner, plain.criterion, count), *state_of_model(module, plain.module, count))
+        elif not equal:
+            fresh = _wrap_criterion(copy_of(inner), criterion, weight, dim)
+            wrap = functools.partial(_wrap_model, like=model, device_ids=[wrapped.devices[0]] * 2, dim=dim, in_dims=in_dims)
+            reasons = find_reasons(plain, (module, inner), (inputs, targets), wrapped, fresh, wrap, split.rounds, limit)
+    difference = None if equal else first_difference(plain, split, wrapped.dim, limit)
+    return VerificationReport(
+        devices=tuple(map(str, wrapped.devices)),
+        micro_batches=split.rounds,
+        tolerance=limit,
+        plain_loss=float(loss),
+        split_loss=float(split_loss),
+        loss_error=errors.pop(""),
+        gradient_errors=errors,
+        first_difference=None if difference is None else str(difference),
+        reasons=reasons,
+        step=number,
+        state_errors=state,
+        warnings=(*unregistered_tensors(module), *(itertools.chain(*hidden) if equal else ())),
+    )
+
+
+def _rounding(dtype: torch.dtype, error: float) -> tuple[str, ...]:
+    """Returns a reason if the largest error is of the size of rounding errors."""
+    if dtype == torch.float64 and error < _FLOAT32_ROUNDING:
+        return ("rounding: the errors are of the size of float32; a part of the model or of the loss may cast to float32",)
+    rounding = _FLOAT32_ROUNDING if dtype == torch.float32 else _TOLERANCES.get(dtype, 0.0)
+    if error > rounding or dtype == torch.float64:
+        return ()
+    name = str(dtype).removeprefix("torch.")
+    return (f"rounding: the errors are within the rounding of {name}: compare in float64 (model.double()), or give tolerance=",)
+
+
+class _NoUpdate(torch.optim.Optimizer):
+    """An optimizer without updates. SGD with a learning rate of 0 would write nan for gradients that are nan."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
+
+
+def _wrap_model(
+    module: nn.Module, like: nn.Module, device_ids: Sequence[DeviceLike] | None, dim: int | None, in_dims: Dims
+) -> DataParallelModel:
+    """Wraps ``module`` with the settings of ``like``, if that is wrapped. Settings of the caller take precedence."""
+    split = None
+    settings: dict[str, Any] = {}
+    if isinstance(like, DataParallelModel):
+        split = like.split if device_ids is None else None
+        device_ids, dim = device_ids or like.devices, like.dim if dim is None else dim
+        settings = {"in_dims": like.in_dims, "out_dims": like.out_dims}
+    settings |= {} if in_dims is None else {"in_dims": in_dims}
+    return DataParallelModel(module, device_ids, dim=dim or 0, split=split, **settings)
+
+
+def _wrap_criterion(
+    module: Criterion, like: Criterion, weight: Callable[..., Any] | str | None, dim: int | None
+) -> DataParallelCriterion:
+    """Wraps ``module`` with the settings of ``like``, if that is wrapped, except devices and precision."""
+    if isinstance(like, DataParallelCriterion):
+        wrapped = copy.deepcopy(like)
+        wrapped.module, wrapped.devices, wrapped.output_device, wrapped.precision = module, None, None, Precision("fp32")
+        wrapped.dim = wrapped.dim if dim is None else dim
+        wrapped.weight = weight or wrapped.weight
+    else:
+        wrapped = DataParallelCriterion(module, dim=dim, weight=weight)
+    try:
+        if wrapped.weight is None and not wrapped.is_coupled and not is_known(module):
+            refuse_coupled(module)
+    except TypeError:  # a loss whose rows depend on each other: the report shows its error
+        wrapped.weight = lambda output, *targets: count_rows(targets, wrapped.dim or 0) or 1
+    return wrapped
+
+
+def _run_plain(program: Program, inputs: Any, targets: Any, device: torch.device) -> Tensor:
+    following = move_leaves(containers.spread(targets), device)
+    program.forward(inputs, device, seed=0)
+    criterion = program.criterion.to(device) if isinstance(program.criterion, nn.Module) else program.criterion
+    loss = scalar_of(call_spread(criterion, program.output, following, {}))
+    loss.backward()
+    return loss.detach()
+
+
+def _run_split(program: Program, step: TrainStep, inputs: Any, targets: Any) -> Tensor:
+    program.begin()
+    torch.manual_seed(1)
+    return step(inputs, targets)
+
+
+def _gradient_errors(expected: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, float]:
+    largest = max((float(gradient.abs().max()) for gradient in expected.values() if gradient.numel()), default=0.0)
+    return {name: relative_error(found[name], gradient, largest / 1000) for name, gradient in expected.items()}

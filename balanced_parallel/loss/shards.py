@@ -1,0 +1,397 @@
+"""Runs a criterion on the shards of a batch, each on the device of its output.
+
+Copies of a criterion on the devices of the outputs.
+
+Numbers of rows in the outputs that a criterion is called with, including lists that a user made of outputs.
+
+Settings for the divisor of a criterion's mean: validation, calls of weight functions, and the warning if none is given.
+
+Divisors of several means by a ``weight=`` that depends on the targets alone. They are known before the first micro-batch.
+"""
+
+import contextlib
+import functools
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ..batch import containers
+from ..batch import outputs as provenance
+from ..batch.containers import Dims, check_dim, check_dims, is_first
+from ..batch.outputs import PerReplica
+from ..batch.plan import proportional_sizes, split_sizes
+from ..batch.rows import Arguments, count_rows, cut, mark, move_leaves, take_rows, without_mark
+from ..replicas.replicas import Replicas
+from ..runtime.devices import DeviceLike, pin, resolve_device, resolve_devices
+from ..runtime.torch_private import buffers_of, children_of, parameters_of
+from ..runtime.values import Precision
+from .rules import find_torch_loss, reduction_of
+from .sums import Criterion, MeanAndWeight, Shard, Shards, call_spread, check_minimum, flat_weights, read_weights
+
+__all__: list[str] = []
+
+
+class ShardRunner(nn.Module):
+    """A criterion with copies on the devices of the outputs, and the rows of its targets.
+
+    The base of :class:`DataParallelCriterion`, and the part of it that losses whose rows depend on each other need.
+
+    Args:
+        criterion, device_ids, output_device, dim, precision, in_dims, whole: as for :class:`DataParallelCriterion`.
+    """
+
+    def __init__(
+        self,
+        criterion: Criterion,
+        device_ids: Sequence[DeviceLike] | None,
+        output_device: DeviceLike | None,
+        dim: int | None,
+        *,
+        precision: str | Precision | None,
+        in_dims: Dims,
+        whole: bool,
+    ) -> None:
+        super().__init__()
+        check_dim(dim)
+        check_dims(in_dims, "in_dims")
+        self.module = criterion
+        self.whole = whole
+        self.is_checked = False  # parts of a coupled loss are checked in the first batch
+        self.devices = None if device_ids is None else resolve_devices(device_ids)
+        self.output_device = None if output_device is None else resolve_device(output_device)
+        self.dim = dim
+        self.in_dims = in_dims
+        self.precision = Precision("fp32" if precision is None else precision)
+        self.replicas = Replicas()
+
+    @property
+    def _output_dim(self) -> Dims:
+        """The dimension of the rows in outputs that are not a ``PerReplica``."""
+        if isinstance(self.in_dims, Mapping):
+            of_outputs: Dims = self.in_dims.get(0, self.dim)
+            return of_outputs
+        if isinstance(self.in_dims, Sequence):
+            return self.in_dims[0] if self.in_dims else self.dim
+        return self.dim if self.in_dims is None else self.in_dims
+
+    def mark(
+        self, targets: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims, leading: int | None = None
+    ) -> tuple[Arguments, int]:
+        """Marks the arguments after the outputs with ``in_dims``. Also returns the dimension of the rows in unmarked arguments.
+
+        Args:
+            targets, kwargs: all rows of the batch.
+            dims: dimension of the rows of the outputs.
+            leading: number of the criterion's arguments that an output fills. ``None`` is the number of its required arguments
+                less the number of targets.
+
+        Raises:
+            ValueError: the rows of the outputs are not in dimension 0, and the dimension of those of the targets is not given.
+        """
+        if self.in_dims is None and self.dim is None and not is_first(dims) and _has_rows((targets, kwargs)):
+            raise ValueError(
+                f"the rows of the outputs are in dimension {dims!r}; say where those of the targets are: "
+                "DataParallelCriterion(..., dim=) or in_dims="
+            )
+        function = self.module.forward if isinstance(self.module, nn.Module) else self.module
+        leading = leading or count_leading(function, len(targets))
+        return mark(Arguments(targets, kwargs), self.in_dims, function, first=1, unnamed=leading - 1), self.dim or 0
+
+    def run_shards(
+        self, term: Callable[[Shard], Any], outputs: Sequence[Any], targets: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[Any]:
+        """Returns ``term(shard)`` for each replica, computed on the device of its output."""
+        shards = self.shards(outputs, targets, kwargs)
+        devices = shards.devices
+
+        def run(criterion: Criterion, size: int, output: Any, arguments: Arguments, weights: Any, device: torch.device) -> Any:
+            targets, kwargs = move_leaves(arguments.inputs, device), move_leaves(arguments.kwargs, device)
+            return term(Shard(criterion, size, output, targets, kwargs, weights))
+
+        with self.precision.autocast(devices), copy_criterion(self.module, self.replicas, devices) as criteria:
+            each = list(zip(shards.sizes, shards.outputs, shards.batches, strict=True))
+            weights = self._weights_in_place(term, each, devices)
+            replicas = zip(criteria, shards.sizes, shards.outputs, shards.batches, weights, devices, strict=True)
+            work = [functools.partial(run, *replica) for replica in replicas]
+            return self.replicas.workers(work, devices, together=False)
+
+    def shards(self, outputs: Sequence[Any], targets: tuple[Any, ...], kwargs: dict[str, Any]) -> Shards:
+        """Returns the arguments of each replica."""
+        entries = as_per_replica(outputs, self._output_dim)
+        devices = devices_of(entries, self.devices)
+        batch, dim = self.mark(targets, kwargs, entries.dim, len(containers.spread(entries[0])))
+        expected = None if None in entries.sizes else sum(size or 0 for size in entries.sizes)
+        rows = count_rows(batch, dim, expected, "targets")
+        sizes = sizes_like(entries, rows)
+        if entries.order is not None and rows is not None:
+            batch = in_order(batch, entries.order, rows, dim)
+        batches = [batch] * len(entries) if rows is None else cut(batch, sizes, dim)
+        return Shards(entries, sizes, batches, devices, dim)
+
+    def _weights_in_place(
+        self, term: Callable[[Shard], Any], shards: list[tuple[int, Any, Arguments]], devices: Sequence[torch.device]
+    ) -> list[Any]:
+        """Returns the weights of all shards, from targets that are not moved, or None for those that the replicas compute.
+
+        Targets on the host are counted there, and the host waits once for targets on a device.
+        """
+        if isinstance(term, MeanAndWeight) and any(device.type != "cpu" for device in devices):
+            unmoved = [(size, output, *move_leaves(tuple(batch), None)) for size, output, batch in shards]
+            try:
+                return term.read([Shard(self.module, *shard) for shard in unmoved])
+            except Exception:  # noqa: BLE001 - it needs outputs and targets on one device; or it fails there too, for the user to see
+                pass
+        return [None] * len(shards)
+
+
+def _has_rows(node: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) and leaf.dim() > 0 for _, leaf in containers.leaves(node))
+
+
+def devices_of(outputs: PerReplica, allowed: Sequence[torch.device] | None) -> list[torch.device]:
+    """Returns the device of each output.
+
+    Args:
+        outputs: one output per replica. An output without tensors gets the device of its number in ``allowed``, or the CPU.
+        allowed: devices that outputs may be on; ``None`` allows all.
+
+    Raises:
+        ValueError: an output is on another device.
+    """
+    tensors = [containers.first_tensor(output) for output in outputs]
+    fallback = allowed or [torch.device("cpu")]
+    devices = [fallback[i % len(fallback)] if tensor is None else tensor.device for i, tensor in enumerate(tensors)]
+    wrong = [str(device) for device in devices if allowed is not None and device not in allowed]
+    if wrong:
+        raise ValueError(f"an output is on {wrong[0]}, expected one of device_ids={[str(device) for device in allowed or ()]}")
+    return devices
+
+
+def copy_criterion(
+    criterion: Criterion, replicas: Replicas, devices: Sequence[torch.device]
+) -> contextlib.AbstractContextManager[Sequence[Criterion]]:
+    """Yields a copy of the criterion for each device. A module on another device is moved to that of the first output."""
+    if isinstance(criterion, nn.Module):
+        if len(devices) == 1 and _has_no_state(criterion):
+            return contextlib.nullcontext([criterion])
+        if any(tensor.device != devices[0] for tensor in (*criterion.parameters(), *criterion.buffers())):
+            criterion.to(devices[0])  # only if needed: Module.to() reads grad, which would reduce deferred gradients
+        return replicas.of(criterion, devices, devices[0])
+    if isinstance(criterion, functools.partial):
+        given = criterion.args, criterion.keywords
+        if any(device.type != "cpu" for device in devices):
+            given = containers.map_leaves(lambda leaf: pin(leaf) if isinstance(leaf, torch.Tensor) else leaf, given)
+        moved = [move_leaves(given, device) for device in devices]
+        copies = [functools.partial(criterion.func, *arguments, **settings) for arguments, settings in moved]
+        return contextlib.nullcontext(copies)
+    return contextlib.nullcontext([criterion] * len(devices))
+
+
+def _has_no_state(module: nn.Module) -> bool:
+    tensors = (*parameters_of(module).values(), *buffers_of(module).values())
+    return not children_of(module) and all(tensor is None for tensor in tensors)
+
+
+def as_per_replica(outputs: Any, dim: Dims = None) -> PerReplica:
+    """Converts the outputs in a call of a criterion to a ``PerReplica``.
+
+    Args:
+        outputs: a ``PerReplica``, a list or tuple with one entry per replica, or a tuple of several ``PerReplica``, one per
+            leading argument of the criterion.
+        dim: dimension of the rows in a list. ``None`` means that of the outputs in the list, else 0.
+
+    Raises:
+        TypeError: if ``outputs`` has another type, such as a tensor.
+        ValueError: if a list does not have one output per replica, or the dimension of its rows is unknown.
+    """
+    if isinstance(outputs, PerReplica) and outputs:
+        return outputs
+    if not isinstance(outputs, (list, tuple)) or containers.is_named_tuple(outputs) or not outputs:
+        raise TypeError(
+            f"the criterion was given {containers.describe(outputs)}, expected the list that DataParallelModel returns, with "
+            "one output per replica; for the output of one replica write criterion([output], ...)"
+        )
+    if all(isinstance(part, PerReplica) for part in outputs):
+        return _zipped(outputs)
+    sizes = provenance.sizes_of(outputs)
+    dims = provenance.dims_of(outputs) if dim is None else dim
+    return PerReplica(outputs, [_rows(output, dims) for output in outputs] if sizes is None else sizes, dims)
+
+
+def _zipped(parts: Sequence[PerReplica]) -> PerReplica:
+    sizes = {part.sizes for part in parts}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"the criterion was given outputs with {' and '.join(str(list(each)) for each in sizes)} rows per replica, expected "
+            "the same numbers of rows in each"
+        )
+    return PerReplica(zip(*parts, strict=True), parts[0].sizes, tuple(part.dim for part in parts))
+
+
+def _rows(output: Any, dims: Dims) -> int | None:
+    tensor = containers.first_tensor(output)
+    if tensor is None or not isinstance(dims, int) or not -tensor.dim() <= dims < tensor.dim():
+        return None
+    return tensor.size(dims)
+
+
+def in_order(targets: Arguments, order: Sequence[int], rows: int, dim: int) -> Arguments:
+    """Returns targets in the order of outputs whose rows were cut by cost.
+
+    Args:
+        targets: in the order of the batch.
+        order: position in the batch of each row of the outputs.
+        rows: number of rows of the targets.
+        dim: dimension of their rows.
+
+    Raises:
+        ValueError: there is not one row of the targets for each row of the outputs.
+    """
+    if rows != len(order):
+        raise ValueError(
+            f"the targets have {rows} rows, and the outputs {len(order)}, in the order of their cost, expected the same number: "
+            "call criterion([outputs.gather()], targets)"
+        )
+    return cast(Arguments, take_rows(targets, order, dim))
+
+
+def sizes_like(outputs: PerReplica, rows: int | None) -> list[int]:
+    """Returns the number of rows of the targets for each output, in proportion to the rows of the outputs.
+
+    Args:
+        outputs: one output per replica.
+        rows: number of rows of the targets; ``None`` if they have no rows.
+
+    Raises:
+        ValueError: if a number would not be an integer.
+    """
+    known = [size for size in outputs.sizes if size is not None]
+    if len(known) < len(outputs):
+        return [1] * len(outputs) if rows is None else split_sizes(rows, len(outputs))
+    return known if rows is None else proportional_sizes(rows, known)
+
+
+SEVERAL = "; several losses are one module that returns a mapping of them, with a weight= that returns a divisor for each"
+
+
+def check_settings(criterion: Any, weight: Any, reduction: str | None, minimum: float) -> None:
+    """Validates the settings of a criterion.
+
+    Raises:
+        TypeError: if the criterion cannot be called.
+        ValueError: if a setting is invalid, or contradicts the reduction of a loss of torch.
+    """
+    if isinstance(criterion, type) or not callable(criterion):
+        more = SEVERAL if isinstance(criterion, (list, tuple, dict)) else ""
+        raise TypeError(f"the criterion is {_described(criterion)}, expected a module or a function{more}")
+    if weight is not None and weight != "rows" and not callable(weight):
+        raise ValueError(f"weight={weight!r}, expected a function (output, *targets) -> scalar, or 'rows'")
+    check_minimum(minimum)
+    if reduction not in (None, "sum", "mean", "none"):
+        raise ValueError(f"reduction={reduction!r}, expected 'sum', 'mean' or 'none'")
+    if reduction is not None and find_torch_loss(criterion) is not None and reduction_of(criterion) != reduction:
+        raise ValueError(
+            f"reduction={reduction!r} was given for a loss of torch with reduction={reduction_of(criterion)!r}: set it in the "
+            "constructor of the loss"
+        )
+
+
+def keywords_of(weight: Any) -> set[str] | None:
+    """Returns the names of the keyword arguments that a weight function accepts, or None if it accepts any."""
+    if not callable(weight):
+        return None
+    try:
+        parameters = inspect.signature(weight).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return None
+    return {parameter.name for parameter in parameters}
+
+
+def call_weight(weight: Callable[..., Any], takes: set[str] | None, shard: Shard) -> Any:
+    """Calls a weight function with the arguments of the criterion, without the keyword arguments that it does not accept."""
+    kwargs = {name: value for name, value in shard.kwargs.items() if takes is None or name in takes}
+    return call_spread(weight, shard.output, shard.targets, kwargs)
+
+
+def count_leading(function: Callable[..., Any], targets: int) -> int:
+    """Returns the number of required arguments of ``function`` before its last ``targets`` ones. An output fills them."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return 1
+    positional = [parameter for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    required = [parameter for parameter in positional if parameter.default is parameter.empty]
+    return max(len(required) - targets, 1)
+
+
+def warn_unknown(criterion: Criterion, stacklevel: int) -> None:
+    """Warns that a criterion is weighted by rows, and names the settings for other criteria."""
+    setting = getattr(criterion, "reduction", "mean")
+    note = "" if setting == "mean" else f" (the attribute reduction={setting!r} has no effect on a forward of its own)"
+    warnings.warn(
+        f"the divisor of the mean of {_described(criterion)} is unknown: it is weighted by rows, which is exact only for a mean "
+        "over rows with equal weights. Give DataParallelCriterion weight=, a function (output, *targets) -> scalar, for another "
+        f"mean; reduction='sum' for a sum; weight='rows' for a mean over rows{note}",
+        stacklevel=stacklevel,
+    )
+
+
+def _described(criterion: Any) -> str:
+    return f"the class {criterion.__name__}" if isinstance(criterion, type) else containers.describe(criterion)
+
+
+class OutputUsedError(AttributeError, TypeError):
+    """A weight function has used an output that is not computed yet."""
+
+    def __init__(self) -> None:
+        super().__init__("it uses the output, which is not computed yet")
+
+
+class MissingOutput:
+    """Placeholder for an output that is not computed yet. Each use raises :class:`OutputUsedError`."""
+
+    def __getattribute__(self, name: str) -> Any:
+        raise OutputUsedError
+
+    def __getitem__(self, key: Any) -> Any:
+        raise OutputUsedError
+
+    @classmethod
+    def __torch_function__(cls, *_: Any) -> Any:
+        raise OutputUsedError
+
+
+class TargetDivisors:
+    """Calls a weight function without outputs, until it has shown one divisor, or one that depends on the outputs.
+
+    Attributes:
+        error: of the last call, as text; empty if it returned divisors.
+    """
+
+    def __init__(self) -> None:
+        self.error = ""
+        self._needless: set[int] = set()  # numbers of targets
+
+    def of(self, weight: Callable[..., Any], targets: tuple[Any, ...]) -> list[float] | None:
+        """Returns the divisors of a whole batch, or None if there is one, or if they depend on the outputs."""
+        count = len(targets)
+        if count in self._needless:
+            return None
+        self.error = ""
+        try:
+            weights = weight(*[MissingOutput()] * count_leading(weight, count), *map(without_mark, targets))
+        except (TypeError, ValueError, AttributeError) as error:  # wrong targets, or a use of the placeholder
+            self.error = f"{type(error).__name__}: {error}"
+            if isinstance(error, OutputUsedError):
+                self._needless.add(count)
+            return None
+        if isinstance(weights, (torch.Tensor, float, int)):
+            self._needless.add(count)
+            return None
+        return flat_weights(read_weights(weights))

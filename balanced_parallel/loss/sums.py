@@ -1,0 +1,470 @@
+"""Exact means over several replicas: sums and weights are added up, and divided once.
+
+The mean of the replicas' means is the mean of the batch only if every replica has the same weight. Uneven shards, ignored labels
+and class weights give different weights, and a replica without a counted label makes the mean of means nan.
+
+Divisors of means as numbers, for one mean or for a structure of several means.
+
+One replica's part of a loss: the sum of its terms, and their weight.
+
+There are three ways to compute it. A criterion that is a sum is called as it is. The mean of any criterion is multiplied by its
+weight. A loss of torch is called with ``reduction="sum"``.
+
+The divisor of the mean of :class:`savings.LinearCrossEntropy`.
+"""
+
+import dataclasses
+import functools
+import math
+import numbers
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..batch import containers
+from ..batch.containers import Leaf
+from ..batch.outputs import PerReplica
+from ..batch.rows import Arguments
+from ..runtime.collectives import sum_over_ranks, world_size
+from ..runtime.devices import DeviceLike, move, resolve_device
+from ..runtime.torch_private import is_differentiable
+from ..runtime.values import check_number, check_type
+from ..savings.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
+from .rules import add_loss, loss_weight
+
+__all__: list[str] = []
+
+
+Weight = Tensor | float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LossSum(Leaf):
+    """A sum of losses, and the weight to divide it by.
+
+    Args:
+        total: a scalar.
+        weight: number of elements or rows, or the sum of class weights. ``None`` if the criterion is a sum and is not divided.
+    """
+
+    total: Tensor
+    weight: Weight | None
+
+
+def weighted_mean(
+    losses: Sequence[Tensor],
+    weights: Sequence[Weight],
+    device: DeviceLike | None = None,
+    *,
+    minimum: float = 0.0,
+) -> Tensor:
+    """Returns the exact mean of means: the sum of ``weight x loss``, divided by the sum of the weights.
+
+    For a model that computes its own loss, this is ``weighted_mean([o.loss for o in outputs], weights)``. A loss with weight zero
+    is ignored, even if it is nan. So the host waits, once, for weights that are on devices. The result is nan if all weights are
+    zero. If a process group with several ranks is running, the mean is over all ranks, and each of them must call this function.
+    Gradients are then correct after they are averaged over ranks, as DistributedDataParallel does.
+
+    Args:
+        losses: one scalar per replica, each on its own device.
+        weights: the divisor of each loss: scalars, on any device.
+        device: device of the result; ``None`` is the device of the first loss.
+        minimum: lower bound of the divisor, for losses that divide by ``max(count, minimum)``, such as those of detectors. Each
+            loss is multiplied by ``max(weight, minimum)``, and the sum is divided by ``max(sum of weights, minimum)``.
+
+    Raises:
+        TypeError: losses or weights are not lists.
+        ValueError: there are no losses, or not one weight per loss; a loss is not a scalar; or a weight is negative, not finite
+            or not a scalar.
+
+    Example:
+        >>> weighted_mean([torch.tensor(1.0), torch.tensor(4.0)], [2, 1])
+        tensor(2.)
+    """
+    for name, value in (("losses", losses), ("weights", weights)):
+        is_scalar = isinstance(value, Tensor) and value.dim() == 0
+        check_type(name, value, () if is_scalar else (Sequence, Tensor), "a list with one entry per replica")
+    check_minimum(minimum)
+    if len(losses) != len(weights) or not len(losses):
+        raise ValueError(
+            f"weighted_mean was given {len(losses)} losses and {len(weights)} weights, expected one weight "
+            "per loss and at least one"
+        )
+    values = check_weights(weights)
+    pairs = zip(losses, values, strict=True)
+    sums = [LossSum(weighted_sum(loss, max(weight, minimum)), weight) for loss, weight in pairs]
+    return divide_once(sums, losses[0].device if device is None else resolve_device(device), minimum)
+
+
+def weighted_sum(mean: Tensor, weight: float) -> Tensor:
+    """Returns ``mean x weight`` in at least float32, or zero if the weight is zero, even if the mean is nan."""
+    if isinstance(mean, float | int):
+        mean = torch.tensor(float(mean))  # a loss that is a constant on this replica
+    mean = check_loss(mean)
+    return mean * weight if weight else zero_of(mean)
+
+
+def check_loss(loss: Any) -> Tensor:
+    """Returns a loss as a scalar in at least float32.
+
+    Raises:
+        TypeError: it is not a tensor, or is complex. Without this check, a complex loss would be trained on by its real part.
+        ValueError: it has several elements.
+    """
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"the criterion returned an object of type {type(loss).__name__}, expected a tensor with one element")
+    if loss.is_complex():
+        name = str(loss.dtype).removeprefix("torch.")
+        raise TypeError(f"the loss is complex ({name}), expected a real scalar: return its absolute value or its real part")
+    if loss.numel() != 1:
+        raise ValueError(
+            f"the loss has shape {tuple(loss.shape)}, expected a scalar: use reduction='mean' or 'sum', or give "
+            "DataParallelCriterion reduction='none' for the replicas' losses as they are"
+        )
+    return widen(loss.reshape(()) if loss.dim() else loss)
+
+
+def widen(tensor: Tensor) -> Tensor:
+    """Converts half precision to float32, because sums of losses and counts would soon overflow."""
+    return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
+
+
+def divide_once(sums: Sequence[LossSum], device: torch.device, minimum: float = 0.0) -> Tensor:
+    """Returns the sum of all totals over the sum of all weights, over all ranks. Sums without a weight are not divided.
+
+    The result is nan, with gradients of zero, if the weights sum to zero, as torch's own losses are for a batch without targets.
+
+    Args:
+        sums: one for each replica, all with a weight or all without one.
+        device: device of the result.
+        minimum: lower bound of the divisor.
+    """
+    total = add_up([one.total for one in sums], device)
+    weights = [one.weight for one in sums if one.weight is not None]
+    divisor = add_up(weights, device) if weights else torch.ones((), device=device)
+    if world_size() == 1:
+        return _divide(total, divisor.clamp(min=minimum) if minimum else divisor)
+    whole = sum_over_ranks(torch.stack([total.double(), divisor.double()]))
+    whole_divisor = whole[1].clamp(min=minimum) if weights else torch.ones_like(whole[1])
+    local = _divide(total * world_size(), whole_divisor.to(total.dtype))
+    return replace_value(local, _divide(whole[0], whole_divisor).to(total.dtype))
+
+
+def replace_value(local: Tensor, whole: Tensor) -> Tensor:
+    """Returns ``whole`` in the forward, and passes the gradient to ``local`` in the backward."""
+    value: Tensor = _Replaced.apply(local, whole)
+    return value
+
+
+def add_up(scalars: Sequence[Weight], device: torch.device) -> Tensor:
+    """Returns the sum of scalars that may be on different devices, in their order. Only scalars are moved."""
+    return functools.reduce(torch.add, [_as_scalar(scalar, device) for scalar in scalars])
+
+
+def _as_scalar(value: Weight, device: torch.device) -> Tensor:
+    if isinstance(value, Tensor) and value.is_cpu and device.type != "cpu" and not value.requires_grad:
+        value = value.item()  # a fill of a new tensor does not wait for the device, as a copy from the host would
+    if not isinstance(value, Tensor):
+        return torch.full((), value, dtype=torch.int64 if isinstance(value, int) else torch.float64, device=device)
+    value = widen(value)
+    value = value.reshape(()) if value.dim() else value
+    return value if value.device == device else value.to(device)
+
+
+def zero_of(*tensors: Tensor) -> Tensor:
+    """Returns a zero that is real and connected to ``tensors``. Its backward gives them no gradient.
+
+    A gradient of zero could become nan in a loss that is 0 / 0. Without a graph there would be no backward, which the reducers
+    of other ranks wait for.
+    """
+    zero: Tensor = _Zero.apply(*tensors)
+    return zero
+
+
+class _Zero(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.count = len(tensors)
+        return widen(tensors[0].new_zeros((), dtype=tensors[0].dtype.to_real()))  # a backward begins at a real number
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
+        count: int = ctx.count
+        return (None,) * count
+
+
+def _divide(total: Tensor, divisor: Tensor) -> Tensor:
+    counted = divisor != 0
+    return torch.where(counted, total / torch.where(counted, divisor, 1), torch.nan).to(total.dtype)
+
+
+class _Replaced(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, whole: Tensor) -> Tensor:
+        return whole.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return gradients[0], None
+
+
+def check_weight(weight: Any) -> float:
+    """Returns ``weight`` as a number. This waits for the device that it is on.
+
+    Raises:
+        TypeError: it is neither a number nor a tensor.
+        ValueError: it is negative, not finite, or has several elements.
+    """
+    if isinstance(weight, Tensor):
+        if weight.numel() != 1:
+            raise ValueError(f"a weight has shape {tuple(weight.shape)}, expected a scalar: the divisor of the mean")
+    elif isinstance(weight, bool) or not isinstance(weight, numbers.Real):
+        raise TypeError(f"a weight is an object of type {type(weight).__name__}, expected a number or a tensor with one element")
+    value = float(weight)
+    if not 0 <= value < math.inf:
+        raise ValueError(f"a weight is {value}, expected the divisor of the mean: finite, and not negative")
+    return value
+
+
+def check_minimum(minimum: Any) -> None:
+    """Raises ``TypeError`` or ``ValueError`` unless ``minimum`` is finite and not negative."""
+    check_number("minimum", minimum, "the smallest divisor of the mean: finite, and not negative", at_least=0)
+
+
+def check_weights(weights: Sequence[Any]) -> list[float]:
+    """Returns ``weights`` as numbers. The host waits once for all that are on devices. Raises as :func:`check_weight` does."""
+    numbers = list(weights)
+    places = [i for i, one in enumerate(numbers) if isinstance(one, Tensor) and one.numel() == 1 and not one.is_cpu]
+    if len(places) > 1 and len({numbers[i].dtype for i in places}) == 1:
+        scalars = [move(numbers[i].detach().reshape(()), numbers[places[0]].device) for i in places]
+        for i, number in zip(places, torch.stack(scalars).tolist(), strict=True):
+            numbers[i] = float(number)
+    return [check_weight(number) for number in numbers]
+
+
+def read_weights(weights: Any) -> Any:
+    """Returns a weight as a number, and weights in a sequence, mapping or dataclass as a list or dict of numbers."""
+    found: list[Any] = []
+    map_weights(found.append, weights)
+    numbers = iter(check_weights(found))
+    return map_weights(lambda _: next(numbers), weights)
+
+
+def map_weights(function: Callable[[Any], Any], weights: Any) -> Any:
+    """Applies ``function`` to each weight. Sequences become lists, and mappings and dataclasses dicts."""
+    if dataclasses.is_dataclass(weights) and not isinstance(weights, type):
+        weights = {field.name: getattr(weights, field.name) for field in dataclasses.fields(weights)}
+    if isinstance(weights, Mapping):
+        return {name: map_weights(function, weight) for name, weight in weights.items()}
+    if isinstance(weights, (list, tuple)):
+        return [map_weights(function, weight) for weight in weights]
+    return function(weights)
+
+
+def flat_weights(weights: Any) -> list[float]:
+    """Returns the numbers in the result of :func:`read_weights` as one list."""
+    found: list[float] = []
+    map_weights(found.append, weights)
+    return found
+
+
+Criterion = nn.Module | Callable[..., Tensor]
+
+
+class Shard(NamedTuple):
+    """Arguments of one replica: its copy of the criterion, its number of rows, its output, and its rows of the targets."""
+
+    criterion: Criterion
+    rows: int
+    output: Any
+    targets: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    weights: Any = None  # numbers that are known before the replica runs
+
+    def call(self, criterion: Criterion | None = None) -> Any:
+        """Calls the criterion, or another in its place, and returns the loss. See :func:`loss_of`."""
+        loss = loss_of(call_spread(criterion or self.criterion, self.output, self.targets, self.kwargs))
+        if loss is None:
+            raise TypeError("the criterion returned None, expected a loss: a scalar tensor, or a structure of them")
+        return loss
+
+    def weigh(self) -> Tensor:
+        """Returns the divisor of the criterion's mean, as :func:`loss_weight` computes it."""
+        return loss_weight(self.criterion, *containers.spread(self.output), *self.targets, **self.kwargs)
+
+    def nothing(self) -> Tensor:
+        """Returns a zero that is connected to the output and to the criterion's parameters."""
+        parameters = list(self.criterion.parameters()) if isinstance(self.criterion, nn.Module) else []
+        tensors = [leaf for _, leaf in containers.leaves(self.output) if isinstance(leaf, Tensor) and is_differentiable(leaf)]
+        return zero_of(*tensors, *parameters) if tensors or parameters else torch.zeros(())
+
+
+class Shards(NamedTuple):
+    """Arguments of all replicas.
+
+    Args:
+        outputs: one per replica.
+        sizes: rows of the targets of each.
+        batches: targets and keyword arguments of each, marked and not moved.
+        devices: one per replica.
+        dim: dimension of the rows in tensors that are not marked.
+    """
+
+    outputs: PerReplica
+    sizes: list[int]
+    batches: list[Arguments]
+    devices: list[torch.device]
+    dim: int
+
+
+def call_spread(function: Callable[..., Any], output: Any, targets: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Calls a function of output and targets. The entries of a tuple fill its leading arguments, which an error tells."""
+    leading = containers.spread(output)
+    try:
+        return function(*leading, *targets, **kwargs)
+    except TypeError as error:
+        if len(leading) == 1 or "positional argument" not in str(error):
+            raise
+        raise TypeError(
+            f"{error}: the output is a tuple, whose {len(leading)} entries fill the first {len(leading)} arguments; name each of "
+            "them, or take *arguments, or return a list from the model, which is one argument"
+        ) from error
+
+
+def loss_of(result: Any) -> Any:
+    """Returns the loss in the result of a criterion.
+
+    It is the attribute ``loss`` of a record, such as that of ``AdaptiveLogSoftmaxWithLoss``, otherwise the result itself.
+    """
+    return result if isinstance(result, Tensor) else getattr(result, "loss", result)
+
+
+def total_of(shard: Shard) -> Any:
+    """Returns the :class:`LossSum` of a criterion that is a sum, or a structure of them.
+
+    Without rows, the criterion is not called, because some losses raise an error then.
+    """
+    if not shard.rows:
+        return LossSum(shard.nothing(), None)
+    return containers.map_leaves(lambda leaf: leaf if leaf is None else LossSum(weighted_sum(leaf, 1), None), shard.call())
+
+
+@dataclasses.dataclass(frozen=True)
+class MeanAndWeight:
+    """A function that computes ``mean x weight`` of a shard, as :class:`LossSum`.
+
+    Args:
+        weigh: returns the weight of a shard, or a structure with one weight for each mean that the criterion returns.
+        minimum: lower bound of the criterion's divisor.
+    """
+
+    weigh: Callable[[Shard], Any]
+    minimum: float
+
+    def __call__(self, shard: Shard) -> Any:
+        """Returns the :class:`LossSum` of a shard, or a structure of them."""
+        weights = self.read([shard])[0] if shard.weights is None else shard.weights
+        if not shard.rows or weights == 0 == self.minimum:
+            # The criterion would return nan or raise an error.
+            return map_weights(lambda weight: LossSum(shard.nothing(), weight), weights)
+        return _weighted(shard.call(), weights, self.minimum, "the loss")
+
+    @torch.no_grad()
+    def read(self, shards: Sequence[Shard]) -> list[Any]:
+        """Returns the weights of several shards as numbers. The host waits once at most."""
+        weights: list[Any] = read_weights([self.weigh(shard) for shard in shards])
+        return weights
+
+
+def _weighted(means: Any, weights: Any, minimum: float, place: str) -> Any:
+    if isinstance(weights, float):
+        return containers.map_leaves(
+            lambda mean: None if mean is None else LossSum(weighted_sum(mean, max(weights, minimum)), weights), means
+        )
+    container = containers.open_container(means)
+    names = [] if container is None else [name.strip(".[]'\"") for name in container.places]
+    given = [*map(str, weights)] if isinstance(weights, dict) else [*map(str, range(len(weights)))]
+    if container is None or (names if isinstance(weights, dict) else [*map(str, range(len(names)))]) != given:
+        raise ValueError(
+            f"{place} is {containers.describe(means)}, and its weights have the entries {', '.join(given)}: expected one weight "
+            "for each mean, in the same order"
+        )
+    children = weights.values() if isinstance(weights, dict) else weights
+    pairs = zip(container.children, children, container.places, strict=True)
+    return container.rebuild([_weighted(mean, weight, minimum, place + where) for mean, weight, where in pairs])
+
+
+def sum_and_weight(shard: Shard) -> LossSum:
+    """Returns the :class:`LossSum` of a loss of torch: :func:`sum_of_terms` and its weight."""
+    weight = shard.weigh()
+    return LossSum(sum_of_terms(shard), weight)
+
+
+def merge(parts: Sequence[Any], together: Callable[[list[LossSum]], Any]) -> Any:
+    """Returns ``together(sums)`` for each loss that the criterion returns, in the same structure.
+
+    Args:
+        parts: one per replica: a :class:`LossSum`, or a structure of them.
+        together: combines the sums of all replicas.
+    """
+    form = next((part for part in parts if not isinstance(part, LossSum)), None)
+    if form is None:
+        return together(list(parts))
+    # A replica without rows has one sum for all losses.
+    filled = [_repeated(part, form) if isinstance(part, LossSum) else part for part in parts]
+    return containers.zip_leaves(lambda place, sums: None if None in sums else together(sums), filled, "the loss")
+
+
+def add_means(part: Any, reason: str = "") -> LossSum:
+    """Returns the sum of all losses of one replica.
+
+    Args:
+        part: their sums, with one weight.
+        reason: the error of ``weight=`` without outputs, if there was one.
+    """
+    sums = [leaf for _, leaf in containers.leaves(part) if leaf is not None]
+    if len({one.weight for one in sums}) > 1:
+        raise ValueError(
+            "the criterion returns means with divisors of their own, which have to be known before the first micro-batch: call "
+            "step(inputs, targets) with a weight= that depends on the targets alone; or, in place of TrainStep, call "
+            "criterion(outputs, targets), add up the losses, and call backward"
+            + (f". Without outputs, weight= raised {reason}" if reason else "")
+        )
+    return LossSum(functools.reduce(torch.add, [one.total for one in sums]), sums[0].weight)
+
+
+def _repeated(part: LossSum, form: Any) -> Any:
+    return containers.map_leaves(lambda _: part, form)
+
+
+def sum_of_terms(shard: Shard) -> Tensor:
+    """Returns the sum of the terms of a loss of torch. There is no division, so no nan without counted targets."""
+    if not shard.rows:  # multi_margin_loss of no rows returns uninitialised memory
+        return widen(shard.nothing())
+    if "reduction" in shard.kwargs:  # it would override the sum
+        shard = shard._replace(kwargs={name: value for name, value in shard.kwargs.items() if name != "reduction"})
+    halves = [leaf for leaf in containers.spread(shard.output) if isinstance(leaf, Tensor) and leaf.dtype == torch.float16]
+    if halves and not torch.is_autocast_enabled(halves[0].device.type):  # a sum in float16 overflows
+        weight = shard.weigh()
+        if weight.is_cpu:
+            return weighted_sum(shard.call(), check_weight(weight))
+        terms = shard.call(_reducing(shard.criterion, "none"))  # a mean would need the number of counted targets
+        return widen(terms).sum()
+    if halves:  # autocast computes losses in float32, but not on the CPU
+        output = tuple(widen(leaf) if isinstance(leaf, Tensor) else leaf for leaf in containers.spread(shard.output))
+        shard = shard._replace(output=output)
+    return check_loss(shard.call(_reducing(shard.criterion, "sum")))
+
+
+def _reducing(criterion: Criterion, reduction: str) -> Criterion:
+    """Returns the criterion with another reduction."""
+    if not isinstance(criterion, nn.Module):
+        return functools.partial(criterion, reduction=reduction)
+    changed = type(criterion).__new__(type(criterion))
+    object.__setattr__(changed, "__dict__", criterion.__dict__ | {"reduction": reduction})  # copy.copy takes ten times as long
+    return changed
+
+
+add_loss(LinearCrossEntropy, linear_cross_entropy)

@@ -1,0 +1,130 @@
+"""A replay of torch's caching allocator: the memory that it reserves for a sequence of allocations.
+
+The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` with its defaults. Sizes are rounded to 512 bytes. Free blocks are
+chosen by best fit, split, and merged with free neighbours. A segment belongs to the stream that needed it first, and only that
+stream reuses its blocks. Not compared with a GPU yet.
+
+    size of a block      segment
+    up to 1 MiB          2 MiB
+    up to 10 MiB         20 MiB
+    larger               its own, rounded to 2 MiB
+"""
+
+import bisect
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+__all__: list[str] = []
+
+
+MIB = 2**20
+_SMALL, _MEDIUM = MIB, 10 * MIB
+_SMALL_SEGMENT, _MEDIUM_SEGMENT, _ROUND = 2 * MIB, 20 * MIB, 2 * MIB
+Free = tuple[int, int, int]  # size, segment, offset
+Pool = tuple[bool, int]  # small blocks or others, and their stream
+
+
+class CachingAllocator:
+    """Segments, and the free blocks in them.
+
+    Args:
+        capacity: total bytes of all segments. Free segments are released before a new one exceeds it.
+    """
+
+    def __init__(self, capacity: int | None = None) -> None:
+        self.capacity = capacity
+        self.reserved = self.peak = 0
+        self._free: defaultdict[Pool, list[Free]] = defaultdict(list)
+        self._starts: dict[tuple[int, int], Free] = {}
+        self._ends: dict[tuple[int, int], Free] = {}
+        self._segments: list[tuple[int, Pool]] = []  # bytes, and the pool of its blocks
+        self._used: dict[int, Free] = {}
+
+    def allocate(self, key: int, size: int, stream: int = 0) -> bool:
+        """Takes ``size`` bytes under the name ``key`` for a stream. Returns False if they do not fit."""
+        if size == 0:
+            return True
+        size = -(-size // 512) * 512
+        small = size <= _SMALL
+        pool = small, stream
+        block = self._take(pool, size) or self._new_segment(pool, size)
+        if block is None:
+            return False
+        length, segment, offset = block
+        rest = length - size
+        if rest >= 512 if small else rest > _SMALL:
+            self._insert(pool, (rest, segment, offset + size))
+            length = size
+        self._used[key] = (length, segment, offset)
+        return True
+
+    def release(self, key: int) -> None:
+        """Frees the bytes that were allocated under the name ``key``."""
+        block = self._used.pop(key, None)
+        if block is None:
+            return
+        size, segment, offset = block
+        pool = self._segments[segment][1]
+        before, after = self._ends.get((segment, offset)), self._starts.get((segment, offset + size))
+        if before is not None:
+            self._remove(pool, before)
+            size, offset = size + before[0], before[2]
+        if after is not None:
+            self._remove(pool, after)
+            size += after[0]
+        self._insert(pool, (size, segment, offset))
+
+    def _insert(self, pool: Pool, block: Free) -> None:
+        size, segment, offset = block
+        bisect.insort(self._free[pool], block)
+        self._starts[segment, offset] = self._ends[segment, offset + size] = block
+
+    def _remove(self, pool: Pool, block: Free) -> None:
+        size, segment, offset = block
+        free = self._free[pool]
+        del free[bisect.bisect_left(free, block)], self._starts[segment, offset], self._ends[segment, offset + size]
+
+    def _take(self, pool: Pool, size: int) -> Free | None:
+        free = self._free[pool]
+        at = bisect.bisect_left(free, (size, -1, -1))
+        if at == len(free):
+            return None
+        block = free[at]
+        self._remove(pool, block)
+        return block
+
+    def _new_segment(self, pool: Pool, size: int) -> Free | None:
+        length = _SMALL_SEGMENT if pool[0] else _MEDIUM_SEGMENT if size < _MEDIUM else -(-size // _ROUND) * _ROUND
+        if self.capacity is not None and self.reserved + length > self.capacity:
+            self._release_free_segments()
+            if self.reserved + length > self.capacity:
+                return None
+        self._segments.append((length, pool))
+        self.reserved += length
+        self.peak = max(self.peak, self.reserved)
+        return length, len(self._segments) - 1, 0
+
+    def _release_free_segments(self) -> None:
+        for pool, free in self._free.items():
+            for block in [block for block in free if block[0] == self._segments[block[1]][0]]:
+                self._remove(pool, block)
+                self.reserved -= block[0]
+
+
+def replay(
+    events: Iterable[int], sizes: Sequence[int], capacity: int | None = None, streams: Sequence[int] | None = None
+) -> int | None:
+    """Returns the maximum of reserved bytes over a sequence of events; None if ``capacity`` does not suffice.
+
+    Args:
+        events: ``+n`` allocates block ``n``, counted from 1, and ``-n`` releases it.
+        sizes: bytes of each block.
+        streams: number of the stream of each block. By default all have one.
+    """
+    allocator = CachingAllocator(capacity)
+    for event in events:
+        if event < 0:
+            allocator.release(-event)
+        elif not allocator.allocate(event, sizes[event - 1], streams[event - 1] if streams else 0):
+            return None
+    return allocator.peak

@@ -1,0 +1,188 @@
+"""The peak for any number of rows from two traces: the bytes of every block are a line in the rows.
+
+The size of each block is affine in the rows, so the total after each event is affine too. The peak is the maximum of these
+lines. It is convex and piecewise linear, so one line through two peaks would be wrong.
+"""
+
+import dataclasses
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..batch.plan import split_sizes
+from .allocator import replay
+from .devices import DeviceKind
+from .operators.workspaces import LARGEST, SMALL, Call, may_need_scratch, scratch_of
+from .trace.allocations import Block
+from .trace.fakes import host_of
+from .trace.layouts import Request
+from .trace.tracer import Trace
+
+__all__: list[str] = []
+
+
+Numbers = NDArray[np.int64]
+MEASURED = 16  # calls per device, those at the highest levels of memory
+
+
+@dataclass(frozen=True, eq=False)
+class Lines:
+    """Two traces of the same events.
+
+    Args:
+        second: with more rows than ``first``. ``None`` allows only the rows of ``first``.
+        step: rows are rounded up to a multiple of it, so that all devices have as many.
+        split: the weight of each device, in place of equal shares.
+    """
+
+    first: Trace
+    second: Trace | None
+    kind: DeviceKind
+    devices: int
+    step: int
+    split: tuple[float, ...] | None = None
+
+    @classmethod
+    def exact(cls, trace: Trace, request: Request) -> "Lines":
+        """Returns the lines of one trace, for its own number of rows alone."""
+        return cls(trace, None, request.kind, request.devices, 1)
+
+    @property
+    def is_affine(self) -> bool:
+        """True if both traces ran the same events, so that other numbers of rows are known."""
+        one, two = self.first, self.second
+        return two is not None and one.events == two.events and one.operators == two.operators
+
+    def device_name(self, device: int) -> str:
+        """Returns the name of a traced device."""
+        return "cpu" if device == 0 else f"cpu:{device}"
+
+    def sizes(self, rows: int | None = None) -> Numbers:
+        """Returns the bytes of each block, without the allocator's rounding."""
+        first = np.array([block.size for block in self.first.blocks], dtype=np.int64)
+        if rows is None or self.second is None:
+            return first
+        second = np.array([block.size for block in self.second.blocks], dtype=np.int64)
+        beyond = {self.device_name(device): self._beyond(rows, device) for device in range(self.devices)}
+        everywhere = rows - self.first.rows, self.second.rows - self.first.rows  # for blocks on the host
+        places = np.array([beyond.get(block.device, everywhere) for block in self.first.blocks], dtype=np.int64)
+        return first + (second - first) * places[:, 0] // places[:, 1]
+
+    def _beyond(self, rows: int, device: int) -> tuple[int, int]:
+        """Returns the distance of a device's rows from those of the first trace, and the same for the second trace."""
+        assert self.second is not None
+        if self.split is None:
+            return -(-rows // self.step) * self.step - self.first.rows, self.second.rows - self.first.rows
+        mine, first, second = (split_sizes(count, self.split)[device] for count in (rows, self.first.rows, self.second.rows))
+        return mine - first, (second - first) or 1
+
+    def levels(self, device: int, rows: int | None = None) -> Numbers:
+        """Returns the bytes in use on a device after each event, with the allocator's rounding."""
+        rounded = -(-self.sizes(rows) // self.kind.rounds_to) * self.kind.rounds_to
+        mine = np.array([block.device == self.device_name(device) for block in self.first.blocks])
+        return np.cumsum(np.where(self._events > 0, 1, -1) * (rounded * mine)[np.abs(self._events) - 1])
+
+    def most_rows(self, device: int, limit: int) -> int | None:
+        """Returns the most rows with which tensors alone stay within ``limit``. None if memory does not grow with the rows."""
+        at, after = self.levels(device, self.first.rows)[self.start :], self.levels(device, 2 * self.first.rows)[self.start :]
+        slope = (after - at) / self.first.rows
+        limit -= self.kind.workspace + self.kind.context
+        grows = slope > 0
+        if (at[~grows] > limit).any():
+            return 0
+        free = limit - at[grows]
+        return self.first.rows + math.floor((free / slope[grows]).min()) if grows.any() else None
+
+    def summit(self, device: int, rows: int | None = None) -> tuple[int, int, int]:
+        """Returns the event of the second update at the peak, the bytes in use then, and the scratch memory among them."""
+        levels = self.levels(device, rows)
+        event = self.start + int(levels[self.start :].argmax())
+        best = event, int(levels[event]), 0
+        for call in self._highest_calls(device, rows, levels) if self.kind.scratch else ():
+            scratch = scratch_of(call)
+            level = int(levels[call.position - 1]) + scratch
+            best = max(best, (call.position - 1, level, scratch), key=lambda one: one[1])
+        return best
+
+    def _highest_calls(self, device: int, rows: int | None, levels: Numbers) -> list[Call]:
+        """Returns the calls with scratch memory at the highest levels of memory."""
+        name = self.device_name(device)
+        after = [i for i, call in enumerate(self.first.calls) if call.position > self.start and call.device == name]
+        after.sort(key=lambda i: -levels[self.first.calls[i].position - 1])
+        chosen: dict[Any, Call] = {}
+        for i in after:
+            call = self.first.calls[i]
+            if not may_need_scratch(call, functools.partial(self._shrunk, i)):
+                continue
+            if rows is not None and self.second is not None:
+                call = call.between(self.second.calls[i], *self._beyond(rows, device))
+            if call.bytes <= LARGEST:
+                chosen.setdefault((call.operator, call.args), call)
+            if len(chosen) == MEASURED:
+                break
+        return list(chosen.values())
+
+    def _shrunk(self, i: int) -> Call:
+        """Returns a call with few rows, if its size is known for other rows."""
+        call = self.first.calls[i]
+        if self.second is None or call.bytes <= SMALL:
+            return call
+        rows = max(1, self.first.rows * SMALL // call.bytes)
+        return call.between(self.second.calls[i], rows - self.first.rows, self.second.rows - self.first.rows)
+
+    def peak(self, device: int, rows: int | None = None) -> int:
+        """Returns the maximum of bytes in use in the second update, with the workspace of cuBLAS and the context."""
+        return self.summit(device, rows)[1] + self.kind.workspace + self.kind.context
+
+    def reserved(self, device: int, rows: int | None = None, capacity: int | None = None) -> int | None:
+        """Returns the bytes that the allocator reserves, and the context; None if ``capacity`` does not suffice."""
+        if not self.kind.segments:
+            peak = self.peak(device, rows)
+            return peak if capacity is None or peak <= capacity else None
+        name = self.device_name(device)
+        events = [event for event in self.first.events if self.first.blocks[abs(event) - 1].device == name]
+        sizes = self.sizes(rows).tolist()
+        events = [len(sizes) + 1, *events]
+        sizes.append(self.kind.workspace)
+        streams = [*(block.stream for block in self.first.blocks), 0]
+        found = replay(events, sizes, None if capacity is None else capacity - self.kind.context, streams)
+        return None if found is None else found + self.kind.context
+
+    def flops(self, rows: int | None = None) -> int:
+        """Returns the operations of the second update."""
+        if rows is None or self.second is None:
+            return self.first.flops
+        one, two = self.first, self.second
+        return one.flops + (two.flops - one.flops) * (rows - one.rows) // (two.rows - one.rows)
+
+    def bytes_on_host(self, rows: int | None = None) -> int:
+        """Returns the bytes per device that a micro-batch of the second update allocates on the host."""
+        host, sizes = str(host_of(self.devices)), self.sizes(rows)
+        made = [event - 1 for event in self.first.events[self.start :] if event > 0]
+        total = sum(int(sizes[number]) for number in made if self.first.blocks[number].device == host)
+        return total // (self.devices * self.first.micro_batches)
+
+    def blocks_at(self, device: int, event: int, rows: int | None = None) -> list[Block]:
+        """Returns the blocks in use after an event, with their sizes for ``rows`` rows."""
+        live: set[int] = set()
+        for number in self.first.events[: event + 1]:
+            if number > 0:
+                live.add(number)
+            else:
+                live.discard(-number)
+        mine, sizes = self.device_name(device), self.sizes(rows)
+        numbers = [number for number in sorted(live) if self.first.blocks[number - 1].device == mine]
+        return [dataclasses.replace(self.first.blocks[n - 1], size=int(sizes[n - 1])) for n in numbers]
+
+    @property
+    def start(self) -> int:
+        """The first event of the second update."""
+        return self.first.marks["second"]
+
+    @functools.cached_property
+    def _events(self) -> Numbers:
+        return np.array(self.first.events, dtype=np.int64)

@@ -1,0 +1,171 @@
+"""Recurrent layers: the workspace of oneDNN is measured on the CPU, the reserve of cuDNN is assumed on a GPU.
+
+cuDNN reports its sizes only to a program that runs on a GPU. pytorch#2895 prints them for 4 layers of 320 units and 25,000
+steps: 736,000,000 bytes for an LSTM and 864,000,000 for a GRU. These are 5 and 6 values per step, layer and unit, and one
+between layers. The workspace is 1.5 times the weights. Both are assumed for every GPU.
+
+Registration of kernels for the duration of a trace.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UnknownMemory
+from .workspaces import LARGEST, Call, Like, note_call, sizes_of
+
+__all__: list[str] = []
+
+
+KEPT = {"lstm": 5, "gru": 6, "rnn_tanh": 2, "rnn_relu": 2}  # sizes of plain layers are not published: the gate, twice
+SOURCE = (
+    "assumed: recurrent layers save as much as cuDNN printed in pytorch#2895, 5 (LSTM) or 6 (GRU) values per step, layer and unit"
+)
+
+
+def lstm_on_cpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+    """Returns the result of oneDNN's layer with its workspace, which the fake kernel leaves out."""
+    call = note_call(func, args, kwargs, None, 0)
+    assert call is not None
+    results = func(*args, **kwargs)
+    return True, (*results[:3], args[0].new_empty(_workspace_of(call), dtype=torch.uint8))
+
+
+def _workspace_of(call: Call) -> int:
+    """Returns the measured bytes of the workspace, from two smaller batches if the call itself would take long."""
+    if call.bytes <= LARGEST:
+        return sizes_of(call)[3]
+    rows: int = call.args[0].shape[1]
+    few = max(1, rows * LARGEST // call.bytes // 2)
+    one, two = (sizes_of(_with_rows(call, count))[3] for count in (few, 2 * few))
+    return two + -(-(two - one) * (rows - 2 * few) // few)
+
+
+def _with_rows(call: Call, rows: int) -> Call:
+    def cut(like: Like, dim: int) -> Like:
+        shape = (*like.shape[:dim], rows, *like.shape[dim + 1 :])
+        return Like(shape, tuple(torch.empty(shape, device="meta").stride()), like.dtype)
+
+    inputs, *weights, hx, cx = call.args[:7]
+    fewer = (cut(inputs, 1), *weights, cut(hx, 0), cut(cx, 0))
+    return dataclasses.replace(call, args=(*fewer, *call.args[7:]))
+
+
+@contextlib.contextmanager
+def cudnn_recurrence() -> Iterator[None]:
+    """Makes recurrent layers on fake CPU tensors one operator in this block, as with cuDNN."""
+    with _registered(_padded, KEPT):
+        yield
+
+
+@contextlib.contextmanager
+def refused_recurrence() -> Iterator[None]:
+    """Makes LSTM and GRU layers an error in this block. Simulated devices run other operators than the CPU."""
+    with _registered(_refuse, ("lstm", "gru")):
+        yield
+
+
+@contextlib.contextmanager
+def _registered(kernel: Any, names: Iterable[str]) -> Iterator[None]:
+    """Registers a kernel. A dispatch mode would not be active when checkpointing recomputes a forward in the backward."""
+    with aten_kernels() as library:
+        for name in names:
+            library.impl(f"{name}.input", functools.partial(kernel, name), "AutogradCPU")
+        yield
+
+
+def _refuse(name: str, *_: Any) -> Any:
+    raise UnknownMemory(
+        f"{name} runs other operators on simulated devices, which are not counted: estimate the module for device_kind='cpu', or "
+        "for a kind of GPU"
+    )
+
+
+def _padded(name: str, input: Tensor, hx: Any, weights: list[Tensor], *settings: Any) -> tuple[Tensor, ...]:
+    _, _, _, train, bidirectional, _ = settings
+    hidden = list(hx) if isinstance(hx, (list, tuple)) else [hx]
+    if torch.is_autocast_enabled("cpu"):
+        half = torch.get_autocast_dtype("cpu")
+        input, hidden, weights = input.to(half), [one.to(half) for one in hidden], [one.to(half) for one in weights]
+    with _workspace(weights):
+        out, hy, cy, _ = recurrence(input, hidden, list(weights), KEPT[name] if train else 0, 2 if bidirectional else 1)
+    return (out, hy, cy) if len(hidden) == 2 else (out, hy)
+
+
+@contextlib.contextmanager
+def _workspace(weights: list[Tensor]) -> Iterator[None]:
+    taken = weights[0].new_empty(3 * sum(weight.nbytes for weight in weights) // 2, dtype=torch.uint8)
+    yield
+    del taken
+
+
+@torch.library.custom_op("balanced_parallel::recurrence", mutates_args=())
+def recurrence(
+    input: Tensor, hidden: list[Tensor], weights: list[Tensor], kept: int, directions: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Recurrent layers of cuDNN: the output, the last states, and the reserve for the backward."""
+    raise NotImplementedError
+
+
+@recurrence.register_fake
+def _(
+    input: Tensor, hidden: list[Tensor], weights: list[Tensor], kept: int, directions: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *steps, _ = input.shape
+    layers = hidden[0].shape[0] // directions
+    units = torch.Size(steps).numel() * directions * hidden[-1].shape[-1]
+    reserve = input.new_empty(units * (kept * layers + layers - 1) if kept else 0)
+    out = input.new_empty((*steps, directions * hidden[0].shape[-1]))
+    return out, torch.empty_like(hidden[0]), torch.empty_like(hidden[-1]), reserve
+
+
+@torch.library.custom_op("balanced_parallel::recurrence_backward", mutates_args=())
+def recurrence_backward(
+    grad: Tensor, input: Tensor, hidden: list[Tensor], weights: list[Tensor], out: Tensor, reserve: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of recurrent layers: of the input, of the states, and of all weights in one tensor."""
+    raise NotImplementedError
+
+
+@recurrence_backward.register_fake
+def _(
+    grad: Tensor, input: Tensor, hidden: list[Tensor], weights: list[Tensor], out: Tensor, reserve: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    flat = weights[0].new_empty(sum(weight.numel() for weight in weights))
+    return torch.empty_like(input), torch.empty_like(hidden[0]), torch.empty_like(hidden[-1]), flat
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    input, hidden, weights, _, _ = inputs
+    ctx.states = len(hidden)
+    ctx.save_for_backward(input, *hidden, *weights, output[0], output[3])
+
+
+def _backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
+    input, *tensors, out, reserve = ctx.saved_tensors
+    hidden, weights = tensors[: ctx.states], tensors[ctx.states :]
+    with _workspace(weights):
+        # cuDNN takes contiguous tensors only
+        grad, contiguous = grad.contiguous(), input.contiguous()
+        d_input, d_hx, d_cx, flat = recurrence_backward(grad, contiguous, hidden, weights, out, reserve)
+    pieces = flat.split([weight.numel() for weight in weights])
+    d_weights = [piece.view(weight.shape) for piece, weight in zip(pieces, weights, strict=True)]
+    return d_input, [d_hx, d_cx][: ctx.states], d_weights, None, None
+
+
+recurrence.register_autograd(_backward, setup_context=_save)
+
+
+@contextlib.contextmanager
+def aten_kernels() -> Iterator[torch.library.Library]:
+    """Yields a library for kernels of ATen's operators. They are removed at the end of the block."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        yield library
+    finally:
+        library._destroy()

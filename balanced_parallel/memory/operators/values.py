@@ -1,0 +1,172 @@
+"""Results of operators that depend on values: the worst case, or an error with the operator's name.
+
+The CTC loss, whose tables depend on the lengths of the targets: those of the longest that fit.
+
+Losses whose scalar result keeps the memory of its elements, on every device: torch reduces them in place.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import HINT, UnknownMemory
+from .recurrent import aten_kernels, lstm_on_cpu
+
+__all__: list[str] = []
+
+
+_aten = torch.ops.aten
+
+
+def _ctc(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    scores, targets = args[:2]
+    steps, rows, _ = scores.shape
+    longest = targets.size(1) if targets.dim() == 2 else targets.numel()  # one row may have all of the concatenated targets
+    return True, (scores.new_empty(rows), scores.new_empty((rows, steps, 2 * longest + 1)))
+
+
+def _ctc_backward(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    return True, torch.empty_like(args[1], memory_format=torch.contiguous_format)
+
+
+CTC_BACKWARD = {_aten._ctc_loss_backward.default, _aten._ctc_loss_backward.Tensor}  # no operator has a public name
+CTC_RULES = {
+    _aten._ctc_loss.default: _ctc,  # as above
+    _aten._ctc_loss.Tensor: _ctc,  # as above
+    **dict.fromkeys(CTC_BACKWARD, _ctc_backward),
+}
+
+
+@contextlib.contextmanager
+def lengths_as_tensors() -> Iterator[None]:
+    """Makes tensors of lists of lengths in Python. In C++, torch writes them to the memory that fake tensors do not have."""
+    with aten_kernels() as library:
+        library.impl("ctc_loss.IntList", _ctc_of_lists, "AutogradCPU")
+        yield
+
+
+def _ctc_of_lists(scores: Tensor, targets: Tensor, steps: Sequence[int], lengths: Sequence[int], *settings: Any) -> Tensor:
+    loss: Tensor = _aten.ctc_loss.Tensor(scores, targets, torch.tensor(steps), torch.tensor(lengths), *settings)
+    return loss
+
+
+_SCALARS = {_aten._local_scalar_dense.default, _aten.is_nonzero.default}
+
+
+def answer(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], scalar: int | float | bool | None, user_line: Callable[[], str]
+) -> tuple[bool, Any]:
+    """Returns True and the result if there is a rule for this call, else False and None.
+
+    Selections (boolean masks, ``nonzero``, ``unique``) select every element: no batch needs more memory. A value that an
+    optimizer or this package reads is one. A value that the model reads is ``scalar``.
+
+    Args:
+        user_line: returns the line of the model that reads a value; empty for an optimizer or this package.
+
+    Raises:
+        UnknownMemory: the model reads a value without ``scalar``; or it packs sequences, whose lengths are values.
+    """
+    if func in _SCALARS:
+        line = user_line()
+        if line and scalar is None:
+            raise UnknownMemory(
+                f"{line} reads a value of a tensor ({func}), on which sizes may depend: state the largest that it can be with "
+                f"scalar=, or {HINT}"
+            )
+        value = True if func is _aten.is_nonzero.default or args[0].dtype == torch.bool else _one(args[0])
+        return True, type(value)(scalar) if line and scalar is not None else value
+    if func is _aten._pack_padded_sequence.default:  # no operator has a public name
+        raise UnknownMemory(
+            f"{func} packs sequences by their lengths, which are values: give memory.estimate the module with padded sequences, "
+            "of which packing never needs more"
+        )
+    rule = _RULES.get(func)
+    return (False, None) if rule is None else rule(func, args, kwargs)
+
+
+def selected(func: Any, args: tuple[Any, ...], *, measured: bool) -> int:
+    """Returns the bytes of an operator's scratch memory if every element is selected.
+
+    These are the indices of boolean masks, and the second table of the CTC loss unless it is ``measured``."""
+    if func in CTC_BACKWARD:
+        return 0 if measured else int(args[6].nbytes)
+    indices = [index for index in args[1] if index is not None] if func in _INDEXES else []
+    masks = [index for index in indices if index.dtype in (torch.bool, torch.uint8)]
+    if len(indices) == len(masks) == 1 and func in _WRITES and args[2].numel() == 1:
+        return 0  # torch fills the mask with this number
+    return sum(2 * 8 * mask.numel() * mask.dim() for mask in masks)  # the result of nonzero, and a copy per dimension
+
+
+def _group_norm_backward(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    """Returns gradients in the dtype of the input. The fake kernel of torch returns float32 for bfloat16."""
+    inputs, weight, mask = args[1], args[4], args[9]
+    learned = (inputs if weight is None else weight).new_empty(args[6])
+    results = (torch.empty_like(inputs), learned, torch.empty_like(learned))
+    return True, tuple(result if asked else None for result, asked in zip(results, mask, strict=True))
+
+
+def _one(tensor: Tensor) -> int | float:
+    return 0.9 if tensor.is_floating_point() else 1  # NAdam divides by one minus a product of its momenta
+
+
+def _nonzero(func: Any, args: Any, kwargs: Any) -> tuple[bool, Tensor]:
+    (mask,) = args
+    return True, mask.new_empty((mask.numel(), mask.dim()), dtype=torch.int64)
+
+
+def _masked_select(func: Any, args: Any, kwargs: Any) -> tuple[bool, Tensor]:
+    tensor, mask = args
+    return True, tensor.new_empty(torch.broadcast_shapes(tensor.shape, mask.shape).numel())
+
+
+def _index(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    tensor, indices = args[0], args[1]
+    if not any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):
+        return False, None
+    expanded: list[Tensor | None] = []
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            expanded += [index.new_empty(index.numel(), dtype=torch.int64) for _ in range(index.dim())]
+        else:
+            expanded.append(index)
+    return True, func(tensor, expanded, *args[2:], **kwargs)
+
+
+def _unique(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    tensor = args[0]
+    flat = tensor.new_empty(tensor.numel())
+    index, counts = (tensor.new_empty(shape, dtype=torch.int64) for shape in (tensor.shape, (tensor.numel(),)))
+    return True, (flat, index, counts)
+
+
+_WRITES = {
+    _aten.index_put.default,
+    _aten.index_put_.default,
+    _aten._index_put_impl_.default,  # as above
+}
+_INDEXES = {*_WRITES, _aten.index.Tensor, _aten._unsafe_index.Tensor}  # as above
+_RULES: dict[Any, Callable[[Any, Any, Any], tuple[bool, Any]]] = {
+    _aten.nonzero.default: _nonzero,
+    _aten.masked_select.default: _masked_select,
+    _aten.index.Tensor: _index,
+    _aten._unique2.default: _unique,  # as above
+    **CTC_RULES,
+    _aten.mkldnn_rnn_layer.default: lstm_on_cpu,
+    _aten.native_group_norm_backward.default: _group_norm_backward,
+}
+
+
+# aten/src/ATen/native/{BinaryOps,Loss}.cpp: the elements are written to the result, and it is resized to a scalar
+_LOSSES = {_aten.mse_loss.default, _aten.smooth_l1_loss.default, _aten.soft_margin_loss.default}
+
+
+def keep_elements(func: Any, args: tuple[Any, ...], result: Any) -> None:
+    """Enlarges the fake storage of such a result to that of its elements."""
+    if func in _LOSSES and result.dim() == 0:
+        tensors = [argument for argument in args[:2] if isinstance(argument, Tensor)]
+        elements = torch.broadcast_shapes(*(tensor.shape for tensor in tensors)).numel()
+        result.untyped_storage().resize_(elements * result.dtype.itemsize)

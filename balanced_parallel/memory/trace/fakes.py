@@ -1,0 +1,338 @@
+"""Fake copies: modules and batches whose tensors have shapes but no memory.
+
+The devices of a trace.
+
+Changes to torch and transformers while a step is traced, each for a reason that its docstring gives.
+
+Runs a function in a forked process: it has every object of the caller without sending it, and leaves nothing behind.
+"""
+
+import contextlib
+import copy
+import gc
+import logging
+import os
+import pickle
+import select
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # torch has no public module of fake tensors
+
+from ...batch.containers import is_row_list, map_leaves
+from ...optim.replica_shards import ShardedParameter
+from ...runtime.torch_private import leaves_of_tree, shared_id
+from .allocations import Count
+
+__all__: list[str] = []
+
+
+def fake_copy(thing: Any, mode: FakeTensorMode, device: torch.device) -> Any:
+    """Returns a deep copy of ``thing`` (a module, a function, a tuple of them) with fake tensors on ``device``.
+
+    Tied tensors stay tied. The original does not change, and no value is copied.
+    """
+
+    def fake(tensor: Tensor, memo: dict[int, Any]) -> Any:
+        if id(tensor) not in memo:
+            memo[id(tensor)] = _fake_like(tensor, mode, device)
+        return memo[id(tensor)]
+
+    with _copying_tensors_by(fake):
+        try:
+            return copy.deepcopy(thing)
+        except TypeError:  # an attribute cannot be copied (a registered operator, a lock): share all plain objects
+            return copy.deepcopy(thing, _shared(thing))
+
+
+def _shared(thing: Any) -> dict[int, Any]:
+    """Returns a memo for ``deepcopy`` that shares attributes of modules, except modules, tensors and plain containers."""
+    copied = (nn.Module, Tensor, list, dict, tuple, set)
+    parts = thing if isinstance(thing, tuple) else (thing,)
+    modules = [module for part in parts if isinstance(part, nn.Module) for module in part.modules()]
+    values = [value for module in modules for value in vars(module).values() if not isinstance(value, copied)]
+    return {id(value): value for value in values}
+
+
+@contextmanager
+def _copying_tensors_by(function: Any) -> Iterator[None]:
+    kinds: tuple[Any, ...] = (Tensor, nn.Parameter, ShardedParameter)
+    before = [kind.__deepcopy__ for kind in kinds]
+    for kind in kinds:
+        kind.__deepcopy__ = function
+    try:
+        yield
+    finally:
+        for kind, method in zip(kinds, before, strict=True):
+            kind.__deepcopy__ = method
+
+
+def _fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device, shape: torch.Size | None = None) -> Any:
+    with mode, torch.no_grad():
+        if shape is None and tensor.layout == torch.strided:
+            made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+        else:
+            made = torch.empty(shape or tensor.shape, dtype=tensor.dtype, device=device)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(made, requires_grad=tensor.requires_grad)
+        return made.requires_grad_() if tensor.requires_grad else made
+
+
+def fake_batch(batch: Any, rows: int, of: int, mode: FakeTensorMode, device: torch.device, dim: int = 0) -> Any:
+    """Returns a fake copy of ``batch`` with ``rows`` rows along ``dim`` in place of ``of``.
+
+    Tensors with a multiple of ``of`` rows get the same multiple of ``rows``.
+    """
+
+    def resize(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            shape = list(leaf.shape)
+            if shape:
+                shape[dim] = shape[dim] * rows // of
+            return _fake_like(leaf, mode, device, torch.Size(shape))
+        if is_row_list(leaf) and leaf:
+            return [leaf[i % len(leaf)] for i in range(len(leaf) * rows // of)]
+        return leaf
+
+    return map_leaves(resize, batch)
+
+
+def names_of(modules: Mapping[str, Any]) -> dict[int, str]:
+    """Returns the names of all modules under some roots, by :func:`shared_id`."""
+    names: dict[int, str] = {}
+    for root, part in modules.items():
+        if isinstance(part, nn.Module):
+            for name, module in part.named_modules():
+                names.setdefault(shared_id(module), ".".join(filter(None, (root, name))) or type(module).__name__)
+    return names
+
+
+HOME = torch.device("cpu")
+
+
+def fake_devices(count: int) -> list[torch.device]:
+    """Returns ``count`` devices for fake tensors.
+
+    They are CPUs, because autograd aborts on accelerators that this machine does not have. The first has no index, so that a
+    tensor that a model makes without naming a device is on it.
+    """
+    return [HOME, *(torch.device("cpu", index) for index in range(1, count))]
+
+
+def host_of(count: int) -> torch.device:
+    """Returns the fake device that represents the host of ``count`` fake devices."""
+    return torch.device("cpu", count)
+
+
+@contextlib.contextmanager
+def _without_log() -> Iterator[None]:
+    """Silences the log of fake tensors: torch raises an error and logs it too, with a traceback."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Turns the garbage collector off. Its runs depend on earlier objects, and equal traces must have equal events."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Turns off warnings, the log of fake tensors, the garbage collector, and compilation, which refuses dispatch modes."""
+    eager = torch.compiler.set_stance("force_eager")
+    with warnings.catch_warnings(action="ignore"), _without_log(), _no_collection(), eager:
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = owner.__dict__[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def counting_random_states(count: Count) -> Iterator[None]:
+    """Records the random state that checkpointing saves for each block: 5 KB on the CPU.
+
+    ``torch.get_rng_state`` returns a real tensor, and no dispatch mode sees it.
+    """
+    before = torch.get_rng_state
+
+    def get_rng_state() -> torch.Tensor:
+        state = before()
+        count.see(state, "temporaries", "get_rng_state")
+        return state
+
+    with _replaced(torch, "get_rng_state", get_rng_state):
+        yield
+
+
+@contextlib.contextmanager
+def shapes_of_shards_uncounted(count: Count) -> Iterator[None]:
+    """Leaves out the operators that ``DTensor`` runs on whole fake tensors, to learn the shapes of results.
+
+    It remembers some shapes, and computes others at each call. No public hook surrounds this.
+    """
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator  # there is no public name
+
+    compute: Any = ShardingPropagator._propagate_tensor_meta_non_cached  # the function that the hook would surround
+
+    def compute_uncounted(*args: Any) -> Any:
+        with count.paused():
+            return compute(*args)
+
+    with _replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", compute_uncounted):
+        yield
+
+
+@contextlib.contextmanager
+def devices_that_mix() -> Iterator[None]:
+    """Lets an operator mix fake tensors of ``cpu`` and ``cpu:1``. Its result is on ``cpu:1``.
+
+    Under a fake mode ``torch.tensor(data, device="cpu:1")`` is on ``cpu``, and no public hook decides about devices.
+    """
+    find: Any = FakeTensor._find_common_device  # the hook that is missing
+
+    def find_common_device(func: Any, args: Any) -> Any:
+        try:
+            return find(func, args)
+        except RuntimeError:  # two devices; a FakeTensorDeviceMismatchError from torch 2.13 on
+            devices = {leaf.fake_device for leaf in leaves_of_tree(args) if isinstance(leaf, FakeTensor)}
+            indexed = [device for device in devices if device.index is not None]
+            if len(indexed) != 1 or any(device.type != "cpu" for device in devices):
+                raise
+            return indexed[0], False
+
+    with _replaced(FakeTensor, "_find_common_device", staticmethod(find_common_device)):
+        yield
+
+
+@contextlib.contextmanager
+def rows_of_one_sequence() -> Iterator[None]:
+    """Makes transformers treat each row as one sequence (``masking_utils.find_packed_sequence_indices``).
+
+    It reads position ids to find rows of several sequences. It takes fake tensors for tensors under compilation, and then
+    makes a mask, which selects other kernels.
+    """
+    masks = sys.modules.get("transformers.masking_utils")
+    if not hasattr(masks, "find_packed_sequence_indices"):
+        yield
+        return
+    with _replaced(masks, "find_packed_sequence_indices", lambda position_ids: None):
+        yield
+
+
+T = TypeVar("T")
+PATIENCE = 20.0  # seconds
+
+
+def start_in_child(function: Callable[[], T]) -> Callable[[], T | BaseException]:
+    """Starts ``function`` in a forked process. The returned function waits for it, and returns its result or its exception.
+
+    Autograd refuses to run in a process that was forked after a backward on an accelerator. In that case, and on platforms
+    other than Linux, ``function`` runs in this process. So it does if the child hangs: a fork copies locks that other threads
+    hold, and nothing releases them in the child.
+
+    Raises:
+        RuntimeError: the process ended without a result. Raised by the returned function.
+    """
+    if sys.platform != "linux":
+        return function
+    read, write = os.pipe()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of threads, whose locks the child does not take
+        child = os.fork()
+    if child == 0:
+        os.close(read)
+        _send_result(function, write)
+    os.close(write)
+
+    def finish() -> T | BaseException:
+        with os.fdopen(read, "rb") as pipe:
+            hangs = not _is_readable(pipe.fileno(), child)
+            if hangs:
+                os.kill(child, signal.SIGKILL)
+            message = pipe.read()
+        _, status = os.waitpid(child, 0)
+        if hangs:
+            return function()
+        if not message:
+            raise RuntimeError(f"the process that traced the step ended with status {status} and without a result")
+        result: T | BaseException = pickle.loads(message)
+        if isinstance(result, BaseException) and runs_in_parent_only(result):
+            return function()
+        return result
+
+    return finish
+
+
+def _is_readable(pipe: int, child: int) -> bool:
+    """Waits for data in the pipe. Returns False if the child uses no processor for ``PATIENCE`` seconds."""
+    used = -1
+    while not select.select([pipe], [], [], PATIENCE)[0]:
+        before, used = used, _ticks(child)
+        if used == before:
+            return False
+    return True
+
+
+def _ticks(child: int) -> int:
+    """Returns the processor time of a process, in ticks of the clock."""
+    fields = Path(f"/proc/{child}/stat").read_text().rpartition(") ")[2].split()
+    return int(fields[11]) + int(fields[12])  # utime and stime in proc(5)
+
+
+def runs_in_parent_only(error: BaseException) -> bool:
+    """Returns True for the error of autograd in a process that was forked after a backward on an accelerator."""
+    return isinstance(error, RuntimeError) and "Autograd-and-Fork" in str(error)
+
+
+def _send_result(function: Callable[[], Any], write: int) -> None:
+    """Sends the result or the exception to the parent, and ends this process without running exit handlers."""
+    status = 1
+    try:
+        gc.freeze()  # the collector does not visit, and so does not copy, the parent's objects
+        torch.set_num_threads(1)  # the threads of the parent's pool do not exist here
+        try:
+            result: Any = function()
+        except BaseException as error:  # noqa: BLE001 - the parent raises it
+            result = error
+        with os.fdopen(write, "wb") as pipe:
+            pipe.write(_pickled(result))
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _pickled(result: Any) -> bytes:
+    try:
+        message = pickle.dumps(result)
+        if isinstance(result, BaseException):
+            pickle.loads(message)
+        return message
+    except Exception:  # noqa: BLE001 - an exception with arguments of its own
+        kind = next(base for base in type(result).__mro__ if base.__module__ == "builtins")
+        return pickle.dumps(kind(f"{type(result).__name__}: {result}"))

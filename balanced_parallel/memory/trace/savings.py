@@ -1,0 +1,192 @@
+"""Functions of ``balanced_parallel.savings`` in a trace: they change the fake copies, never the objects of the caller.
+
+``offload_activations`` on fake devices: the same copies, without streams.
+
+The activations that may be in place, found on fake copies in a process of its own.
+"""
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Hashable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode  # torch has no public module of fake tensors
+
+from ...runtime.torch_private import base_of, storage_id
+from ...runtime.values import parse_bytes
+from ...savings.checkpointing import checkpoint_activations, checkpoint_blocks
+from ...savings.gradient_release import release_gradients_in_backward
+from ...savings.inplace import find_inplace_activations
+from ...savings.lm_heads import replace_lm_head
+from ...savings.offloading import MIN_BYTES, Link, Offload, Offloaded
+from ..operators.cuda import cuda_choices
+from .fakes import HOME, fake_batch, fake_copy, start_in_child, undisturbed
+from .layouts import Request
+
+__all__: list[str] = []
+
+
+# in the order in which they are applied
+SAVINGS = (
+    "replace_lm_head",
+    "checkpoint_activations",
+    "inplace_activations",
+    "offload_activations",
+    "release_gradients_in_backward",
+)
+
+
+def check_savings(names: Iterable[str]) -> tuple[str, ...]:
+    """Returns the names in the order in which they are applied.
+
+    Raises:
+        ValueError: a name is not that of a saving.
+    """
+    given = [names] if isinstance(names, str) else list(names)
+    for name in given:
+        if name not in SAVINGS:
+            raise ValueError(f"savings has {name!r}, expected functions of balanced_parallel.savings: {', '.join(SAVINGS)}")
+    return tuple(name for name in SAVINGS if name in given)
+
+
+def change_module(module: nn.Module, names: Iterable[str]) -> None:
+    """Applies the savings that change a module."""
+    if "replace_lm_head" in names:
+        replace_lm_head(module)
+    if "checkpoint_activations" in names:
+        checkpoint_activations(module)
+
+
+def set_inplace(module: nn.Module, names: Iterable[str]) -> None:
+    """Sets ``inplace=True`` on submodules."""
+    for name in names:
+        module.get_submodule(name).inplace = True  # type: ignore[assignment]
+
+
+def change_optimizers(optimizer: Any, names: Iterable[str]) -> None:
+    """Applies the savings that change optimizers."""
+    if "release_gradients_in_backward" in names:
+        for one in getattr(optimizer, "optimizers", [optimizer]):
+            release_gradients_in_backward(one)
+
+
+def around_update(names: Iterable[str], host: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Returns the context of the savings that surround an update.
+
+    Args:
+        host: the fake device of the host.
+    """
+    return offloading(host) if "offload_activations" in names else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def offloading(host: torch.device) -> Iterator[None]:
+    """Moves what a forward saves to the fake device ``host``."""
+    offload = TracedOffload(host)
+    with torch.autograd.graph.saved_tensors_hooks(offload.pack, offload.unpack):
+        try:
+            yield
+        finally:
+            offload.settle()
+
+
+class TracedOffload(Offload):
+    """The hooks of one block. Its devices have one stream each, on which everything is in order."""
+
+    def __init__(self, host: torch.device) -> None:
+        super().__init__(parse_bytes(MIN_BYTES))
+        self.host = host
+
+    def stream_of(self, device: torch.device) -> Any:
+        """Returns a stream that has nothing to wait for."""
+        return _STREAM
+
+    def refer(self, storage: torch.UntypedStorage) -> Hashable:
+        """Returns a key that lets the Python object of a storage end, whose end a trace counts as a release."""
+        return _Reference(storage)
+
+    def make_link(self, device: torch.device) -> Link:
+        """Makes the copies between a fake device and the fake host."""
+        return _TracedLink(device, self.host)
+
+    def restore(self, loaded: Tensor, saved: Offloaded) -> Tensor:
+        """Returns a view: the fake mode keeps every storage that ``set_`` was given."""
+        return loaded.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
+
+    def stays(self, tensor: Tensor) -> bool:
+        """Returns True for parameters, small tensors, and tensors of the host."""
+        is_small = tensor.untyped_storage().nbytes() < self.min_bytes
+        return is_small or tensor.device == self.host or isinstance(base_of(tensor), nn.Parameter)
+
+
+class _Reference:
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._number = storage_id(storage)
+        self._storage = weakref.ref(storage)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Reference) and (mine := self._storage()) is not None and mine is other._storage()
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class _TracedLink(Link):
+    def __init__(self, device: torch.device, host: torch.device) -> None:
+        self._host = host
+        super().__init__(device)
+
+    def make_side_stream(self) -> Any:
+        return _STREAM
+
+    def bytes_of(self, tensor: Tensor) -> Tensor:
+        count = tensor.untyped_storage().nbytes() // tensor.element_size()
+        return tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8)
+
+    def empty_on_host(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self._host)
+
+
+class _Stream(contextlib.nullcontext[None]):
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self) -> "_Stream":
+        return self
+
+
+_STREAM = _Stream()
+
+
+def with_inplace_activations(request: Request) -> Request:
+    """Returns the request with every activation in place that may be."""
+    return dataclasses.replace(request, inplace=inplace_names(request))
+
+
+def inplace_names(request: Request) -> tuple[str, ...]:
+    """Returns the names of the modules that :func:`inplace_activations` changes, after the other savings of the request.
+
+    Nothing is computed: the memory that operators read and keep decides, and the version counters of autograd.
+
+    Raises:
+        BaseException: the module raised it.
+    """
+
+    def find() -> tuple[str, ...]:
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        module = fake_copy(request.module, mode, HOME)
+        inputs, kwargs = fake_batch(tuple(request.inputs), min(request.rows, 4), request.rows, mode, HOME, request.dim)
+        choices = cuda_choices(request.kind.fuses) if request.kind.like_cuda else contextlib.nullcontext()
+        with undisturbed(), choices, mode:
+            change_module(module, request.savings)
+            checkpoint_blocks(module, request.blocks)
+            return find_inplace_activations(module, kwargs or inputs, have_values=False)
+
+    found = start_in_child(find)()
+    if isinstance(found, BaseException):
+        raise found
+    return found

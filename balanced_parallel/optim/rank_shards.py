@@ -1,0 +1,110 @@
+"""An optimizer whose state is sharded over ranks: torch's ``ZeroRedundancyOptimizer``.
+
+An optimizer over parameters that FSDP2 has sharded: the plain one, with a state dict of whole tensors.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..runtime.torch_private import is_sharded, map_tensors
+
+__all__: list[str] = []
+
+
+class RankShards:
+    """Shards over the ranks of the running process group. Every rank calls each method.
+
+    Args:
+        groups: param groups.
+        optimizer_class: the plain optimizer.
+        defaults: settings of that optimizer.
+    """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]
+    ) -> None:
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # imports torch._dynamo, which takes seconds
+
+        self.inner = ZeroRedundancyOptimizer(groups, optimizer_class, **defaults)
+
+    def collect(self) -> None:
+        """Does nothing: the reducer has brought the gradients to the parameters."""
+
+    def step(self) -> None:
+        """Updates this rank's shards, and broadcasts them."""
+        self.inner.step()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Clears the gradients of all parameters."""
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the whole state on every rank, its tensors on the CPU. Rank 0 collects and broadcasts it."""
+        self.inner.consolidate_state_dict(to=0)
+        shared: list[Any] = [None]
+        if dist.get_rank() == 0:
+            shared = [map_tensors(torch.Tensor.cpu, self.inner.state_dict())]
+        dist.broadcast_object_list(shared, src=0)
+        whole: dict[str, Any] = shared[0]
+        return whole
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes the state of a plain optimizer over the same parameters."""
+        self.inner.load_state_dict(dict(state_dict))
+
+
+class DTensorShards:
+    """The plain optimizer. Its state is sharded as the parameters are. Every rank calls each method.
+
+    Args:
+        groups: param groups of ``DTensor``s.
+        optimizer_class: the plain optimizer.
+        defaults: settings of that optimizer.
+    """
+
+    def __init__(
+        self, groups: list[dict[str, Any]], optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]
+    ) -> None:
+        self.inner = optimizer_class(groups, **defaults)
+
+    def collect(self) -> None:
+        """Does nothing: the backward has reduced the gradients to the shards."""
+
+    def step(self) -> None:
+        """Updates this rank's shards."""
+        self.inner.step()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Clears the gradients of all parameters."""
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the whole state on every rank, its tensors on the CPU."""
+        whole: dict[str, Any] = map_tensors(_gather, self.inner.state_dict())
+        return whole
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes the state of a plain optimizer over the same parameters."""
+        from torch.distributed.tensor import distribute_tensor
+
+        def distribute(value: Any, like: Any) -> Any:
+            if not isinstance(value, torch.Tensor) or is_sharded(value):
+                return value
+            value = value.clone()  # torch would go on with the caller's tensors
+            has_elements = value.shape == like.shape and value.dim() > 0
+            return distribute_tensor(value.to(like.device), like.device_mesh, like.placements) if has_elements else value
+
+        parameters = [parameter for group in self.inner.param_groups for parameter in group["params"]]
+        state = {
+            key: {name: distribute(value, parameters[key]) for name, value in values.items()}
+            for key, values in state_dict["state"].items()
+        }
+        self.inner.load_state_dict({**state_dict, "state": state})
+
+
+def _gather(tensor: torch.Tensor) -> torch.Tensor:
+    whole: torch.Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
+    return whole.detach().cpu()

@@ -1,0 +1,244 @@
+"""Batch norm with statistics over the rows of all replicas and ranks.
+
+torch's ``SyncBatchNorm`` needs a process group, falls back to local statistics without one (pytorch#38940) and refuses the
+CPU. Here the replicas exchange statistics in the forward. Each computes the count, mean and sum of squares of its own rows, and
+all combine them (Chan, Golub and LeVeque 1979). The graph of each replica then includes the statistics of the others, so the
+backward is an ordinary one without synchronisation.
+"""
+
+import functools
+import inspect
+import types
+from collections.abc import Iterable
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..runtime.collectives import gather_rows, statistics_group, world_size
+from ..runtime.devices import current_stream
+from ..runtime.streams import wait_for
+from ..runtime.torch_private import BatchNorm, current_backward_id
+from .module_tree import check_is_module
+from .workers import current_replica
+
+__all__: list[str] = []
+
+
+def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
+    """Converts all batch norms in ``module`` to use statistics over the rows of all devices and ranks, and returns ``module``.
+
+    Layers are converted in place. They keep their identity, parameters, buffers, hooks and names in the ``state_dict()``, and
+    those of a subclass what their ``forward`` adds to ``super().forward(...)``, such as an activation. Outputs, gradients and
+    running statistics equal those of the plain program on the same rows, also for uneven shards and for shards with one row or
+    none. Under torchrun on CUDA, :func:`parallelize` replaces these layers by ``nn.SyncBatchNorm``.
+
+    Statistics are computed over the rows of one forward. With micro-batches, they are the statistics of each micro-batch over all
+    devices and ranks, as in the plain program with the same micro-batches. Under torchrun, all ranks take part in every forward,
+    without rows if they have none left. ``TrainStep`` takes care of this in ``step(...)``, but ``step.add(...)`` must be called
+    equally often on all ranks.
+
+    Args:
+        module: a module, on any device.
+
+    Raises:
+        TypeError: if the ``forward`` of a subclass computes the statistics itself.
+        ValueError: if a lazy layer is not initialised yet.
+
+    Example:
+        >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
+        >>> model = DataParallelModel(convert_sync_batchnorm(net), ["cpu", "cpu"])
+        >>> output = model(torch.randn(5, 3, 8, 8)).gather()
+        >>> output.shape
+        torch.Size([5, 8, 6, 6])
+        >>> bool(output.mean((0, 2, 3)).abs().max() < 1e-6)  # all 5 rows are normalized together
+        True
+    """
+    check_is_module(module)
+    layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, BatchNorm)}
+    lazy = [name or "the module" for name, layer in layers.items() if isinstance(layer, nn.modules.lazy.LazyModuleMixin)]
+    if lazy:
+        raise ValueError(f"{lazy[0]} is not initialised yet: run the module once on a few rows before it is converted")
+    for name, layer in layers.items():
+        if computes_statistics(layer):
+            raise TypeError(f"{name or 'the module'} is a {type(layer).__name__}, whose {advice(layer)}")
+    for layer in layers.values():
+        if not isinstance(layer, AllRowsBatchNorm):
+            _exchange(layer, AllRowsBatchNorm)
+    return module
+
+
+def advice(layer: nn.Module) -> str:
+    """Returns a way to normalise by all rows, for a batch norm that normalises by the rows of its replica."""
+    if not computes_statistics(layer):
+        return "use convert_sync_batchnorm(module), or a norm that does not mix rows"
+    return (
+        "forward computes statistics itself, which convert_sync_batchnorm cannot exchange: call super().forward(...) in it, or "
+        "exchange the layer before for a subclass of nn.SyncBatchNorm that does so, as timm.layers.convert_sync_batchnorm does"
+    )
+
+
+def computes_statistics(layer: nn.Module) -> bool:
+    """Returns True for a batch norm whose ``forward`` is neither torch's nor calls it as ``super().forward(...)``."""
+    if isinstance(layer, AllRowsBatchNorm):
+        return False
+    kinds = type(layer).__mro__
+    before = kinds[: kinds.index(_torch_class(kinds[0]))]
+    return "forward" in vars(layer) or not all(_calls_super(vars(kind)["forward"]) for kind in before if "forward" in vars(kind))
+
+
+def _calls_super(forward: Any) -> bool:
+    names = _names(getattr(inspect.unwrap(forward), "__code__", None))
+    return {"super", "forward"} <= names and "batch_norm" not in names
+
+
+def _names(code: Any) -> set[str]:
+    """Returns the names of globals and attributes in the code of a function, and in that of its inner functions."""
+    return {*code.co_names}.union(*map(_names, code.co_consts)) if isinstance(code, types.CodeType) else set()
+
+
+def _torch_class(kind: type) -> type:
+    """Returns the class of torch that a class of batch norms is, or is derived from."""
+    return next(base for base in kind.__mro__ if base.__module__.startswith("torch.nn."))
+
+
+def _exchange(layer: nn.Module, statistics: Any) -> None:
+    """Exchanges torch's forward of a batch norm for that of ``statistics``. The layer keeps the forward of its class."""
+    kind: Any = layer.parts[0] if isinstance(layer, _Subclass) else type(layer)
+    layer.__class__ = statistics if kind in (AllRowsBatchNorm, _torch_class(kind)) else _subclass(kind, statistics)
+
+
+class _Subclass(nn.Module):
+    """A layer of a user's class, whose ``super().forward`` is that of other statistics."""
+
+    parts: ClassVar[tuple[type, type]]  # the user's class, and the statistics
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles and copies by the classes that this one was made of."""
+        return (_blank, self.parts, *super().__reduce_ex__(protocol)[2:])
+
+
+@functools.cache
+def _subclass(kind: type, statistics: Any) -> type:
+    """Returns a subclass of ``kind`` with ``statistics`` before the class of torch in the order of its bases."""
+    base = type(statistics.__name__, (statistics, _torch_class(kind)), {})
+    return type(kind.__name__, (_Subclass, kind, base), {"parts": (kind, statistics), "__module__": kind.__module__})
+
+
+def _blank(kind: type, statistics: type) -> Any:
+    subclass: Any = _subclass(kind, statistics)
+    return subclass.__new__(subclass)
+
+
+def use_torch_sync_batchnorm(module: nn.Module) -> None:
+    """Converts layers of this module to torch's ``SyncBatchNorm``, which has kernels for CUDA."""
+    for layer in module.modules():
+        if isinstance(layer, AllRowsBatchNorm):
+            _exchange(layer, AllRanksBatchNorm)
+
+
+def meets_other_ranks(layers: Iterable[nn.Module]) -> bool:
+    """Returns True if a forward of these layers waits for the same forward on every other rank."""
+    return any(isinstance(layer, (AllRowsBatchNorm, nn.SyncBatchNorm)) for layer in layers)
+
+
+def has_layers_over_all_rows(layers: Iterable[nn.Module]) -> bool:
+    """Returns True if the replicas of a module with these layers wait for each other in their forward."""
+    return any(isinstance(layer, AllRowsBatchNorm) for layer in layers)
+
+
+class AllRowsBatchNorm(BatchNorm):
+    """Batch norm over the rows of all replicas and ranks, for any number of dimensions."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"batch norm was given {input.dim()} dimensions, expected at least 2: rows and channels")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalises the rows. In training, this waits for the other replicas and ranks."""
+        self._check_input_dim(input)
+        replica = current_replica()
+        uses_batch = self.training or self.running_mean is None
+        if uses_batch and replica is None:
+            self._refuse_recomputation()
+        if not uses_batch or (replica is None and world_size() == 1):
+            return BatchNorm.forward(self, input)  # not nn.SyncBatchNorm's, which refuses the CPU
+        dims = [0, *range(2, input.dim())]
+        values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
+        count, mean, squares = _combine(_gather_statistics(_local_statistics(values, dims)))
+        self.__dict__["_was_replica"] = replica is not None
+        if count <= 1:
+            raise ValueError(f"batch norm was given {tuple(input.shape)}, expected more than 1 value per channel in training")
+        self._update_running(mean.detach(), squares.detach() / (count - 1))
+        shape = [1, -1, *(1 for _ in dims[1:])]
+        scale = torch.rsqrt(squares / count + self.eps)
+        scale = scale if self.weight is None else scale * self.weight
+        shift = -mean * scale if self.bias is None else self.bias - mean * scale
+        return (values * scale.view(shape) + shift.view(shape)).to(input.dtype)
+
+    def _refuse_recomputation(self) -> None:
+        """Raises ``RuntimeError`` if activation checkpointing runs the forward again, without the other replicas."""
+        if self.__dict__.get("_was_replica") and current_backward_id() is not None:
+            raise RuntimeError("a synchronised batch norm cannot be recomputed in the backward: keep it out of checkpointing")
+
+    def _update_running(self, mean: Tensor, variance: Tensor) -> None:
+        if not self.training or self.running_mean is None or self.running_var is None:
+            return
+        factor: float | Tensor = 0.0 if self.momentum is None else self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                factor = 1.0 / self.num_batches_tracked.to(mean.dtype)
+        for running, value in ((self.running_mean, mean), (self.running_var, variance)):
+            running.copy_(running * (1 - factor) + value.to(running.dtype) * factor)
+
+
+class AllRanksBatchNorm(nn.SyncBatchNorm):
+    """torch's ``SyncBatchNorm``, in the process group of :func:`statistics_group`."""
+
+    @property
+    def process_group(self) -> Any:  # type: ignore[override]
+        """Returns the process group. It is not an attribute of the layer, which could then not be copied or pickled."""
+        return statistics_group()
+
+
+class Statistics(NamedTuple):
+    """Statistics of some rows. They are zeros if there are no rows."""
+
+    size: int  # values per channel, a number on the host
+    moments: Tensor  # [2, channels]: mean, and sum of squared differences from the mean
+    stream: torch.Stream | None = None  # that the moments are computed on, in the thread of their replica
+
+
+def _local_statistics(values: Tensor, dims: list[int]) -> Statistics:
+    count = values.numel() // max(values.size(1), 1)
+    mean = values.sum(dims) / max(count, 1)
+    squares = (values - mean.view(1, -1, *(1 for _ in dims[1:]))).square().sum(dims)
+    return Statistics(count, torch.stack([mean, squares]), current_stream(values.device))
+
+
+def _gather_statistics(local: Statistics) -> list[Statistics]:
+    """Returns the statistics of every replica and rank, on the device of ``local``."""
+    replica = current_replica()
+    parts: list[Statistics] = [local] if replica is None else replica.exchange(local)
+    for part in parts:
+        wait_for(part.moments, part.stream)
+    moved = [Statistics(part.size, part.moments.to(local.moments.device)) for part in parts]
+    if world_size() == 1:
+        return moved
+    packed = torch.stack([torch.cat([part.moments, torch.full_like(part.moments[:1], part.size)]) for part in moved])
+    gathered = gather_rows(packed, [len(packed)] * world_size(), 0, statistics_group())
+    sizes = gathered[:, 2, 0].tolist()  # the host waits once
+    return [Statistics(int(size), part[:2]) for size, part in zip(sizes, gathered, strict=True)]
+
+
+def _combine(statistics: list[Statistics]) -> tuple[int, Tensor, Tensor]:
+    """Returns count, mean and sum of squared differences of all rows, without waiting for a device."""
+    count = sum(part.size for part in statistics)
+    means, squares = torch.stack([part.moments for part in statistics]).unbind(1)
+    counts = means.new_full((len(statistics), 1), statistics[0].size)
+    for number, part in enumerate(statistics):
+        if part.size != statistics[0].size:
+            counts[number] = part.size  # a fill; a copy of a tensor from the host would wait for the device
+    mean = (counts / max(count, 1) * means).sum(0)
+    return count, mean, (squares + counts * (means - mean).square()).sum(0)

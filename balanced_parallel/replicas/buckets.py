@@ -1,0 +1,495 @@
+"""A bucket: parameters whose gradients are summed together, as soon as every replica has them.
+
+One autograd function per bucket connects the replicas to the parameters of the module. Its forward returns aliases of the
+copies on each device. Its backward runs once, when every replica has its gradients of the whole bucket:
+
+    forward                                          backward
+
+                 +--> aliases, replica 0 --> ...                    +-- gradients, replica 0 <-- ...
+    parameters --+--> aliases, replica 1 --> ...     .grad <-- sum--+-- gradients, replica 1 <-- ...
+                 +--> aliases, replica 2 --> ...                    +-- gradients, replica 2 <-- ...
+
+A node of a device has one stream: autograd makes it wait for the streams on which its gradients were computed. So on devices
+with streams another function stands between the broadcast and the aliases of each replica. A module may use streams of its own.
+
+The sum is taken in the order of the replicas, except by NCCL. Under ``no_sync()`` the gradients stay with the replicas instead,
+and are added there until the next backward that reduces.
+
+Sums of the replicas' gradients on one device, with the strides that autograd would use.
+
+They are taken in the order of the replicas, except by NCCL.
+
+The gradient buckets of a module, summed one by one while the backward runs.
+
+Gradients that stay on the replicas for some time, but can be read and discarded through ``parameter.grad``.
+
+``optimizer.zero_grad()`` and ``parameter.grad = None`` must discard these gradients too, and torch has no hook on either. So
+while a bucket has deferred gradients, ``nn.Parameter.grad`` is a property. Reading it sums the deferred gradients first. Setting
+it discards them. Autograd does not use this attribute. As soon as no gradients are deferred, it is torch's own again, so an
+optimizer's step costs nothing extra.
+"""
+
+import contextlib
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..runtime import torch_private, transport
+from ..runtime.devices import move
+from ..runtime.streams import SideStreams, Streams, on_streams
+from ..runtime.torch_private import get_gradient, has_gradient_hooks, run_first, set_gradient, will_run
+
+__all__: list[str] = []
+
+
+Gradients = list[Tensor | None]  # one replica's, in the order of a bucket's parameters
+
+
+def accumulate(leaf: Tensor, gradient: Tensor) -> None:
+    """Adds a gradient to ``grad`` as autograd does, in place if both are dense."""
+    before = get_gradient(leaf)
+    if before is not None and _is_dense(before) and _is_dense(gradient):
+        before.add_(gradient)
+    else:
+        set_gradient(leaf, _with_strides_of(leaf, gradient) if before is None else before + gradient)
+
+
+def _with_strides_of(leaf: Tensor, gradient: Tensor) -> Tensor:
+    """Returns ``gradient`` with the strides of its leaf, as autograd does, or contiguous if the memory of the leaf has gaps."""
+    if not _is_dense(gradient) or _have_same_strides(gradient, leaf):
+        return gradient
+    copy = torch.empty_like(leaf, dtype=gradient.dtype)
+    return gradient if _have_same_strides(gradient, copy) else copy.copy_(gradient)
+
+
+def _have_same_strides(one: Tensor, other: Tensor) -> bool:
+    return one.stride() == other.stride() or all(
+        size <= 1 or left == right for size, left, right in zip(one.shape, one.stride(), other.stride(), strict=True)
+    )
+
+
+class GradientSum:
+    """The sum of a bucket's gradients over the replicas.
+
+    Memory is allocated here, on the current streams. :meth:`compute` may run on side streams, and allocates nothing that stays.
+    Gradients that some replicas do not have, sparse ones, and those with a graph are added at once.
+
+    Args:
+        leaves: parameters of the bucket, whose strides the results get.
+        replicas: gradients of each replica.
+        device: where the sum is needed.
+        own: the results share no memory with the gradients. Autograd may have given the same tensor to two parameters.
+    """
+
+    def __init__(
+        self, leaves: Sequence[Tensor], replicas: Sequence[Gradients], device: torch.device, *, own: bool = False
+    ) -> None:
+        together = len(replicas) > 1 and not torch.is_grad_enabled()
+        self._places = [i for i in range(len(leaves)) if together and all(_is_dense(gradients[i]) for gradients in replicas)]
+        self._layouts = [transport.layout_of(leaves[i]) for i in self._places]
+        others = set(range(len(leaves))).difference(self._places)
+        self._sums = [
+            _add_in_turn([one[i] for one in replicas], device, own) if i in others else None for i in range(len(leaves))
+        ]
+        if self._places:
+            self._flat = [transport.pack(self._layouts, [one[i] for i in self._places]) for one in replicas]  # type: ignore[misc]
+            self._total = torch.empty_like(self._flat[0], device=device)
+
+    def compute(self) -> Gradients:
+        """Returns the sums; None if no replica has a gradient."""
+        if self._places:
+            transport.reduce(self._flat, self._total)
+            for i, total in zip(self._places, transport.unpack(self._layouts, self._total), strict=True):
+                self._sums[i] = total
+        return self._sums
+
+
+def add_up(leaves: Sequence[Tensor], replicas: Sequence[Gradients], device: torch.device) -> Gradients:
+    """Returns the sums over the replicas, in their order, on ``device``; None if no replica has a gradient."""
+    return GradientSum(leaves, replicas, device).compute()
+
+
+def _add_in_turn(gradients: Gradients, device: torch.device, own: bool) -> Tensor | None:
+    present = [gradient for gradient in gradients if gradient is not None]
+    if not present:
+        return None
+    total = move(present[0], device)
+    for gradient in present[1:]:
+        total = total + move(gradient, device)
+    return total.clone() if own and total is present[0] else total
+
+
+def add(left: list[Any], right: list[Any]) -> list[Tensor]:
+    """Returns elementwise sums, in one call if all tensors are dense. No argument is changed."""
+    if left and all(map(_is_dense, (*left, *right))):
+        return torch_private.foreach_add(left, right)
+    return [one + other for one, other in zip(left, right, strict=True)]
+
+
+def _is_dense(tensor: Any) -> bool:
+    return tensor is not None and bool(tensor.layout == torch.strided)
+
+
+class Owners(Protocol):
+    """Devices that own elements of a bucket's parameters, and receive the gradients of these elements."""
+
+    def take(self, replicas: Sequence[Gradients]) -> Callable[[], None]:
+        """Allocates sums of the replicas' gradients on the current streams. Returns a function that computes them."""
+
+    def repoint(self, copies: Mapping[nn.Parameter, Mapping[torch.device, Tensor]]) -> None:
+        """Takes memory from ``copies`` of some parameters, which have moved."""
+
+
+class Schedule(NamedTuple):
+    """Settings of one forward for its own backward."""
+
+    streams: Streams  # that the replicas run on
+    side: SideStreams | None  # where sums overlap with the backward; None where devices have no streams
+    overlaps: bool  # the backward of other layers follows
+    deferred: bool  # gradients stay with the replicas
+
+
+class Bucket:
+    """Parameters whose gradients are summed together.
+
+    Args:
+        parameters: of one dtype, on one device, all with ``requires_grad``.
+        owners: receive the gradients in place of the parameters' ``grad``.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], owners: Owners | None = None) -> None:
+        self.parameters = parameters
+        self.owners = owners
+        self.held: list[Gradients] = []  # not reduced yet, one entry per replica
+        self._lock = threading.RLock()  # backwards may run in several threads
+
+    def broadcast(self, replicas: Sequence[Sequence[Tensor]], schedule: Schedule) -> list[tuple[Tensor, ...]]:
+        """Returns aliases of the tensors, connected to the parameters.
+
+        Args:
+            replicas: ``replicas[r][i]`` has the values of parameter ``i`` for replica ``r``.
+            schedule: for the backward through these aliases.
+        """
+        size = len(self.parameters)
+        aliases = _Broadcast.apply(self, replicas, schedule, *self.parameters)
+        run_first(aliases[0].grad_fn)  # reduces as soon as all replicas have their gradients
+        parts = [aliases[start : start + size] for start in range(0, len(aliases), size)]
+        return parts if schedule.side is None else [_received(part) for part in parts]
+
+    def goes_to_autograd(self, schedule: Schedule) -> bool:
+        """Returns True if autograd accumulates the sums into the parameters, as it would without replicas."""
+        on_side_stream = schedule.side is not None and schedule.overlaps and not torch.is_grad_enabled()
+        return not (schedule.deferred or self.owners or self.held or on_side_stream)
+
+    def collect(self, replicas: list[Gradients], wanted: Sequence[bool | None], schedule: Schedule) -> Gradients:
+        """Takes over the gradients of all replicas. Returns those that autograd passes on to the parameters.
+
+        Args:
+            replicas: gradients of each replica.
+            wanted: per parameter, True if its gradient is accumulated, None if autograd passes it on (``torch.autograd.grad``, or
+                a hook of the parameter), and False for neither.
+            schedule: of the forward that this backward belongs to.
+        """
+        returned: Gradients = [None] * len(wanted)
+        if None in wanted:
+            passed_on = [_only(gradients, [want is None for want in wanted]) for gradients in replicas]
+            returned = add_up(self.parameters, passed_on, self._home)
+        self._hold([_only(gradients, [want is True for want in wanted]) for gradients in replicas], schedule.deferred)
+        if schedule.deferred:
+            if schedule.side is not None:
+                schedule.side.expect(schedule.streams, schedule.streams, [])
+            return returned
+        reduction = self._prepare()
+        if schedule.side is not None and schedule.overlaps:
+            with schedule.side.entered(schedule.streams, [reduction]):
+                reduction()
+        else:
+            reduction()
+        return returned
+
+    def reduce(self) -> None:
+        """Sums the gradients that the replicas hold into the parameters' ``grad``, or to the owners."""
+        self._prepare()()
+
+    @torch.no_grad()
+    def _prepare(self) -> Callable[[], None]:
+        """Returns a function that reduces the gradients that the replicas hold now.
+
+        Memory that stays is allocated here, on the current streams: blocks of the caching allocator belong to a stream.
+        """
+        held = self._release()
+        if not held:
+            return lambda: None
+        if self.owners is not None:
+            return self.owners.take(held)
+        return functools.partial(self._accumulate, GradientSum(self.parameters, held, self._home, own=True))
+
+    @torch.no_grad()
+    def _accumulate(self, sums: GradientSum) -> None:
+        for parameter, total in zip(self.parameters, sums.compute(), strict=True):
+            if total is not None:
+                accumulate(parameter, total)
+
+    def scale(self, factor: float | Tensor) -> None:
+        """Multiplies the gradients that the replicas hold."""
+
+        def scaled(gradient: Tensor) -> Tensor:
+            return gradient * (move(factor, gradient.device) if isinstance(factor, Tensor) else factor)
+
+        with self._lock:
+            self.held = [[None if gradient is None else scaled(gradient) for gradient in held] for held in self.held]
+
+    def drop(self) -> None:
+        """Forgets the gradients that the replicas hold."""
+        self._release()
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Returns True if the replicas may have unreduced gradients of a parameter."""
+        return bool(self.held) and parameter in self
+
+    def __contains__(self, parameter: Tensor) -> bool:
+        return id(parameter) in self._places
+
+    def discard(self, parameter: Tensor) -> None:
+        """Forgets the gradients that the replicas hold of one parameter."""
+        with self._lock:
+            for gradients in self.held:
+                gradients[self._places[id(parameter)]] = None
+
+    @property
+    def _home(self) -> torch.device:
+        return self.parameters[0].device
+
+    @functools.cached_property
+    def _places(self) -> dict[int, int]:
+        return {id(parameter): place for place, parameter in enumerate(self.parameters)}
+
+    def _release(self) -> list[Gradients]:
+        with self._lock:
+            held, self.held = self.held, []
+            if held:
+                release(self)
+        return held
+
+    @torch.no_grad()
+    def _hold(self, replicas: list[Gradients], deferred: bool) -> None:
+        with self._lock:
+            if deferred:
+                hold(self)
+            for held, fresh in zip(self.held, replicas, strict=False):
+                both = [i for i, gradient in enumerate(fresh) if gradient is not None and held[i] is not None]
+                for i, total in zip(both, add([held[i] for i in both], [fresh[i] for i in both]), strict=True):
+                    held[i] = total
+                for i, gradient in enumerate(fresh):
+                    held[i] = gradient if held[i] is None else held[i]
+            self.held += replicas[len(self.held) :]
+
+
+class _Broadcast(torch.autograd.Function):
+    """Broadcasts a bucket in the forward, and reduces its gradients in the backward.
+
+    The schedule is on ``ctx``: each backward follows the forward that it belongs to, in whatever order they run.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, bucket: Bucket, replicas: Sequence[Sequence[Tensor]], schedule: Schedule, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.bucket, ctx.schedule, ctx.size = bucket, schedule, len(parameters)
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for replica in replicas for tensor in replica)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+        bucket: Bucket = ctx.bucket
+        schedule: Schedule = ctx.schedule
+        replicas = [list(gradients[start : start + ctx.size]) for start in range(0, len(gradients), ctx.size)]
+        with on_streams(schedule.streams):
+            if schedule.side is not None:
+                schedule.side.join()
+            if bucket.goes_to_autograd(schedule):
+                return (None, None, None, *add_up(bucket.parameters, replicas, bucket.parameters[0].device))
+            nodes = [node for node, _ in ctx.next_functions]
+            wanted = [
+                None if has_gradient_hooks(p) else _is_accumulated(node) for p, node in zip(bucket.parameters, nodes, strict=True)
+            ]
+            return (None, None, None, *bucket.collect(replicas, wanted, schedule))
+
+
+class _Receive(torch.autograd.Function):
+    """Passes tensors of one device on. Its backward runs on the stream of its forward, behind the streams of the gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return gradients
+
+
+def _received(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    aliases: tuple[Tensor, ...] = _Receive.apply(*tensors)
+    run_first(aliases[0].grad_fn)
+    return aliases
+
+
+def _is_accumulated(node: Any) -> bool | None:
+    """Returns True if the running backward accumulates into a leaf, and None if ``torch.autograd.grad`` returns its gradient."""
+    return False if node is None else will_run(node)  # a parameter without requires_grad has no node
+
+
+def _only(gradients: Gradients, chosen: list[bool]) -> Gradients:
+    return [gradient if choose else None for gradient, choose in zip(gradients, chosen, strict=True)]
+
+
+BUCKET_BYTES = 25 * 2**20  # as in torch's DistributedDataParallel
+
+
+class GradientBuckets:
+    """The gradient buckets of all parameters of one module.
+
+    Args:
+        side: streams for sums that overlap with the backward; made on first use where devices have streams.
+    """
+
+    def __init__(self, side: SideStreams | None = None) -> None:
+        self.buckets: list[Bucket] = []
+        self.deferred = False  # of the forwards that run now
+        self.is_sharded = False  # owners receive the gradients, until the sharding is undone
+        self.side = side
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Gradients of forwards in this block stay with the replicas until :meth:`reduce`, or a backward of a later forward."""
+        before, self.deferred = self.deferred, True
+        try:
+            yield
+        finally:
+            self.deferred = before
+
+    def reduce(self) -> None:
+        """Sums the gradients that the replicas hold."""
+        for bucket in self.buckets:
+            bucket.reduce()
+
+    def scale(self, factor: float | Tensor) -> None:
+        """Multiplies the gradients that the replicas hold."""
+        for bucket in self.buckets:
+            bucket.scale(factor)
+
+    def drop(self) -> None:
+        """Forgets the gradients that the replicas hold."""
+        for bucket in self.buckets:
+            bucket.drop()
+        if self.side is not None:  # a backward that failed did not join
+            self.side.join()
+
+    def rebuild(self, *groups: Sequence[nn.Parameter]) -> None:
+        """Makes new buckets of those parameters in each of ``groups`` that require a gradient."""
+        self.reduce()
+        learning = [[parameter for parameter in group if parameter.requires_grad] for group in groups]
+        self.buckets = [bucket for group in learning for bucket in make_buckets(group)]
+
+    def repoint(self, copies: Mapping[nn.Parameter, Mapping[torch.device, Tensor]]) -> None:
+        """Takes the owners' memory from ``copies`` of some parameters, which have moved."""
+        for bucket in self.buckets:
+            if bucket.owners is not None:
+                bucket.owners.repoint({parameter: copies[parameter] for parameter in copies if parameter in bucket})
+
+    def schedules(self, streams: Streams) -> Iterator[tuple[Bucket, Schedule]]:
+        """Yields each bucket with the schedule of its backward, for a forward on ``streams``."""
+        if self.side is None and any(streams.values()):
+            self.side = SideStreams()
+        for bucket in self.buckets:
+            yield bucket, Schedule(streams, self.side, bucket is not self.buckets[-1], self.deferred)
+
+
+def make_buckets(parameters: Sequence[nn.Parameter]) -> list[Bucket]:
+    """Returns buckets of at most 25 MiB (or one parameter) and one dtype. The last parameters come first, as in the backward."""
+    buckets: list[Bucket] = []
+    open_buckets: dict[torch.dtype, tuple[Bucket, int]] = {}
+    for parameter in reversed(parameters):
+        bucket, size = open_buckets.get(parameter.dtype, (None, 0))
+        if bucket is None or size + parameter.nbytes > BUCKET_BYTES:
+            bucket, size = Bucket([]), 0
+            buckets.append(bucket)
+        bucket.parameters.append(parameter)
+        open_buckets[parameter.dtype] = bucket, size + parameter.nbytes
+    return buckets
+
+
+class Holder(Protocol):
+    """An object with deferred gradients of some parameters, such as a bucket."""
+
+    def reduce(self) -> None:
+        """Sums the deferred gradients into the parameters' ``grad``, and releases them."""
+
+    def discard(self, parameter: Tensor) -> None:
+        """Forgets the deferred gradients of one parameter."""
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Returns True if there may be deferred gradients of a parameter."""
+
+
+_holders: weakref.WeakSet[Holder] = weakref.WeakSet()
+_lock = threading.Lock()
+
+
+def hold(holder: Holder) -> None:
+    """Registers ``holder``: from now on ``grad`` of its parameters includes its deferred gradients."""
+    with _lock:
+        _holders.add(holder)
+        nn.Parameter.grad = _property  # type: ignore[assignment]
+
+
+def release(holder: Holder) -> None:
+    """Removes ``holder``. After the last one, ``nn.Parameter.grad`` is torch's own attribute again."""
+    with _lock:
+        _holders.discard(holder)
+        if not _holders and nn.Parameter.__dict__.get("grad") is _property:
+            del nn.Parameter.grad
+
+
+def bring_together(parameter: Tensor) -> None:
+    """Reduces the deferred gradients of a parameter, and those of all parameters of the same holders."""
+    for holder in _holders_of(parameter):
+        with torch.inference_mode(False):
+            holder.reduce()
+
+
+def discard(parameter: Tensor) -> None:
+    """Forgets the deferred gradients of a parameter."""
+    for holder in _holders_of(parameter):
+        holder.discard(parameter)
+
+
+def _holders_of(parameter: Tensor) -> list[Holder]:
+    if not _holders:
+        return []
+    with _lock:
+        holders = list(_holders)
+    return [holder for holder in holders if holder.holds(parameter)]
+
+
+def _read(parameter: nn.Parameter) -> Tensor | None:
+    bring_together(parameter)
+    return get_gradient(parameter)
+
+
+def _write(parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    discard(parameter)
+    set_gradient(parameter, gradient)
+
+
+def _delete(parameter: nn.Parameter) -> None:
+    _write(parameter, None)
+
+
+_property = property(_read, _write, _delete)

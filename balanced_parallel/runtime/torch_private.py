@@ -1,0 +1,280 @@
+"""Control over a running backward: execution order of nodes, callbacks at its end, and the nodes that it will run.
+
+torch's DistributedDataParallel and FSDP2 use the same private functions.
+
+Properties of tensors, most of which torch keeps private: version counters, bases of views, gradient slots, hooks, storages.
+
+Dictionaries of one module: its children, parameters and buffers by name. Base classes of batch norms and dropouts.
+
+``named_children``, ``named_parameters`` and ``named_buffers`` omit entries that are None, and the second name of a child. They
+also give no way to replace an entry in a replica. No public functions do this. The common base classes of batch norms and of
+dropouts are private as well.
+
+Nested containers as torch flattens them, such as the state of an optimizer.
+
+torch has no public module for them yet (pytorch#65761; pytorch#175082 proposes ``torch.utils.pytree``). For batches, use
+``batch.nested``, which supports dataclasses and mappings of other types.
+
+Elementwise operations on lists of tensors, in one kernel for a whole list.
+
+A loop over tensors launches one kernel for each of them. torch's optimizers avoid this with ``torch._foreach_*``, which torch
+2.11 to 2.13 keep private. pytorch#193607 adds the same operations as ``torch.foreach``. Unlike ``torch._foreach_*``
+(pytorch#162911), these functions accept empty lists.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.dropout import _DropoutNd as Dropout
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from .devices import move
+
+__all__: list[str] = ["BatchNorm", "Dropout"]
+
+
+Node = Any  # torch.autograd.graph.Node; its stub lacks attributes of custom functions
+_HIGHEST_PRIORITY = 2**63
+
+
+def run_first(node: Node) -> None:
+    """Makes backward run ``node`` before all other nodes that are ready in the same thread of the engine.
+
+    The engine has one thread per device. It runs the ready node with the highest sequence number first. Numbers follow the order
+    of the forward, and there is no public way to change one (pytorch#114120 added this one).
+    """
+    node._set_sequence_nr(_HIGHEST_PRIORITY)
+
+
+def run_after_backward(callback: Callable[[], None]) -> None:
+    """Calls ``callback`` at the end of the running backward. Call this from a node or a hook of that backward.
+
+    The callback may run on a thread of the engine, but with the current streams of the thread that called backward. The public
+    ``torch.autograd.graph.queue_callback`` (pytorch#66199, #193958) is newer than torch 2.13.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def will_run(node: Node) -> bool | None:
+    """Returns True if the running backward will run ``node``; for the node of a leaf, if it will fill the ``grad`` of the leaf.
+
+    Returns None for a leaf whose gradient ``torch.autograd.grad`` returns: torch refuses to answer for it. There is no public
+    function (pytorch#83617, #84773).
+    """
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:
+        return None
+
+
+def reached_leaves(roots: Iterable[torch.Tensor]) -> set[int]:
+    """Returns the ids of the leaves that a backward from ``roots`` reaches, also after it has run."""
+    nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen, found = set(nodes), set()
+    while nodes:
+        node: Node = nodes.pop()
+        if hasattr(node, "variable"):
+            found.add(id(node.variable))
+        fresh = {following for following, _ in node.next_functions if following is not None} - seen
+        seen |= fresh
+        nodes += fresh
+    return found
+
+
+def current_node() -> Node | None:
+    """Returns the node that the calling thread runs in a backward, or None outside of a backward. No public function exists."""
+    return torch._C._current_autograd_node()
+
+
+def number_of(node: Node) -> int:
+    """Returns the number of a node in the order of the forward. It tells nodes apart without keeping them."""
+    return int(node._sequence_nr())
+
+
+def current_backward_id() -> int | None:
+    """Returns the number of the backward that the calling thread runs, or None outside of one. No public function exists."""
+    number = torch._C._current_graph_task_id()
+    return None if number == -1 else number
+
+
+def keeps_graph() -> bool:
+    """Returns True if the running backward may run again: ``retain_graph=True``, or it is compiled. No public function exists."""
+    return torch.compiler.is_compiling() or bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+_gradient_slot: Any = torch.Tensor.grad
+
+
+def versions(tensors: Sequence[Tensor]) -> list[int]:
+    """Returns the version counter of each tensor, which every write in place increments; 0 for inference tensors.
+
+    ``torch.autograd.graph.increment_version`` is the public way to change a counter. There is none to read it.
+    """
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # inference tensors have no counter
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def is_differentiable(tensor: Tensor) -> bool:
+    """Returns True for floating point and complex numbers."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Returns True for a ``DTensor``, whose import takes seconds."""
+    return hasattr(tensor, "to_local")
+
+
+def local_tensors(tensors: Iterable[Any]) -> list[Any]:
+    """Returns the shard on this rank in place of each ``DTensor``. Changes in place change the whole."""
+    with torch.no_grad():
+        return [tensor.to_local() if is_sharded(tensor) else tensor for tensor in tensors]
+
+
+def base_of(tensor: Tensor) -> Tensor:
+    """Returns the tensor that ``tensor`` is a view of, or ``tensor`` itself. There is no public attribute for it."""
+    base = tensor._base
+    return tensor if base is None else base
+
+
+def mark_as_parameter(tensor: Tensor) -> None:
+    """Makes ``isinstance(tensor, nn.Parameter)`` True. Unlike a parameter, the tensor may be the result of an operator.
+
+    ``nn.Parameter`` sets this attribute on tensor subclasses. No public function sets it.
+    """
+    tensor._is_param = True
+
+
+def get_gradient(tensor: Tensor) -> Tensor | None:
+    """Returns the gradient that autograd has accumulated in a leaf.
+
+    ``nn.Parameter.grad`` and the ``grad`` of a parameter's class may be replaced by a property. Autograd does not call the
+    property, and neither does this function.
+    """
+    gradient: Tensor | None = _gradient_slot.__get__(tensor)
+    return gradient
+
+
+def set_gradient(tensor: Tensor, gradient: Tensor | None) -> None:
+    """Sets the gradient of a leaf as autograd does, past any property in the place of ``grad``."""
+    _gradient_slot.__set__(tensor, gradient)
+
+
+def has_gradient_hooks(tensor: Tensor) -> bool:
+    """Returns True if a hook was registered on the tensor by ``register_hook`` or ``register_post_accumulate_grad_hook``.
+
+    There is no public way to list hooks.
+    """
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
+
+
+def storage_id(storage: torch.UntypedStorage) -> int:
+    """Returns a number that all Python objects of one storage share, for as long as the storage lives.
+
+    ``data_ptr()`` does not serve: it is 0 for every empty, fake or meta storage.
+    """
+    return int(storage._cdata)
+
+
+class StorageReference:
+    """A key for a storage, which does not keep its memory. Its number is given to no other storage as long as the key exists.
+
+    torch's class is not listed in its documentation, but other parts of torch use it (``torch.compile``, FSDP).
+    """
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._number = storage_id(storage)
+        self._reference = StorageWeakRef(storage)
+
+    def is_alive(self) -> bool:
+        """Returns True if a tensor still has the storage."""
+        return not self._reference.expired()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StorageReference) and other._number == self._number
+
+    def __hash__(self) -> int:
+        return hash(self._number)
+
+
+def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Returns the direct submodules. Changes to the dictionary change the module."""
+    return module._modules
+
+
+def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Returns the module's own parameters, without those of its submodules. Changes to the dictionary change the module."""
+    return module._parameters
+
+
+def buffers_of(module: nn.Module) -> dict[str, Tensor | None]:
+    """Returns the module's own buffers, without those of its submodules. Changes to the dictionary change the module."""
+    return module._buffers
+
+
+def shared_id(module: nn.Module) -> int:
+    """Returns a number that a module shares with its shallow copies, such as its replicas: they have the same table of hooks."""
+    return id(module._state_dict_hooks)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Returns True for the module that ``torch.compile(module)`` returns, and for a module after ``module.compile()``."""
+    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+
+
+def leaves_of_tree(tree: Any) -> list[Any]:
+    """Returns all values of nested lists, tuples and dictionaries that are not containers."""
+    return tree_leaves(tree)
+
+
+def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
+    """Returns ``tree`` with each tensor replaced by ``function(tensor)``. Other values stay as they are."""
+    return tree_map_only(Tensor, function, tree)
+
+
+def flatten(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Returns the values of :func:`leaves`, and a function that makes a tree of the same structure from as many values."""
+    values, structure = tree_flatten(tree)
+    return values, lambda others: tree_unflatten(others, structure)
+
+
+# The stubs of torch ask for tuples or lists; the operations take both.
+Tensors = list[Tensor] | tuple[Tensor, ...]
+
+
+def foreach_add(tensors: Tensors, others: Tensors) -> list[Tensor]:
+    """Returns the sums of ``tensors[i]`` and ``others[i]``. No argument is changed."""
+    return list(torch._foreach_add(tensors, others)) if tensors else []
+
+
+def foreach_add_(tensors: Tensors, others: Tensors) -> None:
+    """Adds ``others[i]`` to ``tensors[i]`` in place."""
+    if tensors:
+        torch._foreach_add_(tensors, others)
+
+
+def foreach_multiply_(tensors: Tensors, factor: float | Tensor) -> None:
+    """Multiplies all tensors by one factor in place. A factor with one element moves to each of their devices."""
+    if not isinstance(factor, Tensor):
+        if tensors:
+            torch._foreach_mul_(tensors, factor)
+        return
+    for device in dict.fromkeys(tensor.device for tensor in tensors):
+        torch._foreach_mul_([tensor for tensor in tensors if tensor.device == device], move(factor, device))
+
+
+def foreach_copy_(targets: Tensors, sources: Tensors, *, non_blocking: bool = False) -> None:
+    """Copies ``sources[i]`` into ``targets[i]``, which may be on another device."""
+    if targets:
+        torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
+
+
+def foreach_zero_(tensors: Tensors) -> None:
+    """Fills all tensors with zeros in place."""
+    if tensors:
+        torch._foreach_zero_(tensors)

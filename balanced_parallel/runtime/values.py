@@ -1,0 +1,186 @@
+"""Memory sizes as text: ``"24GiB"``, ``"512 MiB"``, ``"80GB"``.
+
+Checks of the types of arguments, with errors that name the argument, the value and what is expected in its place.
+
+Precision of a training step: autocast in every replica, and one gradient scaler for all of them.
+"""
+
+import contextlib
+import math
+import numbers
+import re
+import reprlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+__all__: list[str] = []
+
+
+UNITS: dict[str, int] = {"": 1, "B": 1, **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)}}
+UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
+
+
+def parse_bytes(size: int | str) -> int:
+    """Returns the number of bytes in ``size``.
+
+    Args:
+        size: a positive integer, or text such as ``"24GiB"`` or ``"1.5 GB"``.
+
+    Raises:
+        ValueError: if ``size`` is neither, or its unit is unknown.
+    """
+    expected = "expected a positive number of bytes, or text with a unit, such as '24GiB', '512MiB' or '80GB'"
+    if isinstance(size, int) and not isinstance(size, bool) and size > 0:
+        return size
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
+    unit = None if match is None else {name.lower(): factor for name, factor in UNITS.items()}.get(match[2].lower())
+    count = 0 if match is None or unit is None else round(float(match[1]) * unit)
+    if count == 0:
+        raise ValueError(f"{size!r} is not a memory size, {expected}")
+    return count
+
+
+def format_bytes(count: int) -> str:
+    """Formats ``count`` in the largest unit of which it is at least one: ``"1.50 GiB"``, ``"512 B"``."""
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if abs(count) >= UNITS[unit]:
+            return f"{count / UNITS[unit]:.2f} {unit}"
+    return f"{count} B"
+
+
+def parse_each(capacity: int | str | Sequence[int | str], devices: int) -> tuple[int, ...]:
+    """Returns the number of bytes of each of ``devices`` devices.
+
+    Args:
+        capacity: one size for all devices, or one size per device.
+        devices: number of devices.
+
+    Raises:
+        ValueError: if a size is invalid, or the number of sizes differs from the number of devices.
+    """
+    sizes = [capacity] * devices if isinstance(capacity, (int, str)) else list(capacity)
+    if len(sizes) != devices:
+        raise ValueError(f"capacity has {len(sizes)} sizes for {devices} devices, expected one size, or one per device")
+    return tuple(map(parse_bytes, sizes))
+
+
+def check_type(name: str, value: Any, kinds: Any, expected: str) -> None:
+    """Checks that a value is of a type.
+
+    Args:
+        name: of the argument.
+        value: any object.
+        kinds: types, as for ``isinstance``. ``collections.abc.Callable`` is that of a function.
+        expected: describes them.
+
+    Raises:
+        TypeError: it is not.
+    """
+    if not isinstance(value, kinds):
+        raise TypeError(f"{name}={reprlib.repr(value)}, expected {expected}")
+
+
+def check_number(name: str, value: Any, expected: str, *, at_least: float = -math.inf, whole: bool = False) -> None:
+    """Checks that a value is a finite number. ``True`` is not a number here.
+
+    Args:
+        name: of the argument.
+        value: any object.
+        expected: describes the numbers that are possible.
+        at_least: the smallest one.
+        whole: allows integers only.
+
+    Raises:
+        TypeError: it is not a number.
+        ValueError: it is too small, infinite or nan.
+    """
+    if isinstance(value, bool):
+        raise TypeError(f"{name}={value}, expected {expected}")
+    check_type(name, value, numbers.Integral if whole else numbers.Real, expected)
+    if not at_least <= value < math.inf:
+        raise ValueError(f"{name}={value!r}, expected {expected}")
+
+
+_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Precision:
+    """Mixed precision of a training step.
+
+    ``"bf16"`` and ``"fp16"`` run forward and criterion under ``torch.autocast`` with that dtype, in every replica. ``"fp32"``
+    casts nothing itself. An autocast block around the call still applies, and reaches every replica.
+
+    Args:
+        name: ``"fp32"``, ``"bf16"``, ``"fp16"``, or another ``Precision``.
+        scaler: gradient scaler for ``"fp16"``. ``None`` creates one on first use. The gradients of all replicas and ranks are
+            summed before the scaler checks them, so all replicas and ranks skip the same updates.
+
+    Raises:
+        ValueError: if ``name`` is unknown, or if a scaler is given with another precision than ``"fp16"``. bfloat16 has the
+            range of float32 and needs no scaler.
+
+    Example:
+        >>> net = torch.nn.Linear(4, 2)
+        >>> with Precision("bf16").autocast([torch.device("cpu")]):
+        ...     net(torch.zeros(8, 4)).dtype
+        torch.bfloat16
+        >>> Precision("fp16", scaler=torch.amp.GradScaler("cpu", init_scale=2.0**10))
+        Precision('fp16')
+    """
+
+    name: str
+    scaler: torch.amp.GradScaler | None
+
+    def __init__(self, name: "str | Precision" = "fp32", scaler: torch.amp.GradScaler | None = None) -> None:
+        if isinstance(name, Precision):
+            scaler = scaler or name.scaler
+            name = name.name
+        if not isinstance(name, str) or name not in _DTYPES:
+            raise ValueError(f"precision={name!r}, expected one of {', '.join(map(repr, _DTYPES))}")
+        if scaler is not None and name != "fp16":
+            raise ValueError(f"precision {name!r} was given a gradient scaler, expected none: only 'fp16' needs one")
+        self.name = name
+        self.scaler = scaler
+
+    def __repr__(self) -> str:
+        return f"Precision({self.name!r})"
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of autocast; None without autocast."""
+        return _DTYPES[self.name]
+
+    def autocast(self, devices: Iterable[torch.device]) -> contextlib.AbstractContextManager[None]:
+        """Returns a context manager that enables autocast for the types of ``devices``. Workers of replicas inherit it."""
+        return contextlib.nullcontext() if self.dtype is None else _autocast(self.dtype, devices)
+
+    def scaler_on(self, device: torch.device) -> torch.amp.GradScaler | None:
+        """Returns the gradient scaler of ``"fp16"``, created for ``device`` on first use; otherwise None."""
+        if self.name == "fp16" and self.scaler is None:
+            self.scaler = torch.amp.GradScaler(device.type)
+        return self.scaler
+
+
+def scaled(loss: torch.Tensor, scaler: torch.amp.GradScaler | None) -> torch.Tensor:
+    """Returns the loss times the scale, if there is a scaler.
+
+    The first use makes two tensors, one after the other. An error between them leaves a scaler that fails in every
+    ``update()``. So a failure puts the scaler back to where it has none.
+    """
+    if scaler is None:
+        return loss
+    try:
+        return scaler.scale(loss)
+    except BaseException:
+        scaler.__setstate__(scaler.__getstate__())  # a pickled scaler makes them on its next use
+        raise
+
+
+@contextlib.contextmanager
+def _autocast(dtype: torch.dtype, devices: Iterable[torch.device]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for kind in sorted({device.type for device in devices}):
+            stack.enter_context(torch.autocast(kind, dtype))
+        yield

@@ -1,0 +1,278 @@
+"""Environment variables that torchrun sets for a process. No other file reads them.
+
+Starts the process group that torchrun prepared, and ends it at exit.
+
+A store for each start of the ranks.
+
+torchrun keeps one ``TCPStore`` for all restarts, although ``_create_c10d_store`` in ``torch/distributed/rendezvous.py`` relies on
+a new one. A restarted rank finds the addresses of processes that have ended there, and waits for them. So the ranks agree on a
+prefix of their own.
+
+A comparison of all ranks at the start. Ranks with different code or versions would hang, or train different models.
+"""
+
+import atexit
+import functools
+import hashlib
+import os
+import sys
+import time
+import uuid
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # the stubs lack them
+
+from ..runtime import collectives
+from ..runtime.collectives import compare_ranks, gather_objects
+from ..runtime.devices import DeviceLike, resolve_devices, visible_devices
+
+__all__: list[str] = []
+
+
+_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class TorchrunEnvironment:
+    """Numbers of a process: ``rank`` among all processes, and ``local_rank`` among those of its machine.
+
+    ``master_address`` and ``master_port`` are those of rank 0's machine, where the ranks meet. ``shares_store`` is True if
+    torchrun has a store there for all restarts.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master_address: str = field(default="", compare=False)
+    master_port: int = field(default=0, compare=False)
+    shares_store: bool = field(default=False, compare=False)
+
+    @classmethod
+    def detect(cls) -> "TorchrunEnvironment | None":
+        """Reads the environment. Returns None outside of torchrun, if neither ``RANK`` nor ``WORLD_SIZE`` is set.
+
+        Raises:
+            ValueError: a variable is missing or invalid. The message names it.
+        """
+        if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
+            return None
+        missing = [name for name in (*_NUMBERS, "MASTER_ADDR") if name not in os.environ]
+        if missing:
+            raise ValueError(
+                f"torchrun's environment lacks {', '.join(missing)}: start the script with torchrun, or unset RANK and WORLD_SIZE"
+            )
+        try:
+            rank, world_size, local_rank, local_world_size, port = (int(os.environ[name]) for name in _NUMBERS)
+        except ValueError as error:
+            values = ", ".join(f"{name}={os.environ[name]!r}" for name in _NUMBERS)
+            raise ValueError(f"torchrun's environment has {values}, expected integers") from error
+        if not (0 <= rank < world_size and 0 <= local_rank < local_world_size <= world_size):
+            raise ValueError(
+                f"torchrun's environment has RANK={rank} of WORLD_SIZE={world_size} and LOCAL_RANK={local_rank} of "
+                f"LOCAL_WORLD_SIZE={local_world_size}, expected each rank below its world's size"
+            )
+        if not 0 < port < 2**16:
+            raise ValueError(f"torchrun's environment has MASTER_PORT={port}, expected 1 to 65535")
+        shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return cls(rank, world_size, local_rank, local_world_size, os.environ["MASTER_ADDR"], port, shares_store)
+
+
+def rank_device(environment: TorchrunEnvironment, device_ids: Sequence[DeviceLike] | None) -> torch.device:
+    """Returns the device of this rank: an accelerator for each rank, or the CPU, which ranks share.
+
+    If a rank can see only one accelerator, it uses that one, as with ``torchrun --virtual-local-rank`` and under Slurm.
+
+    Args:
+        environment: ranks of this process.
+        device_ids: one device for each local rank, or a single CPU for all; ``None`` is every visible accelerator, else the CPU.
+
+    Raises:
+        ValueError: fewer devices than local ranks.
+    """
+    visible = visible_devices()
+    devices = visible if device_ids is None else resolve_devices(device_ids)
+    if len(devices) == 1 and (devices[0].type == "cpu" or len(visible) == 1):
+        return devices[0]
+    if environment.local_world_size > len(devices):
+        raise ValueError(
+            f"torchrun started {environment.local_world_size} processes on this machine for {len(devices)} devices "
+            f"({', '.join(map(str, devices))}), and this is LOCAL_RANK={environment.local_rank}, expected at most one process "
+            "per device, or one visible device for each process: lower --nproc-per-node"
+        )
+    return devices[environment.local_rank]
+
+
+def join_process_group(environment: TorchrunEnvironment, device: torch.device, timeout: timedelta | None = None) -> None:
+    """Makes ``device`` current and starts the process group (NCCL for CUDA, gloo for CPUs), which ends at exit.
+
+    A group that is already running is used, and is not ended here.
+
+    Args:
+        environment: ranks of this process, and the address where they meet.
+        device: of this rank.
+        timeout: of the group; ``None`` is torch's default.
+
+    Raises:
+        RuntimeError: the ranks do not meet within the timeout, or the port is in use. It has the type of torch's error.
+        ValueError: the running group has another rank or size than torchrun's environment.
+    """
+    if device.type != "cpu":
+        torch.accelerator.set_device_index(device.index)
+    if dist.is_initialized():
+        running = dist.get_rank(), dist.get_world_size()
+        if running != (environment.rank, environment.world_size):
+            raise ValueError(
+                f"a process group is running with rank {running[0]} of {running[1]}, but torchrun's environment says rank "
+                f"{environment.rank} of {environment.world_size}: start only one of them, or unset RANK and WORLD_SIZE"
+            )
+        return
+    backend, device_id = "gloo", None
+    if device.type != "cpu":
+        own, device_id = dist.get_default_backend_for_device(device), device
+        # one backend by its name alone: of several, torch chooses no default beside NCCL if a plugin is registered
+        backend = "gloo" if own == "gloo" else f"cpu:gloo,{device.type}:{own}"
+    try:
+        if environment.shares_store:
+            store, rank, ranks = store_of_this_start(environment, timeout), environment.rank, environment.world_size
+            dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=ranks, device_id=device_id)
+        else:
+            dist.init_process_group(backend, timeout=timeout, device_id=device_id)
+    except RuntimeError as error:  # torch's names neither the rank nor a remedy
+        raise type(error)(_explain(environment, str(error).partition("\n")[0])) from error
+    atexit.register(end_process_group)
+
+
+def _explain(environment: TorchrunEnvironment, reason: str) -> str:
+    port = environment.master_port
+    remedy = f"Rank 0 must be running, and its host must accept connections to port {port}"
+    if environment.rank == 0:
+        remedy = f"MASTER_ADDR must be an address of this host, port {port} must be free, and all other ranks must be running"
+    return (
+        f"rank {environment.rank} of {environment.world_size} could not join the process group at "
+        f"MASTER_ADDR={environment.master_address}, MASTER_PORT={port}: {reason.removesuffix('.')}. {remedy}. On hosts with "
+        "several network interfaces, set GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+    )
+
+
+def end_process_group() -> None:
+    """Ends the running process group, if there is one and the exit is clean.
+
+    This waits for its collectives, which may never come to their end after an exception. torchrun ends the other ranks then.
+    """
+    collectives.keep_backends()
+    if dist.is_initialized() and not hasattr(sys, "last_value"):  # set by an exception that nothing has caught
+        dist.destroy_process_group()
+    collectives.wait_until_idle()
+
+
+_NAME = "balanced_parallel"
+
+
+def store_of_this_start(environment: TorchrunEnvironment, timeout: timedelta | None) -> Any:
+    """Returns torchrun's store behind a prefix that rank 0 has made up for this start.
+
+    Each process counts its start in the store. Rank 0 answers to the newest start of each rank, until that confirms the prefix.
+
+    Raises:
+        RuntimeError: a rank does not come within the timeout.
+    """
+    timeout = dist.default_pg_timeout if timeout is None else timeout
+    rank, ranks = environment.rank, environment.world_size
+    store = TCPStore(environment.master_address, environment.master_port, ranks, is_master=False, timeout=timeout)
+    start = store.add(f"{_NAME}/starts of {rank}", 1)
+    if rank > 0:
+        prefix = store.get(_answer(rank, start)).decode()
+        store.set(f"{prefix}/{rank}", "")
+        return PrefixStore(prefix, store)
+    prefix, missing = f"{_NAME}/{uuid.uuid4().hex}", list(range(1, ranks))
+    end = time.monotonic() + timeout.total_seconds()
+    while missing:
+        for other in missing:
+            store.set(_answer(other, store.add(f"{_NAME}/starts of {other}", 0)), prefix)
+        missing = [other for other in missing if not store.check([f"{prefix}/{other}"])]
+        if missing and time.monotonic() > end:
+            raise dist.DistStoreError(
+                f"ranks {', '.join(map(str, missing))} have not started within {timeout.total_seconds():.0f} s"
+            )
+        time.sleep(0.02 if missing else 0)
+    return PrefixStore(prefix, store)
+
+
+def _answer(rank: int, start: int) -> str:
+    return f"{_NAME}/prefix for start {start} of {rank}"
+
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+def check_agreement(module: nn.Module, settings: Mapping[str, Hashable]) -> None:
+    """Compares the versions, the script, the module and the settings of all ranks, in one small all-gather.
+
+    Files are those of this package, the script, and the modules beside the script that every rank has imported. Values of
+    parameters are not compared: they are copied from rank 0 later.
+
+    Args:
+        module: before it is moved.
+        settings: of :func:`parallelize`.
+
+    Raises:
+        ValueError: on every rank, if they differ. The message names the ranks and their values.
+    """
+    lines = _module_lines(module)
+    facts = {"torch": str(torch.__version__), "balanced_parallel": _package_digest(), **_script_digests(), **settings}
+
+    def explain(name: str, values: Sequence[str | None]) -> Sequence[str | None]:
+        """Exchanges the lines of the modules: every rank sees the same difference, so all of them take part."""
+        return _first_difference(gather_objects(lines)) if name == "the module" else values
+
+    module_digest = digest(line.encode() for line in lines)
+    compare_ranks(facts | {"the module": module_digest}, "the same code, versions and settings on all hosts", explain)
+
+
+def digest(parts: Iterable[bytes]) -> str:
+    """Returns the first digits of the SHA-256 of ``parts``. For a file they are those of ``sha256sum``."""
+    total = hashlib.sha256()
+    for part in parts:
+        total.update(part)
+    return total.hexdigest()[:12]
+
+
+@functools.cache
+def _package_digest() -> str:
+    return digest(path.read_bytes() for path in sorted(_PACKAGE.rglob("*.py")))
+
+
+def _script_digests() -> dict[str, str]:
+    """Returns a digest of the script, and of each imported module in its folder that is not installed."""
+    script = getattr(sys.modules.get("__main__"), "__file__", None)
+    if script is None:  # an interactive session
+        return {}
+    folder = Path(script).absolute().parent
+    files = {Path(script).absolute()}
+    for imported in list(sys.modules.values()):
+        name = getattr(imported, "__file__", None)
+        if isinstance(name, str) and name.startswith(f"{folder}/") and "-packages/" not in name:  # of pip, or of Debian
+            files.add(Path(name))
+    return {str(path.relative_to(folder)): digest([path.read_bytes()]) for path in sorted(files) if path.is_file()}
+
+
+def _module_lines(module: nn.Module) -> list[str]:
+    """Returns a line for the type of a module, and for each parameter and buffer."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    details = (f"{name} {list(tensor.shape)} {tensor.dtype}{' trained' * tensor.requires_grad}" for name, tensor in tensors)
+    return [type(module).__qualname__, *details]
+
+
+def _first_difference(ranks: list[list[str]]) -> list[str]:
+    """Returns the first line in which the ranks differ, from each of them."""
+    longest = max(map(len, ranks))
+    padded = [[*lines, *["no more parameters"] * (longest - len(lines))] for lines in ranks]
+    return list(next(lines for lines in zip(*padded, strict=True) if len(set(lines)) > 1))

@@ -1,0 +1,137 @@
+"""The protocol of synchronising gradients: over the replicas of a process, the ranks of DDP, or the shards of FSDP2.
+
+with sync.accumulating():
+    sync.backward(losses, divisor, last=False)    # micro-batches before the last
+sync.start(loss_sum)                              # loss and weight begin their way to the host
+sync.backward(losses, divisor, last=True)         # gradients are reduced while it runs
+loss_sum = sync.finish(loss_sum, settings)        # everything is summed
+"""
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..loss.criterion import DataParallelCriterion
+from ..loss.sums import LossSum, Weight
+from ..runtime.devices import move
+
+__all__: list[str] = []
+
+
+class Settings(Protocol):
+    """Settings that must be the same in all processes."""
+
+    def digest(self) -> list[float]:
+        """Returns numbers to be summed over all processes."""
+
+    def check(self, total: float, squares: float) -> None:
+        """Checks the sums. All processes raise an error, or none."""
+
+
+class GradientSync(Protocol):
+    """Synchronises the gradients of one update, of a model and its criterion."""
+
+    def begin(self) -> None:
+        """Begins an update that may be abandoned."""
+
+    @property
+    def gradient_scale(self) -> Weight:
+        """The factor from the reduced gradients to their sum: the number of ranks, if ranks average."""
+
+    def count_micro_batches(self, count: int) -> int:
+        """Returns how many micro-batches to run, if this process needs ``count``."""
+
+    def first_divisor(self, expected: Weight, before: float) -> float:
+        """Returns a divisor for the first gradients of an update, without waiting for a device or a rank.
+
+        Args:
+            expected: the weight of this process's rows, as far as they are known.
+            before: the weight of the update before, over everything.
+        """
+
+    def whole_weight(self, expected: Weight, *, last: bool) -> Weight:
+        """Returns the expected weight over everything. It is exact if ``last``, after :meth:`start`."""
+
+    def repeating(self) -> AbstractContextManager[None]:
+        """Surrounds an update whose forwards run twice, so that the second ones are cut as the first."""
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Surrounds micro-batches before the last, whose gradients stay where they are."""
+
+    def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
+        """Takes part in forwards that other processes still make, without rows. Yields zeros for :meth:`backward`.
+
+        Args:
+            is_reduced: this process has run its last backward.
+        """
+
+    def start(self, local: LossSum) -> None:
+        """Starts to copy loss and weight to where they are summed, before the last backward."""
+
+    def backward(self, losses: Sequence[Tensor], divisor: Weight, *, last: bool) -> None:
+        """Runs backward from the losses over ``divisor``. The last one reduces all gradients."""
+
+    def finish(self, local: LossSum, settings: Settings) -> LossSum:
+        """Returns loss and weight over everything. All gradients are reduced. A weight of other ranks is on the host.
+
+        Raises:
+            ValueError: other processes have other settings.
+        """
+
+    def rescale(self, factor: Weight) -> None:
+        """Multiplies the gradients that are not reduced yet."""
+
+    def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
+        """Multiplies the reduced gradients of ``tensors``."""
+
+    def smallest(self, number: float) -> float:
+        """Returns the smallest ``number`` of all processes."""
+
+    def abandon(self) -> bool:
+        """Gives the update up, after this process ran out of memory.
+
+        Returns:
+            True if other processes wait in their reduction. :meth:`finish` then takes part, tells them, and raises.
+
+        Raises:
+            RuntimeError: another process failed for another reason.
+        """
+
+    def discard(self, *, out_of_memory: bool = False) -> None:
+        """Forgets the gradients that are not reduced yet, after a failure. Processes that wait for them are told."""
+
+
+@functools.singledispatch
+def gradient_sync(model: Any, criterion: DataParallelCriterion) -> GradientSync:
+    """Returns the gradient synchronisation of a model. Packages register theirs by the type of the model.
+
+    Raises:
+        TypeError: the model is of another kind, or cannot be trained as it is.
+    """
+    raise TypeError(f"the model is a {type(model).__name__}, expected a DataParallelModel or the model that parallelize returns")
+
+
+def run_backward(losses: Sequence[Tensor], divisor: Weight) -> None:
+    """Runs one backward from all losses that require a gradient, divided by ``divisor``.
+
+    Raises:
+        RuntimeError: no loss requires a gradient.
+    """
+    roots = [loss for loss in losses if loss.requires_grad]
+    if not roots:
+        raise RuntimeError(
+            "the loss depends on no parameter with requires_grad=True, so there is nothing to train: expected a step outside "
+            "of torch.no_grad() and torch.inference_mode(), a model that is not frozen, and a criterion that returns a tensor "
+            "and neither detaches it nor calls .item()"
+        )
+    factor = 1 / divisor
+    gradients: list[Tensor] | None = None
+    if isinstance(factor, Tensor):
+        gradients = [move(factor, root.device).to(root.dtype) for root in roots]
+    elif factor != 1:
+        gradients = [torch.full_like(root, factor) for root in roots]
+    torch.autograd.backward(roots, gradients)

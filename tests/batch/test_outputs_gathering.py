@@ -1,0 +1,117 @@
+"""Gathering: concatenation of every leaf, containers of every type, errors for outputs that differ.
+
+The record of outputs: its end runs no Python code.
+"""
+
+import dataclasses
+import sys
+from typing import Any
+
+import pytest
+import torch
+from transformers import BatchEncoding
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from balanced_parallel import gather, scatter
+from balanced_parallel.batch import outputs
+
+
+@dataclasses.dataclass
+class Output:
+    logits: torch.Tensor
+    names: list
+    count: int
+    extra: Any = None
+
+
+def test_gather_concatenates_tensors_scalars_strings_and_numbers():
+    outputs = [
+        Output(torch.ones(2, 3), ["a", "b"], 2, (torch.tensor(1.5), "first")),
+        Output(torch.zeros(1, 3), ["c"], 1, (torch.tensor(2.5), "second")),
+    ]
+    whole = gather(outputs)
+    assert type(whole) is Output  # torch cannot gather one (pytorch#41327)
+    assert whole.logits.tolist() == [[1, 1, 1], [1, 1, 1], [0, 0, 0]]
+    assert whole.names == ["a", "b", "c"]
+    assert whole.count == [2, 1]
+    assert whole.extra[0].tolist() == [1.5, 2.5]
+    assert whole.extra[1] == ["first", "second"]  # torch returns "<map object at ...>" for strings
+    assert gather([{"x": None}, {"x": None}]) == {"x": None}
+    assert gather([["a"], []]) == ["a"]
+    assert gather([1.0, 2.0]) == [1.0, 2.0]
+
+
+def test_scatter_and_gather_keep_hugging_face_outputs():
+    output = CausalLMOutputWithPast(logits=torch.arange(15.0).view(5, 3), hidden_states=(torch.ones(5, 2), torch.zeros(5, 2)))
+    pieces = scatter(output, ["cpu"] * 2)
+    assert [type(piece) for piece in pieces] == [CausalLMOutputWithPast] * 2
+    assert pieces[0].loss is None
+    assert torch.equal(pieces[1].logits, output.logits[3:])
+    assert torch.equal(pieces[1]["hidden_states"][0], torch.ones(2, 2))
+    whole = gather(pieces)
+    assert type(whole) is CausalLMOutputWithPast
+    assert torch.equal(whole.logits, output.logits)
+    assert whole.keys() == output.keys()
+    batch = BatchEncoding({"input_ids": torch.arange(6).view(3, 2)})
+    assert [type(piece) for piece in scatter(batch, ["cpu"] * 2)] == [BatchEncoding] * 2
+
+
+def test_gather_is_the_inverse_of_scatter():
+    batch = {"x": torch.randn(7, 2), "t": (torch.randn(7), ["s"] * 7), "nested": [torch.randn(7, 1)]}
+    whole = gather(scatter(batch, ["cpu"] * 3))
+    assert torch.equal(whole["x"], batch["x"])
+    assert torch.equal(whole["t"][0], batch["t"][0])
+    assert whole["t"][1] == batch["t"][1]
+    assert torch.equal(whole["nested"][0], batch["nested"][0])
+
+
+def test_gather_along_another_dimension_and_with_empty_shards():
+    assert gather([torch.ones(2, 3), torch.zeros(2, 1)], dim=1).tolist() == [[1, 1, 1, 0]] * 2
+    assert gather([torch.ones(0, 3), torch.zeros(1, 3)], "cpu").shape == (1, 3)
+    assert gather([torch.tensor(3.0)], dim=1).tolist() == [3.0]  # torch raises for scalars unless dim is 0
+
+
+def test_gradients_flow_back_to_all_outputs():
+    pieces = [torch.ones(2, requires_grad=True), torch.ones(1, requires_grad=True)]
+    (gather(pieces) * torch.tensor([1.0, 2.0, 3.0])).sum().backward()
+    assert [piece.grad.tolist() for piece in pieces] == [[1, 2], [3]]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "error", "message"),
+    [
+        (torch.zeros(3), TypeError, r"gather was given a tensor of shape \(3,\), expected a list.*gather\(\[output\]\)"),
+        ([], ValueError, "no outputs"),
+        ([object()], TypeError, "output is an object of type object: expected tensors"),
+        (
+            [torch.zeros(1, 2), torch.zeros(1, 3)],
+            ValueError,
+            r"\(1, 2\) and \(1, 3\), expected shapes that differ in dimension 0",
+        ),
+        ([torch.zeros(1, 2), None], TypeError, "a tensor of shape .*NoneType"),
+        (
+            [{"a": torch.zeros(1)}, {"b": torch.zeros(1)}],
+            ValueError,
+            r"the structures differ at output: dict with entries \['a'\]",
+        ),
+        ([(torch.zeros(1),), (torch.zeros(1), 2)], ValueError, "the structures differ"),
+    ],
+)
+def test_outputs_that_cannot_be_gathered_raise_an_error(outputs, error, message):
+    with pytest.raises(error, match=message):
+        gather(outputs)
+
+
+def test_the_end_of_an_output_runs_no_python_code_in_which_a_ctrl_c_is_lost():
+    """Python drops what is raised in the callback of a weak reference, a KeyboardInterrupt too."""
+    output, calls = torch.zeros(3), []
+    outputs.record([output], (3,), 0)
+    key = id(output)
+    assert key in outputs._known
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_filename) if event == "call" else None)
+    try:
+        del output
+    finally:
+        sys.setprofile(None)
+    assert key not in outputs._known
+    assert outputs.__file__ not in calls

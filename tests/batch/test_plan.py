@@ -1,0 +1,207 @@
+"""Unequal devices: shares by weight, by free memory, by speed, equal to the plain program in each case.
+
+Cuts by cost, against all partitions of small batches.
+"""
+
+import math
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+from helpers.problems import assert_same_gradients, build_net, gradients, plain_program
+from torch import nn
+
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, simulate
+from balanced_parallel.batch.plan import cut_by_cost, cut_to_budget
+
+
+def assert_equals_plain_program(model, net, x, target, expected):
+    loss, wanted = expected
+    found = DataParallelCriterion(nn.CrossEntropyLoss())(model(x), target)
+    found.backward()
+    torch.testing.assert_close(found.detach().cpu(), loss, rtol=1e-10, atol=1e-10)
+    assert_same_gradients([gradient.cpu() for gradient in gradients(net)], wanted)
+    net.zero_grad()
+
+
+@pytest.mark.parametrize("split", [[0, 1, 1], [1, 0, 0], [0, 0, 1], [1, 2, 3], [3, 0.5, 1], "memory", "speed"])
+def test_every_split_equals_the_plain_program(double, split):
+    net, x, target = build_net(), torch.randn(13, 4), torch.randint(5, (13,))
+    expected = plain_program(net, nn.CrossEntropyLoss(), x, target)
+    with simulate(3, memory=["1MiB", "2MiB", "3MiB"]):
+        model = DataParallelModel(net.to("sim:0"), split=split)
+        for _ in range(5):
+            assert_equals_plain_program(model, net, x, target, expected)
+
+
+def test_split_by_memory_gives_rows_in_proportion_to_free_bytes():
+    with simulate(3, memory=["40MiB", "20MiB", "20MiB"]):
+        net = nn.Linear(512, 512).to("sim:0")  # one MiB per device
+        allocated = torch.empty(5 * 2**20, dtype=torch.uint8, device="sim:2")
+        model = DataParallelModel(net, split="memory")
+        assert model.split is None
+        assert model.shares.measure == "memory"
+        assert [len(output) for output in model(torch.ones(74, 512))] == [39, 20, 15]
+        assert "shares: 52" in repr(model)
+        assert "by memory" in repr(model)
+        del allocated
+
+
+class Slow(nn.Module):
+    """Identity that takes one millisecond per row on the first device and three on the others."""
+
+    def forward(self, x):
+        time.sleep(len(x) * (0.001 if x.device.index == 0 else 0.003))
+        return x
+
+
+def test_split_by_speed_gives_rows_in_proportion_to_measured_speed():
+    with simulate(3):
+        model = DataParallelModel(Slow(), split="speed")
+        sizes = [[len(output) for output in model(torch.ones(30, 1))] for _ in range(9)]
+        assert sizes[0] == sizes[1] == [10, 10, 10]
+        assert sizes[-1][0] == pytest.approx(18, abs=2)
+        assert sizes[-1][1] == pytest.approx(6, abs=2)
+        assert model.split[0] == pytest.approx(0.6, abs=0.07)
+        assert "by speed" in repr(model)
+
+
+def test_split_by_speed_measures_rarely_after_the_first_forwards():
+    with simulate(2):
+        model = DataParallelModel(nn.Identity(), split="speed")
+        seen = []
+        for _ in range(40):
+            model(torch.ones(4, 1))
+            seen.append(model.split)
+        assert len(set(seen)) <= 6  # measured in forwards 2, 4, 8, 16, 32
+
+
+def test_replicas_on_one_device_share_its_memory():
+    with simulate(2, memory="8MiB"):
+        model = DataParallelModel(nn.Identity(), [0, 0, 1], split="memory")
+        model(torch.ones(8, 1))
+        assert model.split == pytest.approx((0.25, 0.25, 0.5), abs=0.01)
+
+
+def test_micro_batches_with_split_by_memory_equal_the_plain_program(double):
+    net, x, target = build_net(), torch.randn(40, 4), torch.randint(5, (40,))
+    loss, expected = plain_program(net, nn.CrossEntropyLoss(), x, target)
+    with simulate(2, memory=["9MiB", "3MiB"]):
+        model = DataParallelModel(net.to("sim:0"), split="memory")
+        step = TrainStep(
+            model, DataParallelCriterion(nn.CrossEntropyLoss()), torch.optim.SGD(net.parameters(), 0.0), micro_batch_size=6
+        )
+        torch.testing.assert_close(step(x, target).cpu(), loss, rtol=1e-10, atol=1e-10)
+        assert_same_gradients([gradient.cpu() for gradient in gradients(net)], expected)
+
+
+def padded(costs: Sequence[float]) -> float:
+    return len(costs) * max(costs)
+
+
+def partitions(rows: int, shards: int) -> Iterator[list[list[int]]]:
+    def assign(row: int, groups: list[list[int]]) -> Iterator[list[list[int]]]:
+        if row == rows:
+            yield groups
+            return
+        for group in list(groups):
+            group.append(row)
+            yield from assign(row + 1, groups)
+            group.pop()
+        if len(groups) < shards:
+            yield from assign(row + 1, [*groups, [row]])
+
+    return assign(0, [])
+
+
+def largest(groups: Sequence[Sequence[int]], costs: Sequence[float], combine: Callable[[Sequence[float]], float]) -> float:
+    return max(combine([costs[row] for row in group]) for group in groups)
+
+
+DRAWS: dict[str, Callable[[random.Random], float]] = {
+    "whole": lambda numbers: numbers.randint(1, 50),
+    "long tail": lambda numbers: numbers.expovariate(1.0),
+    "equal": lambda numbers: 5.0,
+    "often zero": lambda numbers: numbers.choice([0, 0, 1, 3]),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS)
+@pytest.mark.parametrize(
+    ("combine", "limit"),
+    [(None, 1.0002), (sum, 1.05), (lambda costs: len(costs) * max(costs) ** 2, 1.0002)],
+    ids=["padded", "sum", "own"],
+)
+def test_largest_cost_is_that_of_the_best_partition(
+    draw: str, combine: Callable[[Sequence[float]], float] | None, limit: float
+) -> None:
+    numbers = random.Random(0)
+    for _ in range(60):
+        rows, shards = numbers.randint(1, 7), numbers.randint(1, 4)
+        costs = [DRAWS[draw](numbers) for _ in range(rows)]
+        cut = cut_by_cost(costs, shards, combine)
+        assert sorted(row for run in cut for row in run) == list(range(rows))
+        assert len(cut) == min(rows, shards)
+        assert all(cut)
+        best = min(largest(groups, costs, combine or padded) for groups in partitions(rows, shards))
+        assert largest(cut, costs, combine or padded) <= limit * best, (costs, shards, cut)
+
+
+def test_rows_are_sorted_and_equal_costs_keep_their_order() -> None:
+    assert cut_by_cost([3, 9, 2, 3, 2, 4], 3) == [[1], [5, 0], [3, 2, 4]]
+    assert cut_by_cost([5, 5, 5, 5], 2) == [[0, 1], [2, 3]]
+    assert cut_by_cost([7, 7], 4) == [[0], [1]]
+    assert cut_by_cost([], 4) == [] == cut_to_budget([], 4)
+    assert cut_by_cost([10, 10, 10, 10], 3) == [[0], [1], [2, 3]]  # two shards would do, but no device is idle
+
+
+def test_shards_of_at_most_so_many_rows() -> None:
+    assert cut_by_cost([8, 1, 1, 1, 1], 2) == [[0], [1, 2, 3, 4]]
+    assert cut_by_cost([8, 1, 1, 1, 1], 2, most_rows=3) == [[0, 1], [2, 3, 4]]
+    with pytest.raises(ValueError, match="5 rows in 2 shards of at most 2, expected 4 rows at most"):
+        cut_by_cost([8, 1, 1, 1, 1], 2, most_rows=2)
+
+
+def test_what_runs_last_is_small() -> None:
+    costs = [9, 4, 3, 3, 2, 2, 1, 1]
+    assert cut_by_cost(costs, 6) == [[0], [1], [2], [3], [4, 5], [6, 7]]
+    assert cut_by_cost(costs, 6, together=3) == [[0], [1, 2], [3, 4, 5], [6], [7]]  # 9 + 1 in place of 9 + 4
+
+
+@pytest.mark.parametrize("combine", [None, sum, lambda costs: sum(costs)], ids=["padded", "sum", "own"])
+def test_shards_within_a_budget(combine: Callable[[Sequence[float]], float] | None) -> None:
+    numbers = random.Random(0)
+    for _ in range(30):
+        costs = [numbers.randint(1, 20) for _ in range(numbers.randint(1, 7))]
+        cut = cut_to_budget(costs, 24, combine)
+        assert sorted(row for run in cut for row in run) == list(range(len(costs)))
+        assert largest(cut, costs, combine or padded) <= 24
+        fewest = next(
+            n for n in range(1, 8) if any(largest(g, costs, combine or padded) <= 24 for g in partitions(len(costs), n))
+        )
+        assert len(cut) <= fewest + (combine is not None)
+
+
+def test_a_row_over_the_budget_is_named() -> None:
+    with pytest.raises(ValueError, match="row 2 alone costs 30, expected at most the budget of 24"):
+        cut_to_budget([3, 4, 30], 24)
+
+
+@pytest.mark.parametrize("cost", [-1, math.nan, math.inf])
+def test_a_cost_out_of_range_is_named(cost: float) -> None:
+    for cut in (lambda costs: cut_by_cost(costs, 2), lambda costs: cut_to_budget(costs, 9)):
+        with pytest.raises(ValueError, match=f"the cost of row 1 is {cost}, expected a finite number that is not negative"):
+            cut([3, cost])
+
+
+def test_4096_rows_take_5_ms() -> None:
+    numbers = random.Random(0)
+    costs = [numbers.randint(1, 2048) for _ in range(4096)]
+    seconds = []
+    for _ in range(20):
+        begin = time.thread_time()
+        cut_by_cost(costs, 64)
+        seconds.append(time.thread_time() - begin)
+    assert min(seconds) < 0.005

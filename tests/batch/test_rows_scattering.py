@@ -1,0 +1,137 @@
+"""Scattering: sizes of shards, values without rows, errors for inputs with different numbers of rows."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from helpers.traffic import NAMES, devices_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from balanced_parallel import gather, scatter, simulate
+from balanced_parallel.batch.plan import proportional_sizes, split_sizes
+
+CPUS = ["cpu"] * 4
+
+
+@given(rows=st.integers(0, 10**6), parts=st.integers(1, 64))
+def test_sizes_differ_by_at_most_one_row(rows, parts):
+    sizes = split_sizes(rows, parts)
+    assert sum(sizes) == rows
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@given(rows=st.integers(0, 10**4), weights=st.lists(st.floats(0, 100), min_size=1, max_size=8).filter(lambda w: sum(w) > 0.1))
+def test_weighted_sizes_differ_from_their_share_by_less_than_one_row(rows, weights):
+    sizes = split_sizes(rows, weights)
+    assert sum(sizes) == rows
+    assert all(abs(size - rows * weight / sum(weights)) < 1 + 1e-6 for size, weight in zip(sizes, weights, strict=True))
+
+
+def test_nine_rows_use_all_four_devices():
+    assert split_sizes(9, 4) == [3, 2, 2, 2]  # torch's chunk: 3, 3, 3 and an idle device (pytorch#15161)
+    assert [len(piece) for piece in scatter(torch.zeros(9, 2), CPUS)] == [3, 2, 2, 2]
+    assert split_sizes(8, [3, 1]) == [6, 2]
+
+
+def test_fewer_rows_than_devices_give_fewer_shards_and_no_rows_give_one():
+    assert [len(piece) for piece in scatter(torch.zeros(2, 3), CPUS)] == [1, 1]
+    assert [piece.shape for piece in scatter(torch.zeros(0, 3), CPUS)] == [(0, 3)]
+    assert scatter({"a": 1}, CPUS) == [{"a": 1}]
+
+
+class Point(NamedTuple):
+    x: Any
+    y: Any
+
+
+@dataclasses.dataclass
+class Batch:
+    images: torch.Tensor
+    names: list
+    scale: torch.Tensor
+    epoch: int = 3
+
+
+def test_scatter_splits_values_with_rows_and_passes_others_whole():
+    x = torch.arange(18.0).view(9, 2)
+    names = [f"row {row}" for row in range(9)]
+    batch = Batch({"a": (x, Point(x + 1, None))}, names, torch.tensor(2.0))
+    pieces = scatter(batch, CPUS)
+    assert [len(piece.names) for piece in pieces] == [3, 2, 2, 2]
+    assert pieces[1].names == ["row 3", "row 4"]
+    assert torch.equal(pieces[1].images["a"][1].x, x[3:5] + 1)
+    assert all(type(piece.images["a"][1]) is Point for piece in pieces)
+    assert all(piece.scale is batch.scale for piece in pieces)
+    assert all(piece.epoch == 3 for piece in pieces)
+    whole = gather(pieces)
+    assert torch.equal(whole.images["a"][0], x)
+    assert whole.names == names
+
+
+def test_different_numbers_of_rows_raise_an_error_that_names_both_inputs():
+    with pytest.raises(
+        ValueError, match=r"inputs\[0\] is a tensor of shape \(4, 3\) \(4 rows\).*inputs\[1\]\['mask'\] .*\(2, 3\)"
+    ):
+        scatter((torch.zeros(4, 3), {"mask": torch.zeros(2, 3)}), CPUS)  # torch drops rows 2 and 3
+    with pytest.raises(ValueError, match=r"a list of 3 plain values \(3 rows\)"):
+        scatter((torch.zeros(4, 3), ["a", "b", "c"]), CPUS)
+
+
+def test_inputs_that_cannot_be_split_raise_an_error():
+    with pytest.raises(TypeError, match=r"inputs\[1\] is an array of shape \(4,\).*torch.as_tensor"):
+        scatter((torch.zeros(4, 3), np.zeros(4)), CPUS)
+    packed = torch.nn.utils.rnn.pack_sequence([torch.zeros(3, 2), torch.zeros(2, 2)])
+    with pytest.raises(TypeError, match="PackedSequence.*pass the padded tensor"):
+        scatter(packed, CPUS)
+    with pytest.raises(ValueError, match=r"shape \(4,\), expected rows in dimension 1"):
+        scatter((torch.zeros(2, 4), torch.zeros(4)), CPUS, dim=1)
+
+
+def test_scatter_splits_along_another_dimension():
+    pieces = scatter(torch.arange(10).view(2, 5), ["cpu"] * 2, dim=1)
+    assert [piece.shape for piece in pieces] == [(2, 3), (2, 2)]
+
+
+def test_split_by_weights_skips_devices_of_weight_zero():
+    assert [len(piece) for piece in scatter(torch.zeros(8, 1), ["cpu"] * 3, split=[3, 0, 1])] == [6, 2]
+    for split in ([1], [1, -1, 1], [0, 0, 0], "memory", [1, float("nan"), 1]):
+        with pytest.raises(ValueError, match="split=.*expected None or one weight per device"):
+            scatter(torch.zeros(8, 1), ["cpu"] * 3, split=split)
+
+
+def test_gradients_flow_back_through_shards():
+    x = torch.arange(6.0).view(3, 2).requires_grad_()
+    sum((index + 1) * piece.sum() for index, piece in enumerate(scatter(x, ["cpu"] * 2))).backward()
+    assert x.grad.tolist() == [[1, 1], [1, 1], [2, 2]]
+
+
+def test_targets_are_split_in_proportion_to_the_inputs():
+    assert proportional_sizes(9, [3, 3, 3]) == [3, 3, 3]
+    assert proportional_sizes(14, [4, 3]) == [8, 6]
+    assert proportional_sizes(0, [0]) == [0]
+    with pytest.raises(ValueError, match=r"the targets have 8 rows, but the inputs have 7 \(split into 4, 3\)"):
+        proportional_sizes(8, [4, 3])
+
+
+@dataclass
+class Sample:
+    pixels: torch.Tensor
+    name: list[str]
+
+
+def test_scatter_and_gather_move_all_tensors_of_a_structure():
+    with simulate(3) as cluster:
+        batch = {"x": torch.arange(7.0), "pair": (torch.ones(7, 2), None), "sample": Sample(torch.zeros(7), list("abcdefg"))}
+        pieces = scatter(batch, cluster.devices)
+        for piece, name in zip(pieces, NAMES, strict=True):
+            assert devices_of([piece["x"], piece["pair"][0], piece["sample"].pixels]) == [name] * 3
+        back = gather(pieces, "cpu")
+        assert back["x"].equal(batch["x"])
+        assert back["sample"].name == list("abcdefg")
+        assert {ends for ends in cluster.moved if "cpu" not in ends} == set()  # only between the CPU and each device
+        assert devices_of(scatter(torch.ones(6, device="sim:1"), cluster.devices)) == NAMES

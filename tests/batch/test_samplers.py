@@ -1,0 +1,197 @@
+"""Rows of each rank: the same effective batches for any number of ranks, from any batch on.
+
+Rows of equal cost for each rank: the effective batches of ``RankBatchSampler``, cut by cost.
+"""
+
+import random
+from itertools import chain
+
+import pytest
+import torch
+from helpers.ranks import run_ranks
+from torch import nn
+from torch.utils.data import DataLoader
+
+from balanced_parallel import BalancedBatchSampler, RankBatchSampler, TrainStep, parallelize
+
+ROWS, SIZE = range(23), 5
+
+
+def make_samplers(ranks, seed=0):
+    return [RankBatchSampler(ROWS, SIZE, seed, rank=rank, ranks=ranks) for rank in range(ranks)]
+
+
+def effective_batches(samplers):
+    """Returns the batches of one iteration, each joined over the ranks, and advances."""
+    batches = [list(chain(*parts)) for parts in zip(*samplers, strict=True)]
+    for sampler in samplers:
+        for _ in batches:
+            sampler.advance()
+    return batches
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_any_number_of_ranks_has_the_same_batches_without_padding_or_repeated_rows(ranks):
+    one, some = make_samplers(1), make_samplers(ranks)
+    for epoch in range(3):
+        assert {sampler.epoch for sampler in some} == {epoch}
+        batches = effective_batches(some)
+        assert batches == effective_batches(one)
+        assert sorted(chain(*batches)) == list(ROWS)
+        assert [len(batch) for batch in batches] == [5, 5, 5, 5, 3]
+
+
+def test_the_order_depends_on_seed_and_epoch_alone():
+    epochs = [effective_batches(samplers) for samplers in [make_samplers(1)] for _ in range(3)]
+    others = [effective_batches(make_samplers(1, seed)) for seed in (1, 2, 2**33 + 5)]
+    assert len({str(batches) for batches in epochs + others}) == 6
+    torch.manual_seed(77)
+    state = torch.get_rng_state()
+    assert effective_batches(make_samplers(2)) == epochs[0]
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("done", [0, 3, 5, 7])
+def test_a_position_continues_with_another_number_of_ranks(done):
+    whole = make_samplers(1)
+    expected = effective_batches(whole) + effective_batches(whole)
+    before, after = make_samplers(3), make_samplers(2)
+    for _ in range(done):
+        before[0].advance()
+    for sampler in after:
+        sampler.load_state_dict(before[0].state_dict())
+    found = []
+    while len(found) < 10 - done:
+        found += effective_batches(after)
+    assert found == expected[done:]
+
+
+def test_batches_that_workers_load_ahead_do_not_count():
+    sampler = RankBatchSampler(ROWS, SIZE, seed=0)
+    loader = iter(DataLoader(list(ROWS), batch_sampler=sampler, num_workers=1, prefetch_factor=4))
+    next(loader)
+    sampler.advance()
+    assert sampler.state_dict()["batches"] == 1
+
+
+def test_forgotten_advance_raises_an_error_in_the_second_epoch():
+    sampler = RankBatchSampler(ROWS, SIZE, seed=0)
+    list(sampler)
+    with pytest.raises(RuntimeError, match=r"expected sampler.advance\(\) after each batch"):
+        list(sampler)
+    in_order = RankBatchSampler(ROWS, SIZE)
+    assert list(in_order) == list(in_order)
+
+
+def test_invalid_settings_and_positions_of_other_batches_raise_an_error():
+    with pytest.raises(ValueError, match="0 rows, batch_size=5, rank 0 of 1: expected rows"):
+        RankBatchSampler([], 5)
+    with pytest.raises(ValueError, match="rank 2 of 2"):
+        RankBatchSampler(ROWS, 5, rank=2, ranks=2)
+    state = RankBatchSampler(ROWS, 4, seed=0).state_dict()
+    with pytest.raises(ValueError, match=r"saved with \{'rows': 23, 'batch_size': 4, 'seed': 0\}, expected .*'batch_size': 5"):
+        RankBatchSampler(ROWS, 5, seed=0).load_state_dict(state)
+
+
+NUMBERS = random.Random(0)
+LENGTHS = [int(NUMBERS.lognormvariate(3, 1)) + 1 for _ in range(150)]
+
+
+def make_balanced_samplers(ranks, batch_size=64, costs=LENGTHS, **settings):
+    return [BalancedBatchSampler(costs, batch_size, seed=0, rank=rank, ranks=ranks, **settings) for rank in range(ranks)]
+
+
+def shares(samplers):
+    """Returns the rows of each rank in each batch of one iteration, and advances."""
+    batches = list(zip(*samplers, strict=True))
+    for sampler in samplers:
+        for _ in batches:
+            sampler.advance()
+    return batches
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_effective_batches_are_those_of_equal_rows(ranks):
+    plain, balanced = RankBatchSampler(LENGTHS, 64, seed=0, rank=0, ranks=1), make_balanced_samplers(ranks)
+    for epoch in range(2):
+        assert {sampler.epoch for sampler in balanced} == {epoch}
+        batches = [sorted(chain(*parts)) for parts in shares(balanced)]
+        expected = [sorted(parts[0]) for parts in shares([plain])]
+        assert batches == expected
+
+
+def test_ranks_have_equal_cost():
+    for parts in shares(make_balanced_samplers(4))[:2]:
+        costs = [len(rows) * max(LENGTHS[row] for row in rows) for rows in parts]
+        assert max(costs) <= 1.2 * sum(costs) / 4
+        assert max(costs) <= 0.6 * 64 * max(LENGTHS[row] for row in chain(*parts)) / 4  # equal rows of the padded batch
+
+
+def test_costs_may_be_combined_in_another_way():
+    """With costs that add, the ranks have equal sums, and one has most of the rows."""
+    for parts in shares(make_balanced_samplers(3, combine=sum))[:2]:
+        sums = [sum(LENGTHS[row] for row in rows) for rows in parts]
+        assert max(sums) - min(sums) <= max(LENGTHS)
+
+
+def test_a_position_continues_with_another_number_of_ranks_and_sampler():
+    whole = [sorted(chain(*parts)) for sampler in [make_balanced_samplers(1)] for _ in range(2) for parts in shares(sampler)]
+    before = RankBatchSampler(LENGTHS, 64, seed=0, rank=0, ranks=1)
+    for _ in range(4):
+        before.advance()
+    after = make_balanced_samplers(3)
+    for sampler in after:
+        sampler.load_state_dict(before.state_dict())
+    assert [sorted(chain(*parts)) for parts in shares(after)] == whole[4:]
+
+
+def test_fewer_rows_than_ranks_leave_ranks_without_rows():
+    (parts,) = shares(make_balanced_samplers(4, costs=[5, 1, 2]))
+    assert sorted(map(len, parts)) == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize("cost", [-1.0, float("nan"), float("inf")])
+def test_invalid_costs_raise_an_error(cost):
+    with pytest.raises(ValueError, match=f"row 1 .*{cost}"):
+        BalancedBatchSampler([1.0, cost, 2.0], 2)
+    with pytest.raises(ValueError, match="0 rows, batch_size=2"):
+        BalancedBatchSampler([], 2)
+
+
+def text(length):
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(1, 50, (length + 1,), generator=generator)
+
+
+def pad(rows):
+    padded = nn.utils.rnn.pad_sequence([text(length) for length in rows], batch_first=True)
+    return padded[:, :-1], padded[:, 1:]
+
+
+def losses_of(rank, ranks):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(50, 8), nn.Linear(8, 50), Transpose()).double()
+    model, criterion = parallelize(net, nn.CrossEntropyLoss(ignore_index=0), ["cpu"])
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.5))
+    sampler = BalancedBatchSampler(LENGTHS[:20], 8, seed=0)
+    loader = DataLoader(LENGTHS[:20], batch_sampler=sampler, collate_fn=pad_or_none, generator=torch.Generator())
+    losses = []
+    for inputs, targets in loader:
+        losses.append(step(inputs, targets).item())
+        sampler.advance()
+    return losses
+
+
+def pad_or_none(rows):
+    return pad(rows) if rows else (torch.zeros(0, 1, dtype=torch.long),) * 2
+
+
+class Transpose(nn.Module):
+    def forward(self, logits):
+        return logits.transpose(1, 2)
+
+
+def test_ranks_train_as_one_process():
+    losses = losses_of(0, 1)
+    for found in run_ranks(2, losses_of, 2):
+        assert found == pytest.approx(losses, rel=1e-10)

@@ -1,0 +1,239 @@
+"""Losses that are sums, means over something other than rows, or whose rows depend on each other."""
+
+import collections
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.problems import build_net, class_targets
+from helpers.verification import CPUS, check, contrastive_loss, flat_loss, time_major
+from torch import nn
+
+from balanced_parallel import DataParallelCriterion, DataParallelModel, verify
+from balanced_parallel.diagnostics.recording import scalar_of
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+@pytest.mark.parametrize("criterion", [contrastive_loss, lambda output, target: contrastive_loss(output, target)])
+def test_a_loss_that_couples_rows_is_reported_as_a_reason(criterion):
+    report = check(build_net(), criterion)
+    assert not report.equal
+    assert report.first_difference is None
+    assert [reason.split(":")[0] for reason in report.reasons] == ["the loss"]
+    assert "criterion(gather(outputs), targets)" in report.reasons[0]
+
+
+def test_a_wrong_weight_is_reported_as_a_reason():
+    criterion = functools.partial(F.cross_entropy)
+    assert check(build_net(), criterion, weight=lambda output, target: len(target)).reasons == (
+        "the loss is a mean, and weight= is not its divisor: give a function (output, *targets) -> scalar that returns it",
+    )
+
+
+# Losses that are sums, means over something other than rows, or whose rows depend on each other
+
+
+def variational_loss(output, target):
+    cross = F.binary_cross_entropy_with_logits(output, target, reduction="sum")
+    return cross + 0.5 * torch.sum(output.pow(2))
+
+
+def mean_of_few(output, target):
+    counted = target > 1
+    return F.cross_entropy(output[counted], target[counted], reduction="sum") / counted.sum()
+
+
+def reasons_of(criterion, rows=9, targets=None, **settings):
+    targets = class_targets(rows) if targets is None else targets
+    return verify(build_net(), criterion, torch.randn(rows, 4), targets, device_ids=CPUS, **settings).reasons
+
+
+def test_a_sum_without_reduction_is_reported_as_a_reason():
+    (reason,) = reasons_of(variational_loss, targets=torch.rand(9, 5))
+    assert reason == 'the loss is a sum (its parts add up to the whole): give DataParallelCriterion reduction="sum"'
+
+
+def test_weighted_means_are_distinguished_from_losses_that_couple_rows():
+    (reason,) = reasons_of(mean_of_few)
+    assert reason == (
+        "the loss is a mean, but not over rows: give DataParallelCriterion weight=, a function (output, *targets) -> scalar that "
+        "returns the divisor"
+    )
+    assert reasons_of(mean_of_few, weight=lambda output, target: (target > 1).sum()) == ()
+    (reason,) = reasons_of(contrastive_loss)
+    assert reason == (
+        "the loss: its rows depend on each other, so it cannot be computed in parts: give DataParallelCriterion whole=True, "
+        "which computes criterion(gather(outputs), targets)"
+    )
+
+
+def test_a_mean_over_rows_with_a_wrong_weight_is_reported_as_a_reason():
+    def loss(output, target):
+        return F.cross_entropy(output, target)
+
+    (reason,) = reasons_of(loss, weight=lambda output, target: (target + 1).sum())
+    assert reason == 'the loss is a mean over rows: give DataParallelCriterion weight="rows"'
+
+
+def test_a_loss_that_two_rows_cannot_classify_names_both_fixes():
+    (reason,) = reasons_of(contrastive_loss, rows=2)
+    assert reason.startswith("the loss: computed in parts it differs from the loss of the whole batch, so ")
+    assert "criterion(gather(outputs), targets)" in reason
+    assert "weight=" in reason
+
+
+def test_reasons_are_found_with_rows_in_dimension_1():
+    net, inputs, targets = time_major()
+
+    def total(output, target):
+        return flat_loss(output, target) * target.numel()
+
+    report = verify(net, total, inputs, targets, device_ids=CPUS, dim=1)
+    assert report.first_difference is None
+    (reason,) = report.reasons
+    assert reason.startswith("the loss is a sum")
+
+
+def test_errors_of_a_criterion_on_parts_are_ignored():
+    def picky(output, target):
+        if len(output) < 3:
+            raise ZeroDivisionError("too few rows")
+        return contrastive_loss(output, target)
+
+    report = verify(build_net(), picky, torch.randn(9, 4), class_targets(9), device_ids=CPUS)
+    assert not report.equal
+
+
+def test_the_loss_of_several_terms_is_their_sum():
+    Record = collections.namedtuple("Record", ["output", "loss"])
+    one, two = torch.tensor(1.0), torch.tensor(2.0)
+    assert scalar_of(one) is one
+    assert scalar_of(Record(one, two)) is two
+    assert scalar_of((one, two)) == 3
+    assert scalar_of({"a": one, "b": {"c": two}}) == 3
+    with pytest.raises(TypeError, match="returned str 'x', expected a scalar or several"):
+        scalar_of("x")
+
+
+# Reasons that would be false
+
+
+def test_a_loss_of_torch_needs_no_weight():
+    assert reasons_of(nn.CrossEntropyLoss(), weight=lambda output, target: (target + 1).sum()) == (
+        "the loss: weight= is not its divisor: leave it out, because that of CrossEntropyLoss is known",
+    )
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 1e-4), (torch.float16, 1e-6), (torch.float32, 1e-9)])
+def test_rounding_of_the_dtype_is_the_only_reason(dtype, tolerance):
+    net, inputs, targets = build_net().to(dtype), torch.randn(64, 4).to(dtype), class_targets(64)
+    report = verify(
+        net, lambda output, target: F.cross_entropy(output, target), inputs, targets, device_ids=CPUS, tolerance=tolerance
+    )
+    name = str(dtype).removeprefix("torch.")
+    assert report.reasons == (
+        f"rounding: the errors are within the rounding of {name}: compare in float64 (model.double()), or give tolerance=",
+    )
+
+
+def test_a_wrong_mean_is_found_in_half_precision():
+    net, inputs, targets = (
+        build_net().bfloat16(),
+        torch.randn(64, 4).bfloat16(),
+        torch.tensor([0, 0, 0, 2] * 8 + [2, 3, 2, 0] * 8),
+    )
+    (reason,) = verify(net, mean_of_few, inputs, targets, device_ids=CPUS).reasons
+    assert reason.startswith("the loss is a mean, but not over rows")
+
+
+def test_a_sum_plus_a_mean_may_be_an_additive_loss():
+    (reason,) = reasons_of(lambda output, target: F.cross_entropy(output, target) + output.pow(2).sum())
+    assert reason.startswith("the loss is a sum plus a mean over rows, so it cannot be computed in parts: ")
+    assert "whole=True" in reason
+    assert "AdditiveLoss(statistics, finish)" in reason
+
+
+def test_a_coupled_loss_is_never_told_to_be_whole():
+    report = check(nn.Sequential(build_net(), nn.Dropout()), DataParallelCriterion(contrastive_loss, whole=True))
+    assert report.reasons == ("dropout: 1 draws different random numbers for each shard: compare in eval mode",)
+
+
+class JsdCrossEntropy(nn.Module):
+    """The loss of AugMix in timm: clean rows first, then as many rows of each augmentation."""
+
+    def __init__(self, splits=3):
+        super().__init__()
+        self.splits = splits
+
+    def __call__(self, output, target):
+        rows = len(output) // self.splits
+        assert rows * self.splits == len(output)
+        parts = [part.softmax(1) for part in output.split(rows)]
+        mixture = torch.stack(parts).mean(0).log()
+        divergence = sum(F.kl_div(mixture, part, reduction="batchmean") for part in parts) / self.splits
+        return F.cross_entropy(output[:rows], target[:rows]) + 12 * divergence
+
+
+class Splits(JsdCrossEntropy):
+    """The same, with a name that says nothing."""
+
+
+def verify_splits(criterion, **settings):
+    targets = class_targets(6).repeat(3)
+    return verify(build_net(), DataParallelCriterion(criterion, **settings), torch.randn(18, 4), targets, device_ids=CPUS)
+
+
+def test_a_loss_of_several_splits_is_refused_or_named():
+    with pytest.raises(TypeError, match="JsdCrossEntropy appears to be a loss whose rows depend on each other.*whole=True"):
+        DataParallelCriterion(JsdCrossEntropy())(DataParallelModel(build_net(), CPUS)(torch.randn(9, 4)), class_targets(9))
+    for criterion, settings in ((JsdCrossEntropy(), {}), (JsdCrossEntropy(), {"weight": "rows"}), (Splits(), {"weight": "rows"})):
+        report = verify_splits(criterion, **settings)
+        assert not report.equal
+        assert report.reasons == (
+            "the loss: it raises AssertionError for a part of the rows, so its rows seem to depend on each other: give "
+            "DataParallelCriterion whole=True, which computes criterion(gather(outputs), targets)",
+        )
+    assert verify_splits(JsdCrossEntropy(), whole=True).equal
+
+
+# Outputs that are tuples
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = build_net()
+
+    def forward(self, x):
+        return self.net(x), self.net(x).pow(2).mean(1)
+
+
+def two_losses(scores, norms, target):
+    return F.cross_entropy(scores, target) + norms.mean()
+
+
+def of_a_pair(output, *targets):
+    return len(output[0])  # of the first output, if the tuple were one argument
+
+
+@pytest.mark.parametrize(("rows", "equal"), [(7, False), (6, True)])
+def test_a_weight_that_takes_the_tuple_for_one_argument_is_named(rows, equal):
+    report = verify(TwoOutputs(), two_losses, torch.randn(rows, 4), class_targets(rows), device_ids=CPUS, weight=of_a_pair)
+    reason = (
+        f"weight= does not add up: it returned 5 for {rows} rows, 5 for the first of them and 5 for the others, expected the "
+        "number of terms that the mean divides by; the output is a tuple, whose 2 entries fill its first 2 arguments"
+    )
+    assert report.equal == equal  # equal replicas hide it
+    assert reason in (report.warnings if equal else report.reasons)
+    report = verify(
+        TwoOutputs(),
+        two_losses,
+        torch.randn(rows, 4),
+        class_targets(rows),
+        device_ids=CPUS,
+        weight=lambda scores, norms, target: len(norms),
+    )
+    assert report.equal
+    assert not report.warnings

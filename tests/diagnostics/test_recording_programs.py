@@ -1,0 +1,149 @@
+"""Relative errors, and the first module whose output differs.
+
+The first module whose output differs, and the caller whose forward is the cause.
+"""
+
+import pytest
+import torch
+from helpers.problems import build_net, class_targets
+from helpers.verification import CPUS, check, flat_loss, time_major
+from torch import nn
+
+from balanced_parallel import verify
+from balanced_parallel.diagnostics.recording import relative_error
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+def test_the_relative_error_of_one_nan_is_infinite():
+    one, nan = torch.tensor([1.0, 2.0]), torch.tensor([1.0, torch.nan])
+    assert relative_error(nan, one) == relative_error(one, nan) == float("inf")
+    assert relative_error(nan, nan) == 0.0
+    assert relative_error(torch.tensor([1.0, 3.0]), one) == 0.5
+
+
+def test_the_first_difference_is_found_with_rows_in_dimension_1():
+    net, inputs, targets = time_major()
+    net.output = nn.Sequential(nn.Dropout(0.5), net.output)
+    report = verify(net, flat_loss, inputs, targets, device_ids=CPUS, dim=1)
+    assert report.first_difference.startswith("output.0 (Dropout): relative error")
+
+
+class WithLossModule(nn.Module):
+    """A model that computes its loss in a submodule, as models of Hugging Face do: the submodule's output has no rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.loss = build_net(), nn.CrossEntropyLoss()
+
+    def forward(self, inputs, targets):
+        return self.loss(self.net(inputs), targets)
+
+
+def test_a_loss_inside_of_the_model_has_no_rows_to_compare():
+    batch = {"inputs": torch.randn(7, 4), "targets": class_targets(7, ignored=4)}
+    report = verify(WithLossModule(), lambda loss, targets: loss, batch, batch["targets"], device_ids=CPUS, weight="rows")
+    assert not report.equal
+    (reason,) = report.reasons  # it was "no known reason"
+    assert reason.startswith("the model computes its own loss, and a part of it is no mean over what weight= counts")
+
+
+def test_a_loss_inside_of_the_model_with_its_weight():
+    batch = {"inputs": torch.randn(7, 4), "targets": class_targets(7, ignored=4)}
+    settings = {"device_ids": CPUS, "weight": lambda loss, targets: (targets != -100).sum()}
+    assert verify(WithLossModule(), lambda loss, targets: loss, batch, batch["targets"], **settings).equal
+
+
+class LearningBuffer(nn.Module):
+    """A buffer that requires a gradient, and that learns from whole batches only."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = build_net()
+        self.register_buffer("scale", torch.ones(5, requires_grad=True))
+
+    def forward(self, x):
+        return self.net(x) * (self.scale if len(x) == 7 else self.scale.detach())
+
+
+class ScaledNet(LearningBuffer):
+    def forward(self, x):
+        return self.net(x) * self.scale
+
+
+def test_gradients_of_buffers_are_compared():
+    report = check(ScaledNet())
+    assert report.equal
+    assert "scale" in report.gradient_errors
+    report = check(LearningBuffer())
+    assert [name for name, error in report.gradient_errors.items() if error > report.tolerance] == ["scale"]
+    assert not report.equal
+
+
+class Shifted(nn.Module):
+    """Adds the mean of the rows before its second layer, so that this layer has other inputs in each replica."""
+
+    def __init__(self, second):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 5), second
+
+    def forward(self, x):
+        hidden = self.first(x)
+        return self.second(hidden + hidden.mean(0))
+
+
+def test_a_layer_with_other_inputs_is_not_the_cause():
+    report = check(nn.Sequential(nn.Identity(), nn.Sequential(Shifted(nn.Sequential(nn.Linear(5, 5))))))
+    assert report.first_difference.startswith(
+        "1.0.second.0 (Linear): its inputs differ already, so the cause is in forward of 1.0 (Shifted), before 1.0.second.0: "
+        "relative error"
+    )
+
+
+class Mean(nn.Module):
+    def forward(self, x):
+        return x - x.mean(0)
+
+
+@pytest.mark.parametrize("after", [nn.Identity(), nn.ReLU(inplace=True)])
+def test_a_layer_with_equal_inputs_is_the_cause(after):
+    report = check(nn.Sequential(nn.Linear(4, 5), Mean(), after))
+    assert report.first_difference.startswith("1 (Mean): relative error")
+
+
+def test_inputs_that_are_overwritten_are_not_compared():
+    net = nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5, inplace=True))
+    assert check(net).first_difference.startswith("1 (Dropout): relative error")
+
+
+class Catching(nn.Module):
+    """Calls a layer that fails, and goes on without it."""
+
+    def __init__(self):
+        super().__init__()
+        self.good, self.bad = nn.Linear(4, 5), nn.Linear(3, 5)
+
+    def forward(self, x):
+        try:
+            return self.bad(x * x.mean())
+        except RuntimeError:
+            return self.good(x) * len(x)
+
+
+def test_calls_that_fail_are_ignored():
+    assert check(nn.Sequential(Catching())).first_difference.startswith("0 (Catching): relative error")
+
+
+class Computing(nn.Module):
+    """Passes a layer the same rows in a keyword argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 5)
+
+    def forward(self, x):
+        return self.layer(input=x * torch.ones_like(x).sum() / 28)
+
+
+def test_keyword_arguments_are_inputs():
+    assert "its inputs differ already" in check(Computing()).first_difference

@@ -1,0 +1,273 @@
+"""``verify``: equality with the plain program, errors, and the report.
+
+The text of a report.
+"""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.problems import build_net, class_targets
+from helpers.verification import CPUS, check, contrastive_loss, flat_loss, time_major
+from torch import nn
+
+from balanced_parallel import DataParallelCriterion, DataParallelModel, Rows, Whole, parallelize, simulate, verify
+from balanced_parallel.diagnostics.verify import VerificationReport
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("micro_batch_size", [None, 1])
+def test_an_exact_program_is_reported_as_equal(micro_batch_size):
+    net = build_net()
+    state = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    report = check(net, micro_batch_size=micro_batch_size)
+    assert report.equal
+    assert report.loss_error <= 1e-10
+    assert set(report.gradient_errors) == {name for name, _ in net.named_parameters()}
+    assert max(report.gradient_errors.values()) <= 1e-10
+    assert report.first_difference is None
+    assert report.reasons == ()
+    assert report.micro_batches == (1 if micro_batch_size is None else 3)
+    assert "equal within 1e-10: 3 replicas (cpu, cpu, cpu)" in str(report)
+    assert all(torch.equal(state[name], tensor) for name, tensor in net.state_dict().items())
+    assert all(parameter.grad is None for parameter in net.parameters())
+
+
+@pytest.mark.usefixtures("double")
+def test_verify_restores_the_random_state():
+    net, x, target = nn.Sequential(nn.Dropout(), nn.Linear(4, 5)), torch.randn(7, 4), class_targets(7)
+    before = torch.get_rng_state()
+    verify(net, nn.CrossEntropyLoss(), x, target, device_ids=CPUS)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+class ReadsTF32(nn.Module):
+    """A layer that records in forward and backward what CUDA would compute products with."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.seen = nn.Linear(4, 5), set()
+
+    def forward(self, x):
+        output = self.layer(x)
+        output.register_hook(lambda _: self.read())
+        self.read()
+        return output
+
+    def read(self):
+        self.seen.add((torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32))
+
+    def __deepcopy__(self, memo):
+        return self  # so that the record is that of the copies
+
+
+@pytest.mark.usefixtures("double")
+def test_float32_is_compared_without_tf32():
+    assert torch.backends.cudnn.allow_tf32  # torch's default
+    net = ReadsTF32().float()
+    report = verify(net, nn.CrossEntropyLoss(), torch.randn(7, 4).float(), class_targets(7), device_ids=CPUS)
+    assert report.equal
+    assert net.seen == {(False, False)}
+    assert torch.backends.cudnn.allow_tf32
+
+
+@pytest.mark.usefixtures("double")
+def test_settings_of_a_wrapped_criterion_are_used():
+    def loss(output, target):
+        return F.cross_entropy(output, target)
+
+    criterion = DataParallelCriterion(loss, weight=lambda output, target: (target != -100).sum())
+    report = verify(DataParallelModel(build_net(), CPUS), criterion, torch.randn(7, 4), class_targets(7, 4))
+    assert report.equal
+    assert len(report.devices) == 3
+
+
+@pytest.mark.usefixtures("double")
+def test_the_split_of_a_wrapped_model_is_used():
+    model = DataParallelModel(build_net(), CPUS, split=[3, 0, 1])
+    report = verify(model, nn.CrossEntropyLoss(), torch.randn(9, 4), class_targets(9), micro_batch_size=2)
+    assert report.equal
+    assert report.micro_batches == 3  # the first device has three quarters of the rows
+
+
+class RoundedOutput(nn.Module):
+    """A module whose output depends on the number of rows, with relative differences of the size of float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = build_net()
+
+    def forward(self, x):
+        return self.net(x) * (1 + 1e-8 * len(x))
+
+
+@pytest.mark.usefixtures("double")
+def test_rounding_to_float32_is_reported_as_a_reason():
+    assert check(RoundedOutput()).reasons == (
+        "rounding: the errors are of the size of float32; a part of the model or of the loss may cast to float32",
+    )
+
+
+@pytest.mark.usefixtures("double")
+def test_gradients_of_a_criterion_are_compared():
+    criterion = nn.AdaptiveLogSoftmaxWithLoss(5, 5, [2], div_value=1.0)
+    report = verify(build_net(), criterion, torch.randn(7, 4), class_targets(7), device_ids=CPUS)
+    assert report.equal
+    assert any(name.startswith("criterion.") for name in report.gradient_errors)
+
+
+@pytest.mark.usefixtures("double")
+def test_the_default_tolerance_follows_the_dtype():
+    torch.set_default_dtype(torch.float32)
+    report = check(build_net())
+    assert report.tolerance == 1e-4
+    assert report.equal
+    assert check(build_net(), tolerance=0.0).tolerance == 0.0
+
+
+@pytest.mark.usefixtures("double")
+def test_an_equal_program_runs_two_steps():
+    report = check(build_net())
+    assert report.equal
+    assert report.step == 2
+
+
+class Listing(nn.Module):
+    """Counts its rows in a list that copies share."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.net, self.note = build_net(), rows.append
+
+    def forward(self, x):
+        self.note(len(x))
+        return self.net(x)
+
+
+@pytest.mark.usefixtures("double")
+def test_reasons_are_looked_for_after_a_difference_only():
+    rows = []
+    assert check(Listing(rows)).equal
+    assert sorted(rows) == [2, 2, 2, 2, 3, 3, 7, 7]  # two plain steps, and two of three replicas
+    rows.clear()
+    assert not check(Listing(rows), contrastive_loss).equal
+    assert len(rows) > 1 + 3
+
+
+@pytest.mark.usefixtures("double")
+def test_programs_with_rows_in_dimension_1_are_equal():
+    net, inputs, targets = time_major()
+
+    def kept(output, target):
+        return target.numel()
+
+    settings = {"device_ids": CPUS, "dim": 1, "weight": kept}
+    assert verify(net, flat_loss, inputs, targets, **settings).equal
+    report = verify(net, flat_loss, inputs, targets, micro_batch_size=1, **settings)
+    assert report.equal
+    assert report.micro_batches == 3
+    wrapped = DataParallelModel(net, CPUS, dim=1), DataParallelCriterion(flat_loss, dim=1, weight=kept)
+    assert verify(*wrapped, inputs, targets).equal
+
+
+class OwnLoss(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = build_net()
+
+    def forward(self, x, labels):
+        return {"loss": F.cross_entropy(self.net(x), labels), "labels": labels}
+
+
+@pytest.mark.usefixtures("double")
+def test_a_model_that_computes_its_loss_needs_no_targets():
+    inputs = {"x": torch.randn(7, 4), "labels": class_targets(7)}
+    settings = {"device_ids": CPUS, "weight": lambda output: len(output["labels"])}
+    report = verify(OwnLoss(), lambda output: output["loss"], inputs, **settings)
+    assert report.equal
+    assert "labels" not in report.gradient_errors
+
+
+@pytest.mark.usefixtures("double")
+def test_the_table_has_the_ten_largest_errors():
+    report = check(nn.Sequential(*(nn.Linear(4, 4) for _ in range(9)), nn.Linear(4, 5)), contrastive_loss)
+    lines = str(report).splitlines()
+    assert sum("<-" in line for line in lines) == 1 + 10  # the loss, and ten gradients
+    assert "... and 10 more" in lines
+    assert len(report.gradient_errors) == 20
+
+
+class Clips(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = build_net()
+
+    def forward(self, clips, scale):
+        return torch.stack([self.net(clip).mean(0) * scale for clip in clips])
+
+
+def two_means(output, target):
+    some = target.sum(1) > 2.5
+    return {"all": F.mse_loss(output, target), "some": output[some].pow(2).sum() / some.sum().clamp(min=1)}
+
+
+def counts(output, target):
+    return {"all": len(target), "some": (target.sum(1) > 2.5).sum()}
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("micro_batch_size", [None, 2])
+def test_settings_of_the_wrappers_are_used_in_the_split_program(double, micro_batch_size):
+    x, target, clips = torch.randn(11, 4), torch.rand(11, 5), [torch.randn(length, 4) for length in range(1, 12)]
+    several = DataParallelCriterion(two_means, weight=counts, minimum=1)
+    assert verify(DataParallelModel(build_net(), CPUS), several, x, target, micro_batch_size=micro_batch_size).equal
+    whole = DataParallelModel(Clips(), CPUS, in_dims={"scale": None})
+    for model, scale in ((whole, torch.rand(5)), (DataParallelModel(Clips(), CPUS), Whole(torch.rand(5)))):
+        report = verify(model, nn.MSELoss(), (Rows(clips), scale), target, micro_batch_size=micro_batch_size)
+        assert report.equal, report
+
+    def flat_loss(output, target):
+        return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    x, target = torch.randn(5, 11, 4), torch.randint(5, (5, 11))
+    explicit = DataParallelCriterion(flat_loss, in_dims=(1, 1), weight="rows")
+    for model, criterion in (
+        (DataParallelModel(build_net(), CPUS, dim=1), flat_loss),
+        (DataParallelModel(build_net(), CPUS, in_dims=1, out_dims=1), explicit),
+    ):
+        report = verify(model, criterion, x, target, micro_batch_size=micro_batch_size)
+        assert report.equal, report
+
+
+@pytest.mark.usefixtures("double")
+def test_verify_reports_equality_on_simulated_devices():
+    with simulate(3):
+        net = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5)).to("sim:0")
+        model, criterion = parallelize(net, nn.CrossEntropyLoss())
+        report = verify(model, criterion, torch.randn(7, 4), torch.randint(5, (7,)))
+        assert report.equal
+
+
+EQUAL = VerificationReport(("cpu",), 2, 1e-10, 1.5, 1.5, 0.0, {"weight": 1e-16}, None, ())
+
+
+def test_counts_are_written_as_words():
+    assert "equal within 1e-10: 1 replica (cpu), 2 micro-batches" in str(EQUAL)
+    assert "2 replicas (cpu, cpu), 1 micro-batch\n" in str(dataclasses.replace(EQUAL, devices=("cpu",) * 2, micro_batches=1))
+
+
+def test_a_difference_without_a_reason_names_the_next_steps():
+    different = dataclasses.replace(EQUAL, loss_error=0.1)
+    following = "no known reason: `python -m balanced_parallel doctor`, and docs/exactness.md"
+    assert following in str(different)
+    assert following not in str(EQUAL)
+    assert following not in str(dataclasses.replace(different, reasons=("dropout: 1",)))
+
+
+def test_a_buffer_that_differs_is_in_the_table():
+    report = dataclasses.replace(EQUAL, state_errors={"norm.rows": 0.6})
+    assert not report.equal
+    lines = str(report).splitlines()
+    assert lines[0].startswith("DIFFERENT")
+    assert "buffer norm.rows  6.0e-01  <-" in lines

@@ -1,0 +1,176 @@
+"""Models that compute their own loss, with a weight function for its divisor.
+
+Divisors of several means that depend on the targets alone.
+"""
+
+import pytest
+import torch
+from helpers.problems import assert_same_gradients, gradients
+from torch import nn
+from torch.nn import functional as F
+from transformers import (
+    BertConfig,
+    BertForTokenClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from balanced_parallel import DataParallelCriterion, DataParallelModel, Rows, TrainStep, weighted_mean
+
+CPUS = ["cpu"] * 3
+
+
+def bert():
+    config = BertConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, num_labels=5
+    )
+    return BertForTokenClassification(config), 5, lambda labels: (labels != -100).sum()
+
+
+def gpt2():
+    return (
+        GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2)),
+        40,
+        lambda labels: (labels[:, 1:] != -100).sum(),
+    )
+
+
+def t5():
+    config = T5Config(vocab_size=40, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0)
+    return T5ForConditionalGeneration(config), 40, lambda labels: (labels != -100).sum()
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("make", [bert, gpt2, t5], ids=lambda make: make.__name__)
+def test_losses_of_hugging_face_models_equal_the_plain_program(make):
+    torch.manual_seed(0)
+    net, labels, count = make()
+    net.double().eval()
+    batch = {"input_ids": torch.randint(40, (7, 9)), "labels": torch.randint(labels, (7, 9))}
+    batch["attention_mask"] = torch.ones(7, 9, dtype=torch.long)
+    for row, length in enumerate([9, 2, 1, 5, 9, 1, 3]):
+        batch["labels"][row, length:] = -100
+    batch["labels"][3:5] = -100  # a replica without counted labels, whose loss is nan
+    loss = net(**batch).loss
+    loss.backward()
+    expected = gradients(net)
+    net.zero_grad()
+
+    model = DataParallelModel(net, CPUS)
+    criterion = DataParallelCriterion(lambda out, labels: out.loss, weight=lambda out, labels: count(labels))
+    found = criterion(model(**batch), batch["labels"])
+    found.backward()
+    tolerance = 1e-6 if make is gpt2 else 1e-10  # transformers computes its loss in float32: ForCausalLMLoss
+    torch.testing.assert_close(found.detach(), loss.detach(), rtol=tolerance, atol=tolerance)
+    assert_same_gradients(gradients(net), expected, tolerance)
+    outputs = model(**batch)
+    weights = [count(piece) for piece in batch["labels"].split(outputs.sizes)]
+    torch.testing.assert_close(weighted_mean(outputs.loss, weights), loss)
+    torch.testing.assert_close(outputs.logits.gather(), net(**batch).logits)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("make", [bert, gpt2, t5], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("devices", [1, 3])
+def test_gathered_outputs_of_hugging_face_models_equal_the_plain_outputs(make, devices):
+    net, labels, _ = make()
+    net.double().eval()
+    batch = {"input_ids": torch.randint(40, (7, 9)), "labels": torch.randint(labels, (7, 9))}
+    with torch.no_grad():
+        expected = net(**batch)
+        found = DataParallelModel(net, ["cpu"] * devices, gather_outputs=True)(**batch)
+    assert type(found) is type(expected)
+    torch.testing.assert_close(found.logits, expected.logits)
+    assert type(found.get("past_key_values")) is type(expected.get("past_key_values"))
+    if make is gpt2:  # a cache object with the tensors of each layer
+        for layer, expected_layer in zip(found.past_key_values, expected.past_key_values, strict=True):
+            torch.testing.assert_close(layer[:2], expected_layer[:2])
+
+
+class Detector(nn.Module):
+    """A model that returns a mapping of losses. One has its own divisor of at least 1."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(4, 5)
+
+    def forward(self, images, targets):
+        scores = torch.stack([self.net(image.mean((1, 2))) for image in images])
+        boxes = [target["boxes"].sum() * score.sum() for target, score in zip(targets, scores, strict=True)]
+        return {
+            "loss_class": scores.pow(2).mean(),
+            "loss_box": torch.stack(boxes).sum() / max(sum(len(target["boxes"]) for target in targets), 1),
+        }
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("counts", [(1, 0, 3, 2), (0, 0, 0, 0), (0, 0, 5, 0)])
+def test_losses_of_a_detector_with_their_own_divisors_equal_the_plain_program(counts):
+    torch.manual_seed(0)
+    net = Detector()
+    images = [torch.rand(4, height, 5) for height in (4, 5, 6, 7)]
+    targets = [{"boxes": torch.rand(count, 4)} for count in counts]
+    losses = net(images, targets)
+    sum(losses.values()).backward()
+    expected = gradients(net)
+    net.zero_grad()
+
+    model = DataParallelModel(net, CPUS)
+    criterion = DataParallelCriterion(
+        lambda losses, targets: losses,
+        weight=lambda losses, targets: {"loss_class": len(targets), "loss_box": sum(len(target["boxes"]) for target in targets)},
+        minimum=1,
+    )
+    found = criterion(model(Rows(images), Rows(targets)), Rows(targets))
+    sum(found.values()).backward()
+    torch.testing.assert_close(found, {name: loss.detach() for name, loss in losses.items()})
+    assert_same_gradients(gradients(net), expected)
+
+
+X, Y, T = torch.randn(5, 4), torch.tensor([0, 1, -100, 2, 1]), torch.rand(5, 3)
+
+
+def losses(out, y, t):
+    return {"a": F.cross_entropy(out, y), "b": F.mse_loss(out, t)}
+
+
+def divisors(out, y, t):
+    return {"a": (y != -100).sum(), "b": t.numel()}
+
+
+def make_step(weight):
+    torch.manual_seed(0)
+    net = nn.Linear(4, 3)
+    criterion = DataParallelCriterion(losses, weight=weight)
+    step = TrainStep(
+        DataParallelModel(net, ["cpu"] * 2), criterion, torch.optim.SGD(net.parameters(), lr=0.0), micro_batch_size=1
+    )
+    return step, sum(losses(net(X), Y, T).values())
+
+
+@pytest.mark.parametrize("wrong", [(Y,), (Y, T, T), {"y": Y, "t": T}])
+def test_step_with_wrong_targets_can_be_repeated_with_the_right_ones(wrong):
+    step, expected = make_step(divisors)
+    with pytest.raises(TypeError):
+        step(X, wrong)
+    torch.testing.assert_close(step(X, (Y, T)), expected.detach())
+
+
+@pytest.mark.parametrize("weight", [lambda out, y, t: divisors(out[:], y, t), lambda out, y, t: divisors(out.float(), y, t)])
+def test_divisors_of_outputs_are_named_in_the_error(weight):
+    step, _ = make_step(weight)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="Without outputs, weight= raised .*Error: it uses the output, which is not"):
+            step(X, (Y, T))
+
+
+def test_several_criteria_are_refused_with_the_way_to_write_them():
+    criteria = [DataParallelCriterion(nn.CrossEntropyLoss()), DataParallelCriterion(nn.MSELoss())]
+    net = nn.Linear(4, 3)
+    advice = "several losses are one module that returns a mapping of them, with a weight= that returns a divisor for each"
+    with pytest.raises(TypeError, match=advice):
+        TrainStep(DataParallelModel(net, ["cpu"]), criteria, torch.optim.SGD(net.parameters()))
+    with pytest.raises(TypeError, match=advice):
+        DataParallelCriterion(criteria)

@@ -1,0 +1,43 @@
+"""The rules of torch's caching allocator."""
+
+from balanced_parallel.memory.allocator import MIB, CachingAllocator, replay
+
+
+def test_segments_are_reserved_by_the_rules_of_torch():
+    allocator = CachingAllocator()
+    assert allocator.allocate(1, 100)
+    assert allocator.reserved == 2 * MIB  # a small segment
+    assert allocator.allocate(2, MIB)
+    assert allocator.reserved == 2 * MIB
+    assert allocator.allocate(6, MIB)
+    assert allocator.reserved == 4 * MIB  # the rest of the first is too small by 512 bytes
+    assert allocator.allocate(3, 3 * MIB)
+    assert allocator.reserved == 24 * MIB
+    assert allocator.allocate(4, 17 * MIB - 1)
+    assert allocator.reserved == 24 * MIB  # what is left of the 20 suffices
+    assert allocator.allocate(7, 17 * MIB - 1)
+    assert allocator.reserved == 42 * MIB  # a segment of its own, rounded to 2 MiB
+    for key in (1, 2, 3, 4, 6, 7):
+        allocator.release(key)
+    assert allocator.allocate(5, 16 * MIB)
+    assert allocator.reserved == allocator.peak == 42 * MIB
+    limited = CachingAllocator(30 * MIB)
+    assert limited.allocate(1, 20 * MIB)
+    assert not limited.allocate(2, 20 * MIB)
+    limited.release(1)
+    assert limited.allocate(2, 24 * MIB)  # what is free is given back first
+    assert replay([1, 2, -1, -2], [100, 20 * MIB]) == 22 * MIB
+    assert replay([1, 2], [100, 20 * MIB], 21 * MIB) is None
+
+
+def test_free_neighbouring_blocks_are_merged():
+    sizes = [4 * MIB] * 5 + [16 * MIB]
+    assert replay([1, 2, 3, 4, 5, -2, -4, -3, -1, 6], sizes) == 20 * MIB
+
+
+def test_stream_does_not_reuse_the_memory_of_another():
+    events, sizes = [1, -1, 2], [4 * MIB] * 2
+    assert replay(events, sizes) == 20 * MIB
+    assert replay(events, sizes, streams=[0, 0]) == 20 * MIB
+    assert replay(events, sizes, streams=[1, 0]) == 40 * MIB
+    assert replay(events, sizes, 30 * MIB, [1, 0]) == 20 * MIB  # free segments of all streams are given back

@@ -1,0 +1,100 @@
+"""Estimates of modules and batches without memory.
+
+Optimizers that read their step counts, in a trace.
+
+Traces in a process of their own.
+"""
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+from helpers.allocations import used
+from helpers.memory_problems import PROBLEMS
+from torch import nn
+from torch.nn import functional as F
+
+from balanced_parallel import memory, simulate
+from balanced_parallel.memory.devices import KINDS, find_kind
+from balanced_parallel.memory.trace import fakes
+
+
+def test_meta_and_fake_tensors_give_the_estimate_of_real_tensors():
+    build, batch = PROBLEMS["convolutions"]
+    expected = memory.estimate(build(), F.cross_entropy, *batch(6)).peak
+    with torch.device("meta"):
+        net = build()
+    meta = [tensor.to("meta") for tensor in batch(6)]
+    assert memory.estimate(net, F.cross_entropy, *meta).peak == expected
+    with torch._subclasses.FakeTensorMode():
+        fake = batch(6)
+    assert memory.estimate(build(), F.cross_entropy, *fake).peak == expected
+    assert memory.estimate(net, F.cross_entropy, {"input": meta[0]}, meta[1]).peak == expected
+
+
+@pytest.mark.parametrize("name", ["NAdam", "RAdam", "Adafactor", "Adagrad", "Adadelta", "Adamax", "RMSprop"])
+def test_optimizers_that_read_step_counts_equal_the_allocator(name):
+    def build():
+        return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+
+    kind = getattr(torch.optim, name)
+    found = used(build, lambda: (torch.zeros(32, 64), torch.zeros(32).long()), kind)
+    report = memory.estimate(
+        build(), F.cross_entropy, torch.zeros(32, 64), torch.zeros(32).long(), optimizer=kind, device_kind="cpu"
+    )
+    assert abs(report.peak[0] - found) <= 0.001 * found
+
+
+def test_estimate_after_a_backward_on_an_accelerator_does_not_fork():
+    """Autograd refuses to run in a process that is forked then: the trace is made in this one."""
+    build, batch = PROBLEMS["perceptron"]
+    before = memory.estimate(build(), F.cross_entropy, *batch(6), device_kind="sim").peak
+    with simulate(2):
+        net = nn.Linear(4, 4).to("sim:0")
+        net(torch.zeros(2, 4, device="sim:0")).sum().backward()
+        assert memory.estimate(build(), F.cross_entropy, *batch(6)).peak == before
+        assert find_kind(None) is KINDS["sim"]
+    resize = torch.UntypedStorage.resize_
+    assert memory.estimate(build(), F.cross_entropy, *batch(6), device_kind="sim").peak == before
+    assert torch.UntypedStorage.resize_ is resize
+    logits = torch.zeros(4, 4)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.softmax(logits.bfloat16(), 0).dtype == torch.bfloat16  # the CPU's own choice is back
+
+
+def test_killed_child_process_raises_an_error():
+    class Dying(nn.Linear):
+        def forward(self, inputs):
+            os._exit(3)
+
+    net = Dying(8, 8)
+    with pytest.raises(RuntimeError, match="without a result"):
+        memory.estimate(net, lambda out, _: out.sum(), torch.zeros(6, 8), torch.zeros(6))
+
+
+def test_child_that_hangs_is_replaced_by_this_process(monkeypatch):
+    """A fork copies locks that other threads hold, which nothing releases in the child."""
+    monkeypatch.setattr(fakes, "PATIENCE", 0.5)
+    here = os.getpid()
+
+    def work():
+        if os.getpid() != here:
+            threading.Event().wait()
+        return os.getpid()
+
+    assert fakes.start_in_child(work)() == here
+
+
+def test_child_that_works_is_waited_for(monkeypatch):
+    monkeypatch.setattr(fakes, "PATIENCE", 0.3)
+    here = os.getpid()
+
+    def work():
+        end = time.monotonic() + 1
+        while time.monotonic() < end:
+            pass
+        return os.getpid()
+
+    assert fakes.start_in_child(work)() != here

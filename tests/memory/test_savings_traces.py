@@ -1,0 +1,174 @@
+"""Savings in estimates and plans: simulated devices measure the bytes that were predicted."""
+
+import contextlib
+import copy
+import functools
+
+import pytest
+import torch
+from helpers.slow import slow
+from torch import nn
+
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, memory, savings, simulate
+from balanced_parallel.memory import MemoryPlan
+from balanced_parallel.memory.planning import OffloadingStep
+
+
+def build():
+    """Layers whose activations keep their input, unless they are in place."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(128, 256), nn.LeakyReLU(), nn.Linear(256, 128), nn.LeakyReLU())]
+    return nn.Sequential(*layers, nn.Linear(128, 10))
+
+
+def batch(rows):
+    torch.manual_seed(1)
+    return torch.randn(rows, 128), torch.randint(10, (rows,))
+
+
+@functools.cache
+def measure(names, devices, rows):
+    with simulate(devices) as cluster:
+        net = build()
+        if "checkpoint_activations" in names:
+            savings.checkpoint_activations(net)
+        if "inplace_activations" in names:
+            savings.inplace_activations(net, batch(4)[0])
+        model = DataParallelModel(net)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if "release_gradients_in_backward" in names:
+            savings.release_gradients_in_backward(optimizer)
+        step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), optimizer)
+        for _ in range(2):
+            cluster.reset_peak()
+            with savings.offload_activations() if "offload_activations" in names else contextlib.nullcontext():
+                step(*batch(rows))
+        return max(cluster.peak)
+
+
+@functools.cache
+def predict(names, devices, rows):
+    settings = {"optimizer": torch.optim.SGD, "layout": "replicas", "devices": devices, "device_kind": "sim"}
+    return max(memory.estimate(build(), nn.CrossEntropyLoss(), *batch(rows), savings=names, **settings).peak)
+
+
+NAMES = ["checkpoint_activations", "inplace_activations", "offload_activations", "release_gradients_in_backward"]
+
+
+@pytest.mark.parametrize("devices", [slow(1), 2])
+@pytest.mark.parametrize("names", [*((name,) for name in NAMES), tuple(NAMES[1:3])], ids="+".join)
+@pytest.mark.usefixtures("one_trace")
+def test_saved_bytes_are_predicted(names, devices):
+    # gradients are the most with few rows, and tensors below 1 MiB are not offloaded
+    rows = 8 if "release_gradients_in_backward" in names else 4096 if "offload_activations" in names else 1024
+    found, expected = predict(names, devices, rows), measure(names, devices, rows)
+    assert found == pytest.approx(expected, rel=0.02)
+    plain, measured = predict((), devices, rows), measure((), devices, rows)
+    if rows > 8 or devices == 1:
+        assert plain - found == pytest.approx(measured - expected, rel=0.02)
+        assert found < 0.8 * plain
+
+
+def language_model():
+    """Logits of 4,096 words are larger than all else."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "vocab_size": 4096}
+    config = transformers.GPT2Config(**sizes, attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0, use_cache=False)
+    return transformers.GPT2LMHeadModel(config)
+
+
+def own_loss(output, labels):
+    return output.loss
+
+
+@pytest.mark.usefixtures("one_trace")
+def test_a_head_without_logits_is_predicted():
+    peaks, labels = [], torch.ones(8, 64, dtype=torch.int64)
+    batch = {"input_ids": labels, "labels": labels}
+    settings = {"optimizer": torch.optim.SGD, "device_kind": "sim"}
+    for names in ((), ("replace_lm_head",)):
+        report = memory.estimate(language_model(), own_loss, batch, labels, savings=names, **settings)
+        with simulate(1) as cluster:
+            net = language_model()
+            if names:
+                savings.replace_lm_head(net)
+            model = DataParallelModel(net)
+            step = TrainStep(model, DataParallelCriterion(own_loss, weight="rows"), torch.optim.SGD(model.parameters(), lr=0.1))
+            for _ in range(2):
+                cluster.reset_peak()
+                step(batch, labels)
+            peaks.append(cluster.peak[0])
+        assert report.peak[0] == pytest.approx(peaks[-1], rel=0.02)
+    assert peaks[1] < 0.5 * peaks[0]
+
+
+@pytest.mark.slow
+def test_a_plan_leaves_logits_out_where_less_does_not_fit():
+    labels = torch.ones(4, 64, dtype=torch.int64)
+    settings = {"batch_size": 1, "capacity": "3MiB", "optimizer": torch.optim.SGD, "device_kind": "sim"}
+    plan = memory.plan(language_model(), own_loss, {"input_ids": labels, "labels": labels}, labels, **settings)
+    assert plan.chosen.name == "loss without logits"
+    assert plan.chosen.exact
+    assert plan.chosen.recomputed == 0
+    assert MemoryPlan.from_json(plan.to_json()) == plan
+    net, labels = language_model(), labels[:1]
+    expected = copy.deepcopy(net)(labels, labels=labels).loss
+    with simulate(1, plan.capacity[0]):
+        *_, step = plan.apply(net, own_loss, optimizer=torch.optim.SGD, weight="rows", lr=0.1)
+        assert step({"input_ids": labels, "labels": labels}, labels).item() == pytest.approx(expected.item(), rel=1e-5)
+    settings["capacity"] = "1GiB"
+    plan = memory.plan(language_model(), own_loss, {"input_ids": labels, "labels": labels}, labels, **settings)
+    assert plan.chosen.name == "replicas"
+
+
+@pytest.mark.usefixtures("one_trace")
+def test_the_module_of_the_caller_stays_as_it_is():
+    net = build()[-9:]
+    before = copy.deepcopy(net)
+    memory.estimate(net, nn.CrossEntropyLoss(), *batch(8), savings=["inplace_activations", "checkpoint_activations"])
+    assert [type(layer) for layer in net.modules()] == [type(layer) for layer in before.modules()]
+    assert not any(getattr(layer, "inplace", False) for layer in net)
+    assert all(torch.equal(*pair) for pair in zip(net.parameters(), before.parameters(), strict=True))
+
+
+def test_unknown_savings_are_refused():
+    with pytest.raises(ValueError, match="savings has 'inplace', expected functions of balanced_parallel.savings: replace_lm_"):
+        memory.estimate(build(), nn.CrossEntropyLoss(), *batch(8), savings=["inplace"])
+
+
+def sequences(rows):
+    """Rows of 4,096 positions, of which two do not fit."""
+    torch.manual_seed(1)
+    return torch.randn(rows, 4096, 128), torch.randn(rows, 4096, 10)
+
+
+@pytest.mark.parametrize(("capacity", "name"), [("60MiB", "in-place activations"), slow("30MiB", "offloaded activations")])
+def test_plans_use_savings_where_less_does_not_fit(capacity, name):
+    settings = {"batch_size": 2, "optimizer": torch.optim.SGD, "device_kind": "sim", "capacity": capacity}
+    plan = memory.plan(build(), nn.MSELoss(), *sequences(2), **settings)
+    assert plan.chosen.name == name
+    assert plan.chosen.exact
+    assert plan.choices[1].name == "replicas"
+    assert MemoryPlan.from_json(plan.to_json()) == plan
+    with simulate(1, capacity) as cluster:
+        net = build()
+        *_, step = plan.apply(net, nn.MSELoss(), optimizer=torch.optim.SGD, lr=0.1)
+        losses = []
+        for _ in range(2):
+            cluster.reset_peak()
+            before = cluster.moved
+            losses.append(float(step(*sequences(2))))
+        assert max(cluster.peak) == pytest.approx(plan.chosen.peak[0], rel=0.02)
+        moved = cluster.moved["sim:0", "cpu"] - before["sim:0", "cpu"]
+        assert isinstance(step, OffloadingStep) == (name == "offloaded activations")
+        if isinstance(step, OffloadingStep):
+            assert 2 * moved == pytest.approx(plan.chosen.traffic, rel=0.02)
+    plain = build()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for loss in losses:
+        expected = nn.functional.mse_loss(plain(sequences(2)[0]), sequences(2)[1])
+        assert loss == pytest.approx(expected.item(), rel=1e-5)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()

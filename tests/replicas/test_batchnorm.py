@@ -1,0 +1,407 @@
+"""Statistics over all rows in flight: outputs, gradients and running statistics of the plain program.
+
+Subclasses of batch norm: conversion keeps what their forward adds, or refuses them.
+"""
+
+import copy
+import os
+import pickle
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from helpers.problems import assert_same_gradients, class_targets, gradients, plain_program
+from helpers.ranks import run_ranks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from balanced_parallel import (
+    DataParallelCriterion,
+    DataParallelModel,
+    TrainStep,
+    convert_sync_batchnorm,
+    gather,
+    parallelize,
+    simulate,
+    verify,
+)
+from balanced_parallel.diagnostics.doctor import examine
+from balanced_parallel.replicas.batchnorm import use_torch_sync_batchnorm
+
+CPUS = ["cpu"] * 3
+
+
+def build(momentum=0.1, affine=True, **settings):
+    torch.manual_seed(5)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1),
+        nn.BatchNorm2d(4, momentum=momentum, affine=affine, **settings),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(4 * 9, 5),
+        nn.BatchNorm1d(5, momentum=momentum, affine=affine, **settings),
+    )
+
+
+def plain_run(net, x, weights):
+    output = net(x)
+    (output * weights).pow(3).sum().backward()
+    return output.detach(), gradients(net)
+
+
+def assert_same_buffers(one, other):
+    for (name, left), right in zip(one.named_buffers(), other.buffers(), strict=True):
+        torch.testing.assert_close(left, right, rtol=1e-10, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("rows", [2, 3, 4, 7, 9])  # three replicas: one row in a shard, uneven shards, fewer replicas
+@pytest.mark.parametrize("settings", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}], ids=str)
+def test_three_replicas_equal_the_plain_program(rows, settings, double):
+    plain, x, weights = build(**settings), torch.randn(rows, 2, 3, 3, requires_grad=True), torch.randn(rows, 5)
+    net = convert_sync_batchnorm(copy.deepcopy(plain))
+    for _ in range(3):
+        output, expected = plain_run(plain, x, weights)
+        expected_input, x.grad = x.grad, None
+        found = gather(DataParallelModel(net, CPUS)(x))
+        (found * weights).pow(3).sum().backward()
+        torch.testing.assert_close(found.detach(), output, rtol=1e-10, atol=1e-10)
+        assert_same_gradients(gradients(net), expected, 1e-9)
+        torch.testing.assert_close(x.grad, expected_input, rtol=1e-9, atol=1e-9)
+        assert_same_buffers(net, plain)
+        x.grad = None
+    plain.eval()
+    net.eval()
+    torch.testing.assert_close(gather(DataParallelModel(net, CPUS)(x)), plain(x), rtol=1e-10, atol=1e-10)
+
+
+def test_plain_batch_norm_differs_from_the_plain_program(double):
+    plain, x = build(), torch.randn(7, 2, 3, 3)
+    assert not torch.allclose(gather(DataParallelModel(copy.deepcopy(plain), CPUS)(x)), plain(x))
+
+
+def test_conversion_keeps_names_parameters_and_hooks():
+    net = build()
+    names, first = list(net.state_dict()), net[1].weight
+    net[1].register_forward_hook(lambda *_: None)
+    assert convert_sync_batchnorm(net) is net
+    assert list(net.state_dict()) == names
+    assert net[1].weight is first
+    assert len(net[1]._forward_hooks) == 1
+    assert isinstance(convert_sync_batchnorm(nn.BatchNorm1d(3)), nn.modules.batchnorm._BatchNorm)
+
+
+def test_lazy_layers_raise_an_error():
+    with pytest.raises(ValueError, match="1 is not initialised yet: run the module once"):
+        convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.LazyBatchNorm1d()))
+
+
+def test_one_device_equals_the_plain_layer(double):
+    plain, x = build(), torch.randn(5, 2, 3, 3)
+    net = convert_sync_batchnorm(copy.deepcopy(plain))
+    assert torch.equal(net(x), plain(x))
+
+
+def test_half_precision_is_normalized_in_float32():
+    net = convert_sync_batchnorm(nn.BatchNorm1d(3))
+    x = torch.randn(7, 3)
+    outputs = DataParallelModel(net, CPUS)(x.bfloat16())
+    assert {output.dtype for output in outputs} == {torch.bfloat16}
+    torch.testing.assert_close(gather(outputs).float(), nn.BatchNorm1d(3)(x), rtol=0.05, atol=0.05)
+
+
+def test_statistics_are_those_of_each_micro_batch(double):
+    """Statistics are those of each micro-batch over all devices: as the plain program that runs the same micro-batches."""
+    plain = build()
+    net = convert_sync_batchnorm(copy.deepcopy(plain))
+    x, target = torch.randn(8, 2, 3, 3), class_targets(8)
+    total = sum(
+        nn.functional.cross_entropy(plain(some), labels, reduction="sum")
+        for some, labels in zip(x.split(4), target.split(4), strict=True)
+    )
+    (total / 8).backward()
+    step = TrainStep(
+        DataParallelModel(net, ["cpu"] * 2),
+        DataParallelCriterion(nn.CrossEntropyLoss()),
+        torch.optim.SGD(net.parameters(), lr=0.0),
+        micro_batch_size=2,
+    )
+    torch.testing.assert_close(step(x, target), (total / 8).detach())
+    assert_same_gradients(gradients(net), gradients(plain))
+    assert_same_buffers(net, plain)
+
+
+def test_one_value_per_channel_raises_the_error_of_torch():
+    with pytest.raises(ValueError, match="more than 1 value per channel"):
+        DataParallelModel(convert_sync_batchnorm(nn.BatchNorm1d(3)), CPUS)(torch.randn(1, 3))
+
+
+class Uneven(nn.Module):
+    """A net whose second replica does not reach the layer: it fails, or takes another branch."""
+
+    def __init__(self, fails):
+        super().__init__()
+        self.norm, self.fails = nn.BatchNorm1d(2), fails
+
+    def forward(self, x):
+        if 2.0 in x:
+            if self.fails:
+                raise LookupError("no such row")
+            return x
+        return self.norm(x)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    ("fails", "error", "message"),
+    [
+        (True, LookupError, "no such row .in replica 1"),
+        (False, RuntimeError, "replica 1 ended without the exchange that replica . waits in"),
+    ],
+)
+def test_replica_without_the_exchange_raises_an_error(fails, error, message):
+    model = DataParallelModel(convert_sync_batchnorm(Uneven(fails)), CPUS)
+    with pytest.raises(error, match=message):
+        model(torch.arange(6.0).view(3, 2))
+    assert threading.active_count() < 10
+
+
+def test_activation_checkpointing_raises_an_error():
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.BatchNorm1d(2)
+
+        def forward(self, x):
+            return checkpoint(self.norm, x, use_reentrant=False)
+
+    outputs = DataParallelModel(convert_sync_batchnorm(Checkpointed()), CPUS)(torch.randn(6, 2, requires_grad=True))
+    with pytest.raises(RuntimeError, match="cannot be recomputed in the backward"):
+        gather(outputs).pow(2).sum().backward()
+
+
+def check_ranks(rank, sizes, micro_batch_size):
+    torch.set_default_dtype(torch.float64)
+    plain, x, target = build(), torch.randn(7, 2, 3, 3, generator=torch.Generator().manual_seed(6)), class_targets(7, 2)
+    net = convert_sync_batchnorm(copy.deepcopy(plain))
+    model, criterion = parallelize(net, nn.CrossEntropyLoss())
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=micro_batch_size)
+    mine, labels = x.split(sizes)[rank], target.split(sizes)[rank]
+    counts = [-(-size // micro_batch_size) if micro_batch_size else min(size, 1) for size in sizes]
+    total, pieces = 0, max(counts)
+    for _ in range(3):
+        plain.zero_grad()
+        total = 0
+        for piece in range(pieces):  # the rows that are in flight together, of all ranks
+            rows = torch.cat([torch.arange(7).split(sizes)[other].tensor_split(pieces)[piece] for other in range(len(sizes))])
+            total = total + nn.functional.cross_entropy(plain(x[rows]), target[rows], reduction="sum")
+        loss = total / (target != -100).sum()
+        loss.backward()
+        torch.testing.assert_close(step(mine, labels), loss.detach(), rtol=1e-10, atol=1e-10)
+        assert_same_gradients(gradients(net), gradients(plain), 1e-9)
+        assert_same_buffers(net, plain)
+    return True
+
+
+@pytest.mark.parametrize(("sizes", "micro_batch_size"), [([4, 3], None), ([6, 1], 2), ([5, 0, 2], None)])
+def test_ranks_equal_the_plain_program(sizes, micro_batch_size):
+    assert run_ranks(len(sizes), check_ranks, sizes, micro_batch_size) == [True] * len(sizes)
+
+
+def test_sync_batch_norm_uses_the_rows_of_all_devices(double):
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 5))
+    inputs, targets = torch.randn(11, 4), torch.randint(5, (11,))
+    loss, expected = plain_program(copy.deepcopy(net), nn.CrossEntropyLoss(), inputs, targets)
+    with simulate(3):
+        converted = convert_sync_batchnorm(net).to("sim:0")
+        model, criterion = parallelize(converted, nn.CrossEntropyLoss())
+        found = criterion(model(inputs), targets)
+        found.backward()
+        torch.testing.assert_close(found.detach().cpu(), loss, rtol=1e-10, atol=1e-10)
+        assert_same_gradients([parameter.grad.cpu() for parameter in converted.parameters()], expected)
+
+
+def check_order(rank):
+    """Rank 0 starts a sum before the forward and before the backward of the layer, rank 1 after them."""
+    parallelize(nn.Linear(2, 2))
+    layer = convert_sync_batchnorm(nn.BatchNorm1d(2))
+    x = torch.arange(8.0).view(4, 2)
+    mine = x[2 * rank : 2 * rank + 2].clone().requires_grad_()
+    many = [torch.full((1000,), float(rank)) for _ in range(2)]
+    works = [dist.all_reduce(many[0], async_op=True)] if rank == 0 else []
+    output = layer(mine)
+    works += [dist.all_reduce(many[rank == 0], async_op=True)]
+    output.pow(3).sum().backward()
+    works += [] if rank == 0 else [dist.all_reduce(many[1], async_op=True)]
+    for work in works:
+        work.wait()
+    assert [set(tensor.tolist()) for tensor in many] == [{1.0}, {1.0}]
+    plain, whole = nn.BatchNorm1d(2), x.clone().requires_grad_()
+    plain(whole).pow(3).sum().backward()
+    torch.testing.assert_close(output.detach(), plain(x).detach()[2 * rank : 2 * rank + 2])
+    torch.testing.assert_close(mine.grad, whole.grad[2 * rank : 2 * rank + 2], rtol=1e-3, atol=1e-4)
+    return True
+
+
+@pytest.mark.timeout(60)
+def test_collectives_of_a_layer_do_not_change_places_with_others():
+    assert run_ranks(2, check_order, timeout=30) == [True, True]
+
+
+def check_copies(rank):
+    """The process group is no part of the layer: models are copied and saved as before."""
+    net = convert_sync_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    model = parallelize(net)
+    model(torch.randn(3, 2))
+    use_torch_sync_batchnorm(net)  # as on CUDA
+    group = net[1].process_group
+    assert group is not dist.group.WORLD
+    assert group.size() == 2
+    for copied in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert copied[1].process_group is group
+        assert list(copied.state_dict()) == list(net.state_dict())
+    return True
+
+
+def test_a_layer_with_a_process_group_is_copied_and_pickled():
+    assert run_ranks(2, check_copies) == [True, True]
+
+
+def check_second_group(rank):
+    """A second process group of the same process has statistics groups of its own."""
+    layer = convert_sync_batchnorm(nn.BatchNorm1d(2))
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, is_master=rank == 0)
+    for start in ("one", "two"):
+        dist.init_process_group("gloo", store=dist.PrefixStore(start, store), rank=rank, world_size=2)
+        layer(torch.randn(3, 2))
+        dist.barrier()
+        dist.destroy_process_group()
+    return True
+
+
+def test_a_process_group_that_is_started_again_gets_a_new_group():
+    assert run_ranks(2, check_second_group, fresh=True) == [True, True]
+
+
+class NormAct(nn.BatchNorm2d):
+    """Adds an activation to the layer of torch, as ``SyncBatchNormAct`` of timm does."""
+
+    def __init__(self, channels):
+        super().__init__(channels)
+        self.act = nn.SiLU()
+
+    def forward(self, input):
+        return self.act(super().forward(input))
+
+
+class SyncNormAct(nn.SyncBatchNorm):
+    def forward(self, input):
+        return F.silu(super().forward(input))
+
+
+class Steeper(NormAct):
+    def forward(self, input):
+        return 3 * super().forward(input)
+
+
+class Named(nn.BatchNorm2d):
+    """Keeps the forward of torch."""
+
+    def scale(self):
+        return 2.0
+
+
+class OwnStatistics(nn.BatchNorm2d):
+    """Repeats the code of torch, as ``BatchNormAct2d`` of timm does."""
+
+    def __init__(self, channels):
+        super().__init__(channels)
+        self.act = nn.SiLU()
+
+    def forward(self, input):
+        statistics = self.running_mean, self.running_var
+        output = F.batch_norm(input, *statistics, self.weight, self.bias, self.training, self.momentum, self.eps)
+        return self.act(output)
+
+
+class Ghost(nn.BatchNorm2d):
+    """Calls ``super().forward`` in evaluation only."""
+
+    def forward(self, input):
+        if self.training:
+            return torch.cat([F.batch_norm(part, None, None, training=True) for part in input.chunk(2)])
+        return super().forward(input)
+
+
+class Net(nn.Module):
+    def __init__(self, norm):
+        super().__init__()
+        torch.manual_seed(5)
+        self.conv, self.norm, self.head = nn.Conv2d(2, 4, 3), norm, nn.Linear(4, 5)
+
+    def forward(self, x):
+        return self.head(self.norm(self.conv(x)).mean((2, 3)))
+
+
+@pytest.mark.parametrize("kind", [nn.BatchNorm2d, NormAct, Steeper, Named])
+def test_a_converted_subclass_equals_the_plain_program(kind, double):
+    net, x, target = Net(kind(4)), torch.randn(7, 2, 5, 5), class_targets(7)
+    converted = convert_sync_batchnorm(copy.deepcopy(net))
+    loss, expected = plain_program(net, F.cross_entropy, x, target)
+    found = DataParallelCriterion(nn.CrossEntropyLoss())(DataParallelModel(converted, CPUS)(x), target)
+    found.backward()
+    torch.testing.assert_close(found.detach(), loss, rtol=1e-10, atol=1e-10)
+    assert_same_gradients(gradients(converted), expected, 1e-9)
+    torch.testing.assert_close(converted.norm.running_var, net.norm.running_var)
+    if kind is not nn.BatchNorm2d:
+        assert isinstance(converted.norm, kind)
+    assert type(convert_sync_batchnorm(converted).norm) is type(converted.norm)
+
+
+def test_a_subclass_of_sync_batch_norm_runs_on_the_cpu(double):
+    net, x = convert_sync_batchnorm(Net(SyncNormAct(4))), torch.randn(7, 2, 5, 5)
+    expected = Net(NormAct(4))(x)
+    torch.testing.assert_close(net(x), expected)
+    torch.testing.assert_close(DataParallelModel(net, CPUS)(x).gather(), expected)
+
+
+def test_verify_compares_with_the_net_as_it_was_given(double):
+    net, x, target = Net(NormAct(4)), torch.randn(7, 2, 5, 5), class_targets(7)
+    loss = F.cross_entropy(copy.deepcopy(net)(x), target).item()
+    report = verify(convert_sync_batchnorm(net), nn.CrossEntropyLoss(), x, target, device_ids=CPUS)
+    assert report.equal
+    assert report.plain_loss == pytest.approx(loss, rel=1e-12)
+
+
+@pytest.mark.parametrize("kind", [OwnStatistics, Ghost])
+def test_a_subclass_with_statistics_of_its_own_is_refused(kind, double):
+    net = Net(nn.Sequential(nn.BatchNorm2d(4), kind(4)))
+    with pytest.raises(TypeError, match=rf"norm\.1 is a {kind.__name__}, whose forward computes .*call super\(\)\.forward"):
+        convert_sync_batchnorm(net)
+    assert type(net.norm[0]) is nn.BatchNorm2d  # nothing is converted by half
+    (finding,) = [line for line in examine(Net(kind(4))) if line.startswith("batch norm")]
+    assert "has none: forward computes statistics itself" in finding
+    assert "use convert_sync_batchnorm" not in finding
+    report = verify(Net(kind(4)), nn.CrossEntropyLoss(), torch.randn(7, 2, 5, 5), class_targets(7), device_ids=CPUS)
+    assert not report.equal
+    assert "use convert_sync_batchnorm" not in str(report)
+
+
+def test_a_forward_of_one_layer_is_refused():
+    layer = nn.BatchNorm2d(4)
+    layer.forward = lambda input: input * 2
+    with pytest.raises(TypeError, match="the module is a BatchNorm2d, whose forward computes statistics itself"):
+        convert_sync_batchnorm(layer)
+
+
+@pytest.mark.parametrize("exchange", [convert_sync_batchnorm, use_torch_sync_batchnorm])
+def test_a_converted_subclass_is_copied_and_pickled(exchange):
+    net = convert_sync_batchnorm(Net(Steeper(4)))
+    exchange(net)
+    for copied in (copy.deepcopy(net), pickle.loads(pickle.dumps(net))):
+        assert type(copied.norm) is type(net.norm)
+        assert isinstance(copied.norm, Steeper)
+        assert isinstance(copied.norm, nn.SyncBatchNorm) == (exchange is use_torch_sync_batchnorm)
+        x = torch.randn(3, 2, 5, 5)
+        torch.testing.assert_close(copied.eval()(x), net.eval()(x))

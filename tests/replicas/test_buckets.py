@@ -1,0 +1,287 @@
+"""The time at which a bucket is reduced.
+
+Gradients of replicas: repeated, partial and double backwards, in buckets of bounded size.
+
+Sums of gradients: sparse, in place, with the strides of their parameters.
+"""
+
+import contextlib
+import threading
+
+import pytest
+import torch
+from helpers.problems import BODIES, CLASSES, assert_same_gradients, build_net, gradients
+from helpers.replicas import settled
+from torch import nn
+
+from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
+from balanced_parallel.replicas import buckets
+from balanced_parallel.replicas import buckets as gradient_buckets
+from balanced_parallel.replicas.buckets import GradientSum, make_buckets
+
+
+@pytest.mark.usefixtures("buckets")
+def test_bucket_is_reduced_once_every_replica_has_its_gradients(monkeypatch):
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 25 * 2**20)
+    with simulate(2):
+        net = nn.Sequential(nn.Linear(4, 2600), nn.Linear(2600, 2600), nn.Linear(2600, 4)).to("sim:0")  # 27 MB in the middle
+        model = DataParallelModel(net)
+        events = []
+        compute = GradientSum.compute
+        last = threading.Event()
+
+        def watched(gradient_sum):
+            sums = compute(gradient_sum)
+            events.append(len(sums))
+            if len(events) == 1:
+                last.set()
+            return sums
+
+        monkeypatch.setattr(GradientSum, "compute", watched)
+
+        def watch(module, inputs, output):
+            """The first layer of the second replica waits until the last layers were reduced."""
+            if output.device.index == 1:
+                output.register_hook(lambda gradient: events.append("waited" if last.wait(20) else "in vain"))
+
+        net[0].register_forward_hook(watch)
+        gather(model(torch.ones(4, 4))).sum().backward()
+        assert events[0] == 3
+        assert "in vain" not in events
+
+
+@pytest.mark.usefixtures("buckets")
+@pytest.mark.parametrize("body", BODIES)
+def test_two_forwards_before_one_backward_equal_the_plain_program(double, body):
+    net, x = BODIES[body](), torch.randn(6, 4)
+    (net(x).sum() * net(x.flip(0)).pow(2).mean()).backward()
+    expected = gradients(net)
+    net.zero_grad()
+    with simulate(3):
+        model = DataParallelModel(net.to("sim:0"))
+        (gather(model(x)).sum() * gather(model(x.flip(0))).pow(2).mean()).backward()
+        assert_same_gradients([gradient if gradient is None else gradient.cpu() for gradient in gradients(net)], expected)
+
+
+@pytest.mark.usefixtures("buckets")
+def test_double_partial_and_autograd_grad_backwards_equal_the_plain_program(double):
+    net, x = build_net(), torch.randn(6, 4)
+
+    def everything(forward, parameters):
+        found = torch.autograd.grad(forward(x).pow(2).sum(), parameters, create_graph=True)
+        sum(gradient.pow(2).sum() for gradient in found).backward()
+        some = torch.autograd.grad(forward(x).sum(), [parameters[0], parameters[3]])
+        forward(x).sum().backward(inputs=parameters[:1])
+        result = [gradient.cpu() for gradient in (*gradients(net), *found, *some)]
+        net.zero_grad()
+        return [gradient.detach() for gradient in result]
+
+    expected = everything(net, list(net.parameters()))
+    with simulate(3):
+        model = DataParallelModel(net.to("sim:0"))
+        found = everything(lambda x: gather(model(x)), list(net.parameters()))
+        with model.no_sync():  # what is asked for by name is not kept back
+            asked = torch.autograd.grad(gather(model(x)).sum(), list(net.parameters())[:1])
+        torch.testing.assert_close(asked[0].cpu(), expected[-2])
+    assert_same_gradients(found, expected)
+
+
+@pytest.mark.usefixtures("buckets")
+def test_no_grad_and_inference_mode_build_no_graph():
+    with simulate(3):
+        net = build_net()
+        model = DataParallelModel(net.to("sim:0"))
+        x = torch.randn(6, 4)
+        with torch.inference_mode():
+            assert all(output.is_inference() for output in model(x))
+        with torch.no_grad():
+            assert not any(output.requires_grad for output in model(x))
+        gather(model(x)).sum().backward()
+        assert all(parameter.grad is not None for parameter in net.parameters())
+
+
+@pytest.mark.usefixtures("buckets")
+def test_gradients_are_bitwise_reproducible():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(64, 64))
+
+        def forward(self, x):
+            return (x @ self.weight).tanh() @ self.weight + x @ self.weight
+
+    with simulate(4):
+        net = Twice().to("sim:0")
+        model, x = DataParallelModel(net), torch.randn(64, 64)
+        found = set()
+        for _ in range(20):
+            net.zero_grad()
+            gather(model(x)).pow(2).sum().backward()
+            found.add(net.weight.grad.cpu().numpy().tobytes())
+        assert len(found) == 1
+
+
+@pytest.mark.usefixtures("buckets")
+def test_buckets_have_bounded_size_one_dtype_and_reverse_order(monkeypatch):
+    monkeypatch.setattr(gradient_buckets, "BUCKET_BYTES", 25 * 2**20)
+    parameters = [nn.Parameter(torch.empty(2**21)) for _ in range(7)]  # 8 MiB each
+    parameters.insert(3, nn.Parameter(torch.empty(4, dtype=torch.float64)))
+    buckets = make_buckets(parameters)
+    assert [len(bucket.parameters) for bucket in buckets] == [3, 3, 1, 1]
+    assert buckets[0].parameters[0] is parameters[-1]
+    assert all(len({parameter.dtype for parameter in bucket.parameters}) == 1 for bucket in buckets)
+
+
+@pytest.mark.usefixtures("buckets")
+def test_reentrant_and_other_checkpointing_equal_the_plain_program(double):
+    from torch.utils.checkpoint import checkpoint
+
+    class Checkpointed(nn.Module):
+        def __init__(self, use_reentrant):
+            super().__init__()
+            self.net, self.use_reentrant = build_net(), use_reentrant
+
+        def forward(self, x):
+            return checkpoint(self.net, x.requires_grad_(), use_reentrant=self.use_reentrant)
+
+    x = torch.randn(6, 4)
+    for use_reentrant in (False, True):
+        net = Checkpointed(use_reentrant)
+        net.net(x).pow(2).sum().backward()
+        expected = gradients(net)
+        net.zero_grad()
+        with simulate(3):
+            gather(DataParallelModel(net.to("sim:0"))(x.detach())).pow(2).sum().backward()
+            assert_same_gradients([gradient.cpu() for gradient in gradients(net)], expected)
+
+
+CPUS = ["cpu"] * 3
+
+
+@pytest.mark.usefixtures("double")
+def test_gradient_penalty_on_shared_devices_equals_the_plain_program():
+    net, x = build_net(), torch.randn(6, 4)
+
+    def penalty(forward):
+        found = torch.autograd.grad(forward(x).pow(2).sum(), list(net.parameters()), create_graph=True)
+        return sum(gradient.pow(2).sum() for gradient in found)
+
+    penalty(net).backward()
+    expected = gradients(net)
+    net.zero_grad()
+    penalty(lambda x: gather(DataParallelModel(net, CPUS)(x))).backward()
+    assert_same_gradients(gradients(net), expected)
+
+
+@pytest.mark.usefixtures("buckets")
+def test_sparse_gradients_equal_the_plain_program(double):
+    net = nn.Sequential(nn.Embedding(7, 3, sparse=True), nn.Linear(3, 2))
+    x = torch.randint(7, (6,))
+    net(x).pow(2).sum().backward()
+    expected = [parameter.grad.to_dense() for parameter in net.parameters()]
+    net.zero_grad()
+    model = DataParallelModel(net, CPUS)
+    gather(model(x)).pow(2).sum().backward()
+    assert net[0].weight.grad.is_sparse
+    assert_same_gradients([parameter.grad.to_dense() for parameter in net.parameters()], expected)
+
+
+@pytest.mark.usefixtures("buckets")
+@pytest.mark.parametrize("deferred", [False, True])
+def test_gradients_accumulate_in_place(deferred):
+    with simulate(3):
+        model, x = settled(build_net())
+        gather(model(x)).sum().backward()
+        first = [parameter.grad for parameter in model.parameters()]
+        expected = [gradient.cpu() * 2 for gradient in first]
+        with model.no_sync() if deferred else contextlib.nullcontext():
+            gather(model(x)).sum().backward()
+        model.reduce_gradients()
+        assert all(parameter.grad is gradient for parameter, gradient in zip(model.parameters(), first, strict=True))
+        assert_same_gradients([gradient.cpu() for gradient in first], expected)
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_shared_gradient_tensors_are_divided_once(double, balanced):
+    """Autograd gives both the same tensor. Where no other replica has a gradient, nothing is added to it, and it would be
+    divided twice."""
+
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.always, self.one, self.other = (nn.Parameter(torch.ones(rows, 4)) for rows in (3, 1, 1))
+
+        def forward(self, inputs):
+            return self.always.sum(0) * ((inputs + 1) * (self.one + self.other) if inputs[0, 0] == 0 else inputs)
+
+    inputs = torch.cat([torch.zeros(1, 4), torch.randn(3, 4)])
+    plain = Shared()
+    (sum(plain(row).sum() for row in inputs.split(1)) / 4).backward()
+    with simulate(2):
+        model = DataParallelModel(Shared())
+        kind = torch.optim.SGD
+        optimizer = BalancedOptimizer(model, kind, lr=0.1) if balanced else kind(model.parameters(), lr=0.1)
+        criterion = DataParallelCriterion(lambda output, target: output.sum() / len(output), weight=lambda output, _: len(output))
+        TrainStep(model, criterion, optimizer, micro_batch_size=1)(inputs, torch.zeros(4))
+        assert_same_gradients([gradient.cpu() for gradient in gradients(model)], gradients(plain))
+
+
+class RowMajor(torch.autograd.Function):
+    """A kernel whose gradients are always laid out row by row."""
+
+    @staticmethod
+    def forward(ctx, value):
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.contiguous(memory_format=torch.contiguous_format)
+
+
+class Laid(nn.Module):
+    """Parameters that are not laid out row by row."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Parameter(torch.randn(6, 2, 3, 3).to(memory_format=torch.channels_last))
+        self.turned = nn.Parameter(torch.randn(CLASSES, 24).T)
+        self.gaps = nn.Parameter(torch.randn(CLASSES, CLASSES, 2)[..., 0])
+
+    def forward(self, x):
+        x = nn.functional.conv2d(x.view(-1, 2, 4, 4), RowMajor.apply(self.conv)).flatten(1)
+        return x @ RowMajor.apply(self.turned) @ RowMajor.apply(self.gaps)
+
+
+@pytest.mark.usefixtures("double", "buckets")
+@pytest.mark.parametrize("how", ["plain loop", "deferred", "balanced", "micro-batches"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_gradients_have_the_strides_of_autograd(how, dtype):
+    torch.manual_seed(3)
+    x, y = torch.randn(7, 32), torch.randn(7, CLASSES)
+
+    def trained(devices):
+        torch.manual_seed(1)
+        net = Laid().to(devices[0])
+        model, criterion = DataParallelModel(net, devices), DataParallelCriterion(nn.MSELoss())
+        balanced = how == "balanced" and len(devices) > 1
+        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1) if balanced else torch.optim.SGD(net.parameters(), 0.1)
+        if how == "micro-batches":
+            precision = "fp16" if dtype is torch.float16 and devices[0] != "cpu" else "fp32"
+            TrainStep(model, criterion, optimizer, micro_batch_size=1, precision=precision)(x, y)
+        elif how == "deferred" and len(devices) > 1:
+            with model.no_sync():
+                (criterion(model(x), y) / 2).backward()
+            (criterion(model(x), y) / 2).backward()
+        else:
+            criterion(model(x), y).backward()
+        return [parameter.grad for parameter in net.parameters()]
+
+    expected = trained(["cpu"])
+    with simulate(3):
+        found = trained(["sim:0", "sim:1", "sim:2"])
+        for one, other in zip(found, expected, strict=True):
+            if dtype is torch.float64:
+                torch.testing.assert_close(one.cpu(), other, rtol=1e-10, atol=1e-10)
+            assert [s for s, n in zip(one.stride(), one.shape, strict=True) if n > 1] == [
+                s for s, n in zip(other.stride(), other.shape, strict=True) if n > 1
+            ]

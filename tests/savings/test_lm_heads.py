@@ -1,0 +1,254 @@
+"""Language models of transformers whose logits do not exist in training."""
+
+import contextlib
+import copy
+import inspect
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.problems import assert_same_gradients, gradients
+from helpers.ranks import run_ranks
+
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize, savings, simulate
+from balanced_parallel.memory.operators.workspaces import AllocatorProfile
+from balanced_parallel.savings import replace_lm_head
+
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+transformers = pytest.importorskip("transformers")
+WORDS = 37
+SIZES = {
+    "vocab_size": WORDS,
+    "hidden_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 16,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "head_dim": 4,
+}
+
+
+def gpt2():
+    sizes = {"n_embd": 8, "n_layer": 2, "n_head": 2, "n_positions": 32, "vocab_size": WORDS}
+    dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    return build(transformers.GPT2Config(**sizes, **dropout), transformers.GPT2LMHeadModel)
+
+
+def llama(**settings):
+    return build(transformers.LlamaConfig(**SIZES | settings), transformers.LlamaForCausalLM)
+
+
+def phi():
+    sizes = {**SIZES, "num_key_value_heads": 2}
+    return build(transformers.PhiConfig(**sizes), transformers.PhiForCausalLM)  # with a bias
+
+
+def build(config, kind):
+    torch.manual_seed(0)
+    return kind(config).double().train()
+
+
+MODELS = {"gpt2, tied": gpt2, "llama": llama, "llama, tied": lambda: llama(tie_word_embeddings=True), "phi, bias": phi}
+
+
+def batch(rows=5, positions=9):
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(1, WORDS, (rows, positions), generator=generator)
+    labels = tokens.clone()
+    labels[:3, 1:], labels[-1, 4:] = -100, -100  # with two replicas no label of the first shard counts
+    return tokens, labels
+
+
+def loss_of_logits(model, tokens, labels, items=None):
+    """Loss of the logits in float64: transformers' own is in float32."""
+    logits = model(tokens).logits[:, :-1].flatten(0, 1)
+    loss = F.cross_entropy(logits, labels[:, 1:].flatten(), reduction="mean" if items is None else "sum")
+    return loss if items is None else loss / items
+
+
+def expected_of(model, tokens, labels, items=None):
+    plain = copy.deepcopy(model)
+    loss = loss_of_logits(plain, tokens, labels, items)
+    loss.backward()
+    return loss.detach(), gradients(plain)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("items", [None, 7, torch.tensor(7)], ids=str)
+def test_loss_and_gradients_equal_those_of_the_logits(name, items):
+    model, (tokens, labels) = MODELS[name](), batch()
+    loss, expected = expected_of(model, tokens, labels, items)
+    before = model(tokens, labels=labels, num_items_in_batch=items)
+    torch.testing.assert_close(before.loss.double(), loss, rtol=1e-5, atol=0)
+    replace_lm_head(model)
+    replace_lm_head(model)  # once is enough
+    output = model(tokens, labels=labels, num_items_in_batch=items)
+    assert output.logits is None
+    assert "logits" not in output
+    assert type(output) is type(before)
+    output.loss.backward()
+    torch.testing.assert_close(output.loss.detach(), loss, rtol=1e-10, atol=1e-10)
+    assert_same_gradients(gradients(model), expected)
+    entries = model(tokens, labels=labels, return_dict=False, use_cache=False)
+    assert [entry.dim() for entry in entries] == [0]
+
+
+def test_labels_may_be_shifted_already():
+    model, (tokens, labels) = llama(), batch()
+    loss, _ = expected_of(model, tokens, labels)
+    replace_lm_head(model)
+    shifted = F.pad(labels, (0, 1), value=-100)[:, 1:]
+    torch.testing.assert_close(model(tokens, labels=labels, shift_labels=shifted).loss.detach(), loss, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_generation_is_as_before(name):
+    model, (tokens, _) = MODELS[name](), batch()
+    settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "attention_mask": torch.ones_like(tokens)}
+    expected = model(tokens).logits, model.eval().generate(tokens, **settings)
+    keys, signature = list(model.state_dict()), inspect.signature(model.forward)
+    replace_lm_head(model)
+    torch.testing.assert_close((model(tokens).logits, model.generate(tokens, **settings)), expected, rtol=0, atol=0)
+    assert list(model.state_dict()) == keys
+    assert inspect.signature(model.forward) == signature
+    assert type(model).__name__ == type(MODELS[name]()).__name__
+
+
+def own_loss():
+    return DataParallelCriterion(lambda output, labels: output.loss, weight=lambda output, labels: (labels[:, 1:] != -100).sum())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_replicas_equal_the_plain_model(name):
+    model, (tokens, labels) = MODELS[name](), batch()
+    loss, expected = expected_of(model, tokens, labels)
+    replace_lm_head(model)
+    outputs = DataParallelModel(model, ["cpu"] * 2)(tokens, labels=labels)
+    assert [output.logits for output in outputs] == [None, None]
+    found = own_loss()(outputs, labels)
+    found.backward()
+    torch.testing.assert_close(found.detach(), loss, rtol=1e-10, atol=1e-10)
+    assert_same_gradients(gradients(model), expected)
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 1])
+def test_training_on_simulated_devices_equals_the_plain_model(micro_batch_size):
+    model, (tokens, labels) = gpt2(), batch()
+    loss, expected = expected_of(model, tokens, labels)
+    replace_lm_head(model)
+    with simulate(2) as cluster:
+        step = TrainStep(
+            DataParallelModel(model, cluster.devices),
+            own_loss(),
+            torch.optim.SGD(model.parameters(), lr=0.0),
+            micro_batch_size=micro_batch_size,
+        )
+        found = step({"input_ids": tokens, "labels": labels}, labels).cpu()
+        model.cpu()
+        torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10)
+        assert_same_gradients([gradient.cpu() for gradient in gradients(model)], expected)
+
+
+def check_ranks(rank, name):
+    model, (tokens, labels) = MODELS[name](), batch()
+    loss, expected = expected_of(model, tokens, labels)
+    replace_lm_head(model)
+    parallel, criterion = parallelize(model, own_loss().module, weight=own_loss().weight)
+    mine = slice(0, 3) if rank == 0 else slice(3, 5)
+    found = criterion(parallel(tokens[mine], labels=labels[mine]), labels[mine])
+    found.backward()
+    torch.testing.assert_close(found.detach(), loss, rtol=1e-10, atol=1e-10)
+    assert_same_gradients(gradients(model), expected)
+    return True
+
+
+@pytest.mark.parametrize("name", ["gpt2, tied", "llama"])
+def test_ranks_equal_the_plain_model(name):
+    assert run_ranks(2, check_ranks, name) == [True, True]
+
+
+OTHERS = {
+    "checkpoint_activations": lambda model, tokens: savings.checkpoint_activations(model),
+    "inplace_activations": lambda model, tokens: savings.inplace_activations(model, tokens[:2]),
+    "offload_activations": lambda model, tokens: None,
+}
+
+
+@pytest.mark.parametrize("first", [False, True])
+@pytest.mark.parametrize("other", OTHERS)
+def test_other_savings_apply_too(other, first):
+    model, (tokens, labels) = llama(), batch()
+    loss, expected = expected_of(model, tokens, labels)
+    changes = [lambda: OTHERS[other](model, tokens), lambda: replace_lm_head(model)]
+    for change in changes if first else reversed(changes):
+        change()
+    around = savings.offload_activations(min_bytes=1) if other == "offload_activations" else contextlib.nullcontext()
+    with around:
+        outputs = DataParallelModel(model, ["cpu"] * 2)(tokens, labels=labels)
+        found = own_loss()(outputs, labels)
+        found.backward()
+    torch.testing.assert_close(found.detach(), loss, rtol=1e-10, atol=1e-10)
+    assert_same_gradients(gradients(model), expected)
+
+
+def test_gradients_may_be_released():
+    models, (tokens, labels) = [llama(), llama()], batch()
+    replace_lm_head(models[1])
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
+    savings.release_gradients_in_backward(optimizers[1])
+    for _ in range(2):
+        loss_of_logits(models[0], tokens, labels).backward()
+        models[1](tokens, labels=labels).loss.backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(models[1].state_dict(), models[0].state_dict(), rtol=1e-8, atol=1e-8)
+
+
+def test_logits_never_exist():
+    words, peaks = 8192, []
+    tokens = torch.randint(words, (8, 32))
+    for replace in (False, True):
+        model = llama(vocab_size=words).float()
+        if replace:
+            replace_lm_head(model)
+        profile = AllocatorProfile()
+        with profile.recorded():
+            model(tokens, labels=tokens).loss.backward()
+        peaks.append(profile.peak)
+    assert peaks[0] >= 2 * tokens.numel() * words * 4
+    assert peaks[1] <= 0.6 * peaks[0]  # 256 rows are one chunk
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "settings"),
+    [
+        ("Gemma2Config", "Gemma2ForCausalLM", {"final_logit_softcapping": 30.0}),
+        ("GraniteConfig", "GraniteForCausalLM", {"logits_scaling": 2.0}),
+        ("CohereConfig", "CohereForCausalLM", {"logit_scale": 0.5}),
+    ],
+)
+def test_models_that_change_their_logits_are_refused(config, kind, settings):
+    model, (tokens, labels) = build(getattr(transformers, config)(**SIZES | settings), getattr(transformers, kind)), batch()
+    replace_lm_head(model)
+    with pytest.raises(TypeError, match=f"{kind} changes its logits between the head and the loss.*leave out replace_lm_head"):
+        model(tokens, labels=labels)
+    assert model(tokens).logits.shape == (*tokens.shape, WORDS)
+
+
+def test_other_models_are_refused():
+    with pytest.raises(TypeError, match="Linear.forward does not call self.loss_function, expected a causal language model"):
+        replace_lm_head(torch.nn.Linear(2, 2))
+    model = llama()
+    model.lm_head = torch.nn.Sequential(model.lm_head)
+    with pytest.raises(TypeError, match="the head of LlamaForCausalLM is a Sequential, expected nn.Linear"):
+        replace_lm_head(model)
+    model = llama()
+    replace_lm_head(model)
+    model.loss_function = F.cross_entropy
+    tokens, labels = batch()
+    with pytest.raises(TypeError, match="the loss function of LlamaForCausalLM is .*expected ForCausalLMLoss"):
+        model(tokens, labels=labels)

@@ -1,0 +1,443 @@
+"""``DistributedDataParallel`` as parallelize sets it up: compiled graphs, checkpoints, buckets, memory of gradients, warnings.
+
+Communication hooks of ``DistributedDataParallel``.
+
+A training step of several ranks waits for no device, on simulated devices with gloo.
+
+Ranks without rows in a loop by hand: nothing of the row that runs in their place is left.
+"""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from helpers.ddp import WAYS, Chosen, make_update
+from helpers.problems import CLASSES, assert_same_gradients, build_net, class_targets, gradients, plain_program
+from helpers.ranks import run_ranks
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from balanced_parallel import Rows, TrainStep, gather, parallelize, simulate
+from balanced_parallel.batch.rows import Along, Arguments
+from balanced_parallel.strategies.ddp import row_of_ones
+
+
+def check_compiled(rank):
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph
+
+    net = nn.Sequential(*[nn.Linear(700, 700) for _ in range(16)])  # 30 MiB in several buckets
+    model, criterion = parallelize(torch.compile(net, backend=backend), nn.MSELoss())
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2)
+    step.add(torch.randn(2, 700), torch.randn(2, 700))
+    count = len(graphs)
+    assert count > 1, "the graph is not split at the buckets"
+    for _ in range(2):
+        step(torch.randn(4, 700), torch.randn(4, 700))
+    assert len(graphs) == count
+    torch._dynamo.reset()
+    return True
+
+
+def test_accumulation_and_synchronizing_forward_compile_the_same_graphs():
+    assert run_ranks(2, check_compiled, timeout=200) == [True, True]
+
+
+def check_memory(rank):
+    net = nn.Sequential(*[nn.Linear(500, 500, bias=False) for _ in range(8)])
+    model, criterion = parallelize(net, nn.MSELoss())
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2)
+    step(torch.randn(6, 500), torch.randn(6, 500))
+    buckets = {parameter.grad.untyped_storage().data_ptr() for parameter in net.parameters()}
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        for _ in range(3):
+            step.add(torch.randn(2, 500), torch.randn(2, 500))
+            assert {parameter.grad.untyped_storage().data_ptr() for parameter in net.parameters()} == buckets
+        step.apply()
+    now = peak = 0
+    for event in sorted(profile.profiler.kineto_results.events(), key=lambda event: event.start_ns()):
+        if event.name() == "[memory]":
+            now += event.nbytes()
+            peak = max(peak, now)
+    return peak / sum(parameter.nbytes for parameter in net.parameters())
+
+
+def test_accumulation_keeps_one_copy_of_the_gradients():
+    """Buckets are allocated before. A backward makes one gradient at a time, an eighth of all, and adds it there."""
+    assert max(run_ranks(2, check_memory)) < 0.3
+
+
+def check_inside(rank):
+    seen = []
+    net = build_net()
+    model, _ = parallelize(net, nn.CrossEntropyLoss())
+    net[0].register_forward_hook(lambda *_: seen.append(model.module))
+    model(torch.randn(3, 4))
+    return seen == [net] and model.module is net
+
+
+def test_module_attribute_is_the_original_module_in_forward():
+    assert run_ranks(2, check_inside) == [True, True]
+
+
+class Biased(nn.Linear):
+    """A linear layer with one more parameter, which it uses for a while."""
+
+    is_biased = True
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.more = nn.Parameter(torch.zeros(1))
+
+    def forward(self, inputs):
+        return super().forward(inputs) + self.more if self.is_biased else super().forward(inputs)
+
+
+def check_order(rank):
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    for way in WAYS:
+        events = []
+        net = nn.Sequential(*[nn.Linear(700, 700) for _ in range(16)])  # 30 MiB in two buckets
+        net[15] = Biased(700, 700)
+        model, update = make_update(way, net, nn.MSELoss())
+
+        def note(module, given, returned, events=events, net=net):
+            events.append(list(net).index(module))
+
+        def hook(state, bucket, events=events):
+            events.append(f"bucket {bucket.index()}")
+            return allreduce_hook(None, bucket)
+
+        for layer in net:
+            layer.register_full_backward_hook(note)
+        model.register_comm_hook(None, hook)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Full backward hook is firing")
+            for number in range(4):  # the reducer makes its buckets anew after the first
+                net[15].is_biased = number < 2 or way == "criterion"
+                events.clear()
+                update(torch.randn(4, 700), torch.randn(4, 700))
+        last = events[events.index("bucket 0") :]
+        assert sum(isinstance(event, int) for event in last) >= 1, (way, events)
+        assert last[-1] == f"bucket {sum(isinstance(event, str) for event in last) - 1}", (way, events)
+        assert len([event for event in events if isinstance(event, str)]) > 1, (way, events)
+    return True
+
+
+def test_bucket_all_reduce_overlaps_with_the_backward_of_earlier_layers():
+    assert run_ranks(2, check_order) == [True, True]
+
+
+class Recomputed(nn.Module):
+    """Checkpoints its middle layer."""
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.middle, self.last = (nn.Linear(4, size).double() for size in (4, 4, CLASSES))
+        self.use_reentrant = use_reentrant
+
+    def forward(self, inputs):
+        return self.last(checkpoint(self.middle, self.first(inputs), use_reentrant=self.use_reentrant))
+
+
+def check_recomputed(rank):
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(7, 4, dtype=torch.float64), class_targets(7, ignored=2)
+    plain = Recomputed(use_reentrant=False)
+    expected = nn.functional.cross_entropy(plain(inputs), targets)
+    expected.backward()
+    mine = slice(0, 3) if rank == 0 else slice(3, None)
+    for way in WAYS:
+        model, update = make_update(way, Recomputed(use_reentrant=False), nn.CrossEntropyLoss())
+        for _ in range(3):
+            torch.testing.assert_close(update(inputs[mine], targets[mine]), expected.detach(), rtol=1e-10, atol=1e-10)
+            assert_same_gradients(gradients(model.module), gradients(plain))
+    return True
+
+
+def test_activation_checkpointing_equals_the_plain_program():
+    assert run_ranks(2, check_recomputed) == [True, True]
+
+
+def check_reentrant(rank):
+    """Reentrant checkpoints run a backward inside of the backward, which DistributedDataParallel does not support."""
+    for way in WAYS:
+        _, update = make_update(way, Recomputed(use_reentrant=True), nn.CrossEntropyLoss())
+        with pytest.raises(RuntimeError, match="reentrant backward passes"):
+            update(torch.randn(3, 4, dtype=torch.float64), class_targets(3))
+    return True
+
+
+def test_reentrant_checkpointing_raises_an_error():
+    assert run_ranks(2, check_reentrant) == [True, True]
+
+
+class Words(nn.Module):
+    """A sparse gradient, which the reducer refuses where there is none."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding, self.last = nn.Embedding(11, 4, sparse=True).double(), nn.Linear(4, CLASSES).double()
+
+    def forward(self, inputs):
+        return self.last(self.embedding(inputs).mean(1))
+
+
+def check_sparse(rank):
+    torch.manual_seed(1)
+    inputs, targets = torch.randint(11, (9, 3)), class_targets(9, ignored=3)
+    sizes = [3, 0, 6]  # nothing counted, no rows, all the rest
+    mine = inputs.split(sizes)[rank], targets.split(sizes)[rank]
+    for way in WAYS:
+        plain, (model, update) = Words(), make_update(way, Words(), nn.CrossEntropyLoss())
+        for _ in range(3):
+            plain.zero_grad()
+            loss = nn.functional.cross_entropy(plain(inputs), targets)
+            loss.backward()
+            torch.testing.assert_close(update(*mine), loss.detach(), rtol=1e-10, atol=1e-10)
+            found = gradients(model.module)
+            assert found[0].is_sparse
+            assert_same_gradients([found[0].to_dense(), *found[1:]], [p.grad.to_dense() for p in plain.parameters()])
+    return True
+
+
+def test_sparse_gradients_with_ranks_without_rows():
+    assert run_ranks(3, check_sparse) == [True] * 3
+
+
+class Layouts(nn.Module):
+    """Convolutions of several layouts and dtypes."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        kinds = [(torch.channels_last, torch.half), (torch.contiguous_format, torch.half), (torch.channels_last, torch.float)]
+        self.layers = nn.ModuleList(nn.Conv2d(4, 4, 2).to(memory_format=layout, dtype=dtype) for layout, dtype in kinds)
+
+    def forward(self, inputs):
+        for layer in self.layers:
+            inputs = layer(inputs.to(layer.weight.dtype))
+        return inputs.float()
+
+
+def check_strides(rank):
+    for way in WAYS:
+        model, update = make_update(way, Layouts(), nn.MSELoss())
+        for _ in range(3):
+            update(torch.randn(4 * rank, 4, 5, 5), torch.randn(4 * rank, 4, 2, 2))
+            assert all(parameter.grad.stride() == parameter.stride() for parameter in model.parameters())
+    return True
+
+
+def test_gradients_have_the_strides_of_their_parameters():
+    assert run_ranks(2, check_strides) == [True, True]
+
+
+def check_copy(rank):
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(7, 4), class_targets(7, 1)
+    mine = slice(0, 2) if rank == 0 else slice(2, None)
+    model, criterion = parallelize(build_net(), torch.nn.CrossEntropyLoss())
+    TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1))(inputs[mine], targets[mine])
+    copied = copy.deepcopy(model)
+    assert copied.module[0].weight is not model.module[0].weight
+    for one in (model, copied):
+        plain = copy.deepcopy(one.module)
+        loss, expected = plain_program(plain, torch.nn.CrossEntropyLoss(), inputs, targets)
+        step = TrainStep(one, criterion, torch.optim.SGD(one.parameters(), lr=0.1))
+        torch.testing.assert_close(step(inputs[mine], targets[mine]), loss)
+        assert_same_gradients(gradients(one.module), expected, 1e-6)
+    return True
+
+
+def test_deepcopy_of_a_trained_model_trains():
+    assert run_ranks(2, check_copy) == [True, True]
+
+
+def quantize(state, bucket):
+    """Rounds a whole bucket to 7 bits, by its largest entry."""
+    buffer = bucket.buffer()
+    unit = buffer.abs().max() / 127
+    buffer.copy_((buffer / unit).round() * unit if unit else buffer)
+    return torch.distributed.all_reduce(buffer, async_op=True).get_future().then(lambda future: future.value()[0] / 2)
+
+
+def check_bucketwise(rank):
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(600, 4, dtype=torch.float64), class_targets(600)
+    mine = slice(0, 200) if rank == 0 else slice(200, None)
+    for way in ["step", "criterion"]:
+        plain, (model, update) = Chosen(), make_update(way, Chosen(), nn.CrossEntropyLoss())
+        model.register_comm_hook(None, quantize)
+        loss = nn.functional.cross_entropy(plain(inputs), targets)
+        loss.backward()
+        for _ in range(3):
+            torch.testing.assert_close(update(inputs[mine], targets[mine]), loss.detach(), rtol=1e-10, atol=1e-10)
+            largest = max(gradient.abs().max() for gradient in gradients(plain) if gradient is not None)
+            assert_same_gradients(gradients(model.module), gradients(plain), 0.02 * largest.item())
+    return True
+
+
+def test_comm_hook_buckets_contain_only_gradients():
+    assert run_ranks(2, check_bucketwise) == [True, True]
+
+
+def check_batched(rank):
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook
+
+    model, _ = parallelize(Chosen(), nn.CrossEntropyLoss())
+    with pytest.warns(UserWarning, match="torch raises an AssertionError without a message.*use powerSGD_hook"):
+        model.register_comm_hook(PowerSGDState(None), batched_powerSGD_hook)
+    return True
+
+
+def test_batched_powersgd_hook_emits_a_warning():
+    assert run_ranks(2, check_batched) == [True, True]
+
+
+def check_compressed(rank):
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+    torch.manual_seed(0)
+    plain, rows = torch.nn.Linear(4, 2), 4099  # a number that float16 cannot hold
+    inputs, targets = torch.randn(rows, 4), torch.randint(2, (rows,))
+    expected = torch.nn.functional.cross_entropy(plain(inputs), targets)
+    model, criterion = parallelize(plain, torch.nn.CrossEntropyLoss())
+    model.register_comm_hook(None, fp16_compress_hook)
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0))
+    mine = slice(None, 4000) if rank == 0 else slice(4000, None)
+    for _ in range(2):
+        torch.testing.assert_close(step(inputs[mine], targets[mine]), expected.detach(), rtol=1e-6, atol=1e-6)
+    return True
+
+
+def test_fp16_compression_hook_does_not_round_the_weight():
+    assert run_ranks(2, check_compressed) == [True, True]
+
+
+def check_powersgd(rank):
+    """Callbacks of the hook start collectives, on threads of gloo, while the reducer starts that of the unused parameters."""
+    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(64, 64) for _ in range(30)])
+    model, criterion = parallelize(net, nn.MSELoss())
+    model.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook)
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.01))
+    return [step(torch.randn(8, 64), torch.randn(8, 64)).item() for _ in range(40)][-1]
+
+
+def test_powersgd_hook_does_not_hang():
+    first, second = run_ranks(2, check_powersgd, timeout=60)
+    assert first == second
+
+
+def check_waits(rank, place, class_weights, precision):
+    weights = torch.linspace(0.5, 2.0, 5) if class_weights else None
+    with simulate(2) as cluster:
+        device = cluster.devices[rank]
+        model, criterion = parallelize(build_net(), nn.CrossEntropyLoss(weights))
+        optimizer = torch.optim.AdamW(model.parameters())
+        step = TrainStep(model, criterion, optimizer, micro_batch_size=2, precision=precision, max_grad_norm=0.1)
+        inputs, targets = torch.randn(5 - 2 * rank, 4).pin_memory(), class_targets(5 - 2 * rank, ignored=1).pin_memory()
+        if place == "device":
+            inputs, targets = inputs.to(device), targets.to(device)
+        step(inputs, targets)
+        before = len(cluster.waits)
+        for _ in range(2):
+            loss = step(inputs, targets)
+        assert loss.isfinite()
+        return [str(wait) for wait in cluster.waits[before:-1]]
+
+
+@pytest.mark.parametrize("class_weights", [False, True])
+@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_ranks_wait_for_no_device_but_for_the_scaler(precision, place, class_weights):
+    for waits in run_ranks(2, check_waits, place, class_weights, precision):
+        assert ["item" in wait and "update.py" in wait for wait in waits] == [True, True] * (precision == "fp16")
+
+
+class Strict(nn.Module):
+    """Refuses inputs without rows, as ``nn.InstanceNorm2d`` and the masks of Llama, counts forwards and draws numbers."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.Sequential(nn.Conv2d(2, 3, 3), nn.InstanceNorm2d(3), nn.BatchNorm2d(3), nn.Dropout(0.0), nn.Flatten())
+        self.last = nn.Linear(12, 2)
+        self.never = nn.Linear(2, 2)
+        self.register_buffer("forwards", torch.zeros(()))
+
+    def forward(self, x):
+        if not len(x):
+            raise ValueError("no rows")
+        self.forwards += 1
+        return {"logits": self.last(self.layers(x)), "loss": x.mean()}
+
+    def features(self, x):
+        return self.forward(x)["logits"]
+
+
+def check_loop(rank, first_is_empty, method):
+    """Three updates; in two of them rank 1 has no rows."""
+    plain = Strict().double()
+    model, criterion = parallelize(copy.deepcopy(plain), nn.CrossEntropyLoss(), strategy="ddp")
+    steps = [True, False, True] if first_is_empty else [False, True, True]
+    for number, is_empty in enumerate(steps):
+        torch.manual_seed(10 + number)
+        x, targets = torch.randn(6, 2, 4, 4, dtype=torch.float64), torch.randint(2, (6,))
+        mine = slice(6, 6) if is_empty and rank else slice(0, 6)
+        outputs = model.call(method, x[mine]) if method else model(x[mine]).map(lambda output: output["logits"])
+        assert list(outputs.sizes) == [len(x[mine])]
+        loss = criterion(outputs, targets[mine])
+        model.zero_grad()
+        loss.backward()
+        expected = nn.functional.cross_entropy(plain(x)["logits"], targets)
+        plain.zero_grad()
+        expected.backward()
+        torch.testing.assert_close(loss.detach(), expected.detach(), rtol=1e-10, atol=1e-10)
+        assert_same_gradients(gradients(model.module), gradients(plain))
+        assert gather(outputs.map(lambda output: output.detach())).shape == ((6, 2) if is_empty else (12, 2))
+    with torch.no_grad():
+        assert gather(model(x[mine]).map(lambda output: output["logits"])).shape == (6, 2)
+    return model.module.forwards.item(), torch.get_rng_state().tolist()
+
+
+@pytest.mark.parametrize("method", [None, "features"])
+@pytest.mark.parametrize("first_is_empty", [False, True])
+def test_rank_without_rows_takes_part_in_a_loop_by_hand(first_is_empty, method):
+    (forwards, random_numbers), others = run_ranks(2, check_loop, first_is_empty, method, timeout=60)
+    assert forwards == 4
+    assert others[1] == random_numbers
+
+
+def check_in_dims(rank):
+    model = parallelize(nn.GRU(3, 2), in_dims=1, out_dims=(1, 1))
+    rows = 0 if rank else 4
+    output, _ = model(torch.randn(5, rows, 3)).unzip()
+    return output[0].shape, output[0].requires_grad
+
+
+def test_rows_may_lie_in_another_dimension():
+    assert run_ranks(2, check_in_dims) == [((5, 4, 2), True), ((5, 0, 2), True)]
+
+
+def test_row_of_ones_has_the_dtypes_of_the_arguments():
+    arguments = Arguments((torch.zeros(0, 3, dtype=torch.long), Along(torch.zeros(2, 0), 1)), {"flag": True, "none": None})
+    (tokens, marked), others = row_of_ones(arguments, 0)
+    assert torch.equal(tokens, torch.ones(1, 3, dtype=torch.long))
+    assert torch.equal(marked.leaf, torch.ones(2, 1))
+    assert others == {"flag": True, "none": None}
+
+
+@pytest.mark.parametrize("empty", [[], Rows([])], ids=["list", "Rows"])
+def test_no_row_is_made_up_for_lists(empty):
+    assert row_of_ones(Arguments((torch.zeros(0, 3), empty), {}), 0) is None

@@ -1,0 +1,533 @@
+"""FSDP2 as parallelize sets it up: blocks, meshes, compiled blocks, precision, evaluation, optimizers.
+
+Synchronisation over the shards of FSDP2: loss, gradients and updates of the plain program.
+
+Ranks that run different blocks of a sharded module.
+"""
+
+import functools
+import os
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.ddp import WAYS, Partly, cut_over_ranks, make_update
+from helpers.fsdp import Language, language_batch, whole_gradients
+from helpers.problems import assert_same_gradients, build_net, class_targets, gradients, plain_program
+from helpers.ranks import run_ranks
+from torch import nn
+
+from balanced_parallel import BalancedOptimizer, TrainStep, convert_sync_batchnorm, gather, parallelize
+from balanced_parallel.strategies.fsdp import BlockOrder, find_sharded_blocks
+
+
+class Named(nn.Module):
+    """Blocks as the models of Hugging Face name them."""
+
+    _no_split_modules = ("TransformerEncoderLayer",)
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.other = (nn.TransformerEncoderLayer(4, 1, 4) for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+
+def test_blocks_are_those_of_the_model_or_repeated_modules():
+    named = Named()
+    assert find_sharded_blocks(named) == [named.first, named.other]
+    net = build_net()
+    assert find_sharded_blocks(net) == [net[0], net[2]]
+    language = Language()
+    assert find_sharded_blocks(language) == list(language.blocks)
+    assert find_sharded_blocks(torch.compile(language, backend="eager")) == list(language.blocks)
+    language.blocks[1].linear2.weight = language.blocks[0].linear2.weight
+    assert find_sharded_blocks(language) == [language.blocks[2]]  # the root has shared parameters
+    assert find_sharded_blocks(nn.Linear(2, 2)) == []
+
+
+def check_mesh(rank):
+    """Two hosts with two ranks each: shards over the ranks of a host, copies over the hosts."""
+    torch.set_default_dtype(torch.float64)
+    words, targets = language_batch()
+    before = dict(os.environ)
+    os.environ.update(LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(rank % 2))
+    try:
+        model, criterion = parallelize(Language(), nn.CrossEntropyLoss(), strategy="fsdp")
+    finally:
+        os.environ.update(before)
+    assert model.module.head.weight.device_mesh.shape == (2, 2)
+    assert model.module.blocks[0].linear1.weight.to_local().shape == (8, 8)
+    plain = Language()
+    loss, expected = plain_program(plain, nn.CrossEntropyLoss(), words, targets)
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=2)
+    for sizes in ([4, 0, 3, 2], [1, 1, 6, 1]):
+        found = step(words.split(sizes)[rank], targets.split(sizes)[rank])
+        torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10)
+        assert_same_gradients(whole_gradients(model.module), expected)
+    return True
+
+
+def test_two_hosts_shard_over_their_ranks_and_copy_over_hosts():
+    assert run_ranks(4, check_mesh) == [True] * 4
+
+
+def check_compiled(rank):
+    """Compiled before they are sharded, in both of torch's ways."""
+    torch.set_default_dtype(torch.float64)
+    words, targets = language_batch(6)
+    plain = Language()
+    loss, expected = plain_program(plain, nn.CrossEntropyLoss(), words, targets)
+    for way in ("in place", "wrapped"):
+        net = Language()
+        for index, block in enumerate(net.blocks):
+            if way == "in place":
+                block.compile(backend="aot_eager")
+            else:
+                net.blocks[index] = torch.compile(block, backend="aot_eager")
+        model, criterion = parallelize(net, nn.CrossEntropyLoss(), strategy="fsdp")
+        assert len(model.units) == 4
+        step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=2)
+        for sizes in ([2, 4], [6, 0]):
+            found = step(words.split(sizes)[rank], targets.split(sizes)[rank])
+            torch.testing.assert_close(found, loss, rtol=1e-10, atol=1e-10)
+            assert_same_gradients(whole_gradients(model.module), expected)
+    torch._dynamo.reset()
+    return True
+
+
+def test_compiled_blocks_equal_the_plain_program():
+    assert run_ranks(2, check_compiled, timeout=200) == [True, True]
+
+
+def check_start(rank):
+    """Weights of rank 0; an evaluation before the optimizer is made; rows in another dimension; another method."""
+    torch.set_default_dtype(torch.float64)
+    net = build_net()
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(rank)
+    model, criterion = parallelize(net, nn.CrossEntropyLoss(), strategy="fsdp")
+    assert_same_gradients([one.full_tensor() for one in model.parameters()], list(build_net().parameters()))
+    inputs, targets = torch.randn(7, 4), class_targets(7)
+    inputs = inputs.clone()
+    torch.distributed.broadcast(inputs, 0)
+    mine = slice(0, 7) if rank == 0 else slice(7, None)
+    with torch.no_grad():
+        torch.testing.assert_close(gather(model(inputs[mine])), build_net()(inputs))
+    language = parallelize(Language(), strategy="fsdp")
+    with torch.no_grad():
+        language(language_batch()[0])
+    with warnings.catch_warnings(action="error"):  # FSDP2 warns of outputs that are views
+        gather(language(language_batch()[0])).sum().backward()
+    assert all(hasattr(one, "full_tensor") for one in language.parameters())  # those of the root too
+    plain = build_net()
+    loss, expected = plain_program(plain, nn.CrossEntropyLoss(), inputs, targets)
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0))
+    found, outputs = step(inputs[mine], targets[mine], return_outputs=True)
+    torch.testing.assert_close(found, loss)
+    torch.testing.assert_close(gather(outputs), plain(inputs).detach())
+    model.zero_grad()
+    net.encode = net.forward
+    criterion(model.call("encode", inputs[mine]), targets[mine]).backward()
+    assert_same_gradients(whole_gradients(model.module), expected)
+    return True
+
+
+def test_evaluation_and_other_methods_of_ranks_without_rows():
+    assert run_ranks(2, check_start) == [True, True]
+
+
+def check_precision(rank):
+    words, targets = language_batch()
+    plain = Language()
+    loss, _ = plain_program(plain, nn.CrossEntropyLoss(), words, targets)
+    model, criterion = parallelize(Language(), nn.CrossEntropyLoss(), precision="bf16", strategy="fsdp")
+    seen = []
+    model.module.blocks[0].linear1.register_forward_hook(lambda layer, given, output: seen.append(layer.weight.dtype))
+    step = TrainStep(model, criterion, torch.optim.AdamW(model.parameters()), precision="bf16", micro_batch_size=2)
+    found = step(words.split([2, 7])[rank], targets.split([2, 7])[rank])
+    torch.testing.assert_close(found, loss, rtol=2e-2, atol=2e-2)
+    assert set(seen) == {torch.bfloat16}  # all-gathered
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    return found.item()
+
+
+def test_precision_is_that_of_the_gathered_parameters():
+    first, second = run_ranks(2, check_precision)
+    assert first == second
+
+
+def check_optimizer(rank):
+    """Adam over shards, whose state moves to the plain optimizer and back."""
+    torch.set_default_dtype(torch.float64)
+    words, targets = language_batch()
+    plain = Language()
+    whole = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    model, criterion = parallelize(Language(), nn.CrossEntropyLoss(), strategy="fsdp")
+    optimizer = BalancedOptimizer(model, torch.optim.AdamW, lr=0.01)
+    step = TrainStep(model, criterion, optimizer, max_grad_norm=0.5)
+    for number in range(4):
+        whole.zero_grad()
+        nn.functional.cross_entropy(plain(words), targets).backward()
+        assert nn.utils.clip_grad_norm_(plain.parameters(), 0.5) > 0.5
+        whole.step()
+        step(words.split([3, 6])[rank], targets.split([3, 6])[rank])
+        state = optimizer.state_dict()
+        assert state["param_groups"] == whole.state_dict()["param_groups"]
+        for key, values in whole.state_dict()["state"].items():
+            for name, value in values.items():
+                torch.testing.assert_close(state["state"][key][name], value, rtol=1e-8, atol=1e-10)
+        if number == 1:
+            optimizer = BalancedOptimizer(model, torch.optim.AdamW, lr=0.01)
+            optimizer.load_state_dict(whole.state_dict())
+            step = TrainStep(model, criterion, optimizer, max_grad_norm=0.5)
+    for one, other in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(one.full_tensor(), other, rtol=1e-8, atol=1e-10)
+    return sum(value.to_local().nbytes for values in optimizer.state.values() for value in values.values() if value.dim())
+
+
+def test_optimizer_state_is_sharded_and_moves_to_the_plain_optimizer():
+    size = sum(2 * parameter.nbytes for parameter in Language().double().parameters())
+    parts = run_ranks(2, check_optimizer)
+    assert max(parts) < 0.6 * size
+
+
+def check_sync_batchnorm(rank):
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(6, 4), class_targets(6)
+
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 5))
+
+    plain = build()
+    loss, expected = plain_program(plain, nn.CrossEntropyLoss(), inputs, targets)
+    model, criterion = parallelize(convert_sync_batchnorm(build()), nn.CrossEntropyLoss(), strategy="fsdp")
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0))
+    torch.testing.assert_close(step(inputs.split([6, 0])[rank], targets.split([6, 0])[rank]), loss)
+    assert_same_gradients(whole_gradients(model.module), expected)
+    torch.testing.assert_close(model.module[1].running_mean, plain[1].running_mean)
+    return True
+
+
+def test_batch_norm_over_ranks_without_rows():
+    assert run_ranks(2, check_sync_batchnorm) == [True, True]
+
+
+shard = functools.partial(parallelize, strategy="fsdp")
+
+
+def check_language(rank):
+    """Tied weights, checkpointed blocks, a parameter that nobody uses; ranks with no counted target, and with no rows."""
+    torch.set_default_dtype(torch.float64)
+    words, targets = language_batch()
+    plain = Language()
+    loss, expected = plain_program(plain, nn.CrossEntropyLoss(), words, targets)
+    targets = {"counted": targets, "some": targets.clone()}
+    targets["some"][:4] = -100
+    some, expected_some = plain_program(plain, nn.CrossEntropyLoss(), words, targets["some"])
+    for way in WAYS:
+        model, update = make_update(way, Language(), nn.CrossEntropyLoss(), strategy="fsdp")
+        for sizes, kind in (([4, 5], "counted"), ([0, 9], "counted"), ([4, 5], "some"), ([8, 1], "counted")):
+            mine = cut_over_ranks(words, sizes, rank), cut_over_ranks(targets[kind], sizes, rank)
+            found = update(*mine)
+            torch.testing.assert_close(found, loss if kind == "counted" else some, rtol=1e-10, atol=1e-10)
+            assert_same_gradients(whole_gradients(model.module), expected if kind == "counted" else expected_some)
+        assert model.module.never.weight.grad is None
+        assert len(model.units) == 4
+    return True
+
+
+def test_shards_equal_the_plain_program():
+    assert run_ranks(2, check_language) == [True, True]
+
+
+def check_windows(rank):
+    """Windows of different lengths on each rank, three in a row: one rank has no rows at all in the second."""
+    torch.set_default_dtype(torch.float64)
+    windows = [[[3, 1], [4]], [[], [2, 2, 3]], [[1], [1, 1]]]  # window -> rank -> rows of its micro-batches
+    plain = Partly()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1, weight_decay=0.5)
+    model, criterion = shard(Partly(), nn.CrossEntropyLoss())
+    step = TrainStep(model, criterion, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5), max_grad_norm=0.3)
+    for number, window in enumerate(windows):
+        sizes = [size for mine in window for size in mine]
+        torch.manual_seed(number)
+        inputs, targets = torch.randn(sum(sizes), 4), class_targets(sum(sizes), ignored=1)
+        optimizer.zero_grad()
+        total = sum(
+            nn.functional.cross_entropy(plain(some), labels, reduction="sum")
+            for some, labels in zip(inputs.split(sizes), targets.split(sizes), strict=True)
+        )
+        loss = total / (targets != -100).sum()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(plain.parameters(), 0.3)
+        assert norm > 0.3
+        optimizer.step()
+
+        start = sum(len(mine) for mine in window[:rank])
+        forwards = model.module.forwards.item()
+        for piece in range(start, start + len(window[rank])):
+            step.add(inputs.split(sizes)[piece], targets.split(sizes)[piece])
+        torch.testing.assert_close(step.apply(), loss.detach(), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(step.grad_norm, norm, rtol=1e-10, atol=0.0)
+        assert model.module.forwards.item() == forwards + len(window[rank])  # not those without rows
+        assert_same_gradients(whole_gradients(model.module), gradients(plain))
+        assert model.module.never.weight.grad is None
+        for one, other in zip(model.module.parameters(), plain.parameters(), strict=True):
+            torch.testing.assert_close(one.full_tensor(), other, rtol=1e-9, atol=1e-10)
+    return True
+
+
+def test_uneven_accumulation_and_a_rank_without_rows_equal_the_plain_program():
+    assert run_ranks(2, check_windows) == [True, True]
+
+
+class Poisoned(nn.Module):
+    """Returns nan for rows that are marked, draws random numbers, and has batch statistics."""
+
+    is_poisoned = False
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.BatchNorm1d(6), nn.Linear(6, 5))
+        self.layers[1].p = 0.0
+
+    def forward(self, inputs):
+        if self.is_poisoned:
+            inputs = inputs * torch.nan
+        self.layers[2].train(len(inputs) > 1)  # torch refuses statistics of one row
+        torch.rand(3)
+        return self.layers(inputs)
+
+
+def check_poisoned(rank):
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(5, 4), class_targets(5)
+    plain = Poisoned()
+    loss, expected = plain_program(plain, nn.CrossEntropyLoss(), inputs, targets)
+    for way in WAYS:
+        model, update = make_update(way, Poisoned(), nn.CrossEntropyLoss(), strategy="fsdp")
+        if way == "micro-batches":
+            update.micro_batch_size = 5
+        for _ in range(2):
+            mine = slice(0, 5) if rank == 1 else slice(5, None)
+            model.module.is_poisoned = rank == 0
+            generator, buffers = torch.get_rng_state(), [buffer.clone() for buffer in model.buffers()]
+            torch.testing.assert_close(update(inputs[mine], targets[mine]), loss)
+            assert_same_gradients(whole_gradients(model.module), expected)
+            if rank == 0:
+                assert torch.equal(generator, torch.get_rng_state())
+                assert all(map(torch.equal, buffers, model.buffers()))
+        assert model.module.layers[2].num_batches_tracked == 2 * rank
+    return True
+
+
+def test_forward_without_rows_leaves_no_trace():
+    """It is nan, and changes neither gradients nor random numbers nor batch statistics."""
+    assert run_ranks(2, check_poisoned) == [True, True]
+
+
+def check_half(rank):
+    """One decision for all ranks to skip a step, and one scale, though only one rank overflows, or has rows at all."""
+    model, criterion = shard(build_net(), nn.MSELoss(), precision="fp16")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = TrainStep(model, criterion, optimizer, precision="fp16", micro_batch_size=2)
+    step(torch.randn(3 * rank, 4), torch.rand(3 * rank, 5))
+    assert all(gradient.abs().max() < 10 for gradient in whole_gradients(model))  # unscaled on both
+    scaler = step.precision.scaler
+    scale = scaler.get_scale()
+    before = [parameter.full_tensor() for parameter in model.parameters()]
+    step(torch.randn(2, 4), torch.full((2, 5), torch.inf if rank == 0 else 1.0))
+    assert scaler.get_scale() == scale / 2
+    assert all(torch.equal(one, other.full_tensor()) for one, other in zip(before, model.parameters(), strict=True))
+    step(torch.randn(2 * rank, 4), torch.rand(2 * rank, 5))
+    after = [parameter.full_tensor() for parameter in model.parameters()]
+    assert not torch.equal(before[0], after[0])
+    return [scaler.get_scale(), after[0].sum().item()]
+
+
+def test_gradient_scaler_is_equal_on_all_ranks():
+    first, second = run_ranks(2, check_half)
+    assert first == second
+
+
+def check_half_gradients(rank):
+    """Weights of different size on the ranks: the gradients in float16 are those in float32, to its precision."""
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(40, 4), class_targets(40, ignored=30)
+    plain = build_net()
+    _, expected = plain_program(plain, nn.CrossEntropyLoss(reduction="mean"), inputs, targets)
+    model, criterion = shard(build_net(), nn.CrossEntropyLoss(), precision="fp16")
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), precision="fp16", micro_batch_size=3)
+    for _ in range(2):
+        step(inputs.split([31, 9])[rank], targets.split([31, 9])[rank])
+        for one, other in zip(whole_gradients(model.module), expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-3)
+    _, expected = plain_program(plain, nn.CrossEntropyLoss(), inputs[-2:], targets[-2:])  # lighter than the window before
+    if rank == 0:
+        step.add(inputs[-2:], targets[-2:])
+    step.apply()
+    for one, other in zip(whole_gradients(model.module), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=2e-2, atol=2e-3)
+    return True
+
+
+def test_gradients_in_float16_have_one_divisor_on_all_ranks():
+    assert run_ranks(2, check_half_gradients) == [True, True]
+
+
+def check_nothing_counted(rank):
+    model, criterion = shard(build_net(), nn.CrossEntropyLoss())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step = TrainStep(model, criterion, optimizer)
+    before = [parameter.full_tensor() for parameter in model.parameters()]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert step(torch.randn(3, 4), torch.full((3,), -100)).isnan()
+        assert step(torch.randn(0, 4), torch.zeros(0, dtype=torch.long)).isnan()
+    assert sum("nothing is updated" in str(warning.message) for warning in caught) == 2
+    assert all(torch.equal(one, other.full_tensor()) for one, other in zip(before, model.parameters(), strict=True))
+    assert not optimizer.state
+    return True
+
+
+def test_zero_weight_on_all_ranks_skips_the_update():
+    assert run_ranks(2, check_nothing_counted) == [True, True]
+
+
+def check_failures(rank):
+    inputs, targets = torch.randn(4, 4), class_targets(4)
+    net = build_net()
+    model, criterion = shard(net, nn.CrossEntropyLoss())
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size="auto")
+    fails = True
+
+    def fail(module, given):
+        if fails:
+            raise torch.OutOfMemoryError("too large")
+
+    net[2].register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="other ranks wait for its shards.*give micro_batch_size a smaller number"):
+        step(inputs, targets)
+    fails = False
+    plain = build_net()
+    loss, expected = plain_program(plain, nn.CrossEntropyLoss(), inputs, targets)
+    torch.testing.assert_close(step(inputs, targets), loss)  # the same rows on both ranks
+    assert_same_gradients(whole_gradients(model.module), expected, 1e-6)
+
+    stranger = nn.Parameter(torch.ones(()))
+    model, criterion = shard(build_net(), lambda output, target: (output * stranger).mean(), weight=lambda output, target: 1)
+    step = TrainStep(model, criterion, torch.optim.SGD([*model.parameters(), stranger], lr=0.1))
+    with pytest.raises(ValueError, match=r"shape \(\).*make it part of the module"):
+        step(inputs, targets)
+
+    model.module[0].requires_grad_(False)
+    with pytest.raises(ValueError, match=r"0\.weight has requires_grad=False, but True when parallelize sharded it"):
+        model(inputs)
+    with torch.no_grad():
+        model(inputs)
+
+    learned = nn.AdaptiveLogSoftmaxWithLoss(5, 5, cutoffs=[2])
+    model, criterion = shard(build_net(), learned)
+    with pytest.raises(
+        TypeError,
+        match=r"the criterion has a parameter head\.weight to train, which is not sharded.*call requires_grad_\(False\)",
+    ):
+        TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1))
+    return True
+
+
+def test_failures_have_clear_errors_and_the_step_can_be_repeated():
+    assert run_ranks(2, check_failures) == [True, True]
+
+
+def check_frozen_without_gradients(rank):
+    """A reference without adapters comes first, as in preference tuning with ``disable_adapter()`` of peft."""
+    net, inputs, targets = build_net(), torch.randn(4, 4), class_targets(4)
+    net[0].requires_grad_(False)
+    plain = build_net()
+    plain[0].requires_grad_(False)
+    loss, expected = plain_program(plain, nn.CrossEntropyLoss(), inputs, targets)
+    model, criterion = shard(net, nn.CrossEntropyLoss())
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0))
+    for _ in range(2):
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        with torch.no_grad():
+            torch.testing.assert_close(model(inputs)[0], plain(inputs).detach())
+        assert not any(parameter.requires_grad for parameter in model.parameters())
+        for parameter in trained:
+            parameter.requires_grad_(True)
+        torch.testing.assert_close(step(inputs, targets), loss)  # the same rows on both ranks
+        assert_same_gradients(whole_gradients(model.module), expected, 1e-6)
+    return True
+
+
+def test_layers_frozen_in_a_forward_without_gradients_are_trained_afterwards():
+    assert run_ranks(2, check_frozen_without_gradients) == [True, True]
+
+
+class Experts(nn.Module):
+    """The first feature of a row is the number of its expert. An expert without rows does not run."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5)) for _ in range(4))
+
+    def forward(self, inputs):
+        outputs = inputs.new_zeros(len(inputs), 5)
+        for number, expert in enumerate(self.experts):
+            rows = (inputs[:, 0] == number).nonzero()[:, 0]
+            if len(rows):
+                outputs = outputs.index_add(0, rows, expert(inputs[rows]))
+        return outputs
+
+
+def check_experts(rank):
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(8, 4, dtype=torch.float64), torch.randint(5, (8,))
+    mine = slice(4 * rank, 4 * rank + 4)
+    plain, net = Experts().double(), Experts().double()
+    model, criterion = parallelize(net, nn.CrossEntropyLoss(), strategy="fsdp")
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0))
+    mixed_up = r"rank 1 ran the block experts\.2 where rank 0 ran experts\.0, expected the same blocks in the same order"
+    for experts, is_same in (
+        ([0, 1, 2, 3, 0, 1, 2, 3], True),
+        ([0, 0, 1, 1, 2, 2, 3, 3], False),
+        ([0, 2, 2, 0, 2, 0, 0, 0], True),
+    ):
+        inputs[:, 0] = torch.tensor(experts)
+        if not is_same:  # two blocks on each rank, of equal sizes: FSDP2 has no reason to fail
+            with pytest.raises(RuntimeError, match=mixed_up):
+                step(inputs[mine], targets[mine])
+            with pytest.raises(RuntimeError, match=mixed_up), torch.no_grad():
+                model(inputs[mine])
+            continue
+        loss, expected = step(inputs[mine], targets[mine]), F.cross_entropy(plain(inputs), targets)
+        torch.testing.assert_close(loss, expected.detach())
+        plain.zero_grad()
+        expected.backward()
+        found = [None if one.grad is None else one.grad.full_tensor() for one in net.parameters()]
+        assert_same_gradients(found, gradients(plain))
+        with torch.no_grad():
+            torch.testing.assert_close(model(inputs[mine])[0], plain(inputs[mine]))
+
+
+def test_blocks_that_differ_between_ranks_raise_an_error():
+    run_ranks(2, check_experts)
+
+
+def test_a_module_without_blocks_keeps_no_record():
+    order = BlockOrder()
+    order.add("root")
+    for _ in range(3):  # it grew with every forward
+        order.note(0)
+        order.compare()
+    assert vars(order) == {"_ran": [], "_names": ["root"]}

@@ -1,0 +1,384 @@
+"""``parallelize``: models without a criterion, other methods than forward, other losses, rows in other dimensions.
+
+Metrics under torchrun: with a reduction over the ranks of their own, and without.
+
+The strategy of ``parallelize``: what fits one device, and what is impossible.
+"""
+
+import copy
+import logging
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.ddp import Chosen
+from helpers.problems import assert_same_gradients, build_net, class_targets, gradients
+from helpers.ranks import run_ranks
+from torch import nn
+
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, gather, parallelize, weighted_mean
+from balanced_parallel.strategies import parallelize as strategy
+from balanced_parallel.strategies.ddp import DistributedModel
+from balanced_parallel.strategies.fsdp import ShardedModel
+
+SIZES = [3, 1]
+
+
+def my_rows(batch, rank, dim=0):
+    return batch.split(SIZES, dim)[rank]
+
+
+class TwoTowers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.image, self.text = build_net(), build_net()
+
+    def encode_image(self, x, scale):
+        return self.image(x) * scale.sum()
+
+    def forward(self, x, scale=None):
+        return self.text(x)
+
+
+def train_a_method(rank):
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    x, target, scale = torch.randn(4, 4), torch.randn(4, 5), torch.rand(3)
+    module = TwoTowers()
+    loss = F.mse_loss(module.encode_image(x, scale), target)
+    loss.backward()
+    expected = gradients(module)
+    module.zero_grad(set_to_none=True)
+    model, criterion = parallelize(module, DataParallelCriterion(nn.MSELoss()), in_dims={"scale": None})
+    for _ in range(2):  # the reducer is left as it was
+        model.zero_grad(set_to_none=True)
+        found = criterion(model.call("encode_image", my_rows(x, rank), scale), my_rows(target, rank))
+        found.backward()
+        torch.testing.assert_close(found.detach(), loss.detach())
+        assert_same_gradients(gradients(module), expected)
+    assert model(my_rows(x, rank)).sizes == (SIZES[rank],)
+
+
+def test_gradients_of_a_method_besides_forward_are_reduced():
+    run_ranks(2, train_a_method)
+
+
+def teach(rank):
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    x = torch.randn(4, 4)
+    student, teacher = build_net(), build_net().requires_grad_(False)
+    loss = F.mse_loss(student(x), teacher(x * 2))
+    loss.backward()
+    expected = gradients(student)
+    student.zero_grad(set_to_none=True)
+    teaching = parallelize(teacher)
+    assert isinstance(teaching, DataParallelModel)  # nothing to reduce
+    model = parallelize(student)
+    assert isinstance(model, DistributedModel)
+    wanted = teaching(my_rows(x * 2, rank))
+    found = DataParallelCriterion(nn.MSELoss())(model(my_rows(x, rank)), wanted)
+    found.backward()
+    torch.testing.assert_close(found.detach(), loss.detach())
+    assert_same_gradients(gradients(student), expected)
+
+
+def test_frozen_module_without_a_criterion_is_not_wrapped_in_ddp():
+    run_ranks(2, teach)
+
+
+def time_major(rank):
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    x = torch.randn(5, 4, 4)
+    module = build_net()
+    expected = module(x)
+    model = parallelize(module, dim=1)
+    outputs = model(my_rows(x, rank, 1))
+    assert outputs.sizes == (SIZES[rank],)
+    torch.testing.assert_close(outputs.gather(), expected)  # rows of both ranks
+
+
+def test_gather_over_ranks_along_another_dimension():
+    run_ranks(2, time_major)
+
+
+def test_parallelize_without_a_criterion_returns_the_model():
+    model = parallelize(build_net(), device_ids=["cpu"] * 2)
+    assert isinstance(model, DataParallelModel)
+    settings = DataParallelCriterion(nn.MSELoss(), minimum=1)
+    assert parallelize(build_net(), settings, ["cpu"])[1] is settings
+    with pytest.raises(ValueError, match="weight= was given beside a DataParallelCriterion"):
+        parallelize(build_net(), settings, ["cpu"], weight="rows")
+    with pytest.raises(TypeError, match="the module is the class Linear"):
+        parallelize(nn.Linear, nn.MSELoss())
+
+
+def two_means(output, target):
+    some = target.sum(1) > 2.5
+    return {"all": F.mse_loss(output, target), "some": output[some].pow(2).sum() / some.sum().clamp(min=1)}
+
+
+def counts(output, target):
+    return {"all": len(target), "some": (target.sum(1) > 2.5).sum()}
+
+
+def several_means(rank, sizes, micro_batch_size):
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    x, target, module = torch.randn(9, 4), torch.rand(9, 5), build_net()
+    loss = sum(two_means(module(x), target).values())
+    loss.backward()
+    expected = gradients(module)
+    model, criterion = parallelize(module, DataParallelCriterion(two_means, weight=counts, minimum=1))
+    step = TrainStep(model, criterion, torch.optim.SGD(module.parameters(), lr=0.0), micro_batch_size=micro_batch_size)
+    mine, targets = x.split(sizes)[rank], target.split(sizes)[rank]
+    for _ in range(2):
+        found, outputs = step(mine, targets, return_outputs=True)
+        torch.testing.assert_close(found, loss.detach())
+        assert_same_gradients(gradients(module), expected)
+        torch.testing.assert_close(outputs.gather(), module(x).detach())
+    module.zero_grad()
+    found = sum(criterion(model(mine), targets).values())
+    found.backward()
+    torch.testing.assert_close(found.detach(), loss.detach())
+    assert_same_gradients(gradients(module), expected)
+
+
+@pytest.mark.parametrize(("sizes", "micro_batch_size"), [([7, 2], 2), ([9, 0], None)])
+def test_several_means_are_divided_by_the_weights_of_all_ranks(sizes, micro_batch_size):
+    run_ranks(2, several_means, sizes, micro_batch_size)
+
+
+LOSSES = {
+    "of the model's own": lambda outputs, wanted: weighted_mean([nn.functional.cross_entropy(outputs[0], wanted)], [len(wanted)]),
+    "of all outputs": lambda outputs, wanted: nn.functional.cross_entropy(gather(outputs), gather([wanted])),
+    "by hand": lambda outputs, wanted: nn.functional.cross_entropy(outputs[0], wanted, reduction="sum") * 2 / 6,
+}
+
+
+def check_own_losses(rank):
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(6, 4, dtype=torch.float64), class_targets(6)
+    mine = slice(0, 2) if rank == 0 else slice(2, None)
+    plain = Chosen()
+    nn.functional.cross_entropy(plain(inputs), targets).backward()
+    for loss_of in LOSSES.values():
+        model, _ = parallelize(Chosen(), nn.CrossEntropyLoss())
+        for _ in range(3):
+            model.zero_grad()
+            loss_of(model(inputs[mine]), targets[mine]).backward()
+            assert_same_gradients(gradients(model.module), gradients(plain))
+    return True
+
+
+def test_gradients_of_custom_losses_are_reduced():
+    assert run_ranks(2, check_own_losses) == [True, True]
+
+
+def check_chain(rank):
+    """A loss that goes through two parallelized models, as a generator's does."""
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(6, 4, dtype=torch.float64), class_targets(6)
+    mine = slice(0, 2) if rank == 0 else slice(2, None)
+    plain = [nn.Linear(4, 4).double(), Chosen()]
+    nets = copy.deepcopy(plain)
+    nn.functional.cross_entropy(plain[1](plain[0](inputs)), targets).backward()
+    generator, _ = parallelize(nets[0], nn.MSELoss())
+    judge, criterion = parallelize(nets[1], nn.CrossEntropyLoss())
+    for _ in range(3):
+        generator.zero_grad()
+        judge.zero_grad()
+        criterion(judge(generator(inputs[mine])[0]), targets[mine]).backward()
+        assert_same_gradients(gradients(*nets), gradients(*plain))
+    return True
+
+
+def test_loss_through_two_models_has_exact_gradients():
+    assert run_ranks(2, check_chain) == [True, True]
+
+
+def check_two_criteria(rank):
+    """The loss of two forwards, added before one backward."""
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(6, 4, dtype=torch.float64), class_targets(6)
+    plain = Chosen()
+    (2 * nn.functional.cross_entropy(plain(inputs), targets)).backward()
+    model, criterion = parallelize(Chosen(), nn.CrossEntropyLoss())
+    mine = slice(0, 2) if rank == 0 else slice(2, None)
+    for _ in range(2):
+        model.zero_grad()
+        (criterion(model(inputs[mine]), targets[mine]) + criterion(model(inputs[mine]), targets[mine])).backward()
+        assert_same_gradients(gradients(model.module), gradients(plain))
+    return True
+
+
+def test_sum_of_two_losses_has_exact_gradients():
+    assert run_ranks(2, check_two_criteria) == [True, True]
+
+
+def test_parallelize_without_torchrun_returns_replicas():
+    model, criterion = parallelize(build_net(), torch.nn.MSELoss(), ["cpu"] * 2)
+    assert isinstance(model, DataParallelModel)
+    assert isinstance(criterion, DataParallelCriterion)
+    assert len(model(torch.randn(5, 4))) == 2
+
+
+def check_alone(rank):
+    model, criterion = parallelize(build_net(), torch.nn.CrossEntropyLoss())
+    assert isinstance(model, DataParallelModel)
+    assert torch.distributed.get_world_size() == 1
+    assert criterion(model(torch.randn(3, 4)), torch.zeros(3, dtype=torch.long)).isfinite()
+    return True
+
+
+def test_parallelize_with_world_size_1_returns_replicas():
+    assert run_ranks(1, check_alone) == [True]
+
+
+def check_nothing_to_train(rank):
+    with pytest.raises(ValueError, match="no parameter of the module requires a gradient, expected one at least"):
+        parallelize(build_net().requires_grad_(False), torch.nn.CrossEntropyLoss())
+    return True
+
+
+def test_module_without_trainable_parameters_raises_an_error():
+    assert run_ranks(2, check_nothing_to_train) == [True, True]
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "torchrun.md"
+METRIC_SIZES = [[3, 2], [1, 0]]  # rows of each rank in each batch
+
+
+def metric_of_the_page():
+    """Returns the metric that the page defines, which sums over the ranks in compute()."""
+    names = {"torch": torch}
+    (source,) = re.findall(r"^class Hits:.*?return whole\n", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    exec(compile(source, str(PAGE), "exec"), names)
+    return names["Hits"]()
+
+
+def batches():
+    torch.manual_seed(0)
+    net, x, targets = build_net(), torch.randn(6, 4), class_targets(6)
+    predictions = net(x).argmax(1)
+    return net, list(zip(x.split([5, 1]), targets.split([5, 1]), strict=True)), [int((predictions == targets).sum()), 6]
+
+
+def classes(output):
+    return output.argmax(1)
+
+
+def evaluate(rank):
+    net, whole, expected = batches()
+    model, _ = parallelize(net, nn.CrossEntropyLoss())
+    reducing, gathered, twice = metric_of_the_page(), torch.zeros(2, dtype=torch.long), metric_of_the_page()
+    with torch.no_grad():
+        for (x, targets), sizes in zip(whole, METRIC_SIZES, strict=True):
+            x, targets = x.split(sizes)[rank], targets.split(sizes)[rank]
+            outputs = model(x).map(classes)
+            reducing.update(outputs.on(targets.device), targets)
+            predictions, labels = gather(outputs), gather([targets])
+            gathered += torch.stack([(predictions == labels).sum(), torch.tensor(len(labels))])
+            twice.update(predictions, labels)
+    assert reducing.compute().tolist() == gathered.tolist() == expected
+    assert twice.compute().tolist() == [2 * count for count in expected]  # the reason for outputs.on()
+
+
+def test_metrics_count_every_row_once():
+    run_ranks(2, evaluate)
+
+
+@pytest.mark.parametrize("devices", [1, 3])
+def test_the_same_lines_count_every_row_in_one_process(devices):
+    net, whole, expected = batches()
+    model, metric = DataParallelModel(net, ["cpu"] * devices), metric_of_the_page()
+    for x, targets in whole:
+        metric.update(model(x).map(classes).on(targets.device), targets)
+    assert metric.compute().tolist() == expected
+
+
+def test_strategies_that_are_impossible_in_one_process_have_clear_errors():
+    for name in ("ddp", "fsdp"):
+        with pytest.raises(ValueError, match=f"strategy='{name}' in one process, expected 'auto' or 'replicas'.*torchrun"):
+            parallelize(build_net(), nn.MSELoss(), ["cpu"], strategy=name)
+    with pytest.raises(ValueError, match="strategy='zero', expected one of 'auto', 'replicas', 'ddp', 'fsdp'"):
+        parallelize(build_net(), nn.MSELoss(), ["cpu"], strategy="zero")
+    with pytest.raises(ValueError, match="compress='bf16' with strategy='replicas', expected strategy='ddp'"):
+        parallelize(build_net(), nn.MSELoss(), ["cpu"], strategy="replicas", compress="bf16")
+    with pytest.raises(ValueError, match="compress='bf16' in one process, expected None"):
+        parallelize(build_net(), nn.MSELoss(), ["cpu"], compress="bf16")
+    with pytest.raises(ValueError, match="compress='int8', expected 'bf16', 'fp16' or None"):
+        parallelize(build_net(), nn.MSELoss(), ["cpu"], compress="int8")
+
+
+def check_auto(rank):
+    lines = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    strategy._log.addHandler(handler)
+    strategy._log.setLevel(logging.INFO)
+    free_bytes = strategy.free_bytes
+    example = torch.randn(400, 4), class_targets(400)
+    size = 4 * sum(parameter.nbytes for parameter in build_net().parameters())
+    found = []
+    try:
+        for mine, settings in (
+            (2 * size, {}),
+            (2 * size - 1, {}),
+            (2 * size, {"example": example}),
+            (2**30, {"example": example}),
+        ):
+            # one rank has less than the other; the two share the memory of this machine
+            strategy.free_bytes = lambda device, mine=mine: 2 * mine if rank == 0 else 2**40
+            model, _ = parallelize(build_net(), nn.CrossEntropyLoss(), **settings)
+            found.append(type(model))
+        assert isinstance(parallelize(build_net().requires_grad_(False)), DataParallelModel)
+    finally:
+        strategy._log.removeHandler(handler)
+        strategy.free_bytes = free_bytes
+    assert found == [DistributedModel, ShardedModel, ShardedModel, DistributedModel]
+    with pytest.raises(ValueError, match="strategy='replicas' with 2 ranks, expected 'auto', 'ddp' or 'fsdp'"):
+        parallelize(build_net(), nn.CrossEntropyLoss(), strategy="replicas")
+    return lines
+
+
+def test_auto_shards_a_model_that_is_too_large_for_one_device():
+    first, second = run_ranks(2, check_auto)
+    assert not second
+    assert len(first) == 4
+    state = "needs 1.02 KiB (parameters, gradients and AdamW's state) of 1.02 KiB"
+    assert first[0] == f"strategy='auto' is 'ddp': under 'ddp' a rank {state}"
+    assert first[1].startswith("strategy='auto' is 'fsdp'")
+    assert "(an update by memory.estimate)" in first[2]
+
+
+def check_strategy_alone(rank):
+    for name in ("auto", "replicas", "ddp", "fsdp"):  # one rank has nothing to share
+        assert isinstance(parallelize(build_net(), nn.CrossEntropyLoss(), strategy=name)[0], DataParallelModel)
+    return True
+
+
+def test_one_rank_is_a_replica_with_every_strategy():
+    assert run_ranks(1, check_strategy_alone) == [True]
+
+
+def check_compression(rank):
+    inputs, targets = torch.randn(6, 4), class_targets(6)
+    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
+        model, criterion = parallelize(build_net(), nn.CrossEntropyLoss(), compress=name)
+        criterion(model(inputs), targets).backward()
+        assert all(torch.equal(one.grad, one.grad.to(dtype).float()) for one in model.parameters())
+    large = strategy.free_bytes
+    strategy.free_bytes = lambda device: 0
+    try:  # compression is what "ddp" has
+        assert isinstance(parallelize(build_net(), nn.CrossEntropyLoss(), compress="bf16")[0], DistributedModel)
+    finally:
+        strategy.free_bytes = large
+    return True
+
+
+def test_compressed_gradients_are_reduced_in_half_precision():
+    assert run_ranks(2, check_compression) == [True, True]
