@@ -16,7 +16,7 @@ ELSEWHERE = {
 }
 NOT_MEASURED = {
     "docs/balance.md": {"25 MiB": "size of a bucket"},
-    "docs/contrastive.md": {"4 GiB": "32,768 x 32,768 numbers of four bytes"},
+    "docs/coupled_losses.md": {"4 GiB": "32,768 x 32,768 numbers of four bytes"},
     "docs/examples.md": {"1e-10": "tolerance of a test"},
     "docs/exactness.md": {"1e-10": "tolerance of a test"},
     "docs/internals.md": {"25 MiB": "size of a bucket", "4 times": "calls of a layer"},
