@@ -119,8 +119,8 @@ def main() -> None:
 {predicted}
 
 The first number of a step is for communication that overlaps fully, the second for none that overlaps. Memory holds parameters,
-gradients and AdamW's state in float32, and buffers of the communication. Activations come on top. The traffic is checked: the tests
-count it.
+gradients and AdamW's state in float32, and buffers of the communication. Activations come on top. The traffic is counted by
+the tests.
 
 Traffic of an update of a small network, predicted and counted: in torch's fake process group, and on simulated devices.
 
