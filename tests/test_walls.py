@@ -206,3 +206,59 @@ def test_import_has_no_side_effects():
 def test_only_the_launch_reads_the_environment():
     readers = [path.name for path in PACKAGE.rglob("*.py") if "environ" in path.read_text() and "os." in path.read_text()]
     assert readers == ["launch.py"]
+
+
+REPLACES_FUNCTIONS_OF_TORCH = (
+    "memory/trace/",
+    "memory/operators/",
+    "simulation/",
+    "replicas/",  # removed together with the record of writes
+)
+CLASSES_OF_TORCH = ("nn", "dist", "Tensor", "Parameter", "Module", "Optimizer")
+SETTINGS_OF_TORCH = ("torch.backends.", "backends.")  # flags that torch's documentation tells users to set
+
+
+def patches_of_torch(source):
+    """Returns the lines that assign to an attribute of a module or a class of torch, also by ``setattr`` and ``del``."""
+    tree = ast.parse(source)
+    names = {"torch", *CLASSES_OF_TORCH}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            modules = [getattr(node, "module", None) or alias.name for alias in node.names]
+            pairs = zip(modules, node.names, strict=True)
+            names |= {(alias.asname or alias.name).split(".")[0] for module, alias in pairs if module.split(".")[0] == "torch"}
+    lines = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, (ast.Store, ast.Del)):
+            owner = ast.unparse(node)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "delattr", "type.__setattr__"):
+            owner = ast.unparse(node.args[0]) + "."
+        else:
+            continue
+        if owner.split(".")[0] in names and not owner.startswith(SETTINGS_OF_TORCH):
+            lines.append(node.lineno)
+    return sorted(lines)
+
+
+def test_nothing_replaces_a_function_of_torch():
+    paths = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py")}
+    patches = {name: patches_of_torch(path.read_text()) for name, path in paths.items()}
+    assert not {name: lines for name, lines in patches.items() if lines and not name.startswith(REPLACES_FUNCTIONS_OF_TORCH)}
+
+
+@pytest.mark.parametrize(
+    ("source", "lines"),
+    [
+        ("torch.add = f", [1]),
+        ("nn.Parameter.grad = property(read)", [1]),
+        ("from torch.nn import Parameter as P\nP.data = property(read)", [2]),
+        ("import torch.distributed as d\nd.all_reduce = f", [2]),
+        ("setattr(torch.Tensor, name, f)", [1]),
+        ("del Tensor.grad", [1]),
+        ("torch.backends.cudnn.allow_tf32 = False", []),
+        ("parameter.grad = None\nself.module = module\nsetattr(part, name, buffer)", []),
+        ("class Layer(nn.Module):\n    inplace = True", []),
+    ],
+)
+def test_patches_of_torch_are_found(source, lines):
+    assert patches_of_torch(source) == lines

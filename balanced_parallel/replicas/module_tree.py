@@ -18,7 +18,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..runtime.torch_private import buffers_of, children_of, is_compiled, parameters_of
+from ..runtime.torch_private import (
+    BUFFERS,
+    CHILDREN,
+    FORWARD_HOOKS,
+    PARAMETERS,
+    buffers_of,
+    children_of,
+    is_compiled,
+    parameters_of,
+)
 
 __all__: list[str] = []
 
@@ -63,8 +72,8 @@ class ModuleTree:
             return False
         for module, children, owned, identities, size in self._known:
             state = module.__dict__
-            parameters = state["_parameters"]  # without the calls of runtime.modules: this runs in every forward
-            if len(state) != size or state["_modules"] != children:  # as above
+            parameters = state[PARAMETERS]  # without a call for each: this runs in every forward
+            if len(state) != size or state[CHILDREN] != children:
                 return False
             if parameters.keys() != owned.keys():
                 return False
@@ -91,7 +100,7 @@ class ModuleTree:
         """Returns an empty copy of each module. :meth:`fill` fills them before each forward."""
         skeletons = [type(module).__new__(type(module)) for module in self.modules]
         for skeleton in skeletons:
-            skeleton.__dict__["_forward_hooks"] = OrderedDict()  # torch has no function for it
+            skeleton.__dict__[FORWARD_HOOKS] = OrderedDict()
         skeleton_of = {id(module): skeleton for module, skeleton in zip(self.modules, skeletons, strict=True)}
         children = [
             {name: None if child is None else skeleton_of[id(child)] for name, child in children.items()}
@@ -103,7 +112,7 @@ class ModuleTree:
         """Returns the buffers of all modules, each once."""
         found: dict[int, Tensor] = {}
         for module in self.modules:
-            if own := module.__dict__["_buffers"]:  # as above
+            if own := module.__dict__[BUFFERS]:
                 found.update((id(buffer), buffer) for buffer in own.values() if buffer is not None)
         return list(found.values())
 
@@ -118,23 +127,23 @@ class ModuleTree:
         for module, skeleton, children, places, lists in skeletons:
             state = module.__dict__.copy()
             if children:
-                state["_modules"] = children.copy()  # entries of a new __dict__, for which torch has no function
-            if own := state["_buffers"]:  # as above
+                state[CHILDREN] = children.copy()
+            if own := state[BUFFERS]:
                 copies = {name: None if buffer is None else buffers[id(buffer)] for name, buffer in own.items()}
-                state["_buffers"] = copies  # as above
+                state[BUFFERS] = copies
             if tensors is not None:
                 if places:
                     replaced = {name: None if at is None else tensors[at] for name, at in places.items()}
-                    state["_parameters"] = replaced  # as above
+                    state[PARAMETERS] = replaced
                 for name in lists:
                     state[name] = self._swapped(state[name], tensors)
             # A forward that registers hooks at its first call would otherwise register them once for each replica. The handle of
             # a hook needs a dictionary that lives on, as that of the skeleton does.
-            hooks, registered = skeleton.__dict__["_forward_hooks"], state["_forward_hooks"]  # torch has no function for it
+            hooks, registered = skeleton.__dict__[FORWARD_HOOKS], state[FORWARD_HOOKS]
             if hooks or registered:
                 hooks.clear()
                 hooks.update(registered)
-            state["_forward_hooks"] = hooks  # as above
+            state[FORWARD_HOOKS] = hooks
             object.__setattr__(skeleton, "__dict__", state)
             if skeleton.__class__ is not module.__class__:  # as activation checkpointing changes it
                 object.__setattr__(skeleton, "__class__", module.__class__)

@@ -34,11 +34,11 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import overrides
-from torch.utils import _python_dispatch  # the stack of TorchDispatchModes has no public functions
-from torch.utils._device import DeviceContext  # the type of `with torch.device(...)`, without a public name
 
+from ..runtime import torch_private
 from ..runtime.devices import accelerators, on_device
 from ..runtime.streams import current_streams, on_streams, without_default_streams
+from ..runtime.torch_private import DeviceContext, TorchDispatchMode
 
 __all__: list[str] = []
 
@@ -400,9 +400,6 @@ def _as_subclass(error: BaseException, place: str) -> BaseException:
     return located.with_traceback(error.__traceback__)
 
 
-Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-
-
 @dataclass(frozen=True)
 class ThreadState:
     """State of a thread, as ``with`` blocks of torch set it.
@@ -422,9 +419,9 @@ class ThreadState:
     autocast: tuple[tuple[str, bool, torch.dtype], ...]
     autocast_cache: bool
     threads: int
-    saved_tensor_hooks: Hooks | None
+    saved_tensor_hooks: torch_private.Hooks | None
     function_modes: tuple[overrides.TorchFunctionMode, ...]
-    dispatch_modes: tuple[_python_dispatch.TorchDispatchMode, ...]
+    dispatch_modes: tuple[TorchDispatchMode, ...]
 
     @classmethod
     def capture(cls, devices: Sequence[torch.device]) -> "ThreadState":
@@ -437,8 +434,8 @@ class ThreadState:
             autocast_cache=torch.is_autocast_cache_enabled(),
             threads=torch.get_num_threads(),
             saved_tensor_hooks=_saved_tensor_hooks(),
-            function_modes=tuple(overrides._get_current_function_mode_stack()),  # without a public name
-            dispatch_modes=tuple(_python_dispatch._get_current_dispatch_mode_stack()),  # as above
+            function_modes=torch_private.function_modes(),
+            dispatch_modes=torch_private.dispatch_modes(),
         )
 
     @property
@@ -459,20 +456,14 @@ class ThreadState:
                     stack.enter_context(torch.autocast(kind, dtype, enabled, self.autocast_cache))
             if self.saved_tensor_hooks is not None:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_tensor_hooks))
-            # Modes are pushed, not entered: __enter__ may begin a new measurement, as that of FlopCounterMode does.
-            for function_mode in self.function_modes:
-                overrides._push_mode(function_mode)  # as above
-                stack.callback(overrides._pop_mode)  # as above
-            for dispatch_mode in self.dispatch_modes:
-                _python_dispatch._push_mode(dispatch_mode)  # as above
-                stack.callback(_python_dispatch._pop_mode)  # as above
+            stack.enter_context(torch_private.pushed(self.function_modes, self.dispatch_modes))
             yield
 
 
-def _saved_tensor_hooks() -> Hooks | None:
+def _saved_tensor_hooks() -> torch_private.Hooks | None:
     """Returns the hooks that torch applies: the last pair. Those of activation checkpointing around the call are left out.
 
     They recompute when a saved tensor is needed. The backwards of several devices would do so at the same time, and fail.
     """
-    hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)  # the public block cannot be read
+    hooks = torch_private.saved_tensor_hooks()
     return None if hooks is None or hooks[0].__module__ == "torch.utils.checkpoint" else hooks

@@ -1,15 +1,12 @@
-"""Collectives of all ranks: sums over ranks, rows of all ranks.
+"""Collectives of all ranks: sums, rows and objects of all, facts that must agree, progress, and a clean end.
 
-Without a process group there is one rank, and no function communicates.
+Without a process group there is one rank, and no function communicates. Functions take the process group of the ranks that share
+a batch; ``None`` is torch's default group.
 
-A comparison of facts over all ranks. The error names the facts that differ, and the ranks with each value.
+A collective that fails says that its time is over, or that a connection is closed, but not why. So each rank leaves the number of
+its last reduction in the store of the process group, and an error names the ranks that are behind.
 
-Progress of the ranks, so that an error can name those that others wait for.
-
-A collective that fails says that its time is over, or that a connection is closed, but not why. So each rank leaves the number
-of its last reduction in the store of the process group.
-
-Threads of gloo at the end of a process. Because of them, an exit can hang or crash.
+gloo's threads can hang or crash an exit:
 
 - The destructor of a process group waits for its threads. A thread waits for its collective, which never comes to its end if
   another rank has failed.
@@ -19,7 +16,6 @@ Threads of gloo at the end of a process. Because of them, an exit can hang or cr
 
 import contextlib
 import ctypes
-import datetime
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -29,73 +25,71 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 import torch.distributed as dist
 
+from . import torch_private
+from .devices import is_accelerator
+
 __all__: list[str] = []
 
 
 Number = TypeVar("Number", int, float)
 Group: TypeAlias = "dist.ProcessGroup | None"  # None is the default group
-_more_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]]" = weakref.WeakKeyDictionary()
+_second_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]]" = weakref.WeakKeyDictionary()
 
 
-def world_size() -> int:
+def world_size(group: Group = None) -> int:
     """Returns the number of ranks, which is 1 without a process group."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
 
 
-def rank() -> int:
+def rank(group: Group = None) -> int:
     """Returns the number of this rank, which is 0 without a process group."""
-    return dist.get_rank() if world_size() > 1 else 0
+    return dist.get_rank(group) if world_size(group) > 1 else 0
 
 
-def statistics_group() -> Group:
+def statistics_group(group: Group = None) -> Group:
     """Returns a second process group of all ranks, for the statistics of layers. All ranks make it together in the first call.
 
     Ranks must call the collectives of one group in the same order. In a group of their own, the statistics may come before or
     after the gradients.
     """
-    return _group_for("statistics", None)
+    return _second_group("statistics", None, group)
 
 
-def checkpoint_group() -> Group:
+def checkpoint_group(group: Group = None) -> Group:
     """Returns a process group of all ranks for the thread that writes checkpoints, with the CPU's backend: it moves objects."""
-    return _group_for("checkpoints", "gloo")
+    return _second_group("checkpoints", "gloo", group)
 
 
-def _group_for(purpose: str, backend: str | None) -> Group:
-    world = dist.group.WORLD if world_size() > 1 else None
-    if world is None:
+def _second_group(purpose: str, backend: str | None, group: Group) -> Group:
+    first = group or dist.group.WORLD if world_size(group) > 1 else None
+    if first is None:
         return None
-    groups = _more_groups.setdefault(world, {})
+    groups = _second_groups.setdefault(first, {})
     if purpose not in groups:
-        groups[purpose] = dist.new_group(backend=backend, timeout=_timeout(world))
+        ranks = None if group is None else dist.get_process_group_ranks(group)
+        timeout = torch_private.timeout_of(first)
+        groups[purpose] = dist.new_group(ranks, timeout, backend, use_local_synchronization=ranks is not None)
     return groups[purpose]
-
-
-def _timeout(group: dist.ProcessGroup) -> datetime.timedelta | None:
-    """Returns the timeout that a group was made with. There is no public name, and ``new_group`` takes torch's default."""
-    options = getattr(group._get_backend(group._device_types[0]), "options", None)
-    timeout: datetime.timedelta | None = getattr(options, "_timeout", None)
-    return timeout
 
 
 def sum_over_ranks(tensor: torch.Tensor, group: Group = None) -> torch.Tensor:
     """Returns the sum of ``tensor`` over all ranks, on the device of ``tensor``. The sum has no gradient."""
-    if world_size() == 1:
+    if world_size(group) == 1:
         return tensor.detach().clone()
-    total = _to_backend_device(tensor.detach()).clone()
+    total = _to_backend_device(tensor.detach(), group).clone()
     dist.all_reduce(total, group=group)
     return total.to(tensor.device)
 
 
-def max_over_ranks(number: Number) -> Number:
+def max_over_ranks(number: Number, group: Group = None) -> Number:
     """Returns the largest ``number`` of all ranks."""
-    numbers: list[Number] = gather_objects(number)
+    numbers: list[Number] = gather_objects(number, group)
     return max(numbers)
 
 
 def gather_objects(value: Any, group: Group = None) -> list[Any]:
     """Returns the ``value`` of each rank, in the order of the ranks. Values must be picklable."""
-    values: list[Any] = [value] * world_size()
+    values: list[Any] = [value] * world_size(group)
     if len(values) > 1:
         dist.all_gather_object(values, value, group=group)
     return values
@@ -114,9 +108,9 @@ def gather_rows(tensor: torch.Tensor, sizes: list[int], dim: int, group: Group =
     return gathered
 
 
-def _to_backend_device(tensor: torch.Tensor) -> torch.Tensor:
+def _to_backend_device(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     """Moves a CPU tensor to the accelerator if the process group has no backend for the CPU."""
-    if tensor.device.type != "cpu" or any(name in dist.get_backend_config() for name in ("gloo", "mpi", "ucc", "fake")):
+    if is_accelerator(tensor.device) or any(name in dist.get_backend_config(group) for name in ("gloo", "mpi", "ucc", "fake")):
         return tensor
     return tensor.to(torch.accelerator.current_accelerator())
 
@@ -135,7 +129,7 @@ class _GatherRows(torch.autograd.Function):
         shape[dim] = max(sizes)  # all_gather needs equal sizes: pad, then drop the padding
         padded = tensor.new_zeros(shape)
         padded.narrow(dim, 0, tensor.size(dim)).copy_(tensor)
-        padded = _to_backend_device(padded)
+        padded = _to_backend_device(padded, group)
         received = [torch.empty_like(padded) for _ in sizes]
         dist.all_gather(received, padded, group=group)
         rows = [part.narrow(dim, 0, size) for part, size in zip(received, sizes, strict=True)]
@@ -144,15 +138,18 @@ class _GatherRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         total = sum_over_ranks(gradients[0].contiguous(), ctx.group)
-        rank = dist.get_rank()
-        return total.narrow(ctx.dim, sum(ctx.sizes[:rank]), ctx.sizes[rank]), None, None, None
+        place = rank(ctx.group)
+        return total.narrow(ctx.dim, sum(ctx.sizes[:place]), ctx.sizes[place]), None, None, None
 
 
 _SHOWN = 8  # ranks in a message
 
 
 def compare_ranks(
-    facts: Mapping[str, Hashable], expected: str, explain: Callable[[str, list[str | None]], Sequence[str | None]] | None = None
+    facts: Mapping[str, Hashable],
+    expected: str,
+    explain: Callable[[str, list[str | None]], Sequence[str | None]] | None = None,
+    group: Group = None,
 ) -> None:
     """Compares the facts of all ranks in one small all-gather. A fact that a rank does not have is not compared.
 
@@ -160,11 +157,12 @@ def compare_ranks(
         facts: of this rank, with values that can be pickled.
         expected: a phrase for the message.
         explain: replaces the values of the ranks in the message. It may communicate: all ranks call it for the same facts.
+        group: of the ranks.
 
     Raises:
         ValueError: on every rank, if a fact differs.
     """
-    ranks = gather_objects(dict(facts))
+    ranks = gather_objects(dict(facts), group)
     messages = []
     for name in dict.fromkeys(name for rank in ranks for name in rank):
         if len({rank[name] for rank in ranks if name in rank}) > 1:
@@ -203,14 +201,14 @@ def continue_from(number: int) -> None:
 
 
 def begin_reduction() -> None:
-    """Counts an update, after the forward of its last micro-batch."""
+    """Counts an update, after the forward of its last micro-batch. The store has the numbers of all ranks."""
     continue_from(_updates + 1)
     if world_size() > 1:
-        _store().set(_KEY.format(rank()), str(_updates))
+        torch_private.default_store().set(_KEY.format(rank()), str(_updates))
 
 
 @contextlib.contextmanager
-def naming_ranks() -> Iterator[None]:
+def naming_ranks(group: Group = None) -> Iterator[None]:
     """Adds the ranks that have not begun this rank's last reduction to an error of a collective."""
     try:
         yield
@@ -218,25 +216,19 @@ def naming_ranks() -> Iterator[None]:
         raise
     except RuntimeError as error:
         with contextlib.suppress(Exception):  # the store may have ended as well
-            missing = _missing()
-            if missing:
+            if missing := _missing(group):
                 error.add_note(f"rank {rank()} waits in the reduction of step {_updates}, and {', '.join(missing)}")
         raise
 
 
-def _missing() -> list[str]:
-    store, found = _store(), []
-    for other in range(world_size()):
+def _missing(group: Group) -> list[str]:
+    store, missing = torch_private.default_store(), []
+    for other in dist.get_process_group_ranks(group):
         key = _KEY.format(other)
         reached = int(store.get(key)) if store.check([key]) else 0
         if reached < _updates:
-            found.append(f"rank {other} has not come further than step {reached}")
-    return found
-
-
-def _store() -> Any:
-    # there is no public name for the store that all ranks have
-    return dist.distributed_c10d._get_default_store()
+            missing.append(f"rank {other} has not come further than step {reached}")
+    return missing
 
 
 _TASKS = Path("/proc/self/task")  # Linux alone has it
@@ -247,9 +239,8 @@ def keep_backends() -> None:
 
     Destructors of other backends do not wait, and run as usual.
     """
-    for group in list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else ():  # there is no public list
-        for device in group._device_types:
-            backend = group._get_backend(device)
+    for group in torch_private.process_groups():
+        for backend in torch_private.backends_of(group):
             if backend.name() == "gloo":
                 # a reference that the interpreter does not know, and so cannot give up
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(backend))

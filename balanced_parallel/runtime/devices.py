@@ -3,15 +3,11 @@
 A list of devices may repeat a device and may contain the CPU. ``["cpu"] * 3`` runs three replicas on a laptop, through the same
 code as three GPUs.
 
-Numbers that travel to the host while their device computes on.
-
 ``tensor.item()`` waits until the device has finished everything that it was given. A copy that was started early is there, or
 comes soon, while the device still has later work::
 
     stream   | forward | copy of a count | backward ............... |
     host       ... start_copy(count) ... launches the backward, reads the count
-
-TF32: CUDA's products of float32 tensors with 10 bits of mantissa, which cuDNN uses by default.
 """
 
 import contextlib
@@ -27,8 +23,12 @@ from .values import check_type
 __all__: list[str] = []
 
 
-_WITHOUT_STREAMS = ("cpu", "meta")
 DeviceLike = int | str | torch.device
+
+
+def is_accelerator(device: torch.device) -> bool:
+    """Returns True for a device with streams, a generator and memory of its own: neither the CPU nor ``meta``."""
+    return device.type not in ("cpu", "meta")
 
 
 def visible_devices() -> list[torch.device]:
@@ -108,17 +108,17 @@ def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
     Only copies to an accelerator are asynchronous. The host could read the result of an asynchronous copy to the CPU too early.
     """
-    return tensor if tensor.device == device else tensor.to(device, non_blocking=device.type != "cpu")
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=is_accelerator(device))
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
     """Returns the current stream of the calling thread on ``device``, or None for a device without streams."""
-    return None if device.type in _WITHOUT_STREAMS else torch.accelerator.current_stream(device)
+    return torch.accelerator.current_stream(device) if is_accelerator(device) else None
 
 
 def on_device(device: torch.device, stream: torch.Stream | None) -> contextlib.AbstractContextManager[None]:
     """Makes ``device`` and ``stream`` current in this thread. Kernels and ``torch.empty(device='cuda')`` then use them."""
-    if device.type in _WITHOUT_STREAMS:
+    if not is_accelerator(device):
         return contextlib.nullcontext()
     return _on_accelerator(device, stream)
 
@@ -137,7 +137,7 @@ def keep_random_state() -> contextlib.AbstractContextManager[None]:
 
 def free_bytes(device: torch.device) -> int:
     """Returns the number of bytes that can still be allocated: free memory, and unused memory of torch's caching allocator."""
-    if device.type == "cpu":
+    if not is_accelerator(device):
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     free, _ = torch.accelerator.get_memory_info(device)
     return free + torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
@@ -166,8 +166,8 @@ def pin(tensor: Tensor) -> Tensor:
 def without_tf32() -> Iterator[None]:
     """Computes products of float32 tensors with all bits of float32 in this block, in all threads.
 
-    torch has an old and a new way to set this. A program may read either, and the old one raises an error if it differs from
-    the new one. So both are set, and put back.
+    cuDNN uses 10 bits of mantissa by default (TF32). torch has an old and a new way to set this. A program may read either, and
+    the old one raises an error if it differs from the new one. So both are set, and put back.
     """
     backends: Any = torch.backends
     # on the CPU, torch.set_float32_matmul_precision("medium") rounds to bfloat16

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from .devices import on_device
+from .devices import is_accelerator, on_device
 
 __all__: list[str] = []
 
@@ -30,7 +30,7 @@ def offset_seeds(devices: Sequence[torch.device], first: int = 0) -> None:
     """
     seeds = {torch.initial_seed()}
     for number, device in enumerate(dict.fromkeys(devices), first):
-        if device.type == "cpu":
+        if not is_accelerator(device):
             continue
         module = torch.get_device_module(device)
         with on_device(device, None):
@@ -89,7 +89,7 @@ def seed_anew(of_cpu: torch.Tensor, devices: Sequence[torch.device], first: int)
 
 
 def _accelerators(devices: Sequence[torch.device]) -> list[tuple[int, torch.device]]:
-    return [(number, device) for number, device in enumerate(dict.fromkeys(devices)) if device.type != "cpu"]
+    return [(number, device) for number, device in enumerate(dict.fromkeys(devices)) if is_accelerator(device)]
 
 
 class RandomState:
@@ -105,7 +105,7 @@ class RandomState:
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
         self._cpu: torch.Tensor | None = torch.get_rng_state()
-        self._devices = [device for device in dict.fromkeys(devices) if device.type not in ("cpu", "meta")]
+        self._devices = [device for device in dict.fromkeys(devices) if is_accelerator(device)]
         self._states = self._of_devices()
 
     def end(self) -> None:

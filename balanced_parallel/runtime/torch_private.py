@@ -1,41 +1,52 @@
-"""Control over a running backward: execution order of nodes, callbacks at its end, and the nodes that it will run.
+"""Private names of torch: the one file to read when torch changes. The tracer and the simulator have their own.
 
-torch's DistributedDataParallel and FSDP2 use the same private functions.
+Each name is behind a function or an alias, with the reason and, where there is one, torch's issue about a public name::
 
-Properties of tensors, most of which torch keeps private: version counters, bases of views, gradient slots, hooks, storages.
-
-Dictionaries of one module: its children, parameters and buffers by name. Base classes of batch norms and dropouts.
-
-``named_children``, ``named_parameters`` and ``named_buffers`` omit entries that are None, and the second name of a child. They
-also give no way to replace an entry in a replica. No public functions do this. The common base classes of batch norms and of
-dropouts are private as well.
-
-Nested containers as torch flattens them, such as the state of an optimizer.
-
-torch has no public module for them yet (pytorch#65761; pytorch#175082 proposes ``torch.utils.pytree``). For batches, use
-``batch.nested``, which supports dataclasses and mappings of other types.
-
-Elementwise operations on lists of tensors, in one kernel for a whole list.
-
-A loop over tensors launches one kernel for each of them. torch's optimizers avoid this with ``torch._foreach_*``, which torch
-2.11 to 2.13 keep private. pytorch#193607 adds the same operations as ``torch.foreach``. Unlike ``torch._foreach_*``
-(pytorch#162911), these functions accept empty lists.
+    autograd        order of a running backward, its end, the nodes that it will run, hooks of saved tensors
+    tensors         version counters, bases of views, gradients, hooks, storages, flat buffers
+    modules         their dictionaries, base classes, compiled modules
+    trees           nested containers as torch flattens them
+    foreach         elementwise operations on lists of tensors
+    modes           fake tensors, the stacks of function and dispatch modes, kernels of attention
+    distributed     the store, the groups and their backends, NCCL
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor, nn, overrides
+from torch._subclasses.fake_tensor import FakeTensorMode  # torch has no public module of fake tensors
+from torch._utils import _flatten_dense_tensors as flatten_dense  # these four have no public names: DistributedDataParallel
+from torch._utils import _reorder_tensors_as as reorder_as  # and torch.nn.parallel.comm import them from here too
+from torch._utils import _take_tensors as split_by_size
+from torch._utils import _unflatten_dense_tensors as unflatten_dense
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
-from torch.nn.modules.dropout import _DropoutNd as Dropout
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # the common base class of batch norms
+from torch.nn.modules.dropout import _DropoutNd as Dropout  # the common base class of dropouts
+from torch.utils import _python_dispatch  # the stack of TorchDispatchModes has no public functions
+from torch.utils._device import DeviceContext  # the type of `with torch.device(...)`
+from torch.utils._python_dispatch import TorchDispatchMode  # documented, but in a private module
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten  # pytorch#65761, #175082
 
 from .devices import move
 
-__all__: list[str] = ["BatchNorm", "Dropout"]
+__all__ = [
+    "BatchNorm",
+    "DeviceContext",
+    "Dropout",
+    "FakeTensorMode",
+    "TorchDispatchMode",
+    "flatten_dense",
+    "reorder_as",
+    "split_by_size",
+    "unflatten_dense",
+]
 
+# Autograd: control over a running backward. DistributedDataParallel and FSDP2 use the same private functions.
 
 Node = Any  # torch.autograd.graph.Node; its stub lacks attributes of custom functions
 _HIGHEST_PRIORITY = 2**63
@@ -74,15 +85,15 @@ def will_run(node: Node) -> bool | None:
 def reached_leaves(roots: Iterable[torch.Tensor]) -> set[int]:
     """Returns the ids of the leaves that a backward from ``roots`` reaches, also after it has run."""
     nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen, found = set(nodes), set()
+    seen, leaves = set(nodes), set()
     while nodes:
         node: Node = nodes.pop()
         if hasattr(node, "variable"):
-            found.add(id(node.variable))
+            leaves.add(id(node.variable))
         fresh = {following for following, _ in node.next_functions if following is not None} - seen
         seen |= fresh
         nodes += fresh
-    return found
+    return leaves
 
 
 def current_node() -> Node | None:
@@ -105,6 +116,17 @@ def keeps_graph() -> bool:
     """Returns True if the running backward may run again: ``retain_graph=True``, or it is compiled. No public function exists."""
     return torch.compiler.is_compiling() or bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
+
+Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+def saved_tensor_hooks() -> Hooks | None:
+    """Returns the last pair of ``saved_tensors_hooks``, which torch applies. No public function reads it."""
+    hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks
+
+
+# Properties of tensors.
 
 _gradient_slot: Any = torch.Tensor.grad
 
@@ -202,6 +224,13 @@ class StorageReference:
         return hash(self._number)
 
 
+# Modules: no public function returns entries that are None, the second name of a child, or a dictionary to change.
+
+# Keys of ``module.__dict__``, for code that copies modules in every forward, without a call for each entry.
+CHILDREN, PARAMETERS, BUFFERS, FORWARD_HOOKS = "_modules", "_parameters", "_buffers", "_forward_hooks"
+_COMPILED = "_orig_mod"  # the child of the module that torch.compile returns
+
+
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """Returns the direct submodules. Changes to the dictionary change the module."""
     return module._modules
@@ -224,7 +253,22 @@ def shared_id(module: nn.Module) -> int:
 
 def is_compiled(module: nn.Module) -> bool:
     """Returns True for the module that ``torch.compile(module)`` returns, and for a module after ``module.compile()``."""
-    return "_orig_mod" in module._modules or module._compiled_call_impl is not None
+    return _COMPILED in module._modules or module._compiled_call_impl is not None
+
+
+def without_compilation(module: nn.Module) -> nn.Module:
+    """Returns the module inside of ``torch.compile(module)``, or ``module`` itself."""
+    inner = getattr(module, _COMPILED, module)
+    return inner if isinstance(inner, nn.Module) else module
+
+
+def uncompiled_name(name: str) -> str:
+    """Returns the name that a parameter of ``torch.compile(module)`` has in ``module``."""
+    return name.replace(f"{_COMPILED}.", "")
+
+
+# Nested containers as torch flattens them, such as the state of an optimizer. Batches have ``batch.containers``, which supports
+# dataclasses and mappings of other types.
 
 
 def leaves_of_tree(tree: Any) -> list[Any]:
@@ -242,6 +286,9 @@ def flatten(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     values, structure = tree_flatten(tree)
     return values, lambda others: tree_unflatten(others, structure)
 
+
+# Elementwise operations on lists of tensors, in one kernel for a list. torch 2.11 to 2.13 keep ``torch._foreach_*`` private;
+# pytorch#193607 adds ``torch.foreach``. Unlike them (pytorch#162911), these functions accept empty lists.
 
 # The stubs of torch ask for tuples or lists; the operations take both.
 Tensors = list[Tensor] | tuple[Tensor, ...]
@@ -278,3 +325,70 @@ def foreach_zero_(tensors: Tensors) -> None:
     """Fills all tensors with zeros in place."""
     if tensors:
         torch._foreach_zero_(tensors)
+
+
+# Modes that see every operator.
+
+
+def function_modes() -> tuple[overrides.TorchFunctionMode, ...]:
+    """Returns the ``TorchFunctionMode``s of this thread, the last one called first. No public function exists."""
+    return tuple(overrides._get_current_function_mode_stack())
+
+
+def dispatch_modes() -> tuple[TorchDispatchMode, ...]:
+    """Returns the ``TorchDispatchMode``s of this thread, the last one called first. No public function exists."""
+    return tuple(_python_dispatch._get_current_dispatch_mode_stack())
+
+
+@contextlib.contextmanager
+def pushed(functions: Iterable[overrides.TorchFunctionMode], dispatches: Iterable[TorchDispatchMode]) -> Iterator[None]:
+    """Pushes modes of another thread for the duration of the block.
+
+    They are not entered: ``__enter__`` may begin a new measurement, as that of ``FlopCounterMode`` does.
+    """
+    with contextlib.ExitStack() as stack:
+        for function_mode in functions:
+            overrides._push_mode(function_mode)
+            stack.callback(overrides._pop_mode)
+        for dispatch_mode in dispatches:
+            _python_dispatch._push_mode(dispatch_mode)
+            stack.callback(_python_dispatch._pop_mode)
+        yield
+
+
+# Kernels of ``scaled_dot_product_attention``, with the position of the probability of dropout. They have no public names.
+ATTENTION_KERNELS = {
+    torch.ops.aten._scaled_dot_product_flash_attention.default: 3,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default: 5,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default: 5,
+}
+
+# Process groups.
+
+
+def default_store() -> Any:
+    """Returns the store that all ranks of the default group have. There is no public name."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """Returns all running process groups. There is no public list."""
+    return list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
+
+
+def backends_of(group: dist.ProcessGroup) -> list[Any]:
+    """Returns the backend of each device type of a group. There is no public name."""
+    return [group._get_backend(device) for device in group._device_types]
+
+
+def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
+    """Returns the timeout that a group was made with. ``new_group`` takes torch's default, and there is no public name."""
+    options = getattr(backends_of(group)[0], "options", None)
+    timeout: timedelta | None = getattr(options, "_timeout", None)
+    return timeout
+
+
+def has_nccl() -> bool:
+    """Returns True if torch was built with NCCL. ``torch.cuda.nccl.is_available`` warns where it was not."""
+    return hasattr(torch._C, "_nccl_reduce")

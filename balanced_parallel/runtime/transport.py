@@ -2,11 +2,8 @@
 
 Between distinct GPUs they are those of ``torch.cuda.nccl``, which ``nn.DataParallel`` uses too. Simulated devices provide the
 same functions. Other devices, such as a GPU and the CPU, have copies in rounds. Memory is given by the caller, so it belongs to
-the stream that the caller has chosen.
-
-Many tensors in few flat buffers, so that few large transfers take the place of many small ones.
-
-Collectives by copies between devices, for devices that NCCL does not connect, and for simulated ones.
+the stream that the caller has chosen. Many tensors travel in few flat buffers, so that few large transfers take the place of
+many small ones.
 
 A copy between two GPUs runs on the current stream of its source, and the current stream of its target waits for it. So a device
 takes part in one copy at a time. Copies between all devices are made in rounds of disjoint pairs, each in both directions::
@@ -17,8 +14,6 @@ takes part in one copy at a time. Copies between all devices are made in rounds 
     3        0-2  1-3
 
 Sums are taken in the order of the tensors, whatever the order of the copies is.
-
-Two functions of ``torch.nn.parallel.comm``, which has them in C++ and for CUDA alone, with buffers of the same sizes.
 """
 
 import threading
@@ -27,13 +22,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-
-# no public API: comm.py and DistributedDataParallel import them from here too
-from torch._utils import _flatten_dense_tensors, _reorder_tensors_as, _take_tensors, _unflatten_dense_tensors
 from torch.cuda import nccl
 
 from . import torch_private
-from .devices import move
+from .devices import is_accelerator, move
 
 __all__: list[str] = []
 
@@ -49,7 +41,7 @@ def broadcast(tensor: Tensor, targets: Sequence[Tensor]) -> None:
     if not _have_nccl([tensor, *targets]):
         broadcast_in_rounds(tensor, targets)
     elif tensor.numel():
-        _run(nccl.broadcast, [_bits(one) for one in (tensor, *targets)])
+        _run(nccl.broadcast, [*map(_bits, (tensor, *targets))])
 
 
 def reduce(tensors: Sequence[Tensor], output: Tensor) -> None:
@@ -58,7 +50,7 @@ def reduce(tensors: Sequence[Tensor], output: Tensor) -> None:
     if output.device not in places or not _have_nccl(tensors):
         reduce_in_rounds(tensors, output)
     elif output.numel():
-        _run(nccl.reduce, [_real(one) for one in tensors], _real(output), root=places.index(output.device))
+        _run(nccl.reduce, [*map(_real, tensors)], _real(output), root=places.index(output.device))
 
 
 def reduce_scatter(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
@@ -66,11 +58,11 @@ def reduce_scatter(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None
 
     Fastest if the outputs are on the devices of the tensors, in their order, and have equal sizes.
     """
-    in_order = [one.device for one in tensors] == [one.device for one in outputs]
+    in_order = [tensor.device for tensor in tensors] == [output.device for output in outputs]
     if in_order and not _have_nccl(tensors):
         reduce_scatter_in_rounds(tensors, outputs)
     elif in_order and _have_equal_sizes(outputs):
-        _run(nccl.reduce_scatter, [_real(one) for one in tensors], [_real(one) for one in outputs])
+        _run(nccl.reduce_scatter, [*map(_real, tensors)], [*map(_real, outputs)])
     else:
         slices = [tensor.split([output.numel() for output in outputs]) for tensor in tensors]
         for output, parts in zip(outputs, zip(*slices, strict=True), strict=True):
@@ -80,14 +72,13 @@ def reduce_scatter(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None
 def all_gather(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
     """Concatenates ``tensors`` in each of ``outputs``, which are on the same devices. A tensor may be a slice of its output."""
     if _have_nccl(tensors) and _have_equal_sizes(tensors):  # nccl.broadcast ignores its root, so it does not do for other sizes
-        _run(nccl.all_gather, [_bits(one) for one in tensors], [_bits(one) for one in outputs])
+        _run(nccl.all_gather, [*map(_bits, tensors)], [*map(_bits, outputs)])
     else:
         all_gather_in_rounds(tensors, outputs)
 
 
 def _have_nccl(tensors: Sequence[Tensor]) -> bool:
-    # is_available() warns where torch was built without NCCL
-    return hasattr(torch._C, "_nccl_reduce") and tensors[0].device.type != "cpu" and nccl.is_available(tensors)
+    return torch_private.has_nccl() and is_accelerator(tensors[0].device) and nccl.is_available(tensors)
 
 
 def _have_equal_sizes(tensors: Sequence[Tensor]) -> bool:
@@ -173,8 +164,8 @@ def copy_coalesced(targets: Sequence[Sequence[Tensor]], sources: Sequence[Tensor
             continue
         received = [torch.empty_like(flat, device=tensors[0].device) for tensors in chosen]
         broadcast(flat, received)
-        for tensors, one in zip(chosen, received, strict=True):
-            torch_private.foreach_copy_(tensors, unpack(layouts, one))
+        for tensors, buffer in zip(chosen, received, strict=True):
+            torch_private.foreach_copy_(tensors, unpack(layouts, buffer))
 
 
 def copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
@@ -188,11 +179,11 @@ def copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[l
         broadcast(flat, list(received.values()))
         received[flat.device] = flat
         fresh = set(others) if len(chunk) == 1 else {*others, flat.device}  # a single tensor was not copied yet
-        for device, found in zip(devices, copied, strict=True):
+        for device, on_device in zip(devices, copied, strict=True):
             buffer = received[device] if device in fresh else received[device].clone()
             fresh.discard(device)
             for i, piece in zip(chunk, unpack(layouts, buffer), strict=True):
-                found[i] = piece
+                on_device[i] = piece
     return copied
 
 
@@ -213,16 +204,16 @@ def pairs(count: int) -> Iterator[tuple[int, int]]:
     """Yields each pair of ``count`` devices once, round by round."""
     last = count - 1 + count % 2  # the last of an even number of devices; if ``count`` is odd, nobody's
     for turn in range(last):
-        for one in range(last):
-            other = (turn - one) % last
-            other = last if other == one else other
-            if one < other < count:
-                yield one, other
+        for left in range(last):
+            right = (turn - left) % last
+            right = last if right == left else right
+            if left < right < count:
+                yield left, right
 
 
 def copy(target: Tensor, source: Tensor) -> None:
     """Copies values. Only copies to an accelerator are asynchronous, as in :func:`move`."""
-    target.copy_(source, non_blocking=target.device.type != "cpu")
+    target.copy_(source, non_blocking=is_accelerator(target.device))
 
 
 def broadcast_in_rounds(tensor: Tensor, targets: Sequence[Tensor]) -> None:
@@ -253,8 +244,8 @@ def reduce_scatter_in_rounds(tensors: Sequence[Tensor], outputs: Sequence[Tensor
             added[target] += 1
 
     add(0)
-    for one, other in pairs(len(tensors)):
-        for source, target in ((one, other), (other, one)):
+    for left, right in pairs(len(tensors)):
+        for source, target in ((left, right), (right, left)):
             part = slices[source][target]
             received[target][source] = move(part, outputs[target].device) if source else part  # the first is copied by add()
             add(target)
@@ -266,13 +257,13 @@ def all_gather_in_rounds(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -
     for place, tensor in enumerate(tensors):
         if slices[place][place].data_ptr() != tensor.data_ptr():
             copy(slices[place][place], tensor)
-    for one, other in pairs(len(tensors)):
-        copy(slices[one][other], tensors[other])
-        copy(slices[other][one], tensors[one])
+    for left, right in pairs(len(tensors)):
+        copy(slices[left][right], tensors[right])
+        copy(slices[right][left], tensors[left])
 
 
-_split_by_size: Any = _take_tensors
-_reorder: Any = _reorder_tensors_as
+_split_by_size: Any = torch_private.split_by_size
+_reorder: Any = torch_private.reorder_as
 
 
 def broadcast_coalesced(
@@ -289,9 +280,9 @@ def broadcast_coalesced(
     """
     copies: list[dict[int, Tensor]] = [{} for _ in devices]
     for chunk in _split_by_size(tensors, buffer_size):
-        flat = _flatten_dense_tensors(chunk)
+        flat = torch_private.flatten_dense(chunk)
         for by_tensor, device in zip(copies, devices, strict=True):
-            pieces = _unflatten_dense_tensors(transfer(flat, device), chunk)
+            pieces = torch_private.unflatten_dense(transfer(flat, device), chunk)
             # .data: a write to one copy does not move the version counter of the others
             by_tensor.update((id(tensor), piece.data) for tensor, piece in zip(chunk, pieces, strict=True))
     return [[by_tensor[id(tensor)] for tensor in tensors] for by_tensor in copies]
@@ -301,10 +292,10 @@ def reduce_add_coalesced(replicas: Sequence[Sequence[Tensor]], device: torch.dev
     """Returns the sums of ``replicas[r][i]`` over the replicas, on ``device``, where the first replica is."""
     sums: list[Tensor] = []
     for chunks in zip(*(_split_by_size(tensors, buffer_size) for tensors in replicas), strict=True):
-        flat, *others = [_flatten_dense_tensors(chunk) for chunk in chunks]
+        flat, *others = [torch_private.flatten_dense(chunk) for chunk in chunks]
         total = flat + others[0].to(device)
         for other in others[1:]:
             total.add_(other.to(device))
-        sums += _unflatten_dense_tensors(total, chunks[0])
+        sums += torch_private.unflatten_dense(total, chunks[0])
     reordered: Sequence[Tensor] = _reorder(sums, replicas[0])
     return list(reordered)

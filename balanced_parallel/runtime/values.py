@@ -1,9 +1,4 @@
-"""Memory sizes as text: ``"24GiB"``, ``"512 MiB"``, ``"80GB"``.
-
-Checks of the types of arguments, with errors that name the argument, the value and what is expected in its place.
-
-Precision of a training step: autocast in every replica, and one gradient scaler for all of them.
-"""
+"""Values of arguments: memory sizes as text, checks with errors that name the argument, and the precision of a training step."""
 
 import contextlib
 import math

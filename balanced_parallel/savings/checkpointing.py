@@ -25,13 +25,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode  # torch has no public module of fake tensors
-from torch.utils._python_dispatch import TorchDispatchMode  # torch has no public module of dispatch modes
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from ..runtime import torch_private
 from ..runtime.random_numbers import RandomState
-from ..runtime.torch_private import buffers_of, children_of, parameters_of, storage_id, versions
+from ..runtime.torch_private import (
+    FakeTensorMode,
+    TorchDispatchMode,
+    buffers_of,
+    children_of,
+    parameters_of,
+    storage_id,
+    versions,
+)
 from ..runtime.values import check_number, check_type, format_bytes, parse_bytes
 
 __all__: list[str] = []
@@ -585,19 +591,12 @@ _MULTIPLICATIONS = {
     _aten.linear.default,
     _aten.convolution.default,
 }
-# Position of the probability of dropout. Attention that draws random numbers has to run again, to draw them again.
-_ATTENTION = {
-    _aten._scaled_dot_product_flash_attention.default: 3,  # torch has no public names of these kernels
-    _aten._scaled_dot_product_flash_attention_for_cpu.default: 3,  # as above
-    _aten._scaled_dot_product_efficient_attention.default: 5,  # as above
-    _aten._scaled_dot_product_cudnn_attention.default: 5,  # as above
-}
 
 
 def is_expensive(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Returns True for an operator whose outputs are kept."""
-    if operator in _ATTENTION:
-        place = _ATTENTION[operator]
+    place = torch_private.ATTENTION_KERNELS.get(operator)
+    if place is not None:  # attention that draws random numbers has to run again, to draw them again
         return not (args[place] if len(args) > place else kwargs.get("dropout_p", 0.0))
     return operator in _MULTIPLICATIONS
 

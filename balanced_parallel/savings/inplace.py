@@ -13,11 +13,10 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode  # torch has no public module of dispatch modes
 
 from ..runtime import torch_private
 from ..runtime.devices import keep_random_state, move
-from ..runtime.torch_private import StorageReference, is_differentiable, storage_id
+from ..runtime.torch_private import StorageReference, TorchDispatchMode, is_differentiable, storage_id
 from .checkpointing import Checkpointed, restore_module
 
 __all__: list[str] = []

@@ -50,7 +50,7 @@ from ..replicas.model import mark_inputs
 from ..replicas.module_tree import check_method
 from ..runtime import collectives, devices, torch_private
 from ..runtime.random_numbers import RandomState, cpu_numbers_of_rank, offset_seeds
-from ..runtime.torch_private import base_of, children_of, reached_leaves, versions
+from ..runtime.torch_private import CHILDREN, base_of, children_of, reached_leaves, versions
 from ..runtime.values import Precision
 from ..training.accumulation import is_one, power_of_two
 from ..training.strategy import GradientSync, Settings, gradient_sync, run_backward
@@ -226,7 +226,7 @@ class DistributedModel(DistributedDataParallel):
             )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        modules = state["_modules"]  # of the copy, which is not a module yet
+        modules = state[CHILDREN]  # of the copy, which is not a module yet
         module, modules["module"] = modules["module"], state["_wrapped"][0]
         super().__setstate__(state)  # builds a reducer
         self.module = module

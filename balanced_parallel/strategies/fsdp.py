@@ -55,7 +55,14 @@ from ..runtime import collectives, torch_private
 from ..runtime.collectives import gather_objects, sum_over_ranks, world_size
 from ..runtime.devices import start_copy
 from ..runtime.random_numbers import cpu_numbers_of_rank, offset_seeds
-from ..runtime.torch_private import BatchNorm, current_backward_id, is_sharded, local_tensors, run_after_backward
+from ..runtime.torch_private import (
+    BatchNorm,
+    current_backward_id,
+    is_sharded,
+    local_tensors,
+    run_after_backward,
+    without_compilation,
+)
 from ..runtime.values import Precision
 from ..savings.checkpointing import find_blocks
 from ..training.accumulation import is_one, larger, power_of_two
@@ -510,12 +517,6 @@ def shard(module: nn.Module, mesh: Any, precision: Precision, prepare: Callable[
         fully_shard(unit, mesh=mesh, mp_policy=MixedPrecisionPolicy() if is_full else half)
         cast(FSDPModule, unit).set_force_sum_reduction_for_comms(True)  # gloo has no averages
     return units
-
-
-def without_compilation(module: nn.Module) -> nn.Module:
-    """Returns the module inside of ``torch.compile(module)``, or ``module`` itself."""
-    inner = getattr(module, "_orig_mod", module)
-    return inner if isinstance(inner, nn.Module) else module
 
 
 def _named_blocks(module: nn.Module) -> list[nn.Module]:

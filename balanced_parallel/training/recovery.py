@@ -20,7 +20,6 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode  # torch documents this class, but has no public module for it
 
 from ..batch import containers
 from ..batch.rows import Rows, Whole, without_mark
@@ -30,7 +29,7 @@ from ..runtime import torch_private
 from ..runtime.collectives import rank, world_size
 from ..runtime.devices import accelerators
 from ..runtime.random_numbers import RandomState
-from ..runtime.torch_private import buffers_of, versions
+from ..runtime.torch_private import TorchDispatchMode, buffers_of, versions
 from .accumulation import Batch, Model
 from .cost_batches import Cuts
 from .strategy import GradientSync

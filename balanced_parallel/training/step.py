@@ -25,7 +25,7 @@ from ..loss.sums import Weight
 from ..optim.balanced import BalancedOptimizer
 from ..runtime import collectives
 from ..runtime.random_numbers import generator_states, seed_anew, set_generators
-from ..runtime.torch_private import is_sharded
+from ..runtime.torch_private import is_sharded, uncompiled_name
 from ..runtime.values import Precision
 from .accumulation import Accumulation, Batch, Model, Window, run_forward
 from .cost_batches import Collate, Cost, CostOptions, Cuts, Trim, Unit, make_cuts
@@ -158,7 +158,7 @@ class StepState:
         if path[0] == "model":
             like: Any = self.model.module.state_dict().get(path[1])
         elif path[0] == "optimizers" and path[2] == "state":
-            like = {name.replace("_orig_mod.", ""): tensor for name, tensor in self._trained.items()}.get(path[3])
+            like = {uncompiled_name(name): tensor for name, tensor in self._trained.items()}.get(path[3])
         else:
             return None
         if not is_sharded(like) or like.shape != size:
@@ -429,7 +429,7 @@ def class_name(optimizer: Any) -> str:
 
 def _names(optimizer: Optimizer, trained: Mapping[str, Tensor]) -> list[str]:
     """Returns the names of the parameters, in the order in which a ``state_dict()`` numbers them."""
-    known = {id(parameter): name.replace("_orig_mod.", "") for name, parameter in trained.items()}  # of torch.compile
+    known = {id(parameter): uncompiled_name(name) for name, parameter in trained.items()}
     parameters = [parameter for group in _whole_groups(optimizer) for parameter in group["params"]]
     return [known.get(id(parameter), f"parameter {number}") for number, parameter in enumerate(parameters)]
 
