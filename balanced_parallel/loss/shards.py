@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from ..batch import containers
-from ..batch import outputs as provenance
 from ..batch.containers import Dims, check_dim, check_dims, is_first
 from ..batch.outputs import PerReplica
 from ..batch.plan import proportional_sizes, split_sizes
@@ -126,6 +125,8 @@ class ShardRunner(nn.Module):
         batch, dim = self.mark(targets, kwargs, entries.dim, len(containers.spread(entries[0])))
         expected = None if None in entries.sizes else sum(size or 0 for size in entries.sizes)
         rows = count_rows(batch, dim, expected, "targets")
+        if not isinstance(outputs, PerReplica) and not all(isinstance(part, PerReplica) for part in outputs):
+            check_rows_of_list(entries, rows)
         sizes = sizes_like(entries, rows)
         if entries.order is not None and rows is not None:
             batch = in_order(batch, entries.order, rows, dim)
@@ -202,11 +203,11 @@ def as_per_replica(outputs: Any, dim: Dims = None) -> PerReplica:
     Args:
         outputs: a ``PerReplica``, a list or tuple with one entry per replica, or a tuple of several ``PerReplica``, one per
             leading argument of the criterion.
-        dim: dimension of the rows in a list. ``None`` means that of the outputs in the list, else 0.
+        dim: dimension of the rows in a list. ``None`` is 0.
 
     Raises:
         TypeError: if ``outputs`` has another type, such as a tensor.
-        ValueError: if a list does not have one output per replica, or the dimension of its rows is unknown.
+        ValueError: if the entries of a list may be several outputs of one replica.
     """
     if isinstance(outputs, PerReplica) and outputs:
         return outputs
@@ -217,9 +218,31 @@ def as_per_replica(outputs: Any, dim: Dims = None) -> PerReplica:
         )
     if all(isinstance(part, PerReplica) for part in outputs):
         return _zipped(outputs)
-    sizes = provenance.sizes_of(outputs)
-    dims = provenance.dims_of(outputs) if dim is None else dim
-    return PerReplica(outputs, [_rows(output, dims) for output in outputs] if sizes is None else sizes, dims)
+    dim = 0 if dim is None else dim
+    sizes = [_rows(output, dim) for output in outputs]
+    devices = {tensor.device for output in outputs if (tensor := containers.first_tensor(output)) is not None}
+    if len(outputs) > 1 and len(devices) == 1 and len({*sizes}) == 1 and None not in sizes:
+        raise ValueError(
+            f"the criterion was given a {type(outputs).__name__} of {len(outputs)} outputs with {sizes[0]} rows each, all on "
+            f"{devices.pop()}: they may be those of {len(outputs)} replicas, or {len(outputs)} outputs of one replica. {_KEEP}"
+        )
+    return PerReplica(outputs, sizes, dim)
+
+
+_KEEP = (
+    "Use what keeps the rows of each replica: outputs.map(function) for a comprehension, outputs.unzip() for zip(*outputs) and for "
+    "a model that returns a list, outputs.logits for one part"
+)
+
+
+def check_rows_of_list(outputs: PerReplica, rows: int | None) -> None:
+    """Raises ``ValueError`` if a plain list of outputs does not have the rows of the targets."""
+    sizes = [size for size in outputs.sizes if size is not None]
+    if rows is not None and (sum(sizes) != rows if sizes else len(outputs) > 1):
+        raise ValueError(
+            f"the criterion was given a list of {len(outputs)} outputs with {sum(sizes) or 'no'} rows in all, and targets with "
+            f"{rows}: the rows of each replica are unknown. {_KEEP}"
+        )
 
 
 def _zipped(parts: Sequence[PerReplica]) -> PerReplica:
