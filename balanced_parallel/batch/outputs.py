@@ -69,10 +69,7 @@ class PerReplica(list[Any], containers.Leaf):
         if len(self.sizes) != len(self):
             raise ValueError(f"{len(self)} entries and {len(self.sizes)} sizes, expected the rows of each entry")
         if self and not isinstance(dim, int):
-            for _ in leaf_dims(
-                list.__getitem__(self, 0), dim, 0, "an output, or the result of map(function, dim=...),"
-            ):  # raises an error
-                pass
+            list(leaf_dims(list.__getitem__(self, 0), dim, 0, "the entry, or the result of map(function, dim=...),"))  # a check
         self.dim = dim
         self.order: list[int] | None = None
 

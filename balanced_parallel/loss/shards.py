@@ -230,8 +230,8 @@ def as_per_replica(outputs: Any, dim: Dims = None) -> PerReplica:
 
 
 _KEEP = (
-    "Use what keeps the rows of each replica: outputs.map(function) for a comprehension, outputs.unzip() for zip(*outputs) and for "
-    "a model that returns a list, outputs.logits for one part"
+    "Use what keeps the rows of each replica: outputs.map(function) for a comprehension, outputs.unzip() for zip(*outputs) and "
+    "for a model that returns a list, outputs.logits for one part"
 )
 
 
