@@ -23,13 +23,13 @@ from ..batch import containers
 from ..batch.containers import Dims, check_dim, check_dims, is_first
 from ..batch.outputs import PerReplica
 from ..batch.plan import proportional_sizes, split_sizes
-from ..batch.rows import Arguments, count_rows, cut, mark, move_leaves, take_rows, without_mark
+from ..batch.rows import Arguments, count_rows, cut, mark, move_leaves, take_rows
 from ..replicas.replicas import Replicas
 from ..runtime.devices import DeviceLike, pin, resolve_device, resolve_devices
 from ..runtime.torch_private import buffers_of, children_of, parameters_of
 from ..runtime.values import Precision
 from .rules import find_torch_loss, reduction_of
-from .sums import Criterion, MeanAndWeight, Shard, Shards, call_spread, check_minimum, flat_weights, read_weights
+from .sums import Criterion, MeanAndWeight, Shard, Shards, call_spread, check_minimum, map_weights
 
 __all__: list[str] = []
 
@@ -298,7 +298,8 @@ def sizes_like(outputs: PerReplica, rows: int | None) -> list[int]:
     return known if rows is None else proportional_sizes(rows, known)
 
 
-SEVERAL = "; several losses are one module that returns a mapping of them, with a weight= that returns a divisor for each"
+Divisor = Callable[..., Any] | str | Mapping[Any, Callable[..., Any]] | Sequence[Callable[..., Any]]
+SEVERAL = "; several losses are one module that returns a mapping of them, with a weight= that has a function for each divisor"
 
 
 def check_settings(criterion: Any, weight: Any, reduction: str | None, minimum: float) -> None:
@@ -311,8 +312,14 @@ def check_settings(criterion: Any, weight: Any, reduction: str | None, minimum: 
     if isinstance(criterion, type) or not callable(criterion):
         more = SEVERAL if isinstance(criterion, (list, tuple, dict)) else ""
         raise TypeError(f"the criterion is {_described(criterion)}, expected a module or a function{more}")
-    if weight is not None and weight != "rows" and not callable(weight):
-        raise ValueError(f"weight={weight!r}, expected a function (output, *targets) -> scalar, or 'rows'")
+    functions = (
+        list(weight.values()) if isinstance(weight, Mapping) else weight if isinstance(weight, (list, tuple)) else [weight]
+    )
+    if weight is not None and weight != "rows" and not (functions and all(map(callable, functions))):
+        raise ValueError(
+            f"weight={weight!r}, expected a function (output, *targets) -> scalar, or 'rows', or for several means a mapping or "
+            "a list with a function (*targets) -> scalar for each"
+        )
     check_minimum(minimum)
     if reduction not in (None, "sum", "mean", "none"):
         raise ValueError(f"reduction={reduction!r}, expected 'sum', 'mean' or 'none'")
@@ -336,8 +343,15 @@ def keywords_of(weight: Any) -> set[str] | None:
     return {parameter.name for parameter in parameters}
 
 
-def call_weight(weight: Callable[..., Any], takes: set[str] | None, shard: Shard) -> Any:
+def weights_of_targets(weight: Any, targets: tuple[Any, ...]) -> Any:
+    """Calls each function of a mapping or sequence with the targets."""
+    return map_weights(lambda count: count(*targets), weight)
+
+
+def call_weight(weight: Any, takes: set[str] | None, shard: Shard) -> Any:
     """Calls a weight function with the arguments of the criterion, without the keyword arguments that it does not accept."""
+    if not callable(weight):
+        return weights_of_targets(weight, shard.targets)
     kwargs = {name: value for name, value in shard.kwargs.items() if takes is None or name in takes}
     return call_spread(weight, shard.output, shard.targets, kwargs)
 
@@ -367,54 +381,3 @@ def warn_unknown(criterion: Criterion, stacklevel: int) -> None:
 
 def _described(criterion: Any) -> str:
     return f"the class {criterion.__name__}" if isinstance(criterion, type) else containers.describe(criterion)
-
-
-class OutputUsedError(AttributeError, TypeError):
-    """A weight function has used an output that is not computed yet."""
-
-    def __init__(self) -> None:
-        super().__init__("it uses the output, which is not computed yet")
-
-
-class MissingOutput:
-    """Placeholder for an output that is not computed yet. Each use raises :class:`OutputUsedError`."""
-
-    def __getattribute__(self, name: str) -> Any:
-        raise OutputUsedError
-
-    def __getitem__(self, key: Any) -> Any:
-        raise OutputUsedError
-
-    @classmethod
-    def __torch_function__(cls, *_: Any) -> Any:
-        raise OutputUsedError
-
-
-class TargetDivisors:
-    """Calls a weight function without outputs, until it has shown one divisor, or one that depends on the outputs.
-
-    Attributes:
-        error: of the last call, as text; empty if it returned divisors.
-    """
-
-    def __init__(self) -> None:
-        self.error = ""
-        self._needless: set[int] = set()  # numbers of targets
-
-    def of(self, weight: Callable[..., Any], targets: tuple[Any, ...]) -> list[float] | None:
-        """Returns the divisors of a whole batch, or None if there is one, or if they depend on the outputs."""
-        count = len(targets)
-        if count in self._needless:
-            return None
-        self.error = ""
-        try:
-            weights = weight(*[MissingOutput()] * count_leading(weight, count), *map(without_mark, targets))
-        except (TypeError, ValueError, AttributeError) as error:  # wrong targets, or a use of the placeholder
-            self.error = f"{type(error).__name__}: {error}"
-            if isinstance(error, OutputUsedError):
-                self._needless.add(count)
-            return None
-        if isinstance(weights, (torch.Tensor, float, int)):
-            self._needless.add(count)
-            return None
-        return flat_weights(read_weights(weights))
