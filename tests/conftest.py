@@ -12,7 +12,6 @@ from helpers.nets import NETS
 from helpers.ranks import kill_pools
 from hypothesis import settings
 
-from balanced_parallel.batch import outputs
 from balanced_parallel.memory.trace import tracer
 from balanced_parallel.replicas import buckets as gradient_buckets
 
@@ -38,7 +37,6 @@ def earlier_objects_frozen():
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
-    vars(outputs._thread).clear()  # the dimension of the rows in the last forward
 
 
 @pytest.fixture(autouse=True)

@@ -1,32 +1,22 @@
-"""``PerReplica``: one value per replica, each on its own device, with the number of rows of each.
+"""``PerReplica``: the outputs of the replicas of one forward, each on its own device, and :func:`gather`, which joins them.
 
-Concatenates the outputs of replicas: the inverse of scatter, over devices and, under torchrun, over ranks.
+Gathering is the inverse of scatter, over devices and, under torchrun, over ranks. torch's ``gather`` supports no dataclasses,
+numbers or strings, and ``all_gather`` needs equal sizes. Here the ranks first exchange the layouts of their outputs. So sizes may
+differ, and a mismatch raises the same error on all ranks instead of a hang.
 
-torch's ``gather`` supports no dataclasses, numbers or strings, and ``all_gather`` needs equal sizes. Here the ranks first
-exchange the layouts of their outputs. So sizes may differ, and a mismatch raises the same error on all ranks instead of a hang.
-
-Outputs of rows that were cut by cost: shards have lengths of their own, and rows another order than the batch.
-
-Origin of tensors: the replica that computed a tensor, and its number of rows.
-
-A list that a user makes of outputs (``[output.logits for output in outputs]``, ``zip(*outputs)``) loses the sizes of the
-``PerReplica``. So outputs are recorded here. The autograd graph leads back to them from the tensors computed from them.
+Outputs of rows that were cut by cost have lengths of their own, and rows in another order than the batch. They are padded, and
+put in order.
 """
 
-import functools
 import itertools
-import threading
-import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.nn.functional as F
 
 from ..runtime.collectives import gather_objects, gather_rows, world_size
 from ..runtime.devices import DeviceLike, move, resolve_device, visible_devices
-from ..runtime.torch_private import base_of, is_differentiable
 from ..runtime.values import check_type
 from . import containers
 from .containers import Dims, check_dim, check_dims, dims_at, leaf_dims
@@ -56,6 +46,9 @@ class PerReplica(list[Any], containers.Leaf):
         sizes: number of rows of each entry; None if the batch had no rows.
         dim: dimension of the rows in the entries, or one dimension per part of an entry.
 
+    Raises:
+        ValueError: there is not one size for each entry, or the parts of an entry are not those of ``dim``.
+
     Example:
         >>> outputs = PerReplica([torch.zeros(3, 10), torch.zeros(2, 10)], [3, 2])
         >>> len(outputs), outputs[0].shape
@@ -75,15 +68,10 @@ class PerReplica(list[Any], containers.Leaf):
         self.sizes = tuple(sizes)
         if len(self.sizes) != len(self):
             raise ValueError(f"{len(self)} entries and {len(self.sizes)} sizes, expected the rows of each entry")
+        if self and not isinstance(dim, int):
+            list(leaf_dims(list.__getitem__(self, 0), dim, 0, "the entry, or the result of map(function, dim=...),"))  # a check
         self.dim = dim
         self.order: list[int] | None = None
-
-    @classmethod
-    def of_forward(cls, entries: Iterable[Any], sizes: Sequence[int | None], dim: Dims) -> "PerReplica":
-        """Creates the outputs of a forward, and records their origin. Lists that a user makes of them can then be recognized."""
-        outputs = cls(entries, sizes, dim)
-        record(outputs, outputs.sizes, dim)
-        return outputs
 
     def in_order(self, order: Sequence[int] | None) -> Self:
         """Sets the order of the rows: their positions in the batch. ``None`` is the order of the batch. Returns ``self``."""
@@ -104,11 +92,7 @@ class PerReplica(list[Any], containers.Leaf):
         Raises:
             ValueError: if ``dim`` is needed: entries have several dimensions, and the results another structure.
         """
-        mapped = PerReplica(map(function, self), self.sizes, self.dim if dim is None else dim).in_order(self.order)
-        if not isinstance(mapped.dim, int):
-            for _ in leaf_dims(mapped[0], mapped.dim, 0, "the result of map(function, dim=...) for an output"):
-                pass
-        return mapped
+        return PerReplica(map(function, self), self.sizes, self.dim if dim is None else dim).in_order(self.order)
 
     def unzip(self) -> tuple["PerReplica", ...]:
         """Splits outputs that are tuples or lists into one ``PerReplica`` per part.
@@ -236,9 +220,8 @@ def gather(outputs: Sequence[Any], device: DeviceLike | None = None, dim: int | 
 
     Raises:
         TypeError: if ``outputs`` is not a list or tuple, or contains an object that cannot be concatenated.
-        ValueError: if there are no outputs, or their structures or shapes differ. Also if the rows are not in dimension 0, the
-            outputs are not in a :class:`PerReplica` any more, and ``dim`` is not given. Also if there are several rows for each
-            row of the batch, whose order is unknown.
+        ValueError: if there are no outputs, or their structures or shapes differ. Also if a :class:`PerReplica` has several rows
+            for each row of the batch, whose order is unknown.
 
     Example:
         >>> gather([torch.zeros(3, 10), torch.zeros(2, 10)]).shape
@@ -260,9 +243,9 @@ def gather(outputs: Sequence[Any], device: DeviceLike | None = None, dim: int | 
     if not outputs and world_size() == 1:
         raise ValueError("gather was given no outputs, expected at least one")
     check_dim(dim)
-    dims = dims_of(outputs) if dim is None else dim
+    dims = getattr(outputs, "dim", 0) if dim is None else dim
     order: list[int] | None = getattr(outputs, "order", None)
-    sizes = getattr(outputs, "sizes", None) or rows_of(outputs)
+    sizes = getattr(outputs, "sizes", None)
     refusal = repeated_rows(outputs, sizes, dims) if order is None and (len(outputs) > 1 or world_size() > 1) else None
     if refusal and world_size() == 1:
         raise ValueError(refusal)
@@ -528,152 +511,3 @@ def reorder(gathered: Any, order: Sequence[int], dims: Dims, replicas: int) -> A
         return leaf.index_select(dim, move(index if leaf.is_cpu else index.pin_memory(), leaf.device))
 
     return containers.map_leaves(put, gathered)
-
-
-MAX_NODES = 200  # nodes of the autograd graph that are visited for one tensor
-
-
-class Origin(NamedTuple):
-    """Origin of a tensor in one forward.
-
-    Attributes:
-        replica: index of the replica.
-        sizes: number of rows of each replica.
-        dim: dimension of the rows in the tensor.
-    """
-
-    replica: int
-    sizes: tuple[int | None, ...]
-    dim: int | None
-
-
-_known: dict[int, tuple["weakref.ref[torch.Tensor]", Origin]] = {}  # by id: tensors compare by value
-_thread = threading.local()
-
-
-def record(outputs: Sequence[Any], sizes: tuple[int | None, ...], dims: Dims) -> None:
-    """Records the origin of each tensor in ``outputs``, which has one entry per replica."""
-    _thread.dims = dims
-    seen: set[int] = set()
-    for index, output in enumerate(outputs):
-        if type(output) is torch.Tensor and isinstance(dims, int):  # shortcut for the most frequent output
-            _record(output, Origin(index, sizes, dims), seen)
-            continue
-        for (_, leaf), dim in zip(containers.leaves(output), leaf_dims(output, dims, 0, "output"), strict=True):
-            if isinstance(leaf, torch.Tensor):
-                _record(leaf, Origin(index, sizes, dim), seen)
-
-
-def _record(tensor: torch.Tensor, origin: Origin, seen: set[int]) -> None:
-    key = id(tensor)
-    if key in seen:  # the same tensor in several replicas has no rows of its own
-        _known.pop(key, None)
-        return
-    seen.add(key)
-    # pop(key, reference), without Python code: Python drops what is raised in a callback, a KeyboardInterrupt too
-    _known[key] = weakref.ref(tensor, functools.partial(_known.pop, key)), origin
-    if tensor.grad_fn is not None:
-        tensor.grad_fn.metadata[__name__] = origin  # type: ignore[index]  # torch declares the property as a method
-
-
-def find(tensor: torch.Tensor) -> Origin | None:
-    """Returns the origin of an output, of a view of one, or of a tensor computed from the outputs of one replica."""
-    origin = _recorded(tensor) or _recorded(base_of(tensor))
-    if origin is not None:
-        return origin
-    nodes, seen, found = deque([tensor.grad_fn]), set[Any](), set[Origin]()
-    while nodes and len(seen) < MAX_NODES:
-        node = nodes.popleft()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if __name__ in node.metadata:  # type: ignore[operator]
-            found.add(node.metadata[__name__])  # type: ignore[index]
-        else:
-            nodes.extend(next_node for next_node, _ in node.next_functions)
-    return found.pop() if len(found) == 1 else None
-
-
-def _recorded(tensor: torch.Tensor) -> Origin | None:
-    """Returns the origin of a tensor that is itself an output, otherwise None."""
-    reference, origin = _known.get(id(tensor), (None, None))
-    return origin if reference is not None and reference() is tensor else None
-
-
-def origins(entries: Sequence[Any]) -> list[Origin] | None:
-    """Returns the origin of the first tensor of each entry, or None if one of them is unknown."""
-    tensors = [containers.first_tensor(entry) for entry in entries]
-    found = [None if tensor is None else find(tensor) for tensor in tensors]
-    known = [origin for origin in found if origin is not None]
-    return known if len(known) == len(found) else None
-
-
-def sizes_of(entries: Sequence[Any]) -> list[int | None] | None:
-    """Returns the number of rows of each entry of a list that a user made of outputs, or None if the origin is unknown.
-
-    Raises:
-        ValueError: if the list does not have one entry per replica, in the order of the replicas.
-    """
-    known = origins(entries)
-    if known is None:
-        return None
-    indices = [origin.replica for origin in known]
-    if len(set(indices)) == 1 and len(indices) > 1:
-        raise ValueError(
-            f"the list contains {len(indices)} outputs of one replica, number {indices[0]}, expected one of each replica: for a "
-            "model that returns a list, select from the output of each replica, as in outputs.map(lambda output: output[0])"
-        )
-    if indices != list(range(len(known[0].sizes))) or len({origin.sizes for origin in known}) > 1:
-        raise ValueError(
-            f"the list contains outputs of replicas {', '.join(map(str, indices))} of {len(known[0].sizes)}, expected one of "
-            "each, in order: use outputs.map(function), which keeps the order"
-        )
-    return [origin.sizes[origin.replica] for origin in known]
-
-
-def rows_of(entries: Sequence[Any]) -> list[int | None] | None:
-    """Returns the number of rows of the replica that each entry comes from, or None if the origin of one is unknown."""
-    known = origins(entries)
-    return None if known is None else [origin.sizes[origin.replica] for origin in known]
-
-
-def dims_of(entries: Sequence[Any]) -> Dims:
-    """Returns the dimension of the rows in the outputs of the replicas.
-
-    Raises:
-        ValueError: if a user made the list after a forward whose rows are not in dimension 0.
-    """
-    if isinstance(entries, containers.Leaf):
-        dims: Dims = entries.dim  # type: ignore[attr-defined]
-        return dims
-    tensors = [containers.first_tensor(entry) for entry in entries]
-    recorded = [None if tensor is None else _recorded(tensor) for tensor in tensors]
-    known = recorded if None not in recorded else origins(entries)
-    # The graph gives the origin of a tensor. A tensor that cannot have a graph is assumed to come from the last forward.
-    has_graph = torch.is_grad_enabled() and all(tensor is None or is_differentiable(tensor) for tensor in tensors)
-    last = 0 if has_graph else getattr(_thread, "dims", 0)
-    found = {origin.dim for origin in known if origin is not None} if known else {last if isinstance(last, int) else None}
-    (only,) = found if len(found) == 1 else (None,)
-    if only == 0 or (known is recorded and only is not None):
-        return only
-    raise ValueError(
-        "the list was made of outputs whose rows are not all in dimension 0, so the dimension of its rows is unknown: use "
-        "outputs.map(function), which keeps it, or give dim="
-    )
-
-
-def refuse_list(value: Any, place: str) -> None:
-    """Raises ``ValueError`` if ``value`` is a plain list or tuple of the outputs of several replicas.
-
-    A model would take it for one input.
-    """
-    if type(value) not in (list, tuple) or len(value) < 2:
-        return
-    tensors = [containers.first_tensor(entry) for entry in value]
-    found = [None if tensor is None else _recorded(tensor) for tensor in tensors]
-    indices = [origin.replica for origin in found if origin is not None]
-    if len(set(indices)) == len(value):
-        raise ValueError(
-            f"{place} is a {type(value).__name__} of the outputs of replicas {', '.join(map(str, indices))}, expected a "
-            "PerReplica: pass the outputs as the model returned them, or outputs.map(function) instead of a comprehension"
-        )

@@ -22,7 +22,8 @@ from ..batch.plan import proportional_sizes
 from ..batch.rows import as_arguments, count_rows, cut, move_leaves
 from ..loss.criterion import DataParallelCriterion
 from ..loss.rules import is_known
-from ..loss.sums import Criterion, flat_weights, loss_of, read_weights
+from ..loss.shards import call_weight
+from ..loss.sums import Criterion, Shard, flat_weights, loss_of
 from ..replicas.workers import current_replica
 from ..runtime.torch_private import versions
 
@@ -298,7 +299,7 @@ def weight_in_parts(output: Any, wrapped: DataParallelCriterion, targets: Any, d
             parts = _Parts(count, wrapped, output, containers.spread(targets), dims)
             shards = [shard for sizes in ([parts.rows], [1, parts.rows - 1]) for shard in parts.arguments(sizes)]
             whole, first, others = (
-                sum(flat_weights(read_weights(count(*containers.spread(one), *rows)))) for one, rows in shards
+                sum(flat_weights(call_weight(count, None, Shard(wrapped, 0, output, rows, {})))) for output, rows in shards
             )
         except Exception:  # noqa: BLE001 - no function, or one that may raise any error
             return

@@ -5,7 +5,7 @@ Losses of the micro-batches of one batch. Weights that depend on the targets alo
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,12 +14,22 @@ from torch import nn
 from ..batch import containers
 from ..batch.containers import Dims
 from ..batch.outputs import PerReplica
+from ..batch.rows import without_mark
 from ..runtime.collectives import sum_over_ranks
 from ..runtime.devices import DeviceLike
 from ..runtime.values import Precision
 from .coupled import AdditiveLoss, check_coupled, couple
 from .rules import find_torch_loss, has_sum, is_known, reduction_in, reduction_of, refuse_coupled, weight_of_targets
-from .shards import ShardRunner, TargetDivisors, as_per_replica, call_weight, check_settings, keywords_of, warn_unknown
+from .shards import (
+    Divisor,
+    ShardRunner,
+    as_per_replica,
+    call_weight,
+    check_settings,
+    keywords_of,
+    warn_unknown,
+    weights_of_targets,
+)
 from .sums import (
     Criterion,
     LossSum,
@@ -28,6 +38,7 @@ from .sums import (
     Weight,
     add_means,
     divide_once,
+    flat_weights,
     merge,
     sum_and_weight,
     sum_of_terms,
@@ -58,9 +69,11 @@ class DataParallelCriterion(ShardRunner):
         dim: the dimension of the rows in the targets. ``None`` is 0, and an error if the rows of the outputs are in another.
         weight: the divisor of the criterion's mean, if :func:`loss_weight` does not know it: ``"rows"``, or a function
             ``(output, *targets) -> scalar`` that is called with the arguments of the criterion, and with the keyword arguments
-            that it accepts. For several means with different divisors it returns a divisor for each, in the same structure.
-            Without it, an unknown criterion is weighted by rows, with a warning. It is called with the targets where they are,
-            and on the outputs' devices only if that fails. So targets on the host are counted without waiting for a device.
+            that it accepts. It is called with the targets where they are, and on the outputs' devices only if that fails. So
+            targets on the host are counted without waiting for a device. For several means with different divisors it returns a
+            divisor for each, in the same structure. Or a mapping or sequence of functions ``(*targets) -> scalar``, one for each
+            mean: :class:`TrainStep` needs divisors of the targets alone, since it counts them before the first micro-batch.
+            Without it, an unknown criterion is weighted by rows, with a warning.
         precision: autocast inside every replica, as in :class:`DataParallelModel`.
         reduction: ``"sum"``, ``"mean"`` or ``"none"``, for a criterion that is not a loss of torch.
         minimum: lower bound of the divisor, for a criterion that divides by ``max(count, minimum)``. ``weight`` is the count.
@@ -89,7 +102,7 @@ class DataParallelCriterion(ShardRunner):
         output_device: DeviceLike | None = None,
         dim: int | None = None,
         *,
-        weight: Callable[..., Any] | str | None = None,
+        weight: Divisor | None = None,
         precision: str | Precision | None = None,
         reduction: str | None = None,
         minimum: float = 0.0,
@@ -105,7 +118,6 @@ class DataParallelCriterion(ShardRunner):
         self.minimum = minimum
         self._reduction = reduction
         self._weight_takes = keywords_of(weight)
-        self._target_divisors = TargetDivisors()
         self._warned = False
 
     @property
@@ -152,7 +164,7 @@ class DataParallelCriterion(ShardRunner):
         if reduction == "none":
             raise ValueError("the criterion has reduction='none', expected a scalar loss: use reduction='mean' or 'sum'")
         parts = self.run_shards(self._term(reduction), outputs, targets, kwargs)
-        return [add_means(part, self._target_divisors.error) for part in parts]
+        return [add_means(part) for part in parts]
 
     def _term(self, reduction: str) -> Callable[[Shard], Any]:
         """Returns the function that computes one replica's part of the loss."""
@@ -162,18 +174,21 @@ class DataParallelCriterion(ShardRunner):
             return sum_and_weight
         return MeanAndWeight(self._weigh(), self.minimum)
 
-    def divisors_of_targets(self, *targets: Any) -> list[float] | None:
-        """Returns the divisors of several means over a whole batch, if they depend on the targets alone; otherwise None."""
-        if not callable(self.weight) or self.reduction == "sum":
-            return None
-        return self._target_divisors.of(self.weight, targets)
+    @property
+    def has_divisors_of_targets(self) -> bool:
+        """True if ``weight=`` has a function of the targets for each of several means."""
+        return isinstance(self.weight, (Mapping, list, tuple)) and self.reduction != "sum"
+
+    def divisors_of_targets(self, *targets: Any) -> list[float]:
+        """Returns the divisors of several means over a whole batch."""
+        return flat_weights(weights_of_targets(self.weight, tuple(map(without_mark, targets))))
 
     def divided_sums(self, divisors: Sequence[float], outputs: Sequence[Any], *targets: Any) -> list[LossSum]:
         """Returns :meth:`loss_sums` of several means, each divided by its entry of ``divisors``, those of the whole batch."""
         parts = self.run_shards(self._term(self.reduction), outputs, targets, {})
         factors = [1 / divisor if divisor else 0.0 for divisor in divisors]
         sums = [
-            [one.total * factor for (_, one), factor in zip(containers.leaves(part), factors, strict=True) if one is not None]
+            [mean.total * factor for (_, mean), factor in zip(containers.leaves(part), factors, strict=True) if mean is not None]
             for part in parts
         ]
         return [LossSum(functools.reduce(torch.add, means), None if any(divisors) else 0.0) for means in sums]
@@ -197,16 +212,15 @@ class DataParallelCriterion(ShardRunner):
 
     def _weigh(self) -> Callable[[Shard], Any]:
         """Returns the function that computes the weight of one replica's mean, for criteria without ``reduction="sum"``."""
-        given = self.weight
-        if callable(given):
-            return functools.partial(call_weight, given, self._weight_takes)
-        if given is None and is_known(self.module):
+        if self.weight is not None and self.weight != "rows":
+            return functools.partial(call_weight, self.weight, self._weight_takes)
+        if self.weight is None and is_known(self.module):
             return Shard.weigh
-        if given is None:
+        if self.weight is None:
             refuse_coupled(self.module)
-        if given is None and self._reduction is None and not self._warned:
-            self._warned = True
-            warn_unknown(self.module, stacklevel=7)
+            if self._reduction is None and not self._warned:
+                self._warned = True
+                warn_unknown(self.module, stacklevel=7)
         return lambda shard: shard.rows
 
 
@@ -235,8 +249,8 @@ def losses_of_batch(criterion: DataParallelCriterion, targets: Sequence[tuple[An
     weights = [weight for part in targets if (weight := criterion.weigh_targets(*part)) is not None]
     if len(weights) == len(targets) > 0:
         return BatchLosses(criterion.weighed_sums, functools.reduce(operator.add, weights))
-    parts = [divisors for part in targets if is_whole and (divisors := criterion.divisors_of_targets(*part)) is not None]
-    if not parts or len(parts) < len(targets):
+    if not (is_whole and targets and criterion.has_divisors_of_targets):
         return BatchLosses(criterion.loss_sums)
+    parts = [criterion.divisors_of_targets(*part) for part in targets]
     total = sum_over_ranks(torch.tensor(parts, dtype=torch.float64).sum(0)).clamp(min=criterion.minimum)
     return BatchLosses(functools.partial(criterion.divided_sums, total.tolist()), is_divided=True)

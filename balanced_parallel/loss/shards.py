@@ -20,17 +20,16 @@ import torch
 from torch import nn
 
 from ..batch import containers
-from ..batch import outputs as provenance
 from ..batch.containers import Dims, check_dim, check_dims, is_first
 from ..batch.outputs import PerReplica
 from ..batch.plan import proportional_sizes, split_sizes
-from ..batch.rows import Arguments, count_rows, cut, mark, move_leaves, take_rows, without_mark
+from ..batch.rows import Arguments, count_rows, cut, mark, move_leaves, take_rows
 from ..replicas.replicas import Replicas
 from ..runtime.devices import DeviceLike, pin, resolve_device, resolve_devices
 from ..runtime.torch_private import buffers_of, children_of, parameters_of
 from ..runtime.values import Precision
 from .rules import find_torch_loss, reduction_of
-from .sums import Criterion, MeanAndWeight, Shard, Shards, call_spread, check_minimum, flat_weights, read_weights
+from .sums import Criterion, MeanAndWeight, Shard, Shards, call_spread, check_minimum, map_weights
 
 __all__: list[str] = []
 
@@ -126,6 +125,8 @@ class ShardRunner(nn.Module):
         batch, dim = self.mark(targets, kwargs, entries.dim, len(containers.spread(entries[0])))
         expected = None if None in entries.sizes else sum(size or 0 for size in entries.sizes)
         rows = count_rows(batch, dim, expected, "targets")
+        if not isinstance(outputs, PerReplica) and not all(isinstance(part, PerReplica) for part in outputs):
+            check_rows_of_list(entries, rows)
         sizes = sizes_like(entries, rows)
         if entries.order is not None and rows is not None:
             batch = in_order(batch, entries.order, rows, dim)
@@ -202,11 +203,11 @@ def as_per_replica(outputs: Any, dim: Dims = None) -> PerReplica:
     Args:
         outputs: a ``PerReplica``, a list or tuple with one entry per replica, or a tuple of several ``PerReplica``, one per
             leading argument of the criterion.
-        dim: dimension of the rows in a list. ``None`` means that of the outputs in the list, else 0.
+        dim: dimension of the rows in a list. ``None`` is 0.
 
     Raises:
         TypeError: if ``outputs`` has another type, such as a tensor.
-        ValueError: if a list does not have one output per replica, or the dimension of its rows is unknown.
+        ValueError: if the entries of a list may be several outputs of one replica.
     """
     if isinstance(outputs, PerReplica) and outputs:
         return outputs
@@ -217,9 +218,31 @@ def as_per_replica(outputs: Any, dim: Dims = None) -> PerReplica:
         )
     if all(isinstance(part, PerReplica) for part in outputs):
         return _zipped(outputs)
-    sizes = provenance.sizes_of(outputs)
-    dims = provenance.dims_of(outputs) if dim is None else dim
-    return PerReplica(outputs, [_rows(output, dims) for output in outputs] if sizes is None else sizes, dims)
+    dim = 0 if dim is None else dim
+    sizes = [_rows(output, dim) for output in outputs]
+    devices = {tensor.device for output in outputs if (tensor := containers.first_tensor(output)) is not None}
+    if len(outputs) > 1 and len(devices) == 1 and len({*sizes}) == 1 and None not in sizes:
+        raise ValueError(
+            f"the criterion was given a {type(outputs).__name__} of {len(outputs)} outputs with {sizes[0]} rows each, all on "
+            f"{devices.pop()}: they may be those of {len(outputs)} replicas, or {len(outputs)} outputs of one replica. {_KEEP}"
+        )
+    return PerReplica(outputs, sizes, dim)
+
+
+_KEEP = (
+    "Use what keeps the rows of each replica: outputs.map(function) for a comprehension, outputs.unzip() for zip(*outputs) and "
+    "for a model that returns a list, outputs.logits for one part"
+)
+
+
+def check_rows_of_list(outputs: PerReplica, rows: int | None) -> None:
+    """Raises ``ValueError`` if a plain list of outputs does not have the rows of the targets."""
+    sizes = [size for size in outputs.sizes if size is not None]
+    if rows is not None and (sum(sizes) != rows if sizes else len(outputs) > 1):
+        raise ValueError(
+            f"the criterion was given a list of {len(outputs)} outputs with {sum(sizes) or 'no'} rows in all, and targets with "
+            f"{rows}: the rows of each replica are unknown. {_KEEP}"
+        )
 
 
 def _zipped(parts: Sequence[PerReplica]) -> PerReplica:
@@ -275,7 +298,8 @@ def sizes_like(outputs: PerReplica, rows: int | None) -> list[int]:
     return known if rows is None else proportional_sizes(rows, known)
 
 
-SEVERAL = "; several losses are one module that returns a mapping of them, with a weight= that returns a divisor for each"
+Divisor = Callable[..., Any] | str | Mapping[Any, Callable[..., Any]] | Sequence[Callable[..., Any]]
+SEVERAL = "; several losses are one module that returns a mapping of them, with a weight= that has a function for each divisor"
 
 
 def check_settings(criterion: Any, weight: Any, reduction: str | None, minimum: float) -> None:
@@ -288,8 +312,14 @@ def check_settings(criterion: Any, weight: Any, reduction: str | None, minimum: 
     if isinstance(criterion, type) or not callable(criterion):
         more = SEVERAL if isinstance(criterion, (list, tuple, dict)) else ""
         raise TypeError(f"the criterion is {_described(criterion)}, expected a module or a function{more}")
-    if weight is not None and weight != "rows" and not callable(weight):
-        raise ValueError(f"weight={weight!r}, expected a function (output, *targets) -> scalar, or 'rows'")
+    functions = (
+        list(weight.values()) if isinstance(weight, Mapping) else weight if isinstance(weight, (list, tuple)) else [weight]
+    )
+    if weight is not None and weight != "rows" and not (functions and all(map(callable, functions))):
+        raise ValueError(
+            f"weight={weight!r}, expected a function (output, *targets) -> scalar, or 'rows', or for several means a mapping or "
+            "a list with a function (*targets) -> scalar for each"
+        )
     check_minimum(minimum)
     if reduction not in (None, "sum", "mean", "none"):
         raise ValueError(f"reduction={reduction!r}, expected 'sum', 'mean' or 'none'")
@@ -313,8 +343,15 @@ def keywords_of(weight: Any) -> set[str] | None:
     return {parameter.name for parameter in parameters}
 
 
-def call_weight(weight: Callable[..., Any], takes: set[str] | None, shard: Shard) -> Any:
+def weights_of_targets(weight: Any, targets: tuple[Any, ...]) -> Any:
+    """Calls each function of a mapping or sequence with the targets."""
+    return map_weights(lambda count: count(*targets), weight)
+
+
+def call_weight(weight: Any, takes: set[str] | None, shard: Shard) -> Any:
     """Calls a weight function with the arguments of the criterion, without the keyword arguments that it does not accept."""
+    if not callable(weight):
+        return weights_of_targets(weight, shard.targets)
     kwargs = {name: value for name, value in shard.kwargs.items() if takes is None or name in takes}
     return call_spread(weight, shard.output, shard.targets, kwargs)
 
@@ -344,54 +381,3 @@ def warn_unknown(criterion: Criterion, stacklevel: int) -> None:
 
 def _described(criterion: Any) -> str:
     return f"the class {criterion.__name__}" if isinstance(criterion, type) else containers.describe(criterion)
-
-
-class OutputUsedError(AttributeError, TypeError):
-    """A weight function has used an output that is not computed yet."""
-
-    def __init__(self) -> None:
-        super().__init__("it uses the output, which is not computed yet")
-
-
-class MissingOutput:
-    """Placeholder for an output that is not computed yet. Each use raises :class:`OutputUsedError`."""
-
-    def __getattribute__(self, name: str) -> Any:
-        raise OutputUsedError
-
-    def __getitem__(self, key: Any) -> Any:
-        raise OutputUsedError
-
-    @classmethod
-    def __torch_function__(cls, *_: Any) -> Any:
-        raise OutputUsedError
-
-
-class TargetDivisors:
-    """Calls a weight function without outputs, until it has shown one divisor, or one that depends on the outputs.
-
-    Attributes:
-        error: of the last call, as text; empty if it returned divisors.
-    """
-
-    def __init__(self) -> None:
-        self.error = ""
-        self._needless: set[int] = set()  # numbers of targets
-
-    def of(self, weight: Callable[..., Any], targets: tuple[Any, ...]) -> list[float] | None:
-        """Returns the divisors of a whole batch, or None if there is one, or if they depend on the outputs."""
-        count = len(targets)
-        if count in self._needless:
-            return None
-        self.error = ""
-        try:
-            weights = weight(*[MissingOutput()] * count_leading(weight, count), *map(without_mark, targets))
-        except (TypeError, ValueError, AttributeError) as error:  # wrong targets, or a use of the placeholder
-            self.error = f"{type(error).__name__}: {error}"
-            if isinstance(error, OutputUsedError):
-                self._needless.add(count)
-            return None
-        if isinstance(weights, (torch.Tensor, float, int)):
-            self._needless.add(count)
-            return None
-        return flat_weights(read_weights(weights))

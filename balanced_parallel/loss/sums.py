@@ -246,9 +246,7 @@ def check_weights(weights: Sequence[Any]) -> list[float]:
 
 def read_weights(weights: Any) -> Any:
     """Returns a weight as a number, and weights in a sequence, mapping or dataclass as a list or dict of numbers."""
-    found: list[Any] = []
-    map_weights(found.append, weights)
-    numbers = iter(check_weights(found))
+    numbers = iter(flat_weights(weights))
     return map_weights(lambda _: next(numbers), weights)
 
 
@@ -264,10 +262,10 @@ def map_weights(function: Callable[[Any], Any], weights: Any) -> Any:
 
 
 def flat_weights(weights: Any) -> list[float]:
-    """Returns the numbers in the result of :func:`read_weights` as one list."""
-    found: list[float] = []
-    map_weights(found.append, weights)
-    return found
+    """Returns a weight, or the weights in a structure, as one list of numbers."""
+    leaves: list[Any] = []
+    map_weights(leaves.append, weights)
+    return check_weights(leaves)
 
 
 Criterion = nn.Module | Callable[..., Tensor]
@@ -417,22 +415,16 @@ def merge(parts: Sequence[Any], together: Callable[[list[LossSum]], Any]) -> Any
     return containers.zip_leaves(lambda place, sums: None if None in sums else together(sums), filled, "the loss")
 
 
-def add_means(part: Any, reason: str = "") -> LossSum:
-    """Returns the sum of all losses of one replica.
-
-    Args:
-        part: their sums, with one weight.
-        reason: the error of ``weight=`` without outputs, if there was one.
-    """
+def add_means(part: Any) -> LossSum:
+    """Returns the sum of all losses of one replica, whose sums have one weight."""
     sums = [leaf for _, leaf in containers.leaves(part) if leaf is not None]
-    if len({one.weight for one in sums}) > 1:
+    if len({mean.weight for mean in sums}) > 1:
         raise ValueError(
             "the criterion returns means with divisors of their own, which have to be known before the first micro-batch: call "
-            "step(inputs, targets) with a weight= that depends on the targets alone; or, in place of TrainStep, call "
-            "criterion(outputs, targets), add up the losses, and call backward"
-            + (f". Without outputs, weight= raised {reason}" if reason else "")
+            "step(inputs, targets) with functions of the targets alone, one per mean, as in weight={'class': lambda target: "
+            "len(target), ...}; or, in place of TrainStep, call criterion(outputs, targets), add up the losses, and call backward"
         )
-    return LossSum(functools.reduce(torch.add, [one.total for one in sums]), sums[0].weight)
+    return LossSum(functools.reduce(torch.add, [mean.total for mean in sums]), sums[0].weight)
 
 
 def _repeated(part: LossSum, form: Any) -> Any:

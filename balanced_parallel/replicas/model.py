@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..batch.containers import Dims, check_dim, check_dims, leaf_dims, leaves
-from ..batch.outputs import PerReplica, join, refuse_list, repeated_rows
+from ..batch.outputs import PerReplica, join, repeated_rows
 from ..batch.plan import Shares, assign_rows
 from ..batch.rows import Arguments, count_rows, cut, dims_of_method, find_shards, mark, move_leaves
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
@@ -220,7 +220,7 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
             outputs = self.replicas.workers(timed, devices, together=together)
         if self.gather_outputs and shards is None:
             return self._gather(outputs, sizes)
-        per_replica = PerReplica.of_forward(outputs, sizes or [None], self.out_dims)
+        per_replica = PerReplica(outputs, sizes or [None], self.out_dims)
         if shards is None:
             return per_replica
         per_replica.in_order(shards.order)
@@ -255,12 +255,6 @@ def _call(replica: nn.Module, method: str | None, batch: Arguments, device: torc
 
 
 def mark_inputs(arguments: Arguments, dims: Dims, module: nn.Module, method: str | None) -> Arguments:
-    """Returns the arguments of a module's ``forward``, or of another method, marked with ``dims``.
-
-    Raises:
-        ValueError: an argument is a list of the replicas' outputs, but no longer a ``PerReplica``.
-    """
-    for key, value in (*enumerate(arguments.inputs), *arguments.kwargs.items()):
-        refuse_list(value, f"inputs[{key}]" if isinstance(key, int) else f"kwargs[{key!r}]")
+    """Returns the arguments of a module's ``forward``, or of another method, marked with ``dims``."""
     function = getattr(module, method or "forward")
     return mark(arguments, dims if method is None else dims_of_method(dims, function, method), function)

@@ -198,7 +198,7 @@ class DistributedModel(DistributedDataParallel):
 
         with self.precision.autocast(self.devices), random_numbers, self._as_wrapped() as wrapped:
             super().forward(call, self.require_backward_grad_sync)
-        return PerReplica.of_forward([wrapped.take_output()], [rows], self.out_dims)
+        return PerReplica([wrapped.take_output()], [rows], self.out_dims)
 
     @contextlib.contextmanager
     def _as_wrapped(self) -> Iterator["_Wrapped"]:

@@ -167,10 +167,10 @@ class ShardedModel(nn.Module):
             example = self._examples[method] = move_leaves(example, self.devices[0])  # once: the host would wait for each copy
             with self._as_dummy():
                 outputs = PerReplica([self._call(method, map_leaves(_detached, example))], [1], self.out_dims).narrow(0, 0)
-            return PerReplica.of_forward(outputs, outputs.sizes, self.out_dims)
+            return PerReplica(outputs, outputs.sizes, self.out_dims)
         if arguments is None:
             raise RuntimeError("no rank has had a row yet, expected rows on one rank at least in the first forward")
-        return PerReplica.of_forward([self._call(method, arguments)], [rows], self.out_dims)
+        return PerReplica([self._call(method, arguments)], [rows], self.out_dims)
 
     def _call(self, method: str, arguments: Arguments) -> Any:
         inputs, kwargs = move_leaves(arguments.inputs, self.devices[0]), move_leaves(arguments.kwargs, self.devices[0])

@@ -1,10 +1,6 @@
-"""Gathering: concatenation of every leaf, containers of every type, errors for outputs that differ.
-
-The record of outputs: its end runs no Python code.
-"""
+"""Gathering: concatenation of every leaf, containers of every type, errors for outputs that differ."""
 
 import dataclasses
-import sys
 from typing import Any
 
 import pytest
@@ -13,7 +9,6 @@ from transformers import BatchEncoding
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from balanced_parallel import gather, scatter
-from balanced_parallel.batch import outputs
 
 
 @dataclasses.dataclass
@@ -100,18 +95,3 @@ def test_gradients_flow_back_to_all_outputs():
 def test_outputs_that_cannot_be_gathered_raise_an_error(outputs, error, message):
     with pytest.raises(error, match=message):
         gather(outputs)
-
-
-def test_the_end_of_an_output_runs_no_python_code_in_which_a_ctrl_c_is_lost():
-    """Python drops what is raised in the callback of a weak reference, a KeyboardInterrupt too."""
-    output, calls = torch.zeros(3), []
-    outputs.record([output], (3,), 0)
-    key = id(output)
-    assert key in outputs._known
-    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_filename) if event == "call" else None)
-    try:
-        del output
-    finally:
-        sys.setprofile(None)
-    assert key not in outputs._known
-    assert outputs.__file__ not in calls

@@ -212,15 +212,14 @@ def two_means(output, target):
     return {"all": F.mse_loss(output, target), "some": output[some].pow(2).sum() / some.sum().clamp(min=1)}
 
 
-def counts(output, target):
-    return {"all": len(target), "some": (target.sum(1) > 2.5).sum()}
+COUNTS = {"all": len, "some": lambda target: (target.sum(1) > 2.5).sum()}
 
 
 @pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 def test_settings_of_the_wrappers_are_used_in_the_split_program(double, micro_batch_size):
     x, target, clips = torch.randn(11, 4), torch.rand(11, 5), [torch.randn(length, 4) for length in range(1, 12)]
-    several = DataParallelCriterion(two_means, weight=counts, minimum=1)
+    several = DataParallelCriterion(two_means, weight=COUNTS, minimum=1)
     assert verify(DataParallelModel(build_net(), CPUS), several, x, target, micro_batch_size=micro_batch_size).equal
     whole = DataParallelModel(Clips(), CPUS, in_dims={"scale": None})
     for model, scale in ((whole, torch.rand(5)), (DataParallelModel(Clips(), CPUS), Whole(torch.rand(5)))):

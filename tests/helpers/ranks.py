@@ -129,7 +129,7 @@ def _reset():
     """Undoes settings that the function before may have left."""
     import torch
 
-    from balanced_parallel.batch import outputs, samplers
+    from balanced_parallel.batch import samplers
 
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
@@ -137,5 +137,4 @@ def _reset():
     torch.set_autocast_enabled("cpu", False)
     torch.manual_seed(0)
     random.seed(0)
-    vars(outputs._thread).clear()  # the dimension of the rows in the last forward
     samplers._begun = "no RankBatchSampler"

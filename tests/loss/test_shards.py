@@ -136,8 +136,7 @@ def losses(out, y, t):
     return {"a": F.cross_entropy(out, y), "b": F.mse_loss(out, t)}
 
 
-def divisors(out, y, t):
-    return {"a": (y != -100).sum(), "b": t.numel()}
+DIVISORS = {"a": lambda y, t: (y != -100).sum(), "b": lambda y, t: t.numel()}
 
 
 def make_step(weight):
@@ -152,24 +151,38 @@ def make_step(weight):
 
 @pytest.mark.parametrize("wrong", [(Y,), (Y, T, T), {"y": Y, "t": T}])
 def test_step_with_wrong_targets_can_be_repeated_with_the_right_ones(wrong):
-    step, expected = make_step(divisors)
+    step, expected = make_step(DIVISORS)
     with pytest.raises(TypeError):
         step(X, wrong)
     torch.testing.assert_close(step(X, (Y, T)), expected.detach())
 
 
-@pytest.mark.parametrize("weight", [lambda out, y, t: divisors(out[:], y, t), lambda out, y, t: divisors(out.float(), y, t)])
-def test_divisors_of_outputs_are_named_in_the_error(weight):
-    step, _ = make_step(weight)
-    for _ in range(2):
-        with pytest.raises(ValueError, match="Without outputs, weight= raised .*Error: it uses the output, which is not"):
-            step(X, (Y, T))
+def test_functions_of_the_targets_divide_several_means():
+    net = nn.Linear(4, 3)
+    outputs = DataParallelModel(net, CPUS)(X)
+    torch.testing.assert_close(DataParallelCriterion(losses, weight=DIVISORS)(outputs, Y, T), losses(net(X), Y, T))
+    listed = DataParallelCriterion(lambda *given: [*losses(*given).values()], weight=[*DIVISORS.values()])
+    torch.testing.assert_close(listed(outputs, Y, T), [*losses(net(X), Y, T).values()])
+    with pytest.raises(ValueError, match=r"expected one weight for each mean"):
+        DataParallelCriterion(losses, weight={"b": DIVISORS["b"], "a": DIVISORS["a"]})(outputs, Y, T)
+
+
+@pytest.mark.parametrize("weight", [{}, [], {"a": 1}, ["rows", "rows"], "columns"])
+def test_invalid_weights_raise_an_error(weight):
+    with pytest.raises(ValueError, match=r"expected a function \(output, \*targets\) -> scalar, or 'rows', or for several means"):
+        DataParallelCriterion(losses, weight=weight)
+
+
+def test_divisors_that_may_depend_on_outputs_are_an_error_in_a_step():
+    step, _ = make_step(lambda out, y, t: {name: count(y, t) for name, count in DIVISORS.items()})
+    with pytest.raises(ValueError, match=r"before the first micro-batch: .*functions of the targets alone.*weight=\{"):
+        step(X, (Y, T))
 
 
 def test_several_criteria_are_refused_with_the_way_to_write_them():
     criteria = [DataParallelCriterion(nn.CrossEntropyLoss()), DataParallelCriterion(nn.MSELoss())]
     net = nn.Linear(4, 3)
-    advice = "several losses are one module that returns a mapping of them, with a weight= that returns a divisor for each"
+    advice = "several losses are one module that returns a mapping of them, with a weight= that has a function for each divisor"
     with pytest.raises(TypeError, match=advice):
         TrainStep(DataParallelModel(net, ["cpu"]), criteria, torch.optim.SGD(net.parameters()))
     with pytest.raises(TypeError, match=advice):

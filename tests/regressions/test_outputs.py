@@ -10,8 +10,7 @@ from helpers.loops import CPUS, Calls, assert_equal_program
 from helpers.problems import CLASSES, assert_same_gradients, build_net, class_targets, gradients
 from torch import nn
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, PerReplica, TrainStep
-from balanced_parallel.batch import outputs as provenance
+from balanced_parallel import DataParallelCriterion, DataParallelModel, PerReplica, TrainStep, simulate
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -22,16 +21,29 @@ class TestListOutputs:
     def stacks(self):
         return Calls(lambda net, x: [net(x), net(x * 2), net(x * 3)])  # as many as there are devices
 
-    def test_criterion_on_the_outputs_of_one_replica_raises_an_error(self):
-        x, target = torch.randn(6, 4), torch.rand(6, CLASSES)
+    @pytest.mark.parametrize("rows", [6, 7])
+    def test_criterion_on_the_outputs_of_one_replica_raises_an_error(self, rows):
+        """6 rows on 3 devices: three outputs of one replica have the shapes of one output of each replica."""
+        x, target = torch.randn(rows, 4), torch.rand(rows, CLASSES)
         criterion = DataParallelCriterion(nn.MSELoss())
         outputs = DataParallelModel(self.stacks(), CPUS)(x)
-        with pytest.raises(ValueError, match=r"3 outputs of one replica, number 0, expected one of each.*outputs\.map"):
+        message = r"3 outputs with [23] rows each, all on cpu: .* or 3 outputs of one replica.*outputs\.map.*unzip"
+        with pytest.raises(ValueError, match=message):
             sum(criterion(output, target) for output in outputs)
-        with pytest.raises(ValueError, match="3 outputs of one replica, number 0"):
+        with pytest.raises(ValueError, match=message):
             criterion([F.relu(output) for output in outputs[0]], target)
-        with torch.no_grad(), pytest.raises(ValueError, match="3 outputs of one replica, number 0"):
+        with torch.no_grad(), pytest.raises(ValueError, match=message):
             criterion(DataParallelModel(self.stacks(), CPUS)(x)[0], target)
+
+    def test_lists_with_one_output_on_each_device_equal_the_plain_program(self):
+        module, x, target = self.stacks(), torch.randn(6, 4), torch.rand(6, CLASSES)
+        expected = sum(F.mse_loss(output, target) for output in module(x))
+        with simulate(3) as cluster:
+            criterion, outputs = DataParallelCriterion(nn.MSELoss()), DataParallelModel(module, cluster.devices)(x)
+            losses = [criterion([output[stack] for output in outputs], target) for stack in range(3)]
+            torch.testing.assert_close(sum(losses).cpu(), expected)
+            with pytest.raises(ValueError, match="3 outputs with 2 rows each, all on sim:1"):
+                criterion(outputs[1], target)
 
     @pytest.mark.parametrize("micro_batch_size", [None, 1, 2])
     def test_lists_of_targets_are_split_like_the_outputs(self, micro_batch_size):
@@ -62,16 +74,18 @@ class TestListOutputs:
                 self.stacks(), loss, lambda module: sum(F.mse_loss(output, target) for output in module(x)), [x], [target]
             )
 
-    def test_outputs_in_another_order_raise_an_error(self):
-        outputs = DataParallelModel(build_net(), CPUS)(torch.randn(7, 4))
-        with pytest.raises(ValueError, match="outputs of replicas 2, 1, 0 of 3, expected one of each, in order"):
-            DataParallelCriterion(nn.MSELoss())(list(outputs)[::-1], torch.rand(7, CLASSES))
-
     def test_output_of_one_replica_raises_an_error(self):
         """[1, CLASSES] beside [7, CLASSES] would be broadcast."""
         outputs = DataParallelModel(Calls(lambda net, x: (net(x),)), CPUS)(torch.randn(3, 4))
-        with pytest.raises(ValueError, match="outputs of replicas 0 of 3"):
+        with pytest.raises(ValueError, match="a list of 1 outputs with 1 rows in all, and targets with 3"):
             DataParallelCriterion(nn.MSELoss())(outputs[0], torch.rand(3, CLASSES))
+
+    def test_rows_of_losses_in_a_list_are_unknown(self):
+        outputs = DataParallelModel(Calls(lambda net, x: net(x).mean()), CPUS, split=[5, 1, 1])(torch.randn(7, 4))
+        criterion = DataParallelCriterion(lambda loss, target: loss, weight=lambda loss, target: len(target))
+        with pytest.raises(ValueError, match=r"3 outputs with no rows in all, and targets with 7.*outputs\.map"):
+            criterion(list(outputs), torch.rand(7))
+        torch.testing.assert_close(criterion(outputs, torch.rand(7)), (5 * outputs[0] + outputs[1] + outputs[2]) / 7)
 
     def test_gathered_outputs_are_accepted_by_the_criterion(self):
         net, x, target = build_net(), torch.randn(7, 4), class_targets(7)
@@ -79,15 +93,6 @@ class TestListOutputs:
         criterion = DataParallelCriterion(nn.CrossEntropyLoss())
         torch.testing.assert_close(criterion([whole], target), F.cross_entropy(net(x), target))
         torch.testing.assert_close(criterion(list(whole.split(4)), target), F.cross_entropy(net(x), target))
-
-    def test_records_of_deleted_outputs_are_removed(self):
-        model = DataParallelModel(build_net(), CPUS)
-        before = len(provenance._known)
-        for _ in range(3):
-            outputs = model(torch.randn(7, 4))
-            assert len(provenance._known) == before + 3
-        del outputs
-        assert len(provenance._known) == before
 
 
 class TestPerReplica:

@@ -48,7 +48,7 @@ def contrast_of_pair(first, second, target):
 
 def test_gather_refuses_several_rows_for_each_row():
     outputs = DataParallelModel(Views(), CPUS)(torch.randn(7, 4))
-    for given in (outputs, list(outputs), [F.normalize(output) for output in outputs]):
+    for given in (outputs, outputs.map(F.normalize)):
         with pytest.raises(ValueError, match=rf"output has \[6, 4, 4\] rows for \[3, 2, 2\] rows of the batch, {ADVICE}"):
             gather(given)
     mapping = DataParallelModel(Views(lambda out: {"x": out}), CPUS)(torch.randn(7, 4))
