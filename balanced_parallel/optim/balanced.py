@@ -35,7 +35,7 @@ class OptimizerShards(Protocol):
         """Brings gradients to the shards."""
 
     def step(self) -> None:
-        """Updates the shards, and all copies of them."""
+        """Brings gradients to the shards, and updates the shards and all copies of them."""
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clears the gradients."""
@@ -57,8 +57,9 @@ class BalancedOptimizer(torch.optim.Optimizer):
 
     ``state_dict()`` equals that of the plain optimizer over ``model.parameters()``, with tensors on the CPU, so a checkpoint
     moves between one device, many devices and many ranks. ``param_groups`` hold the owners' pieces, for gradient scalers,
-    clipping and schedulers. ``parameter.grad`` of the model's own parameters works too: reading it gathers the gradient. Call
-    :meth:`step` on the same model that ran the backward.
+    clipping and schedulers. ``parameter.grad`` of the model's own parameters works too: reading it gathers the gradient. Values
+    are those of ``model.parameters()``, which every step begins with: what is written to the pieces is lost. Call :meth:`step` on
+    the same model that ran the backward.
 
     Args:
         model: a :class:`DataParallelModel`, or the model that :func:`parallelize` returns under torchrun.
@@ -133,7 +134,6 @@ class BalancedOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self.shards.collect()
         self.shards.step()
         return loss
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..replicas.buckets import Gradients, accumulate, bring_together, discard
 from ..replicas.model import DataParallelModel
-from ..replicas.replicas import Sharding, note_written
+from ..replicas.replicas import Sharding
 from ..runtime import torch_private, transport
 from ..runtime.torch_private import get_gradient, set_gradient
 
@@ -227,22 +227,24 @@ class ReplicaShards:
         self.inner = optimizer_class(pieces, **defaults)
 
     def collect(self) -> None:
-        """Moves values and gradients that a user set on the model's own parameters to the owners."""
-        if self._sharded:
-            self._model.replicas.prepare(self._model.module, self._model.devices)
-            for parameter in self._sharded:
-                if isinstance(parameter, ShardedParameter):
-                    shard_gradient(parameter)
+        """Moves gradients that a user set on the model's own parameters to the owners."""
+        if any(piece.values.dtype != piece.parameter.dtype for owners in self._owners for piece in owners.pieces):
+            self._prepare()  # raises an error that says what to do
+        for parameter in self._sharded:
+            if isinstance(parameter, ShardedParameter):
+                shard_gradient(parameter)
 
     def step(self) -> None:
-        """Updates each shard on its owner, and copies it to the other devices. A forward in another thread ends before."""
+        """Updates each shard on its owner, and copies it to the other devices. A forward in another thread ends before.
+
+        The update begins with the values of the model's own parameters, which a user may have written to.
+        """
+        self._prepare()
+        self.collect()
         with self._model.replicas.in_turn():
             self.inner.step()
             for owners in self._owners:
                 owners.publish()
-            if self._owners:
-                note_written(self._sharded)  # for other replicas of the same parameters
-                self._model.replicas.mark_fresh()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clears the gradients of all shards and of the parameters."""
@@ -288,6 +290,11 @@ class ReplicaShards:
                     at += 1
             groups.append({**saved, "params": list(range(first, at))})
         self.inner.load_state_dict({"state": state, "param_groups": groups})
+
+    def _prepare(self) -> None:
+        """Brings the values of the model's own parameters to the owners."""
+        if self._sharded:
+            self._model.replicas.prepare(self._model.module, self._model.devices)
 
     def _shard(self) -> None:
         model = self._model

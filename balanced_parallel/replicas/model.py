@@ -158,7 +158,7 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
             >>> model.module.bias.grad
             tensor([3.])
         """
-        return self.replicas.gradients.no_sync()
+        return self.replicas.no_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of all parameters, and those that have accumulated on the replicas."""
@@ -171,7 +171,8 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
     def refresh_replicas(self) -> None:
         """Copies all parameters again before the next forward or update.
 
-        This is needed only after a write that Python does not see, such as that of a kernel that was given their addresses.
+        Every forward does so, but for those after the first one in a block of :meth:`no_sync` or ``savings.inference``. This is
+        needed there after a write that torch's version counters do not record, such as ``parameter.data.clamp_(...)``.
         """
         self.replicas.copies.forget_values()
 

@@ -20,8 +20,9 @@ def inference(*modules: nn.Module) -> Iterator[None]:
     """Keeps no activations in this block, and puts modules in evaluation mode until its end.
 
     Afterwards each submodule is in the mode that it had before, so a frozen batch norm stays frozen. Replicas of a
-    :class:`DataParallelModel` follow. Results are inference tensors: they can be read, gathered and saved, but not be part of a
-    later graph. It is also a decorator.
+    :class:`DataParallelModel` follow. They get the parameters' values at the first forward in this block, and again after writes
+    that torch's version counters record; after a write through ``.data`` in this block, call ``model.refresh_replicas()``.
+    Results are inference tensors: they can be read, gathered and saved, but not be part of a later graph. It is also a decorator.
 
     Args:
         modules: models and criteria, in :class:`DataParallelModel` and so on or not.
@@ -36,9 +37,13 @@ def inference(*modules: nn.Module) -> Iterator[None]:
     """
     before = [(submodule, submodule.training) for module in modules for submodule in module.modules()]
     try:
-        for module in modules:
-            module.eval()
-        with torch.inference_mode():
+        with contextlib.ExitStack() as stack:
+            for module in modules:
+                module.eval()
+            for submodule, _ in before:
+                if callable(window := getattr(getattr(submodule, "replicas", None), "window", None)):
+                    stack.enter_context(window())  # of a model's replicas, a class of a folder that imports this one
+            stack.enter_context(torch.inference_mode())
             yield
     finally:
         for submodule, training in before:

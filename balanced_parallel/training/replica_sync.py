@@ -59,8 +59,8 @@ class ReplicaSync:
     def accumulating(self) -> Iterator[None]:
         """Keeps gradients on the replicas."""
         with contextlib.ExitStack() as stack:
-            for buckets in self._buckets:
-                stack.enter_context(buckets.no_sync())
+            for replicas in (self._model.replicas, self._criterion.replicas):
+                stack.enter_context(replicas.no_sync())
             yield
 
     def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:

@@ -23,6 +23,7 @@ from ..batch.rows import join_outputs
 from ..loss.criterion import DataParallelCriterion, losses_of_batch
 from ..loss.sums import Weight
 from ..optim.balanced import BalancedOptimizer
+from ..replicas.replicas import parameter_window
 from ..runtime import collectives
 from ..runtime.random_numbers import generator_states, seed_anew, set_generators
 from ..runtime.torch_private import is_sharded, uncompiled_name
@@ -334,8 +335,11 @@ class TrainStep(StepState):
         """
         self._compare_settings()
         outputs: list[PerReplica] = []
-        self._attempts.accumulate(self._accumulate, Batch(inputs, spread(targets), True, outputs if return_outputs else None))
-        return (self._apply(), join_outputs(outputs, self.model.out_dims)) if return_outputs else self._apply()
+        batch = Batch(inputs, spread(targets), True, outputs if return_outputs else None)
+        with parameter_window(self.model, self.criterion):
+            self._attempts.accumulate(self._accumulate, batch)
+            loss = self._apply()
+        return (loss, join_outputs(outputs, self.model.out_dims)) if return_outputs else loss
 
     def add(self, inputs: Any, targets: Any = ()) -> None:
         """Accumulates the gradients of some more rows; nothing is updated before :meth:`apply`.
@@ -343,12 +347,14 @@ class TrainStep(StepState):
         An ``add`` that fails drops all rows since the last update, with a note on its error.
         """
         self._compare_settings()
-        self._attempts.accumulate(self._accumulate, Batch(inputs, spread(targets), is_whole=False, outputs=None))
+        with parameter_window(self.model, self.criterion):
+            self._attempts.accumulate(self._accumulate, Batch(inputs, spread(targets), is_whole=False, outputs=None))
 
     def apply(self) -> Tensor:
         """Updates with the gradients of all rows that were added, and returns their loss."""
         self._compare_settings()
-        return self._apply()
+        with parameter_window(self.model, self.criterion):
+            return self._apply()
 
     def _accumulate(self, batch: Batch) -> None:
         with self._adding() as accumulation:

@@ -5,6 +5,7 @@ Copies of parameters on other devices, refreshed where the parameters have chang
 Copies between devices in one step: how many, and how many of them wait for each other.
 """
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -21,8 +22,10 @@ from balanced_parallel import (
     BalancedOptimizer,
     DataParallelCriterion,
     DataParallelModel,
+    TrainStep,
     convert_sync_batchnorm,
     gather,
+    savings,
     simulate,
 )
 from balanced_parallel.replicas.replicas import Replicas
@@ -288,36 +291,55 @@ def test_a_submodule_that_changes_its_dtype_equals_the_plain_program(double):
 
 
 @pytest.mark.usefixtures("buckets")
-def test_only_changed_parameters_are_copied():
+def test_parameters_are_copied_by_every_forward_and_once_in_a_window():
     with simulate(3) as cluster:
-        net = build_net()
-        model, x = settled(net)
+        net = build_net().to("sim:0")
+        model, criterion = DataParallelModel(net), DataParallelCriterion(nn.MSELoss())
+        x, y = torch.randn(6, 4), torch.randn(6, 5)
+        model(x)
         size = sum(parameter.nbytes for parameter in net.parameters())
 
-        def moved_out():
+        def moved_by(run):
             before = cluster.moved
-            gather(model(x)).sum().backward()
+            run()
             return (cluster.moved - before)["sim:0", "sim:1"]
 
-        still = moved_out()
-        assert still < size
-        with torch.no_grad():
-            net[0].weight.mul_(2)
-        assert moved_out() == still + net[0].weight.nbytes
-        torch.optim.SGD(net.parameters(), 0.1).step()
-        assert moved_out() == still + size
-        assert moved_out() == still
+        def forward(times=1):
+            for _ in range(times):
+                model(x)
+
+        with model.no_sync():
+            model(x)
+            other = moved_by(forward)
+            assert other < size
+            with torch.no_grad():
+                net[0].weight.mul_(2)  # torch records it
+            assert moved_by(forward) == other + net[0].weight.nbytes
+        assert moved_by(forward) == other + size
+        for block in (model.no_sync, lambda: savings.inference(model), lambda: savings.inference(nn.ModuleList([model]))):
+            for _ in range(2):
+                with block():
+                    assert moved_by(lambda: forward(3)) == 3 * other + size
+            assert moved_by(lambda: forward(3)) == 3 * (other + size)
+        step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), 0.1), micro_batch_size=1)
+        assert size <= moved_by(lambda: step(x, y)) < 2 * size
+        assert size <= moved_by(lambda: step.add(x, y)) < 2 * size
+        assert moved_by(lambda: step.add(x, y)) >= size
+        step.apply()
 
 
 @pytest.mark.usefixtures("buckets")
-def test_refresh_replicas_copies_untracked_writes():
+def test_refresh_replicas_copies_unrecorded_writes_in_a_window():
     with simulate(3):
         net = build_net()
         model, x = settled(net)
-        for parameter in net.parameters():
-            write_unseen(parameter, 3)
-        model.refresh_replicas()
-        assert_follows(model, net, x)
+        for block in (contextlib.nullcontext, model.no_sync):
+            with block():
+                model(x)
+                for parameter in net.parameters():
+                    write_unseen(parameter, 3)
+                model.refresh_replicas() if block is not contextlib.nullcontext else None
+                assert_follows(model, net, x)
 
 
 @pytest.mark.usefixtures("buckets")
@@ -393,14 +415,17 @@ def test_gradients_and_parameters_of_a_bucket_go_in_rounds(count):
         copies.take()
         torch.autograd.backward(losses)
         gradients = copies.take()
-        optimizer.step()
+        with model.replicas.window():
+            model(torch.randn(2 * count, 4))
+            copies.take()
+            optimizer.step()  # with values that are fresh
         parameters = copies.take()
         rounds = count if count % 2 else count - 1
         for found in (gradients, parameters):
             assert len(found) == len(set(found)) == count * (count - 1)
             assert longest_chain(found) == 2 * rounds  # each pair in both directions
         model(torch.randn(2 * count, 4))
-        assert len(copies.take()) == 2 * (count - 1)  # buffers of two dtypes, no parameters
+        assert len(copies.take()) == 3 * (count - 1)  # parameters, and buffers of two dtypes
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])

@@ -7,64 +7,16 @@ Writes through ``.data``: training loops of users, compared with the plain progr
 
 import contextlib
 import copy
-import gc
 import io
 import warnings
 
 import pytest
 import torch
 from helpers.problems import CLASSES, build_net
-from helpers.replicas import assert_follows, settled, write_unseen
 from helpers.updates import ROWS, Head, assert_equal, random_batches, values_of
 from torch import nn
 
 from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
-from balanced_parallel.replicas.replicas import CHUNK, _differing
-
-
-@pytest.mark.usefixtures("buckets")
-def test_unrecorded_writes_are_copied_with_a_warning():
-    with simulate(3):
-        net = build_net()
-        model, x = settled(net)  # its second forward is compared
-        for parameter in net.parameters():
-            write_unseen(parameter, 3)
-        with pytest.warns(UserWarning, match=r"4 parameters were written to without torch's version counter"):
-            for _ in range(2):
-                model(x)
-        for factor in (0.5, -1, 3):
-            for parameter in net.parameters():
-                write_unseen(parameter, factor)
-            assert_follows(model, net, x)
-
-
-@pytest.mark.usefixtures("buckets")
-def test_comparison_moves_only_checksums():
-    with simulate(2) as cluster:
-        model = DataParallelModel(nn.Linear(512, 512).to("sim:0"))
-        x = torch.ones(2, 512)
-        for _ in range(9):
-            before = cluster.moved
-            model(x)
-            size = (cluster.moved - before)["sim:0", "sim:1"]
-        assert size < 3000
-
-
-@pytest.mark.usefixtures("buckets")
-def test_checksum_depends_on_every_bit_and_position():
-    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64, torch.int64, torch.bool):
-        tensor = torch.arange(6).to(dtype).reshape(2, 3)
-        tensor[1, 1] = 0
-        copies = [tensor.clone() for _ in range(4)]
-        copies[1][1, 2] = 0
-        copies[2] = copies[2].flip(0) if dtype is not torch.bool else ~copies[2]
-        found = _differing([tensor] * 4, copies)
-        assert found == [1, 2]
-    large = torch.zeros(2 * CHUNK + 1)
-    moved = large.clone()
-    large[0], moved[CHUNK] = 1, 1
-    assert _differing([large], [moved]) == [0]
-    assert _differing([torch.empty(0)], [torch.empty(0)]) == []
 
 
 class Fused(torch.optim.AdamW):
@@ -113,50 +65,6 @@ def test_a_fused_optimizer_trains_all_replicas(devices, micro_batch_size, scaled
 
 
 @pytest.mark.usefixtures("double")
-def test_optimizer_step_copies_only_its_parameters():
-    with simulate(2) as cluster:
-        net, other = nn.Linear(64, 64).to("sim:0"), nn.Linear(64, 64).to("sim:0")
-        net.bias.requires_grad_(False)
-        model, x = DataParallelModel(net), torch.randn(4, 64)
-        mine, theirs = Fused(net.parameters(), 0.1), Fused(other.parameters(), 0.1)
-
-        def moved_by_a_forward():
-            before = cluster.moved
-            loss = gather(model(x)).sum() + other(x.to("sim:0")).sum()
-            moved = (cluster.moved - before)["sim:0", "sim:1"]
-            loss.backward()
-            return moved
-
-        still = [moved_by_a_forward() for _ in range(4)][-1]
-        theirs.step()
-        assert moved_by_a_forward() == still
-        mine.step()
-        assert moved_by_a_forward() == still + net.weight.nbytes
-        assert moved_by_a_forward() == still
-
-
-@pytest.mark.usefixtures("double")
-def test_reading_data_copies_the_parameter_while_the_result_lives():
-    with simulate(2) as cluster:
-        net = nn.Linear(64, 64).to("sim:0")
-        model, x = DataParallelModel(net), torch.randn(4, 64)
-
-        def moved_by_a_forward():
-            before = cluster.moved
-            model(x)
-            return (cluster.moved - before)["sim:0", "sim:1"]
-
-        still = [moved_by_a_forward() for _ in range(4)][-1]
-        held = net.weight.data
-        assert [moved_by_a_forward() for _ in range(3)] == [still + net.weight.nbytes] * 3
-        del held
-        assert moved_by_a_forward() == still + net.weight.nbytes
-        assert moved_by_a_forward() == still
-        net.to("sim:0")
-        assert moved_by_a_forward() == still
-
-
-@pytest.mark.usefixtures("double")
 def test_parameters_keep_their_class_and_serialization():
     with simulate(3):
         net = build_net().to("sim:0")
@@ -182,22 +90,6 @@ def test_parameters_keep_their_class_and_serialization():
     file = io.BytesIO()
     torch.save(net, file)
     assert b"balanced_parallel" not in file.getvalue()
-
-
-@pytest.mark.usefixtures("double")
-def test_records_are_removed_with_the_replicas():
-    from balanced_parallel.replicas.replicas import _listening
-
-    gc.collect()
-    before = len(_listening)
-    with simulate(2):
-        net = nn.Linear(2, 2)
-        model = DataParallelModel(net)
-        model(torch.randn(4, 2))
-        assert len(_listening) == before + 1
-        del model
-        gc.collect()
-    assert len(_listening) == before
 
 
 @pytest.mark.usefixtures("buckets")

@@ -32,7 +32,7 @@ from ...loss.criterion import DataParallelCriterion
 from ...loss.sums import LossSum, Shard, add_up
 from ...optim.balanced import BalancedOptimizer
 from ...replicas.model import DataParallelModel
-from ...replicas.replicas import Replicas
+from ...replicas.replicas import Replicas, parameter_window
 from ...replicas.workers import run_in_turn
 from ...runtime.collectives import world_size
 from ...runtime.streams import SideStreams
@@ -255,12 +255,12 @@ def run_in_this_thread(work: Sequence[Callable[[], T]], devices: Sequence[torch.
 
 
 def make_replicas(*, have_streams: bool) -> Replicas:
-    """Makes replicas of fake tensors, which have no values to compare.
+    """Makes replicas of fake tensors.
 
     Args:
         have_streams: the fake devices stand for devices with streams. Gradients then live until another stream has read them.
     """
-    return Replicas(checksums=False, side=SideStreams() if have_streams else None, workers=run_in_this_thread)
+    return Replicas(side=SideStreams() if have_streams else None, workers=run_in_this_thread)
 
 
 class TracedModel(DataParallelModel):
@@ -344,6 +344,10 @@ class Layout(CoupledUpdates):
         """Surrounds a micro-batch that is not the last of its update."""
         return contextlib.nullcontext()
 
+    def window(self) -> contextlib.AbstractContextManager[Any]:
+        """Surrounds an update, in which parameters are written to by the optimizer alone."""
+        return contextlib.nullcontext()
+
     def zero_grad(self) -> None:
         """Begins an update."""
         self.optimizer.zero_grad()
@@ -422,12 +426,16 @@ class ReplicaLayout(Layout):
         total: Tensor = self.parallel_criterion(self.outputs(arguments), *targets)
         return total
 
+    def window(self) -> contextlib.AbstractContextManager[Any]:
+        """Refreshes the copies of the parameters once."""
+        return parameter_window(self.model, self.parallel_criterion)
+
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
         """Keeps gradients unreduced during a micro-batch."""
         with contextlib.ExitStack() as stack:
             for replicas in self.replicas:
-                stack.enter_context(replicas.gradients.no_sync())
+                stack.enter_context(replicas.no_sync())
             yield
 
     def gradients(self) -> Iterator[Any]:

@@ -172,7 +172,7 @@ def _run(request: Request, count: Count, module: Any, criterion: Any, batch: Mic
                 gc.collect(generation)  # the objects of this trace: the collector is off, so they are young
                 count.mark(name)
                 count.flops = 0
-                with around_update(request.savings, host_of(request.devices)):
+                with around_update(request.savings, host_of(request.devices)), layout.window():
                     _update(layout, count, update, host_of(request.devices) if request.kind.like_cuda else None)
         finally:
             layout.close()
