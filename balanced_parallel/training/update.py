@@ -18,6 +18,7 @@ from ..loss.sums import Weight
 from ..optim.replica_shards import ShardedParameter
 from ..runtime import torch_private
 from ..runtime.torch_private import is_sharded
+from ..savings.gradient_release import release_of
 from .accumulation import is_one
 from .strategy import GradientSync
 
@@ -189,6 +190,16 @@ def _listed(given: Any, kind: type[_Kind], name: str) -> list[_Kind]:
         if not isinstance(one, kind):
             raise TypeError(f"the {name} is {describe(one)}, expected {kind.__name__}, or a list of them")
     return listed
+
+
+def refuse_released_gradients(optimizers: Sequence[Optimizer]) -> None:
+    """Raises ``TypeError`` if an optimizer updates in the backward, before the gradients of the effective batch are final."""
+    for optimizer in optimizers:
+        if release_of(optimizer) is not None:
+            raise TypeError(
+                f"release_gradients_in_backward was applied to {type(optimizer).__name__}, so a backward updates at once, but a "
+                "TrainStep updates after all of its micro-batches: call handle.remove(), or write the loop by hand"
+            )
 
 
 def trained_tensors(model: Any, criterion: nn.Module) -> dict[str, Tensor]:
