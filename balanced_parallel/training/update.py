@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..batch.containers import describe
 from ..loss.sums import Weight
-from ..optim.replica_shards import ShardedParameter
 from ..runtime import torch_private
 from ..runtime.torch_private import is_sharded
 from ..savings.gradient_release import release_of
@@ -59,16 +58,15 @@ class Update:
     @functools.cached_property
     def outside(self) -> list[Tensor]:
         """Trained parameters that are not in the optimizers: another one's, which is to find their true gradients."""
-        known = set(map(id, self.parameters))
-        return [one for one in self.trained.values() if id(one) not in known and not isinstance(one, ShardedParameter)]
+        updated = set(map(id, self.parameters))
+        return [parameter for parameter in self.trained.values() if id(parameter) not in updated]
 
     def forget_gradients(self) -> None:
         """Drops the gradients of all parameters, in the optimizers and outside."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         for parameter in self.trained.values():
-            if not isinstance(parameter, ShardedParameter):  # whose gradient lies with its optimizer
-                parameter.grad = None
+            parameter.grad = None
 
     def run(
         self,
