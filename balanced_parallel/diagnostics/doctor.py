@@ -1,12 +1,11 @@
-"""Static checks of a model before it runs as replicas: reads modules and their source code, and runs nothing.
+"""Checks of a model before it trains as replicas.
 
-Waits of the host inside a model and its criterion, found by a training step on simulated devices.
+:func:`examine` reads modules and runs nothing, so it works on ``meta``. What only values show, :func:`verify` finds by running.
+:func:`find_waits` runs a training step on simulated devices, and finds the lines that would make the host wait for a GPU.
 """
 
-import ast
 import collections
 import functools
-import re
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -24,23 +23,15 @@ from ..replicas.model import DataParallelModel
 from ..replicas.module_tree import refuse_compiled
 from ..runtime.torch_private import BatchNorm, is_differentiable
 from ..training.step import TrainStep
-from .reasons import OWN_PACKAGES, described, fixed_devices, is_sum, read_source, unregistered_tensors
+from .reasons import described, unregistered_tensors
 
 __all__: list[str] = []
-
-
-_MUTATING_METHODS = frozenset(
-    ("add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update")
-)
-_IN_PLACE = re.compile(r"[a-z]\w*[a-z0-9]_")
-_LOST = "all replicas but the first lose it: return it, or write it outside of forward"
-_REGISTER_METHODS = frozenset(("add_module", "register_buffer", "register_module", "register_parameter"))
 
 
 def examine(module: nn.Module, criterion: Callable[..., Any] | None = None) -> tuple[str, ...]:
     """Returns one line per finding, with its place and a fix. Findings for which :func:`is_note` is True need no fix.
 
-    State that is written in forward is found in the source of ``forward`` and of the methods that it calls on ``self``.
+    State that forward writes is found by :func:`verify`, which runs the model.
 
     Args:
         module: a module on any device, including ``meta``. Its forward does not run.
@@ -50,8 +41,6 @@ def examine(module: nn.Module, criterion: Callable[..., Any] | None = None) -> t
         *_weights_without_copies(module),
         *unregistered_tensors(module),
         *_batch_norms(module),
-        *_written_state(module),
-        *fixed_devices(module),
         *_coupled_rows(criterion),
         *_recurrent_layers(module),
     )
@@ -109,89 +98,6 @@ def _batch_norms(module: nn.Module) -> Iterator[str]:
         )
 
 
-def _written_state(module: nn.Module) -> Iterator[str]:
-    seen = set()
-    for name, layer in module.named_modules():
-        kind = type(layer)
-        if kind in seen or kind.__module__.startswith(OWN_PACKAGES):
-            continue
-        seen.add(kind)
-        for method in _methods_of_forward(kind):
-            self_name = _first_argument(method)
-            for node in ast.walk(method):
-                for target in _written_targets(node, self_name):
-                    called = node.func.attr if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) else ""
-                    if (effect := _effect_of_write(target, self_name, layer, called)) is not None:
-                        code = f"{ast.unparse(node)} in {method.name} of {described(name, layer)}"
-                        yield f"state written in forward: {code}; {effect}"
-
-
-def _methods_of_forward(kind: type) -> Iterator[ast.FunctionDef]:
-    """Yields ``forward``, and the methods that it calls on ``self``, directly or indirectly."""
-    names, done = ["forward"], {"forward"}
-    while names:
-        function = getattr(kind, names.pop(), None)
-        tree = None if getattr(function, "__module__", "torch.").startswith("torch.") else read_source(function)
-        if tree is None or not isinstance(method := tree.body[0], ast.FunctionDef) or not method.args.args:
-            continue
-        yield method
-        self_name = _first_argument(method)
-        for node in ast.walk(method):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and _is_name(node.func.value, self_name):
-                names += {node.func.attr} - done
-                done.add(node.func.attr)
-
-
-def _first_argument(method: ast.FunctionDef) -> str:
-    return method.args.args[0].arg
-
-
-def _is_name(node: ast.AST, name: str) -> bool:
-    return isinstance(node, ast.Name) and node.id == name
-
-
-def _attribute_of(node: ast.AST | None, self_name: str) -> str | None:
-    """Returns ``x`` for ``self.x``, ``self.x[i]`` and ``self.x.y``, and None for expressions without ``self``."""
-    while isinstance(node, (ast.Attribute, ast.Subscript, ast.Starred)):
-        if isinstance(node, ast.Attribute) and _is_name(node.value, self_name):
-            return node.attr
-        node = node.value
-    return None
-
-
-def _written_targets(node: ast.AST, self_name: str) -> list[ast.expr]:
-    """Returns the expressions that a statement or a call writes to."""
-    if isinstance(node, (ast.Assign, ast.Delete)):
-        return [part for target in node.targets for part in getattr(target, "elts", [target])]
-    if isinstance(node, ast.AugAssign) or (isinstance(node, ast.AnnAssign) and node.value is not None):
-        return [node.target]
-    if not isinstance(node, ast.Call):
-        return []
-    targets = [keyword.value for keyword in node.keywords if keyword.arg == "out"]
-    if isinstance(node.func, ast.Name) and node.func.id == "setattr" and len(node.args) > 1:
-        targets.append(ast.Attribute(node.args[0], ast.unparse(node.args[1])))
-    if isinstance(node.func, ast.Attribute) and node.func.attr in _REGISTER_METHODS and _is_name(node.func.value, self_name):
-        targets.append(ast.Attribute(node.func.value, node.func.attr))
-    elif isinstance(node.func, ast.Attribute) and (node.func.attr in _MUTATING_METHODS or _IN_PLACE.fullmatch(node.func.attr)):
-        targets.append(ast.Subscript(node.func.value, node.func))  # x.append(1) writes to an entry of x
-    return targets
-
-
-def _effect_of_write(target: ast.expr, self_name: str, layer: nn.Module, call: str) -> str | None:
-    """Returns the effect of a write to ``target`` in replicas, or None if ``target`` is not state of a replica."""
-    name = _attribute_of(target, self_name)
-    if name is None:
-        return None
-    if isinstance(target, ast.Attribute) and _is_name(target.value, self_name):
-        return _LOST
-    value = getattr(layer, name, None)
-    if isinstance(value, (Tensor, nn.Module)):
-        return None if call in _MUTATING_METHODS else _LOST  # add() of a tensor returns another tensor
-    if isinstance(value, (list, dict, set, collections.deque)):
-        return "all replicas write to the same object, in any order: return it, or write it outside of forward"
-    return _LOST if value is None else None  # replicas share other objects, such as a config, so writes are kept
-
-
 def _coupled_rows(criterion: Any) -> Iterator[str]:
     if criterion is None or isinstance(criterion, AdditiveLoss):
         return
@@ -201,14 +107,11 @@ def _coupled_rows(criterion: Any) -> Iterator[str]:
     except TypeError as error:
         yield f"the loss: {error}"
         return
-    if is_known(criterion):
-        return
-    if is_sum(criterion):
-        yield f'the loss: {name} is a sum: give DataParallelCriterion reduction="sum", otherwise it is treated as a mean'
-    else:
+    if not is_known(criterion):
         yield (
             f"the loss: the divisor of the mean of {name} is unknown: give DataParallelCriterion weight=, a function "
-            "(output, *targets) -> scalar; whole=True, which is criterion(gather(outputs), targets), if its rows couple"
+            '(output, *targets) -> scalar; reduction="sum" if it is a sum; whole=True, which is '
+            "criterion(gather(outputs), targets), if its rows couple"
         )
 
 

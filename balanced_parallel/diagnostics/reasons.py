@@ -1,23 +1,16 @@
-"""Known reasons for a difference between the split and the plain program, found in a model, a criterion and a batch.
+"""Known reasons for a difference between the split and the plain program. All but a few are found by running.
 
-Rows that forward mixes or reorders: the plain model runs on the whole batch and on its halves.
-
-Random numbers: the plain program runs twice, with two seeds, and is compared with itself.
-
-State that a model or a criterion writes: what has changed, and what the split program keeps of it.
-
-Tensors and modules in plain attributes, which all replicas share.
-
-Detection of sums in the source of a criterion. The losses of shards add up to a sum, but not to a mean.
+- Layers: batch norm, dropout, tensors and modules in plain attributes, which all replicas share.
+- Rows that forward mixes or reorders: the plain model runs on the whole batch, and on its halves.
+- Random numbers: the plain program runs with two seeds, and is compared with itself.
+- The loss: its values for parts of the batch tell a mean from a sum, and a wrong divisor.
+- State that a model or a criterion writes: what has changed, and what the split program keeps of it.
 """
 
-import ast
-import functools
 import inspect
 import math
-import textwrap
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,7 +21,6 @@ from ..batch.containers import Dims, is_plain
 from ..batch.outputs import join
 from ..batch.rows import as_arguments, move_leaves
 from ..loss.criterion import DataParallelCriterion
-from ..loss.rules import find_torch_loss, reduction_of
 from ..loss.sums import Criterion
 from ..replicas.batchnorm import AllRowsBatchNorm, advice
 from ..replicas.model import DataParallelModel
@@ -90,11 +82,6 @@ def _sorted(output: Any, dims: Dims) -> Any:
     return containers.map_leaves(sort, output)
 
 
-_FACTORIES = frozenset(
-    ("arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "tensor", "zeros")
-)
-
-
 def find_reasons(
     plain: Program,
     untouched: tuple[nn.Module, Criterion],
@@ -128,8 +115,8 @@ def find_reasons(
     if not loss and not losses.is_coupled:  # a coupled loss is computed from all rows, in one piece
         loss = [*weight_in_parts(plain.output, losses, targets, model.out_dims)]
         loss += loss_in_parts(plain.output, criterion, losses, targets, model.out_dims)
-    found = (*reasons, *loss, *state_of_model(module, plain.module, devices), *fixed_devices(module))
-    return found or tuple(_own_loss(plain.output, is_weighted=losses.weight is not None))
+    reasons += [*loss, *state_of_model(module, plain.module, devices)]
+    return tuple(reasons) or tuple(_own_loss(plain.output, is_weighted=losses.weight is not None))
 
 
 def _own_loss(output: Any, is_weighted: bool) -> Iterator[str]:
@@ -183,34 +170,6 @@ def _random_layers(module: nn.Module) -> Iterator[str]:
         rate = layer.p if isinstance(layer, Dropout) else getattr(layer, "dropout", 0)
         if layer.training and isinstance(rate, float) and rate > 0:
             yield f"dropout: {name or type(layer).__name__} draws different random numbers for each shard: compare in eval mode"
-
-
-def fixed_devices(module: nn.Module) -> Iterator[str]:
-    """Yields calls in the source of ``forward`` that put a tensor on a fixed device, once per class."""
-    seen = set()
-    for name, layer in module.named_modules():
-        kind = type(layer)
-        if kind in seen or kind.__module__.startswith("torch."):
-            continue
-        seen.add(kind)
-        tree = read_source(kind.forward)
-        for node in ast.walk(tree) if tree else ():
-            if isinstance(node, ast.Call) and (code := _fixed_device(node)):
-                yield f"a fixed device in forward: {code} in {kind.__name__} ({name or 'the model'}): use the device of the input"
-
-
-def _fixed_device(call: ast.Call) -> str | None:
-    """Returns the code of a call that puts a tensor on a fixed device, or None."""
-    name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
-    of_torch = isinstance(call.func, ast.Attribute) and isinstance(call.func.value, ast.Name) and call.func.value.id == "torch"
-    device = next((keyword.value for keyword in call.keywords if keyword.arg == "device"), None)
-    first = call.args[0] if call.args else None
-    named = name in ("to", "device") and isinstance(first, ast.Constant) and isinstance(first.value, str)
-    if name == "cuda" or named or isinstance(device, ast.Constant):
-        return ast.unparse(call)
-    if of_torch and name in _FACTORIES and device is None:
-        return f"{ast.unparse(call)} without device="
-    return None
 
 
 def random_place(module: nn.Module, inputs: Any, device: torch.device, limit: float) -> str | None:
@@ -373,113 +332,3 @@ def _is_trained(entry: object) -> bool:
 def described(name: str, layer: nn.Module) -> str:
     """Returns the name and the type of a module."""
     return f"{name} ({type(layer).__name__})" if name else type(layer).__name__
-
-
-def read_source(function: Any) -> ast.Module | None:
-    """Returns the syntax tree of a function, or None if its source is not available."""
-    try:
-        return ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError):
-        return None
-
-
-def is_sum(criterion: Any) -> bool:
-    """Returns True if all values that ``criterion`` returns are sums in its source.
-
-    A sum is a loss with ``reduction="sum"`` or ``size_average=False``, a call of ``.sum()``, a sum of sums, or a sum scaled by a
-    given factor. A factor that the function computes may be the inverse of a count.
-    """
-    while isinstance(criterion, functools.partial):
-        criterion = criterion.func
-    kind = type(criterion)
-    is_object = not inspect.isroutine(criterion)
-    function: Any = criterion
-    if is_object:
-        function = kind.forward if isinstance(criterion, nn.Module) else getattr(kind, "__call__", None)  # noqa: B004
-    tree = read_source(function)
-    if tree is None:
-        return False
-    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.Lambda))]
-    if not functions or (isinstance(functions[0], ast.Lambda) and len(functions) > 1):
-        return False  # several lambdas in one line cannot be distinguished
-    variables = inspect.getclosurevars(inspect.unwrap(function))
-    objects: dict[str, Any] = {**variables.globals, **variables.nonlocals}
-    if is_object and not isinstance(functions[0], ast.Lambda) and functions[0].args.args:
-        objects[functions[0].args.args[0].arg] = criterion
-    return _SumDetector(functions[0], objects).returns_sums()
-
-
-class _SumDetector:
-    """Syntax tree of one function, with the expressions that are assigned to its variables.
-
-    Args:
-        function: the function.
-        objects: global and nonlocal variables, by name.
-    """
-
-    def __init__(self, function: ast.FunctionDef | ast.Lambda, objects: Mapping[str, Any]) -> None:
-        self.objects = objects
-        self.assigned: dict[str, list[ast.expr]] = {}
-        self.visiting: set[str] = set()
-        nodes = list(ast.walk(function))
-        for node in nodes:
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AugAssign) else []
-            for target in targets:
-                if isinstance(target, ast.Name) and isinstance(node, (ast.Assign, ast.AugAssign)):
-                    value = ast.BinOp(ast.Constant(0), node.op, node.value) if isinstance(node, ast.AugAssign) else node.value
-                    self.assigned.setdefault(target.id, []).append(value)
-        returned = [node.value for node in nodes if isinstance(node, ast.Return)]
-        self.returned = [function.body] if isinstance(function, ast.Lambda) else returned
-
-    def returns_sums(self) -> bool:
-        """Returns True if the function returns sums only."""
-        return bool(self.returned) and all(value is not None and self._is_sum(value) for value in self.returned)
-
-    def _is_sum(self, value: ast.expr) -> bool:
-        if isinstance(value, ast.Call):
-            return self._calls_sum(value)
-        if isinstance(value, ast.UnaryOp):
-            return self._is_sum(value.operand)
-        if isinstance(value, ast.Name) and value.id in self.assigned and value.id not in self.visiting:
-            self.visiting.add(value.id)
-            values = [assigned for assigned in self.assigned[value.id] if not isinstance(assigned, ast.Constant)]
-            all_sums = bool(values) and all(map(self._is_sum, values))
-            self.visiting.discard(value.id)
-            return all_sums
-        if not isinstance(value, ast.BinOp):
-            return False
-        left, right = value.left, value.right
-        if isinstance(value.op, (ast.Add, ast.Sub)):
-            return all(self._is_sum(side) or _is_zero(side) for side in (left, right))
-        if isinstance(value.op, ast.Mult):
-            pairs = ((left, right), (right, left))
-            return any(self._is_sum(term) and self._is_given_factor(factor) for term, factor in pairs)
-        return isinstance(value.op, ast.Div) and isinstance(right, ast.Constant) and self._is_sum(left)
-
-    def _is_given_factor(self, value: ast.expr) -> bool:
-        """Returns True for a constant, an attribute, or a variable that the function does not assign."""
-        value = value.operand if isinstance(value, ast.UnaryOp) else value
-        is_variable = isinstance(value, ast.Name) and value.id not in self.assigned
-        return is_variable or isinstance(value, (ast.Constant, ast.Attribute))
-
-    def _calls_sum(self, call: ast.Call) -> bool:
-        settings = {keyword.arg: keyword.value.value for keyword in call.keywords if isinstance(keyword.value, ast.Constant)}
-        if settings.get("reduction") == "sum" or settings.get("size_average") is False:
-            return True
-        if isinstance(call.func, ast.Attribute) and call.func.attr == "sum":
-            of_torch = isinstance(call.func.value, ast.Name) and call.func.value.id == "torch"
-            return len(call.args) == of_torch and not call.keywords  # with more arguments, a sum along one dimension
-        if isinstance(call.func, ast.Call):  # nn.BCELoss(reduction="sum")(output, target)
-            return self._calls_sum(call.func)
-        called = self._object(call.func)
-        return find_torch_loss(called) is not None and isinstance(called, nn.Module) and reduction_of(called) == "sum"
-
-    def _object(self, node: ast.expr) -> Any:
-        """Returns the object that a name or an attribute refers to, or None if the function creates it."""
-        if isinstance(node, ast.Name):
-            return self.objects.get(node.id)
-        return getattr(self._object(node.value), node.attr, None) if isinstance(node, ast.Attribute) else None
-
-
-def _is_zero(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value == 0

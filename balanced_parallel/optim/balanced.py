@@ -1,7 +1,4 @@
-"""``BalancedOptimizer``: reduced gradients and optimizer state sharded over the devices, or over the ranks.
-
-Optimizers whose step evaluates the loss again.
-"""
+"""``BalancedOptimizer``: reduced gradients and optimizer state sharded over the devices, or over the ranks."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -34,6 +31,9 @@ class OptimizerShards(Protocol):
     def collect(self) -> None:
         """Brings gradients to the shards."""
 
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """Returns the whole gradient of a parameter."""
+
     def step(self) -> None:
         """Brings gradients to the shards, and updates the shards and all copies of them."""
 
@@ -57,9 +57,10 @@ class BalancedOptimizer(torch.optim.Optimizer):
 
     ``state_dict()`` equals that of the plain optimizer over ``model.parameters()``, with tensors on the CPU, so a checkpoint
     moves between one device, many devices and many ranks. ``param_groups`` hold the owners' pieces, for gradient scalers,
-    clipping and schedulers. ``parameter.grad`` of the model's own parameters works too: reading it gathers the gradient. Values
-    are those of ``model.parameters()``, which every step begins with: what is written to the pieces is lost. Call :meth:`step` on
-    the same model that ran the backward.
+    clipping and schedulers: ``clip_grad_norm_`` takes their parameters. The pieces hold the gradients: ``parameter.grad`` of the
+    model's own parameters is None after the reduction, as in ZeRO and FSDP. :meth:`gradient` gathers it, and :meth:`zero_grad`
+    clears it; ``model.zero_grad()`` does not. Values are those of ``model.parameters()``, which every step begins with: what is
+    written to the pieces is lost. Call :meth:`step` on the same model that ran the backward.
 
     Args:
         model: a :class:`DataParallelModel`, or the model that :func:`parallelize` returns under torchrun.
@@ -92,7 +93,7 @@ class BalancedOptimizer(torch.optim.Optimizer):
         if not isinstance(model, nn.Module):
             raise TypeError(f"the model is an object of type {type(model).__name__}, expected a DataParallelModel")
         self._model = model
-        self._made_of = optimizer_class, defaults
+        self._recipe = optimizer_class, defaults
         self._groups = _as_groups(model.parameters() if params is None else params)
         if not any(group["params"] for group in self._groups):
             raise ValueError("BalancedOptimizer got an empty parameter list, expected parameters to update")
@@ -104,12 +105,12 @@ class BalancedOptimizer(torch.optim.Optimizer):
 
     def __reduce__(self) -> Any:
         """Makes a copy that belongs to the copy of the model. Under torchrun every rank makes one."""
-        return _rebuild, (self._model, *self._made_of, self._groups, self.state_dict())
+        return _rebuild, (self._model, *self._recipe, self._groups, self.state_dict())
 
     @property
     def recipe(self) -> tuple[type[torch.optim.Optimizer], Groups, dict[str, Any]]:
         """The class of the plain optimizer, the groups of whole parameters, and the settings that it was made with."""
-        kind, defaults = self._made_of
+        kind, defaults = self._recipe
         return kind, self._groups, defaults
 
     @property
@@ -136,6 +137,13 @@ class BalancedOptimizer(torch.optim.Optimizer):
                 loss = closure()
         self.shards.step()
         return loss
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """Returns the whole gradient of one of the model's parameters; None if it has no gradient.
+
+        Changing the result changes no update. Under torchrun every rank must call this.
+        """
+        return self.shards.gradient(parameter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of all parameters and of their shards."""
@@ -188,11 +196,11 @@ def _rebuild(model: nn.Module, optimizer_class: Any, defaults: dict[str, Any], g
 
 
 def _refuse_others(optimizer_class: type[torch.optim.Optimizer]) -> None:
-    known = tuple(getattr(torch.optim, name) for name in _ELEMENTWISE)
+    elementwise = tuple(getattr(torch.optim, name) for name in _ELEMENTWISE)
     if isinstance(optimizer_class, torch.optim.Optimizer):
         name = type(optimizer_class).__name__
         raise TypeError(f"an instance of {name} was given, expected the class: BalancedOptimizer(model, {name}, lr=...)")
-    if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, known):
+    if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, elementwise):
         name = getattr(optimizer_class, "__name__", repr(optimizer_class))
         raise TypeError(
             f"{name} was given, expected an elementwise optimizer of torch.optim ({', '.join(_ELEMENTWISE)}) or a subclass of "

@@ -1,6 +1,6 @@
-"""An optimizer whose state is sharded over ranks: torch's ``ZeroRedundancyOptimizer``.
+"""Optimizers over ranks: torch's ``ZeroRedundancyOptimizer``, and the plain one over the shards of FSDP2.
 
-An optimizer over parameters that FSDP2 has sharded: the plain one, with a state dict of whole tensors.
+Every rank calls each method. A state dict has whole tensors, as that of the plain optimizer.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ __all__: list[str] = []
 
 
 class RankShards:
-    """Shards over the ranks of the running process group. Every rank calls each method.
+    """State sharded over the ranks of the running process group.
 
     Args:
         groups: param groups.
@@ -32,6 +32,10 @@ class RankShards:
 
     def collect(self) -> None:
         """Does nothing: the reducer has brought the gradients to the parameters."""
+
+    def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Returns the gradient of a parameter."""
+        return parameter.grad
 
     def step(self) -> None:
         """Updates this rank's shards, and broadcasts them."""
@@ -57,7 +61,7 @@ class RankShards:
 
 
 class DTensorShards:
-    """The plain optimizer. Its state is sharded as the parameters are. Every rank calls each method.
+    """The plain optimizer. Its state is sharded as the parameters are.
 
     Args:
         groups: param groups of ``DTensor``s.
@@ -73,6 +77,10 @@ class DTensorShards:
     def collect(self) -> None:
         """Does nothing: the backward has reduced the gradients to the shards."""
 
+    def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Returns the gradient of a parameter, gathered from all ranks."""
+        return None if parameter.grad is None else _whole(parameter.grad)
+
     def step(self) -> None:
         """Updates this rank's shards."""
         self.inner.step()
@@ -83,7 +91,7 @@ class DTensorShards:
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the whole state on every rank, its tensors on the CPU."""
-        whole: dict[str, Any] = map_tensors(_gather, self.inner.state_dict())
+        whole: dict[str, Any] = map_tensors(lambda tensor: _whole(tensor).cpu(), self.inner.state_dict())
         return whole
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -105,6 +113,6 @@ class DTensorShards:
         self.inner.load_state_dict({**state_dict, "state": state})
 
 
-def _gather(tensor: torch.Tensor) -> torch.Tensor:
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
     whole: torch.Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-    return whole.detach().cpu()
+    return whole.detach()

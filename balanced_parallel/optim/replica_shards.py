@@ -1,26 +1,24 @@
-"""An optimizer whose state is sharded over the devices of one process.
-
-Shards of parameters over the devices of one process.
+"""Shards of parameters over the devices of one process, and the optimizer over them.
 
 Each device owns an equal part of the elements: it reduces their gradients, keeps their optimizer state, and updates them.
 
-Parameters whose gradients are on the devices that own their elements.
+    parameters   | weight            | bias | weight       |        pieces share the memory of the replicas
+    owners       | device 0    | device 1    | device 2    |        reduce-scatter -> update of a piece -> all-gather
 """
 
 import functools
+import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from ..replicas.buckets import Gradients, accumulate, bring_together, discard
+from ..replicas.buckets import Gradients, accumulate
 from ..replicas.model import DataParallelModel
-from ..replicas.replicas import Sharding
 from ..runtime import torch_private, transport
-from ..runtime.torch_private import get_gradient, set_gradient
 
 __all__: list[str] = []
 
@@ -100,12 +98,12 @@ class BucketOwners:
         layouts = [self._layout(i) for i in chosen]
         flat = []
         for gradients in replicas:
-            known = [_check_dense(gradients[i]) for i in chosen]
-            first = next((gradient for gradient in known if gradient is not None), None)
+            dense = [_check_dense(gradients[i]) for i in chosen]
+            first = next((gradient for gradient in dense if gradient is not None), None)
             if first is not None:
                 filled = [
                     first.new_zeros(layout.shape) if gradient is None else gradient
-                    for layout, gradient in zip(layouts, known, strict=True)
+                    for layout, gradient in zip(layouts, dense, strict=True)
                 ]
                 flat.append(transport.pack(layouts, filled, sum(sizes)))
         sums = [flat[0].new_empty(size, device=device) for device, size in zip(self._devices, sizes, strict=True)] if flat else []
@@ -131,20 +129,20 @@ class BucketOwners:
         """Copies each owner's values to all other devices."""
         sizes = _sizes(self._owned, len(self._parameters))
         places = [[piece.places[device] for piece in self.pieces] for device in self._devices]
-        if len(self._parameters) == 1 and all(one.is_contiguous() for some in places for one in some):
-            whole = [some[0].as_strided((sum(sizes),), (1,)) for some in places]
+        if len(self._parameters) == 1 and all(place.is_contiguous() for row in places for place in row):
+            whole = [row[0].as_strided((sum(sizes),), (1,)) for row in places]
             transport.all_gather(_own_slices(whole, sizes), whole)  # in place
-            torch.autograd.graph.increment_version([one for some in places for one in some])
+            torch.autograd.graph.increment_version([place for row in places for place in row])
             return
-        gathered = [some[0].new_empty(sum(sizes)) for some in places]
-        rows = [transport.unpack(self._layouts(self.pieces), flat) for flat in gathered]
-        for device, some, packed in zip(self._devices, places, rows, strict=True):
-            own = [i for i, piece in enumerate(self.pieces) if piece.owner == device]
-            torch_private.foreach_copy_([packed[i] for i in own], [some[i] for i in own])
+        gathered = [row[0].new_empty(sum(sizes)) for row in places]
+        unpacked = [transport.unpack(self._layouts(self.pieces), flat) for flat in gathered]
+        for device, row, packed in zip(self._devices, places, unpacked, strict=True):
+            owned = [i for i, piece in enumerate(self.pieces) if piece.owner == device]
+            torch_private.foreach_copy_([packed[i] for i in owned], [row[i] for i in owned])
         transport.all_gather(_own_slices(gathered, sizes), gathered)
-        for device, some, packed in zip(self._devices, places, rows, strict=True):
+        for device, row, packed in zip(self._devices, places, unpacked, strict=True):
             others = [i for i, piece in enumerate(self.pieces) if piece.owner != device]
-            torch_private.foreach_copy_([some[i] for i in others], [packed[i] for i in others])
+            torch_private.foreach_copy_([row[i] for i in others], [packed[i] for i in others])
 
     @functools.cached_property
     def _owned(self) -> list[list[Piece]]:
@@ -161,7 +159,7 @@ class BucketOwners:
         return transport.MemoryLayout(parameter.shape) if index in self._is_cut else transport.layout_of(parameter)
 
     def _layouts(self, pieces: Sequence[Piece]) -> list[transport.MemoryLayout]:
-        return [self._layout(one.index) if one.is_whole else transport.MemoryLayout(one.values.shape) for one in pieces]
+        return [self._layout(p.index) if p.is_whole else transport.MemoryLayout(p.values.shape) for p in pieces]
 
 
 def _sizes(pieces: Sequence[Sequence[Piece]], parameters: int) -> list[int]:
@@ -171,7 +169,7 @@ def _sizes(pieces: Sequence[Sequence[Piece]], parameters: int) -> list[int]:
         pieces: of each owner.
         parameters: number of parameters. A single one may be large and is not copied, so it cannot be padded.
     """
-    owned = [sum(map(len, some)) for some in pieces]
+    owned = [sum(map(len, run)) for run in pieces]
     total, count = sum(owned), len(owned)
     share = -(-total // count)
     even = [max(0, min(share, total - share * number)) for number in range(count)]
@@ -179,12 +177,7 @@ def _sizes(pieces: Sequence[Sequence[Piece]], parameters: int) -> list[int]:
 
 
 def _own_slices(flat: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
-    return [one.split(list(sizes))[number] for number, one in enumerate(flat)]
-
-
-def cut_gradient(piece: Piece, gradient: Tensor | None) -> Tensor | None:
-    """Returns a piece of a parameter's gradient."""
-    return None if gradient is None else piece.cut(_check_dense(gradient))
+    return [tensor.split(list(sizes))[number] for number, tensor in enumerate(flat)]
 
 
 def _check_dense(gradient: T) -> T:
@@ -203,6 +196,8 @@ def _check_dense(gradient: T) -> T:
 
 Groups = list[dict[str, Any]]
 
+_all_shards: weakref.WeakSet["ReplicaShards"] = weakref.WeakSet()
+
 
 class ReplicaShards:
     """Shards of a :class:`DataParallelModel`, each updated on the device that owns it.
@@ -220,19 +215,37 @@ class ReplicaShards:
         self._model = model
         self._groups = groups
         self._owners: list[BucketOwners] = []
-        self._sharded: list[nn.Parameter] = []
+        self._pieces: dict[Tensor, list[Piece]] = {}
         if len(set(model.devices)) > 1:
             self._shard()
-        pieces = [{**group, "params": [one for given in group["params"] for one in _updated(given)]} for group in groups]
-        self.inner = optimizer_class(pieces, **defaults)
+        self.inner = optimizer_class([{**group, "params": self._updated(group["params"])} for group in groups], **defaults)
 
+    @torch.no_grad()
     def collect(self) -> None:
         """Moves gradients that a user set on the model's own parameters to the owners."""
         if any(piece.values.dtype != piece.parameter.dtype for owners in self._owners for piece in owners.pieces):
             self._prepare()  # raises an error that says what to do
-        for parameter in self._sharded:
-            if isinstance(parameter, ShardedParameter):
-                shard_gradient(parameter)
+        if not self._pieces:
+            return
+        self._model.replicas.gradients.reduce()
+        for parameter, pieces in self._pieces.items():
+            if (gradient := parameter.grad) is not None:
+                for piece in pieces:
+                    piece.add_gradient(piece.cut(_check_dense(gradient)).to(piece.owner, copy=True))
+                parameter.grad = None
+
+    @torch.no_grad()
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        """Returns a copy of a parameter's gradient on its own device; None if it has no gradient."""
+        if parameter not in self._pieces:
+            return parameter.grad
+        self.collect()
+        whole = None
+        for piece in self._pieces[parameter]:
+            if piece.values.grad is not None:
+                whole = torch.zeros_like(parameter) if whole is None else whole
+                piece.cut(whole).copy_(piece.values.grad)
+        return whole
 
     def step(self) -> None:
         """Updates each shard on its owner, and copies it to the other devices. A forward in another thread ends before.
@@ -248,21 +261,22 @@ class ReplicaShards:
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clears the gradients of all shards and of the parameters."""
-        for parameter in () if set_to_none else self._sharded:
-            shard_gradient(parameter)  # so that grad becomes zeros, not None, also where it was read before
+        if not set_to_none:
+            self.collect()  # so that gradients of the parameters become zeros too, not None
         self.inner.zero_grad(set_to_none)
-        for parameter in self._sharded if set_to_none else ():
+        for parameter in self._pieces:
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the state of the plain optimizer over whole parameters, its tensors on the CPU."""
-        number = {id(one): i for i, one in enumerate(one for group in self.inner.param_groups for one in group["params"])}
-        found = self.inner.state_dict()
+        tensors = itertools.chain.from_iterable(group["params"] for group in self.inner.param_groups)
+        number = {id(tensor): i for i, tensor in enumerate(tensors)}
+        inner = self.inner.state_dict()
         state, groups, index = {}, [], 0
-        for group, saved in zip(self._groups, found["param_groups"], strict=True):
+        for group, saved in zip(self._groups, inner["param_groups"], strict=True):
             first = index
             for parameter in group["params"]:
-                states = [found["state"].get(number[id(one)]) for one in _updated(parameter)]
+                states = [inner["state"].get(number[id(tensor)]) for tensor in self._updated([parameter])]
                 if any(states):
                     state[index] = _join(parameter, states)
                 index += 1
@@ -284,7 +298,8 @@ class ReplicaShards:
         for group, saved in zip(self._groups, state_dict["param_groups"], strict=True):
             first = at
             for parameter, index in zip(group["params"], saved["params"], strict=True):
-                for piece in pieces_of(parameter) or (None,):
+                pieces: Sequence[Piece | None] = self._pieces.get(parameter) or [None]
+                for piece in pieces:
                     if index in state_dict["state"]:
                         state[at] = _cut(parameter, piece, state_dict["state"][index])
                     at += 1
@@ -293,41 +308,32 @@ class ReplicaShards:
 
     def _prepare(self) -> None:
         """Brings the values of the model's own parameters to the owners."""
-        if self._sharded:
+        if self._pieces:
             self._model.replicas.prepare(self._model.module, self._model.devices)
+
+    def _updated(self, parameters: Iterable[Tensor]) -> list[Tensor]:
+        """Returns the tensors that the optimizer updates: the pieces of a parameter, or the parameter."""
+        tensors: list[Tensor] = []
+        for parameter in parameters:
+            tensors += [piece.values for piece in self._pieces[parameter]] if parameter in self._pieces else [parameter]
+        return tensors
 
     def _shard(self) -> None:
         model = self._model
-        is_shared = any(isinstance(parameter, ShardedParameter) for parameter in model.parameters())
-        if is_shared and not model.replicas.gradients.is_sharded:
-            raise ValueError("the module's parameters belong to another BalancedOptimizer, expected one: delete it first")
         parameters = [parameter for group in self._groups for parameter in group["params"]]
+        if not model.replicas.gradients.is_sharded and any(p in shards._pieces for shards in _all_shards for p in parameters):
+            raise ValueError("the module's parameters belong to another BalancedOptimizer, expected one: delete it first")
 
         def make_owners(parameters: Sequence[nn.Parameter], copies: Sequence[dict[torch.device, Tensor]]) -> BucketOwners:
             owners = BucketOwners(parameters, copies)
             self._owners.append(owners)
+            for piece in owners.pieces:
+                self._pieces.setdefault(piece.parameter, []).append(piece)
             return owners
 
         sharding = model.replicas.shard(model.module, model.devices, parameters, make_owners)
-        for owners in self._owners:
-            for parameter in dict.fromkeys(piece.parameter for piece in owners.pieces):
-                shard_parameter(parameter, [piece for piece in owners.pieces if piece.parameter is parameter])
-                self._sharded.append(parameter)
-        weakref.finalize(self, _undo, sharding, self._sharded)
-
-
-def _undo(sharding: Sharding, parameters: Sequence[nn.Parameter]) -> None:
-    sharding.close()
-    try:
-        for parameter in parameters:
-            unshard_parameter(parameter)
-    except RuntimeError:
-        pass  # simulated devices may have ended, and all their tensors with them
-
-
-def _updated(parameter: Tensor) -> list[Tensor]:
-    """Returns the tensors that the optimizer updates: the parameter, or its pieces."""
-    return [piece.values for piece in pieces_of(parameter)] or [parameter]
+        _all_shards.add(self)
+        weakref.finalize(self, sharding.close)
 
 
 def _join(parameter: Tensor, states: list[dict[str, Any] | None]) -> dict[str, Any]:
@@ -350,91 +356,3 @@ def _cut(parameter: Tensor, piece: Piece | None, state: dict[str, Any]) -> dict[
         return piece.cut(value).clone()
 
     return {name: cut(value) for name, value in state.items()}
-
-
-class ShardedParameter:
-    """A parameter whose gradient is on the owners of its pieces.
-
-    Reading ``grad`` gathers the gradient. It is sharded again before the update. So clipping by hand works, but moves gradients
-    twice.
-    """
-
-    pieces: Sequence[Piece] = ()
-    plain: type[Any]  # the class of the parameter before
-
-    @property
-    def grad(self) -> Tensor | None:
-        """The whole gradient, on the device of the parameter."""
-        return _gather_gradient(self)
-
-    @grad.setter
-    def grad(self: Any, value: Tensor | None) -> None:
-        discard(self)
-        for piece in self.pieces:
-            piece.values.grad = None
-        set_gradient(self, value)
-
-    @grad.deleter
-    def grad(self) -> None:
-        self.grad = None
-
-    def __deepcopy__(self: Any, memo: dict[int, Any]) -> nn.Parameter:
-        copied = nn.Parameter(self.detach().clone(), self.requires_grad)
-        memo[id(self)] = copied
-        return copied
-
-    def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        return nn.Parameter, (self.detach(), self.requires_grad)
-
-
-@functools.cache
-def _sharded_class(plain: type[Any]) -> type[Any]:
-    return type("ShardedParameter", (ShardedParameter, plain), {"plain": plain})
-
-
-def shard_parameter(parameter: nn.Parameter, pieces: Sequence[Piece]) -> None:
-    """Sends the gradients of a parameter to the owners of ``pieces`` from now on."""
-    parameter.__class__ = _sharded_class(type(parameter))
-    parameter.pieces = pieces  # type: ignore[attr-defined]
-
-
-def unshard_parameter(parameter: nn.Parameter) -> None:
-    """Turns a sharded parameter into an ordinary one again, with its gradient."""
-    if isinstance(parameter, ShardedParameter):
-        _gather_gradient(parameter)
-        del parameter.pieces
-        parameter.__class__ = parameter.plain
-
-
-def pieces_of(parameter: Tensor) -> Sequence[Piece]:
-    """Returns the pieces of a sharded parameter; empty for other parameters."""
-    return parameter.pieces if isinstance(parameter, ShardedParameter) else ()
-
-
-@torch.no_grad()
-def _gather_gradient(parameter: Any) -> Tensor | None:
-    """Gathers a parameter's gradient on its own device."""
-    bring_together(parameter)
-    own = get_gradient(parameter)
-    sharded = [(piece, piece.values.grad) for piece in parameter.pieces if piece.values.grad is not None]
-    if sharded:
-        own = torch.zeros_like(parameter) if own is None else own.clone()
-        for piece, gradient in sharded:
-            piece.cut(own).add_(gradient.to(parameter.device))
-            piece.values.grad = None
-        set_gradient(parameter, own)
-    return own
-
-
-@torch.no_grad()
-def shard_gradient(parameter: Any) -> None:
-    """Moves a parameter's own ``grad``, and its gradients on the replicas, to the owners."""
-    bring_together(parameter)
-    own = get_gradient(parameter)
-    if own is None:
-        return
-    for piece in parameter.pieces:
-        gradient = cut_gradient(piece, own)
-        assert gradient is not None
-        piece.add_gradient(gradient.to(piece.owner, copy=True))
-    set_gradient(parameter, None)

@@ -24,9 +24,9 @@ def release_gradients_in_backward(optimizer: Optimizer) -> "GradientRelease":
     so it must follow each backward. Schedulers and ``optimizer.state_dict()`` are those of the plain optimizer.
 
     The gradient must be final when the backward makes it. Two backwards before a step raise ``RuntimeError``. Gradients cannot be
-    clipped, unscaled or read after the backward: use no ``clip_grad_norm_`` and no ``GradScaler``. :class:`TrainStep` refuses
-    these settings. A backward that fails has updated some of the parameters. With several devices, a replica that runs ahead
-    keeps its gradients until the others have theirs.
+    clipped, unscaled or read after the backward: use no ``clip_grad_norm_`` and no ``GradScaler``. It is for loops by hand;
+    :class:`TrainStep` raises ``TypeError``. A backward that fails has updated some of the parameters. With several devices, a
+    replica that runs ahead keeps its gradients until the others have theirs.
 
     Args:
         optimizer: one of ``torch.optim``, except LBFGS. Parameters that are frozen now or added later are updated by ``step()``.
@@ -70,14 +70,9 @@ def release_of(optimizer: Optimizer) -> "GradientRelease | None":
 
 
 class GradientRelease:
-    """A handle of :func:`release_gradients_in_backward`.
-
-    Attributes:
-        is_paused: keeps gradients of the backwards that run now, for ``optimizer.step()``.
-    """
+    """A handle of :func:`release_gradients_in_backward`."""
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self.is_paused = False
         self._updated: set[int] = set()  # since the last step
         self._optimizer = weakref.ref(optimizer)
         self._handles: list[Any] = [
@@ -107,7 +102,7 @@ class GradientRelease:
             parameter: has a gradient.
         """
         optimizer = self._optimizer()
-        if optimizer is None or self.is_paused:
+        if optimizer is None:
             return
         _refuse_ranks()
         if id(parameter) in self._updated:

@@ -1,6 +1,10 @@
 """``inplace_activations``: activations that overwrite their input, where nothing needs the input any more.
 
-Uses of the inputs of activations after their calls.
+    linear -> h -> relu -> r -> linear        h may be overwritten: relu's backward needs r, and nothing else reads h
+    linear -> h -> relu -> r -> r + h         h is read again
+    exp    -> h -> relu -> r -> linear        autograd keeps h for the backward of exp
+
+A forward is watched: its operators, what autograd saves, and what is alive in the end.
 """
 
 import contextlib
@@ -17,26 +21,22 @@ from torch import Tensor, nn
 from ..runtime import torch_private
 from ..runtime.devices import keep_random_state, move
 from ..runtime.torch_private import StorageReference, TorchDispatchMode, is_differentiable, storage_id
-from .checkpointing import Checkpointed, restore_module
+from .checkpointing import restore_module
 
 __all__: list[str] = []
 
 
+# Their backward in place needs the output alone. Others copy their input then, and dropout keeps a wider mask on a GPU.
+_ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.RReLU)
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def inplace_activations(module: nn.Module, inputs: Any) -> tuple[str, ...]:
-    """Sets ``inplace=True`` on the activations of a module that may overwrite their input, and save memory if they do.
+    """Sets ``inplace=True`` on the activations of a module that may overwrite their input.
 
-    Every submodule with an attribute ``inplace`` is considered: ``nn.ReLU``, ``nn.LeakyReLU``, ``nn.Dropout`` and so on. Two
-    proofs are needed, since a wrong value in a forward raises no error.
-
-    - A forward is watched in training and in evaluation. After the call nothing may read the memory of the input, and nothing may
-      keep it: no later layer, output, attribute or list, and not the caller.
-    - A step is run in place and compared with the plain one. The backward must not raise an error. Outputs and gradients must be
-      equal, and the call must allocate less. ``nn.SiLU``, for example, stays as it is: in place it copies its input.
-
-    The proofs run on copies of the module, on its device, with equal random numbers. Apply this function after
+    ``nn.ReLU``, ``nn.LeakyReLU``, ``nn.ELU``, ``nn.CELU``, ``nn.SELU`` and ``nn.RReLU`` save memory in place. Forwards of copies
+    are watched, in training and in evaluation. After the call nothing may read the memory of the input, and nothing may keep it:
+    no later layer, output, attribute or list, not the caller, and no backward. Apply this function after
     ``checkpoint_activations``.
 
     Args:
@@ -53,27 +53,50 @@ def inplace_activations(module: nn.Module, inputs: Any) -> tuple[str, ...]:
         ('1',)
     """
     with keep_random_state():
-        chosen = find_inplace_activations(module, inputs)
-    for name in chosen:
-        _set_inplace(module, name)
-    return chosen
+        names = find_inplace_activations(module, inputs)
+    _set_inplace(module, names)
+    return names
 
 
-def find_inplace_activations(module: nn.Module, inputs: Any, *, have_values: bool = True) -> tuple[str, ...]:
-    """Returns the names of the activations that :func:`inplace_activations` would change.
-
-    Args:
-        have_values: compares a step in place with the plain one. Fake tensors have no values.
-    """
+def find_inplace_activations(module: nn.Module, inputs: Any) -> tuple[str, ...]:
+    """Returns the names of the activations that :func:`inplace_activations` would change. Tensors may be fake."""
     device = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
     batch = torch_private.map_tensors(lambda tensor: move(tensor.detach(), device).requires_grad_(tensor.requires_grad), inputs)
     call: Call = ((), dict(batch)) if isinstance(batch, Mapping) else (batch if isinstance(batch, tuple) else (batch,), {})
-    proof = _Proof(module, call, have_values)
-    return tuple(proof.accepted([name for name in proof.allocated if name not in proof.unsafe], []))
+    # A checkpoint keeps the input of its block, and its second forward saves what the plain block saves.
+    settings = [{"training": True}, {"training": True, "checkpointed": False}, {"training": False}]
+    watched = [_watch(module, call, **choice) for choice in settings]
+    unsafe = set().union(*(uses.unsafe for uses in watched))
+    names = [name for name in watched[0].names if name not in unsafe]
+    if not _runs(module, call, names):  # in place on views that torch refuses
+        tried, names = names, []
+        for name in tried:
+            names += [name] if _runs(module, call, [*names, name]) else []
+    return tuple(names)
 
 
-def _set_inplace(module: nn.Module, name: str) -> None:
-    module.get_submodule(name).inplace = True  # type: ignore[assignment]
+def _set_inplace(module: nn.Module, names: Any) -> None:
+    for name in names:
+        module.get_submodule(name).inplace = True  # type: ignore[assignment]
+
+
+def _watch(module: nn.Module, call: Call, training: bool, checkpointed: bool = True) -> "_InputUses":
+    """Watches a forward. Autograd keeps nothing then, so that what is alive afterwards is kept by others."""
+    for keeps in (False, True):
+        net = _copy(module).train(training)
+        for child in [] if checkpointed else net.modules():
+            restore_module(child)
+        uses, (args, kwargs) = _InputUses(net), _fresh(call)
+        hooks = torch.autograd.graph.saved_tensors_hooks(uses.save, _refuse_to_return)
+        try:
+            with uses, contextlib.nullcontext() if keeps else hooks:
+                outputs = net(*args, **kwargs)
+        except _BackwardInForward:  # all that autograd keeps counts then
+            continue
+        uses.end()
+        del outputs
+        break
+    return uses
 
 
 class _BackwardInForward(Exception):
@@ -84,187 +107,92 @@ def _refuse_to_return(nothing: None) -> NoReturn:
     raise _BackwardInForward
 
 
-class _Proof:
-    """A plain step, and steps with activations in place that are compared with it.
-
-    Attributes:
-        allocated: bytes that each activation allocates in the plain step.
-        unsafe: names of activations whose input is used after them.
-    """
-
-    def __init__(self, module: nn.Module, call: Call, have_values: bool) -> None:
-        self._module, self._call, self._have_values = module, call, have_values
-        self.unsafe: set[str] = set()
-        for training in (True, False):
-            try:  # autograd keeps nothing, so that what is alive afterwards is kept by others
-                self._watch(training, torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, _refuse_to_return))
-            except _BackwardInForward:  # what autograd keeps counts, and its activations stay
-                self._watch(training, contextlib.nullcontext())
-        # Without checkpoints, autograd finds every write to a tensor that it has saved. Inside of them it does not.
-        self._variants = [False, True] if any(isinstance(child, Checkpointed) for child in module.modules()) else [False]
-        self._returned: dict[str, int] = {}
-        self._expected, self.allocated = self._step([], checkpointed=False)
-
-    def _watch(self, training: bool, keeping: contextlib.AbstractContextManager[Any]) -> None:
-        """Looks for later uses of inputs in a forward.
-
-        Args:
-            keeping: surrounds it, and decides what autograd keeps.
-        """
-        uses = InputUses(watched := self._copy().train(training))
-        torch.manual_seed(0)
-        args, kwargs = self._arguments()
-        with uses, keeping:
-            outputs = watched(*args, **kwargs)
-        self.unsafe |= uses.used_later() | uses.still_kept()
-        del outputs
-
-    def accepted(self, names: list[str], others: list[str]) -> list[str]:
-        """Returns those of ``names`` that can be in place together with ``others``, and save memory."""
-        if not names:
-            return []
-        saving = self._saving(names, others)
-        if saving is not None:
-            return names if saving == names else self.accepted(saving, others)
-        if len(names) == 1:
-            return []
-        half = len(names) // 2
-        first = self.accepted(names[:half], others)
-        return first + self.accepted(names[half:], others + first)
-
-    def _saving(self, names: list[str], others: list[str]) -> list[str] | None:
-        """Returns those of ``names`` that save memory in a step with all of them in place; None if that step is not equal."""
-        saving = set(names)
-        try:
-            for checkpointed in self._variants:
-                found, allocated = self._step(names + others, checkpointed=checkpointed)
-                if self._have_values:
-                    torch.testing.assert_close(found, self._expected, equal_nan=True)
-                # What a call allocates besides its output may stay for the backward: the mask of dropout is wider on a GPU.
-                saving &= {name for name in names if allocated[name] <= self.allocated[name] - self._returned[name]}
-        except (RuntimeError, AssertionError):  # of the backward, and of the comparison
-            return None
-        return [name for name in names if name in saving and self._returned[name]]
-
-    def _step(self, names: list[str], *, checkpointed: bool) -> tuple[list[Tensor | None], dict[str, int]]:
-        """Returns outputs and gradients of a step, then outputs of an evaluation, and the bytes that activations allocate."""
-        net = self._copy()
-        for child in [] if checkpointed else net.modules():
-            restore_module(child)
-        for name in names:
-            _set_inplace(net, name)
-        torch.manual_seed(0)
-        args, kwargs = self._arguments()
-        with InputUses(net.train()) as uses:
-            outputs = _all_tensors(net(*args, **kwargs))
-        self._returned = self._returned or uses.returned
-        if sums := [_weighted_sum(output) for output in outputs if output.requires_grad]:
-            torch.autograd.backward(sums)
-        leaves = [*net.parameters(), *(leaf for leaf in torch_private.leaves_of_tree((args, kwargs)) if isinstance(leaf, Tensor))]
-        with torch.no_grad():
-            args, kwargs = self._arguments()
-            evaluated = _all_tensors(net.eval()(*args, **kwargs))
-        gradients = [leaf.grad for leaf in leaves if leaf.is_leaf]
-        return [*(output.detach() for output in outputs), *gradients, *evaluated], uses.allocated
-
-    def _arguments(self) -> Any:
-        return torch_private.map_tensors(lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), self._call)
-
-    def _copy(self) -> nn.Module:
-        """Returns a copy in which every parameter is trained, also those that are frozen for now."""
-        net = copy.deepcopy(self._module)
-        for parameter in net.parameters():
-            parameter.requires_grad_(is_differentiable(parameter))
-        return net
+def _runs(module: nn.Module, call: Call, names: list[str]) -> bool:
+    """Returns False if torch refuses a step with these activations in place."""
+    net = _copy(module).train()
+    _set_inplace(net, names)
+    args, kwargs = _fresh(call)
+    try:
+        sums = [tensor.abs().sum() for tensor in _all_tensors(net(*args, **kwargs)) if tensor.requires_grad]
+        torch.autograd.backward(sums)
+    except RuntimeError:
+        return False
+    return True
 
 
-def _weighted_sum(tensor: Tensor) -> Tensor:
-    """Returns a sum in which every element has another weight."""
-    parts = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    weights = torch.linspace(0.5, 1.5, parts.numel(), device=parts.device, dtype=parts.dtype)
-    return (parts * weights.view(parts.shape)).sum()
+def _fresh(call: Call) -> Any:
+    return torch_private.map_tensors(lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), call)
+
+
+def _copy(module: nn.Module) -> nn.Module:
+    """Returns a copy in which every parameter is trained, also those that are frozen for now."""
+    net = copy.deepcopy(module)
+    for parameter in net.parameters():
+        parameter.requires_grad_(is_differentiable(parameter))
+    return net
 
 
 def _all_tensors(value: Any) -> list[Tensor]:
     """Returns the tensors in the output of a model: a tensor, containers of them, or objects with attributes."""
-    found = []
+    tensors = []
     for leaf in torch_private.leaves_of_tree(value):
         if isinstance(leaf, Tensor):
-            found.append(leaf)
+            tensors.append(leaf)
         elif hasattr(leaf, "__dict__") and not isinstance(leaf, type):
-            found += _all_tensors(list(vars(leaf).values()))
-    return found
+            tensors += _all_tensors(list(vars(leaf).values()))
+    return tensors
 
 
-class InputUses(TorchDispatchMode):
-    """Watches a forward: which operators read the input of an activation after its call, and what each activation allocates.
+class _InputUses(TorchDispatchMode):
+    """Watches a forward: who reads, saves or keeps the input of an activation, besides the activation.
 
-    Memory counts as one, whichever view of it is read. An output that is the input itself (dropout in evaluation) is not a use.
-
-    Args:
-        module: submodules with ``inplace=False`` or True are its activations.
+    Memory counts as one, whichever view of it is read. An output that is the input itself is not a use.
 
     Attributes:
-        allocated: bytes by name of an activation.
-        returned: those of its output among them.
+        names: the activations that were called.
+        unsafe: those whose input is needed.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.allocated: dict[str, int] = defaultdict(int)
-        self.returned: dict[str, int] = defaultdict(int)
-        self._inputs: dict[int, tuple[StorageReference, set[str]]] = {}
-        self._running: list[str] = []
-        self._read: set[str] = set()
-        children = module.named_modules()
-        self._activations = {name: child for name, child in children if isinstance(getattr(child, "inplace", None), bool)}
-        self._hooks: list[Any] = []
+        self.names: dict[str, None] = {}
+        self.unsafe: set[str] = set()
+        self._references: dict[int, StorageReference] = {}  # so that no identity comes twice
+        self._users: dict[int, set[str]] = defaultdict(set)  # activations by their input
+        self._savers: dict[int, set[str]] = defaultdict(set)
+        self._running = ""
+        for name, child in module.named_modules():
+            if type(child) in _ACTIVATIONS and not child.inplace:
+                child.register_forward_pre_hook(functools.partial(self._begin, name))
+                child.register_forward_hook(functools.partial(self._finish, name), with_kwargs=True)
 
-    def __enter__(self) -> "InputUses":
-        for name, child in self._activations.items():
-            self._hooks.append(child.register_forward_pre_hook(functools.partial(self._begin, name)))
-            self._hooks.append(child.register_forward_hook(functools.partial(self._end, name), with_kwargs=True))
-        super().__enter__()
-        return self
+    def save(self, tensor: Tensor) -> None:
+        """Notes that autograd saves a tensor."""
+        self._savers[self._identity(tensor)].add(self._running)
 
-    def __exit__(self, *exception: Any) -> None:
-        super().__exit__(*exception)
-        while self._hooks:
-            self._hooks.pop().remove()
-
-    def used_later(self) -> set[str]:
-        """Returns the names of activations whose input an operator has read after their call."""
-        return self._read
-
-    def still_kept(self) -> set[str]:
-        """Returns the names of activations whose input something keeps now."""
+    def end(self) -> None:
+        """Finds the inputs that something keeps, while the outputs are alive."""
         gc.collect()
-        return set().union(*(names for reference, names in self._inputs.values() if reference.is_alive()))
+        for identity, names in self._users.items():
+            is_alive = self._references[identity].is_alive()
+            self.unsafe |= {name for name in names if is_alive or self._savers[identity] - {name}}
+
+    def _identity(self, tensor: Tensor) -> int:
+        storage = tensor.untyped_storage()
+        self._references.setdefault(identity := storage_id(storage), StorageReference(storage))
+        return identity
 
     def _begin(self, name: str, *_: Any) -> None:
-        self._running.append(name)
+        self._running = name
 
-    def _end(self, name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self._running.remove(name)
-        outputs = {storage_id(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in _tensors(output)}
-        inputs = {storage_id(tensor.untyped_storage()) for tensor in _tensors((args, kwargs))}
-        self.returned[name] += sum(size for identity, size in outputs.items() if identity not in inputs)
-        for tensor in _tensors((args, kwargs)):
-            reference = StorageReference(tensor.untyped_storage())
-            if (identity := storage_id(tensor.untyped_storage())) not in outputs:
-                self._inputs.setdefault(identity, (reference, set()))[1].add(name)
+    def _finish(self, name: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        self._running = ""
+        self.names[name] = None
+        for tensor in _all_tensors((args, kwargs)):
+            self._users[self._identity(tensor)].add(name)
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        before = {storage_id(tensor.untyped_storage()) for tensor in _tensors((args, kwargs))}
-        for identity in before & self._inputs.keys():
-            self._read |= self._inputs[identity][1]
-        result = operator(*args, **kwargs or {})
-        if self._running:
-            made = {storage_id(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in _tensors(result)}
-            for name in self._running:
-                self.allocated[name] += sum(size for identity, size in made.items() if identity not in before)
-        return result
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in torch_private.leaves_of_tree(tree) if isinstance(leaf, Tensor)]
+        for leaf in torch_private.leaves_of_tree((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                self.unsafe |= self._users.get(self._identity(leaf), set())
+        return operator(*args, **kwargs or {})

@@ -31,12 +31,19 @@ from ..runtime.values import Precision
 from .accumulation import Accumulation, Batch, Model, Window, run_forward
 from .cost_batches import Collate, Cost, CostOptions, Cuts, Trim, Unit, make_cuts
 from .recovery import Attempts, recovering
-from .replica_sync import releasing
 from .settings import Settings, check_arguments, check_micro_batch_cost, check_micro_batch_size, check_optimizers
 from .state_trees import check_same_tensors
-from .strategy import gradient_sync
+from .strategy import GradientSync, gradient_sync
 from .two_passes import TwoPasses
-from .update import Optimizers, Schedulers, Update, each_optimizer, each_scheduler, trained_tensors
+from .update import (
+    Optimizers,
+    Schedulers,
+    Update,
+    each_optimizer,
+    each_scheduler,
+    refuse_released_gradients,
+    trained_tensors,
+)
 
 __all__: list[str] = []
 
@@ -54,6 +61,7 @@ class StepState:
     scheduler: Schedulers | None
     precision: Precision
     _trained: dict[str, Tensor]
+    _sync: GradientSync
     _attempts: Attempts
     _window: Window
     _cuts: Cuts
@@ -210,10 +218,9 @@ class StepState:
 
     def _begin(self, weight_before: float) -> Accumulation:
         update = self._update()
+        refuse_released_gradients(update.optimizers)
         update.forget_gradients()
-        sync, run_again = self._window.sync, self._attempts.run_again
-        sync = releasing(sync, update.optimizers, self.criterion.minimum, self.max_grad_norm, run_again)
-        return Accumulation(sync, self.criterion, self._trained, self.model.devices[0], self.precision, weight_before)
+        return Accumulation(self._sync, self.criterion, self._trained, self.model.devices[0], self.precision, weight_before)
 
     def _layout(self) -> list[Any]:
         return [collectives.world_size(), [device.type for device in dict.fromkeys(self.model.devices)]]

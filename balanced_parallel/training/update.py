@@ -15,9 +15,9 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from ..batch.containers import describe
 from ..loss.sums import Weight
-from ..optim.replica_shards import ShardedParameter
 from ..runtime import torch_private
 from ..runtime.torch_private import is_sharded
+from ..savings.gradient_release import release_of
 from .accumulation import is_one
 from .strategy import GradientSync
 
@@ -58,16 +58,15 @@ class Update:
     @functools.cached_property
     def outside(self) -> list[Tensor]:
         """Trained parameters that are not in the optimizers: another one's, which is to find their true gradients."""
-        known = set(map(id, self.parameters))
-        return [one for one in self.trained.values() if id(one) not in known and not isinstance(one, ShardedParameter)]
+        updated = set(map(id, self.parameters))
+        return [parameter for parameter in self.trained.values() if id(parameter) not in updated]
 
     def forget_gradients(self) -> None:
         """Drops the gradients of all parameters, in the optimizers and outside."""
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         for parameter in self.trained.values():
-            if not isinstance(parameter, ShardedParameter):  # whose gradient lies with its optimizer
-                parameter.grad = None
+            parameter.grad = None
 
     def run(
         self,
@@ -189,6 +188,16 @@ def _listed(given: Any, kind: type[_Kind], name: str) -> list[_Kind]:
         if not isinstance(one, kind):
             raise TypeError(f"the {name} is {describe(one)}, expected {kind.__name__}, or a list of them")
     return listed
+
+
+def refuse_released_gradients(optimizers: Sequence[Optimizer]) -> None:
+    """Raises ``TypeError`` if an optimizer updates in the backward, before the gradients of the effective batch are final."""
+    for optimizer in optimizers:
+        if release_of(optimizer) is not None:
+            raise TypeError(
+                f"release_gradients_in_backward was applied to {type(optimizer).__name__}, so a backward updates at once, but a "
+                "TrainStep updates after all of its micro-batches: call handle.remove(), or write the loop by hand"
+            )
 
 
 def trained_tensors(model: Any, criterion: nn.Module) -> dict[str, Tensor]:

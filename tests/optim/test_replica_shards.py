@@ -5,6 +5,7 @@ Gradients of sharded parameters: read, written, clipped, changed by hooks.
 Equal shards of parameters.
 """
 
+import contextlib
 import copy
 import gc
 import io
@@ -114,7 +115,7 @@ def test_replaced_parameters_raise_an_error():
         train(model, BalancedOptimizer(model, torch.optim.SGD, lr=1.0), 1)
 
 
-def test_deleting_the_optimizer_restores_plain_parameters():
+def test_after_the_optimizer_is_deleted_gradients_go_to_the_parameters():
     net = build_net()
     expected, _ = plain(net, lambda net: torch.optim.SGD(net.parameters(), lr=0.1), 2)
     with simulate(3):
@@ -246,16 +247,16 @@ def test_copies_train_like_the_original(copied, devices):
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_zeroed_gradients_are_zero_after_they_were_read(devices):
-    """Reading a gradient brings it to the parameter; it must not be added to the next one."""
     with simulate(2):
         model = DataParallelModel(build_net(), list(range(devices)))
         optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.0)
         x, gradients = torch.randn(5, 4), []
         for _ in range(3):
             gather(model(x)).pow(2).sum().backward()
-            gradients.append([parameter.grad.cpu() for parameter in model.parameters()])
+            gradients.append([optimizer.gradient(parameter).cpu() for parameter in model.parameters()])
             optimizer.zero_grad(set_to_none=False)
-            assert_equal([parameter.grad.cpu() for parameter in model.parameters()], [0 * one for one in gradients[0]])
+            zeros = [optimizer.gradient(parameter).cpu() for parameter in model.parameters()]
+            assert_equal(zeros, [0 * gradient for gradient in gradients[0]])
         for others in gradients[1:]:
             assert_equal(others, gradients[0])
 
@@ -273,26 +274,22 @@ def test_a_converted_submodule_raises_an_error_with_a_fix():
                 use()
 
 
-CLIPS = {
-    "the model's parameters": lambda model, optimizer: nn.utils.clip_grad_norm_(model.parameters(), 0.1),
-    "the groups": lambda model, optimizer: nn.utils.clip_grad_norm_(
-        [parameter for group in optimizer.param_groups for parameter in group["params"]], 0.1
-    ),
-}
-
-
-@pytest.mark.parametrize("name", CLIPS)
-def test_clip_grad_norm_equals_the_plain_program(name):
+def test_clip_grad_norm_equals_the_plain_program():
     net = build_net()
     expected, _ = plain(net, lambda net: torch.optim.SGD(net.parameters(), lr=1.0), clip=0.1)
     with simulate(3):
         model = DataParallelModel(net)
         optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=1.0)
-        train(model, optimizer, clip=lambda: CLIPS[name](model, optimizer))
+
+        def clip():
+            pieces = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            nn.utils.clip_grad_norm_(pieces, 0.1)
+
+        train(model, optimizer, clip=clip)
         assert_same(net, expected)
 
 
-def test_grad_can_be_read_written_and_cleared():
+def test_gradients_can_be_read_written_and_cleared():
     net, (x, target) = build_net(), next(batches(1))
     nn.functional.cross_entropy(net(x), target).backward()
     expected = [parameter.grad for parameter in net.parameters()]
@@ -301,23 +298,68 @@ def test_grad_can_be_read_written_and_cleared():
         model = DataParallelModel(net)
         optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=1.0)
         criterion = DataParallelCriterion(nn.CrossEntropyLoss())
+        assert optimizer.gradient(net[0].weight) is None
         criterion(model(x), target).backward()
+        assert all(parameter.grad is None for parameter in net.parameters())
         for parameter, gradient in zip(net.parameters(), expected, strict=True):
-            torch.testing.assert_close(parameter.grad.cpu(), gradient)
-            assert parameter.grad is parameter.grad
-        criterion(model(x), target).backward()  # adds up
-        torch.testing.assert_close(net[0].weight.grad.cpu(), expected[0] * 2)
+            for _ in range(2):
+                torch.testing.assert_close(optimizer.gradient(parameter).cpu(), gradient)
+        with model.no_sync():
+            criterion(model(x), target).backward()
+        torch.testing.assert_close(optimizer.gradient(net[0].weight).cpu(), expected[0] * 2)
         before = net[0].weight.detach().cpu()
+        optimizer.zero_grad()
         net[0].weight.grad = torch.ones_like(net[0].weight)
         optimizer.step()
         torch.testing.assert_close(net[0].weight.detach().cpu(), before - 1)
-        assert not optimizer.zero_grad()
-        assert all(parameter.grad is None for parameter in net.parameters())
-        criterion(model(x), target).backward()
-        model.zero_grad()
+        optimizer.zero_grad()
+        assert all(optimizer.gradient(parameter) is None for parameter in net.parameters())
+        with model.no_sync():
+            criterion(model(x), target).backward()
+        optimizer.zero_grad()
         before = net[0].weight.detach().cpu()
         optimizer.step()
         assert net[0].weight.cpu().equal(before)
+
+
+CHANGES = {
+    "zero": lambda optimizer: optimizer.zero_grad(),
+    "zero in place": lambda optimizer: optimizer.zero_grad(set_to_none=False),
+    "step": lambda optimizer: optimizer.step(),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("begins", ["with nothing", "with gradients"])
+def test_gradients_that_wait_in_no_sync_equal_the_plain_program(change, begins):
+    x, y = torch.randn(20, 4), torch.randn(20, CLASSES)
+
+    def run(net, optimizer, model, criterion, no_sync, gradient):
+        def backward(rows):
+            criterion(model(x[rows]), y[rows]).backward()
+
+        if begins == "with gradients":
+            backward(slice(0, 5))
+        with no_sync():
+            backward(slice(5, 12))
+        CHANGES[change](optimizer)
+        with no_sync():
+            backward(slice(12, 13))
+        backward(slice(13, 20))
+        gradients = [gradient(parameter) for parameter in net.parameters()]
+        optimizer.step()
+        return [*gradients, *values_of(net)]
+
+    net = build_net()
+    plain_net = copy.deepcopy(net)
+    reference = torch.optim.SGD(plain_net.parameters(), 0.1)
+    expected = run(plain_net, reference, plain_net, nn.MSELoss(), contextlib.nullcontext, lambda parameter: parameter.grad)
+    with simulate(3):
+        model = DataParallelModel(net)
+        optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.1)
+        criterion = DataParallelCriterion(nn.MSELoss())
+        values = run(net, optimizer, model, criterion, model.no_sync, optimizer.gradient)
+        assert_equal([value.cpu() for value in values], expected)
 
 
 def test_gradients_from_outside_the_replicas_are_added():

@@ -11,7 +11,7 @@ import torch
 from helpers.problems import CLASSES, assert_same_gradients, build_net, gradients, plain_program
 from torch import nn
 
-from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
 from balanced_parallel.runtime.torch_private import get_gradient
 
 pytestmark = pytest.mark.usefixtures("double", "buckets")
@@ -61,7 +61,7 @@ def step_without_a_reduction(optimizer, net):
 
 
 CHANGES = [zero, zero_in_place, zero_the_net, zero_by_hand, delete_by_hand, zero_some, double_some, replace_some, clip]
-LAYOUTS = {"one device": ["cpu"] * 3, "three devices": ["sim:0", "sim:1", "sim:2"], "balanced": ["sim:0", "sim:1", "sim:2"]}
+LAYOUTS = {"one device": ["cpu"] * 3, "three devices": ["sim:0", "sim:1", "sim:2"]}
 
 
 @pytest.mark.parametrize("between", [*CHANGES, step_without_a_reduction], ids=lambda change: change.__name__)
@@ -94,9 +94,7 @@ def test_reads_and_writes_of_deferred_grad_equal_the_plain_program(between, layo
         devices = LAYOUTS[layout]
         net = build_net().to(devices[0])
         model, criterion = DataParallelModel(net, devices), DataParallelCriterion(nn.MSELoss())
-        kind = torch.optim.SGD
-        optimizer = BalancedOptimizer(model, kind, lr=0.1) if layout == "balanced" else kind(net.parameters(), 0.1)
-        found = run(net, optimizer, model, criterion, model.no_sync)
+        found = run(net, torch.optim.SGD(net.parameters(), 0.1), model, criterion, model.no_sync)
         assert_same_gradients([gradient.cpu() for gradient in found], expected)
 
 

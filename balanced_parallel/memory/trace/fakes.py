@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # torch has no public module of fake tensors
 
 from ...batch.containers import is_row_list, map_leaves
-from ...optim.replica_shards import ShardedParameter
 from ...runtime.torch_private import leaves_of_tree, shared_id
 from .allocations import Count
 
@@ -63,7 +62,7 @@ def _shared(thing: Any) -> dict[int, Any]:
 
 @contextmanager
 def _copying_tensors_by(function: Any) -> Iterator[None]:
-    kinds: tuple[Any, ...] = (Tensor, nn.Parameter, ShardedParameter)
+    kinds: tuple[Any, ...] = (Tensor, nn.Parameter)
     before = [kind.__deepcopy__ for kind in kinds]
     for kind in kinds:
         kind.__deepcopy__ = function

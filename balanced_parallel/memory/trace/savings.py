@@ -184,7 +184,7 @@ def inplace_names(request: Request) -> tuple[str, ...]:
         with undisturbed(), choices, mode:
             change_module(module, request.savings)
             checkpoint_blocks(module, request.blocks)
-            return find_inplace_activations(module, kwargs or inputs, have_values=False)
+            return find_inplace_activations(module, kwargs or inputs)
 
     found = start_in_child(find)()
     if isinstance(found, BaseException):
