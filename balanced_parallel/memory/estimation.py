@@ -17,7 +17,6 @@ from ..optim.balanced import BalancedOptimizer
 from ..replicas.model import DataParallelModel
 from ..runtime.collectives import world_size
 from ..runtime.torch_private import get_gradient, leaves_of_tree, storage_id
-from ..savings.gradient_release import release_of
 from ..strategies.fsdp import ShardedModel
 from ..training.step import TrainStep
 from ..training.update import each_optimizer
@@ -241,7 +240,6 @@ def request_of_step(step: TrainStep, inputs: Any, targets: Any) -> Request:
         scalar=None,
         balanced_optimizer=any(isinstance(one, BalancedOptimizer) for one in optimizers),
         split=model.split,
-        savings=["release_gradients_in_backward"] if any(map(release_of, optimizers)) else [],
     )
     return dataclasses.replace(
         request,

@@ -16,7 +16,6 @@ from balanced_parallel import (
     TrainStep,
     memory,
     parallelize,
-    savings,
     simulate,
 )
 
@@ -140,19 +139,6 @@ def test_tensors_of_others_and_of_the_step_count():
         assert step.micro_batch_size < alone
         assert step(*batch(50)).isfinite()
         del other
-
-
-def test_gradients_that_are_released_in_the_backward_are_not_counted():
-    with simulate(1, "2MiB") as cluster:
-        step = make_step(adamw)
-        plain = memory.fit(step, *batch(2)).peak[0]
-        savings.release_gradients_in_backward(step.optimizer)
-        report = memory.fit(step, *batch(2))
-        for _ in range(2):
-            cluster.reset_peak()
-            step(*batch(2))
-        assert report.peak[0] == pytest.approx(cluster.peak[0], rel=0.02)
-        assert report.peak[0] < plain
 
 
 def test_a_batch_that_fits_runs_at_once():
