@@ -7,14 +7,18 @@ Replace ``nn.DataParallel``: :class:`DataParallelModel`, :class:`DataParallelCri
 Train in micro-batches: :class:`TrainStep`. Run under torchrun: :func:`parallelize`. Spread optimizer state:
 :class:`BalancedOptimizer`. Predict memory: :func:`memory.estimate`, :func:`memory.plan`. Lower it: :mod:`savings`. Try it
 without GPUs: :func:`simulate`.
+
+The planner, the simulator and ``verify`` are loaded when they are first used, so that training does not wait for them.
 """
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from . import memory, savings
 from .batch.by_cost import shard_by_cost
 from .batch.outputs import PerReplica, gather
 from .batch.rows import Rows, Whole, scatter
 from .batch.samplers import BalancedBatchSampler, RankBatchSampler
-from .diagnostics.verify import verify
 from .loss.coupled import AdditiveLoss
 from .loss.criterion import DataParallelCriterion
 from .loss.overlap import DiceLoss, JaccardLoss, TverskyLoss
@@ -24,10 +28,13 @@ from .optim.balanced import BalancedOptimizer
 from .replicas.batchnorm import convert_sync_batchnorm
 from .replicas.model import DataParallelModel
 from .runtime.values import Precision
-from .simulation import simulate
 from .strategies.parallelize import parallelize
 from .training.checkpoint import Checkpoints
 from .training.step import TrainStep
+
+if TYPE_CHECKING:
+    from .diagnostics.verify import verify
+    from .simulation import simulate
 
 __version__ = "0.1.0"
 
@@ -59,3 +66,18 @@ __all__ = [
     "verify",
     "weighted_mean",
 ]
+
+_PLACES = {"simulate": ".simulation", "verify": ".diagnostics.verify"}
+
+
+def __getattr__(name: str) -> Any:
+    """Loads the module of a public name at its first use."""
+    if name not in _PLACES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_PLACES[name], __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    """Lists the public names, loaded or not."""
+    return sorted({*globals(), *__all__})

@@ -18,7 +18,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,7 +28,6 @@ from . import memory
 from .diagnostics.doctor import examine, find_waits, is_note
 from .memory.devices import find_kind
 from .memory.pictures import draw_report, load_pyplot
-from .memory.planning import telling
 from .memory.problem import Problem, build_problem
 from .memory.report import load_plotly, write_page
 from .memory.trace.layouts import LAYOUTS, ReplicaLayout, SingleDevice
@@ -87,8 +86,6 @@ def make_parser() -> OneLineParser:
         metavar="SIZE",
         help="of each device, such as 24GiB, or a list: 24GiB,16GiB (default: that of the device kind)",
     )
-    clipped = "gradients are clipped to X, so that none is applied before all exist (default: not clipped)"
-    plan.add_argument("--max-grad-norm", type=float, metavar="X", help=clipped)
     return parser
 
 
@@ -144,8 +141,7 @@ def plan(flags: argparse.Namespace) -> int:
     """Prints the plan. Returns the exit code: 1 if nothing fits."""
     sizes: list[Any] = flags.memory.split(",") if flags.memory else [None]
     problem, criterion, rows = _build(flags)
-    tells = telling(lambda step: print(f"trying: {step}", file=sys.stderr)) if sys.stderr.isatty() else contextlib.nullcontext()
-    with contextlib.redirect_stdout(sys.stderr), tells:
+    with contextlib.redirect_stdout(sys.stderr):
         result = memory.plan(
             problem.module,
             criterion,
@@ -156,7 +152,6 @@ def plan(flags: argparse.Namespace) -> int:
             devices=flags.devices,
             optimizer=find_optimizer(flags.optimizer),
             precision=flags.precision,
-            max_grad_norm=flags.max_grad_norm,
             device_kind=flags.device_kind,
             dim=flags.dim,
         )
@@ -255,19 +250,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser()
     flags = parser.parse_args(arguments)
     command = {"estimate": estimate, "plan": plan, "tricks": tricks, "doctor": doctor}[flags.command]
-    disabled = logging.root.manager.disable
-    logging.disable(logging.ERROR)  # torch logs a traceback for each shape that an operator refuses
     try:
-        with warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as caught, logs_of_a_command():
             code = command(flags)
     except Exception as error:  # noqa: BLE001 - a model may raise anything, and a traceback would not help
         explains_itself = isinstance(error, (ValueError, ImportError, OSError)) and str(error)
         parser.error(f"{'' if explains_itself else f'{type(error).__name__}: '}{str(error)[:600]}")
-    finally:
-        logging.disable(disabled)
     for warning in caught:
         print(f"{parser.prog}: warning: {' '.join(str(warning.message).split())}", file=sys.stderr)
     return code
+
+
+@contextlib.contextmanager
+def logs_of_a_command() -> Iterator[None]:
+    """Prints what a plan tries to a terminal. Hides torch's log, a traceback for each shape that does not suit."""
+    planner, fakes = (logging.getLogger(name) for name in ("balanced_parallel.memory.planning", "torch._subclasses.fake_tensor"))
+    levels = planner.level, fakes.level
+    handler = logging.StreamHandler(sys.stderr) if sys.stderr.isatty() else logging.NullHandler()
+    planner.addHandler(handler)
+    planner.setLevel(logging.INFO)
+    fakes.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        planner.removeHandler(handler)
+        planner.setLevel(levels[0])
+        fakes.setLevel(levels[1])
 
 
 def run_console_script() -> int:

@@ -178,13 +178,12 @@ def test_plan_receives_the_arguments(nets, capsys, monkeypatch):
 
     monkeypatch.setattr(memory, "plan", plan)
     flags = ["--batch-size", "16", "--devices", "2", "--memory", "24GiB,8GiB", "--device-kind", "a10", "--optimizer", "RAdam"]
-    flags += ["--max-grad-norm", "0.5"]
     assert main(["plan", "--problem", nets("pair"), *flags]) == 0
     assert isinstance(asked.pop("module"), nn.Linear)
     assert isinstance(asked.pop("criterion"), nn.BCEWithLogitsLoss)
     assert (asked.pop("inputs").shape, asked.pop("targets").shape) == ((6, 4), (6, 1))
     expected = {"batch_size": 16, "capacity": ["24GiB", "8GiB"], "devices": 2, "device_kind": "a10"}
-    assert asked == expected | {"precision": "fp32", "optimizer": torch.optim.RAdam, "dim": 0, "max_grad_norm": 0.5}
+    assert asked == expected | {"precision": "fp32", "optimizer": torch.optim.RAdam, "dim": 0}
 
 
 @pytest.mark.parametrize(("flags", "capacity"), [([], None), (["--memory", "2GiB"], "2GiB")])

@@ -203,6 +203,25 @@ def test_import_has_no_side_effects():
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+LOADED_AT_FIRST_USE = """
+import sys
+import balanced_parallel
+late = ("memory.", "simulation", "diagnostics")
+loaded = [name for name in sys.modules if name.startswith(tuple(f"balanced_parallel.{part}" for part in late))]
+assert not loaded, loaded
+assert set(balanced_parallel.__all__) <= set(dir(balanced_parallel))
+assert set(balanced_parallel.memory.__all__) <= set(dir(balanced_parallel.memory))
+from balanced_parallel import memory, simulate, verify
+from balanced_parallel.memory import MemoryPlan, MemoryReport, estimate, fit, plan
+assert memory.plan is plan and balanced_parallel.simulate is simulate
+"""
+
+
+def test_import_leaves_out_the_planner_the_simulator_and_the_doctor():
+    done = subprocess.run([sys.executable, "-c", LOADED_AT_FIRST_USE], capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_only_the_launch_reads_the_environment():
     readers = [path.name for path in PACKAGE.rglob("*.py") if "environ" in path.read_text() and "os." in path.read_text()]
     assert readers == ["launch.py"]

@@ -1,6 +1,7 @@
 """The memory of an option of a plan: its traces, and the rows that fit.
 
-One way to run an effective batch, with its memory per device and its cost: a row of a plan's table.
+An :class:`Option` is one way to run an effective batch. It is traced with two numbers of rows, for one micro-batch per update and
+for several, and becomes a :class:`Choice`: a row of the plan's table, with bytes per device and costs.
 """
 
 import dataclasses
@@ -17,9 +18,8 @@ from ..runtime.values import format_bytes
 from .errors import UnknownMemory
 from .lengths import largest_cost, trace_lengths
 from .lines import Lines
+from .remedies import OFFLOAD, Option
 from .trace.layouts import Request, is_coupled
-from .trace.optimizers import OptimizerChoice
-from .trace.savings import with_inplace_activations
 from .trace.tracer import Trace, run_traces
 
 __all__: list[str] = []
@@ -41,11 +41,7 @@ class Choice:
         changes_result: the loss and the gradients are computed in another precision.
         statistics: rows that batch norm takes its statistics from: ``"replica"`` or ``"micro-batch"``; None for all rows.
         optimizer: name of an optimizer in the place of the given one, which makes this an alternative that is never chosen.
-        inplace: names of the activations that are in place.
-        offload: activations wait for the backward in the memory of the host.
-        no_logits: a language model computes its loss without its logits, by :func:`replace_lm_head`.
-        released: each gradient is applied and freed in the backward, by :func:`release_gradients_in_backward`. It needs the
-            whole batch in one micro-batch, and gradients that are not clipped.
+        savings: names of the functions of ``balanced_parallel.savings`` that :meth:`MemoryPlan.apply` calls.
     """
 
     name: str
@@ -64,10 +60,7 @@ class Choice:
     fits: bool
     statistics: str | None = None
     optimizer: str | None = None
-    inplace: tuple[str, ...] = ()
-    offload: bool = False
-    no_logits: bool = False
-    released: bool = False
+    savings: tuple[str, ...] = ()
 
     @property
     def exact(self) -> bool:
@@ -91,7 +84,7 @@ def row_of(choice: Choice) -> list[str]:
     rows = " + ".join(f"{weight:.0f}" for weight in choice.split) if choice.split else f"{choice.micro_batch_size} per device"
     return [
         choice.name,
-        f"{rows} x {choice.micro_batches}" if choice.micro_batches else "not at once" if choice.released else "not one row",
+        f"{rows} x {choice.micro_batches}" if choice.micro_batches else "not one row",
         _of_devices(choice.peak, choice.split),
         _of_devices(choice.reserved, choice.split),
         format_bytes(choice.saved),
@@ -126,69 +119,18 @@ def statistics_of(module: nn.Module, devices: int, micro_batches: int) -> str | 
     return None
 
 
-@dataclass(frozen=True)
-class Option:
-    """The settings of a choice, before the number of rows that fit is known."""
-
-    balanced: bool
-    blocks: tuple[str, ...]
-    precision: str
-    changes_result: bool
-    optimizer: OptimizerChoice | None = None
-    inplace: bool = False
-    offload: bool = False
-    no_logits: bool = False
-    released: bool = False
-
-    @property
-    def name(self) -> str:
-        """The settings as text."""
-        settings = [self.optimizer.name] if self.optimizer else []
-        settings += ["loss without logits"] * self.no_logits
-        settings += ["BalancedOptimizer"] * self.balanced + ["in-place activations"] * self.inplace
-        settings += ["checkpointed blocks"] * bool(self.blocks) + ["offloaded activations"] * self.offload
-        settings += ["gradients released in the backward"] * self.released
-        return ", ".join([*settings, *([self.precision] if self.changes_result else [])]) or "replicas"
-
-    @property
-    def accumulates(self) -> bool:
-        """True if the given optimizer can add up the gradients of several micro-batches."""
-        return self.optimizer is None and not self.released
-
-    @property
-    def savings(self) -> tuple[str, ...]:
-        """Names of the functions of ``balanced_parallel.savings`` that the traces apply."""
-        used = {
-            "replace_lm_head": self.no_logits,
-            "offload_activations": self.offload,
-            "release_gradients_in_backward": self.released,
-        }
-        return tuple(name for name, is_used in used.items() if is_used)
-
-
 class Measured:
     """The memory of an option as lines in the rows: for one micro-batch per update, and for several.
 
     Args:
-        request: traced with the settings of ``option``.
+        option: to be traced.
         capacity: bytes of each device.
         batch_size: rows per update.
     """
 
-    def __init__(self, request: Request, option: Option, capacity: tuple[int, ...], batch_size: int) -> None:
+    def __init__(self, option: Option, capacity: tuple[int, ...], batch_size: int) -> None:
         self.option, self.capacity = option, capacity
-        self.request = dataclasses.replace(
-            request,
-            balanced=option.balanced,
-            blocks=option.blocks,
-            precision=option.precision,
-            optimizer=option.optimizer or request.optimizer,
-            savings=option.savings,
-            micro_batches=1,
-            update_rows=batch_size,
-        )
-        if option.inplace:
-            self.request = with_inplace_activations(self.request)
+        self.request = dataclasses.replace(option.request, micro_batches=1, update_rows=batch_size)
         self._lines: dict[int, Lines] = {}
 
     def lines(self, micro_batches: int) -> Lines:
@@ -270,11 +212,7 @@ class Measured:
         unequal = len(set(self.capacity)) > 1
         share = -(-batch_size // len(devices))
         most_share = batch_size if unequal else share
-        if self.option.released:
-            at_once = [self.most_rows(i, 1, most_share) for i in devices]
-            rows = at_once if _holds(batch_size, at_once, unequal) else [0 for _ in devices]
-            unequal = unequal and min(rows) < share
-        elif 1 in self._lines and not unequal and self.fits_at_once(batch_size):
+        if 1 in self._lines and not unequal and self.fits_at_once(batch_size):
             rows = [share for _ in devices]
         else:
             # a loss whose rows depend on each other needs less memory in two passes, which one micro-batch does not take
@@ -291,35 +229,31 @@ class Measured:
         most = max(rows) if split else min(rows)
         count = count_micro_batches(batch_size, most, split or len(devices)) if fits else 0
         largest = split_sizes(-(-batch_size // count), split or len(devices)) if fits else [1] * len(devices)
-        traced = count or (1 if self.option.released else 2)
+        traced = count or 2
+        operations = plain.flops(1)  # 0 if all operators are fused, which are not counted
         return Choice(
             name=self.option.name,
-            precision=self.option.precision,
-            balanced_optimizer=self.option.balanced,
-            checkpoint=self.option.blocks,
+            precision=self.request.precision,
+            balanced_optimizer=self.request.balanced,
+            checkpoint=self.request.blocks,
             micro_batch_size=most if fits else 0,
             micro_batches=count,
             split=split,
             peak=tuple(self.lines(traced).peak(i, max(largest[i], 1) * len(devices)) for i in devices),
             reserved=tuple(self.reserved(i, max(largest[i], 1), traced) or 0 for i in devices),
             saved=0,
-            recomputed=max(0.0, self.flops(traced) / operations - 1)
-            if (operations := plain.flops(1))
-            else 0.0,  # fused operators are not counted
-            traffic=_traffic(self.request, self.option.balanced) + (self._offloaded(largest, count) if fits else 0),
+            recomputed=max(0.0, self.flops(traced) / operations - 1) if operations else 0.0,
+            traffic=_traffic(self.request) + (self._offloaded(largest, count) if fits else 0),
             changes_result=self.option.changes_result,
             fits=fits,
             statistics=statistics_of(self.request.module, len(devices), count),
-            optimizer=self.option.optimizer.name if self.option.optimizer else None,
-            inplace=self.request.inplace,
-            offload=self.option.offload,
-            no_logits=self.option.no_logits,
-            released=self.option.released,
+            optimizer=self.option.optimizer,
+            savings=self.request.savings,
         )
 
     def _offloaded(self, rows: Sequence[int], count: int) -> int:
         """Returns the bytes per update from the busiest device to the host and back."""
-        return 2 * count * self.lines(count).bytes_on_host(max(rows) * len(rows)) if self.option.offload else 0
+        return 2 * count * self.lines(count).bytes_on_host(max(rows) * len(rows)) if OFFLOAD in self.option.savings else 0
 
 
 def measure_what_decides(options: Sequence[Measured], batch_size: int, plain: Measured) -> None:
@@ -332,9 +266,6 @@ def measure_what_decides(options: Sequence[Measured], batch_size: int, plain: Me
     Args:
         plain: the option without any saving.
     """
-    if options[0].option.released:
-        measure(options, 1)
-        return
     if len(set(plain.capacity)) > 1 or plain not in options:
         measure(options, 2)
         return
@@ -366,10 +297,10 @@ def _holds(batch_size: int, rows: list[int], unequal: bool) -> bool:
     return sum(rows) >= batch_size if unequal else min(rows) * len(rows) >= batch_size
 
 
-def _traffic(request: Request, balanced: bool) -> int:
+def _traffic(request: Request) -> int:
     """Returns bytes per update: ``4 (n - 1) / n`` times the parameters for a reduce-scatter and an all-gather.
 
     Without a balanced optimizer, the first device sends ``n - 1`` copies and receives as many gradients."""
     size: int = sum(parameter.nbytes for parameter in request.module.parameters())
     n = request.devices
-    return 4 * (n - 1) * size // n if balanced else 2 * (n - 1) * size
+    return 4 * (n - 1) * size // n if request.balanced else 2 * (n - 1) * size

@@ -4,7 +4,7 @@ A step of which not one row fits: the largest holders of memory, and the saving 
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..batch.plan import split_sizes
@@ -13,16 +13,15 @@ from ..replicas.model import DataParallelModel
 from ..runtime.collectives import max_over_ranks
 from ..runtime.devices import free_bytes
 from ..runtime.values import format_bytes, parse_each
-from ..savings.checkpointing import find_blocks
 from ..training.step import TrainStep
 from .candidates import SCALARS
 from .estimation import bytes_in_use, kind_of, lines_of, make_report, report_of, request_of_step
 from .lengths import LengthTraces, largest_cost, trace_lengths, with_length
 from .lines import Lines
+from .remedies import SAVINGS
 from .report import Holder, MemoryReport, trace_exactly
 from .trace.layouts import Request, is_coupled
-from .trace.savings import with_inplace_activations
-from .trace.tracer import run_traces
+from .trace.tracer import Trace, try_traces
 
 __all__: list[str] = []
 
@@ -170,32 +169,24 @@ def explain(request: Request, limits: Sequence[int]) -> str:
         limits: bytes of each device.
     """
     rows = request.row_step
-    options = list(remedies(request))
-    traces = run_traces([(option, rows) for option in (request, *(other for _, other in options))])
-    plain, *saving = [Lines.exact(trace, request) for trace in traces]
+    plain = trace_exactly(request, rows)
+    options = {each.name: changed for each in SAVINGS if each.result == "exact" and (changed := each.apply(request))}
+    traces = dict(zip(options, try_traces([(option, rows) for option in options.values()]), strict=True))
     report = make_report(request, rows, plain, None, plain)
     worst = max(range(len(limits)), key=lambda i: report.reserved[i] - limits[i])
     device = request.layout.traced_devices(request.devices)[worst]
     holders = ", ".join(f"{format_bytes(one.bytes)} of {one.part}{_place(one)}" for one in report.where[worst][:3])
-    saved = {name: plain.peak(device) - lines.peak(device) for (name, _), lines in zip(options, saving, strict=True)}
+    saved = {
+        name: plain.peak(device) - Lines.exact(trace, request).peak(device)
+        for name, trace in traces.items()
+        if isinstance(trace, Trace)  # else the model does not take the saving
+    }
     best = max(saved, key=lambda name: saved[name], default="")
     advice = f"{best} would save most, {format_bytes(saved[best])}" if saved.get(best, 0) > 0 else "no known saving would help"
     return (
         f"one row per device needs {format_bytes(report.reserved[worst])} of device {worst}, expected at most "
         f"{format_bytes(limits[worst])}. The largest holders are {holders}; {advice}"
     )
-
-
-def remedies(request: Request) -> Iterator[tuple[str, Request]]:
-    """Yields the name of each saving that leaves the result as it is, and the request with it."""
-    if not request.blocks and (blocks := find_blocks(request.module)):
-        yield "checkpoint_activations", dataclasses.replace(request, blocks=blocks)
-    if not request.inplace and any(getattr(part, "inplace", None) is False for part in request.module.modules()):
-        yield "inplace_activations", with_inplace_activations(request)
-    if "offload_activations" not in request.savings:
-        yield "offload_activations", dataclasses.replace(request, savings=(*request.savings, "offload_activations"))
-    if not request.balanced and request.layout.takes_balanced_optimizer and request.devices > 1:
-        yield "BalancedOptimizer", dataclasses.replace(request, balanced=True)
 
 
 def _place(holder: Holder) -> str:

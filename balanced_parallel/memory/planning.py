@@ -1,27 +1,21 @@
 """``memory.plan``: the cheapest way to fit an effective batch on given devices.
 
-The result of a plan: the choices, the chosen one, and the objects that it makes.
+Combinations of savings are traced in stages, the cheapest first, until one of them fits:
 
-The options of a plan in stages, the cheapest first.
+    as it is  ->  loss without logits  ->  checkpointed blocks  ->  offloaded activations  ->  the same in bf16
+        |
+        '-- each of them also with BalancedOptimizer, on several devices
 
-The capacity of a device and the number of devices that a batch needs, if nothing fits.
-
-A :class:`TrainStep` whose activations wait for the backward in the memory of the host.
-
-Progress of a long search, for the command line. Functions of the package print nothing.
-
-Optimizers with less state than Adam's, which are alternatives in a plan: another optimizer makes another result.
+If nothing fits, the plan says what would: larger devices, more of them, or an optimizer with less state. Each stage is logged
+before it starts (``logging``, level ``INFO``), since a search may take long.
 """
 
-import contextlib
 import dataclasses
 import functools
 import html
-import importlib
-import importlib.util
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,25 +30,25 @@ from ..loss.rules import is_known
 from ..replicas.model import DataParallelModel
 from ..runtime.devices import DeviceLike
 from ..runtime.values import format_bytes, parse_each
-from ..savings.checkpointing import checkpoint_blocks, find_blocks
-from ..savings.gradient_release import release_gradients_in_backward
+from ..savings.checkpointing import checkpoint_blocks
 from ..savings.lm_heads import replace_lm_head
 from ..savings.offloading import offload_activations
 from ..training.step import TrainStep
-from .candidates import SCALARS, Choice, Measured, Option, choice_of, measure, measure_what_decides, row_of
+from .candidates import SCALARS, Choice, Measured, choice_of, measure, measure_what_decides, row_of
 from .devices import DeviceKind
 from .estimation import make_report, report_of
 from .lengths import check_lengths, with_length
+from .remedies import BALANCED, BF16, CHECKPOINT, LOGITS, OFFLOAD, Option, combine, other_optimizers
 from .report import MemoryReport, write_page
 from .request import make_request
 from .trace.layouts import Request, plain_criterion
 from .trace.optimizers import OptimizerChoice
-from .trace.savings import set_inplace
 from .trace.tracer import Trace, try_traces
 
 __all__: list[str] = []
 
 
+_log = logging.getLogger(__name__)
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 _NOTES = {
     "replica": "batch norm uses the statistics of each replica's rows, so the result is not that of the whole batch: "
@@ -156,20 +150,13 @@ class MemoryPlan:
                 without ``collate``, are trimmed.
 
         Raises:
-            ValueError: nothing fits, the number of devices is not that of the plan, a plan with lengths gets no ``cost``, or
-                gradients are clipped that the plan releases.
+            ValueError: nothing fits, the number of devices is not that of the plan, or a plan with lengths gets no ``cost``.
         """
         chosen = self.chosen
         if (cost is None) != (self.micro_batch_cost is None):
             raise ValueError("expected cost= for a plan that was made with lengths=, and only for such a plan")
-        if chosen.released and max_grad_norm is not None:
-            raise ValueError(
-                f"max_grad_norm={max_grad_norm} with a plan that releases gradients in the backward, expected None: give "
-                "max_grad_norm to memory.plan too, which then plans without it"
-            )
         checkpoint_blocks(module, chosen.checkpoint)
-        set_inplace(module, chosen.inplace)
-        if chosen.no_logits:
+        if "replace_lm_head" in chosen.savings:
             replace_lm_head(module)
         devices = list(range(self.devices)) if device_ids is None and torch.accelerator.is_available() else device_ids
         if devices is not None and len(devices) != self.devices:
@@ -182,9 +169,7 @@ class MemoryPlan:
         )  # torch chooses kernels by itself on real devices
         learned = [*model.parameters(), *wrapped.parameters()]
         trained = choice.balanced(model, learned) if chosen.balanced_optimizer else choice(learned)
-        if chosen.released:
-            release_gradients_in_backward(trained)
-        step = (OffloadingStep if chosen.offload else TrainStep)(
+        step = (OffloadingStep if "offload_activations" in chosen.savings else TrainStep)(
             model,
             wrapped,
             trained,
@@ -266,7 +251,6 @@ def plan(
     devices: int = 1,
     optimizer: MakeOptimizer = torch.optim.AdamW,
     precision: str = "fp32",
-    max_grad_norm: float | None = None,
     device_kind: str | None = None,
     dim: int = 0,
     scalar: int | float | bool | None = None,
@@ -275,10 +259,10 @@ def plan(
 ) -> MemoryPlan:
     """Plans the cheapest way to fit an effective batch on the devices of one process.
 
-    The plan chooses the number of micro-batches, the split over unequal devices, :class:`BalancedOptimizer`, activations in
-    place, checkpointing of the module's repeated blocks, offloaded activations, and gradients that are released in the backward.
-    If none of these suffices, it tries the same in bf16, which changes the result. The cheapest choice has the fewest operations,
-    then the fewest micro-batches, then the least traffic. If nothing fits, optimizers with less state are shown as alternatives.
+    The plan chooses the number of micro-batches, the split over unequal devices, :class:`BalancedOptimizer`, the loss of a
+    language model without its logits, checkpointing of the module's repeated blocks, and offloaded activations. If none of these
+    suffices, it tries the same in bf16, which changes the result. The cheapest choice has the fewest operations, then the fewest
+    micro-batches, then the least traffic. If nothing fits, optimizers with less state are shown as alternatives.
 
     Args:
         module, criterion, inputs, targets, optimizer, device_kind, dim, scalar: as for :func:`estimate`. Inputs and targets
@@ -287,7 +271,6 @@ def plan(
         capacity: bytes or text such as ``"24GiB"``, for each device or one for all. ``None`` is that of the device kind.
         devices: number of devices.
         precision: the precision to try first.
-        max_grad_norm: that of the step. Gradients that are clipped cannot be released in the backward.
         lengths: the shortest and the longest row. The plan is made for rows of the longest, and has a ``micro_batch_cost``: the
             largest budget such that every shard with ``rows x longest`` within it fits.
         trim: the dimension of the lengths, as for :func:`estimate`.
@@ -324,25 +307,22 @@ def plan(
     limits = _capacities(capacity, devices, request.kind)
     if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
         raise ValueError(f"batch_size={batch_size!r}, expected a positive number of rows per update")
-    stages = list(stages_of(request, max_grad_norm is not None))
+    stages = list(stages_of(request))
     measured: list[Measured] = []
     choices: list[Choice] = []
     while stages and not any(choice.fits for choice in choices):
         options = stages.pop(0)
-        tell("; ".join(option.name for option in options))
-        first = Measured(request, options[0], limits, batch_size)
-        if options[0].inplace and not first.request.inplace:
-            continue  # no activation may be in place, so this is the stage before
-        some = [first, *(Measured(request, option, limits, batch_size) for option in options[1:])]
-        plain = (measured or some)[0]
+        _log.info("trying: %s", "; ".join(option.name for option in options))
+        candidates = [Measured(option, limits, batch_size) for option in options]
+        plain = (measured or candidates)[0]
         try:
-            measure_what_decides(some, batch_size, plain)
+            measure_what_decides(candidates, batch_size, plain)
         except ValueError:
-            if not (some[0].option.optimizer or some[0].option.offload or some[0].option.released):
+            if not (options[0].optimizer or OFFLOAD in options[0].savings):
                 raise
-            continue  # an optimizer that cannot be traced here, or not released; more rows that are offloaded than others
-        measured += some
-        choices += [each.choose(batch_size, plain) for each in some]
+            continue  # an optimizer that cannot be traced here; more rows that are offloaded than others
+        measured += candidates
+        choices += [candidate.choose(batch_size, plain) for candidate in candidates]
     whole = max(plain.lines(1).peak(i, -(-batch_size // devices) * devices) for i in range(devices))
     choices = [dataclasses.replace(choice, saved=whole - max(choice.peak)) for choice in choices]
     ranked = sorted(zip(choices, measured, strict=True), key=lambda pair: (_is_other(pair[0]), not pair[0].fits, pair[0].cost))
@@ -353,7 +333,7 @@ def plan(
         device_kind=request.kind.name,
         choices=tuple(choice for choice, _ in ranked),
         fits=best.fits,
-        needs=None if best.fits else what_would_fit([each for each in measured if each.option.accumulates], max(limits)),
+        needs=None if best.fits else what_would_fit([each for each in measured if each.option.optimizer is None], max(limits)),
         dim=dim,
         untried=tuple(option.name for stage in stages for option in stage),
         micro_batch_cost=how.largest_cost(trim, lengths) if lengths is not None and best.fits else None,
@@ -393,36 +373,26 @@ def _report(measured: Measured, choice: Choice, batch_size: int) -> MemoryReport
     return make_report(request, rows, lines, [size * devices for size in split_sizes(rows, devices)], lines)
 
 
-def stages_of(request: Request, clips: bool) -> Iterator[list[Option]]:
-    """Yields the options, the cheapest first. Gradients that are clipped are not released in the backward.
+def stages_of(request: Request) -> Iterator[list[Option]]:
+    """Yields the options, the cheapest first.
 
     Each stage costs more operations than the one before, or changes the result. It is traced only if nothing before it fits."""
-    spread_state = [False, True] if request.devices > 1 else [False]
-    blocks, precision = find_blocks(request.module), request.precision
-    no_logits = _can_leave_logits_out(request)
-    for used in dict.fromkeys((precision, "bf16" if precision == "fp32" else precision)):
-        kwargs: dict[str, Any] = {"precision": used, "changes_result": used != precision, "no_logits": no_logits}
-        if no_logits and used == precision:  # first the module as it is
-            yield [Option(balanced, (), used, False) for balanced in spread_state]
-        for names in ((), blocks) if blocks else ((),):
-            yield [Option(balanced, names, **kwargs) for balanced in spread_state]
-            if not names and any(getattr(part, "inplace", None) is False for part in request.module.modules()):
-                yield [Option(balanced, names, inplace=True, **kwargs) for balanced in spread_state]
-        yield [Option(balanced, blocks, offload=True, **kwargs) for balanced in spread_state]
-        if not clips and used != "fp16":  # its scaler reads all gradients, too
-            ways = dict.fromkeys([((), False), (blocks, False), (blocks, True)])
-            yield [Option(False, names, offload=offload, released=True, **kwargs) for names, offload in ways]
-    assert isinstance(request.optimizer, OptimizerChoice)
-    others = smaller_optimizers(request.optimizer)
-    if others:
-        yield [Option(False, blocks, precision, False, other, no_logits=no_logits) for other in others]
+    logits = [LOGITS] if _can_leave_logits_out(request) else []
+    blocks = [CHECKPOINT] if combine(request, [CHECKPOINT]) else []
+    combinations = [(*logits, *blocks[:count], *rest) for count, rest in ((0, ()), (1, ()), (1, (OFFLOAD,)))]
+    for savings in dict.fromkeys([(), *combinations, *((*savings, BF16) for savings in combinations)]):
+        if options := [option for each in (savings, (BALANCED, *savings)) if (option := combine(request, each))]:
+            yield options
+    if others := other_optimizers(request.optimizer):
+        yield [option for other in others if (option := combine(request, [other, *logits, *blocks]))]
 
 
 def _can_leave_logits_out(request: Request) -> bool:
     """Returns True if the module is a language model that computes its loss, and nothing reads its logits."""
-    if "labels" not in request.inputs.kwargs:
+    option = combine(request, [LOGITS])
+    if option is None:
         return False
-    (trace,) = try_traces([(dataclasses.replace(request, savings=("replace_lm_head",)), 2 * request.row_step)])
+    (trace,) = try_traces([(option.request, 2 * request.row_step)])
     return isinstance(trace, Trace)
 
 
@@ -440,16 +410,17 @@ def what_would_fit(measured: Sequence[Measured], capacity: int) -> tuple[int, in
         return max(each.reserved(i, 1, 2) or 0 for i in range(each.request.devices)) + SCALARS
 
     least = min(measured, key=lowest)
-    balanced = dataclasses.replace(least.option, balanced=True)
-    rows = least.request.update_rows or 1
-
-    counted = {each.request.devices: each for each in measured if each.option == balanced}
+    savings = {*least.option.savings, BALANCED}
+    counted = {each.request.devices: each for each in measured if savings == {*each.option.savings}}
 
     def trace(*counts: int) -> None:
-        asked = [n for n in counts if n not in counted]
-        new = {n: Measured(dataclasses.replace(least.request, devices=n), balanced, (capacity,) * n, rows) for n in asked}
+        new = {count: with_devices(count) for count in counts if count not in counted}
         measure(list(new.values()), 2)
         counted.update(new)
+
+    def with_devices(count: int) -> Measured:
+        request = dataclasses.replace(least.option.request, devices=count, balanced=True)
+        return Measured(Option((*savings,), request), (capacity,) * count, least.request.update_rows or 1)
 
     def lowest_of(count: int) -> int:
         trace(count)
@@ -487,48 +458,3 @@ class OffloadingStep(TrainStep):
         """Updates with the gradients of all rows that were added."""
         with offload_activations():
             return super().apply()
-
-
-_listener: ContextVar[Callable[[str], None] | None] = ContextVar("listener", default=None)
-
-
-@contextlib.contextmanager
-def telling(listener: Callable[[str], None]) -> Iterator[None]:
-    """Calls ``listener`` in this block with each step of a search, before it starts."""
-    token = _listener.set(listener)
-    try:
-        yield
-    finally:
-        _listener.reset(token)
-
-
-def tell(step: str) -> None:
-    """Passes a step to the listener, if there is one."""
-    if (listener := _listener.get()) is not None:
-        listener(step)
-
-
-Make = Callable[..., torch.optim.Optimizer]
-
-
-def AdamW8bit(parameters: Any, **settings: Any) -> torch.optim.Optimizer:
-    """Makes the optimizer of torchao. It compiles its update; a trace runs the operators one by one, which need more memory."""
-    made: torch.optim.Optimizer = importlib.import_module("torchao.optim").AdamW8bit(parameters, **settings)
-    return made
-
-
-def smaller_optimizers(given: OptimizerChoice) -> list[OptimizerChoice]:
-    """Returns optimizers with less state than the given one, the smallest first.
-
-    SGD has none. Adafactor has a row and a column for each matrix. The 8-bit AdamW of torchao, where that is installed, has two
-    bytes per element.
-    """
-    known: list[Make] = [torch.optim.SGD, torch.optim.Adafactor]
-    if importlib.util.find_spec("torchao") is not None:
-        known.append(AdamW8bit)
-    names = [getattr(make, "__name__", "") for make in known]
-    if given.name == "SGD" and not given([torch.nn.Parameter(torch.zeros(1))]).param_groups[0]["momentum"]:
-        return []
-    if given.name in names[1:]:
-        known = known[: names.index(given.name)]
-    return [OptimizerChoice(make, given.foreach) for make in known]

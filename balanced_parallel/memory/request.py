@@ -13,7 +13,7 @@ from ..savings.checkpointing import find_blocks
 from .devices import find_kind
 from .trace.layouts import LAYOUTS, Request, find_layout
 from .trace.optimizers import OptimizerChoice
-from .trace.savings import check_savings, with_inplace_activations
+from .trace.savings import check_savings
 
 __all__: list[str] = []
 
@@ -70,7 +70,7 @@ def make_request(
     if not rows:
         raise ValueError(f"the inputs have no rows, expected tensors with rows along dimension {dim}")
     count = count_micro_batches(rows, micro_batch_size, split or chosen.devices_per_process(devices))
-    request = Request(
+    return Request(
         module=module,
         criterion=criterion,
         inputs=arguments,
@@ -90,7 +90,6 @@ def make_request(
         scalar=scalar,
         savings=check_savings(savings),
     )
-    return with_inplace_activations(request) if "inplace_activations" in request.savings else request
 
 
 def _names_to_checkpoint(module: torch.nn.Module, checkpoint: str | Iterable[str] | None) -> tuple[str, ...]:

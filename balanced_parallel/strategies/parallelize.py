@@ -5,7 +5,7 @@ The strategy of :func:`parallelize`: replicas in one process, ``DistributedDataP
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
@@ -30,37 +30,6 @@ __all__: list[str] = []
 Strategy = Literal["auto", "replicas", "ddp", "fsdp"]
 STRATEGIES = ("auto", "replicas", "ddp", "fsdp")
 _log = logging.getLogger(__name__)
-
-
-class Question(NamedTuple):
-    """A model whose memory under ``DistributedDataParallel`` is asked for.
-
-    Args:
-        module, criterion: without wrappers.
-        example: inputs and targets of one rank, if they are known.
-        ranks: number of ranks.
-        device: of this rank.
-        precision: of the forward.
-        dim: the dimension of the rows.
-    """
-
-    module: nn.Module
-    criterion: Any
-    example: tuple[Any, Any] | None
-    ranks: int
-    device: torch.device
-    precision: Precision
-    dim: int
-
-
-Estimate = Callable[[Question], int]
-_estimates: list[Estimate] = []
-
-
-def register(estimate: Estimate) -> Estimate:
-    """Registers the function that returns the bytes of an update. Its package is not imported here."""
-    _estimates.append(estimate)
-    return estimate
 
 
 def check_strategy(strategy: str, compress: str | None, environment: TorchrunEnvironment | None) -> None:
@@ -93,20 +62,17 @@ def check_strategy(strategy: str, compress: str | None, environment: TorchrunEnv
         raise ValueError(f"compress={compress!r} in one process, expected None: it is for the ranks that torchrun starts")
 
 
-def choose_strategy(question: Question, environment: TorchrunEnvironment) -> Literal["ddp", "fsdp"]:
+def choose_strategy(module: nn.Module, device: torch.device, environment: TorchrunEnvironment) -> Literal["ddp", "fsdp"]:
     """Returns the strategy for ``"auto"`` with several ranks, the same on all of them, and logs the reason."""
-    limit = free_bytes(question.device)
-    if question.device.type == "cpu":
-        limit //= environment.local_world_size
-    needed = max_over_ranks(_estimates[0](question) if question.example is not None and rank() == 0 else 0)
-    known = "an update by memory.estimate"
-    if not needed:
-        needed, known, limit = state_bytes(question.module), "parameters, gradients and AdamW's state", limit // 2
-    chosen: Literal["ddp", "fsdp"] = "fsdp" if max_over_ranks(needed > limit) else "ddp"
+    ranks = environment.local_world_size if device.type == "cpu" else 1  # the ranks of a host share its memory
+    needed, half = state_bytes(module), free_bytes(device) // ranks // 2  # the other half is for activations and buckets
+    strategy: Literal["ddp", "fsdp"] = "fsdp" if max_over_ranks(needed > half) else "ddp"
     if rank() == 0:
-        sizes = format_bytes(needed), known, format_bytes(limit)
-        _log.info("strategy='auto' is %r: under 'ddp' a rank needs %s (%s) of %s", chosen, *sizes)
-    return chosen
+        reason = (
+            f"parameters, gradients and AdamW's state are {format_bytes(needed)}, half of a rank's memory {format_bytes(half)}"
+        )
+        _log.info("strategy='auto' is %r: %s", strategy, reason)
+    return strategy
 
 
 def make_mesh(module: nn.Module, device: torch.device, environment: TorchrunEnvironment) -> Any:
@@ -143,7 +109,6 @@ def parallelize(
     out_dims: Dims = None,
     strategy: Strategy = "auto",
     compress: Literal["bf16", "fp16"] | None = None,
-    example: tuple[Any, Any] | None = None,
 ) -> Model: ...
 
 
@@ -161,7 +126,6 @@ def parallelize(
     out_dims: Dims = None,
     strategy: Strategy = "auto",
     compress: Literal["bf16", "fp16"] | None = None,
-    example: tuple[Any, Any] | None = None,
 ) -> tuple[Model, DataParallelCriterion]: ...
 
 
@@ -178,7 +142,6 @@ def parallelize(
     out_dims: Dims = None,
     strategy: Strategy = "auto",
     compress: Literal["bf16", "fp16"] | None = None,
-    example: tuple[Any, Any] | None = None,
 ) -> Model | tuple[Model, DataParallelCriterion]:
     """Wraps a model and a criterion for all devices, in one process or under torchrun, with the same losses and gradients.
 
@@ -197,13 +160,12 @@ def parallelize(
         dim, precision, split, in_dims, out_dims: as in :class:`DataParallelModel`.
         weight: as in :class:`DataParallelCriterion`.
         strategy: ``"replicas"`` in one process; ``"ddp"`` or ``"fsdp"`` under torchrun. ``"auto"`` is ``"fsdp"`` if the model is
-            too large for one device, and the reason is logged. It asks :func:`memory.estimate` for an update of ``example``, and
-            compares with the free memory of the device. Without an example it compares parameters, gradients and AdamW's state
-            with half of the free memory, and the other half is for activations. FSDP over several hosts shards over the devices
-            of each host and copies over the hosts, if a host has room for a copy.
+            too large for one device, and the reason is logged. It compares parameters, gradients and AdamW's state (for a module
+            to train, four times its parameters) with half of the device's free memory, and the other half is for activations.
+            For an exact answer call :func:`memory.estimate` with ``layout="ddp"``. FSDP over several hosts shards over the
+            devices of each host and copies over the hosts, if a host has room for a copy.
         compress: ``"bf16"`` or ``"fp16"`` reduces the gradients of ``"ddp"`` in half the bytes, by torch's communication hooks.
             ``"auto"`` is ``"ddp"`` then.
-        example: inputs and targets of one rank, for ``"auto"``. Those of rank 0 count.
 
     Returns:
         The model and the criterion, or the model alone if no criterion was given.
@@ -241,7 +203,7 @@ def parallelize(
             raise ValueError(f"split={split!r} was given under torchrun, expected None: each rank passes its own rows")
         device = rank_device(environment, device_ids)
         join_process_group(environment, device)
-        model = _rank_model(module, wrapped, device, environment, settings, strategy, compress, example)
+        model = _rank_model(module, wrapped, device, environment, settings, strategy, compress)
     return model if wrapped is None else (model, wrapped)
 
 
@@ -263,7 +225,6 @@ def _rank_model(
     settings: dict[str, Any],
     strategy: Strategy,
     compress: str | None,
-    example: tuple[Any, Any] | None,
 ) -> Model:
     is_frozen = criterion is None and not any(parameter.requires_grad for parameter in module.parameters())
     if world_size() == 1 or (is_frozen and strategy != "fsdp"):
@@ -274,9 +235,7 @@ def _rank_model(
     refuse_rescaled(rescaled_embeddings(module))
     plain = None if criterion is None else criterion.module
     if strategy == "auto" and compress is None:
-        precision = Precision(settings["precision"] or "fp32")
-        question = Question(module, plain, example, world_size(), device, precision, settings["dim"])
-        strategy = choose_strategy(question, environment)
+        strategy = choose_strategy(module, device, environment)
     if device.type == "cuda":
         use_torch_sync_batchnorm(module)
     if strategy == "fsdp":

@@ -24,13 +24,13 @@ PAGE = Path(__file__).parents[2] / "docs" / "tricks.md"
 
 INTRODUCTION = """# Tricks
 
-Every known trick against running out of memory, measured for three models. For your own model:
+The savings that `memory.plan` knows, measured one by one for three models. For your own model:
 
 ```bash
 .venv/bin/python -m balanced_parallel tricks --problem my_file.py:build --batch-size 64
 ```
 
-The table shows what each trick saves at the peak of a training step on one device (float32, AdamW), and what it costs. Bytes
+The table shows what each saves at the peak of a training step on one device (float32, AdamW), and what it costs. Bytes
 come from traces, which agree with the bytes that [simulated devices](simulation.md) measure. A negative number is a loss. Tricks
 do not add up: each is measured alone. How to use the savings of this library: [savings](savings.md); which of them a batch
 needs: [memory](memory.md).
@@ -39,19 +39,15 @@ needs: [memory](memory.md).
 
 def trick_table(found: Sequence[tuple[Problem, TrickTable]]) -> str:
     """Returns one table with a column per model."""
-    tables = [{_name(trick): trick for trick in table.tricks} for _, table in found]
+    tables = [{trick.name: trick for trick in table.tricks} for _, table in found]
     rows = []
     for name in tables[0]:
         tricks = [table[name] for table in tables]
         cells = [_cell(trick, table) for trick, (_, table) in zip(tricks, found, strict=True)]
         costs = [trick.cost.partition(";")[0] for trick in tricks if not trick.cost.startswith("not for")]
-        rows.append([name, *cells, costs[0].partition(" of more")[0] if costs else "-"])
+        rows.append([name, *cells, costs[0] if costs else "-"])
     headers = ["trick", *(f"{problem.name}, of {format_bytes(table.peak)}" for problem, table in found), "cost"]
     return tabulate(rows, headers, "github", disable_numparse=True)
-
-
-def _name(trick: Trick) -> str:
-    return "smaller layers: half of the largest" if trick.name.startswith("smaller layers") else trick.name
 
 
 def _cell(trick: Trick, table: TrickTable) -> str:
@@ -95,11 +91,9 @@ def page(given: list[Problem]) -> str:
     return "\n".join(lines)
 
 
-NOTES = """- In-place activations save little behind convolutions and linear layers: `ReLU` saves its output, and so does
-  the next layer. They help where the activation saves its input, as `LeakyReLU` and `ELU` do. `GELU` and `SiLU` need it.
-- `del` frees a tensor at once, if nothing else holds it. Activations are held by the graph until the backward has used them.
-- Accumulation is splitting the batch: `TrainStep(micro_batch_size=...)` does it with the loss and the gradients of the whole
-  batch. `memory.fit` sets the size.
+NOTES = """\
+- `TrainStep(micro_batch_size=...)` runs micro-batches with the loss and the gradients of the whole batch. `memory.fit` sets
+  their size.
 - A saving that acts on activations does nothing where the optimizer's update is the peak, and the reverse.
 """
 

@@ -1,7 +1,5 @@
 """Plans: they fit devices of their capacity, one more row does not, and the result stays exact.
 
-Stages of a plan: what restricts the loop comes last of what is exact.
-
 Progress of a plan: lines on a terminal, none elsewhere.
 
 Optimizers with less state: alternatives in a plan that are shown, and never chosen.
@@ -23,7 +21,7 @@ from torch import nn
 from balanced_parallel import DataParallelCriterion, convert_sync_batchnorm, memory, simulate
 from balanced_parallel.__main__ import main
 from balanced_parallel.memory import MemoryPlan, candidates, estimation, planning
-from balanced_parallel.memory.planning import smaller_optimizers, telling
+from balanced_parallel.memory.remedies import smaller_optimizers
 from balanced_parallel.memory.trace.optimizers import OptimizerChoice
 from balanced_parallel.savings.checkpointing import Checkpointed
 
@@ -138,18 +136,12 @@ def test_cheapest_exact_plan_is_chosen():
         "BalancedOptimizer, checkpointed blocks",
         "checkpointed blocks, offloaded activations",
         "BalancedOptimizer, checkpointed blocks, offloaded activations",
-        "gradients released in the backward",
-        "checkpointed blocks, gradients released in the backward",
-        "checkpointed blocks, offloaded activations, gradients released in the backward",
         "bf16",
         "BalancedOptimizer, bf16",
         "checkpointed blocks, bf16",
         "BalancedOptimizer, checkpointed blocks, bf16",
         "checkpointed blocks, offloaded activations, bf16",
         "BalancedOptimizer, checkpointed blocks, offloaded activations, bf16",
-        "gradients released in the backward, bf16",
-        "checkpointed blocks, gradients released in the backward, bf16",
-        "checkpointed blocks, offloaded activations, gradients released in the backward, bf16",
         "SGD, checkpointed blocks",
         "Adafactor, checkpointed blocks",
     )
@@ -305,34 +297,6 @@ def small_net():
     return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
 
 
-def test_gradients_are_released_in_the_backward_if_nothing_else_is_exact_and_none_are_clipped():
-    inputs, targets = torch.randn(6, 64), torch.randint(10, (6,))
-    settings = {"batch_size": 6, "device_kind": "sim", "optimizer": torch.optim.SGD}
-    make = functools.partial(memory.plan, small_net(), nn.CrossEntropyLoss(), inputs, targets, **settings)
-    plain, clipped = make(capacity="1GiB"), make(capacity="1GiB", max_grad_norm=1.0)
-    assert [any("released" in name for name in plan.untried) for plan in (plain, clipped)] == [True, False]
-    capacity = plain.chosen.peak[0] - 4096
-    plan = make(capacity=capacity)
-    assert plan.chosen.name == "gradients released in the backward"
-    assert (plan.chosen.exact, plan.chosen.micro_batches) == (True, 1)
-    with simulate(1, capacity) as cluster:
-        expected = update(small_net(), inputs, targets)
-        *_, step = plan.apply(net := small_net(), nn.CrossEntropyLoss(), optimizer=torch.optim.SGD, lr=0.1)
-        step(inputs, targets)
-        assert cluster.peak[0] == pytest.approx(plan.chosen.peak[0], rel=0.01)
-        found = [parameter.detach().cpu() for parameter in net.parameters()]
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
-        with pytest.raises(ValueError, match=r"max_grad_norm=1.0 with a plan that releases gradients .* give max_grad_norm to"):
-            plan.apply(small_net(), nn.CrossEntropyLoss(), max_grad_norm=1.0)
-
-
-def update(net, inputs, targets):
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    nn.functional.cross_entropy(net(inputs), targets).backward()
-    optimizer.step()
-    return [parameter.detach() for parameter in net.parameters()]
-
-
 def mean_of_counted(output, targets, mask):
     return ((output.logsumexp(1) - output.gather(1, targets[:, None])[:, 0]) * mask).sum() / mask.sum()
 
@@ -367,13 +331,13 @@ BATCH = torch.zeros(8, 16), torch.zeros(8, dtype=torch.int64)
 SETTINGS = {"batch_size": 8, "device_kind": "sim", "capacity": "8KiB"}
 
 
-def test_each_stage_is_told_before_it_is_traced():
-    steps = []
-    with telling(steps.append):
+def test_each_stage_is_logged_before_it_is_traced(caplog):
+    with caplog.at_level("INFO", logger="balanced_parallel.memory.planning"):
         plan = memory.plan(nn.Linear(16, 8), nn.CrossEntropyLoss(), *BATCH, **SETTINGS)
     assert not plan.fits
-    assert steps[0] == "replicas"
-    assert {name for step in steps for name in step.split("; ")} >= {choice.name for choice in plan.choices}
+    assert caplog.messages[0] == "trying: replicas"
+    steps = [message.removeprefix("trying: ").split("; ") for message in caplog.messages]
+    assert {name for step in steps for name in step} >= {choice.name for choice in plan.choices}
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -386,13 +350,6 @@ def test_plan_on_a_terminal_prints_what_it_tries(tmp_path, monkeypatch, capsys, 
     output, errors = capsys.readouterr()
     assert ("trying: replicas\n" in errors) == is_terminal
     assert "trying" not in output
-
-
-def test_a_stage_without_activations_in_place_is_left_out():
-    """On a GPU the mask of dropout in place is wider than the result that it saves."""
-    net = nn.Sequential(nn.Linear(16, 16), nn.Dropout(), nn.Linear(16, 8))
-    plan = memory.plan(net, nn.CrossEntropyLoss(), *BATCH, **SETTINGS)
-    assert not any(choice.inplace or "in-place" in choice.name for choice in plan.choices)
 
 
 def plan_optimizers(capacity, **settings):

@@ -60,7 +60,6 @@ class Request:
         balanced: the optimizer is a :class:`BalancedOptimizer`.
         blocks: names of the modules to checkpoint.
         savings: functions of ``balanced_parallel.savings`` to apply to the traced copies.
-        inplace: names of the activations that are in place.
         split: the weight of each device; None for equal shares.
         scalar: the result of every read of a tensor's value in the module.
         update_rows: rows of an update over all devices of a process; None for those of ``batches``.
@@ -84,7 +83,6 @@ class Request:
     dim: int
     scalar: int | float | bool | None
     savings: tuple[str, ...] = ()
-    inplace: tuple[str, ...] = ()
     update_rows: int | None = None
 
     @property

@@ -1,42 +1,26 @@
 """Functions of ``balanced_parallel.savings`` in a trace: they change the fake copies, never the objects of the caller.
 
-``offload_activations`` on fake devices: the same copies, without streams.
-
-The activations that may be in place, found on fake copies in a process of its own.
+``offload_activations`` runs on fake devices too: the same copies, without streams.
 """
 
 import contextlib
-import dataclasses
 import weakref
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode  # torch has no public module of fake tensors
 
 from ...runtime.torch_private import base_of, storage_id
 from ...runtime.values import parse_bytes
-from ...savings.checkpointing import checkpoint_activations, checkpoint_blocks
-from ...savings.gradient_release import release_gradients_in_backward
-from ...savings.inplace import find_inplace_activations
+from ...savings.checkpointing import checkpoint_activations
 from ...savings.lm_heads import replace_lm_head
 from ...savings.offloading import MIN_BYTES, Link, Offload, Offloaded
-from ..operators.cuda import cuda_choices
-from .fakes import HOME, fake_batch, fake_copy, start_in_child, undisturbed
-from .layouts import Request
 
 __all__: list[str] = []
 
 
-# in the order in which they are applied
-SAVINGS = (
-    "replace_lm_head",
-    "checkpoint_activations",
-    "inplace_activations",
-    "offload_activations",
-    "release_gradients_in_backward",
-)
+SAVINGS = ("replace_lm_head", "checkpoint_activations", "offload_activations")  # in the order in which they are applied
 
 
 def check_savings(names: Iterable[str]) -> tuple[str, ...]:
@@ -58,19 +42,6 @@ def change_module(module: nn.Module, names: Iterable[str]) -> None:
         replace_lm_head(module)
     if "checkpoint_activations" in names:
         checkpoint_activations(module)
-
-
-def set_inplace(module: nn.Module, names: Iterable[str]) -> None:
-    """Sets ``inplace=True`` on submodules."""
-    for name in names:
-        module.get_submodule(name).inplace = True  # type: ignore[assignment]
-
-
-def change_optimizers(optimizer: Any, names: Iterable[str]) -> None:
-    """Applies the savings that change optimizers."""
-    if "release_gradients_in_backward" in names:
-        for one in getattr(optimizer, "optimizers", [optimizer]):
-            release_gradients_in_backward(one)
 
 
 def around_update(names: Iterable[str], host: torch.device) -> contextlib.AbstractContextManager[None]:
@@ -160,33 +131,3 @@ class _Stream(contextlib.nullcontext[None]):
 
 
 _STREAM = _Stream()
-
-
-def with_inplace_activations(request: Request) -> Request:
-    """Returns the request with every activation in place that may be."""
-    return dataclasses.replace(request, inplace=inplace_names(request))
-
-
-def inplace_names(request: Request) -> tuple[str, ...]:
-    """Returns the names of the modules that :func:`inplace_activations` changes, after the other savings of the request.
-
-    Nothing is computed: the memory that operators read and keep decides, and the version counters of autograd.
-
-    Raises:
-        BaseException: the module raised it.
-    """
-
-    def find() -> tuple[str, ...]:
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        module = fake_copy(request.module, mode, HOME)
-        inputs, kwargs = fake_batch(tuple(request.inputs), min(request.rows, 4), request.rows, mode, HOME, request.dim)
-        choices = cuda_choices(request.kind.fuses) if request.kind.like_cuda else contextlib.nullcontext()
-        with undisturbed(), choices, mode:
-            change_module(module, request.savings)
-            checkpoint_blocks(module, request.blocks)
-            return find_inplace_activations(module, kwargs or inputs)
-
-    found = start_in_child(find)()
-    if isinstance(found, BaseException):
-        raise found
-    return found

@@ -42,7 +42,7 @@ from .fakes import (
 )
 from .layouts import Layout, Request
 from .optimizers import refuse_merges
-from .savings import around_update, change_module, change_optimizers, set_inplace
+from .savings import around_update, change_module
 
 __all__: list[str] = []
 
@@ -128,7 +128,6 @@ def _trace(request: Request, rows: int) -> Trace:
     request = dataclasses.replace(request, optimizer=optimizer)
     change_module(module, request.savings)
     checkpoint_blocks(module, request.blocks)
-    set_inplace(module, request.inplace)
     whole = rows * (request.micro_batches // request.batches)
     place = host_of(request.devices) if request.layout.batch_on_host else HOME
     batch = fake_batch((request.inputs, request.targets), whole, request.rows, mode, place, request.dim)
@@ -165,7 +164,6 @@ def _run(request: Request, count: Count, module: Any, criterion: Any, batch: Mic
     ):
         layout = request.layout(request, module, criterion)
         count.see_all(layout.parameters, "parameters")  # those that sharding replaced
-        change_optimizers(layout.optimizer, request.savings)
         try:
             # the first update makes the state of the optimizer
             for generation, (name, update) in enumerate((("first", micro_batches[:1]), ("second", micro_batches))):

@@ -1,0 +1,146 @@
+"""The savings that a plan can apply: the one list that ``plan``, ``fit`` and the table of tricks read.
+
+Each changes the request of a step, which is then traced and compared with the plain one. Optimizers with less state are
+alternatives: another optimizer makes another result.
+"""
+
+import dataclasses
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from ..savings.checkpointing import find_blocks
+from .trace.layouts import Request
+from .trace.optimizers import OptimizerChoice
+
+__all__: list[str] = []
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A way to need less memory.
+
+    Attributes:
+        name: of the function, the class or the setting that does it.
+        option: its name in the options of a plan.
+        cost: what is lost.
+        apply: returns the request with it, or None if it does not suit the request or is applied already.
+        result: of an update: exact, up to rounding, or what differs.
+    """
+
+    name: str
+    option: str
+    cost: str
+    apply: Callable[[Request], Request | None]
+    result: Literal["exact", "other arithmetic", "another optimizer"] = "exact"
+
+
+@dataclass(frozen=True)
+class Option:
+    """Savings that are applied together.
+
+    Attributes:
+        request: with the savings.
+    """
+
+    savings: tuple[Saving, ...]
+    request: Request
+
+    @property
+    def name(self) -> str:
+        """The savings as text."""
+        return ", ".join(saving.option for saving in self.savings) or "replicas"
+
+    @property
+    def changes_result(self) -> bool:
+        """True if the loss and the gradients are computed in another precision."""
+        return any(saving.result == "other arithmetic" for saving in self.savings)
+
+    @property
+    def optimizer(self) -> str | None:
+        """The name of an optimizer in the place of the given one."""
+        return next((saving.option for saving in self.savings if saving.result == "another optimizer"), None)
+
+
+def combine(request: Request, savings: Sequence[Saving]) -> Option | None:
+    """Returns the option with all of ``savings``, or None if one of them does not suit the request."""
+    for saving in savings:
+        changed = saving.apply(request)
+        if changed is None:
+            return None
+        request = changed
+    return Option(tuple(savings), request)
+
+
+def _leave_out_logits(request: Request) -> Request | None:
+    return _with_saving(request, "replace_lm_head") if "labels" in request.inputs.kwargs else None
+
+
+def _balance(request: Request) -> Request | None:
+    is_possible = request.devices > 1 and request.layout.takes_balanced_optimizer and not request.balanced
+    return dataclasses.replace(request, balanced=True) if is_possible else None
+
+
+def _checkpoint(request: Request) -> Request | None:
+    blocks = () if request.blocks else find_blocks(request.module)
+    return dataclasses.replace(request, blocks=blocks) if blocks else None
+
+
+def _offload(request: Request) -> Request | None:
+    return _with_saving(request, "offload_activations")
+
+
+def _with_saving(request: Request, name: str) -> Request | None:
+    return None if name in request.savings else dataclasses.replace(request, savings=(*request.savings, name))
+
+
+def _use_bf16(request: Request) -> Request | None:
+    return dataclasses.replace(request, precision="bf16") if request.precision == "fp32" else None
+
+
+# in the order in which their names are put together
+LOGITS = Saving("replace_lm_head", "loss without logits", "nothing; the logits do not exist", _leave_out_logits)
+BALANCED = Saving("BalancedOptimizer", "BalancedOptimizer", "traffic of the updated parameters", _balance)
+CHECKPOINT = Saving("checkpoint_activations", "checkpointed blocks", "operations that run twice", _checkpoint)
+OFFLOAD = Saving("offload_activations", "offloaded activations", "traffic to the host and back", _offload)
+BF16 = Saving('precision="bf16"', "bf16", "other arithmetic", _use_bf16, "other arithmetic")
+SAVINGS = (LOGITS, BALANCED, CHECKPOINT, OFFLOAD, BF16)
+
+
+def other_optimizers(choice: Any) -> list[Saving]:
+    """Returns optimizers with less state than that of a request, the smallest first, as savings."""
+
+    def saving(other: OptimizerChoice) -> Saving:
+        name = f"another optimizer: {other.name}"
+        return Saving(
+            name, other.name, "another result", lambda request: dataclasses.replace(request, optimizer=other), "another optimizer"
+        )
+
+    return [saving(other) for other in smaller_optimizers(choice)] if isinstance(choice, OptimizerChoice) else []
+
+
+def AdamW8bit(parameters: Any, **settings: Any) -> torch.optim.Optimizer:
+    """Makes the optimizer of torchao. It compiles its update; a trace runs the operators one by one, which need more memory."""
+    optimizer: torch.optim.Optimizer = importlib.import_module("torchao.optim").AdamW8bit(parameters, **settings)
+    return optimizer
+
+
+def smaller_optimizers(choice: OptimizerChoice) -> list[OptimizerChoice]:
+    """Returns optimizers with less state than the given one, the smallest first.
+
+    SGD has none. Adafactor has a row and a column for each matrix. The 8-bit AdamW of torchao, where that is installed, has two
+    bytes per element.
+    """
+    if choice.name == "SGD" and not choice([torch.nn.Parameter(torch.zeros(1))]).param_groups[0]["momentum"]:
+        return []
+    makers: list[Callable[..., torch.optim.Optimizer]] = [torch.optim.SGD, torch.optim.Adafactor]
+    if importlib.util.find_spec("torchao") is not None:
+        makers.append(AdamW8bit)
+    names = [getattr(maker, "__name__", "") for maker in makers]
+    if choice.name in names[1:]:
+        makers = makers[: names.index(choice.name)]
+    return [OptimizerChoice(maker, choice.foreach) for maker in makers]
