@@ -10,9 +10,8 @@ without GPUs: :func:`simulate`.
 """
 
 from . import memory, savings
-from .batch.by_cost import shard_by_cost
 from .batch.outputs import PerReplica, gather
-from .batch.rows import Rows, Whole, scatter
+from .batch.rows import Rows, Whole, scatter, shard_by_cost
 from .batch.samplers import BalancedBatchSampler, RankBatchSampler
 from .diagnostics.verify import verify
 from .loss.coupled import AdditiveLoss
