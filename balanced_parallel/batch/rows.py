@@ -1,25 +1,17 @@
-"""Marks for the rows of arguments: :class:`Whole`, :class:`Rows`, and the dimensions of ``in_dims``.
+"""Rows of the arguments of a call: marks for them, their number, and their split over replicas and micro-batches.
 
-Rows of a batch: counts the rows of arguments, and splits arguments by rows.
+torch's ``scatter`` leaves devices idle (9 rows on 4 devices: 3, 3, 3), silently drops samples if a second input has fewer rows,
+and passes objects of unknown types whole to every device. Here sizes differ by at most one row, and inputs with different numbers
+of rows are an error. So are ambiguous inputs, unless :class:`Whole`, :class:`Rows` or ``in_dims`` tell where the rows are.
 
-torch's ``scatter`` silently drops samples if a second input has fewer rows, and passes objects of unknown types whole to every
-device. Here inputs with different numbers of rows are an error, and so are ambiguous inputs.
-
-``RowShards``: rows that are cut already. Each replica takes its shard as it is, with a length of its own.
-
-Splits a batch by rows over replicas.
-
-torch's ``scatter`` leaves devices idle (9 rows on 4 devices: 3, 3, 3), and silently drops samples if a second input has fewer
-rows. Here sizes differ by at most one row, and inputs with different numbers of rows are an error.
-
-Splits an effective batch into micro-batches: as few as possible, with sizes that differ by at most one row.
-
-14 rows in micro-batches of at most 3 rows per device, on two devices::
+An effective batch is split into as few micro-batches as possible. 14 rows of at most 3 per device, on two devices::
 
                  time ->
                  micro-batch 0   micro-batch 1   micro-batch 2
     device 0     rows 0-2        rows 5-7        rows 10-11
     device 1     rows 3-4        rows 8-9        rows 12-13
+
+Rows that are cut by cost are :class:`RowShards`. Each replica takes its shard as it is, with a length of its own.
 """
 
 import functools
@@ -242,7 +234,7 @@ def count_rows(node: Any, dim: int = 0, expected: int | None = None, name: str =
     only = only[0] if type(only) is tuple and len(only) == 1 else only
     if type(only) is torch.Tensor and 0 <= dim < only.dim():  # shortcut for the most frequent input
         return only.size(dim)
-    known: tuple[str, Any, int] | None = None
+    first: tuple[str, Any, int] | None = None
     ambiguous: dict[str, list[Any]] = {}
     parts = [(node.inputs, name), (node.kwargs, "kwargs")] if isinstance(node, Arguments) else [(node, name)]
     for place, leaf, holder in (entry for part, called in parts for entry in _leaves(part, called)):
@@ -251,23 +243,23 @@ def count_rows(node: Any, dim: int = 0, expected: int | None = None, name: str =
             continue
         if holder is not None and type(leaf) is not Along:
             ambiguous[holder[0]] = holder[1]
-        if known is not None and known[2] != rows:
+        if first is not None and first[2] != rows:
             raise ValueError(
-                f"the {name} have different numbers of rows along dimension {dim}: {known[0]} is {_described(known[1])} "
-                f"({known[2]} rows), {place} is {_described(leaf)} ({rows} rows); give all the same number of rows, wrap an "
+                f"the {name} have different numbers of rows along dimension {dim}: {first[0]} is {_described(first[1])} "
+                f"({first[2]} rows), {place} is {_described(leaf)} ({rows} rows); give all the same number of rows, wrap an "
                 "input that every replica needs whole in Whole(...), a list with one entry per row in Rows(...), or give in_dims="
             )
-        if known is None or known[0].startswith(tuple(ambiguous)):
-            known = place, leaf, rows
+        if first is None or first[0].startswith(tuple(ambiguous)):
+            first = place, leaf, rows
     for place, entries in ambiguous.items():
-        assert known is not None
-        if (known[0].startswith(place) and known[2] != expected) or len(entries) == known[2]:
+        assert first is not None
+        if (first[0].startswith(place) and first[2] != expected) or len(entries) == first[2]:
             raise ValueError(
                 f"{place} is a list of {len(entries)} entries of one type (the first is {containers.describe(entries[0])}): each "
                 "entry may be a row, or have all rows. Wrap the list in Rows(...) if its entries are rows, make it a tuple or "
                 "give in_dims= if each entry has all rows, or wrap it in Whole(...)"
             )
-    return None if known is None else known[2]
+    return None if first is None else first[2]
 
 
 def _leaves(
