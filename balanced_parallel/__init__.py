@@ -15,9 +15,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import memory, savings
-from .batch.by_cost import shard_by_cost
 from .batch.outputs import PerReplica, gather
-from .batch.rows import Rows, Whole, scatter
+from .batch.rows import Rows, Whole, scatter, shard_by_cost
 from .batch.samplers import BalancedBatchSampler, RankBatchSampler
 from .loss.coupled import AdditiveLoss
 from .loss.criterion import DataParallelCriterion

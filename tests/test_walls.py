@@ -132,7 +132,6 @@ def test_cycles_are_found():
 LONG = 700
 SHORT = 80
 SHORT_FILES: dict[str, str] = {  # with the reason
-    "batch.by_cost": "an entry point",
     "memory.errors": "nine importers",
 }
 

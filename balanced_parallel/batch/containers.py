@@ -1,10 +1,9 @@
-"""Nested containers of a batch: leaves, and functions that map, split and merge them.
+"""Nested containers of a batch: their leaves, functions that map, split and merge them, and the dimensions of the rows in them.
 
 torch's ``scatter`` and ``gather`` support tuples, lists and dicts only. They pass a dataclass whole to every replica, cannot
 gather one, and break strings (pytorch#41327, #62466, #13447). Here all containers keep their type: tuples, named tuples, lists,
-mappings (including ``ModelOutput`` and ``BatchEncoding`` of Hugging Face) and dataclasses.
-
-Dimensions of the rows, for a whole structure or entry by entry, like ``in_dims`` and ``out_dims`` of ``torch.vmap``.
+mappings (including ``ModelOutput`` and ``BatchEncoding`` of Hugging Face) and dataclasses. The dimensions of the rows are those
+of a whole structure, or entry by entry, like ``in_dims`` and ``out_dims`` of ``torch.vmap``.
 """
 
 import copy
@@ -255,8 +254,8 @@ def leaf_dims(node: Any, dims: Dims, default: int | None, place: str = "") -> It
             raise ValueError(
                 f"{place or 'the value'} has entries {', '.join(names)}, but dimensions are given for {unknown[0]!r}"
             )
-        given = {str(key): entry for key, entry in dims.items()}
-        entries = [given.get(name, default) for name in names]
+        by_name = {str(key): entry for key, entry in dims.items()}
+        entries = [by_name.get(name, default) for name in names]
     else:
         entries = list(dims)
         if len(entries) != len(names):
@@ -272,8 +271,8 @@ def dims_at(node: Any, dims: Dims, key: Any) -> Dims:
     if dims is None or isinstance(dims, int):
         return dims
     if isinstance(dims, Mapping):
-        found: Dims = dims.get(key, 0)
-        return found
+        part: Dims = dims.get(key, 0)
+        return part
     container = open_container(node)
     names = [] if container is None else _names(container)
     return dims[names.index(str(key))] if str(key) in names else 0

@@ -419,11 +419,11 @@ def _gather_ranks(local: list[Any], dims: Dims, device: torch.device, refusal: s
     all_headers, refusals = zip(*gather_objects((headers_of_rank, refusal)), strict=True)
     for message in filter(None, refusals):
         raise ValueError(message)
-    known = [headers for rank in all_headers for headers in rank]
-    if not known:
+    of_ranks = [headers for rank in all_headers for headers in rank]
+    if not of_ranks:
         raise ValueError("gather was given no outputs on any rank, expected at least one")
-    _agree_on_layouts([[header for _, header in containers.leaves(each)] for each in known])
-    first = list(containers.leaves(known[0], "output"))
+    _agree_on_layouts([[header for _, header in containers.leaves(each)] for each in of_ranks])
+    first = list(containers.leaves(of_ranks[0], "output"))
     columns: list[list[Any]] = []
     for rank, headers in enumerate(all_headers):
         other = list(containers.leaves(headers[0], "output")) if headers else first
@@ -440,7 +440,7 @@ def _gather_ranks(local: list[Any], dims: Dims, device: torch.device, refusal: s
             return leaf if header.dim is None else gather_rows(pad_to(leaf, header.layout, header.dim), sizes, header.dim)
         return None if leaf is None else type(leaf)(entry for part in rows for entry in part)
 
-    output = local[0] if local else containers.map_leaves(lambda header: header.empty_leaf(device), known[0])
+    output = local[0] if local else containers.map_leaves(lambda header: header.empty_leaf(device), of_ranks[0])
     headers = iter(first)
     return containers.map_leaves(lambda leaf: join_ranks(leaf, next(headers)[1], next(parts)), output)
 
@@ -469,7 +469,7 @@ class _Column(containers.Leaf):
 def pad_to(tensor: torch.Tensor, sizes: Sequence[int], dim: int) -> torch.Tensor:
     """Returns a tensor padded with zeros to ``sizes``, in all dimensions but that of the rows."""
     rows = dim % max(tensor.dim(), 1)
-    missing = [0 if at == rows else size - own for at, (size, own) in enumerate(zip(sizes, tensor.shape, strict=True))]
+    missing = [0 if at == rows else size - length for at, (size, length) in enumerate(zip(sizes, tensor.shape, strict=True))]
     return F.pad(tensor, [each for size in reversed(missing) for each in (0, size)]) if any(missing) else tensor
 
 

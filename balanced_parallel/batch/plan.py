@@ -1,29 +1,24 @@
-"""Splits of a batch: the number of rows of each device, equal, given by weights, or measured.
+"""Plans of a batch: numbers of rows and costs in, the rows of each shard out. No tensors.
 
-Cuts of a batch by cost: each shard gets rows of about the same cost.
+Equal shares differ by at most one row; shares by weight follow the devices.
 
-A shard is padded to its longest row, so it costs rows x longest. Rows are sorted by cost, and each shard is a run of this order.
-No other partition has a lower maximum: exchange its rows for runs of the same sizes, and no shard gets a longer longest row.
+A cut by cost gives each shard rows of about the same cost. A shard is padded to its longest row, so it costs rows x longest. Rows
+are sorted by cost, and each shard is a run of this order. No other partition has a lower maximum: exchange its rows for runs of
+the same sizes, and no shard gets a longer longest row.
 """
 
 import bisect
-import contextlib
 import heapq
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from fractions import Fraction
-from typing import TypeVar
 
 import torch
 
 from ..runtime.devices import free_bytes
 
 __all__: list[str] = []
-
-
-T = TypeVar("T")
 
 
 def split_sizes(rows: int, shares: int | Sequence[float]) -> list[int]:
@@ -98,107 +93,31 @@ def check_split(split: Sequence[float] | str | None, devices: int) -> tuple[floa
         weights = ()
     if len(weights) != devices or not all(0 <= weight < float("inf") for weight in weights) or not sum(weights) > 0:
         raise ValueError(
-            f"split={split!r}, expected None or one weight per device ({devices} here), none negative and not all zero"
+            f"split={split!r}, expected None or one weight per device ({devices} here), none negative and not all zero, or "
+            "'memory' for a DataParallelModel"
         )
     return weights
 
 
-class Shares:
-    """Weights of the devices, which may change between forwards.
+def share_by_memory(devices: Sequence[torch.device]) -> tuple[float, ...] | None:
+    """Returns the weights of the devices by their free bytes now. Replicas on one device share its memory equally."""
+    free = [free_bytes(device) / devices.count(device) for device in devices]
+    return tuple(part / sum(free) for part in free) if any(free) else None
 
-    Args:
-        split: ``None`` for equal parts, one weight per device, ``"memory"`` for the free bytes of each device, or ``"speed"`` for
-            its measured rows per second. A forward measures if its number is a power of two: often at first, then rarely, so the
-            cost vanishes in a long training.
-        devices: one device per replica. Replicas on one device share its memory equally.
+
+def assign_shards(
+    sizes: Sequence[int | None], devices: Sequence[torch.device], weights: Sequence[float] | None
+) -> tuple[list[torch.device], list[int]]:
+    """Returns the devices and the numbers of rows of a batch that is cut already.
 
     Raises:
-        ValueError: if ``split`` has another value.
+        ValueError: the devices have weights, or there are more shards than devices.
     """
-
-    def __init__(self, split: Sequence[float] | str | None, devices: Sequence[torch.device]) -> None:
-        self.devices = list(devices)
-        self.measure = split if isinstance(split, str) and split in ("memory", "speed") else None
-        self.weights = None if self.measure else check_split(split, len(devices))
-        self.forwards = 0
-        self._is_kept = False
-        self._next: tuple[float, ...] | None = None  # measured while the weights are kept
-
-    @contextlib.contextmanager
-    def kept(self) -> Iterator[None]:
-        """Keeps the weights in the block. Those that forwards measure meanwhile count afterwards."""
-        self._is_kept = True
-        try:
-            yield
-        finally:
-            self._is_kept = False
-            self.weights, self._next = self._next or self.weights, None
-
-    def as_given(self, sizes: Sequence[int | None]) -> tuple[list[torch.device], list[int] | None]:
-        """Returns the devices and numbers of rows of a batch that is cut already.
-
-        Raises:
-            ValueError: the devices have weights, or there are more shards than devices.
-        """
-        if self.measure or self.weights:
-            split = self.measure or self.weights
-            raise ValueError(f"split={split!r} of the model and rows that are cut by cost were given, expected one of them")
-        if len(sizes) > len(self.devices):
-            raise ValueError(f"rows in {len(sizes)} shards for {len(self.devices)} devices, expected one for each at most")
-        return self.devices[: len(sizes)], [size or 0 for size in sizes]
-
-    def begin(self) -> None:
-        """Counts a forward, and measures free memory in the forwards that measure."""
-        self.forwards += 1
-        if self.measure == "memory" and self._measures_now():
-            free = [free_bytes(device) / self.devices.count(device) for device in self.devices]
-            self._take(_normalised(free))
-
-    def timed(
-        self, work: list[Callable[[], T]], devices: Sequence[torch.device], rows: Sequence[int] | None
-    ) -> list[Callable[[], T]]:
-        """Wraps the work of each replica in a timer, in the forwards that measure. A timer waits until its device is idle."""
-        if self.measure != "speed" or not self._measures_now() or rows is None or list(devices) != self.devices:
-            return work
-        seconds: dict[int, float] = {}
-
-        def timed_work(index: int) -> T:
-            started = time.perf_counter()
-            result = work[index]()
-            if devices[index].type != "cpu":
-                torch.accelerator.synchronize(devices[index])
-            seconds[index] = time.perf_counter() - started
-            if len(seconds) == len(work):
-                self._update_weights([rows[i] / max(seconds[i], 1e-9) for i in range(len(work))])
-            return result
-
-        return [lambda index=index: timed_work(index) for index in range(len(work))]  # type: ignore[misc]
-
-    def _update_weights(self, rates: list[float]) -> None:
-        measured = _normalised(rates)
-        weights = self._next or self.weights
-        # The mean with the previous weights limits the effect of a single slow forward.
-        self._take(measured if weights is None else tuple((old + new) / 2 for old, new in zip(weights, measured, strict=True)))
-
-    def _take(self, weights: tuple[float, ...]) -> None:
-        if self._is_kept:
-            self._next = weights
-        else:
-            self.weights = weights
-
-    def _measures_now(self) -> bool:
-        return self.forwards & (self.forwards - 1) == 0 and self.forwards > (1 if self.measure == "speed" else 0)
-
-    def __repr__(self) -> str:
-        weights = "equal" if self.weights is None else ", ".join(f"{weight / sum(self.weights):.1%}" for weight in self.weights)
-        return weights if self.measure is None else f"{weights} by {self.measure}"
-
-
-def _normalised(values: Sequence[float]) -> tuple[float, ...]:
-    """Scales values to a sum of one. Each device keeps at least a hundredth of an equal share, so that it is measured again."""
-    least = sum(values) / len(values) / 100 or 1.0
-    raised = [max(value, least) for value in values]
-    return tuple(value / sum(raised) for value in raised)
+    if weights is not None:
+        raise ValueError(f"split={weights!r} of the model and rows that are cut by cost were given, expected one of them")
+    if len(sizes) > len(devices):
+        raise ValueError(f"rows in {len(sizes)} shards for {len(devices)} devices, expected one for each at most")
+    return [*devices[: len(sizes)]], [size or 0 for size in sizes]
 
 
 Combine = Callable[[Sequence[float]], float]  # cost of a shard, from the costs of its rows

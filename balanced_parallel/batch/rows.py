@@ -1,25 +1,17 @@
-"""Marks for the rows of arguments: :class:`Whole`, :class:`Rows`, and the dimensions of ``in_dims``.
+"""Rows of the arguments of a call: marks for them, their number, and their split over replicas and micro-batches.
 
-Rows of a batch: counts the rows of arguments, and splits arguments by rows.
+torch's ``scatter`` leaves devices idle (9 rows on 4 devices: 3, 3, 3), silently drops samples if a second input has fewer rows,
+and passes objects of unknown types whole to every device. Here sizes differ by at most one row, and inputs with different numbers
+of rows are an error. So are ambiguous inputs, unless :class:`Whole`, :class:`Rows` or ``in_dims`` tell where the rows are.
 
-torch's ``scatter`` silently drops samples if a second input has fewer rows, and passes objects of unknown types whole to every
-device. Here inputs with different numbers of rows are an error, and so are ambiguous inputs.
-
-``RowShards``: rows that are cut already. Each replica takes its shard as it is, with a length of its own.
-
-Splits a batch by rows over replicas.
-
-torch's ``scatter`` leaves devices idle (9 rows on 4 devices: 3, 3, 3), and silently drops samples if a second input has fewer
-rows. Here sizes differ by at most one row, and inputs with different numbers of rows are an error.
-
-Splits an effective batch into micro-batches: as few as possible, with sizes that differ by at most one row.
-
-14 rows in micro-batches of at most 3 rows per device, on two devices::
+An effective batch is split into as few micro-batches as possible. 14 rows of at most 3 per device, on two devices::
 
                  time ->
                  micro-batch 0   micro-batch 1   micro-batch 2
     device 0     rows 0-2        rows 5-7        rows 10-11
     device 1     rows 3-4        rows 8-9        rows 12-13
+
+Rows that are cut by cost are :class:`RowShards`. Each replica takes its shard as it is, with a length of its own.
 """
 
 import functools
@@ -33,10 +25,11 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from ..runtime.devices import DeviceLike, move, resolve_devices
+from ..runtime.values import check_number, check_type
 from . import containers
 from .containers import Dims, check_dim, leaf_dims, map_leaves, spread
 from .outputs import PerReplica
-from .plan import assign_rows, check_split, proportional_sizes, split_sizes
+from .plan import Combine, assign_rows, check_split, cut_by_cost, proportional_sizes, split_sizes
 
 __all__: list[str] = []
 
@@ -241,7 +234,7 @@ def count_rows(node: Any, dim: int = 0, expected: int | None = None, name: str =
     only = only[0] if type(only) is tuple and len(only) == 1 else only
     if type(only) is torch.Tensor and 0 <= dim < only.dim():  # shortcut for the most frequent input
         return only.size(dim)
-    known: tuple[str, Any, int] | None = None
+    first: tuple[str, Any, int] | None = None
     ambiguous: dict[str, list[Any]] = {}
     parts = [(node.inputs, name), (node.kwargs, "kwargs")] if isinstance(node, Arguments) else [(node, name)]
     for place, leaf, holder in (entry for part, called in parts for entry in _leaves(part, called)):
@@ -250,23 +243,23 @@ def count_rows(node: Any, dim: int = 0, expected: int | None = None, name: str =
             continue
         if holder is not None and type(leaf) is not Along:
             ambiguous[holder[0]] = holder[1]
-        if known is not None and known[2] != rows:
+        if first is not None and first[2] != rows:
             raise ValueError(
-                f"the {name} have different numbers of rows along dimension {dim}: {known[0]} is {_described(known[1])} "
-                f"({known[2]} rows), {place} is {_described(leaf)} ({rows} rows); give all the same number of rows, wrap an "
+                f"the {name} have different numbers of rows along dimension {dim}: {first[0]} is {_described(first[1])} "
+                f"({first[2]} rows), {place} is {_described(leaf)} ({rows} rows); give all the same number of rows, wrap an "
                 "input that every replica needs whole in Whole(...), a list with one entry per row in Rows(...), or give in_dims="
             )
-        if known is None or known[0].startswith(tuple(ambiguous)):
-            known = place, leaf, rows
+        if first is None or first[0].startswith(tuple(ambiguous)):
+            first = place, leaf, rows
     for place, entries in ambiguous.items():
-        assert known is not None
-        if (known[0].startswith(place) and known[2] != expected) or len(entries) == known[2]:
+        assert first is not None
+        if (first[0].startswith(place) and first[2] != expected) or len(entries) == first[2]:
             raise ValueError(
                 f"{place} is a list of {len(entries)} entries of one type (the first is {containers.describe(entries[0])}): each "
                 "entry may be a row, or have all rows. Wrap the list in Rows(...) if its entries are rows, make it a tuple or "
                 "give in_dims= if each entry has all rows, or wrap it in Whole(...)"
             )
-    return None if known is None else known[2]
+    return None if first is None else first[2]
 
 
 def _leaves(
@@ -523,6 +516,69 @@ def scatter(
     used, sizes = assign_rows(count_rows(inputs, dim), devices, check_split(split, len(devices)))
     pieces = [inputs] if sizes is None else cut(inputs, sizes, dim)
     return [move_leaves(piece, device) for piece, device in zip(pieces, used, strict=True)]
+
+
+def shard_by_cost(
+    samples: Sequence[Any],
+    shards: int,
+    *,
+    cost: Callable[[Any], float],
+    collate: Callable[[list[Any]], Any],
+    combine: Combine | None = None,
+) -> tuple[Any, Any]:
+    """Splits samples of unequal cost into shards, and pads each shard on its own.
+
+    Returns inputs for a :class:`DataParallelModel`, and targets for a :class:`DataParallelCriterion`. Each tensor is a
+    :class:`PerReplica` of the shards. The gathered outputs have the order of the samples.
+
+    Args:
+        samples: one for each row.
+        shards: the number of devices, ``len(model.devices)``.
+        cost: of a sample, such as ``len``.
+        collate: makes ``(inputs, targets)`` of any list of samples, or a mapping of inputs with ``"labels"``.
+        combine: cost of a shard, from the costs of its rows, as in :class:`TrainStep`.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: there are no samples, a cost is negative or not finite, or ``collate`` returns something else.
+
+    Example:
+        >>> samples = [torch.ones(length) for length in (9, 3, 4, 2, 3, 2, 1, 1)]
+        >>> pad = torch.nn.utils.rnn.pad_sequence
+        >>> inputs, targets = shard_by_cost(samples, 3, cost=len, collate=lambda some: (pad(some, True), torch.ones(len(some))))
+        >>> [tuple(shard.shape) for shard in inputs]
+        [(1, 9), (3, 4), (4, 2)]
+        >>> outputs = DataParallelModel(torch.nn.Identity(), ["cpu"] * 3)(inputs)
+        >>> outputs.gather().sum(1)
+        tensor([9., 3., 4., 2., 3., 2., 1., 1.])
+    """
+    check_type("samples", samples, Sequence, "a list with one sample for each row")
+    check_number("shards", shards, "the number of devices", at_least=1, whole=True)
+    for name, function in (("cost", cost), ("collate", collate), ("combine", combine or sum)):
+        check_type(name, function, Callable, "a function")
+    if not samples:
+        raise ValueError("there are no samples, expected at least one")
+    runs = cut_by_cost([cost(sample) for sample in samples], shards, combine) if shards > 1 else [list(range(len(samples)))]
+    pairs = [inputs_and_targets(collate([samples[row] for row in run])) for run in runs]
+    sizes, order = [len(run) for run in runs], [row for run in runs for row in run]
+    inputs, targets = zip(*pairs, strict=True)
+    return as_shards(inputs, sizes, order), as_shards(targets, sizes, order)
+
+
+def inputs_and_targets(collated: Any) -> tuple[Any, Any]:
+    """Splits the result of a ``collate``.
+
+    Raises:
+        ValueError: it is not a pair, nor a mapping with labels.
+    """
+    if isinstance(collated, Mapping) and "labels" in collated:
+        return collated, collated["labels"]
+    if isinstance(collated, (tuple, list)) and len(collated) == 2:
+        return collated[0], collated[1]
+    raise ValueError(
+        f"collate returned {containers.describe(collated)}, expected (inputs, targets), or a mapping of inputs with 'labels', "
+        "which are the targets"
+    )
 
 
 def as_arguments(inputs: Any) -> Arguments:

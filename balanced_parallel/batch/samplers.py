@@ -1,6 +1,6 @@
-"""``RankBatchSampler``: this rank's rows of each effective batch, from any batch on.
+"""Batch samplers of a rank: its rows of each effective batch, from any batch on.
 
-``BalancedBatchSampler``: the effective batches of ``RankBatchSampler``, with rows of equal cost for each rank.
+``BalancedBatchSampler`` yields the effective batches of ``RankBatchSampler``, with rows of equal cost for each rank.
 """
 
 import reprlib
@@ -178,5 +178,5 @@ class BalancedBatchSampler(RankBatchSampler):
     def share(self, batch: list[int]) -> list[int]:
         """Returns this rank's rows of an effective batch, in the order of the batch."""
         shards = cut_by_cost([self.costs[row] for row in batch], self.ranks, self.combine)
-        mine = shards[self.rank] if self.rank < len(shards) else []  # fewer rows than ranks
-        return [batch[place] for place in sorted(mine)]
+        places = shards[self.rank] if self.rank < len(shards) else []  # fewer rows than ranks
+        return [batch[place] for place in sorted(places)]

@@ -4,17 +4,8 @@
     differentiate  loss of all parts, and its derivative at each of them, once per process
     second pass    forward 0 | backward 0 | forward 1 | backward 1 | ...     from these derivatives
 
-This is GradCache (arXiv:2101.06983). The parts are outputs (:class:`WholeLoss`) or sums (:class:`LossOfSums`).
-
-Chooses how a criterion whose rows depend on each other is computed, and checks its settings.
-
-Losses that are functions of sums over rows: Dice, Pearson's correlation. Only statistics are moved and summed.
-
-Losses of all outputs: contrastive losses, mined triplets. Outputs are gathered, and the loss is computed once per process.
-
-``AdditiveLoss``: a loss that is a function of sums over the rows, such as Dice, Pearson's correlation or Barlow Twins.
-
-Joins pieces of a batch again: arguments of several replicas, micro-batches and ranks, with the marks of their rows.
+This is GradCache (arXiv:2101.06983). The parts are outputs, which are gathered (:class:`WholeLoss`: contrastive losses, mined
+triplets), or statistics, which are summed (:class:`LossOfSums`, of an :class:`AdditiveLoss`: Dice, Pearson's correlation).
 """
 
 import abc
@@ -120,13 +111,13 @@ class CoupledLoss(abc.ABC):
         parameters = [parameter for parameter in self.criterion.parameters() if parameter.requires_grad]
         scale = None if scaler is None else scaled(torch.ones((), device=loss.device), scaler)
         whole = loss if scale is None else loss * scale
-        found = torch.autograd.grad(whole, [*at, *parameters], allow_unused=True)
+        gradients = torch.autograd.grad(whole, [*at, *parameters], allow_unused=True)
         if scale is not None:
-            found = tuple(None if one is None else widen(one) / move(scale, one.device) for one in found)
+            gradients = tuple(slope if slope is None else widen(slope) / move(scale, slope.device) for slope in gradients)
         self._loss = loss.detach() if ranks[0] == rank() else torch.zeros_like(loss, requires_grad=False)
         self._parameters = [*parameters]
-        self._of_parameters = [self._share(one, ranks) for one in found[len(at) :]]
-        return list(found[: len(at)])
+        self._of_parameters = [self._share(gradient, ranks) for gradient in gradients[len(at) :]]
+        return list(gradients[: len(at)])
 
     def _share(self, derivative: Tensor | None, ranks: Sequence[int]) -> Tensor | None:
         """Returns this rank's share of a derivative that all of ``ranks`` have."""
@@ -145,8 +136,11 @@ class _HandBack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         pairs = zip(ctx.derivatives, ctx.dtypes, strict=True)
-        found = [None if one is None else (one * move(gradients[0], one.device).to(one.dtype)).to(dtype) for one, dtype in pairs]
-        return None, None, *found
+        results = [
+            None if slope is None else (slope * move(gradients[0], slope.device).to(slope.dtype)).to(dtype)
+            for slope, dtype in pairs
+        ]
+        return None, None, *results
 
 
 def couple(criterion: ShardRunner, home: torch.device) -> CoupledLoss:
@@ -164,8 +158,8 @@ def check_coupled(criterion: Any, whole: bool, weight: Any, reduction: str | Non
     if not isinstance(whole, bool):
         raise ValueError(f"whole={whole!r}, expected True or False")
     name = "whole=True" if whole else "an AdditiveLoss" if isinstance(criterion, AdditiveLoss) else None
-    given = {"weight": weight, "reduction": reduction, "minimum": minimum or None}
-    for setting, value in given.items():
+    settings = {"weight": weight, "reduction": reduction, "minimum": minimum or None}
+    for setting, value in settings.items():
         if name is not None and value is not None:
             raise ValueError(
                 f"{setting}={value!r} was given with {name}, expected neither weight, reduction nor minimum: the loss "
@@ -214,8 +208,8 @@ class LossOfSums(CoupledLoss):
         at = [tensor.requires_grad_() for tensor in total if is_differentiable(tensor)]
         with torch.enable_grad():
             loss = self._finish(total)
-        found = iter(self._derivatives(loss, at, ranks, scaler))
-        derivatives = [next(found) if is_differentiable(tensor) else None for tensor in total]
+        gradients = iter(self._derivatives(loss, at, ranks, scaler))
+        derivatives = [next(gradients) if is_differentiable(tensor) else None for tensor in total]
         self._derivatives_on = {total[0].device: derivatives}
 
     def _parts(self, outputs: Any, targets: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Statistics]:
@@ -233,7 +227,7 @@ class LossOfSums(CoupledLoss):
         for part in parts:
             if part.tensors is None:
                 continue
-            shapes, others = ([tuple(one.shape) for one in tensors] for tensors in (self._total or part.tensors, part.tensors))
+            shapes, others = ([tuple(tensor.shape) for tensor in row] for row in (self._total or part.tensors, part.tensors))
             if shapes != others:
                 raise ValueError(f"the statistics have shapes {shapes} and {others}, expected equal shapes for all rows")
             if not self._total:
@@ -245,10 +239,10 @@ class LossOfSums(CoupledLoss):
     def _take(self, part: Statistics) -> list[tuple[Tensor, Tensor | None]]:
         if part.tensors is None:
             return [(part.nothing, None)]
-        known, device = self._derivatives_on, part.nothing.device
-        if device not in known:
-            known[device] = [None if one is None else move(one, device) for one in next(iter(known.values()))]
-        return list(zip(part.tensors, known[device], strict=True))
+        by_device, device = self._derivatives_on, part.nothing.device
+        if device not in by_device:
+            by_device[device] = [slope if slope is None else move(slope, device) for slope in next(iter(by_device.values()))]
+        return list(zip(part.tensors, by_device[device], strict=True))
 
     def _over_ranks(self, nothing: Tensor | None) -> tuple[list[Tensor], list[int]]:
         """Returns the total of all ranks, and the ranks that have rows. Every rank calls this.
@@ -257,22 +251,22 @@ class LossOfSums(CoupledLoss):
             nothing: a zero that is connected to the outputs, for a total with a graph.
         """
         local = self._total
-        layouts = gather_objects((self._structure, [(one.shape, one.dtype) for one in local]) if local else None)
-        known = {number: layout for number, layout in enumerate(layouts) if layout is not None}
-        different = {str([tuple(shape) for shape, _ in shapes]) for _, shapes in known.values()}
+        layouts = gather_objects((self._structure, [(tensor.shape, tensor.dtype) for tensor in local]) if local else None)
+        by_rank = {number: layout for number, layout in enumerate(layouts) if layout is not None}
+        different = {str([tuple(shape) for shape, _ in shapes]) for _, shapes in by_rank.values()}
         if len(different) > 1:
             raise ValueError(f"the statistics of the ranks have shapes {' and '.join(sorted(different))}, expected equal shapes")
-        if world_size() == 1 or not known:
-            return local, [*known]
-        self._structure, shapes = next(iter(known.values()))
+        if world_size() == 1 or not by_rank:
+            return local, [*by_rank]
+        self._structure, shapes = next(iter(by_rank.values()))
         device = nothing.device if nothing is not None else self.home
         local = local or [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes]
-        whole = [sum_over_ranks(one) for one in local]
+        whole = [sum_over_ranks(tensor) for tensor in local]
         if nothing is None:
-            return whole, [*known]
+            return whole, [*by_rank]
         # Every rank computes the whole loss, and DistributedDataParallel averages their gradients.
-        ours = [one * world_size() + nothing if is_differentiable(one) else one for one in local]
-        return [replace_value(one, total) for one, total in zip(ours, whole, strict=True)], [*known]
+        ours = [tensor * world_size() + nothing if is_differentiable(tensor) else tensor for tensor in local]
+        return [replace_value(tensor, total) for tensor, total in zip(ours, whole, strict=True)], [*by_rank]
 
     def _finish(self, total: list[Tensor]) -> Tensor:
         tensors, device = iter(total), total[0].device
@@ -285,21 +279,21 @@ class LossOfSums(CoupledLoss):
     def _check(self, part: Statistics, outputs: Any, targets: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Raises ``ValueError`` if the statistics of the first shard are not the sum of those of its halves."""
         shards = self.criterion.shards(outputs, targets, kwargs)
-        first, rows = shards.outputs[:1], shards.outputs.sizes[0]
+        output, rows = shards.outputs[:1], shards.outputs.sizes[0]
         if part.tensors is None or rows is None or rows < 2:
             return
         self.criterion.is_checked = True
-        pieces = first.narrow(0, rows // 2), first.narrow(rows // 2, rows - rows // 2)
-        halves = PerReplica([piece[0] for piece in pieces], [piece.sizes[0] for piece in pieces], first.dim)
+        pieces = output.narrow(0, rows // 2), output.narrow(rows // 2, rows - rows // 2)
+        halves = PerReplica([piece[0] for piece in pieces], [piece.sizes[0] for piece in pieces], output.dim)
         parts = self.criterion.run_shards(_statistics_of, halves, *shards.batches[0])
-        if None in (one.tensors for one in parts):
+        if None in (half.tensors for half in parts):
             return
-        for place, (whole, one, other) in enumerate(zip(part.tensors, *(part.tensors for part in parts), strict=True)):
-            if whole.shape == one.shape == other.shape and _adds_up(*(widen(tensor) for tensor in (whole, one, other))):
+        for place, (whole, first, last) in enumerate(zip(part.tensors, *(half.tensors for half in parts), strict=True)):
+            if whole.shape == first.shape == last.shape and _adds_up(widen(whole), widen(first), widen(last)):
                 continue
             raise ValueError(
-                f"statistics do not add up: number {place} of {rows} rows is {_shown(whole)}, but of their halves {_shown(one)} "
-                f"and {_shown(other)}; expected sums over the rows, so return .sum() in place of .mean()"
+                f"statistics do not add up: number {place} of {rows} rows is {_shown(whole)}, but of their halves "
+                f"{_shown(first)} and {_shown(last)}; expected sums over the rows, so return .sum() in place of .mean()"
             )
 
 
@@ -312,9 +306,9 @@ def _statistics_of(shard: Shard) -> Statistics:
     if not shard.rows:
         return Statistics(None, None, nothing)
     criterion: Any = shard.criterion
-    found = call_spread(criterion.statistics, shard.output, shard.targets, shard.kwargs)
-    tensors = [_as_tensor(leaf, nothing.device) for _, leaf in containers.leaves(found)]
-    return Statistics(tensors, containers.map_leaves(lambda _: _Place(), found), nothing)
+    result = call_spread(criterion.statistics, shard.output, shard.targets, shard.kwargs)
+    tensors = [_as_tensor(leaf, nothing.device) for _, leaf in containers.leaves(result)]
+    return Statistics(tensors, containers.map_leaves(lambda _: _Place(), result), nothing)
 
 
 def _as_tensor(leaf: Any, device: torch.device) -> Tensor:
@@ -327,8 +321,8 @@ def _as_tensor(leaf: Any, device: torch.device) -> Tensor:
     return leaf
 
 
-def _adds_up(whole: Tensor, one: Tensor, other: Tensor) -> bool:
-    difference, size = (whole - one - other).abs().max(), torch.stack([whole, one, other]).abs().max()
+def _adds_up(whole: Tensor, first: Tensor, other: Tensor) -> bool:
+    difference, size = (whole - first - other).abs().max(), torch.stack([whole, first, other]).abs().max()
     return not bool(difference > 5e-2 * size)  # a mean is off by its own size; nan is the caller's
 
 
@@ -376,8 +370,8 @@ class WholeLoss(CoupledLoss):
         with torch.enable_grad():
             loss = self._call(rows.batch, device)
             total = sum(weighted_sum(leaf, 1) for _, leaf in containers.leaves(loss) if leaf is not None)
-        found = iter(self._derivatives(total, at, rows.ranks, scaler))  # type: ignore[arg-type]
-        derivatives = [next(found) if is_differentiable(_tensor(leaf)) else None for leaf in leaves]
+        gradients = iter(self._derivatives(total, at, rows.ranks, scaler))  # type: ignore[arg-type]
+        derivatives = [next(gradients) if is_differentiable(_tensor(leaf)) else None for leaf in leaves]
         starts = iter(rows.starts)
         columns = [
             self._cut(leaf, derivative, [_output_leaves(piece, self._outputs)[place] for piece in pieces], starts, rows.ranks)
@@ -392,12 +386,13 @@ class WholeLoss(CoupledLoss):
             return [None] * len(pieces)
         if not isinstance(leaf, Along):
             return [self._share(derivative, ranks), *[None] * (len(pieces) - 1)]
-        found: list[Tensor | None] = []
+        derivatives: list[Tensor | None] = []
         for piece in pieces:
             rows = piece.leaf.size(leaf.dim)
-            found.append(derivative.narrow(leaf.dim, start, rows).to(piece.leaf.device, copy=True))  # the whole can be freed
+            # a copy, so that the whole can be freed
+            derivatives.append(derivative.narrow(leaf.dim, start, rows).to(piece.leaf.device, copy=True))
             start += rows
-        return found
+        return derivatives
 
     def _parts(self, outputs: Any, targets: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         shards = self.criterion.shards(outputs, targets, kwargs)
@@ -415,7 +410,7 @@ class WholeLoss(CoupledLoss):
 
     def _take(self, part: Arguments) -> list[tuple[Tensor, Tensor | None]]:
         leaves, derivatives = _output_leaves(part, self._outputs), self._pending.pop(0)
-        return [(_tensor(leaf), one) for leaf, one in zip(leaves, derivatives, strict=True)]
+        return [(_tensor(leaf), derivative) for leaf, derivative in zip(leaves, derivatives, strict=True)]
 
     def _join(self) -> tuple[Any, torch.device]:
         """Returns all pieces of this rank as one, and the device of the loss. The pieces are forgotten."""
@@ -441,8 +436,8 @@ class WholeLoss(CoupledLoss):
 
 def _output_leaves(part: Arguments, outputs: int) -> list[Any]:
     """Returns the tensors of the outputs, those with rows in their marks."""
-    found = [leaf for _, leaf in containers.leaves(part.inputs[:outputs])]
-    return [leaf for leaf in found if isinstance(_tensor(leaf), Tensor)]
+    leaves = [leaf for _, leaf in containers.leaves(part.inputs[:outputs])]
+    return [leaf for leaf in leaves if isinstance(_tensor(leaf), Tensor)]
 
 
 def _check_constants(pieces: list[list[Any]]) -> None:
@@ -583,27 +578,27 @@ def gather_ranks(batch: Any, device: torch.device, refusal: str | None = None) -
     """
     if refusal and world_size() == 1:
         raise ValueError(refusal)
-    found = [] if batch is None else [leaf for _, leaf in containers.leaves(batch)]
-    along = [leaf for leaf in found if isinstance(leaf, Along)]
+    leaves = [] if batch is None else [leaf for _, leaf in containers.leaves(batch)]
+    along = [leaf for leaf in leaves if isinstance(leaf, Along)]
     if world_size() == 1:
         return RankRows(batch, [0] * len(along), [0])
-    lists = [leaf.entries if isinstance(leaf, Rows) else leaf for leaf in found if _is_list(leaf)]
+    lists = [leaf.entries if isinstance(leaf, Rows) else leaf for leaf in leaves if _is_list(leaf)]
     layout = None if batch is None else ([leaf.leaf.size(leaf.dim) for leaf in along], lists)
     layouts, refusals = zip(*gather_objects((layout, refusal)), strict=True)
     for message in filter(None, refusals):
         raise ValueError(message)
-    known = {number: layout for number, layout in enumerate(layouts) if layout is not None}
+    by_rank = {number: layout for number, layout in enumerate(layouts) if layout is not None}
     tensors: Any = ()
-    if any(sizes for sizes, _ in known.values()):
+    if any(sizes for sizes, _ in by_rank.values()):
         dims = tuple(leaf.dim for leaf in along)
         tensors = gather([] if batch is None else PerReplica([tuple(leaf.leaf for leaf in along)], [None], dims), device)
-    ranks = [number for number, (sizes, _) in known.items() if any(sizes)] or [*known]
+    ranks = [number for number, (sizes, _) in by_rank.items() if any(sizes)] or [*by_rank]
     if batch is None:
         return RankRows(None, [], ranks)
-    before = [sizes for number, (sizes, _) in known.items() if number < rank()]
+    before = [sizes for number, (sizes, _) in by_rank.items() if number < rank()]
     starts = [sum(sizes[place] for sizes in before) for place in range(len(along))]
     joined = iter(tensors)
-    entries = iter([[entry for _, parts in known.values() for entry in parts[place]] for place in range(len(lists))])
+    entries = iter([[entry for _, parts in by_rank.values() for entry in parts[place]] for place in range(len(lists))])
 
     def replace(leaf: Any) -> Any:
         if isinstance(leaf, Along):

@@ -1,6 +1,6 @@
 """``DataParallelCriterion``: losses computed on the devices of the outputs, and the exact mean over the whole batch.
 
-Losses of the micro-batches of one batch. Weights that depend on the targets alone are computed once for the batch.
+For the micro-batches of one batch, divisors that depend on the targets alone are computed once.
 """
 
 import functools
@@ -145,8 +145,8 @@ class DataParallelCriterion(ShardRunner):
         kwargs = self._modern(kwargs)
         reduction = kwargs.get("reduction", self.reduction)
         if reduction == "none":
-            found = as_per_replica(outputs, self._output_dim)
-            return PerReplica(self.run_shards(Shard.call, outputs, targets, kwargs), found.sizes, found.dim)
+            rows = as_per_replica(outputs, self._output_dim)
+            return PerReplica(self.run_shards(Shard.call, outputs, targets, kwargs), rows.sizes, rows.dim)
         parts = self.run_shards(self._term(reduction), outputs, targets, kwargs)
         return merge(parts, self._divide)
 

@@ -43,8 +43,8 @@ class TverskyLoss(AdditiveLoss):
         """Returns sums over the elements of each class: of products, of probabilities, and of targets."""
         counted = target != self.ignore_index
         if target.shape == output.shape:
-            kept = counted.to(widen(output).dtype)
-            probabilities, wanted = widen(output).sigmoid() * kept, target * kept
+            mask = counted.to(widen(output).dtype)
+            probabilities, wanted = widen(output).sigmoid() * mask, target * mask
             return (probabilities * wanted).sum(), probabilities.sum(), wanted.sum()
         if target.shape != output.shape[:1] + output.shape[2:] or target.is_floating_point():
             raise ValueError(

@@ -1,8 +1,6 @@
-"""Divisors of the losses of torch: the number of elements, rows or kept targets, or the sum of the targets' class weights.
+"""Rules of the losses of torch: the divisor of their mean, their reduction, and their targets.
 
-Reduction of a criterion, from its settings.
-
-Kinds of targets of the losses of torch, and divisors that depend on the targets alone.
+A divisor is the number of elements, rows or counted targets, or the sum of the targets' class weights.
 """
 
 import functools
@@ -88,10 +86,10 @@ def _classes(*, target: Tensor, weight: Tensor | None = None, ignore_index: int 
     """Divisor of ``nn.CrossEntropyLoss`` and ``nn.NLLLoss``. Targets that are probabilities divide by their number."""
     if target.is_floating_point():
         return _count(target.numel() // max(target.size(1 if target.dim() > 1 else 0), 1))
-    kept = torch.ones_like(target, dtype=torch.bool) if ignore_index is None else target != ignore_index
+    counted = torch.ones_like(target, dtype=torch.bool) if ignore_index is None else target != ignore_index
     if weight is None:
-        return kept.sum()
-    return (weight[target.masked_fill(~kept, 0)] * kept).sum()
+        return counted.sum()
+    return (weight[target.masked_fill(~counted, 0)] * counted).sum()
 
 
 def _elements(*, input: Tensor, target: Tensor, weight: Tensor | None = None, **_: Any) -> Tensor:
@@ -225,8 +223,8 @@ def add_loss(
 ) -> None:
     """Adds a loss to those that are computed as sums: its module, its function, and the divisor of its mean."""
     RULES[function], TARGETS[function] = rule, targets
-    given = _signature(module.forward).parameters
-    names = [name for name in _signature(rule).parameters if name in _signature(function).parameters and name not in given]
+    arguments = _signature(module.forward).parameters
+    names = [name for name in _signature(rule).parameters if name in _signature(function).parameters and name not in arguments]
 
     @loss_weight.register(module)
     def weigh(criterion: Any, output: Any, *targets: Any, **kwargs: Any) -> Tensor:

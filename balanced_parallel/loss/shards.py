@@ -1,13 +1,4 @@
-"""Runs a criterion on the shards of a batch, each on the device of its output.
-
-Copies of a criterion on the devices of the outputs.
-
-Numbers of rows in the outputs that a criterion is called with, including lists that a user made of outputs.
-
-Settings for the divisor of a criterion's mean: validation, calls of weight functions, and the warning if none is given.
-
-Divisors of several means by a ``weight=`` that depends on the targets alone. They are known before the first micro-batch.
-"""
+"""Shards of a criterion: a copy on the device of each output, its rows of the targets, and the settings of its divisor."""
 
 import contextlib
 import functools
@@ -183,10 +174,10 @@ def copy_criterion(
             criterion.to(devices[0])  # only if needed: Module.to() reads grad, which would reduce deferred gradients
         return replicas.of(criterion, devices, devices[0])
     if isinstance(criterion, functools.partial):
-        given = criterion.args, criterion.keywords
+        bound = criterion.args, criterion.keywords
         if any(device.type != "cpu" for device in devices):
-            given = containers.map_leaves(lambda leaf: pin(leaf) if isinstance(leaf, torch.Tensor) else leaf, given)
-        moved = [move_leaves(given, device) for device in devices]
+            bound = containers.map_leaves(lambda leaf: pin(leaf) if isinstance(leaf, torch.Tensor) else leaf, bound)
+        moved = [move_leaves(bound, device) for device in devices]
         copies = [functools.partial(criterion.func, *arguments, **settings) for arguments, settings in moved]
         return contextlib.nullcontext(copies)
     return contextlib.nullcontext([criterion] * len(devices))
@@ -224,12 +215,12 @@ def as_per_replica(outputs: Any, dim: Dims = None) -> PerReplica:
     if len(outputs) > 1 and len(devices) == 1 and len({*sizes}) == 1 and None not in sizes:
         raise ValueError(
             f"the criterion was given a {type(outputs).__name__} of {len(outputs)} outputs with {sizes[0]} rows each, all on "
-            f"{devices.pop()}: they may be those of {len(outputs)} replicas, or {len(outputs)} outputs of one replica. {_KEEP}"
+            f"{devices.pop()}: they may be those of {len(outputs)} replicas, or {len(outputs)} outputs of one replica. {_ADVICE}"
         )
     return PerReplica(outputs, sizes, dim)
 
 
-_KEEP = (
+_ADVICE = (
     "Use what keeps the rows of each replica: outputs.map(function) for a comprehension, outputs.unzip() for zip(*outputs) and "
     "for a model that returns a list, outputs.logits for one part"
 )
@@ -241,7 +232,7 @@ def check_rows_of_list(outputs: PerReplica, rows: int | None) -> None:
     if rows is not None and (sum(sizes) != rows if sizes else len(outputs) > 1):
         raise ValueError(
             f"the criterion was given a list of {len(outputs)} outputs with {sum(sizes) or 'no'} rows in all, and targets with "
-            f"{rows}: the rows of each replica are unknown. {_KEEP}"
+            f"{rows}: the rows of each replica are unknown. {_ADVICE}"
         )
 
 
@@ -292,10 +283,10 @@ def sizes_like(outputs: PerReplica, rows: int | None) -> list[int]:
     Raises:
         ValueError: if a number would not be an integer.
     """
-    known = [size for size in outputs.sizes if size is not None]
-    if len(known) < len(outputs):
+    sizes = [size for size in outputs.sizes if size is not None]
+    if len(sizes) < len(outputs):
         return [1] * len(outputs) if rows is None else split_sizes(rows, len(outputs))
-    return known if rows is None else proportional_sizes(rows, known)
+    return sizes if rows is None else proportional_sizes(rows, sizes)
 
 
 Divisor = Callable[..., Any] | str | Mapping[Any, Callable[..., Any]] | Sequence[Callable[..., Any]]

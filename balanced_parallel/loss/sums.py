@@ -1,16 +1,10 @@
-"""Exact means over several replicas: sums and weights are added up, and divided once.
+"""Sums of losses and their weights, added over replicas and divided once.
 
 The mean of the replicas' means is the mean of the batch only if every replica has the same weight. Uneven shards, ignored labels
 and class weights give different weights, and a replica without a counted label makes the mean of means nan.
 
-Divisors of means as numbers, for one mean or for a structure of several means.
-
-One replica's part of a loss: the sum of its terms, and their weight.
-
-There are three ways to compute it. A criterion that is a sum is called as it is. The mean of any criterion is multiplied by its
-weight. A loss of torch is called with ``reduction="sum"``.
-
-The divisor of the mean of :class:`savings.LinearCrossEntropy`.
+There are three ways to compute one replica's part. A criterion that is a sum is called as it is. The mean of any criterion is
+multiplied by its weight. A loss of torch is called with ``reduction="sum"``.
 """
 
 import dataclasses
@@ -141,8 +135,8 @@ def divide_once(sums: Sequence[LossSum], device: torch.device, minimum: float = 
         device: device of the result.
         minimum: lower bound of the divisor.
     """
-    total = add_up([one.total for one in sums], device)
-    weights = [one.weight for one in sums if one.weight is not None]
+    total = add_up([part.total for part in sums], device)
+    weights = [part.weight for part in sums if part.weight is not None]
     divisor = add_up(weights, device) if weights else torch.ones((), device=device)
     if world_size() == 1:
         return _divide(total, divisor.clamp(min=minimum) if minimum else divisor)
@@ -236,7 +230,7 @@ def check_minimum(minimum: Any) -> None:
 def check_weights(weights: Sequence[Any]) -> list[float]:
     """Returns ``weights`` as numbers. The host waits once for all that are on devices. Raises as :func:`check_weight` does."""
     numbers = list(weights)
-    places = [i for i, one in enumerate(numbers) if isinstance(one, Tensor) and one.numel() == 1 and not one.is_cpu]
+    places = [i for i, weight in enumerate(numbers) if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.is_cpu]
     if len(places) > 1 and len({numbers[i].dtype for i in places}) == 1:
         scalars = [move(numbers[i].detach().reshape(()), numbers[places[0]].device) for i in places]
         for i, number in zip(places, torch.stack(scalars).tolist(), strict=True):
@@ -383,11 +377,11 @@ def _weighted(means: Any, weights: Any, minimum: float, place: str) -> Any:
         )
     container = containers.open_container(means)
     names = [] if container is None else [name.strip(".[]'\"") for name in container.places]
-    given = [*map(str, weights)] if isinstance(weights, dict) else [*map(str, range(len(weights)))]
-    if container is None or (names if isinstance(weights, dict) else [*map(str, range(len(names)))]) != given:
+    entries = [*map(str, weights)] if isinstance(weights, dict) else [*map(str, range(len(weights)))]
+    if container is None or (names if isinstance(weights, dict) else [*map(str, range(len(names)))]) != entries:
         raise ValueError(
-            f"{place} is {containers.describe(means)}, and its weights have the entries {', '.join(given)}: expected one weight "
-            "for each mean, in the same order"
+            f"{place} is {containers.describe(means)}, and its weights have the entries {', '.join(entries)}: expected one "
+            "weight for each mean, in the same order"
         )
     children = weights.values() if isinstance(weights, dict) else weights
     pairs = zip(container.children, children, container.places, strict=True)

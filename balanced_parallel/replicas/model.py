@@ -11,7 +11,7 @@ from torch import nn
 
 from ..batch.containers import Dims, check_dim, check_dims, leaf_dims, leaves
 from ..batch.outputs import PerReplica, join, repeated_rows
-from ..batch.plan import Shares, assign_rows
+from ..batch.plan import assign_rows, assign_shards, check_split, share_by_memory
 from ..batch.rows import Arguments, count_rows, cut, dims_of_method, find_shards, mark, move_leaves
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.random_numbers import offset_seeds
@@ -46,9 +46,8 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         dim: the dimension of the rows in inputs and outputs.
         precision: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a :class:`Precision`, for autocast inside every replica. ``None`` is
             the autocast of the caller.
-        split: for unequal shards one weight per device, ``"memory"`` (the free bytes of each device) or ``"speed"`` (the
-            measured rows per second of each device, measured again ever more rarely). ``None`` splits into sizes that differ by
-            at most one row. The current weights are in ``model.split`` and in ``repr(model)``.
+        split: for unequal shards one weight per device, or ``"memory"``, the free bytes of each device when the model is made.
+            ``None`` splits into sizes that differ by at most one row. The weights are in ``model.split`` and ``repr(model)``.
         in_dims: the dimension of the rows of each argument, as in ``torch.vmap``: a sequence by position, or a mapping by
             position or name. An entry is a dimension, ``None`` for an argument that every replica needs whole, or a
             sequence or mapping of these for a nested argument. Arguments that are not named have their rows in ``dim``.
@@ -121,7 +120,8 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
     ) -> None:
         """Sets every attribute but ``module``. A subclass passes its own devices and replicas."""
         self.devices = devices
-        self.shares = Shares(split, devices)
+        # the weight of each device; None for equal parts
+        self.split = share_by_memory(devices) if split == "memory" else check_split(split, len(devices))
         self.precision = Precision("fp32" if precision is None else precision)
         self.dim = dim
         self.in_dims = in_dims
@@ -134,14 +134,10 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         self._warned = False
         self.src_device_obj = devices[0]
 
-    @property
-    def split(self) -> tuple[float, ...] | None:
-        """The weight of each device in the next forward; None for equal parts."""
-        return self.shares.weights
-
     def extra_repr(self) -> str:
         """Returns the devices and their shares, for ``repr(model)``."""
-        return f"devices={[str(device) for device in self.devices]}, shares: {self.shares!r}"
+        shares = ", ".join(f"{weight / sum(self.split):.1%}" for weight in self.split) if self.split else "equal"
+        return f"devices={[str(device) for device in self.devices]}, shares: {shares}"
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Defers the reduction of gradients, so that those of several micro-batches are reduced once.
@@ -204,10 +200,11 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
 
     def _run(self, method: str | None, arguments: Arguments) -> Any:
         arguments = self.mark(arguments, method)
-        rows = count_rows(arguments, self.dim)
-        self.shares.begin()
-        shards = find_shards(arguments)
-        devices, sizes = assign_rows(rows, self.devices, self.split) if shards is None else self.shares.as_given(shards.sizes)
+        rows, shards = count_rows(arguments, self.dim), find_shards(arguments)
+        if shards is None:
+            devices, sizes = assign_rows(rows, self.devices, self.split)
+        else:
+            devices, sizes = assign_shards(shards.sizes, self.devices, self.split)
         batches = [arguments] if sizes is None else cut(arguments, sizes, self.dim)
         if len(devices) > 1:
             offset_seeds(self.devices)
@@ -216,9 +213,8 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
                 functools.partial(_call, replica, method, batch, device)
                 for replica, batch, device in zip(modules, batches, devices, strict=True)
             ]
-            timed = self.shares.timed(list(work), devices, sizes)
             together = len(work) > 1 and has_layers_over_all_rows(self.replicas.modules_of(self.module))
-            outputs = self.replicas.workers(timed, devices, together=together)
+            outputs = self.replicas.workers(work, devices, together=together)
         if self.gather_outputs and shards is None:
             return self._gather(outputs, sizes)
         per_replica = PerReplica(outputs, sizes or [None], self.out_dims)

@@ -327,10 +327,6 @@ class DDPSync:
             self._whole_weight = collectives.sum_over_ranks(self._weight)
         return float(self._whole_weight) if self._whole_weight.is_cpu else self._whole_weight
 
-    def repeating(self) -> contextlib.AbstractContextManager[None]:
-        """Does nothing: each rank has one device."""
-        return contextlib.nullcontext()
-
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
         """Keeps gradients on this rank."""

@@ -273,10 +273,6 @@ class FSDPSync:
         self._whole = float(whole) if whole.is_cpu else whole
         return self._whole
 
-    def repeating(self) -> contextlib.AbstractContextManager[None]:
-        """Does nothing: each rank has one device."""
-        return contextlib.nullcontext()
-
     def accumulating(self) -> contextlib.AbstractContextManager[None]:
         """Does nothing: gradients are reduced in every backward."""
         return contextlib.nullcontext()

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from ..batch import containers
-from ..batch.by_cost import inputs_and_targets
 from ..batch.plan import Combine, cost_of_shard, cut_by_cost, cut_to_budget
 from ..batch.rows import (
     Along,
@@ -33,6 +32,7 @@ from ..batch.rows import (
     as_shards,
     count_micro_batches,
     count_rows,
+    inputs_and_targets,
     move_leaves,
     pinned,
     take_rows,

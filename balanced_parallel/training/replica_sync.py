@@ -46,10 +46,6 @@ class ReplicaSync:
         """Returns the expected weight."""
         return expected
 
-    def repeating(self) -> contextlib.AbstractContextManager[None]:
-        """Keeps the shares of the devices."""
-        return self._model.shares.kept()
-
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
         """Keeps gradients on the replicas."""

@@ -56,9 +56,6 @@ class GradientSync(Protocol):
     def whole_weight(self, expected: Weight, *, last: bool) -> Weight:
         """Returns the expected weight over everything. It is exact if ``last``, after :meth:`start`."""
 
-    def repeating(self) -> AbstractContextManager[None]:
-        """Surrounds an update whose forwards run twice, so that the second ones are cut as the first."""
-
     def accumulating(self) -> AbstractContextManager[None]:
         """Surrounds micro-batches before the last, whose gradients stay where they are."""
 

@@ -87,16 +87,14 @@ class TwoPasses:
     def _run(self, run: Run) -> None:
         batches, self._window.waiting = self._window.waiting, []
         loss = couple(self._criterion, self._model.devices[0])
-        with self._sync.repeating():
-            with self._agreeing():
-                if self._needs_one_pass(batches):
-                    losses = BatchLosses(functools.partial(self._at_once, loss))
-                    run(batches.pop()._replace(losses=losses))
-                    return
-                with self._adding():
-                    self._first_pass(batches, loss)
-            while batches:
-                run(batches.pop(0)._replace(losses=BatchLosses(loss.hand_back)))  # its rows can be freed then
+        with self._agreeing():
+            if self._needs_one_pass(batches):
+                run(batches.pop()._replace(losses=BatchLosses(functools.partial(self._at_once, loss))))
+                return
+            with self._adding():
+                self._first_pass(batches, loss)
+        while batches:
+            run(batches.pop(0)._replace(losses=BatchLosses(loss.hand_back)))  # its rows can be freed then
 
     def _needs_one_pass(self, batches: list[Batch]) -> bool:
         """Returns True if every rank has one batch of one micro-batch."""

@@ -68,7 +68,7 @@ def test_shards_that_do_not_fit_are_an_error():
         DataParallelModel(nn.Identity(), ["cpu"] * 2)(inputs["words"])
     with pytest.raises(ValueError, match="split=.* of the model and rows that are cut by cost"):
         DataParallelModel(nn.Identity(), ["cpu"] * 3, split=[1, 1, 2])(inputs["words"])
-    with pytest.raises(ValueError, match="split='speed' of the model and rows that are cut by cost"):
-        DataParallelModel(nn.Identity(), ["cpu"] * 3, split="speed")(inputs["words"])
+    with pytest.raises(ValueError, match="split='speed', expected None or one weight per device.*'memory'"):
+        DataParallelModel(nn.Identity(), ["cpu"] * 3, split="speed")
     with pytest.raises(ValueError, match="no samples"):
         shard([], 3)
