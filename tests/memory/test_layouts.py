@@ -11,7 +11,7 @@ import gc
 
 import pytest
 import torch
-from helpers.allocations import used_by_shards
+from helpers.allocations import AllocatorProfile, used_by_shards
 from helpers.memory_problems import PROBLEMS, LanguageModel
 from helpers.ranks import run_ranks
 from helpers.slow import slow_but
@@ -29,7 +29,6 @@ from balanced_parallel import (
     parallelize,
     simulate,
 )
-from balanced_parallel.memory.operators.workspaces import AllocatorProfile
 from balanced_parallel.replicas import buckets
 
 
@@ -265,16 +264,18 @@ def test_fit_knows_the_outputs_of_all_rows():
     assert report.peak == pytest.approx(simulated_peak(criterion(), 2, step.micro_batch_size), rel=0.02)
 
 
-WIDTH, ROWS = 384, 12
+BUCKET_WIDTH, BUCKET_ROWS = 384, 12
 
 
 def build_for_buckets():
     torch.manual_seed(0)
-    return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(3)], nn.Linear(WIDTH, 10))
+    return nn.Sequential(
+        *[nn.Sequential(nn.Linear(BUCKET_WIDTH, BUCKET_WIDTH), nn.GELU()) for _ in range(3)], nn.Linear(BUCKET_WIDTH, 10)
+    )
 
 
 def batch_for_buckets():
-    return torch.zeros(ROWS, WIDTH), torch.zeros(ROWS, dtype=torch.int64)
+    return torch.zeros(BUCKET_ROWS, BUCKET_WIDTH), torch.zeros(BUCKET_ROWS, dtype=torch.int64)
 
 
 def sgd(parameters):
@@ -306,7 +307,7 @@ def peak(micro_batch_size):
 
 
 def test_peak_of_ddp_equals_the_allocator_with_and_without_accumulation():
-    sizes = [ROWS, 4]
+    sizes = [BUCKET_ROWS, 4]
     measured = [max(peaks) for peaks in zip(*run_ranks(2, peaks_of_rank, sizes, fresh=True), strict=True)]
     settings = {"layout": "ddp", "devices": 2, "device_kind": "cpu", "optimizer": sgd}
     reports = [
