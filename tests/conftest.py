@@ -90,7 +90,7 @@ def trace_in_this_process(monkeypatch):
     """Traces for ``memory`` without a child process, as on other platforms than Linux.
 
     Torch caches the results of fake tensors, so that a trace takes a third of the time if one before ran the same operators
-    in this process. ``tests/memory/test_child_process.py``, and the command line as a process, keep the children.
+    in this process. ``tests/memory/test_fakes.py``, and the command line as a process, keep the children.
     """
     monkeypatch.setattr(tracer, "start_in_child", lambda function: function)
 

@@ -23,7 +23,6 @@ class DeviceKind:
         segments: the allocator hands out parts of larger segments, which may stay partly empty.
         like_cuda: autocast, dropout and optimizers choose the same operators as on CUDA.
         fuses: attention and recurrent layers use fused kernels, as on CUDA.
-        scratch: scratch memory of operators can be measured on this machine.
     """
 
     name: str
@@ -34,7 +33,6 @@ class DeviceKind:
     segments: bool = True
     like_cuda: bool = True
     fuses: bool = True
-    scratch: bool = False
 
     def sources(self) -> dict[str, str]:
         """Returns the sources of the constants, by name."""
@@ -63,7 +61,7 @@ KINDS = {
         DeviceKind("v100", 63 * GIB // 2),  # liucongg/ChatGLM-Finetuning#73
         DeviceKind("t4", 29 * GIB // 2),  # Zheng-Chong/CatVTON#133
         DeviceKind("sim", None, workspace=0, context=0, segments=False, fuses=False),  # as simulate() counts
-        DeviceKind("cpu", None, rounds_to=1, workspace=0, context=0, segments=False, like_cuda=False, fuses=False, scratch=True),
+        DeviceKind("cpu", None, rounds_to=1, workspace=0, context=0, segments=False, like_cuda=False, fuses=False),
     )
 }
 

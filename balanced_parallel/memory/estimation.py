@@ -198,10 +198,9 @@ def _trace_lines(request: Request, counts: Sequence[int]) -> tuple[list[Trace], 
 def _parts(lines: Lines, device: int, rows: int | None) -> dict[str, int]:
     parts = dict.fromkeys(PARTS, 0)
     unit = lines.kind.rounds_to
-    event, _, scratch = lines.summit(device, rows)
-    for block in lines.blocks_at(device, event, rows):
+    for block in lines.blocks_at(device, lines.peak_event(device, rows), rows):
         parts[block.kind] += -(-block.size // unit) * unit
-    return parts | {"workspace": lines.kind.workspace + scratch, "context": lines.kind.context}
+    return parts | {"workspace": lines.kind.workspace, "context": lines.kind.context}
 
 
 def request_of_step(step: TrainStep, inputs: Any, targets: Any) -> Request:

@@ -66,16 +66,14 @@ class LengthTraces:
         first, weights = traces[0], self._weights(length)
         known = np.array([[block.size for block in trace.blocks] for trace in traces], dtype=np.float64)
         sizes = np.maximum(np.rint(weights @ known), 0).astype(np.int64).tolist()
-        beyond = length - self.lengths[0], self.lengths[-1] - self.lengths[0]
         return dataclasses.replace(
             first,
             blocks=[dataclasses.replace(block, size=size) for block, size in zip(first.blocks, sizes, strict=True)],
             flops=round(float(weights @ np.array([trace.flops for trace in traces], dtype=np.float64))),
-            calls=[call.between(last, *beyond) for call, last in zip(first.calls, traces[-1].calls, strict=True)],
         )
 
     def tensors(self, device: int, rows: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Returns the peak for several numbers of rows per device with their lengths. Without scratch memory and segments."""
+        """Returns the peak for several numbers of rows per device with their lengths. Without segments."""
         kind = dataclasses.replace(self.request.kind, rounds_to=1)  # rounded sizes are not a polynomial
         lines = [dataclasses.replace(line, kind=kind) for line in self.lines]
         known = np.array([line.levels(device, count)[line.start :] for line in lines for count in _counts(line)])

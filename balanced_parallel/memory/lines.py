@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +15,6 @@ from numpy.typing import NDArray
 from ..batch.plan import split_sizes
 from .allocator import replay
 from .devices import DeviceKind
-from .operators.workspaces import LARGEST, SMALL, Call, may_need_scratch, scratch_of
 from .trace.allocations import Block
 from .trace.fakes import host_of
 from .trace.layouts import Request
@@ -26,7 +24,6 @@ __all__: list[str] = []
 
 
 Numbers = NDArray[np.int64]
-MEASURED = 16  # calls per device, those at the highest levels of memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,46 +94,13 @@ class Lines:
         free = limit - at[grows]
         return self.first.rows + math.floor((free / slope[grows]).min()) if grows.any() else None
 
-    def summit(self, device: int, rows: int | None = None) -> tuple[int, int, int]:
-        """Returns the event of the second update at the peak, the bytes in use then, and the scratch memory among them."""
-        levels = self.levels(device, rows)
-        event = self.start + int(levels[self.start :].argmax())
-        best = event, int(levels[event]), 0
-        for call in self._highest_calls(device, rows, levels) if self.kind.scratch else ():
-            scratch = scratch_of(call)
-            level = int(levels[call.position - 1]) + scratch
-            best = max(best, (call.position - 1, level, scratch), key=lambda one: one[1])
-        return best
-
-    def _highest_calls(self, device: int, rows: int | None, levels: Numbers) -> list[Call]:
-        """Returns the calls with scratch memory at the highest levels of memory."""
-        name = self.device_name(device)
-        after = [i for i, call in enumerate(self.first.calls) if call.position > self.start and call.device == name]
-        after.sort(key=lambda i: -levels[self.first.calls[i].position - 1])
-        chosen: dict[Any, Call] = {}
-        for i in after:
-            call = self.first.calls[i]
-            if not may_need_scratch(call, functools.partial(self._shrunk, i)):
-                continue
-            if rows is not None and self.second is not None:
-                call = call.between(self.second.calls[i], *self._beyond(rows, device))
-            if call.bytes <= LARGEST:
-                chosen.setdefault((call.operator, call.args), call)
-            if len(chosen) == MEASURED:
-                break
-        return list(chosen.values())
-
-    def _shrunk(self, i: int) -> Call:
-        """Returns a call with few rows, if its size is known for other rows."""
-        call = self.first.calls[i]
-        if self.second is None or call.bytes <= SMALL:
-            return call
-        rows = max(1, self.first.rows * SMALL // call.bytes)
-        return call.between(self.second.calls[i], rows - self.first.rows, self.second.rows - self.first.rows)
+    def peak_event(self, device: int, rows: int | None = None) -> int:
+        """Returns the event of the second update after which the most bytes are in use."""
+        return self.start + int(self.levels(device, rows)[self.start :].argmax())
 
     def peak(self, device: int, rows: int | None = None) -> int:
         """Returns the maximum of bytes in use in the second update, with the workspace of cuBLAS and the context."""
-        return self.summit(device, rows)[1] + self.kind.workspace + self.kind.context
+        return int(self.levels(device, rows)[self.start :].max()) + self.kind.workspace + self.kind.context
 
     def reserved(self, device: int, rows: int | None = None, capacity: int | None = None) -> int | None:
         """Returns the bytes that the allocator reserves, and the context; None if ``capacity`` does not suffice."""

@@ -49,7 +49,7 @@ def holders_of(lines: Lines, device: int, rows: int | None, most: int = 12) -> t
         most: how many holders to return.
     """
     sizes: collections.Counter[tuple[str, str, str]] = collections.Counter()
-    for block in lines.blocks_at(device, lines.summit(device, rows)[0], rows):
+    for block in lines.blocks_at(device, lines.peak_event(device, rows), rows):
         sizes[block.kind, block.module, block.line or block.operator] += block.size
     return tuple(Holder(size, *key) for key, size in sizes.most_common(most))
 
@@ -88,8 +88,7 @@ class OtherBatches:
 
     def peak_at(self, rows: int) -> tuple[int, ...]:
         """Returns the peak of each device for ``rows`` rows."""
-        # one row broadcasts and has other strides; oneDNN rounds the workspace of a recurrent layer in its own way
-        special = rows == 1 or not self.lines.is_affine or runs(self.mine, "mkldnn_rnn_layer")
+        special = rows == 1 or not self.lines.is_affine  # one row broadcasts and has other strides
         return self.traced_at(rows) if special else tuple(self.lines.peak(device, rows) for device in self._traced)
 
     def traced_at(self, rows: int) -> tuple[int, ...]:

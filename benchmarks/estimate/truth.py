@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from allocator import AllocatorProfile
 from models import Problem
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from balanced_parallel import Precision
-from balanced_parallel.memory.operators.workspaces import AllocatorProfile
 from balanced_parallel.savings.checkpointing import checkpoint_blocks, find_blocks
 
 

@@ -21,11 +21,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from balanced_parallel import savings, simulate
-from balanced_parallel.memory.operators.workspaces import AllocatorProfile
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path[:0] = [str(HERE), str(HERE.parent / "estimate")]
 import programs  # noqa: E402
+from allocator import AllocatorProfile  # noqa: E402
 from programs import EVALUATION, QUICK, TRAINING, Change, Program, Size, build, changed, run  # noqa: E402
 
 SIZES = {

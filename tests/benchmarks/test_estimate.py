@@ -33,7 +33,7 @@ def benchmark():
     spec.loader.exec_module(module)
     yield module
     sys.path[:] = path
-    for name in (spec.name, "models", "pretrained", "truth", "layouts"):
+    for name in (spec.name, "models", "pretrained", "allocator", "truth", "layouts"):
         del sys.modules[name]
 
 

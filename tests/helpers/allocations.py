@@ -1,40 +1,62 @@
-"""Memory of a plain training step on the CPU, by its allocator: the oracle of estimates."""
+"""Memory of a training step on the CPU, by torch's tracker of tensors and by the allocator: the oracles of estimates."""
 
-import contextlib
 import gc
+import importlib.util
 import time
 
 import torch
+from helpers.benchmarks import BENCHMARKS
 from helpers.memory_problems import PROBLEMS
 from torch import nn
+from torch.distributed._tools.mem_tracker import MemTracker
 from torch.nn import functional as F
 
 from balanced_parallel import parallelize
-from balanced_parallel.memory.operators.workspaces import AllocatorProfile
 from balanced_parallel.savings.checkpointing import checkpoint_blocks, find_blocks
+
+_spec = importlib.util.spec_from_file_location("allocator_of_benchmarks", BENCHMARKS / "estimate" / "allocator.py")
+_module = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(_module)
+AllocatorProfile = _module.AllocatorProfile
 
 
 def used(build, batch, optimizer, precision="fp32", checkpoint=False, micro_batch_size=None, criterion=F.cross_entropy):
-    """Returns the peak of the second step of the plain program, in bytes."""
+    """Returns the peak of the second step of the plain program in bytes, by the CPU's allocator."""
     profile = AllocatorProfile()
     with profile.recorded():
         net, (inputs, targets) = build(), batch()
         if checkpoint:
             checkpoint_blocks(net, find_blocks(net))
-        made = optimizer(net.parameters())
-    autocast = torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else contextlib.nullcontext()
-    size = micro_batch_size or len(inputs)
+        updating = optimizer(net.parameters())
     for _ in range(2):
         profile.reset_peak()
         with profile.recorded():
-            made.zero_grad()
-            for some, wanted in zip(inputs.split(size), targets.split(size), strict=True):
-                with autocast:
-                    loss = criterion(net(some), wanted)
-                loss.backward()
-                del loss
-            made.step()
+            run_update(net, updating, inputs, targets, micro_batch_size, precision, criterion)
     return profile.peak
+
+
+def tracked(build, batch, optimizer, precision="fp32", criterion=F.cross_entropy):
+    """Returns the peak of the tensors in the second step of the plain program in bytes, by torch's tracker."""
+    net, (inputs, targets) = build(), batch()
+    updating, tracker = optimizer(net.parameters()), MemTracker()
+    tracker.track_external(net, updating, inputs, targets)
+    with tracker:
+        for _ in range(2):
+            tracker.reset_mod_stats()
+            run_update(net, updating, inputs, targets, None, precision, criterion)
+    return sum(parts["Total"] for parts in tracker.get_tracker_snapshot("peak").values())
+
+
+def run_update(net, updating, inputs, targets, micro_batch_size, precision, criterion):
+    """Runs an update of the plain program."""
+    size = micro_batch_size or len(inputs)
+    updating.zero_grad()
+    for rows, labels in zip(inputs.split(size), targets.split(size), strict=True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            loss = criterion(net(rows), labels)
+        loss.backward()
+        del loss
+    updating.step()
 
 
 def used_by_shards(rank, problem, rows, precision, accumulate):

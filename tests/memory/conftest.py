@@ -14,5 +14,5 @@ def one_trace(monkeypatch):
 @pytest.fixture(autouse=True)
 def own_process(request):
     """Traces in this process, but for the tests of the child processes."""
-    if request.path.name != "test_child_process.py":
+    if request.path.name != "test_fakes.py":
         request.getfixturevalue("trace_in_this_process")

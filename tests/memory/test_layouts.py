@@ -11,7 +11,7 @@ import gc
 
 import pytest
 import torch
-from helpers.allocations import used_by_shards
+from helpers.allocations import AllocatorProfile, used_by_shards
 from helpers.memory_problems import PROBLEMS, LanguageModel
 from helpers.ranks import run_ranks
 from helpers.slow import slow_but
@@ -29,7 +29,6 @@ from balanced_parallel import (
     parallelize,
     simulate,
 )
-from balanced_parallel.memory.operators.workspaces import AllocatorProfile
 from balanced_parallel.replicas import buckets
 
 

@@ -1,4 +1,4 @@
-"""Recurrent layers: measured on the CPU, assumed on a GPU."""
+"""Recurrent layers: exact on the CPU without oneDNN, assumed on a GPU."""
 
 import functools
 
@@ -38,49 +38,27 @@ RECURRENT = {
 }
 
 
-def has_bf16_lstm():
-    with torch.autocast("cpu", torch.bfloat16):
-        try:
-            nn.LSTM(2, 2)(torch.zeros(1, 1, 2))
-        except RuntimeError:  # "could not create a primitive descriptor"
-            return False
-    return True
-
-
 @pytest.mark.parametrize("precision", ["fp32", slow("bf16")])
-@pytest.mark.parametrize("name", RECURRENT)
+@pytest.mark.parametrize("name", ["gru", "rnn"])
 @pytest.mark.usefixtures("one_trace")
 def test_recurrent_layers_equal_the_allocator(name, precision):
     build = RECURRENT[name]
-    if name.endswith("lstm") and precision == "bf16" and not has_bf16_lstm():
-        pytest.skip("oneDNN has no bfloat16 LSTM for this processor")
     found = used(build, lambda: sequences(12), torch.optim.AdamW, precision)
     report = memory.estimate(build(), F.cross_entropy, *sequences(12), precision=precision, device_kind="cpu")
     assert abs(report.peak[0] - found) <= 0.001 * found
 
 
-@pytest.mark.parametrize("name", ["lstm", "gru"])
-def test_recurrent_layers_on_simulated_devices_raise_an_error(name):
-    with pytest.raises(ValueError, match=f"{name} runs other operators on simulated devices.*device_kind='cpu'"):
-        memory.estimate(RECURRENT[name](), nn.CrossEntropyLoss(), *sequences(12), device_kind="sim")
+@pytest.mark.parametrize(("name", "kind"), [("lstm", "cpu"), ("lstm", "sim"), ("gru", "sim")])
+def test_recurrent_layers_without_known_memory_raise_an_error(name, kind):
+    reason = "oneDNN" if kind == "cpu" else f"{name} runs other operators on simulated devices"
+    with pytest.raises(ValueError, match=f"{reason}.*device_kind='h200'"):
+        memory.estimate(RECURRENT[name](), nn.CrossEntropyLoss(), *sequences(12), device_kind=kind)
 
 
 def test_recurrent_layers_extrapolate_to_other_batches():
-    build = RECURRENT["lstm"]
-    # 13 rows, and 26, that no other test has: the first backward of oneDNN's fake LSTM copies a gradient, later ones do not
-    report = memory.estimate(build(), F.cross_entropy, *sequences(13), device_kind="cpu")
+    report = memory.estimate(RECURRENT["lstm"](), F.cross_entropy, *sequences(13), device_kind="h200")
     for rows in (5, 40, 100):
         assert report.at(rows)[0] == pytest.approx(report._batches.traced_at(rows)[0], rel=1e-4)
-
-
-@pytest.mark.usefixtures("one_trace")
-def test_large_lstm_is_measured_on_fewer_rows(monkeypatch):
-    settings = {"device_kind": "cpu"}
-    whole = memory.estimate(RECURRENT["lstm"](), F.cross_entropy, *sequences(400), **settings)
-    monkeypatch.setattr(recurrent, "LARGEST", 2**18)
-    assert memory.estimate(RECURRENT["lstm"](), F.cross_entropy, *sequences(400), **settings).peak == pytest.approx(
-        whole.peak, rel=0.001
-    )
 
 
 @pytest.mark.parametrize(("name", "printed"), [("lstm", 736_000_000), ("gru", 864_000_000)])

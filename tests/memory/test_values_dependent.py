@@ -142,14 +142,13 @@ def listed(scores, targets):
     return F.ctc_loss(scores, targets, (len(scores),) * rows, (longest,) * rows)
 
 
-@pytest.mark.parametrize(("steps", "longest"), [(50, 20), (50, 2)])
 @pytest.mark.parametrize("criterion", [spelled, listed])
 @pytest.mark.usefixtures("one_trace")
-def test_ctc_loss_equals_the_peak_of_the_allocator(criterion, steps, longest):
-    """The peak is in the backward: of the loss, or of the log-probabilities if the targets are short."""
+def test_ctc_loss_equals_the_peak_of_the_allocator(criterion):
+    """The peak is in the backward of the loss."""
 
     def batch():
-        return torch.zeros(6, steps, 8), torch.ones(6, longest, dtype=torch.int64)
+        return torch.zeros(6, 50, 8), torch.ones(6, 20, dtype=torch.int64)
 
     found = used(Spelling, batch, torch.optim.AdamW, criterion=criterion)
     report = memory.estimate(Spelling(), criterion, *batch(), device_kind="cpu")
@@ -165,3 +164,19 @@ def test_module_with_a_fixed_batch_size_is_not_extrapolated():
         report.at(7)
     with pytest.raises(ValueError, match=r"RuntimeError: shape.*any number of rows"):
         memory.plan(net, lambda out, _: out.sum(), torch.zeros(6, 8), torch.zeros(6), batch_size=6, capacity="1GiB")
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.soft_margin_loss])
+@pytest.mark.usefixtures("one_trace")
+def test_scalar_loss_that_keeps_its_elements_equals_the_allocator(loss):
+    """The peak is in the backward, where the loss is alive and the outputs are not."""
+
+    def build():
+        return nn.Sequential(nn.Linear(16, 64), nn.Linear(64, 32))
+
+    def batch():
+        return torch.zeros(400, 16), torch.zeros(400, 32)
+
+    found = used(build, batch, torch.optim.SGD, criterion=loss)
+    report = memory.estimate(build(), loss, *batch(), optimizer=torch.optim.SGD, device_kind="cpu")
+    assert abs(report.peak[0] - found) <= 0.002 * found

@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.allocations import AllocatorProfile
 
-from balanced_parallel.memory.operators.workspaces import AllocatorProfile
 from balanced_parallel.savings import linear_cross_entropy as chunked_cross_entropy
 from balanced_parallel.savings.linear_cross_entropy import linear_cross_entropy
 

@@ -8,11 +8,11 @@ import os
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers.allocations import AllocatorProfile
 from helpers.problems import assert_same_gradients, gradients
 from helpers.ranks import run_ranks
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize, savings, simulate
-from balanced_parallel.memory.operators.workspaces import AllocatorProfile
 from balanced_parallel.savings import replace_lm_head
 
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -1,14 +1,11 @@
-"""Recurrent layers: the workspace of oneDNN is measured on the CPU, the reserve of cuDNN is assumed on a GPU.
+"""Recurrent layers as cuDNN runs them: one operator, with a reserve for its backward.
 
 cuDNN reports its sizes only to a program that runs on a GPU. pytorch#2895 prints them for 4 layers of 320 units and 25,000
 steps: 736,000,000 bytes for an LSTM and 864,000,000 for a GRU. These are 5 and 6 values per step, layer and unit, and one
 between layers. The workspace is 1.5 times the weights. Both are assumed for every GPU.
-
-Registration of kernels for the duration of a trace.
 """
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -17,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..errors import UnknownMemory
-from .workspaces import LARGEST, Call, Like, note_call, sizes_of
 
 __all__: list[str] = []
 
@@ -26,34 +22,6 @@ KEPT = {"lstm": 5, "gru": 6, "rnn_tanh": 2, "rnn_relu": 2}  # sizes of plain lay
 SOURCE = (
     "assumed: recurrent layers save as much as cuDNN printed in pytorch#2895, 5 (LSTM) or 6 (GRU) values per step, layer and unit"
 )
-
-
-def lstm_on_cpu(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
-    """Returns the result of oneDNN's layer with its workspace, which the fake kernel leaves out."""
-    call = note_call(func, args, kwargs, None, 0)
-    assert call is not None
-    results = func(*args, **kwargs)
-    return True, (*results[:3], args[0].new_empty(_workspace_of(call), dtype=torch.uint8))
-
-
-def _workspace_of(call: Call) -> int:
-    """Returns the measured bytes of the workspace, from two smaller batches if the call itself would take long."""
-    if call.bytes <= LARGEST:
-        return sizes_of(call)[3]
-    rows: int = call.args[0].shape[1]
-    few = max(1, rows * LARGEST // call.bytes // 2)
-    one, two = (sizes_of(_with_rows(call, count))[3] for count in (few, 2 * few))
-    return two + -(-(two - one) * (rows - 2 * few) // few)
-
-
-def _with_rows(call: Call, rows: int) -> Call:
-    def cut(like: Like, dim: int) -> Like:
-        shape = (*like.shape[:dim], rows, *like.shape[dim + 1 :])
-        return Like(shape, tuple(torch.empty(shape, device="meta").stride()), like.dtype)
-
-    inputs, *weights, hx, cx = call.args[:7]
-    fewer = (cut(inputs, 1), *weights, cut(hx, 0), cut(cx, 0))
-    return dataclasses.replace(call, args=(*fewer, *call.args[7:]))
 
 
 @contextlib.contextmanager
@@ -81,8 +49,8 @@ def _registered(kernel: Any, names: Iterable[str]) -> Iterator[None]:
 
 def _refuse(name: str, *_: Any) -> Any:
     raise UnknownMemory(
-        f"{name} runs other operators on simulated devices, which are not counted: estimate the module for device_kind='cpu', or "
-        "for a kind of GPU"
+        f"{name} runs other operators on simulated devices, which are not counted: estimate it for a kind of GPU, such as "
+        "device_kind='h200'"
     )
 
 

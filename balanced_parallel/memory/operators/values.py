@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import HINT, UnknownMemory
-from .recurrent import aten_kernels, lstm_on_cpu
+from .recurrent import aten_kernels
 
 __all__: list[str] = []
 
@@ -68,7 +68,8 @@ def answer(
         user_line: returns the line of the model that reads a value; empty for an optimizer or this package.
 
     Raises:
-        UnknownMemory: the model reads a value without ``scalar``; or it packs sequences, whose lengths are values.
+        UnknownMemory: the model reads a value without ``scalar``; or it packs sequences, whose lengths are values; or it is
+            oneDNN's LSTM.
     """
     if func in _SCALARS:
         line = user_line()
@@ -84,16 +85,21 @@ def answer(
             f"{func} packs sequences by their lengths, which are values: give memory.estimate the module with padded sequences, "
             "of which packing never needs more"
         )
+    if func is _aten.mkldnn_rnn_layer.default:
+        raise UnknownMemory(
+            "nn.LSTM on the CPU keeps a workspace of oneDNN, whose bytes no fake tensor has: estimate it for a kind of GPU, "
+            "such as device_kind='h200'"
+        )
     rule = _RULES.get(func)
     return (False, None) if rule is None else rule(func, args, kwargs)
 
 
-def selected(func: Any, args: tuple[Any, ...], *, measured: bool) -> int:
-    """Returns the bytes of an operator's scratch memory if every element is selected.
+def selected(func: Any, args: tuple[Any, ...]) -> int:
+    """Returns the bytes that an operator takes for itself if every element is selected.
 
-    These are the indices of boolean masks, and the second table of the CTC loss unless it is ``measured``."""
+    These are the indices of boolean masks, and the second table of the CTC loss."""
     if func in CTC_BACKWARD:
-        return 0 if measured else int(args[6].nbytes)
+        return int(args[6].nbytes)
     indices = [index for index in args[1] if index is not None] if func in _INDEXES else []
     masks = [index for index in indices if index.dtype in (torch.bool, torch.uint8)]
     if len(indices) == len(masks) == 1 and func in _WRITES and args[2].numel() == 1:
@@ -155,7 +161,6 @@ _RULES: dict[Any, Callable[[Any, Any, Any], tuple[bool, Any]]] = {
     _aten.index.Tensor: _index,
     _aten._unique2.default: _unique,  # as above
     **CTC_RULES,
-    _aten.mkldnn_rnn_layer.default: lstm_on_cpu,
     _aten.native_group_norm_backward.default: _group_norm_backward,
 }
 

@@ -19,7 +19,6 @@ from ...runtime.streams import on_side_stream
 from ...runtime.torch_private import current_node, is_sharded, leaves_of_tree, number_of, shared_id, storage_id
 from ..operators.cuda import IN_PLACE, is_in_place
 from ..operators.values import answer, keep_elements, selected
-from ..operators.workspaces import Call, note_call
 
 __all__: list[str] = []
 
@@ -47,8 +46,6 @@ class Block:
 
 
 _DEVICE = torch.ops.prim.device.default
-# Gloo gathers into a flat copy of the result, and sums a copy of the input: the argument of that size (ProcessGroupGloo.cpp)
-_GLOO_COPIES = {"c10d._allgather_base_.default": 0, "c10d._reduce_scatter_base_.default": 1}
 _COMMUNICATES = ("fsdp", "c10d", "_c10d_functional")
 
 
@@ -58,23 +55,20 @@ class Count(TorchDispatchMode):
     Args:
         names: of modules, by :func:`shared_id`.
         scalar: the result of every read of a tensor's value in the model. ``None`` makes it an error.
-        notes: records calls that may need scratch memory.
 
     Attributes:
         events: numbers of blocks, counted from 1: positive for an allocation, negative for a release.
     """
 
-    def __init__(self, names: dict[int, str], scalar: int | float | bool | None = None, notes: bool = False) -> None:
+    def __init__(self, names: dict[int, str], scalar: int | float | bool | None = None) -> None:
         super().__init__()
         self.scalar = scalar
         self.names = names
-        self.notes = notes
         self.blocks: list[Block] = []
         self.events: list[int] = []
         self.operators: list[str] = []
         self.marks: dict[str, int] = {}
         self.flops = 0
-        self.calls: list[Call] = []
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._node: int | None = None  # the one that runs in a backward
         self._older = 0  # blocks that were there before it
@@ -112,11 +106,7 @@ class Count(TorchDispatchMode):
                 self.see(leaf, "communication buckets" if func.namespace in _COMMUNICATES else "temporaries", str(func))
         if func in IN_PLACE:
             self._reuse(func, args[0], result)
-        if self.notes and (call := note_call(func, args, kwargs or {}, result, len(self.events))) is not None:
-            self.calls.append(call)
-        if self.notes and str(func) in _GLOO_COPIES:
-            self._borrow(args[0], args[_GLOO_COPIES[str(func)]].untyped_storage().nbytes(), str(func))
-        if size := selected(func, args, measured=self.notes):
+        if size := selected(func, args):
             self._borrow(args[0], size, str(func))
         return result
 

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import gc
 import importlib
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,6 @@ from ...savings.checkpointing import checkpoint_blocks
 from ..errors import HINT, UnknownMemory
 from ..operators.cuda import bias_in_place, cuda_choices
 from ..operators.values import lengths_as_tensors
-from ..operators.workspaces import Call
 from .allocations import Block, Count
 from .fakes import (
     HOME,
@@ -62,7 +62,6 @@ class Trace:
         micro_batches: how many were traced.
         events: as in :class:`Count`. The second update begins at ``marks["second"]``.
         flops: operations of the second update.
-        calls: of operators that may need scratch memory.
     """
 
     rows: int
@@ -72,7 +71,6 @@ class Trace:
     operators: list[str]
     marks: dict[str, int]
     flops: int
-    calls: list[Call]
 
 
 def run_traces(jobs: Sequence[Job]) -> list[Trace]:
@@ -131,7 +129,7 @@ def _trace(request: Request, rows: int) -> Trace:
     whole = rows * (request.micro_batches // request.batches)
     place = host_of(request.devices) if request.layout.batch_on_host else HOME
     batch = fake_batch((request.inputs, request.targets), whole, request.rows, mode, place, request.dim)
-    count = Count(names_of({"": module, "criterion": criterion}), request.scalar, notes=request.kind.scratch)
+    count = Count(names_of({"": module, "criterion": criterion}), request.scalar)
     choices = cuda_choices(request.kind.fuses) if request.kind.like_cuda else contextlib.nullcontext()
     with (
         undisturbed(),
@@ -144,9 +142,8 @@ def _trace(request: Request, rows: int) -> Trace:
         _unknown_memory(),
     ):
         _run(request, count, module, criterion, batch, rows)
-    events = _ordered(count.events, {call.position for call in count.calls})
     traced = min(request.micro_batches, TRACED)
-    return Trace(rows, traced, count.blocks, events, count.operators, count.marks, count.flops, count.calls)
+    return Trace(rows, traced, count.blocks, _ordered(count.events), count.operators, count.marks, count.flops)
 
 
 def _run(request: Request, count: Count, module: Any, criterion: Any, batch: MicroBatch, rows: int) -> None:
@@ -199,16 +196,10 @@ def _update(layout: Layout, count: Count, micro_batches: list[MicroBatch], host:
             count.move(state, host)  # the step count of AdamW, which stays on the host
 
 
-def _ordered(events: list[int], places: set[int]) -> list[int]:
-    """Sorts the releases between two allocations, or between two of ``places``. Their order varies with memory addresses."""
-    ordered: list[int] = []
-    released: list[int] = []
-    for place, event in enumerate(events):
-        if event > 0 or place in places:
-            ordered += sorted(released, reverse=True)
-            released = []
-        (ordered if event > 0 else released).append(event)
-    return ordered + sorted(released, reverse=True)
+def _ordered(events: list[int]) -> list[int]:
+    """Sorts the releases between two allocations. Their order varies with memory addresses."""
+    runs = itertools.groupby(events, lambda event: event > 0)
+    return [event for is_allocation, run in runs for event in (run if is_allocation else sorted(run, reverse=True))]
 
 
 _NO_KERNEL = "has no fake kernel: register one with torch.library.register_fake, which gives the shape of its result"

@@ -1,0 +1,53 @@
+"""The oracle of estimates: bytes that the CPU's allocator hands out, those that operators take for themselves included."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._C._profiler import _ExperimentalConfig
+
+# No public name turns it on: the successor of this profiler writes to stderr at each start, and starts in milliseconds.
+_autograd: Any = torch.autograd
+
+
+class AllocatorProfile:
+    """A count of the bytes in use on the CPU, over every block of :meth:`recorded`.
+
+    Attributes:
+        now: bytes allocated and not released. Negative if memory was released that was allocated before.
+        peak: the maximum of ``now``, from 0 or from :meth:`reset_peak` on.
+
+    Example:
+        >>> profile = AllocatorProfile()
+        >>> with profile.recorded():
+        ...     ones = torch.ones(256)
+        >>> profile.now, profile.peak
+        (1024, 1024)
+    """
+
+    def __init__(self) -> None:
+        self.now = self.peak = 0
+
+    def reset_peak(self) -> None:
+        """Starts another peak from the bytes in use now."""
+        self.peak = self.now
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Counts in this block. Backwards of CPU tensors run in the calling thread, so they are counted too.
+
+        Enter and leave it outside of ``record_function``, so not in the hooks of an optimizer's step: torch's profiler keeps
+        no state for a range that ends later, and can deadlock there.
+        """
+        config = _autograd.ProfilerConfig(_autograd.ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig())
+        _autograd._enable_profiler_legacy(config)
+        try:
+            yield
+        finally:
+            records = [record for records in _autograd._disable_profiler_legacy() for record in records]
+            start = records[0]
+            # threads of gloo allocate too: each has records of its own
+            for record in sorted(records, key=start.cpu_elapsed_us):
+                self.now += record.cpu_memory_usage() if record.kind() == "memory_alloc" else 0
+                self.peak = max(self.peak, self.now)
