@@ -1,8 +1,6 @@
 """``memory.estimate``: the memory of an update on each device, predicted without a device.
 
 An existing :class:`TrainStep` as a request to trace, and the bytes that its tensors use now.
-
-The memory of a rank under ``DistributedDataParallel``, for ``parallelize(strategy="auto")``.
 """
 
 import dataclasses
@@ -20,7 +18,6 @@ from ..replicas.model import DataParallelModel
 from ..runtime.collectives import world_size
 from ..runtime.torch_private import get_gradient, leaves_of_tree, storage_id
 from ..savings.gradient_release import release_of
-from ..strategies import parallelize
 from ..strategies.fsdp import ShardedModel
 from ..training.step import TrainStep
 from ..training.update import each_optimizer
@@ -288,23 +285,3 @@ def _tensors_of(step: TrainStep) -> Iterator[Tensor]:
         yield parameter
         if parameter.is_leaf and (gradient := get_gradient(parameter)) is not None:
             yield gradient
-
-
-@parallelize.register
-def bytes_of_rank(question: parallelize.Question) -> int:
-    """Returns the bytes that one update reserves on a rank, by :func:`estimate`."""
-    assert question.example is not None
-    inputs, targets = question.example
-    with warnings.catch_warnings(action="ignore", category=UserWarning):
-        report = estimate(
-            question.module,
-            question.criterion,
-            inputs,
-            targets,
-            layout="ddp",
-            devices=question.ranks,
-            precision=question.precision.name,
-            device_kind=kind_of(question.device).name,
-            dim=question.dim,
-        )
-    return max(report.reserved)

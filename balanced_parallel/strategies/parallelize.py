@@ -1,11 +1,11 @@
-"""The same script in one process or, under torchrun, in one process per device.
+"""``parallelize``: the same script in one process or, under torchrun, in one process per device.
 
-The strategy of :func:`parallelize`: replicas in one process, ``DistributedDataParallel`` or FSDP2 over ranks.
+The strategy is replicas in one process, ``DistributedDataParallel`` or FSDP2 over ranks.
 """
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from ..replicas.batchnorm import use_torch_sync_batchnorm
 from ..replicas.model import DataParallelModel
 from ..replicas.module_tree import check_module, refuse_rescaled, rescaled_embeddings
 from ..runtime.collectives import max_over_ranks, rank, world_size
-from ..runtime.devices import DeviceLike, free_bytes
+from ..runtime.devices import DeviceLike, free_bytes, is_accelerator
 from ..runtime.values import Precision, format_bytes
 from ..training.settings import describe_criterion
 from .ddp import DistributedModel
@@ -32,118 +32,22 @@ STRATEGIES = ("auto", "replicas", "ddp", "fsdp")
 _log = logging.getLogger(__name__)
 
 
-class Question(NamedTuple):
-    """A model whose memory under ``DistributedDataParallel`` is asked for.
-
-    Args:
-        module, criterion: without wrappers.
-        example: inputs and targets of one rank, if they are known.
-        ranks: number of ranks.
-        device: of this rank.
-        precision: of the forward.
-        dim: the dimension of the rows.
-    """
-
-    module: nn.Module
-    criterion: Any
-    example: tuple[Any, Any] | None
-    ranks: int
-    device: torch.device
-    precision: Precision
-    dim: int
-
-
-Estimate = Callable[[Question], int]
-_estimates: list[Estimate] = []
-
-
-def register(estimate: Estimate) -> Estimate:
-    """Registers the function that returns the bytes of an update. Its package is not imported here."""
-    _estimates.append(estimate)
-    return estimate
-
-
-def check_strategy(strategy: str, compress: str | None, environment: TorchrunEnvironment | None) -> None:
-    """Checks that the strategy is possible where the script runs.
-
-    Raises:
-        ValueError: it is unknown, needs torchrun, or does not work under torchrun; or ``compress`` is not for it.
-    """
-    ranks = 1 if environment is None else environment.world_size
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy={strategy!r}, expected one of {', '.join(map(repr, STRATEGIES))}")
-    if strategy in ("ddp", "fsdp") and environment is None:
-        raise ValueError(
-            f"strategy={strategy!r} in one process, expected 'auto' or 'replicas': it needs one process per device, which "
-            "torchrun --nproc-per-node=gpu starts"
-        )
-    if strategy == "replicas" and ranks > 1:
-        raise ValueError(
-            f"strategy='replicas' with {ranks} ranks, expected 'auto', 'ddp' or 'fsdp': each process would train a model of its "
-            "own; start the script without torchrun"
-        )
-    if compress not in (None, "bf16", "fp16"):
-        raise ValueError(f"compress={compress!r}, expected 'bf16', 'fp16' or None")
-    if compress is not None and strategy in ("replicas", "fsdp"):
-        raise ValueError(
-            f"compress={compress!r} with strategy={strategy!r}, expected strategy='ddp'; under 'fsdp', precision='bf16' "
-            "all-gathers parameters in half the bytes"
-        )
-    if compress is not None and environment is None:
-        raise ValueError(f"compress={compress!r} in one process, expected None: it is for the ranks that torchrun starts")
-
-
-def choose_strategy(question: Question, environment: TorchrunEnvironment) -> Literal["ddp", "fsdp"]:
-    """Returns the strategy for ``"auto"`` with several ranks, the same on all of them, and logs the reason."""
-    limit = free_bytes(question.device)
-    if question.device.type == "cpu":
-        limit //= environment.local_world_size
-    needed = max_over_ranks(_estimates[0](question) if question.example is not None and rank() == 0 else 0)
-    known = "an update by memory.estimate"
-    if not needed:
-        needed, known, limit = state_bytes(question.module), "parameters, gradients and AdamW's state", limit // 2
-    chosen: Literal["ddp", "fsdp"] = "fsdp" if max_over_ranks(needed > limit) else "ddp"
-    if rank() == 0:
-        sizes = format_bytes(needed), known, format_bytes(limit)
-        _log.info("strategy='auto' is %r: under 'ddp' a rank needs %s (%s) of %s", chosen, *sizes)
-    return chosen
-
-
-def make_mesh(module: nn.Module, device: torch.device, environment: TorchrunEnvironment) -> Any:
-    """Returns the device mesh of the ranks: shards over one host and copies over the hosts, if a host has room for a copy."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    ranks, local = world_size(), environment.local_world_size
-    fits = True if device.type == "cpu" else state_bytes(module) // local <= free_bytes(device) // 2
-    if 1 < local < ranks and ranks % local == 0 and not max_over_ranks(not fits):
-        return init_device_mesh(device.type, (ranks // local, local), mesh_dim_names=("copies", "shards"))
-    return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shards",))
-
-
-def state_bytes(module: nn.Module) -> int:
-    """Returns the bytes of parameters and buffers, and of the gradients and AdamW's state of those that are trained."""
-    parameters = list(module.parameters())
-    trained = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
-    return sum(tensor.nbytes for tensor in (*parameters, *module.buffers())) + 3 * trained
-
-
 Model = DataParallelModel | DistributedModel | ShardedModel
+
+
+class _Options(TypedDict, total=False):
+    dim: int
+    precision: str | Precision | None
+    split: Sequence[float] | None
+    in_dims: Dims
+    out_dims: Dims
+    strategy: Strategy
+    compress: Literal["bf16", "fp16"] | None
 
 
 @overload
 def parallelize(
-    module: nn.Module,
-    criterion: None = None,
-    device_ids: Sequence[DeviceLike] | None = None,
-    *,
-    dim: int = 0,
-    precision: str | Precision | None = None,
-    split: Sequence[float] | None = None,
-    in_dims: Dims = None,
-    out_dims: Dims = None,
-    strategy: Strategy = "auto",
-    compress: Literal["bf16", "fp16"] | None = None,
-    example: tuple[Any, Any] | None = None,
+    module: nn.Module, criterion: None = None, device_ids: Sequence[DeviceLike] | None = None, **options: Unpack[_Options]
 ) -> Model: ...
 
 
@@ -153,15 +57,8 @@ def parallelize(
     criterion: Criterion,
     device_ids: Sequence[DeviceLike] | None = None,
     *,
-    dim: int = 0,
     weight: Callable[..., Any] | str | None = None,
-    precision: str | Precision | None = None,
-    split: Sequence[float] | None = None,
-    in_dims: Dims = None,
-    out_dims: Dims = None,
-    strategy: Strategy = "auto",
-    compress: Literal["bf16", "fp16"] | None = None,
-    example: tuple[Any, Any] | None = None,
+    **options: Unpack[_Options],
 ) -> tuple[Model, DataParallelCriterion]: ...
 
 
@@ -178,7 +75,6 @@ def parallelize(
     out_dims: Dims = None,
     strategy: Strategy = "auto",
     compress: Literal["bf16", "fp16"] | None = None,
-    example: tuple[Any, Any] | None = None,
 ) -> Model | tuple[Model, DataParallelCriterion]:
     """Wraps a model and a criterion for all devices, in one process or under torchrun, with the same losses and gradients.
 
@@ -197,13 +93,11 @@ def parallelize(
         dim, precision, split, in_dims, out_dims: as in :class:`DataParallelModel`.
         weight: as in :class:`DataParallelCriterion`.
         strategy: ``"replicas"`` in one process; ``"ddp"`` or ``"fsdp"`` under torchrun. ``"auto"`` is ``"fsdp"`` if the model is
-            too large for one device, and the reason is logged. It asks :func:`memory.estimate` for an update of ``example``, and
-            compares with the free memory of the device. Without an example it compares parameters, gradients and AdamW's state
-            with half of the free memory, and the other half is for activations. FSDP over several hosts shards over the devices
-            of each host and copies over the hosts, if a host has room for a copy.
+            too large for one device, and the reason is logged: it compares parameters, gradients and AdamW's state with half of
+            the free memory of the device, and the other half is for activations, which :func:`memory.estimate` predicts. FSDP
+            over several hosts shards over the devices of each host and copies over the hosts, if a host has room for a copy.
         compress: ``"bf16"`` or ``"fp16"`` reduces the gradients of ``"ddp"`` in half the bytes, by torch's communication hooks.
             ``"auto"`` is ``"ddp"`` then.
-        example: inputs and targets of one rank, for ``"auto"``. Those of rank 0 count.
 
     Returns:
         The model and the criterion, or the model alone if no criterion was given.
@@ -241,7 +135,7 @@ def parallelize(
             raise ValueError(f"split={split!r} was given under torchrun, expected None: each rank passes its own rows")
         device = rank_device(environment, device_ids)
         join_process_group(environment, device)
-        model = _rank_model(module, wrapped, device, environment, settings, strategy, compress, example)
+        model = _rank_model(module, wrapped, device, environment, settings, strategy, compress)
     return model if wrapped is None else (model, wrapped)
 
 
@@ -263,7 +157,6 @@ def _rank_model(
     settings: dict[str, Any],
     strategy: Strategy,
     compress: str | None,
-    example: tuple[Any, Any] | None,
 ) -> Model:
     is_frozen = criterion is None and not any(parameter.requires_grad for parameter in module.parameters())
     if world_size() == 1 or (is_frozen and strategy != "fsdp"):
@@ -272,18 +165,74 @@ def _rank_model(
     compared["precision"] = Precision(settings["precision"] or "fp32").name
     check_agreement(module, compared | describe_criterion(criterion))
     refuse_rescaled(rescaled_embeddings(module))
-    plain = None if criterion is None else criterion.module
     if strategy == "auto" and compress is None:
-        precision = Precision(settings["precision"] or "fp32")
-        question = Question(module, plain, example, world_size(), device, precision, settings["dim"])
-        strategy = choose_strategy(question, environment)
+        strategy = choose_strategy(module, device, environment)
     if device.type == "cuda":
         use_torch_sync_batchnorm(module)
     if strategy == "fsdp":
         return ShardedModel(module, make_mesh(module, device, environment), device, **settings)
-    if criterion is not None:
-        plain = criterion.to(device).module
+    plain = None if criterion is None else criterion.to(device).module
     model = DistributedModel(module.to(device), device, criterion=plain, **settings)
     if compress is not None:
         model.compress_gradients(compress)
     return model
+
+
+def check_strategy(strategy: str, compress: str | None, environment: TorchrunEnvironment | None) -> None:
+    """Checks that the strategy is possible where the script runs.
+
+    Raises:
+        ValueError: it is unknown, needs torchrun, or does not work under torchrun; or ``compress`` is not for it.
+    """
+    ranks = 1 if environment is None else environment.world_size
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy={strategy!r}, expected one of {', '.join(map(repr, STRATEGIES))}")
+    if strategy in ("ddp", "fsdp") and environment is None:
+        raise ValueError(
+            f"strategy={strategy!r} in one process, expected 'auto' or 'replicas': it needs one process per device, which "
+            "torchrun --nproc-per-node=gpu starts"
+        )
+    if strategy == "replicas" and ranks > 1:
+        raise ValueError(
+            f"strategy='replicas' with {ranks} ranks, expected 'auto', 'ddp' or 'fsdp': each process would train a model of its "
+            "own; start the script without torchrun"
+        )
+    if compress not in (None, "bf16", "fp16"):
+        raise ValueError(f"compress={compress!r}, expected 'bf16', 'fp16' or None")
+    if compress is not None and strategy in ("replicas", "fsdp"):
+        raise ValueError(
+            f"compress={compress!r} with strategy={strategy!r}, expected strategy='ddp'; under 'fsdp', precision='bf16' "
+            "all-gathers parameters in half the bytes"
+        )
+    if compress is not None and environment is None:
+        raise ValueError(f"compress={compress!r} in one process, expected None: it is for the ranks that torchrun starts")
+
+
+def choose_strategy(module: nn.Module, device: torch.device, environment: TorchrunEnvironment) -> Literal["ddp", "fsdp"]:
+    """Returns the strategy for ``"auto"`` with several ranks, the same on all of them, and logs the reason."""
+    needed, limit = state_bytes(module), free_bytes(device) // 2
+    if not is_accelerator(device):
+        limit //= environment.local_world_size
+    strategy: Literal["ddp", "fsdp"] = "fsdp" if max_over_ranks(needed > limit) else "ddp"
+    if rank() == 0:
+        message = "strategy='auto' is %r: under 'ddp' a rank needs %s (parameters, gradients and AdamW's state) of %s"
+        _log.info(message, strategy, format_bytes(needed), format_bytes(limit))
+    return strategy
+
+
+def make_mesh(module: nn.Module, device: torch.device, environment: TorchrunEnvironment) -> Any:
+    """Returns the device mesh of the ranks: shards over one host and copies over the hosts, if a host has room for a copy."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    ranks, local = world_size(), environment.local_world_size
+    fits = not is_accelerator(device) or state_bytes(module) // local <= free_bytes(device) // 2
+    if 1 < local < ranks and ranks % local == 0 and not max_over_ranks(not fits):
+        return init_device_mesh(device.type, (ranks // local, local), mesh_dim_names=("copies", "shards"))
+    return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shards",))
+
+
+def state_bytes(module: nn.Module) -> int:
+    """Returns the bytes of parameters and buffers, and of the gradients and AdamW's state of those that are trained."""
+    parameters = list(module.parameters())
+    trained = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+    return sum(tensor.nbytes for tensor in (*parameters, *module.buffers())) + 3 * trained

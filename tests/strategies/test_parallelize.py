@@ -321,25 +321,19 @@ def check_auto(rank):
     strategy._log.addHandler(handler)
     strategy._log.setLevel(logging.INFO)
     free_bytes = strategy.free_bytes
-    example = torch.randn(400, 4), class_targets(400)
     size = 4 * sum(parameter.nbytes for parameter in build_net().parameters())
     found = []
     try:
-        for mine, settings in (
-            (2 * size, {}),
-            (2 * size - 1, {}),
-            (2 * size, {"example": example}),
-            (2**30, {"example": example}),
-        ):
+        for mine in (2 * size, 2 * size - 1):
             # one rank has less than the other; the two share the memory of this machine
             strategy.free_bytes = lambda device, mine=mine: 2 * mine if rank == 0 else 2**40
-            model, _ = parallelize(build_net(), nn.CrossEntropyLoss(), **settings)
+            model, _ = parallelize(build_net(), nn.CrossEntropyLoss())
             found.append(type(model))
         assert isinstance(parallelize(build_net().requires_grad_(False)), DataParallelModel)
     finally:
         strategy._log.removeHandler(handler)
         strategy.free_bytes = free_bytes
-    assert found == [DistributedModel, ShardedModel, ShardedModel, DistributedModel]
+    assert found == [DistributedModel, ShardedModel]
     with pytest.raises(ValueError, match="strategy='replicas' with 2 ranks, expected 'auto', 'ddp' or 'fsdp'"):
         parallelize(build_net(), nn.CrossEntropyLoss(), strategy="replicas")
     return lines
@@ -348,11 +342,10 @@ def check_auto(rank):
 def test_auto_shards_a_model_that_is_too_large_for_one_device():
     first, second = run_ranks(2, check_auto)
     assert not second
-    assert len(first) == 4
+    assert len(first) == 2
     state = "needs 1.02 KiB (parameters, gradients and AdamW's state) of 1.02 KiB"
     assert first[0] == f"strategy='auto' is 'ddp': under 'ddp' a rank {state}"
     assert first[1].startswith("strategy='auto' is 'fsdp'")
-    assert "(an update by memory.estimate)" in first[2]
 
 
 def check_strategy_alone(rank):
