@@ -282,7 +282,7 @@ def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
 
 
 def flatten(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Returns the values of :func:`leaves`, and a function that makes a tree of the same structure from as many values."""
+    """Returns the values, as :func:`leaves_of_tree`, and a function that makes such a tree from as many values."""
     values, structure = tree_flatten(tree)
     return values, lambda others: tree_unflatten(others, structure)
 

@@ -1,6 +1,4 @@
-"""``DistributedModel``: torch's ``DistributedDataParallel``, with the list of outputs that the replicas of one process return.
-
-Synchronisation of gradients over the ranks of ``DistributedDataParallel``.
+"""``DistributedDataParallel`` with exact gradients, whatever rows and parameters each rank uses.
 
     rank 0   forward 0 | backward 0 | forward 1 | backward 1                          | finish | update
     rank 1   forward 0 |                        | backward 0                          | finish | update
@@ -10,10 +8,9 @@ Buckets are all-reduced by torch's reducer while the last backward runs. The los
 all-reduce of the hosts behind it. The loss is on its way to the host before that backward is launched, so the host does not wait
 for the backward.
 
-Connects outputs to all parameters, so that any backward through them reaches each parameter once.
-
-The reducer of ``DistributedDataParallel`` waits for every parameter in every backward. A backward reaches the parameters that
-the loss was computed from, which may be fewer: a branch was not taken, an output is not in the loss, a rank has no rows.
+The reducer waits for every parameter in every backward. A backward reaches the parameters that the loss was computed from, which
+may be fewer: a branch was not taken, an output is not in the loss, a rank has no rows. So outputs are connected to all
+parameters::
 
     parameters ---> module ---> output --+
         |                                +--> _Connect ---> output
@@ -23,20 +20,17 @@ The backward of ``_Connect`` passes the gradient of each output on, and ``None``
 gradient, but its hook runs, and the reducer goes on. ``_Zero`` is the youngest node behind the outputs, so it runs first: buckets
 of unused parameters wait for nobody.
 
-The forward of a rank without rows: one row runs in their place, and nothing of it is left but the structure of the output.
-
-Many modules refuse inputs without rows, such as ``nn.InstanceNorm2d`` and attention with a mask.
+Many modules refuse inputs without rows, such as ``nn.InstanceNorm2d`` and attention with a mask. A rank without rows runs one row
+in their place, and nothing of it is left but the structure of the output.
 """
 
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -49,8 +43,9 @@ from ..replicas.batchnorm import meets_other_ranks
 from ..replicas.model import mark_inputs
 from ..replicas.module_tree import check_method
 from ..runtime import collectives, devices, torch_private
+from ..runtime.devices import is_accelerator
 from ..runtime.random_numbers import RandomState, cpu_numbers_of_rank, offset_seeds
-from ..runtime.torch_private import CHILDREN, base_of, children_of, reached_leaves, versions
+from ..runtime.torch_private import CHILDREN, base_of, children_of, is_differentiable, reached_leaves, versions
 from ..runtime.values import Precision
 from ..training.accumulation import is_one, power_of_two
 from ..training.strategy import GradientSync, Settings, gradient_sync, run_backward
@@ -59,7 +54,48 @@ from ..training.update import scale_gradients
 __all__: list[str] = []
 
 
-class DistributedModel(DistributedDataParallel):
+class RankModel(nn.Module):
+    """The model of one rank. It returns a list with this rank's output, as :class:`DataParallelModel` does."""
+
+    module: nn.Module
+
+    def _set_rows(self, device: torch.device, dim: int, precision: str | Precision | None, in_dims: Dims, out_dims: Dims) -> None:
+        self.devices = [device]
+        self.split = None
+        self.dim = dim
+        self.in_dims = in_dims
+        self.out_dims = dim if out_dims is None else out_dims
+        self.precision = Precision("fp32" if precision is None else precision)
+        self._meets_ranks = meets_other_ranks(self.module.modules())
+        self._examples: dict[str | None, Arguments | None] = {}  # one row for each method
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> PerReplica:
+        """Runs the module on this rank's rows. Returns a list with its output."""
+        return self._run(None, self.mark(Arguments(inputs, kwargs)))
+
+    def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> PerReplica:
+        """Calls another method of the module than ``forward``, with its parameters and gradients shared as those of a forward."""
+        check_method(self.module, method)
+        return self._run(method, self.mark(Arguments(inputs, kwargs), method))
+
+    def mark(self, arguments: Arguments, method: str | None = None) -> Arguments:
+        """Returns the arguments with the dimensions of their rows, as ``in_dims`` gives them."""
+        return mark_inputs(arguments, self.in_dims, self.module, method)
+
+    def _run(self, method: str | None, arguments: Arguments) -> PerReplica:
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Draws random numbers of this rank, under autocast."""
+        offset_seeds(self.devices, collectives.rank())
+        draws_on_cpu = self.training and not is_accelerator(self.devices[0])
+        random_numbers = cpu_numbers_of_rank(collectives.rank()) if draws_on_cpu else contextlib.nullcontext()
+        with self.precision.autocast(self.devices), random_numbers:
+            yield
+
+
+class DistributedModel(RankModel, DistributedDataParallel):
     """``DistributedDataParallel`` that returns a list with this rank's output, as :class:`DataParallelModel` does.
 
     Every output of a forward whose gradients are reduced is connected to every parameter, by a zero that has no gradient. So
@@ -96,15 +132,8 @@ class DistributedModel(DistributedDataParallel):
         self._wrapped = [wrapped]  # in a list, so that the state_dict() has the names of the module alone
         self._frozen = {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
         self._has_shared_buffers = False  # in the first forward of this update
-        self._meets_ranks = meets_other_ranks(module.modules())
-        self._examples: dict[Any, Arguments] = {}  # one row for each method
         self.module = module
-        self.devices = [device]
-        self.split = None
-        self.dim = dim
-        self.in_dims = in_dims
-        self.out_dims = dim if out_dims is None else out_dims
-        self.precision = Precision("fp32" if precision is None else precision)
+        self._set_rows(device, dim, precision, in_dims, out_dims)
 
     @property
     def reduced_parameters(self) -> list[nn.Parameter]:
@@ -116,19 +145,6 @@ class DistributedModel(DistributedDataParallel):
         """The weights of embeddings with sparse gradients."""
         return self._wrapped[0].sparse
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> PerReplica:
-        """Runs the module on this rank's rows. Returns a list with its output."""
-        return self._run(None, self.mark(Arguments(inputs, kwargs)))
-
-    def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> PerReplica:
-        """Calls another method of the module than ``forward``, with its gradients reduced as those of a forward."""
-        check_method(self.module, method)
-        return self._run(method, self.mark(Arguments(inputs, kwargs), method))
-
-    def mark(self, arguments: Arguments, method: str | None = None) -> Arguments:
-        """Returns the arguments with the dimensions of their rows, as ``in_dims`` gives them."""
-        return mark_inputs(arguments, self.in_dims, self.module, method)
-
     def begin_update(self) -> None:
         """Makes the next forward share the buffers of rank 0 again, with or without rows."""
         self._has_shared_buffers = False
@@ -139,8 +155,9 @@ class DistributedModel(DistributedDataParallel):
         self.require_forward_param_sync = not self._has_shared_buffers
         self._begin_sparse_gradients()
         with self._as_wrapped():
-            super().forward(lambda: None, True)
-        return zero_of_parameters(self.reduced_parameters)
+            zero_of_all = functools.partial(zero_of_parameters, self.reduced_parameters)
+            DistributedDataParallel.forward(self, zero_of_all if torch.is_grad_enabled() else lambda: None)
+        return zero_of_all()
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         """Registers a communication hook, as ``DistributedDataParallel`` does."""
@@ -154,7 +171,7 @@ class DistributedModel(DistributedDataParallel):
             future.wait()
             return future
 
-        super().register_comm_hook(state, complete if self.devices[0].type == "cpu" else hook)
+        super().register_comm_hook(state, hook if is_accelerator(self.devices[0]) else complete)
         if getattr(hook, "__name__", "") == "batched_powerSGD_hook":
             warnings.warn(
                 "batched_powerSGD_hook was given: torch raises an AssertionError without a message where it begins to compress, "
@@ -179,34 +196,41 @@ class DistributedModel(DistributedDataParallel):
             example = self._examples.get(method) or row_of_ones(arguments, self.dim)
             arguments = example or arguments
         inputs, kwargs = move_leaves(arguments.inputs, self.devices[0]), move_leaves(arguments.kwargs, self.devices[0])
-        self._refuse_unfrozen()
-        offset_seeds(self.devices, dist.get_rank())
-        draws_on_cpu = self.training and self.devices[0].type == "cpu"
-        random_numbers = cpu_numbers_of_rank(dist.get_rank()) if draws_on_cpu else contextlib.nullcontext()
+        for name in [name for name, parameter in self._frozen.items() if parameter.requires_grad]:
+            raise ValueError(
+                f"{name} requires a gradient now, which it did not when parallelize was called, so the ranks would not share "
+                "it: call parallelize again"
+            )
         if self.require_backward_grad_sync:
             self._begin_sparse_gradients()
         children, module = children_of(self), self.module  # assigning self.module takes ten times as long as its entry
+        outputs: list[Any] = []
 
-        def call() -> Any:
+        def call() -> Tensor | None:
             children["module"] = module  # as code inside of the function knows it
             self._has_shared_buffers = True
             if example is None:
-                return function(*inputs, **kwargs)
-            with undone(module, self.devices), torch.no_grad():
-                outputs = PerReplica([function(*inputs, **kwargs)], [1], self.out_dims)
-            return map_leaves(_with_gradient, outputs.narrow(0, 0)[0])
+                output, zero = function(*inputs, **kwargs), None
+            else:
+                with undone(module, self.devices), torch.no_grad():
+                    row = PerReplica([function(*inputs, **kwargs)], [1], self.out_dims)
+                output, zero = map_leaves(_with_gradient, row.narrow(0, 0)[0]), None
+            if self.require_backward_grad_sync and torch.is_grad_enabled():
+                output, zero = connect(output, self.reduced_parameters)
+            outputs.append(output)
+            return zero
 
-        with self.precision.autocast(self.devices), random_numbers, self._as_wrapped() as wrapped:
-            super().forward(call, self.require_backward_grad_sync)
-        return PerReplica([wrapped.take_output()], [rows], self.out_dims)
+        with self._computing(), self._as_wrapped():
+            DistributedDataParallel.forward(self, call)
+        return PerReplica(outputs, [rows], self.out_dims)
 
     @contextlib.contextmanager
-    def _as_wrapped(self) -> Iterator["_Wrapped"]:
+    def _as_wrapped(self) -> Iterator[None]:
         """Makes ``DistributedDataParallel`` run the module that its reducer was built for."""
         children = children_of(self)
         before, children["module"] = children["module"], self._wrapped[0]
         try:
-            yield self._wrapped[0]
+            yield
         finally:
             children["module"] = before
 
@@ -218,13 +242,6 @@ class DistributedModel(DistributedDataParallel):
                 nothing = weight.new_empty(0, *weight.shape[1:])
                 weight.grad = torch.sparse_coo_tensor(nowhere, nothing, weight.shape, check_invariants=True)
 
-    def _refuse_unfrozen(self) -> None:
-        for name in [name for name, parameter in self._frozen.items() if parameter.requires_grad]:
-            raise ValueError(
-                f"{name} requires a gradient now, which it did not when parallelize was called, so the ranks would not share "
-                "it: call parallelize again"
-            )
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         modules = state[CHILDREN]  # of the copy, which is not a module yet
         module, modules["module"] = modules["module"], state["_wrapped"][0]
@@ -233,7 +250,7 @@ class DistributedModel(DistributedDataParallel):
 
 
 def _with_gradient(leaf: Any) -> Any:
-    is_float = isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
+    is_float = isinstance(leaf, Tensor) and is_differentiable(leaf)
     return leaf.detach().requires_grad_() if is_float and torch.is_grad_enabled() else leaf
 
 
@@ -248,42 +265,53 @@ class _Wrapped(nn.Module):
         self.trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         embeddings = [part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse]
         self.sparse = [embedding.weight for embedding in embeddings if embedding.weight.requires_grad]
-        self._output: Any = None
 
-    def forward(self, function: Callable[[], Any], reduces: bool) -> "_Reached":
-        """Calls ``function`` inside of the forward of ``DistributedDataParallel``, and keeps its output.
+    def forward(self, function: Callable[[], Tensor | None]) -> Tensor | None:
+        """Calls ``function`` inside of the forward of ``DistributedDataParallel``.
 
-        Args:
-            function: returns the output.
-            reduces: the gradients of this forward's backward are reduced.
+        The result is a zero, in which that looks for the parameters of the backward. It would copy outputs.
         """
-        self._output, zero = function(), None
-        if reduces and torch.is_grad_enabled():
-            self._output, zero = connect(self._output, self.trained)
-        return _Reached(zero)
-
-    def take_output(self) -> Any:
-        """Returns the output of the last forward, and forgets it."""
-        output, self._output = self._output, None
-        return output
+        return function()
 
 
-@dataclass
-class _Reached:
-    """The tensor in which ``DistributedDataParallel`` looks for parameters that the output does not use.
+class RankSync:
+    """Loss and weight of a rank, on their way to those of all ranks."""
 
-    Outputs are not in it: they would be copied (``DistributedDataParallel._set_ddp_sink_clone``)."""
+    def __init__(self, group: collectives.Group = None) -> None:
+        self._group = group
+        self._local: Callable[[], Tensor] | None = None  # returns loss and weight of this rank, on the host
 
-    zero: Tensor | None
+    def start(self, local: LossSum) -> None:
+        """Starts to copy loss and weight to the host."""
+        self._weight = add_up([0.0 if local.weight is None else local.weight], local.total.device).double()
+        self._local = devices.start_copy(torch.stack([local.total.double(), self._weight]))
+
+    def repeating(self) -> contextlib.AbstractContextManager[None]:
+        """Does nothing: each rank has one device."""
+        return contextlib.nullcontext()
+
+    def smallest(self, number: float) -> float:
+        """Returns the smallest ``number`` of all ranks."""
+        return -collectives.max_over_ranks(-number, self._group)
 
 
-class DDPSync:
+def refuse_unshared(tensors: Iterable[Tensor], place: str) -> None:
+    """Raises ``ValueError`` for a parameter of the optimizer that is not reduced. It should be part of ``place``."""
+    for parameter in tensors:
+        raise ValueError(
+            f"the optimizer has a parameter of shape {tuple(parameter.shape)} with a gradient that the ranks would not share: "
+            f"make it part of {place} that parallelize is given"
+        )
+
+
+class DDPSync(RankSync):
     """Averages gradients over ranks, in the backward of each rank's last micro-batch.
 
     While micro-batches accumulate, gradients lie in the reducer's buckets already: they exist once in memory.
     """
 
     def __init__(self, model: DistributedModel) -> None:
+        super().__init__(model.process_group)
         self._model = model
         self._meets_ranks = meets_other_ranks(model.modules())
         self._reduced = {id(parameter): parameter for parameter in model.reduced_parameters}
@@ -291,7 +319,6 @@ class DDPSync:
         self._buckets: list[Tensor] = []
         self._has_begun = False  # an accumulation
         self._untouched: Sequence[Tensor] = []  # zeros so far, in an accumulation
-        self._local: Callable[[], Tensor] | None = None  # returns loss and weight of this rank, on the host
         self._whole_weight: Tensor | None = None
         self._is_reducing = False  # other ranks wait for this one
         self._failures = 0, 0  # numbers of ranks, by the agreement of this update: out of memory, for another reason
@@ -303,7 +330,7 @@ class DDPSync:
     @property
     def gradient_scale(self) -> float:
         """The number of ranks: the reducer averages."""
-        return float(collectives.world_size())
+        return float(collectives.world_size(self._group))
 
     def begin(self) -> None:
         """Begins an update."""
@@ -313,18 +340,18 @@ class DDPSync:
 
     def count_micro_batches(self, count: int) -> int:
         """Returns ``count``, or the largest of any rank if layers of the model wait for every rank in each forward."""
-        return collectives.max_over_ranks(count) if self._meets_ranks else count
+        return collectives.max_over_ranks(count, self._group) if self._meets_ranks else count
 
     def first_divisor(self, expected: Weight, before: float) -> float:
         """Returns a power of two near the mean weight of a rank in the previous update. It is the same on all ranks."""
-        return float(power_of_two(before / collectives.world_size()))
+        return float(power_of_two(before / collectives.world_size(self._group)))
 
     def whole_weight(self, expected: Weight, *, last: bool) -> Weight:
         """Returns the weight of all ranks if ``last``, otherwise that of this rank times the number of ranks."""
         if not last:
-            return expected * collectives.world_size()
+            return expected * collectives.world_size(self._group)
         if self._whole_weight is None:  # once per update, also if this rank gives it up later
-            self._whole_weight = collectives.sum_over_ranks(self._weight)
+            self._whole_weight = collectives.sum_over_ranks(self._weight, self._group)
         return float(self._whole_weight) if self._whole_weight.is_cpu else self._whole_weight
 
     @contextlib.contextmanager
@@ -339,11 +366,6 @@ class DDPSync:
         """Takes part in the last forward of the ranks that have rows: buffers are broadcast."""
         if not is_reduced:
             yield [self._model.forward_without_rows()]
-
-    def start(self, local: LossSum) -> None:
-        """Starts to copy loss and weight to the host."""
-        self._weight = add_up([0.0 if local.weight is None else local.weight], local.total.device).double()
-        self._local = devices.start_copy(torch.stack([local.total.double(), self._weight]))
 
     def backward(self, losses: Sequence[Tensor], divisor: Weight, *, last: bool) -> None:
         """Runs one backward. The last one completes the reduction, whatever this rank has used."""
@@ -385,19 +407,12 @@ class DDPSync:
         Raises:
             ValueError: one of ``tensors`` has a gradient that is not reduced.
         """
-        present = [one for one in tensors if one.grad is not None]
-        for parameter in [one for one in present if id(one) not in self._reduced]:
-            raise ValueError(
-                f"the optimizer has a parameter of shape {tuple(parameter.shape)} with a gradient that the ranks would not "
-                "share: make it part of the module or of the criterion that parallelize is given"
-            )
+        gradients = {id(tensor): tensor.grad for tensor in tensors if tensor.grad is not None}
+        strangers = [tensor for tensor in tensors if id(tensor) in gradients.keys() - self._reduced]
+        refuse_unshared(strangers, "the module or of the criterion")
         if not is_one(factor):
-            others = [one.grad for one in present if one.grad is not None and id(one) not in self._bucket_views]
+            others = [gradient for key, gradient in gradients.items() if key not in self._bucket_views]
             torch_private.foreach_multiply_([*self._buckets, *others], factor)
-
-    def smallest(self, number: float) -> float:
-        """Returns the smallest ``number`` of all ranks."""
-        return -collectives.max_over_ranks(-number)
 
     def abandon(self) -> bool:
         """Makes :meth:`finish` tell the other ranks that this one is out of memory, unless they know."""
@@ -426,12 +441,12 @@ class DDPSync:
         self._model.begin_update()
         self._whole_weight = None
         numbers = torch.cat([local, local.new_tensor([*digest, out_of_memory, others])])
-        total, weight, digests, squares, memory_failures, failures = collectives.sum_over_ranks(numbers).tolist()
+        total, weight, digests, squares, memory_failures, failures = collectives.sum_over_ranks(numbers, self._group).tolist()
         self._failures = int(memory_failures), int(failures)
         return total, weight, digests, squares
 
     def _refuse_failures(self, *, but_memory: bool = False) -> None:
-        ranks, (out_of_memory, others) = collectives.world_size(), self._failures
+        ranks, (out_of_memory, others) = collectives.world_size(self._group), self._failures
         last = "expected none: nothing was updated, and the step can be repeated"
         if others:
             raise RuntimeError(f"{others} of {ranks} ranks failed in the backward, {last}")
@@ -452,7 +467,7 @@ class DDPSync:
         The views are those of the previous update. ``data`` gives each its own version counter. A gradient whose version stays 0
         was not touched.
         """
-        missing = [one for key, one in self._reduced.items() if key in self._bucket_views and one.grad is None]
+        missing = [tensor for key, tensor in self._reduced.items() if key in self._bucket_views and tensor.grad is None]
         views = [self._bucket_views[id(parameter)] for parameter in missing]
         torch_private.foreach_zero_(self._buckets if len(missing) == len(self._bucket_views) else views)
         for parameter, view in zip(missing, views, strict=True):
@@ -540,10 +555,13 @@ class _Connect(torch.autograd.Function):
 
 def first_row(arguments: Arguments, rows: int, dim: int) -> Arguments:
     """Returns a copy of the first row."""
-    row: Arguments = map_leaves(
-        lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, cut(arguments, [1, rows - 1], dim)[0]
-    )
-    return row
+    return copied(cut(arguments, [1, rows - 1], dim)[0])
+
+
+def copied(arguments: Arguments) -> Arguments:
+    """Returns copies of the tensors, without their history."""
+    result: Arguments = map_leaves(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, arguments)
+    return result
 
 
 def row_of_ones(arguments: Arguments, dim: int) -> Arguments | None:

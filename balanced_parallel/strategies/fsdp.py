@@ -1,38 +1,31 @@
-"""``ShardedModel``: torch's FSDP2, with the list of outputs that the replicas of one process return.
-
-Synchronisation of gradients over the shards of FSDP2.
+"""FSDP2's ``fully_shard`` with exact gradients, whatever rows and parameters each rank uses.
 
     rank 0   forward 0 | backward 0 | forward 1 | backward 1 | finish | update
     rank 1   forward 0 | backward 0 | no rows   | backward 1 | finish | update
 
+The repeated blocks of a module are sharded one by one, and the rest of it is the root::
+
+    module                          group of parameters, all-gathered and reduced together
+    embedding, norm, head    --->   root
+    blocks[0]                --->   blocks[0]
+    blocks[1]                --->   blocks[1]
+
 Blocks are all-gathered in every forward and backward, so all ranks run equally many micro-batches. Gradients are reduced to their
-shards in every backward: whole gradients, which would save this traffic, may not fit where the model does not. Before each
-backward the hosts compare the blocks that they have run. The loss and its weight are one small all-reduce of theirs in the end.
+shards in every backward: whole gradients, which would save this traffic, may not fit where the model does not. The loss and its
+weight are one small all-reduce of the hosts in the end.
 
-Gradients of the parameters that FSDP2 all-gathers together: equal on all ranks in number, whatever a rank has used.
-
-FSDP2 reduces the gradients that a rank has. So ranks that have used different parameters would reduce tensors of different sizes.
-Zeros are set in place of missing gradients before each reduction. (torch 2.13 can do this as well, but not 2.11, and a parameter
-that no rank has used would get a gradient of zeros.)
+FSDP2 reduces the gradients that a rank has. Ranks that have used different parameters would reduce tensors of different sizes, so
+zeros are set in place of missing gradients. (torch 2.13 can do this as well, but not 2.11, and a parameter that no rank has used
+would get a gradient of zeros.) A rank all-gathers a block when it runs it. Blocks of equal size that run in another order
+elsewhere would be mixed up without an error of FSDP2, so the hosts compare their orders::
 
     start of the backward    ranks compare the blocks that they have run
     backward of a block      all-gather | gradients of parameters | zeros for missing ones | reduce-scatter
     end of the backward      ranks agree on the parameters that nobody has used: their gradient is None again
-
-FSDP2's ``fully_shard`` on the repeated blocks of a module and on the rest of it.
-
-module                          group of parameters, all-gathered and reduced together
-embedding, norm, head    --->   root
-blocks[0]                --->   blocks[0]
-blocks[1]                --->   blocks[1]
-
-The order in which ranks run their sharded blocks, which must be the same on all.
-
-A rank all-gathers a block when it runs it. Blocks of equal size that run in another order elsewhere would be mixed up without an
-error of FSDP2: each rank would compute with parts of different blocks.
 """
 
 import contextlib
+import functools
 import itertools
 import zlib
 from collections import Counter
@@ -48,13 +41,8 @@ from ..batch.outputs import PerReplica
 from ..batch.rows import Arguments, count_rows, move_leaves
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight, add_up, zero_of
-from ..replicas.batchnorm import meets_other_ranks
-from ..replicas.model import mark_inputs
-from ..replicas.module_tree import check_method
 from ..runtime import collectives, torch_private
 from ..runtime.collectives import gather_objects, sum_over_ranks, world_size
-from ..runtime.devices import start_copy
-from ..runtime.random_numbers import cpu_numbers_of_rank, offset_seeds
 from ..runtime.torch_private import (
     BatchNorm,
     current_backward_id,
@@ -67,12 +55,12 @@ from ..runtime.values import Precision
 from ..savings.checkpointing import find_blocks
 from ..training.accumulation import is_one, larger, power_of_two
 from ..training.strategy import GradientSync, Settings, gradient_sync, run_backward
-from .ddp import first_row, undone
+from .ddp import RankModel, RankSync, copied, first_row, refuse_unshared, undone
 
 __all__: list[str] = []
 
 
-class ShardedModel(nn.Module):
+class ShardedModel(RankModel):
     """FSDP2's ``fully_shard`` on each block of a module, with a list of this rank's output as :class:`DataParallelModel` returns.
 
     Parameters, gradients and optimizer state are sharded over the ranks. They are ``DTensor``s, which the optimizers of torch
@@ -102,50 +90,25 @@ class ShardedModel(nn.Module):
         out_dims: Dims = None,
     ) -> None:
         super().__init__()
-        self.precision = Precision("fp32" if precision is None else precision)
+        self.module = module
+        self._set_rows(device, dim, precision, in_dims, out_dims)
         self.gradients = ShardedGradients()
         without_compilation(module).register_forward_hook(torch.compiler.disable(self.gradients.avoid_views))
-        self.units = [cast(Any, unit) for unit in shard(module, mesh, self.precision, StateOfRank0(device).send)]
+        self.units = [cast(Any, unit) for unit in shard(module, mesh, self.precision, sends_of_rank0(device))]
         names = {id(part): name for name, part in without_compilation(module).named_modules()}
         for unit in self.units:
             self.gradients.add(unit, names.get(id(unit)) or "root")
-        self.module = module
-        self.devices = [device]
-        self.split = None
-        self.dim = dim
-        self.in_dims = in_dims
-        self.out_dims = dim if out_dims is None else out_dims
-        self._meets_ranks = meets_other_ranks(module.modules())
         self._required = {name: (parameter, parameter.requires_grad) for name, parameter in module.named_parameters()}
-        self._examples: dict[str, Arguments | None] = {}  # one row for each method
-        self._methods = {"forward"}
+        self._methods: set[str] = set()  # those that gather parameters
 
     @property
     def root(self) -> Any:
         """The module that was sharded last, an ``FSDPModule``."""
         return self.units[-1]
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> PerReplica:
-        """Runs the module on this rank's rows. Returns a list with its output."""
-        return self._run("forward", self.mark(Arguments(inputs, kwargs)))
-
-    def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> PerReplica:
-        """Calls another method of the module than ``forward``, with its parameters all-gathered."""
-        from torch.distributed.fsdp import register_fsdp_forward_method
-
-        check_method(self.module, method)
-        if method not in self._methods:
-            register_fsdp_forward_method(self.module, method)
-            self._methods.add(method)
-        return self._run(method, self.mark(Arguments(inputs, kwargs), method))
-
-    def mark(self, arguments: Arguments, method: str | None = None) -> Arguments:
-        """Returns the arguments with the dimensions of their rows, as ``in_dims`` gives them."""
-        return mark_inputs(arguments, self.in_dims, self.module, method)
-
     def forward_without_rows(self) -> Tensor:
         """Takes part in a forward of the other ranks. Returns a zero for the backward."""
-        outputs = self._run("forward", None)
+        outputs = self._run(None, None)
         return zero_of(*[leaf for _, leaf in leaves(list(outputs)) if isinstance(leaf, Tensor) and leaf.requires_grad])
 
     @contextlib.contextmanager
@@ -159,26 +122,32 @@ class ShardedModel(nn.Module):
             for unit in self.units:
                 unit.set_gradient_divide_factor(float(world_size()))
 
-    def _run(self, method: str, arguments: Arguments | None) -> PerReplica:
+    def _run(self, method: str | None, arguments: Arguments | None) -> PerReplica:
         rows = 0 if arguments is None else count_rows(arguments, self.dim)
         self._keep_example(method, arguments, rows)
         example = self._examples[method]
         if rows == 0 and example is not None and not (self._meets_ranks and arguments is not None):
             example = self._examples[method] = move_leaves(example, self.devices[0])  # once: the host would wait for each copy
-            with self._as_dummy():
-                outputs = PerReplica([self._call(method, map_leaves(_detached, example))], [1], self.out_dims).narrow(0, 0)
+            self.gradients.is_dummy = True
+            try:
+                with undone(self.module, self.devices):
+                    outputs = PerReplica([self._call(method, copied(example))], [1], self.out_dims).narrow(0, 0)
+            finally:
+                self.gradients.is_dummy = False
             return PerReplica(outputs, outputs.sizes, self.out_dims)
         if arguments is None:
             raise RuntimeError("no rank has had a row yet, expected rows on one rank at least in the first forward")
         return PerReplica([self._call(method, arguments)], [rows], self.out_dims)
 
-    def _call(self, method: str, arguments: Arguments) -> Any:
+    def _call(self, method: str | None, arguments: Arguments) -> Any:
         inputs, kwargs = move_leaves(arguments.inputs, self.devices[0]), move_leaves(arguments.kwargs, self.devices[0])
-        offset_seeds(self.devices, dist.get_rank())
-        draws_on_cpu = self.training and self.devices[0].type == "cpu"
-        random_numbers = cpu_numbers_of_rank(dist.get_rank()) if draws_on_cpu else contextlib.nullcontext()
-        function = self.module if method == "forward" else getattr(self.module, method)
-        with self._as_sharded(), self.precision.autocast(self.devices), random_numbers:
+        if method is not None and method not in self._methods:
+            from torch.distributed.fsdp import register_fsdp_forward_method
+
+            register_fsdp_forward_method(self.module, method)
+            self._methods.add(method)
+        function = self.module if method is None else getattr(self.module, method)
+        with self._as_sharded(), self._computing():
             output = function(*inputs, **kwargs)
         if not torch.is_grad_enabled():
             self.root.reshard()  # after an evaluation, the module has its shards again
@@ -186,74 +155,53 @@ class ShardedModel(nn.Module):
         return self.gradients.watch_output(output)
 
     @contextlib.contextmanager
-    def _as_dummy(self) -> Iterator[None]:
-        """Undoes what a forward changes: random numbers, and buffers, which are replaced by copies in the block."""
-        self.gradients.is_dummy = True
-        try:
-            with undone(self.module, self.devices):
-                yield
-        finally:
-            self.gradients.is_dummy = False
-
-    @contextlib.contextmanager
     def _as_sharded(self) -> Iterator[None]:
         """Checks that the same parameters require a gradient. FSDP2 gathers them into tensors that would not know.
 
         A forward without gradients may freeze layers for itself, as peft's ``disable_adapter()`` does: FSDP2 does not see it.
         """
-        changed = [name for name, (parameter, before) in self._required.items() if parameter.requires_grad != before]
-        for name in changed if torch.is_grad_enabled() else ():
-            parameter, before = self._required[name]
+        changed = {name: entry for name, entry in self._required.items() if entry[0].requires_grad != entry[1]}
+        for name, (parameter, before) in changed.items() if torch.is_grad_enabled() else ():
             raise ValueError(
                 f"{name} has requires_grad={parameter.requires_grad}, but {before} when parallelize sharded it: freeze and "
                 "unfreeze layers before parallelize, with requires_grad_(False), also all of a teacher"
             )
-        for name in changed:
-            parameter, before = self._required[name]
+        for parameter, before in changed.values():
             parameter.requires_grad_(before)
         try:
             yield
         finally:
-            for name in changed:
-                parameter, before = self._required[name]
+            for parameter, before in changed.values():
                 parameter.requires_grad_(not before)
 
-    def _keep_example(self, method: str, arguments: Arguments | None, rows: int | None) -> None:
+    def _keep_example(self, method: str | None, arguments: Arguments | None, rows: int | None) -> None:
         """Keeps one row of the first forward. A rank without rows receives one from another rank."""
         if self._examples.get(method) is not None:
             return
-        has_rows = [bool(rows) for rows in gather_objects(-1 if rows is None else rows)]
-        mine = first_row(arguments, rows, self.dim) if rows and arguments is not None else None
+        has_rows = gather_objects(rows != 0)
+        row = first_row(arguments, rows, self.dim) if rows and arguments is not None else None
         if True in has_rows and not all(has_rows):
             source = has_rows.index(True)
-            shared = [_on_host(mine) if dist.get_rank() == source else None]
+            shared = [move_leaves(row, torch.device("cpu")) if dist.get_rank() == source else None]
             dist.broadcast_object_list(shared, source)
-            mine = mine or shared[0]
-        self._examples[method] = mine
+            row = row or shared[0]
+        self._examples[method] = row
 
 
-def _detached(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf
-
-
-def _on_host(node: Any) -> Any:
-    return map_leaves(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, node)
-
-
-class FSDPSync:
+class FSDPSync(RankSync):
     """Sums gradients over ranks in each backward. Every rank takes part in the forwards of all others."""
 
     def __init__(self, model: ShardedModel) -> None:
+        super().__init__()
         self._model = model
         self._whole: Weight | None = None  # weight of all ranks, known for float16 only
         self._divisor: Weight | None = None  # of the gradients that are reduced
-        self._given: Weight = 1.0  # the divisor of the last backward
-        self._local: Callable[[], Tensor] | None = None  # returns loss and weight of this rank, on the host
+        self._last_divisor: Weight = 1.0  # of the last backward
 
     @property
     def gradient_scale(self) -> Weight:
         """The divisor that all ranks have used, over that of this rank's last backward."""
-        return 1.0 if self._divisor is None else self._divisor / self._given
+        return 1.0 if self._divisor is None else self._divisor / self._last_divisor
 
     def begin(self) -> None:
         """Does nothing."""
@@ -283,11 +231,6 @@ class FSDPSync:
             for _ in range(count):
                 yield [self._model.forward_without_rows()]
 
-    def start(self, local: LossSum) -> None:
-        """Starts to copy loss and weight to the host."""
-        weight = add_up([0.0 if local.weight is None else local.weight], local.total.device).double()
-        self._local = start_copy(torch.stack([local.total.double(), weight]))
-
     def backward(self, losses: Sequence[Tensor], divisor: Weight, *, last: bool) -> None:
         """Runs one backward, which reduces the gradients."""
         with self._model.summing():
@@ -314,18 +257,10 @@ class FSDPSync:
         Raises:
             ValueError: one of ``tensors`` has a gradient that is not reduced.
         """
-        for one in tensors:
-            if one.grad is not None and not is_sharded(one):
-                raise ValueError(
-                    f"the optimizer has a parameter of shape {tuple(one.shape)} with a gradient that the ranks would not share: "
-                    "make it part of the module that parallelize is given"
-                )
+        present = [tensor for tensor in tensors if tensor.grad is not None]
+        refuse_unshared([tensor for tensor in present if not is_sharded(tensor)], "the module")
         if not is_one(factor):
-            torch_private.foreach_multiply_(local_tensors([one.grad for one in tensors if one.grad is not None]), factor)
-
-    def smallest(self, number: float) -> float:
-        """Returns the smallest ``number`` of all ranks."""
-        return -collectives.max_over_ranks(-number)
+            torch_private.foreach_multiply_(local_tensors([tensor.grad for tensor in present]), factor)
 
     def abandon(self) -> bool:
         """Raises ``RuntimeError``: the other ranks wait for the shards of this one, in the middle of a forward or backward."""
@@ -345,11 +280,11 @@ class FSDPSync:
 
     def _common(self, divisor: Weight) -> Weight:
         """Returns the divisor of all ranks. Gradients that were reduced with another one are multiplied."""
-        self._given, before = divisor, self._divisor
+        self._last_divisor, before = divisor, self._divisor
         if self._whole is None:
             self._divisor = None
             return divisor
-        gradients = [one.grad for one in self._model.gradients.parameters if one.grad is not None]
+        gradients = [parameter.grad for parameter in self._model.gradients.parameters if parameter.grad is not None]
         self._divisor = power_of_two(self._whole)
         if gradients and before is not None:
             self._divisor = larger(self._divisor, before)
@@ -368,9 +303,6 @@ def _(model: ShardedModel, criterion: DataParallelCriterion) -> GradientSync:
     return FSDPSync(model)
 
 
-_NO_UNIT = -1
-
-
 class ShardedGradients:
     """Completes the gradients of sharded modules in every backward."""
 
@@ -387,11 +319,11 @@ class ShardedGradients:
     def add(self, unit: nn.Module, name: str) -> None:
         """Completes the gradients of the parameters of a sharded module, without those that were added before."""
         self.order.add(name)
-        known, slots = set(map(id, self.parameters)), []
+        seen, slots = set(map(id, self.parameters)), []
         for part in unit.modules():
             for name, parameter in part.named_parameters(recurse=False):
-                if parameter.requires_grad and id(parameter) not in known:
-                    known.add(id(parameter))
+                if parameter.requires_grad and id(parameter) not in seen:
+                    seen.add(id(parameter))
                     self.parameters.append(parameter)
                     slots.append((part, name))
         number = len(self._units)
@@ -399,24 +331,24 @@ class ShardedGradients:
 
         def watch_inputs(module: nn.Module, inputs: Any, kwargs: Any) -> Any:
             self.order.note(number)
-            return self._watch((inputs, kwargs), number)
+            return self._watch((inputs, kwargs), functools.partial(self.complete, number, is_dummy=self.is_dummy))
 
         # runs after the hook of FSDP2, so its backward runs before; torch.compile leaves both out
         unit.register_forward_pre_hook(torch.compiler.disable(watch_inputs), with_kwargs=True)
 
     def avoid_views(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         """Returns outputs of the root that are not views, of which FSDP2 warns. Callers get those of :meth:`watch_output`."""
-        return self._watch(output, _NO_UNIT)
+        return self._watch(output, lambda: None)
 
     def watch_output(self, output: Any) -> Any:
         """Returns the output of the root, connected to the beginning of its backward."""
-        return self._watch(output, None)
+        return self._watch(output, functools.partial(self.begin, is_dummy=self.is_dummy))
 
-    def _watch(self, node: Any, number: int | None) -> Any:
+    def _watch(self, node: Any, at_backward: Callable[[], None]) -> Any:
         tensors = [leaf for _, leaf in leaves(node) if isinstance(leaf, Tensor) and leaf.requires_grad]
         if not tensors or not torch.is_grad_enabled():
             return node
-        watched = iter(_Watch.apply(self, number, self.is_dummy, *tensors))
+        watched = iter(_Watch.apply(at_backward, *tensors))
         return map_leaves(lambda leaf: next(watched) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf, node)
 
     def begin(self, *, is_dummy: bool) -> None:
@@ -462,19 +394,15 @@ class _Watch(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, gradients: ShardedGradients, number: int | None, is_dummy: bool, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.call = gradients, number, is_dummy
+    def forward(ctx: Any, at_backward: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.at_backward = at_backward
         ctx.set_materialize_grads(False)
         return tuple(tensor.detach() for tensor in inputs)  # not views, which must not be written to in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        of_module, number, is_dummy = ctx.call
-        if number is None:
-            of_module.begin(is_dummy=is_dummy)
-        elif number != _NO_UNIT:
-            of_module.complete(number, is_dummy=is_dummy)
-        return None, None, None, *gradients
+        ctx.at_backward()
+        return None, *gradients
 
 
 def find_sharded_blocks(module: nn.Module) -> list[nn.Module]:
@@ -517,19 +445,19 @@ def shard(module: nn.Module, mesh: Any, precision: Precision, prepare: Callable[
 
 def _named_blocks(module: nn.Module) -> list[nn.Module]:
     names = {name for part in module.modules() for name in getattr(part, "_no_split_modules", None) or ()}
-    found = [part for part in module.modules() if type(part).__name__ in names and part is not module]
-    inside = {id(part) for block in found for part in block.modules() if part is not block}
-    return [block for block in found if id(block) not in inside]
+    blocks = [part for part in module.modules() if type(part).__name__ in names and part is not module]
+    inside = {id(part) for block in blocks for part in block.modules() if part is not block}
+    return [block for block in blocks if id(block) not in inside]
 
 
 def _repeated_layers(module: nn.Module) -> list[nn.Module]:
-    found = []
+    repeated = []
     for parent in module.modules():
         if isinstance(parent, (nn.ModuleList, nn.Sequential)):
             layers = [layer for layer in parent.children() if next(layer.parameters(recurse=False), None) is not None]
             kinds = Counter(map(type, layers))
-            found += [layer for layer in layers if kinds[type(layer)] > 1]
-    return found
+            repeated += [layer for layer in layers if kinds[type(layer)] > 1]
+    return repeated
 
 
 def _count_uses(module: nn.Module) -> Counter[int]:
@@ -537,21 +465,21 @@ def _count_uses(module: nn.Module) -> Counter[int]:
     return Counter(id(parameter) for _, parameter in parts)
 
 
-class StateOfRank0:
-    """Moves a module to a device part by part, with the parameters and buffers of rank 0. No device has all of them at once."""
+def sends_of_rank0(device: torch.device) -> Callable[[nn.Module], None]:
+    """Returns a function that moves a part of a module to a device, with the parameters and buffers of rank 0.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._sent: set[int] = set()
+    No device has all parts at once. Tensors on ``meta`` stay, and a tensor is sent once.
+    """
+    sent: set[int] = set()
 
-    def send(self, module: nn.Module) -> None:
-        """Moves and sends the tensors of a part that are not on ``meta`` and were not sent before."""
-        for part in module.modules():
-            for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False)):
-                if id(tensor) not in self._sent and not is_sharded(tensor) and not tensor.is_meta:
-                    tensor.data = tensor.data.to(self._device)
-                    dist.broadcast(tensor.data, 0)
-                    self._sent.add(id(tensor))
+    def send(module: nn.Module) -> None:
+        for tensor in (*module.parameters(), *module.buffers()):
+            if id(tensor) not in sent and not is_sharded(tensor) and not tensor.is_meta:
+                tensor.data = tensor.data.to(device)
+                dist.broadcast(tensor.data, 0)
+                sent.add(id(tensor))
+
+    return send
 
 
 class BlockOrder:
@@ -583,14 +511,14 @@ class BlockOrder:
         if world_size() * squares == total * total:  # no variance
             return
         orders = gather_objects([self._names[number] for number in ran])
-        rank, expected, found = next(
+        rank, expected, block = next(
             (rank, *blocks)
             for rank, order in enumerate(orders)
             for blocks in itertools.zip_longest(orders[0], order, fillvalue="none")
             if blocks[0] != blocks[1]
         )
         raise RuntimeError(
-            f"rank {rank} ran the block {found} where rank 0 ran {expected}, expected the same blocks in the same order: FSDP2 "
+            f"rank {rank} ran the block {block} where rank 0 ran {expected}, expected the same blocks in the same order: FSDP2 "
             "has mixed up their parameters, and the loss is wrong. Run a block that only some rows need, such as an expert, on "
             "every rank, also without rows; or use strategy='ddp'"
         )

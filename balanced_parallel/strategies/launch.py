@@ -1,14 +1,10 @@
-"""Environment variables that torchrun sets for a process. No other file reads them.
+"""The start and the end of a rank: torchrun's environment, the device, the process group, the agreement of all ranks.
 
-Starts the process group that torchrun prepared, and ends it at exit.
-
-A store for each start of the ranks.
-
-torchrun keeps one ``TCPStore`` for all restarts, although ``_create_c10d_store`` in ``torch/distributed/rendezvous.py`` relies on
-a new one. A restarted rank finds the addresses of processes that have ended there, and waits for them. So the ranks agree on a
-prefix of their own.
-
-A comparison of all ranks at the start. Ranks with different code or versions would hang, or train different models.
+- No other file reads the environment.
+- torchrun keeps one ``TCPStore`` for all restarts, although ``_create_c10d_store`` in ``torch/distributed/rendezvous.py`` relies
+  on a new one. A restarted rank finds the addresses of processes that have ended there, and waits for them. So the ranks agree on
+  a prefix for each start.
+- Ranks with different code or versions would hang, or train different models. So they compare both at the start.
 """
 
 import atexit
@@ -31,7 +27,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from ..runtime import collectives
 from ..runtime.collectives import compare_ranks, gather_objects
-from ..runtime.devices import DeviceLike, resolve_devices, visible_devices
+from ..runtime.devices import DeviceLike, is_accelerator, resolve_devices, visible_devices
 
 __all__: list[str] = []
 
@@ -99,7 +95,7 @@ def rank_device(environment: TorchrunEnvironment, device_ids: Sequence[DeviceLik
     """
     visible = visible_devices()
     devices = visible if device_ids is None else resolve_devices(device_ids)
-    if len(devices) == 1 and (devices[0].type == "cpu" or len(visible) == 1):
+    if len(devices) == 1 and (not is_accelerator(devices[0]) or len(visible) == 1):
         return devices[0]
     if environment.local_world_size > len(devices):
         raise ValueError(
@@ -124,7 +120,7 @@ def join_process_group(environment: TorchrunEnvironment, device: torch.device, t
         RuntimeError: the ranks do not meet within the timeout, or the port is in use. It has the type of torch's error.
         ValueError: the running group has another rank or size than torchrun's environment.
     """
-    if device.type != "cpu":
+    if is_accelerator(device):
         torch.accelerator.set_device_index(device.index)
     if dist.is_initialized():
         running = dist.get_rank(), dist.get_world_size()
@@ -135,10 +131,10 @@ def join_process_group(environment: TorchrunEnvironment, device: torch.device, t
             )
         return
     backend, device_id = "gloo", None
-    if device.type != "cpu":
-        own, device_id = dist.get_default_backend_for_device(device), device
+    if is_accelerator(device):
+        name, device_id = dist.get_default_backend_for_device(device), device
         # one backend by its name alone: of several, torch chooses no default beside NCCL if a plugin is registered
-        backend = "gloo" if own == "gloo" else f"cpu:gloo,{device.type}:{own}"
+        backend = "gloo" if name == "gloo" else f"cpu:gloo,{device.type}:{name}"
     try:
         if environment.shares_store:
             store, rank, ranks = store_of_this_start(environment, timeout), environment.rank, environment.world_size

@@ -1,11 +1,11 @@
-"""The same script in one process or, under torchrun, in one process per device.
+"""``parallelize``: the same script in one process or, under torchrun, in one process per device.
 
-The strategy of :func:`parallelize`: replicas in one process, ``DistributedDataParallel`` or FSDP2 over ranks.
+The strategy is replicas in one process, ``DistributedDataParallel`` or FSDP2 over ranks.
 """
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import nn
@@ -17,7 +17,7 @@ from ..replicas.batchnorm import use_torch_sync_batchnorm
 from ..replicas.model import DataParallelModel
 from ..replicas.module_tree import check_module, refuse_rescaled, rescaled_embeddings
 from ..runtime.collectives import max_over_ranks, rank, world_size
-from ..runtime.devices import DeviceLike, free_bytes
+from ..runtime.devices import DeviceLike, free_bytes, is_accelerator
 from ..runtime.values import Precision, format_bytes
 from ..training.settings import describe_criterion
 from .ddp import DistributedModel
@@ -32,83 +32,22 @@ STRATEGIES = ("auto", "replicas", "ddp", "fsdp")
 _log = logging.getLogger(__name__)
 
 
-def check_strategy(strategy: str, compress: str | None, environment: TorchrunEnvironment | None) -> None:
-    """Checks that the strategy is possible where the script runs.
-
-    Raises:
-        ValueError: it is unknown, needs torchrun, or does not work under torchrun; or ``compress`` is not for it.
-    """
-    ranks = 1 if environment is None else environment.world_size
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy={strategy!r}, expected one of {', '.join(map(repr, STRATEGIES))}")
-    if strategy in ("ddp", "fsdp") and environment is None:
-        raise ValueError(
-            f"strategy={strategy!r} in one process, expected 'auto' or 'replicas': it needs one process per device, which "
-            "torchrun --nproc-per-node=gpu starts"
-        )
-    if strategy == "replicas" and ranks > 1:
-        raise ValueError(
-            f"strategy='replicas' with {ranks} ranks, expected 'auto', 'ddp' or 'fsdp': each process would train a model of its "
-            "own; start the script without torchrun"
-        )
-    if compress not in (None, "bf16", "fp16"):
-        raise ValueError(f"compress={compress!r}, expected 'bf16', 'fp16' or None")
-    if compress is not None and strategy in ("replicas", "fsdp"):
-        raise ValueError(
-            f"compress={compress!r} with strategy={strategy!r}, expected strategy='ddp'; under 'fsdp', precision='bf16' "
-            "all-gathers parameters in half the bytes"
-        )
-    if compress is not None and environment is None:
-        raise ValueError(f"compress={compress!r} in one process, expected None: it is for the ranks that torchrun starts")
-
-
-def choose_strategy(module: nn.Module, device: torch.device, environment: TorchrunEnvironment) -> Literal["ddp", "fsdp"]:
-    """Returns the strategy for ``"auto"`` with several ranks, the same on all of them, and logs the reason."""
-    ranks = environment.local_world_size if device.type == "cpu" else 1  # the ranks of a host share its memory
-    needed, half = state_bytes(module), free_bytes(device) // ranks // 2  # the other half is for activations and buckets
-    strategy: Literal["ddp", "fsdp"] = "fsdp" if max_over_ranks(needed > half) else "ddp"
-    if rank() == 0:
-        reason = (
-            f"parameters, gradients and AdamW's state are {format_bytes(needed)}, half of a rank's memory {format_bytes(half)}"
-        )
-        _log.info("strategy='auto' is %r: %s", strategy, reason)
-    return strategy
-
-
-def make_mesh(module: nn.Module, device: torch.device, environment: TorchrunEnvironment) -> Any:
-    """Returns the device mesh of the ranks: shards over one host and copies over the hosts, if a host has room for a copy."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    ranks, local = world_size(), environment.local_world_size
-    fits = True if device.type == "cpu" else state_bytes(module) // local <= free_bytes(device) // 2
-    if 1 < local < ranks and ranks % local == 0 and not max_over_ranks(not fits):
-        return init_device_mesh(device.type, (ranks // local, local), mesh_dim_names=("copies", "shards"))
-    return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shards",))
-
-
-def state_bytes(module: nn.Module) -> int:
-    """Returns the bytes of parameters and buffers, and of the gradients and AdamW's state of those that are trained."""
-    parameters = list(module.parameters())
-    trained = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
-    return sum(tensor.nbytes for tensor in (*parameters, *module.buffers())) + 3 * trained
-
-
 Model = DataParallelModel | DistributedModel | ShardedModel
+
+
+class _Options(TypedDict, total=False):
+    dim: int
+    precision: str | Precision | None
+    split: Sequence[float] | None
+    in_dims: Dims
+    out_dims: Dims
+    strategy: Strategy
+    compress: Literal["bf16", "fp16"] | None
 
 
 @overload
 def parallelize(
-    module: nn.Module,
-    criterion: None = None,
-    device_ids: Sequence[DeviceLike] | None = None,
-    *,
-    dim: int = 0,
-    precision: str | Precision | None = None,
-    split: Sequence[float] | None = None,
-    in_dims: Dims = None,
-    out_dims: Dims = None,
-    strategy: Strategy = "auto",
-    compress: Literal["bf16", "fp16"] | None = None,
+    module: nn.Module, criterion: None = None, device_ids: Sequence[DeviceLike] | None = None, **options: Unpack[_Options]
 ) -> Model: ...
 
 
@@ -118,14 +57,8 @@ def parallelize(
     criterion: Criterion,
     device_ids: Sequence[DeviceLike] | None = None,
     *,
-    dim: int = 0,
     weight: Callable[..., Any] | str | None = None,
-    precision: str | Precision | None = None,
-    split: Sequence[float] | None = None,
-    in_dims: Dims = None,
-    out_dims: Dims = None,
-    strategy: Strategy = "auto",
-    compress: Literal["bf16", "fp16"] | None = None,
+    **options: Unpack[_Options],
 ) -> tuple[Model, DataParallelCriterion]: ...
 
 
@@ -160,10 +93,9 @@ def parallelize(
         dim, precision, split, in_dims, out_dims: as in :class:`DataParallelModel`.
         weight: as in :class:`DataParallelCriterion`.
         strategy: ``"replicas"`` in one process; ``"ddp"`` or ``"fsdp"`` under torchrun. ``"auto"`` is ``"fsdp"`` if the model is
-            too large for one device, and the reason is logged. It compares parameters, gradients and AdamW's state (for a module
-            to train, four times its parameters) with half of the device's free memory, and the other half is for activations.
-            For an exact answer call :func:`memory.estimate` with ``layout="ddp"``. FSDP over several hosts shards over the
-            devices of each host and copies over the hosts, if a host has room for a copy.
+            too large for one device, and the reason is logged: it compares parameters, gradients and AdamW's state with half of
+            the free memory of the device, and the other half is for activations, which :func:`memory.estimate` predicts. FSDP
+            over several hosts shards over the devices of each host and copies over the hosts, if a host has room for a copy.
         compress: ``"bf16"`` or ``"fp16"`` reduces the gradients of ``"ddp"`` in half the bytes, by torch's communication hooks.
             ``"auto"`` is ``"ddp"`` then.
 
@@ -233,16 +165,74 @@ def _rank_model(
     compared["precision"] = Precision(settings["precision"] or "fp32").name
     check_agreement(module, compared | describe_criterion(criterion))
     refuse_rescaled(rescaled_embeddings(module))
-    plain = None if criterion is None else criterion.module
     if strategy == "auto" and compress is None:
         strategy = choose_strategy(module, device, environment)
     if device.type == "cuda":
         use_torch_sync_batchnorm(module)
     if strategy == "fsdp":
         return ShardedModel(module, make_mesh(module, device, environment), device, **settings)
-    if criterion is not None:
-        plain = criterion.to(device).module
+    plain = None if criterion is None else criterion.to(device).module
     model = DistributedModel(module.to(device), device, criterion=plain, **settings)
     if compress is not None:
         model.compress_gradients(compress)
     return model
+
+
+def check_strategy(strategy: str, compress: str | None, environment: TorchrunEnvironment | None) -> None:
+    """Checks that the strategy is possible where the script runs.
+
+    Raises:
+        ValueError: it is unknown, needs torchrun, or does not work under torchrun; or ``compress`` is not for it.
+    """
+    ranks = 1 if environment is None else environment.world_size
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy={strategy!r}, expected one of {', '.join(map(repr, STRATEGIES))}")
+    if strategy in ("ddp", "fsdp") and environment is None:
+        raise ValueError(
+            f"strategy={strategy!r} in one process, expected 'auto' or 'replicas': it needs one process per device, which "
+            "torchrun --nproc-per-node=gpu starts"
+        )
+    if strategy == "replicas" and ranks > 1:
+        raise ValueError(
+            f"strategy='replicas' with {ranks} ranks, expected 'auto', 'ddp' or 'fsdp': each process would train a model of its "
+            "own; start the script without torchrun"
+        )
+    if compress not in (None, "bf16", "fp16"):
+        raise ValueError(f"compress={compress!r}, expected 'bf16', 'fp16' or None")
+    if compress is not None and strategy in ("replicas", "fsdp"):
+        raise ValueError(
+            f"compress={compress!r} with strategy={strategy!r}, expected strategy='ddp'; under 'fsdp', precision='bf16' "
+            "all-gathers parameters in half the bytes"
+        )
+    if compress is not None and environment is None:
+        raise ValueError(f"compress={compress!r} in one process, expected None: it is for the ranks that torchrun starts")
+
+
+def choose_strategy(module: nn.Module, device: torch.device, environment: TorchrunEnvironment) -> Literal["ddp", "fsdp"]:
+    """Returns the strategy for ``"auto"`` with several ranks, the same on all of them, and logs the reason."""
+    needed, limit = state_bytes(module), free_bytes(device) // 2
+    if not is_accelerator(device):
+        limit //= environment.local_world_size
+    strategy: Literal["ddp", "fsdp"] = "fsdp" if max_over_ranks(needed > limit) else "ddp"
+    if rank() == 0:
+        message = "strategy='auto' is %r: under 'ddp' a rank needs %s (parameters, gradients and AdamW's state) of %s"
+        _log.info(message, strategy, format_bytes(needed), format_bytes(limit))
+    return strategy
+
+
+def make_mesh(module: nn.Module, device: torch.device, environment: TorchrunEnvironment) -> Any:
+    """Returns the device mesh of the ranks: shards over one host and copies over the hosts, if a host has room for a copy."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    ranks, local = world_size(), environment.local_world_size
+    fits = not is_accelerator(device) or state_bytes(module) // local <= free_bytes(device) // 2
+    if 1 < local < ranks and ranks % local == 0 and not max_over_ranks(not fits):
+        return init_device_mesh(device.type, (ranks // local, local), mesh_dim_names=("copies", "shards"))
+    return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shards",))
+
+
+def state_bytes(module: nn.Module) -> int:
+    """Returns the bytes of parameters and buffers, and of the gradients and AdamW's state of those that are trained."""
+    parameters = list(module.parameters())
+    trained = sum(parameter.nbytes for parameter in parameters if parameter.requires_grad)
+    return sum(tensor.nbytes for tensor in (*parameters, *module.buffers())) + 3 * trained

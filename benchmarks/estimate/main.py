@@ -2,8 +2,9 @@
 
 ``memory.estimate`` compared with the second step of the plain loop (``zero_grad``, ``criterion(model(x), y)``, ``backward``,
 ``step`` of AdamW). The CPU's allocator reports every allocation and release to torch's profiler, those within operators
-included. The prediction counts tensors only, so it is below the allocator where oneDNN takes memory for itself: for convolutions,
-and for products in bf16 on some processors. Run without arguments, it measures everything and writes the README beside it; ``--quick`` prints a small part.
+included. The prediction counts tensors only, so it is below the allocator where oneDNN takes memory for itself: for
+convolutions, and for products in bf16 on some processors. Run without arguments, it measures everything and writes the
+README beside it; ``--quick`` prints a small part.
 """
 
 import argparse

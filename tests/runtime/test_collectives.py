@@ -59,6 +59,31 @@ def test_gather_and_weighted_mean_over_uneven_ranks():
     assert run_ranks(3, check_gather) == [True] * 3
 
 
+def check_group(rank):
+    parallelize(build_net(), torch.nn.MSELoss())
+    group = dist.new_group([0, 2])
+    if rank == 1:
+        return True
+    place = [0, None, 1][rank]
+    assert (collectives.world_size(group), collectives.rank(group)) == (2, place)
+    assert collectives.sum_over_ranks(torch.tensor(rank + 1.0), group) == 4
+    assert collectives.max_over_ranks(rank, group) == 2
+    rows = torch.full((1 + place, 2), rank + 1.0, requires_grad=True)
+    collectives.gather_rows(rows, [1, 2], 0, group).sum().backward()
+    assert torch.equal(rows.grad, torch.full_like(rows, 2.0))
+    compare_ranks({"rows": 4}, "as many rows", group=group)
+    with pytest.raises(ValueError, match="rows: 1 on rank 0 and 2 on rank 1"):
+        compare_ranks({"rows": 1 + place}, "as many rows", group=group)
+    second = collectives.statistics_group(group)
+    assert second is collectives.statistics_group(group) is not group
+    assert collectives.gather_objects(rank, second) == [0, 2]
+    return True
+
+
+def test_collectives_of_a_process_group_leave_other_ranks_alone():
+    assert run_ranks(3, check_group) == [True] * 3
+
+
 def test_a_message_names_at_most_eight_ranks():
     assert by_value(["a"] * 10 + ["b"]) == "a on ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more and b on rank 10"
 

@@ -342,8 +342,8 @@ def test_auto_shards_a_model_that_is_too_large_for_one_device():
     first, second = run_ranks(2, check_auto)
     assert not second
     assert len(first) == 2
-    state = "parameters, gradients and AdamW's state are 1.02 KiB, half of a rank's memory 1.02 KiB"
-    assert first[0] == f"strategy='auto' is 'ddp': {state}"
+    state = "needs 1.02 KiB (parameters, gradients and AdamW's state) of 1.02 KiB"
+    assert first[0] == f"strategy='auto' is 'ddp': under 'ddp' a rank {state}"
     assert first[1].startswith("strategy='auto' is 'fsdp'")
 
 

@@ -106,9 +106,11 @@ def check_equal(rank, strategy):
     step = make_step(ADAM, strategy=strategy, micro_batch_size=2 + rank, max_grad_norm=1, schedule=1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            collectives, "gather_objects", lambda value: (isinstance(value, dict) and gathered.append(value)) or gather(value)
+            collectives,
+            "gather_objects",
+            lambda value, group=None: (isinstance(value, dict) and gathered.append(value)) or gather(value),
         )
-        patch.setattr(collectives, "sum_over_ranks", lambda *given: summed.append(given) or add(*given))
+        patch.setattr(collectives, "sum_over_ranks", lambda *given, **group: summed.append(given) or add(*given, **group))
         for number in range(3):
             train(step, rank, number)
             step.max_grad_norm *= 2
