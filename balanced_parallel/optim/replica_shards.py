@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from ..replicas.buckets import Gradients, accumulate, bring_together, discard
+from ..replicas.buckets import Gradients, accumulate
 from ..replicas.model import DataParallelModel
 from ..replicas.replicas import Sharding
 from ..runtime import torch_private, transport
@@ -54,7 +54,7 @@ class Piece:
 
     def add_gradient(self, gradient: Tensor) -> None:
         """Adds to the gradient that the owner has."""
-        accumulate(self.values, gradient.reshape(self.values.shape))
+        accumulate([self.values], [gradient.reshape(self.values.shape)])
 
     def repoint(self, copies: Mapping[torch.device, Tensor]) -> None:
         """Takes its memory from ``copies`` of the parameter."""
@@ -230,6 +230,8 @@ class ReplicaShards:
         """Moves gradients that a user set on the model's own parameters to the owners."""
         if any(piece.values.dtype != piece.parameter.dtype for owners in self._owners for piece in owners.pieces):
             self._prepare()  # raises an error that says what to do
+        if self._sharded:
+            self._model.reduce_gradients()
         for parameter in self._sharded:
             if isinstance(parameter, ShardedParameter):
                 shard_gradient(parameter)
@@ -248,8 +250,8 @@ class ReplicaShards:
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clears the gradients of all shards and of the parameters."""
-        for parameter in () if set_to_none else self._sharded:
-            shard_gradient(parameter)  # so that grad becomes zeros, not None, also where it was read before
+        if not set_to_none:
+            self.collect()  # so that grad becomes zeros, not None, also where it was read before
         self.inner.zero_grad(set_to_none)
         for parameter in self._sharded if set_to_none else ():
             parameter.grad = None
@@ -369,7 +371,6 @@ class ShardedParameter:
 
     @grad.setter
     def grad(self: Any, value: Tensor | None) -> None:
-        discard(self)
         for piece in self.pieces:
             piece.values.grad = None
         set_gradient(self, value)
@@ -414,11 +415,10 @@ def pieces_of(parameter: Tensor) -> Sequence[Piece]:
 @torch.no_grad()
 def _gather_gradient(parameter: Any) -> Tensor | None:
     """Gathers a parameter's gradient on its own device."""
-    bring_together(parameter)
     own = get_gradient(parameter)
     sharded = [(piece, piece.values.grad) for piece in parameter.pieces if piece.values.grad is not None]
     if sharded:
-        own = torch.zeros_like(parameter) if own is None else own.clone()
+        own = torch.zeros_like(parameter) if own is None else own
         for piece, gradient in sharded:
             piece.cut(own).add_(gradient.to(parameter.device))
             piece.values.grad = None
@@ -428,8 +428,7 @@ def _gather_gradient(parameter: Any) -> Tensor | None:
 
 @torch.no_grad()
 def shard_gradient(parameter: Any) -> None:
-    """Moves a parameter's own ``grad``, and its gradients on the replicas, to the owners."""
-    bring_together(parameter)
+    """Moves a parameter's own ``grad`` to the owners."""
     own = get_gradient(parameter)
     if own is None:
         return
