@@ -1,7 +1,7 @@
-"""A bucket: parameters whose gradients are summed together, as soon as every replica has them.
+"""Buckets of gradients, each summed over the replicas as soon as every replica has it.
 
 One autograd function per bucket connects the replicas to the parameters of the module. Its forward returns aliases of the
-copies on each device. Its backward runs once, when every replica has its gradients of the whole bucket:
+copies on each device. Its backward runs once, when every replica has its gradients of the whole bucket::
 
     forward                                          backward
 
@@ -12,11 +12,9 @@ copies on each device. Its backward runs once, when every replica has its gradie
 A node of a device has one stream: autograd makes it wait for the streams on which its gradients were computed. So on devices
 with streams another function stands between the broadcast and the aliases of each replica. A module may use streams of its own.
 
-The sum is taken in the order of the replicas, except by NCCL.
-
-Under ``no_sync()`` gradients are not summed. That of the first replica goes to ``parameter.grad``, as in DDP. Those of the others
-wait here for the next backward that reduces. They are dropped if ``parameter.grad`` has been cleared or set in between, as by
-``optimizer.zero_grad()``.
+Sums are taken in the order of the replicas, except by NCCL. Under ``no_sync()`` there is no sum. The gradient of the first
+replica goes to ``parameter.grad``, as in DDP. Those of the others wait here for the next backward that reduces. They are dropped
+if ``parameter.grad`` was cleared or set in between, as by ``optimizer.zero_grad()``.
 """
 
 import contextlib
@@ -48,12 +46,12 @@ __all__: list[str] = []
 Gradients = list[Tensor | None]  # one replica's, in the order of a bucket's parameters
 
 
-def accumulate(leaves: Sequence[Tensor], gradients: Gradients, *, own: bool = False) -> None:
+def accumulate(leaves: Sequence[Tensor], gradients: Gradients, *, is_copy: bool = False) -> None:
     """Adds gradients to ``grad`` as autograd does, in place if both are dense.
 
     Args:
         gradients: of each leaf; empty for none.
-        own: ``grad`` shares no memory with ``gradients``.
+        is_copy: ``grad`` shares no memory with ``gradients``.
     """
     totals, parts = [], []
     for leaf, gradient in zip(leaves, gradients, strict=False):
@@ -62,7 +60,7 @@ def accumulate(leaves: Sequence[Tensor], gradients: Gradients, *, own: bool = Fa
         before = get_gradient(leaf)
         if before is None:
             result = _with_strides_of(leaf, gradient)
-            set_gradient(leaf, result.clone() if own and result is gradient else result)
+            set_gradient(leaf, result.clone() if is_copy and result is gradient else result)
         elif _is_dense(before) and _is_dense(gradient):
             totals.append(before)
             parts.append(gradient)
@@ -79,9 +77,9 @@ def _with_strides_of(leaf: Tensor, gradient: Tensor) -> Tensor:
     return gradient if _have_same_strides(gradient, copy) else copy.copy_(gradient)
 
 
-def _have_same_strides(one: Tensor, other: Tensor) -> bool:
-    return one.stride() == other.stride() or all(
-        size <= 1 or left == right for size, left, right in zip(one.shape, one.stride(), other.stride(), strict=True)
+def _have_same_strides(left: Tensor, right: Tensor) -> bool:
+    return left.stride() == right.stride() or all(
+        size <= 1 or step == other for size, step, other in zip(left.shape, left.stride(), right.stride(), strict=True)
     )
 
 
@@ -95,21 +93,22 @@ class GradientSum:
         leaves: parameters of the bucket, whose strides the results get.
         replicas: gradients of each replica.
         device: where the sum is needed.
-        own: the results share no memory with the gradients. Autograd may have given the same tensor to two parameters.
+        is_copy: the results share no memory with the gradients. Autograd may have given the same tensor to two parameters.
     """
 
     def __init__(
-        self, leaves: Sequence[Tensor], replicas: Sequence[Gradients], device: torch.device, *, own: bool = False
+        self, leaves: Sequence[Tensor], replicas: Sequence[Gradients], device: torch.device, *, is_copy: bool = False
     ) -> None:
         together = len(replicas) > 1 and not torch.is_grad_enabled()
         self._places = [i for i in range(len(leaves)) if together and all(_is_dense(gradients[i]) for gradients in replicas)]
         self._layouts = [transport.layout_of(leaves[i]) for i in self._places]
         others = set(range(len(leaves))).difference(self._places)
         self._sums = [
-            _add_in_turn([one[i] for one in replicas], device, own) if i in others else None for i in range(len(leaves))
+            _add_in_turn([gradients[i] for gradients in replicas], device, is_copy) if i in others else None
+            for i in range(len(leaves))
         ]
         if self._places:
-            self._flat = [transport.pack(self._layouts, [one[i] for i in self._places]) for one in replicas]  # type: ignore[misc]
+            self._flat = [transport.pack(self._layouts, [gradients[i] for i in self._places]) for gradients in replicas]  # type: ignore[misc]
             self._total = torch.empty_like(self._flat[0], device=device)
 
     def compute(self) -> Gradients:
@@ -126,14 +125,14 @@ def add_up(leaves: Sequence[Tensor], replicas: Sequence[Gradients], device: torc
     return GradientSum(leaves, replicas, device).compute()
 
 
-def _add_in_turn(gradients: Gradients, device: torch.device, own: bool) -> Tensor | None:
+def _add_in_turn(gradients: Gradients, device: torch.device, is_copy: bool) -> Tensor | None:
     present = [gradient for gradient in gradients if gradient is not None]
     if not present:
         return None
     total = move(present[0], device)
     for gradient in present[1:]:
         total = total + move(gradient, device)
-    return total.clone() if own and total is present[0] else total
+    return total.clone() if is_copy and total is present[0] else total
 
 
 def _merged(fresh: Gradients, before: Gradients | None) -> Gradients:
@@ -263,7 +262,9 @@ class Bucket:
             for place in local:
                 set_gradient(self.parameters[place], None)
             return self.owners.take(list(held.values()))
-        return functools.partial(self._accumulate, GradientSum(self.parameters, list(held.values()), self._home, own=True), local)
+        return functools.partial(
+            self._accumulate, GradientSum(self.parameters, list(held.values()), self._home, is_copy=True), local
+        )
 
     @torch.no_grad()
     def _accumulate(self, sums: GradientSum, included: Mapping[int, Tensor | None]) -> None:
@@ -289,23 +290,16 @@ class Bucket:
         with self._lock:
             self.held, self._local = {}, {}
 
-    def __contains__(self, parameter: Tensor) -> bool:
-        return id(parameter) in self._places
-
     @property
     def _home(self) -> torch.device:
         return self.parameters[0].device
-
-    @functools.cached_property
-    def _places(self) -> dict[int, int]:
-        return {id(parameter): place for place, parameter in enumerate(self.parameters)}
 
     @torch.no_grad()
     def _hold(self, replicas: dict[torch.device, Gradients], deferred: bool) -> None:
         with self._lock:
             self._drop_discarded()
             if deferred:
-                accumulate(self.parameters, replicas.pop(self._home, []), own=True)
+                accumulate(self.parameters, replicas.pop(self._home, []), is_copy=True)
             for device, gradients in replicas.items():
                 self.held[device] = _merged(gradients, self.held.get(device))
             for place, parameter in enumerate(self.parameters) if deferred else ():
@@ -438,7 +432,7 @@ class GradientBuckets:
         """Takes the owners' memory from ``copies`` of some parameters, which have moved."""
         for bucket in self.buckets:
             if bucket.owners is not None:
-                bucket.owners.repoint({parameter: copies[parameter] for parameter in copies if parameter in bucket})
+                bucket.owners.repoint(copies)
 
     def schedules(self, streams: Streams) -> Iterator[tuple[Bucket, Schedule]]:
         """Yields each bucket with the schedule of its backward, for a forward on ``streams``."""
