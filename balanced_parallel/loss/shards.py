@@ -171,7 +171,7 @@ def copy_criterion(
         if len(devices) == 1 and _has_no_state(criterion):
             return contextlib.nullcontext([criterion])
         if any(tensor.device != devices[0] for tensor in (*criterion.parameters(), *criterion.buffers())):
-            criterion.to(devices[0])  # only if needed: Module.to() reads grad, which would reduce deferred gradients
+            criterion.to(devices[0])
         return replicas.of(criterion, devices, devices[0])
     if isinstance(criterion, functools.partial):
         bound = criterion.args, criterion.keywords

@@ -273,7 +273,7 @@ def _tensors_of(step: TrainStep) -> Iterator[Tensor]:
         if isinstance(part, (DataParallelModel, DataParallelCriterion)):
             yield from (copy for copies in part.replicas.copies.by_device.values() for copy in copies)
             for bucket in part.replicas.gradients.buckets:
-                yield from (one for gradients in bucket.held for one in gradients if one is not None)
+                yield from (one for gradients in bucket.held.values() for one in gradients if one is not None)
     for optimizer in each_optimizer(step.optimizer):
         inner = optimizer.shards.inner if isinstance(optimizer, BalancedOptimizer) else optimizer
         parameters += [parameter for group in inner.param_groups for parameter in group["params"]]

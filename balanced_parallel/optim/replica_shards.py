@@ -52,7 +52,7 @@ class Piece:
 
     def add_gradient(self, gradient: Tensor) -> None:
         """Adds to the gradient that the owner has."""
-        accumulate(self.values, gradient.reshape(self.values.shape))
+        accumulate([self.values], [gradient.reshape(self.values.shape)])
 
     def repoint(self, copies: Mapping[torch.device, Tensor]) -> None:
         """Takes its memory from ``copies`` of the parameter."""
@@ -227,7 +227,7 @@ class ReplicaShards:
             self._prepare()  # raises an error that says what to do
         if not self._pieces:
             return
-        self._model.replicas.gradients.reduce()
+        self._model.reduce_gradients()
         for parameter, pieces in self._pieces.items():
             if (gradient := parameter.grad) is not None:
                 for piece in pieces:

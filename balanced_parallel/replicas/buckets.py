@@ -1,7 +1,7 @@
-"""A bucket: parameters whose gradients are summed together, as soon as every replica has them.
+"""Buckets of gradients, each summed over the replicas as soon as every replica has it.
 
 One autograd function per bucket connects the replicas to the parameters of the module. Its forward returns aliases of the
-copies on each device. Its backward runs once, when every replica has its gradients of the whole bucket:
+copies on each device. Its backward runs once, when every replica has its gradients of the whole bucket::
 
     forward                                          backward
 
@@ -12,21 +12,9 @@ copies on each device. Its backward runs once, when every replica has its gradie
 A node of a device has one stream: autograd makes it wait for the streams on which its gradients were computed. So on devices
 with streams another function stands between the broadcast and the aliases of each replica. A module may use streams of its own.
 
-The sum is taken in the order of the replicas, except by NCCL. Under ``no_sync()`` the gradients stay with the replicas instead,
-and are added there until the next backward that reduces.
-
-Sums of the replicas' gradients on one device, with the strides that autograd would use.
-
-They are taken in the order of the replicas, except by NCCL.
-
-The gradient buckets of a module, summed one by one while the backward runs.
-
-Gradients that stay on the replicas for some time, but can be read and discarded through ``parameter.grad``.
-
-``optimizer.zero_grad()`` and ``parameter.grad = None`` must discard these gradients too, and torch has no hook on either. So
-while a bucket has deferred gradients, ``nn.Parameter.grad`` is a property. Reading it sums the deferred gradients first. Setting
-it discards them. Autograd does not use this attribute. As soon as no gradients are deferred, it is torch's own again, so an
-optimizer's step costs nothing extra.
+Sums are taken in the order of the replicas, except by NCCL. Under ``no_sync()`` there is no sum. The gradient of the first
+replica goes to ``parameter.grad``, as in DDP. Those of the others wait here for the next backward that reduces. They are dropped
+if ``parameter.grad`` was cleared or set in between, as by ``optimizer.zero_grad()``.
 """
 
 import contextlib
@@ -39,10 +27,18 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..runtime import torch_private, transport
+from ..runtime import transport
 from ..runtime.devices import move
 from ..runtime.streams import SideStreams, Streams, on_streams
-from ..runtime.torch_private import get_gradient, has_gradient_hooks, run_first, set_gradient, will_run
+from ..runtime.torch_private import (
+    foreach_add,
+    foreach_add_,
+    get_gradient,
+    has_gradient_hooks,
+    run_first,
+    set_gradient,
+    will_run,
+)
 
 __all__: list[str] = []
 
@@ -50,13 +46,27 @@ __all__: list[str] = []
 Gradients = list[Tensor | None]  # one replica's, in the order of a bucket's parameters
 
 
-def accumulate(leaf: Tensor, gradient: Tensor) -> None:
-    """Adds a gradient to ``grad`` as autograd does, in place if both are dense."""
-    before = get_gradient(leaf)
-    if before is not None and _is_dense(before) and _is_dense(gradient):
-        before.add_(gradient)
-    else:
-        set_gradient(leaf, _with_strides_of(leaf, gradient) if before is None else before + gradient)
+def accumulate(leaves: Sequence[Tensor], gradients: Gradients, *, is_copy: bool = False) -> None:
+    """Adds gradients to ``grad`` as autograd does, in place if both are dense.
+
+    Args:
+        gradients: of each leaf; empty for none.
+        is_copy: ``grad`` shares no memory with ``gradients``.
+    """
+    totals, parts = [], []
+    for leaf, gradient in zip(leaves, gradients, strict=False):
+        if gradient is None:
+            continue
+        before = get_gradient(leaf)
+        if before is None:
+            result = _with_strides_of(leaf, gradient)
+            set_gradient(leaf, result.clone() if is_copy and result is gradient else result)
+        elif _is_dense(before) and _is_dense(gradient):
+            totals.append(before)
+            parts.append(gradient)
+        else:
+            set_gradient(leaf, before + gradient)
+    foreach_add_(totals, parts)
 
 
 def _with_strides_of(leaf: Tensor, gradient: Tensor) -> Tensor:
@@ -67,9 +77,9 @@ def _with_strides_of(leaf: Tensor, gradient: Tensor) -> Tensor:
     return gradient if _have_same_strides(gradient, copy) else copy.copy_(gradient)
 
 
-def _have_same_strides(one: Tensor, other: Tensor) -> bool:
-    return one.stride() == other.stride() or all(
-        size <= 1 or left == right for size, left, right in zip(one.shape, one.stride(), other.stride(), strict=True)
+def _have_same_strides(left: Tensor, right: Tensor) -> bool:
+    return left.stride() == right.stride() or all(
+        size <= 1 or step == other for size, step, other in zip(left.shape, left.stride(), right.stride(), strict=True)
     )
 
 
@@ -83,21 +93,22 @@ class GradientSum:
         leaves: parameters of the bucket, whose strides the results get.
         replicas: gradients of each replica.
         device: where the sum is needed.
-        own: the results share no memory with the gradients. Autograd may have given the same tensor to two parameters.
+        is_copy: the results share no memory with the gradients. Autograd may have given the same tensor to two parameters.
     """
 
     def __init__(
-        self, leaves: Sequence[Tensor], replicas: Sequence[Gradients], device: torch.device, *, own: bool = False
+        self, leaves: Sequence[Tensor], replicas: Sequence[Gradients], device: torch.device, *, is_copy: bool = False
     ) -> None:
         together = len(replicas) > 1 and not torch.is_grad_enabled()
         self._places = [i for i in range(len(leaves)) if together and all(_is_dense(gradients[i]) for gradients in replicas)]
         self._layouts = [transport.layout_of(leaves[i]) for i in self._places]
         others = set(range(len(leaves))).difference(self._places)
         self._sums = [
-            _add_in_turn([one[i] for one in replicas], device, own) if i in others else None for i in range(len(leaves))
+            _add_in_turn([gradients[i] for gradients in replicas], device, is_copy) if i in others else None
+            for i in range(len(leaves))
         ]
         if self._places:
-            self._flat = [transport.pack(self._layouts, [one[i] for i in self._places]) for one in replicas]  # type: ignore[misc]
+            self._flat = [transport.pack(self._layouts, [gradients[i] for i in self._places]) for gradients in replicas]  # type: ignore[misc]
             self._total = torch.empty_like(self._flat[0], device=device)
 
     def compute(self) -> Gradients:
@@ -114,21 +125,29 @@ def add_up(leaves: Sequence[Tensor], replicas: Sequence[Gradients], device: torc
     return GradientSum(leaves, replicas, device).compute()
 
 
-def _add_in_turn(gradients: Gradients, device: torch.device, own: bool) -> Tensor | None:
+def _add_in_turn(gradients: Gradients, device: torch.device, is_copy: bool) -> Tensor | None:
     present = [gradient for gradient in gradients if gradient is not None]
     if not present:
         return None
     total = move(present[0], device)
     for gradient in present[1:]:
         total = total + move(gradient, device)
-    return total.clone() if own and total is present[0] else total
+    return total.clone() if is_copy and total is present[0] else total
 
 
-def add(left: list[Any], right: list[Any]) -> list[Tensor]:
+def _merged(fresh: Gradients, before: Gradients | None) -> Gradients:
     """Returns elementwise sums, in one call if all tensors are dense. No argument is changed."""
-    if left and all(map(_is_dense, (*left, *right))):
-        return torch_private.foreach_add(left, right)
-    return [one + other for one, other in zip(left, right, strict=True)]
+    if before is None:
+        return fresh
+    both = [i for i, (left, right) in enumerate(zip(before, fresh, strict=True)) if left is not None and right is not None]
+    lefts: list[Any] = [before[i] for i in both]
+    rights: list[Any] = [fresh[i] for i in both]
+    is_dense = all(map(_is_dense, (*lefts, *rights)))
+    sums = foreach_add(lefts, rights) if is_dense else [left + right for left, right in zip(lefts, rights, strict=True)]
+    merged = [right if left is None else left for left, right in zip(before, fresh, strict=True)]
+    for i, total in zip(both, sums, strict=True):
+        merged[i] = total
+    return merged
 
 
 def _is_dense(tensor: Any) -> bool:
@@ -165,7 +184,8 @@ class Bucket:
     def __init__(self, parameters: list[nn.Parameter], owners: Owners | None = None) -> None:
         self.parameters = parameters
         self.owners = owners
-        self.held: list[Gradients] = []  # not reduced yet, one entry per replica
+        self.held: dict[torch.device, Gradients] = {}  # not reduced yet, of the other replicas
+        self._local: dict[int, weakref.ref[Tensor]] = {}  # by place of the parameter, the ``grad`` that others wait for
         self._lock = threading.RLock()  # backwards may run in several threads
 
     def broadcast(self, replicas: Sequence[Sequence[Tensor]], schedule: Schedule) -> list[tuple[Tensor, ...]]:
@@ -199,12 +219,13 @@ class Bucket:
         if None in wanted:
             passed_on = [_only(gradients, [want is None for want in wanted]) for gradients in replicas]
             returned = add_up(self.parameters, passed_on, self._home)
-        self._hold([_only(gradients, [want is True for want in wanted]) for gradients in replicas], schedule.deferred)
+        accumulated = [_only(gradients, [want is True for want in wanted]) for gradients in replicas]
+        self._hold(dict(zip(schedule.streams, accumulated, strict=True)), schedule.deferred)
         if schedule.deferred:
             if schedule.side is not None:
                 schedule.side.expect(schedule.streams, schedule.streams, [])
             return returned
-        reduction = self._prepare()
+        reduction = self._prepare(takes_local=False)
         if schedule.side is not None and schedule.overlaps:
             with schedule.side.entered(schedule.streams, [reduction]):
                 reduction()
@@ -214,26 +235,45 @@ class Bucket:
 
     def reduce(self) -> None:
         """Sums the gradients that the replicas hold into the parameters' ``grad``, or to the owners."""
-        self._prepare()()
+        self._prepare(takes_local=True)()
 
     @torch.no_grad()
-    def _prepare(self) -> Callable[[], None]:
+    def _prepare(self, *, takes_local: bool) -> Callable[[], None]:
         """Returns a function that reduces the gradients that the replicas hold now.
 
         Memory that stays is allocated here, on the current streams: blocks of the caching allocator belong to a stream.
+
+        Args:
+            takes_local: counts ``grad`` as a gradient of the first replica, which is faster if there is no other one of it.
+                Not in a backward, where other buckets may have the same parameter.
         """
-        held = self._release()
+        with self._lock:
+            self._drop_discarded()
+            local = {place: get_gradient(self.parameters[place]) for place in self._local} if takes_local else {}
+            held, self.held = self.held, {}
+            if takes_local or self.owners is None:
+                self._local = {}
+        if local:
+            first = [local.get(place) for place in range(len(self.parameters))]
+            held = {self._home: first, **held, self._home: _merged(first, held.get(self._home))}
         if not held:
             return lambda: None
         if self.owners is not None:
-            return self.owners.take(held)
-        return functools.partial(self._accumulate, GradientSum(self.parameters, held, self._home, own=True))
+            for place in local:
+                set_gradient(self.parameters[place], None)
+            return self.owners.take(list(held.values()))
+        return functools.partial(
+            self._accumulate, GradientSum(self.parameters, list(held.values()), self._home, is_copy=True), local
+        )
 
     @torch.no_grad()
-    def _accumulate(self, sums: GradientSum) -> None:
-        for parameter, total in zip(self.parameters, sums.compute(), strict=True):
-            if total is not None:
-                accumulate(parameter, total)
+    def _accumulate(self, sums: GradientSum, included: Mapping[int, Tensor | None]) -> None:
+        totals = sums.compute()
+        for place, before in included.items():
+            total, totals[place] = totals[place], None
+            if before is not None and total is not None:
+                before.copy_(total)
+        accumulate(self.parameters, totals)
 
     def scale(self, factor: float | Tensor) -> None:
         """Multiplies the gradients that the replicas hold."""
@@ -242,52 +282,43 @@ class Bucket:
             return gradient * (move(factor, gradient.device) if isinstance(factor, Tensor) else factor)
 
         with self._lock:
-            self.held = [[None if gradient is None else scaled(gradient) for gradient in held] for held in self.held]
+            for gradients in self.held.values():
+                gradients[:] = [None if gradient is None else scaled(gradient) for gradient in gradients]
 
     def drop(self) -> None:
         """Forgets the gradients that the replicas hold."""
-        self._release()
-
-    def holds(self, parameter: Tensor) -> bool:
-        """Returns True if the replicas may have unreduced gradients of a parameter."""
-        return bool(self.held) and parameter in self
-
-    def __contains__(self, parameter: Tensor) -> bool:
-        return id(parameter) in self._places
-
-    def discard(self, parameter: Tensor) -> None:
-        """Forgets the gradients that the replicas hold of one parameter."""
         with self._lock:
-            for gradients in self.held:
-                gradients[self._places[id(parameter)]] = None
+            self.held, self._local = {}, {}
 
     @property
     def _home(self) -> torch.device:
         return self.parameters[0].device
 
-    @functools.cached_property
-    def _places(self) -> dict[int, int]:
-        return {id(parameter): place for place, parameter in enumerate(self.parameters)}
-
-    def _release(self) -> list[Gradients]:
-        with self._lock:
-            held, self.held = self.held, []
-            if held:
-                release(self)
-        return held
-
     @torch.no_grad()
-    def _hold(self, replicas: list[Gradients], deferred: bool) -> None:
+    def _hold(self, replicas: dict[torch.device, Gradients], deferred: bool) -> None:
         with self._lock:
+            self._drop_discarded()
             if deferred:
-                hold(self)
-            for held, fresh in zip(self.held, replicas, strict=False):
-                both = [i for i, gradient in enumerate(fresh) if gradient is not None and held[i] is not None]
-                for i, total in zip(both, add([held[i] for i in both], [fresh[i] for i in both]), strict=True):
-                    held[i] = total
-                for i, gradient in enumerate(fresh):
-                    held[i] = gradient if held[i] is None else held[i]
-            self.held += replicas[len(self.held) :]
+                accumulate(self.parameters, replicas.pop(self._home, []), is_copy=True)
+            for device, gradients in replicas.items():
+                self.held[device] = _merged(gradients, self.held.get(device))
+            for place, parameter in enumerate(self.parameters) if deferred else ():
+                local = get_gradient(parameter)
+                waiting = next((gradients[place] for gradients in self.held.values() if gradients[place] is not None), None)
+                if local is None and waiting is not None:  # the first replica has none
+                    local = torch.zeros_like(waiting, device=self._home)
+                    set_gradient(parameter, local)
+                if local is not None:
+                    self._local[place] = weakref.ref(local)
+
+    def _drop_discarded(self) -> None:
+        """Forgets waiting gradients of parameters whose ``grad`` was cleared or set. Autograd sets one if it creates a graph."""
+        for place, before in list(self._local.items()):
+            gradient = get_gradient(self.parameters[place])
+            if gradient is None or (gradient is not before() and gradient.grad_fn is None):
+                del self._local[place]
+                for gradients in self.held.values():
+                    gradients[place] = None
 
 
 class _Broadcast(torch.autograd.Function):
@@ -367,7 +398,7 @@ class GradientBuckets:
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Gradients of forwards in this block stay with the replicas until :meth:`reduce`, or a backward of a later forward."""
+        """Gradients of forwards in this block are not summed before :meth:`reduce`, or a backward of a later forward."""
         before, self.deferred = self.deferred, True
         try:
             yield
@@ -401,7 +432,7 @@ class GradientBuckets:
         """Takes the owners' memory from ``copies`` of some parameters, which have moved."""
         for bucket in self.buckets:
             if bucket.owners is not None:
-                bucket.owners.repoint({parameter: copies[parameter] for parameter in copies if parameter in bucket})
+                bucket.owners.repoint(copies)
 
     def schedules(self, streams: Streams) -> Iterator[tuple[Bucket, Schedule]]:
         """Yields each bucket with the schedule of its backward, for a forward on ``streams``."""
@@ -423,73 +454,3 @@ def make_buckets(parameters: Sequence[nn.Parameter]) -> list[Bucket]:
         bucket.parameters.append(parameter)
         open_buckets[parameter.dtype] = bucket, size + parameter.nbytes
     return buckets
-
-
-class Holder(Protocol):
-    """An object with deferred gradients of some parameters, such as a bucket."""
-
-    def reduce(self) -> None:
-        """Sums the deferred gradients into the parameters' ``grad``, and releases them."""
-
-    def discard(self, parameter: Tensor) -> None:
-        """Forgets the deferred gradients of one parameter."""
-
-    def holds(self, parameter: Tensor) -> bool:
-        """Returns True if there may be deferred gradients of a parameter."""
-
-
-_holders: weakref.WeakSet[Holder] = weakref.WeakSet()
-_lock = threading.Lock()
-
-
-def hold(holder: Holder) -> None:
-    """Registers ``holder``: from now on ``grad`` of its parameters includes its deferred gradients."""
-    with _lock:
-        _holders.add(holder)
-        nn.Parameter.grad = _property  # type: ignore[assignment]
-
-
-def release(holder: Holder) -> None:
-    """Removes ``holder``. After the last one, ``nn.Parameter.grad`` is torch's own attribute again."""
-    with _lock:
-        _holders.discard(holder)
-        if not _holders and nn.Parameter.__dict__.get("grad") is _property:
-            del nn.Parameter.grad
-
-
-def bring_together(parameter: Tensor) -> None:
-    """Reduces the deferred gradients of a parameter, and those of all parameters of the same holders."""
-    for holder in _holders_of(parameter):
-        with torch.inference_mode(False):
-            holder.reduce()
-
-
-def discard(parameter: Tensor) -> None:
-    """Forgets the deferred gradients of a parameter."""
-    for holder in _holders_of(parameter):
-        holder.discard(parameter)
-
-
-def _holders_of(parameter: Tensor) -> list[Holder]:
-    if not _holders:
-        return []
-    with _lock:
-        holders = list(_holders)
-    return [holder for holder in holders if holder.holds(parameter)]
-
-
-def _read(parameter: nn.Parameter) -> Tensor | None:
-    bring_together(parameter)
-    return get_gradient(parameter)
-
-
-def _write(parameter: nn.Parameter, gradient: Tensor | None) -> None:
-    discard(parameter)
-    set_gradient(parameter, gradient)
-
-
-def _delete(parameter: nn.Parameter) -> None:
-    _write(parameter, None)
-
-
-_property = property(_read, _write, _delete)

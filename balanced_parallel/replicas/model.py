@@ -142,9 +142,9 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Defers the reduction of gradients, so that those of several micro-batches are reduced once.
 
-        Gradients of forwards in this block accumulate on the replicas. The next backward of a forward outside of the block
-        reduces them, and so does :meth:`reduce_gradients`. Reading ``parameter.grad`` reduces them too. Setting it discards
-        them, as ``optimizer.zero_grad()`` does.
+        Gradients of forwards in this block accumulate on the replicas, those of the first one in ``parameter.grad``. The next
+        backward of a forward outside of the block reduces them, and so does :meth:`reduce_gradients`. ``optimizer.zero_grad()``
+        discards them. With ``set_to_none=False`` it discards those of the first replica alone: call :meth:`zero_grad`.
 
         Example:
             >>> model = DataParallelModel(torch.nn.Linear(4, 1), ["cpu"] * 2)
@@ -158,10 +158,7 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of all parameters, and those that have accumulated on the replicas."""
-        if not set_to_none:
-            super().zero_grad(set_to_none)
-        for parameter in self.parameters() if set_to_none else ():
-            parameter.grad = None  # without reading it, which would reduce the replicas' gradients first
+        super().zero_grad(set_to_none)
         self.replicas.gradients.drop()
 
     def refresh_replicas(self) -> None:

@@ -1,11 +1,9 @@
 """The tree of a module's submodules, and its skeletons: copies that share everything except parameters and buffers.
 
-Copies of an RNN's weights in one block of memory, which cuDNN takes as they are.
-
-cuDNN needs all weights of an RNN in one buffer, in its own order. ``nn.RNNBase.flatten_parameters`` makes this buffer for the
-parameters of a module. Copies on another device need a buffer too. Otherwise they are copied together in every forward.
-
-Errors for modules and methods that cannot run as replicas.
+torch's ``replicate`` walks and copies the tree at every forward. Here it is compared with what it was, and the skeletons are
+filled again. The weights of RNNs are one more case: cuDNN needs them in one buffer, in its own order, which
+``nn.RNNBase.flatten_parameters`` makes for the parameters of a module. Copies on another device need a buffer too, or they are
+copied together in every forward. The errors for modules and methods that cannot run as replicas are at the end.
 """
 
 import weakref
@@ -64,13 +62,13 @@ class ModuleTree:
         self._lists = [[name for name, value in module.__dict__.items() if type(value) is list] for module in self.modules]
         identities = [[*map(id, owned.values())] for owned in self.owned]
         sizes = [len(module.__dict__) for module in self.modules]
-        self._known = list(zip(self.modules, self.children, self.owned, identities, sizes, strict=True))
+        self._before = list(zip(self.modules, self.children, self.owned, identities, sizes, strict=True))
 
     def still_is(self, root: nn.Module) -> bool:
         """Returns True if the tree under ``root`` still has the same modules and the same parameters."""
         if self.modules[0] is not root:
             return False
-        for module, children, owned, identities, size in self._known:
+        for module, children, owned, identities, size in self._before:
             state = module.__dict__
             parameters = state[PARAMETERS]  # without a call for each: this runs in every forward
             if len(state) != size or state[CHILDREN] != children:
@@ -110,11 +108,11 @@ class ModuleTree:
 
     def buffers(self) -> list[Tensor]:
         """Returns the buffers of all modules, each once."""
-        found: dict[int, Tensor] = {}
+        by_id: dict[int, Tensor] = {}
         for module in self.modules:
-            if own := module.__dict__[BUFFERS]:
-                found.update((id(buffer), buffer) for buffer in own.values() if buffer is not None)
-        return list(found.values())
+            if buffers := module.__dict__[BUFFERS]:
+                by_id.update((id(buffer), buffer) for buffer in buffers.values() if buffer is not None)
+        return list(by_id.values())
 
     def fill(self, skeletons: Skeletons, tensors: list[Tensor] | None, buffers: Mapping[int, Tensor]) -> nn.Module:
         """Gives the skeletons the modules' current modes, hooks and attributes, and returns the root's skeleton.
@@ -128,8 +126,8 @@ class ModuleTree:
             state = module.__dict__.copy()
             if children:
                 state[CHILDREN] = children.copy()
-            if own := state[BUFFERS]:
-                copies = {name: None if buffer is None else buffers[id(buffer)] for name, buffer in own.items()}
+            if own_buffers := state[BUFFERS]:
+                copies = {name: None if buffer is None else buffers[id(buffer)] for name, buffer in own_buffers.items()}
                 state[BUFFERS] = copies
             if tensors is not None:
                 if places:
@@ -224,14 +222,14 @@ class RNNWeights:
             if _addresses_of(weights) == self._addresses.get(device):
                 continue
             with torch.inference_mode(False):
-                for (rnn, _), some in zip(self._rnns, weights, strict=True):
+                for (rnn, _), flat_weights in zip(self._rnns, weights, strict=True):
                     # the method reads sizes and ``_flat_weights`` of its object, and nothing else
-                    nn.RNNBase.flatten_parameters(SimpleNamespace(**{**vars(rnn), "_flat_weights": some}))  # type: ignore[arg-type]
+                    nn.RNNBase.flatten_parameters(SimpleNamespace(**{**vars(rnn), "_flat_weights": flat_weights}))  # type: ignore[arg-type]
             self._addresses[device] = _addresses_of(weights)
 
 
 def _addresses_of(weights: list[list[Tensor]]) -> list[int]:
-    return [weight.data_ptr() for some in weights for weight in some]
+    return [weight.data_ptr() for of_rnn in weights for weight in of_rnn]
 
 
 def check_module(module: Any) -> None:

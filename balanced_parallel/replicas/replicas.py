@@ -154,7 +154,7 @@ class Replicas:
                 places = [tree.place[id(parameter)] for parameter in bucket.parameters]
                 bucket.owners = make_owners(bucket.parameters, [self.copies.everywhere(tree.parameters, at) for at in places])
         self.gradients.is_sharded = True
-        return Sharding(self)
+        return Sharding(self.gradients)
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
@@ -240,8 +240,8 @@ class Replicas:
 class Sharding:
     """A handle on the owners that :meth:`Replicas.shard` gave to gradients."""
 
-    def __init__(self, replicas: Replicas) -> None:
-        self._gradients = replicas.gradients
+    def __init__(self, gradients: GradientBuckets) -> None:
+        self._gradients = gradients
 
     def close(self) -> None:
         """Takes the owners away. Gradients go to the parameters again."""

@@ -1,21 +1,13 @@
-"""Runs the replicas of one forward, each in its own thread.
+"""Workers that run the replicas of one forward, each in its own thread.
 
 The first failure is raised, with the replica in its message. All other threads have finished before, and none waits forever.
+torch's ``parallel_apply`` falls short in two ways:
 
-Threads that live as long as the models that use them.
-
-cuDNN's plans and handles are ``thread_local``. ``nn.DataParallel`` runs each forward in new threads, which search for plans again
-and leak them. Here a replica's forward, its criterion and the next forward run in the same thread.
-
-The replicas of one forward: they exchange values while they run, and some of them take turns.
-
-Failures of replicas: the original exception, with the replica and its device in the message.
-
-Thread-local state of torch, captured in the calling thread and entered in the workers of the replicas.
-
-A new thread starts with torch's defaults, whatever ``with`` blocks are around the call. torch's ``parallel_apply`` passes only
-the autocast flag of CUDA to its threads, and no dtype. The dtype is thread-local too and starts as float16, so
-``autocast("cuda", dtype=torch.bfloat16)`` around ``nn.DataParallel`` computes in float16 (pytorch#105682, #125186).
+- It runs each forward in new threads. cuDNN's plans and handles are ``thread_local``: new threads search for plans again, and
+  leak them. Here a replica's forward, its criterion and the next forward run in the same thread.
+- It passes only the autocast flag of CUDA to its threads, and no dtype. The dtype is thread-local too and starts as float16, so
+  ``autocast("cuda", dtype=torch.bfloat16)`` around ``nn.DataParallel`` computes in float16 (pytorch#105682, #125186). Here the
+  state of the calling thread is captured and entered in the workers.
 """
 
 import atexit

@@ -175,8 +175,7 @@ def mark_as_parameter(tensor: Tensor) -> None:
 def get_gradient(tensor: Tensor) -> Tensor | None:
     """Returns the gradient that autograd has accumulated in a leaf.
 
-    ``nn.Parameter.grad`` and the ``grad`` of a parameter's class may be replaced by a property. Autograd does not call the
-    property, and neither does this function.
+    The ``grad`` of a parameter's class may be a property. Autograd does not call it, and neither does this function.
     """
     gradient: Tensor | None = _gradient_slot.__get__(tensor)
     return gradient

@@ -62,7 +62,7 @@ class Labels:
         """Labels the gradients of all modules that ran, for a peak before the first step of an optimizer."""
         for module in list(self.modules.values()):
             leaves = [parameter for parameter in parameters_of(module).values() if parameter is not None and parameter.is_leaf]
-            self.label(map(get_gradient, leaves), Category.GRADIENTS)  # reading .grad may sum gradients of the replicas
+            self.label(map(get_gradient, leaves), Category.GRADIENTS)  # reading .grad may gather it
 
     def label(self, tensors: Iterable[Any], category: Category) -> None:
         """Labels the memory of all tensors on simulated devices, of a sharded one its shard. Other values are ignored."""

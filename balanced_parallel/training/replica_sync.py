@@ -29,7 +29,8 @@ class ReplicaSync:
 
     @property
     def _buckets(self) -> list[GradientBuckets]:
-        return [self._model.replicas.gradients, self._criterion.replicas.gradients]
+        # the model's last: a BalancedOptimizer takes the gradients of parameters that they share from there
+        return [self._criterion.replicas.gradients, self._model.replicas.gradients]
 
     def begin(self) -> None:
         """Does nothing."""
@@ -78,7 +79,7 @@ class ReplicaSync:
         """Multiplies the gradients of the parameters, and those on the replicas."""
         for buckets in self._buckets:
             buckets.scale(factor)
-        # not through grad, which would reduce the gradients of the replicas
+        # not through the grad of a sharded parameter, which gathers it
         own = [get_gradient(tensor) for tensor in trained_tensors(self._model, self._criterion).values()]
         gradients = [gradient for gradient in own if gradient is not None]
         torch_private.foreach_multiply_(gradients, factor)

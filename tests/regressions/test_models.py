@@ -127,13 +127,13 @@ class TestDevices:
             generator, critic = DataParallelModel(build_net(4)), DataParallelModel(build_net(1))
             uneven = DataParallelModel(build_net(1), split=[1, 1, 5])
             fake = generator(torch.randn(9, 4))
-            for _ in range(5):  # parameters are on all devices then, and were looked at
-                critic(fake), uneven(fake)
-            before = sum(cluster.moved.values())
-            scores = critic(fake)
-            assert sum(cluster.moved.values()) == before
-            uneven(fake)
-            assert sum(cluster.moved.values()) - before == 5 * 4 * 4  # one row goes to the second device, four to the last
+            with critic.no_sync(), uneven.no_sync():
+                critic(fake), uneven(fake)  # parameters are on all devices then
+                before = sum(cluster.moved.values())
+                scores = critic(fake)
+                assert sum(cluster.moved.values()) == before
+                uneven(fake)
+                assert sum(cluster.moved.values()) - before == 5 * 4 * 4  # one row goes to the second device, four to the last
             assert [score.device.index for score in scores] == [0, 1, 2]
             gathered = DataParallelModel(build_net(1), output_device=1, gather_outputs=True)(fake)
             assert gathered.device.index == 1

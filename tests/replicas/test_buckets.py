@@ -186,7 +186,7 @@ def test_sparse_gradients_equal_the_plain_program(double):
     assert_same_gradients([parameter.grad.to_dense() for parameter in net.parameters()], expected)
 
 
-@pytest.mark.usefixtures("buckets")
+@pytest.mark.usefixtures("buckets", "double")
 @pytest.mark.parametrize("deferred", [False, True])
 def test_gradients_accumulate_in_place(deferred):
     with simulate(3):

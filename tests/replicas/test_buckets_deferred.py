@@ -1,4 +1,4 @@
-"""Deferred gradients: reads and writes of ``parameter.grad`` equal the plain program, and ``no_sync`` reduces once."""
+"""Deferred gradients: ``no_sync`` reduces once, and gradients that are discarded in between are those of all replicas."""
 
 import contextlib
 import copy
@@ -11,8 +11,7 @@ import torch
 from helpers.problems import CLASSES, assert_same_gradients, build_net, gradients, plain_program
 from torch import nn
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
-from balanced_parallel.runtime.torch_private import get_gradient
+from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
 
 pytestmark = pytest.mark.usefixtures("double", "buckets")
 
@@ -21,8 +20,8 @@ def zero(optimizer, net):
     optimizer.zero_grad()
 
 
-def zero_in_place(optimizer, net):
-    optimizer.zero_grad(set_to_none=False)
+def nothing(optimizer, net):
+    pass
 
 
 def zero_the_net(optimizer, net):
@@ -43,31 +42,18 @@ def zero_some(optimizer, net):
     net[0].weight.grad = None
 
 
-def double_some(optimizer, net):
-    net[0].weight.grad *= 2
-
-
 def replace_some(optimizer, net):
     net[0].weight.grad = torch.ones_like(net[0].weight)
 
 
-def clip(optimizer, net):
-    nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+CHANGES = [nothing, zero, zero_the_net, zero_by_hand, delete_by_hand, zero_some, replace_some]
+LAYOUTS = {"one device": ["cpu"] * 3, "three devices": ["sim:0", "sim:1", "sim:2"], "balanced": ["sim:0", "sim:1", "sim:2"]}
 
 
-def step_without_a_reduction(optimizer, net):
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-CHANGES = [zero, zero_in_place, zero_the_net, zero_by_hand, delete_by_hand, zero_some, double_some, replace_some, clip]
-LAYOUTS = {"one device": ["cpu"] * 3, "three devices": ["sim:0", "sim:1", "sim:2"]}
-
-
-@pytest.mark.parametrize("between", [*CHANGES, step_without_a_reduction], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("between", CHANGES, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("begins", ["with nothing", "with gradients"])
-def test_reads_and_writes_of_deferred_grad_equal_the_plain_program(between, layout, begins):
+def test_discarded_gradients_are_those_of_all_replicas(between, layout, begins):
     torch.manual_seed(2)
     x, y = torch.randn(20, 4), torch.randn(20, CLASSES)
 
@@ -81,8 +67,9 @@ def test_reads_and_writes_of_deferred_grad_equal_the_plain_program(between, layo
             backward(slice(5, 7))
             backward(slice(7, 12))
         between(optimizer, net)
+        backward_alone = slice(12, 13)  # too few rows for the other replicas, so that autograd sets grad
         with no_sync():
-            backward(slice(12, 13))
+            backward(backward_alone)
         backward(slice(13, 20))
         found = gradients(net)
         optimizer.step()
@@ -98,24 +85,59 @@ def test_reads_and_writes_of_deferred_grad_equal_the_plain_program(between, layo
         assert_same_gradients([gradient.cpu() for gradient in found], expected)
 
 
-def test_grad_is_the_attribute_of_torch_if_nothing_is_deferred():
-    def is_torchs_own():
-        return "grad" not in vars(nn.Parameter)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("rows", [2, 6])
+def test_an_update_between_deferred_gradients_equals_the_plain_program(layout, rows):
+    """Reads param_groups, as a scheduler does, and reduces before the step."""
+    torch.manual_seed(2)
+    x, y = torch.randn(20, 4), torch.randn(20, CLASSES)
 
-    def backward(model):
-        gather(model(torch.randn(6, 4)), "cpu").sum().backward()
+    def run(net, optimizer, model, criterion, reduce):
+        for start in (0, 10):
+            with model.no_sync() if reduce else contextlib.nullcontext():
+                for first in range(start, start + 10, rows):
+                    criterion(model(x[first : first + rows]), y[first : first + rows]).backward()
+                    assert optimizer.param_groups[0]["lr"] == 0.1
+            if reduce:
+                model.reduce_gradients()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+        return [parameter.detach() for parameter in net.parameters()]
 
+    net = build_net()
+    expected = run(net, torch.optim.SGD(net.parameters(), 0.1), net, nn.MSELoss(), False)
     with simulate(3):
-        model, other = DataParallelModel(build_net()), DataParallelModel(build_net())
-        for end in (model.reduce_gradients, model.zero_grad, lambda: backward(model)):
-            with model.no_sync(), other.no_sync():
-                backward(model)
-                assert not is_torchs_own()
-                backward(other)
-            end()
-            assert not is_torchs_own()
-            other.reduce_gradients()
-            assert is_torchs_own()
+        devices = LAYOUTS[layout]
+        net = build_net().to(devices[0])
+        model, criterion = DataParallelModel(net, devices), DataParallelCriterion(nn.MSELoss())
+        kind = torch.optim.SGD
+        optimizer = BalancedOptimizer(model, kind, lr=0.1) if layout == "balanced" else kind(net.parameters(), 0.1)
+        values = run(net, optimizer, model, criterion, True)
+        assert_same_gradients([value.cpu() for value in values], expected)
+
+
+def test_grad_is_that_of_the_first_replica_before_the_reduction():
+    x = torch.randn(6, 4)
+    with simulate(3):
+        net = build_net().to("sim:0")
+        model = DataParallelModel(net)
+        net(x[:2].to("sim:0")).sum().backward()
+        first = [gradient.clone() for gradient in gradients(net)]
+        net.zero_grad()
+        with model.no_sync():
+            for times in (1, 2):
+                gather(model(x)).sum().backward()
+                assert_same_gradients(gradients(net), [times * gradient for gradient in first])
+        model.zero_grad()
+        model = DataParallelModel(net, split=[0, 1, 1])
+        with model.no_sync():
+            gather(model(x)).sum().backward()
+        assert all(not gradient.any() for gradient in gradients(net))
+        model.reduce_gradients()
+        together = gradients(net)
+        net.zero_grad()
+        net(x.to("sim:0")).sum().backward()
+        assert_same_gradients(together, gradients(net))
 
 
 def test_deferred_gradients_do_not_keep_the_replicas_alive():
@@ -123,29 +145,31 @@ def test_deferred_gradients_do_not_keep_the_replicas_alive():
         model = DataParallelModel(build_net())
         with model.no_sync():
             gather(model(torch.randn(6, 4)), "cpu").sum().backward()
-        parameter, seen = model.module[0].weight, weakref.ref(model.replicas)
+        seen = weakref.ref(model.replicas)
         del model
         gc.collect()
         assert seen() is None
-        assert parameter.grad is None
 
 
 def test_no_sync_applies_to_the_backward_of_its_forward():
+    batches = torch.randn(3, 4, 4)
+    net = build_net()
+    net(batches.flatten(0, 1)).sum().backward()
+    expected = gradients(net)
+    net.zero_grad()
     with simulate(2):
-        net = build_net()
         model = DataParallelModel(net)
-        first = gather(model(torch.randn(4, 4)), "cpu").sum()
+        first = gather(model(batches[0]), "cpu").sum()
         with model.no_sync():
-            second = gather(model(torch.randn(4, 4)), "cpu").sum()
-        third = gather(model(torch.randn(4, 4)), "cpu").sum()
+            second = gather(model(batches[1]), "cpu").sum()
+        third = gather(model(batches[2]), "cpu").sum()
         first.backward()
-        assert all(get_gradient(parameter) is not None for parameter in net.parameters())
-        before = [get_gradient(parameter).clone() for parameter in net.parameters()]
+        assert not any(bucket.held for bucket in model.replicas.gradients.buckets)
         second.backward()
-        assert all(get_gradient(one).equal(then) for one, then in zip(net.parameters(), before, strict=True))
+        assert all(bucket.held for bucket in model.replicas.gradients.buckets)
         third.backward()
-        assert not any(get_gradient(one).equal(then) for one, then in zip(net.parameters(), before, strict=True))
-        assert "grad" not in vars(nn.Parameter)  # nothing is left with the replicas
+        assert not any(bucket.held for bucket in model.replicas.gradients.buckets)
+        assert_same_gradients([gradient.cpu() for gradient in gradients(net)], expected)
 
 
 CPUS = ["cpu"] * 3

@@ -1,9 +1,4 @@
-"""Writes to parameters that Python does not see.
-
-Writes by optimizers and through ``.data`` that torch's version counter does not record.
-
-Writes through ``.data``: training loops of users, compared with the plain program.
-"""
+"""Writes to parameters that torch does not record: by optimizers and through ``.data``, compared with the plain program."""
 
 import contextlib
 import copy

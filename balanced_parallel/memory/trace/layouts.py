@@ -353,7 +353,7 @@ class Layout(CoupledUpdates):
     def gradients(self) -> Iterator[Any]:
         """Yields every gradient that exists."""
         updated = [parameter for group in self._inner.param_groups for parameter in group["params"]]
-        # the plain attribute of torch: reading parameter.grad would sum the gradients of the replicas
+        # the plain attribute of torch: reading the grad of a sharded parameter would gather it
         yield from (get_gradient(parameter) for parameter in (*self.parameters, *updated) if parameter.is_leaf)
 
     def parameter_copies(self) -> Iterator[Tensor]:
@@ -440,7 +440,7 @@ class ReplicaLayout(Layout):
         """Yields every gradient that exists, those that the replicas hold too."""
         yield from super().gradients()
         for bucket in (bucket for replicas in self.replicas for bucket in replicas.gradients.buckets):
-            for gradients in bucket.held:
+            for gradients in bucket.held.values():
                 yield from gradients
 
     def parameter_copies(self) -> Iterator[Tensor]:
