@@ -83,8 +83,8 @@ class ReplicaSync:
         for buckets in self._buckets:
             buckets.scale(factor)
         # not through grad, which would reduce the gradients of the replicas
-        own = [get_gradient(tensor) for tensor in trained_tensors(self._model, self._criterion).values()]
-        gradients = [gradient for gradient in own if gradient is not None]
+        grads = [get_gradient(tensor) for tensor in trained_tensors(self._model, self._criterion).values()]
+        gradients = [gradient for gradient in grads if gradient is not None]
         torch_private.foreach_multiply_(gradients, factor)
 
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
