@@ -277,7 +277,7 @@ class _Reached:
     zero: Tensor | None
 
 
-class DDPSync:
+class DDPSync(GradientSync):
     """Averages gradients over ranks, in the backward of each rank's last micro-batch.
 
     While micro-batches accumulate, gradients lie in the reducer's buckets already: they exist once in memory.
@@ -326,10 +326,6 @@ class DDPSync:
         if self._whole_weight is None:  # once per update, also if this rank gives it up later
             self._whole_weight = collectives.sum_over_ranks(self._weight)
         return float(self._whole_weight) if self._whole_weight.is_cpu else self._whole_weight
-
-    def repeating(self) -> contextlib.AbstractContextManager[None]:
-        """Does nothing: each rank has one device."""
-        return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:

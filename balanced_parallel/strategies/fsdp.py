@@ -233,7 +233,7 @@ def _on_host(node: Any) -> Any:
     return map_leaves(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, node)
 
 
-class FSDPSync:
+class FSDPSync(GradientSync):
     """Sums gradients over ranks in each backward. Every rank takes part in the forwards of all others."""
 
     def __init__(self, model: ShardedModel) -> None:
@@ -247,9 +247,6 @@ class FSDPSync:
     def gradient_scale(self) -> Weight:
         """The divisor that all ranks have used, over that of this rank's last backward."""
         return 1.0 if self._divisor is None else self._divisor / self._given
-
-    def begin(self) -> None:
-        """Does nothing."""
 
     def count_micro_batches(self, count: int) -> int:
         """Returns the largest ``count`` of any rank."""
@@ -265,14 +262,6 @@ class FSDPSync:
         whole = collectives.sum_over_ranks(local)
         self._whole = float(whole) if whole.is_cpu else whole
         return self._whole
-
-    def repeating(self) -> contextlib.AbstractContextManager[None]:
-        """Does nothing: each rank has one device."""
-        return contextlib.nullcontext()
-
-    def accumulating(self) -> contextlib.AbstractContextManager[None]:
-        """Does nothing: gradients are reduced in every backward."""
-        return contextlib.nullcontext()
 
     def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
         """Takes part in forwards of other ranks that this rank has no rows for. Yields zeros for :meth:`backward`."""
@@ -301,9 +290,6 @@ class FSDPSync:
         self._local = self._whole = None
         settings.check(*digests)
         return LossSum(torch.full_like(local.total, total), whole)
-
-    def rescale(self, factor: Weight) -> None:
-        """Does nothing: :meth:`backward` chooses a divisor that is the same on all ranks."""
 
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
         """Multiplies the shards of the reduced gradients.
