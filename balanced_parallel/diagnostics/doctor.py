@@ -141,10 +141,10 @@ def find_waits(
         inputs, targets: a batch. Only shapes and dtypes matter.
         dim: the dimension of the rows.
     """
-    for one in (module, criterion):
-        if isinstance(one, nn.Module):
-            one.to_empty(device="cpu")
-            _fill([*one.parameters(), *one.buffers()])
+    for part in (module, criterion):
+        if isinstance(part, nn.Module):
+            part.to_empty(device="cpu")
+            _fill([*part.parameters(), *part.buffers()])
     with warnings.catch_warnings(action="ignore"), simulate(2) as cluster:
         model = DataParallelModel(module, dim=dim)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

@@ -182,9 +182,9 @@ def random_place(module: nn.Module, inputs: Any, device: torch.device, limit: fl
     return f"the model ({type(module).__name__})" if output_error(*outputs) > limit else None
 
 
-def output_error(expected: Any, found: Any) -> float:
+def output_error(expected: Any, output: Any) -> float:
     """Returns the largest relative error over the floating-point tensors of two outputs that have the same shape."""
-    pairs = zip(containers.leaves(expected), containers.leaves(found), strict=False)
+    pairs = zip(containers.leaves(expected), containers.leaves(output), strict=False)
     return max((relative_error(right, left) for (_, left), (_, right) in pairs if _is_comparable(left, right)), default=0.0)
 
 
@@ -270,9 +270,9 @@ def buffer_errors(plain: Program, split: Program, limit: float) -> dict[str, flo
     for name, layer, other in _pairs(plain, split):
         if isinstance(layer, BatchNorm):
             continue
-        found = dict(other.named_buffers(recurse=False))
+        buffers = dict(other.named_buffers(recurse=False))
         for key, expected in layer.named_buffers(recurse=False):
-            buffer = found.get(key)
+            buffer = buffers.get(key)
             if buffer is None or buffer.shape != expected.shape:
                 errors[f"{name}{key}"] = math.inf
             elif (error := relative_error(buffer, expected)) > limit:
@@ -284,17 +284,17 @@ def number_changes(plain: Program, split: Program, devices: int) -> Iterator[str
     """Yields a line for each number in an attribute that differs between two programs."""
     for name, layer, other in _pairs(plain, split):
         for key, value in layer.__dict__.items():
-            found = other.__dict__.get(key)
-            if type(value) in (int, float) and type(found) in (int, float) and value != found:
-                yield f"{name}{key} is {found} after the split steps, {value} after the plain ones: {_effect(devices, value)}"
+            changed = other.__dict__.get(key)
+            if type(value) in (int, float) and type(changed) in (int, float) and value != changed:
+                yield f"{name}{key} is {changed} after the split steps, {value} after the plain ones: {_effect(devices, value)}"
 
 
 def _pairs(plain: Program, split: Program) -> Iterator[tuple[str, nn.Module, nn.Module]]:
     """Yields the modules of two programs, with the prefix of their attributes."""
-    for kind, one, other in (("", plain.module, split.module), ("criterion.", plain.criterion, split.criterion)):
-        if isinstance(one, nn.Module) and isinstance(other, nn.Module):
+    for kind, module, other in (("", plain.module, split.module), ("criterion.", plain.criterion, split.criterion)):
+        if isinstance(module, nn.Module) and isinstance(other, nn.Module):
             others = dict(other.named_modules())
-            for name, layer in one.named_modules():
+            for name, layer in module.named_modules():
                 yield f"{kind}{name}." if name else kind, layer, others[name]
 
 

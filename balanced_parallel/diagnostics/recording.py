@@ -116,8 +116,8 @@ class Program:
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Returns the parameters of the model, and those of the criterion with the prefix ``criterion.``."""
-        own = self.criterion.named_parameters() if isinstance(self.criterion, nn.Module) else ()
-        return dict(self.module.named_parameters()) | {f"criterion.{name}": parameter for name, parameter in own}
+        parameters = self.criterion.named_parameters() if isinstance(self.criterion, nn.Module) else ()
+        return dict(self.module.named_parameters()) | {f"criterion.{name}": parameter for name, parameter in parameters}
 
     def gradients(self) -> dict[str, Tensor]:
         """Returns the gradients of all parameters and buffers that require them, with zeros for a gradient that is None."""
@@ -129,7 +129,7 @@ class Program:
         tensors = {
             **self.parameters(),
             **dict(self.module.named_buffers()),
-            **{f"criterion.{name}": one for name, one in buffers},
+            **{f"criterion.{name}": buffer for name, buffer in buffers},
         }
         return {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
 
@@ -139,7 +139,7 @@ def _replica_index() -> int:
     return 0 if replica is None else replica.index
 
 
-def relative_error(found: Tensor, expected: Tensor, floor: float = 0.0) -> float:
+def relative_error(value: Tensor, expected: Tensor, floor: float = 0.0) -> float:
     """Returns the largest absolute difference over the largest absolute value of ``expected``.
 
     The error is infinite if only one of two elements is nan, because nan is not greater than any tolerance.
@@ -150,10 +150,10 @@ def relative_error(found: Tensor, expected: Tensor, floor: float = 0.0) -> float
     """
     if expected.numel() == 0:
         return 0.0
-    dtype = torch.promote_types(torch.promote_types(found.dtype, expected.dtype), torch.float64)  # complex ones stay complex
-    found, expected = found.detach().to(expected.device, dtype), expected.detach().to(dtype)
-    same = (found == expected) | (found.isnan() & expected.isnan())
-    difference = float(torch.where(same, 0.0, found - expected).abs().max())
+    dtype = torch.promote_types(torch.promote_types(value.dtype, expected.dtype), torch.float64)  # complex ones stay complex
+    value, expected = value.detach().to(expected.device, dtype), expected.detach().to(dtype)
+    same = (value == expected) | (value.isnan() & expected.isnan())
+    difference = float(torch.where(same, 0.0, value - expected).abs().max())
     scale = max(float(expected.abs().max()), floor)
     if difference == 0:
         return 0.0
@@ -440,5 +440,5 @@ class _Parts:
         return weight_1 >= 0 and weight_3 >= 0 and _close(torch.tensor(mean), whole)
 
 
-def _close(found: Tensor, expected: Tensor) -> bool:
-    return torch.allclose(found.to(expected), expected, rtol=_ROUNDING, equal_nan=True)
+def _close(value: Tensor, expected: Tensor) -> bool:
+    return torch.allclose(value.to(expected), expected, rtol=_ROUNDING, equal_nan=True)

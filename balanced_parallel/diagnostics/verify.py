@@ -267,6 +267,6 @@ def _run_split(program: Program, step: TrainStep, inputs: Any, targets: Any) -> 
     return step(inputs, targets)
 
 
-def _gradient_errors(expected: dict[str, Tensor], found: dict[str, Tensor]) -> dict[str, float]:
+def _gradient_errors(expected: dict[str, Tensor], gradients: dict[str, Tensor]) -> dict[str, float]:
     largest = max((float(gradient.abs().max()) for gradient in expected.values() if gradient.numel()), default=0.0)
-    return {name: relative_error(found[name], gradient, largest / 1000) for name, gradient in expected.items()}
+    return {name: relative_error(gradients[name], gradient, largest / 1000) for name, gradient in expected.items()}

@@ -68,21 +68,21 @@ def find_blocks(module: nn.Module) -> tuple[str, ...]:
         ('0', '1')
     """
     for containers in ((nn.ModuleList, nn.Sequential), (nn.Module,)):
-        if found := _blocks_under(module, "", containers):
-            return tuple(found)
+        if names := _blocks_under(module, "", containers):
+            return tuple(names)
     return ()
 
 
 def _blocks_under(parent: nn.Module, prefix: str, containers: tuple[type[nn.Module], ...]) -> list[str]:
     children = {name: child for name, child in parent.named_children() if next(child.parameters(), None) is not None}
     kinds = [_kind(child) for child in children.values()]
-    found = []
+    names = []
     for name, child in children.items():
         repeats = isinstance(parent, containers) and kinds.count(_kind(child)) > 1 and next(child.children(), None) is not None
         is_list = isinstance(child, (nn.ModuleList, nn.ModuleDict))
         within = [] if repeats and not isinstance(child, nn.Sequential) else _blocks_under(child, f"{prefix}{name}.", containers)
-        found += within or ([f"{prefix}{name}"] if repeats and not is_list else [])
-    return found
+        names += within or ([f"{prefix}{name}"] if repeats and not is_list else [])
+    return names
 
 
 def checkpoint_blocks(module: nn.Module, names: Iterable[str]) -> None:
@@ -139,8 +139,8 @@ class Checkpointed:
 
 
 def _new(kind: Any, segments: tuple[Segment, ...]) -> Any:
-    made = _checkpointed(kind, segments)
-    return made.__new__(made)
+    checkpointed = _checkpointed(kind, segments)
+    return checkpointed.__new__(checkpointed)
 
 
 @functools.cache
@@ -248,19 +248,19 @@ def checkpoint_activations(
     for submodule in module.modules():
         restore_module(submodule)
     names = _names(module, blocks)
-    found = {
+    segments_of = {
         name: _segments(find_module(module, name), segments, cut=blocks == "auto" and not find_blocks(module)) for name in names
     }
-    kept = None
+    remaining = None
     if budget is not None:
-        found, kept = _choose(module, found, parse_bytes(budget), inputs)
+        segments_of, remaining = _choose(module, segments_of, parse_bytes(budget), inputs)
     changed = []
-    for name, cuts in found.items():
+    for name, cuts in segments_of.items():
         if any(segment.recomputed for segment in cuts):
             changed.append(module.get_submodule(name))
             checkpoint_module(changed[-1], cuts)
-    parts = [_text(name, segment) for name, cuts in found.items() for segment in cuts if segment.recomputed]
-    return CheckpointHandle(changed, tuple(parts), kept)
+    parts = [_text(name, segment) for name, cuts in segments_of.items() for segment in cuts if segment.recomputed]
+    return CheckpointHandle(changed, tuple(parts), remaining)
 
 
 def _names(module: nn.Module, blocks: str | Iterable[str]) -> list[str]:
@@ -298,27 +298,27 @@ def _segments(module: nn.Module, count: int | None, cut: bool) -> tuple[Segment,
 
 
 def _choose(
-    module: nn.Module, found: dict[str, tuple[Segment, ...]], budget: int, inputs: Any
+    module: nn.Module, segments_of: dict[str, tuple[Segment, ...]], budget: int, inputs: Any
 ) -> tuple[dict[str, tuple[Segment, ...]], int]:
     """Returns ``found`` with as few recomputed segments as the budget allows, and the bytes that stay."""
     if inputs is None:
         raise ValueError("budget needs inputs: give a batch of as many rows as one device gets in one forward")
-    modules = {name: module.get_submodule(name) for name in found}
-    for name, cuts in found.items():
+    modules = {name: module.get_submodule(name) for name in segments_of}
+    for name, cuts in segments_of.items():
         checkpoint_module(modules[name], cuts)
     try:
         saved = measure_saved_bytes(module, inputs)
     finally:
         for child in modules.values():
             restore_module(child)
-    waiting: list[Part] = [(modules[name], segment) for name, cuts in found.items() for segment in cuts]
+    waiting: list[Part] = [(modules[name], segment) for name, cuts in segments_of.items() for segment in cuts]
     chosen: dict[Part, bool] = {}
-    while (kept := saved.total(chosen)) > budget:
+    while (size := saved.total(chosen)) > budget:
         # The first of several equal ones: the last ones are recomputed while the activations of all others are still there.
         best = min(waiting, key=lambda part: saved.total({**chosen, part: False}), default=None)
-        if best is None or saved.total({**chosen, best: False}) >= kept:
+        if best is None or saved.total({**chosen, best: False}) >= size:
             raise ValueError(
-                f"the activations do not fit into budget={format_bytes(budget)}: at least {format_bytes(kept)} ({kept} bytes) "
+                f"the activations do not fit into budget={format_bytes(budget)}: at least {format_bytes(size)} ({size} bytes) "
                 "stay for the backward. Use fewer rows, or offload_activations"
             )
         waiting.remove(best)
@@ -328,8 +328,8 @@ def _choose(
             segment._replace(recomputed=(part := (modules[name], segment)) in chosen, selective=chosen.get(part, False))
             for segment in cuts
         )
-        for name, cuts in found.items()
-    }, kept
+        for name, cuts in segments_of.items()
+    }, size
 
 
 def _text(name: str, segment: Segment) -> str:
@@ -420,10 +420,10 @@ class _Again:
                 self._written += [(buffers, name, None) for name, buffer in buffers.items() if buffer is not None]
             elif owner.training:
                 before += [(buffers, name, buffer, buffer.clone()) for name, buffer in buffers.items() if buffer is not None]
-        found = versions([buffer for _, _, buffer, _ in before])
+        now = versions([buffer for _, _, buffer, _ in before])
         with inner:
             yield
-        for version, (buffers, name, buffer, value) in zip(found, before, strict=True):
+        for version, (buffers, name, buffer, value) in zip(now, before, strict=True):
             if buffers.get(name) is not buffer or versions([buffer]) != [version]:
                 self._written.append((buffers, name, value))
         self._random.end()
@@ -487,12 +487,12 @@ class SavedBytes:
         Args:
             recomputed: the parts to recompute, and for each if it is selective.
         """
-        kept = {storage for storage, keepers in self._keepers.items() if keepers - recomputed.keys()}
+        storages = {storage for storage, keepers in self._keepers.items() if keepers - recomputed.keys()}
         for part, selective in recomputed.items():
-            kept |= self._inputs.get(part, set())
+            storages |= self._inputs.get(part, set())
             if selective:
-                kept |= self._expensive.get(part, set())
-        return sum(self._sizes[storage] for storage in kept)
+                storages |= self._expensive.get(part, set())
+        return sum(self._sizes[storage] for storage in storages)
 
     def _note(self, tensor: Tensor) -> int:
         storage = tensor.untyped_storage()
@@ -574,12 +574,12 @@ def _fake(tensor: Tensor, mode: FakeTensorMode) -> Any:
     """Returns a tensor of the same shape without memory."""
     with mode, torch.no_grad():
         if tensor.layout == torch.strided:
-            made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            copied = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
         else:
-            made = torch.empty(tensor.size(), dtype=tensor.dtype, device=tensor.device)
+            copied = torch.empty(tensor.size(), dtype=tensor.dtype, device=tensor.device)
     if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(made, tensor.requires_grad)
-    return made.requires_grad_(tensor.requires_grad)
+        return nn.Parameter(copied, tensor.requires_grad)
+    return copied.requires_grad_(tensor.requires_grad)
 
 
 _aten = torch.ops.aten
@@ -625,7 +625,7 @@ def without_empty_cache(leaves: list[Any], name: str) -> list[Any]:
     """
     hidden = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 1), None)
     tokens = 0 if hidden is None else hidden.shape[1]
-    kept: list[Any] = []
+    outputs: list[Any] = []
     for leaf in leaves:
         length = leaf.get_seq_length() if is_cache(leaf) else None
         if length not in (None, 0, tokens):  # blocks before this one may have appended the tokens of this call
@@ -633,5 +633,5 @@ def without_empty_cache(leaves: list[Any], name: str) -> list[Any]:
                 f"{name} gets a cache with the keys of {length} tokens for {tokens} new ones, and a recomputation would append "
                 "to it again: train without past_key_values, or do not checkpoint this block"
             )
-        kept.append(leaf if length is None else None)
-    return kept
+        outputs.append(leaf if length is None else None)
+    return outputs

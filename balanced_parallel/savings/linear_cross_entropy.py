@@ -169,10 +169,10 @@ def _divide(total: Tensor, labels: Labels) -> Tensor:
 
 
 def _weights_of_rows(labels: Labels, dtype: torch.dtype) -> Tensor:
-    kept = labels.target != labels.ignore_index
+    counted = labels.target != labels.ignore_index
     if labels.class_weight is None:
-        return kept.to(dtype)
-    return labels.class_weight.to(dtype)[labels.target.masked_fill(~kept, 0)] * kept
+        return counted.to(dtype)
+    return labels.class_weight.to(dtype)[labels.target.masked_fill(~counted, 0)] * counted
 
 
 class _Chunked(torch.autograd.Function):
@@ -195,10 +195,10 @@ class _Chunked(torch.autograd.Function):
             )
         first, second, third = ctx.saved_tensors
         if not ctx.is_sum:
-            _, made = _run(first, second, third, ctx.labels, ctx.dtype, ctx.needs_input_grad[:3], gradients[0])
-            return (*made, None, None, None)
+            _, computed = _run(first, second, third, ctx.labels, ctx.dtype, ctx.needs_input_grad[:3], gradients[0])
+            return (*computed, None, None, None)
         multiply = torch.mul if keeps_graph() else Tensor.mul_
-        scaled = [None if one is None else multiply(one, gradients[0]) for one in (first, second, third)]
+        scaled = [None if gradient is None else multiply(gradient, gradients[0]) for gradient in (first, second, third)]
         return (*scaled, None, None, None)
 
 
@@ -228,8 +228,8 @@ def _run(
         size = rows_per_chunk(weight.size(1))
         for start in range(0, len(hidden), size):
             rows = slice(start, start + size)
-            some = hidden[rows].to(dtype)
-            logits = F.linear(some, weight_there, bias_there).to(wide)
+            chunk = hidden[rows].to(dtype)
+            logits = F.linear(chunk, weight_there, bias_there).to(wide)
             losses[rows] = _loss_and_gradient_(
                 logits, labels._replace(target=labels.target[rows]), any(wanted), None if factors is None else factors[rows]
             )
@@ -238,9 +238,9 @@ def _run(
             if of_hidden is not None:
                 of_hidden[rows] = gradient @ weight_there
             if of_weight is not None and wide == dtype:
-                of_weight.addmm_(gradient.t(), some)
+                of_weight.addmm_(gradient.t(), chunk)
             elif of_weight is not None:
-                of_weight += gradient.t() @ some
+                of_weight += gradient.t() @ chunk
             if of_bias is not None:
                 of_bias += gradient.sum(0, dtype=wide)
             del gradient  # before the next logits are made
@@ -255,7 +255,7 @@ def _loss_and_gradient_(logits: Tensor, labels: Labels, makes_gradient: bool, fa
     """Returns the loss of each row. Replaces ``logits`` by the gradient of their sum, weighted by ``factors``."""
     weights = _weights_of_rows(labels, logits.dtype)
     ignored = labels.target == labels.ignore_index
-    kept, chosen = (~ignored).to(logits.dtype), labels.target.masked_fill(ignored, 0).unsqueeze(1)
+    counts, chosen = (~ignored).to(logits.dtype), labels.target.masked_fill(ignored, 0).unsqueeze(1)
     uniform = labels.label_smoothing / logits.size(1)  # the weight of each class besides the target
     logits -= logits.amax(1, keepdim=True)
     losses = -(1 - labels.label_smoothing) * weights * logits.gather(1, chosen).squeeze(1)
@@ -264,8 +264,8 @@ def _loss_and_gradient_(logits: Tensor, labels: Labels, makes_gradient: bool, fa
     class_weight = logits.new_ones(0)
     if uniform:
         class_weight = logits.new_ones(logits.size(1)) if labels.class_weight is None else labels.class_weight.to(logits.dtype)
-        losses -= uniform * kept * (logits @ class_weight)
-        mass = peaked + uniform * kept * class_weight.sum()
+        losses -= uniform * counts * (logits @ class_weight)
+        mass = peaked + uniform * counts * class_weight.sum()
     sums = logits.exp_().sum(1)
     losses += mass * sums.log()
     if makes_gradient:
@@ -273,5 +273,5 @@ def _loss_and_gradient_(logits: Tensor, labels: Labels, makes_gradient: bool, fa
         logits *= (mass / sums * scale).unsqueeze(1)
         logits.scatter_add_(1, chosen, -(peaked * scale).unsqueeze(1))
         if uniform:
-            logits.addr_(uniform * kept * scale, class_weight, alpha=-1)
+            logits.addr_(uniform * counts * scale, class_weight, alpha=-1)
     return losses.masked_fill_(ignored, 0)  # of rows that may be nan

@@ -112,17 +112,17 @@ class Stored:
 
     def load(self, stream: torch.Stream) -> Tensor:
         """Returns the bytes on the device, for use on a stream. Copies of the storages saved before it start."""
-        found = self._start()
+        started = self._start()
         if self._loaded is not None:
             stream.wait_event(self._loaded)
         if stream != self._stream:
-            found.record_stream(stream)
+            started.record_stream(stream)
         following = self._before()
         for _ in range(AHEAD):
             if following is not None:
                 following._start()
                 following = following._before()
-        return found
+        return started
 
     def drop(self) -> None:
         """Gives the memory of the device back after a backward."""
@@ -254,8 +254,8 @@ class Offload:
 
     def restore(self, loaded: Tensor, saved: Offloaded) -> Tensor:
         """Returns a saved tensor of a storage that is on the device again."""
-        made = torch.empty(0, dtype=saved.dtype, device=loaded.device)
-        return made.set_(loaded.untyped_storage(), saved.offset, saved.size, saved.stride)
+        view = torch.empty(0, dtype=saved.dtype, device=loaded.device)
+        return view.set_(loaded.untyped_storage(), saved.offset, saved.size, saved.stride)
 
     def stream_of(self, device: torch.device) -> torch.Stream | None:
         """Returns the current stream of a device; None for the CPU."""

@@ -274,7 +274,7 @@ class _Wrapped(nn.Module):
         return function()
 
 
-class RankSync:
+class RankSync(GradientSync):
     """Loss and weight of a rank, on their way to those of all ranks."""
 
     def __init__(self, group: collectives.Group = None) -> None:
@@ -285,10 +285,6 @@ class RankSync:
         """Starts to copy loss and weight to the host."""
         self._weight = add_up([0.0 if local.weight is None else local.weight], local.total.device).double()
         self._local = devices.start_copy(torch.stack([local.total.double(), self._weight]))
-
-    def repeating(self) -> contextlib.AbstractContextManager[None]:
-        """Does nothing: each rank has one device."""
-        return contextlib.nullcontext()
 
     def smallest(self, number: float) -> float:
         """Returns the smallest ``number`` of all ranks."""

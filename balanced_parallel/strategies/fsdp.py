@@ -203,9 +203,6 @@ class FSDPSync(RankSync):
         """The divisor that all ranks have used, over that of this rank's last backward."""
         return 1.0 if self._divisor is None else self._divisor / self._last_divisor
 
-    def begin(self) -> None:
-        """Does nothing."""
-
     def count_micro_batches(self, count: int) -> int:
         """Returns the largest ``count`` of any rank."""
         return collectives.max_over_ranks(count)
@@ -220,10 +217,6 @@ class FSDPSync(RankSync):
         whole = collectives.sum_over_ranks(local)
         self._whole = float(whole) if whole.is_cpu else whole
         return self._whole
-
-    def accumulating(self) -> contextlib.AbstractContextManager[None]:
-        """Does nothing: gradients are reduced in every backward."""
-        return contextlib.nullcontext()
 
     def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
         """Takes part in forwards of other ranks that this rank has no rows for. Yields zeros for :meth:`backward`."""
@@ -247,9 +240,6 @@ class FSDPSync(RankSync):
         self._local = self._whole = None
         settings.check(*digests)
         return LossSum(torch.full_like(local.total, total), whole)
-
-    def rescale(self, factor: Weight) -> None:
-        """Does nothing: :meth:`backward` chooses a divisor that is the same on all ranks."""
 
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
         """Multiplies the shards of the reduced gradients.

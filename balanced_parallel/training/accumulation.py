@@ -1,16 +1,12 @@
-"""Loss, weight and gradients of the micro-batches since the last update.
+"""Micro-batches: how a batch is cut into them, and loss, weight and gradients of those since the last update.
 
 Gradients are those of a sum of losses. They are divided by a prediction of the total weight (``divisor``) as they are made. What
 the prediction lacks is one factor, before the update.
 
 A weight on a device is copied to the host before the backward of its micro-batch is launched, and read after the last one. So the
-host waits for no backward.
+host waits for no backward. With float16 the divisor is a power of two, so that a division rounds nothing.
 
-Divisors of gradients that are powers of two, so that a division rounds nothing. Weights may be on a device, unread.
-
-Cuts an effective batch into the micro-batches of one process.
-
-The micro-batches since the last update. A failure forgets them: nobody knows which rows the gradients are of.
+A failure forgets the micro-batches: nobody knows which rows the gradients are of.
 """
 
 import math
@@ -83,16 +79,16 @@ class Accumulation:
             followers: micro-batches of the same batch that follow, and probably weigh as much.
             last: reduces all gradients.
         """
-        weights = [1.0 if one.weight is None else one.weight for one in losses]  # a sum counts, but is not divided
+        weights = [1.0 if term.weight is None else term.weight for term in losses]  # a sum counts, but is not divided
         weight = _sum(weights, self.total.device)
         self._add_weight(weight)
-        for one in losses:
-            self.total = self.total + move(one.total.detach(), self.total.device)
+        for term in losses:
+            self.total = self.total + move(term.total.detach(), self.total.device)
         if last:
             begin_reduction()
             self._sync.start(LossSum(self.total, self.weight))
         self._predict_divisor(weight * followers, last=last)
-        roots = [scaled(one.total, self._scaler) for one in losses]
+        roots = [scaled(term.total, self._scaler) for term in losses]
         self._sync.backward(roots, self._divisor, last=last)
         self._has_gradients, self.is_reduced = True, last
 
@@ -109,8 +105,8 @@ class Accumulation:
         for zeros in self._sync.forwards_without_rows(is_reduced=self.is_reduced):
             self.backward([LossSum(zero, 0.0) for zero in zeros], 0, last=True)
         whole = self._sync.finish(LossSum(self.total, self.weight), settings)
-        known = self._weight_on_host if whole.weight is self.weight else whole.weight
-        weight = max(float(known() if callable(known) else known or 0.0), minimum)
+        counted = self._weight_on_host if whole.weight is self.weight else whole.weight
+        weight = max(float(counted() if callable(counted) else counted or 0.0), minimum)
         divisor = weight if self._is_mean and weight else 1.0
         loss = whole.total / divisor if weight else torch.full_like(whole.total, torch.nan)
         return loss.to(self.total.dtype), weight, self._divisor * self._sync.gradient_scale / divisor
@@ -163,11 +159,11 @@ def power_of_two(number: Weight, otherwise: Weight = 1.0) -> Weight:
     return torch.where((number > 0) & (number < math.inf), power, otherwise)
 
 
-def larger(one: Weight, other: Weight) -> Weight:
+def larger(number: Weight, other: Weight) -> Weight:
     """Returns the larger of two numbers."""
-    if isinstance(one, Tensor):
-        return one.clamp(min=other)
-    return other.clamp(min=one) if isinstance(other, Tensor) else max(one, other)
+    if isinstance(number, Tensor):
+        return number.clamp(min=other)
+    return other.clamp(min=number) if isinstance(other, Tensor) else max(number, other)
 
 
 def is_one(factor: Weight) -> bool:
@@ -257,17 +253,17 @@ def cut_micro_batches(
 
 
 def run_forward(
-    model: Model, precision: Precision, micro_batch: MicroBatch, losses: BatchLosses, kept: list[PerReplica] | None
+    model: Model, precision: Precision, micro_batch: MicroBatch, losses: BatchLosses, collected: list[PerReplica] | None
 ) -> list[LossSum]:
     """Runs the model and the criterion. Returns a loss per replica.
 
     Args:
-        kept: receives the detached outputs.
+        collected: receives the detached outputs.
     """
     with precision.autocast(model.devices):
         outputs = model(*micro_batch.arguments.inputs, **micro_batch.arguments.kwargs)
-        if kept is not None:
-            kept.append(detach_outputs(outputs, micro_batch.order))
+        if collected is not None:
+            collected.append(detach_outputs(outputs, micro_batch.order))
         return losses.compute(outputs, *micro_batch.targets)
 
 

@@ -105,7 +105,7 @@ class Checkpoints:
         self.folder.mkdir(parents=True, exist_ok=True)
         rank = collectives.rank()
         answers = self._on_all_ranks(lambda: (number, tidy(self.folder) if rank == 0 else []))
-        if len(numbers := {given for given, _ in answers}) > 1:
+        if len(numbers := {number for number, _ in answers}) > 1:
             raise ValueError(f"ranks save with the numbers {sorted(numbers)}, expected the same on all")
         newest = max((saved for saved in answers[0][1] if saved not in self._damaged), default=number)
         if newest > number:
@@ -211,19 +211,19 @@ class Checkpoints:
 
     def _on_all_ranks(self, find: Callable[[], T]) -> list[T]:
         """Returns the result of each rank. If one cannot read the files, all raise an error."""
-        found, problem = None, ""
+        result, problem = None, ""
         try:
-            found = find()
+            result = find()
         except OSError as error:
             problem = f"rank {collectives.rank()}: {error}"
         try:
-            answers = collectives.gather_objects((found, problem), _group())
+            answers = collectives.gather_objects((result, problem), _group())
         except RuntimeError as error:
             error.add_note("Checkpoints: every rank must call save() and load_latest(), and at the same steps")
             raise
         if problems := [problem for _, problem in answers if problem]:
             raise OSError(f"the checkpoints in {self.folder} could not be read ({'; '.join(problems)}): try again")
-        return [found for found, _ in answers]
+        return [result for result, _ in answers]
 
 
 def _group() -> collectives.Group:

@@ -135,11 +135,11 @@ def write_json(path: Path, value: Any) -> None:
 
 def digests(folder: Path, names: Iterable[str]) -> dict[str, list[Any]]:
     """Returns digest and size of each file."""
-    found = {}
+    entries = {}
     for name in names:
         with (folder / name).open("rb") as file:
-            found[name] = [hashlib.file_digest(file, "sha256").hexdigest(), file.tell()]
-    return found
+            entries[name] = [hashlib.file_digest(file, "sha256").hexdigest(), file.tell()]
+    return entries
 
 
 def damage(folder: Path, rank: int, ranks: int) -> str:

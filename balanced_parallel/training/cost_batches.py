@@ -171,11 +171,12 @@ def _checked(collated: Any, rows: int, model: Model, criterion: DataParallelCrit
     inputs, targets = inputs_and_targets(collated)
     shard, dims = marked(inputs, containers.spread(targets), model, criterion)
     for name, node, dim in zip(("inputs", "targets"), shard, dims, strict=True):
-        found = count_rows(node, dim, rows)
-        if found is None or found % rows or (name == "inputs" and found != rows):  # targets may be flattened
+        rows_of_node = count_rows(node, dim, rows)
+        # targets may be flattened
+        if rows_of_node is None or rows_of_node % rows or (name == "inputs" and rows_of_node != rows):
             raise ValueError(
-                f"collate was given {rows} samples and returned {name} with {found or 'no'} rows, expected one row for each "
-                f"sample, {rows}"
+                f"collate was given {rows} samples and returned {name} with {rows_of_node or 'no'} rows, expected one row for "
+                f"each sample, {rows}"
             )
     return shard, dims
 
@@ -362,7 +363,7 @@ def _trims(whole: Shard, trim: Trim, model: Model, costs: Sequence[float]) -> li
             f"trim= names {', '.join(map(str, unknown))}, expected some of {', '.join(name for name, _ in values)}: the "
             "arguments of the model that were passed, and the targets"
         )
-    found: list[int | None] = []
+    dims: list[int | None] = []
     length: int | None = None
     for name, value in values:
         dim = trim.get(name) if isinstance(trim, Mapping) else trim
@@ -370,13 +371,13 @@ def _trims(whole: Shard, trim: Trim, model: Model, costs: Sequence[float]) -> li
             tensor = leaf.leaf if type(leaf) is Along else leaf
             has_dim = dim is not None and isinstance(tensor, Tensor) and tensor.dim() > dim
             length = tensor.size(dim) if has_dim and length is None else length
-            found.append(dim if has_dim and (isinstance(trim, Mapping) or tensor.size(dim) == length) else None)
+            dims.append(dim if has_dim and (isinstance(trim, Mapping) or tensor.size(dim) == length) else None)
     for row, cost in enumerate(costs):
         if cost != int(cost) or length is None or cost > length:
             raise ValueError(
                 f"the cost of row {row} is {cost}, expected a number of entries, at most {length}: trim={trim!r} keeps so many"
             )
-    return found
+    return dims
 
 
 Cost = Callable[[Any], Any]
@@ -417,9 +418,9 @@ def make_cuts(
 
 def _check(options: CostOptions, micro_batch_size: int | Literal["auto"] | None) -> None:
     cost, collate, trim, combine, micro_batch_cost = options
-    given = [name for name, value in options._asdict().items() if value is not None]
-    if cost is None and given:
-        raise ValueError(f"{given[0]}= was given without cost=, expected the cost of a row too, such as cost=len")
+    names = [name for name, value in options._asdict().items() if value is not None]
+    if cost is None and names:
+        raise ValueError(f"{names[0]}= was given without cost=, expected the cost of a row too, such as cost=len")
     for name, function in (("cost", cost), ("collate", collate), ("combine", combine)):
         check_type(name, function, Callable | None, "a function")
     for dim in trim.values() if isinstance(trim, Mapping) else [trim] if trim is not None else []:

@@ -215,7 +215,7 @@ class Recovery:
 
     def _report(self) -> None:
         if self._tried and rank() == 0:
-            tried = ", then ".join(f"{one:g}" for one in self._tried)
+            tried = ", then ".join(f"{limit:g}" for limit in self._tried)
             _log.warning(
                 "out of memory with %s %s per device in one forward: from now on at most %s",
                 tried,

@@ -18,10 +18,8 @@ from .update import scale_gradients, trained_tensors
 __all__: list[str] = []
 
 
-class ReplicaSync:
+class ReplicaSync(GradientSync):
     """Sums gradients of replicas to the module's parameters, or to their owners, in the backward of the last micro-batch."""
-
-    gradient_scale = 1.0
 
     def __init__(self, model: DataParallelModel, criterion: DataParallelCriterion) -> None:
         self._model = model
@@ -31,13 +29,6 @@ class ReplicaSync:
     def _buckets(self) -> list[GradientBuckets]:
         # the model's last: a BalancedOptimizer takes the gradients of parameters that they share from there
         return [self._criterion.replicas.gradients, self._model.replicas.gradients]
-
-    def begin(self) -> None:
-        """Does nothing."""
-
-    def count_micro_batches(self, count: int) -> int:
-        """Returns ``count``: there is one process."""
-        return count
 
     def first_divisor(self, expected: Weight, before: float) -> float:
         """Returns the expected weight, if the host knows it. One device then computes as the plain program does, bit for bit."""
@@ -60,9 +51,6 @@ class ReplicaSync:
         if not is_reduced:
             yield []
 
-    def start(self, local: LossSum) -> None:
-        """Does nothing: the loss of this process is the whole loss."""
-
     def backward(self, losses: Sequence[Tensor], divisor: Weight, *, last: bool) -> None:
         """Runs one backward. The last one sums the gradients of the replicas."""
         if losses:
@@ -80,21 +68,13 @@ class ReplicaSync:
         for buckets in self._buckets:
             buckets.scale(factor)
         # not through the grad of a sharded parameter, which gathers it
-        own = [get_gradient(tensor) for tensor in trained_tensors(self._model, self._criterion).values()]
-        gradients = [gradient for gradient in own if gradient is not None]
+        slots = [get_gradient(tensor) for tensor in trained_tensors(self._model, self._criterion).values()]
+        gradients = [gradient for gradient in slots if gradient is not None]
         torch_private.foreach_multiply_(gradients, factor)
 
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
         """Multiplies the gradients of ``tensors``."""
         scale_gradients(tensors, factor)
-
-    def smallest(self, number: float) -> float:
-        """Returns ``number``."""
-        return number
-
-    def abandon(self) -> bool:
-        """Returns False: no other process waits."""
-        return False
 
     def discard(self, *, out_of_memory: bool = False) -> None:
         """Forgets the gradients on the replicas."""

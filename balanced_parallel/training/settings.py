@@ -1,11 +1,8 @@
 """Settings of a :class:`TrainStep` that must be the same on all ranks. Ranks that differ in one train different models, or hang.
 
 All settings are compared once, before the first update exchanges anything else. What a schedule changes later is a digest, which
-travels in the all-reduce of the losses: a later comparison costs no collective, and every rank decides on it alike.
-
-Checks of the arguments of :class:`TrainStep`.
-
-Checks of the optimizers of a :class:`TrainStep`.
+travels in the all-reduce of the losses: a later comparison costs no collective, and every rank decides on it alike. Arguments and
+optimizers are checked here too.
 """
 
 import functools
@@ -92,7 +89,7 @@ class Settings:
             "micro_batch_size='auto'": self.is_auto,
             "unit of the micro-batches": self.unit,
             "optimizer": ", ".join(map(_name_of_optimizer, self.optimizers)),
-            "scheduler": ", ".join(type(one).__name__ for one in self.schedulers) or "none",
+            "scheduler": ", ".join(type(scheduler).__name__ for scheduler in self.schedulers) or "none",
             "the sampler's batches": begun_batches(),
             "the last step of the optimizer": self.failure or "was made",
         }
@@ -121,8 +118,8 @@ def describe_criterion(criterion: DataParallelCriterion | None) -> dict[str, Has
     for path, part in function.named_modules() if isinstance(function, nn.Module) else ():
         is_of_torch = type(part).__module__.startswith("torch.nn.")
         values = {**vars(part), **buffers_of(part)} if is_of_torch else vars(part)  # buffers: the weights of classes
-        kept = {name: value for name, value in values.items() if is_of_torch or isinstance(value, float)}
-        facts |= _settings(kept, f" of {path or 'the criterion'}")
+        settings = {name: value for name, value in values.items() if is_of_torch or isinstance(value, float)}
+        facts |= _settings(settings, f" of {path or 'the criterion'}")
     return facts
 
 
@@ -197,10 +194,10 @@ def check_optimizers(update: Update, schedulers: Sequence[LRScheduler]) -> None:
         refuse_closures(optimizer, "TrainStep")
         if isinstance(optimizer, BalancedOptimizer):  # its groups have the shards
             continue
-        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if given and not any(id(parameter) in trained for parameter in given):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if parameters and not any(id(parameter) in trained for parameter in parameters):
             name = f"{type(optimizer).__name__} (optimizer {number})" if number else type(optimizer).__name__
             raise ValueError(
-                f"{name} has {len(given)} parameter(s), and none is a parameter of the model or the criterion: nothing would be "
-                "trained. Make the optimizer of model.parameters(), after the model was wrapped, moved or sharded"
+                f"{name} has {len(parameters)} parameter(s), and none is a parameter of the model or the criterion: nothing "
+                "would be trained. Make the optimizer of model.parameters(), after the model was wrapped, moved or sharded"
             )

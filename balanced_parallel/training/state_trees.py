@@ -44,14 +44,14 @@ def split_tensors(tree: Any) -> tuple[Any, dict[str, Tensor]]:
         if kind in _PLAIN:
             return value
         if kind is list:
-            return [encode(one, (*path, str(index))) for index, one in enumerate(value)]
+            return [encode(entry, (*path, str(index))) for index, entry in enumerate(value)]
         if kind in (tuple, torch.Size):
-            return {kind.__name__.lower(): [encode(one, (*path, str(index))) for index, one in enumerate(value)]}
+            return {kind.__name__.lower(): [encode(entry, (*path, str(index))) for index, entry in enumerate(value)]}
         if isinstance(value, np.generic) and value.dtype.kind in "biuf" and type(value.item()) in _PLAIN:
             return {"numpy": [value.dtype.name, value.item()]}
         for name, mapping in _MAPPINGS.items():
             if kind is mapping and all(type(key) in _PLAIN for key in value):
-                return {name: [[key, encode(one, (*path, key))] for key, one in value.items()]}
+                return {name: [[key, encode(entry, (*path, key))] for key, entry in value.items()]}
         raise TypeError(
             f"{tensor_key(path)} is a {kind.__name__}, expected tensors, numbers, strings, and lists, tuples and "
             "dictionaries of them, with keys that are numbers or strings: a checkpoint has no pickled objects"
@@ -68,7 +68,7 @@ def join_tensors(tree: Any, find: Callable[[Path, torch.Size, torch.dtype], Tens
         find: returns the stored tensor of a path, or memory for it, which may be filled afterwards.
     """
     if isinstance(tree, list):
-        return [join_tensors(one, find) for one in tree]
+        return [join_tensors(entry, find) for entry in tree]
     if not isinstance(tree, dict):
         return tree
     ((kind, value),) = tree.items()
@@ -80,8 +80,8 @@ def join_tensors(tree: Any, find: Callable[[Path, torch.Size, torch.dtype], Tens
     if kind == "numpy":
         return np.dtype(value[0]).type(value[1])
     if kind in ("tuple", "size"):
-        return (tuple if kind == "tuple" else torch.Size)(join_tensors(one, find) for one in value)
-    return _MAPPINGS[kind]({key: join_tensors(one, find) for key, one in value})
+        return (tuple if kind == "tuple" else torch.Size)(join_tensors(entry, find) for entry in value)
+    return _MAPPINGS[kind]({key: join_tensors(entry, find) for key, entry in value})
 
 
 def tensor_key(path: Iterable[Any]) -> str:

@@ -1,8 +1,6 @@
 """``TrainStep``: an effective batch in micro-batches that fit, and one exact update.
 
-The state of a :class:`TrainStep` between two updates.
-
-The state of an optimizer by the names of its parameters, so that it does not depend on their order.
+Its state between two updates has the state of an optimizer by the names of the parameters, so it does not depend on their order.
 """
 
 import random
@@ -110,8 +108,10 @@ class StepState:
         return {
             "model": _module_state(self.model.module),
             "criterion": dict(self.criterion.state_dict()),
-            "optimizers": [state_by_name(one, self._trained) for one in each_optimizer(self.optimizer)],
-            "schedulers": [{"class": class_name(one), **one.state_dict()} for one in each_scheduler(self.scheduler)],
+            "optimizers": [state_by_name(optimizer, self._trained) for optimizer in each_optimizer(self.optimizer)],
+            "schedulers": [
+                {"class": class_name(scheduler), **scheduler.state_dict()} for scheduler in each_scheduler(self.scheduler)
+            ],
             "scaler": None if scaler is None else scaler.state_dict(),
             "random": {f"rank{rank}": generator_states(self.model.devices)},
             "python": random.getstate(),
@@ -153,8 +153,8 @@ class StepState:
         """Raises the errors of :meth:`load_state_dict`, without changing anything."""
         if missing := _ENTRIES - state_dict.keys():
             raise ValueError(f"the state lacks {', '.join(sorted(missing))}, expected what a TrainStep's state_dict() returns")
-        for name, mine in (("optimizers", each_optimizer(self.optimizer)), ("schedulers", each_scheduler(self.scheduler))):
-            classes, expected = [state["class"] for state in state_dict[name]], [class_name(one) for one in mine]
+        for name, parts in (("optimizers", each_optimizer(self.optimizer)), ("schedulers", each_scheduler(self.scheduler))):
+            classes, expected = [state["class"] for state in state_dict[name]], [class_name(part) for part in parts]
             if classes != expected:
                 raise ValueError(f"the state has the {name} {classes}, expected {expected}")
         for optimizer, state in zip(each_optimizer(self.optimizer), state_dict["optimizers"], strict=True):
@@ -401,11 +401,11 @@ def state_by_name(optimizer: Optimizer, trained: Mapping[str, Tensor]) -> dict[s
         optimizer: of torch, or a :class:`BalancedOptimizer`.
         trained: the parameters by name. Others are called by their number.
     """
-    names, found = _names(optimizer, trained), optimizer.state_dict()
+    names, state = _names(optimizer, trained), optimizer.state_dict()
     return {
         "class": class_name(optimizer),
-        "state": {names[number]: state for number, state in found["state"].items()},
-        "param_groups": [{**group, "params": [names[number] for number in group["params"]]} for group in found["param_groups"]],
+        "state": {names[number]: entries for number, entries in state["state"].items()},
+        "param_groups": [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]],
     }
 
 
@@ -421,15 +421,15 @@ def numbered_state(optimizer: Optimizer, trained: Mapping[str, Tensor], state_di
     if len(groups) != len(state_dict["param_groups"]):
         raise ValueError(f"the state has {len(state_dict['param_groups'])} param groups, expected {len(groups)}")
     for place, (group, saved) in enumerate(zip(groups, state_dict["param_groups"], strict=True)):
-        mine = names[first : first + len(group["params"])]
-        first += len(mine)
-        different = sorted({*mine} ^ {*saved["params"]})
+        expected = names[first : first + len(group["params"])]
+        first += len(expected)
+        different = sorted({*expected} ^ {*saved["params"]})
         if different:
             raise ValueError(
-                f"param group {place} of the state has {len(saved['params'])} parameters, expected the {len(mine)} of the "
+                f"param group {place} of the state has {len(saved['params'])} parameters, expected the {len(expected)} of the "
                 f"optimizer: only one of them has {', '.join(different[:3])}"
             )
-        loaded.append({**saved, "params": [numbers[name] for name in mine]})
+        loaded.append({**saved, "params": [numbers[name] for name in expected]})
     return {"state": {numbers[name]: value for name, value in state_dict["state"].items()}, "param_groups": loaded}
 
 
@@ -442,9 +442,9 @@ def class_name(optimizer: Any) -> str:
 
 def _names(optimizer: Optimizer, trained: Mapping[str, Tensor]) -> list[str]:
     """Returns the names of the parameters, in the order in which a ``state_dict()`` numbers them."""
-    known = {id(parameter): uncompiled_name(name) for name, parameter in trained.items()}
+    names = {id(parameter): uncompiled_name(name) for name, parameter in trained.items()}
     parameters = [parameter for group in _whole_groups(optimizer) for parameter in group["params"]]
-    return [known.get(id(parameter), f"parameter {number}") for number, parameter in enumerate(parameters)]
+    return [names.get(id(parameter), f"parameter {number}") for number, parameter in enumerate(parameters)]
 
 
 def _whole_groups(optimizer: Optimizer) -> list[dict[str, Any]]:

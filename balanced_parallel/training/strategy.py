@@ -1,4 +1,4 @@
-"""The protocol of synchronising gradients: over the replicas of a process, the ranks of DDP, or the shards of FSDP2.
+"""The base class of synchronising gradients: over the replicas of a process, the ranks of DDP, or the shards of FSDP2.
 
 with sync.accumulating():
     sync.backward(losses, divisor, last=False)    # micro-batches before the last
@@ -7,6 +7,8 @@ sync.backward(losses, divisor, last=True)         # gradients are reduced while 
 loss_sum = sync.finish(loss_sum, settings)        # everything is summed
 """
 
+import abc
+import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -32,19 +34,22 @@ class Settings(Protocol):
         """Checks the sums. All processes raise an error, or none."""
 
 
-class GradientSync(Protocol):
-    """Synchronises the gradients of one update, of a model and its criterion."""
+class GradientSync(abc.ABC):
+    """Synchronises the gradients of one update, of a model and its criterion. Defaults are those of one process."""
 
-    def begin(self) -> None:
+    def begin(self) -> None:  # noqa: B027 - nothing to do in one process
         """Begins an update that may be abandoned."""
 
     @property
     def gradient_scale(self) -> Weight:
         """The factor from the reduced gradients to their sum: the number of ranks, if ranks average."""
+        return 1.0
 
     def count_micro_batches(self, count: int) -> int:
         """Returns how many micro-batches to run, if this process needs ``count``."""
+        return count
 
+    @abc.abstractmethod
     def first_divisor(self, expected: Weight, before: float) -> float:
         """Returns a divisor for the first gradients of an update, without waiting for a device or a rank.
 
@@ -53,12 +58,15 @@ class GradientSync(Protocol):
             before: the weight of the update before, over everything.
         """
 
+    @abc.abstractmethod
     def whole_weight(self, expected: Weight, *, last: bool) -> Weight:
         """Returns the expected weight over everything. It is exact if ``last``, after :meth:`start`."""
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Surrounds micro-batches before the last, whose gradients stay where they are."""
+        return contextlib.nullcontext()
 
+    @abc.abstractmethod
     def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
         """Takes part in forwards that other processes still make, without rows. Yields zeros for :meth:`backward`.
 
@@ -66,12 +74,14 @@ class GradientSync(Protocol):
             is_reduced: this process has run its last backward.
         """
 
-    def start(self, local: LossSum) -> None:
+    def start(self, local: LossSum) -> None:  # noqa: B027
         """Starts to copy loss and weight to where they are summed, before the last backward."""
 
+    @abc.abstractmethod
     def backward(self, losses: Sequence[Tensor], divisor: Weight, *, last: bool) -> None:
         """Runs backward from the losses over ``divisor``. The last one reduces all gradients."""
 
+    @abc.abstractmethod
     def finish(self, local: LossSum, settings: Settings) -> LossSum:
         """Returns loss and weight over everything. All gradients are reduced. A weight of other ranks is on the host.
 
@@ -79,14 +89,16 @@ class GradientSync(Protocol):
             ValueError: other processes have other settings.
         """
 
-    def rescale(self, factor: Weight) -> None:
+    def rescale(self, factor: Weight) -> None:  # noqa: B027
         """Multiplies the gradients that are not reduced yet."""
 
+    @abc.abstractmethod
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
         """Multiplies the reduced gradients of ``tensors``."""
 
     def smallest(self, number: float) -> float:
         """Returns the smallest ``number`` of all processes."""
+        return number
 
     def abandon(self) -> bool:
         """Gives the update up, after this process ran out of memory.
@@ -97,7 +109,9 @@ class GradientSync(Protocol):
         Raises:
             RuntimeError: another process failed for another reason.
         """
+        return False
 
+    @abc.abstractmethod
     def discard(self, *, out_of_memory: bool = False) -> None:
         """Forgets the gradients that are not reduced yet, after a failure. Processes that wait for them are told."""
 

@@ -53,7 +53,9 @@ class Update:
     @functools.cached_property
     def parameters(self) -> list[Tensor]:
         """Parameters of the optimizers, each once."""
-        return list({id(parameter): parameter for one in self.optimizers for parameter in _parameters_of(one)}.values())
+        return list(
+            {id(parameter): parameter for optimizer in self.optimizers for parameter in _parameters_of(optimizer)}.values()
+        )
 
     @functools.cached_property
     def outside(self) -> list[Tensor]:
@@ -143,7 +145,7 @@ class Update:
             for parameter in _parameters_of(optimizer):
                 first = owner.setdefault(id(parameter), number)
                 if first != number:
-                    names = [name for name, known in self.trained.items() if known is parameter]
+                    names = [name for name, tensor in self.trained.items() if tensor is parameter]
                     raise ValueError(
                         f"{names[0] if names else 'a parameter'} of shape {tuple(parameter.shape)} is in the optimizers {first} "
                         f"and {number}, expected in one of them: both would update it"
@@ -154,39 +156,39 @@ def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
     return (parameter for group in optimizer.param_groups for parameter in group["params"])
 
 
-def each_optimizer(given: Optimizers) -> list[Optimizer]:
+def each_optimizer(optimizers: Optimizers) -> list[Optimizer]:
     """Returns a list of one or several optimizers.
 
     Raises:
         TypeError: something else is given.
         ValueError: the list is empty.
     """
-    optimizers = _listed(given, Optimizer, "optimizer")
-    if not optimizers:
+    each = _listed(optimizers, Optimizer, "optimizer")
+    if not each:
         raise ValueError("no optimizer was given, expected one or more")
-    return optimizers
+    return each
 
 
-def each_scheduler(given: Schedulers | None) -> list[LRScheduler]:
+def each_scheduler(schedulers: Schedulers | None) -> list[LRScheduler]:
     """Returns a list of one, several or no schedulers.
 
     Raises:
         TypeError: something else is given.
         ValueError: a scheduler needs a metric.
     """
-    schedulers = [] if given is None else _listed(given, LRScheduler, "scheduler")
-    if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in schedulers):
+    each = [] if schedulers is None else _listed(schedulers, LRScheduler, "scheduler")
+    if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in each):
         raise ValueError(
             "ReduceLROnPlateau needs a metric: call its step(metric) after validation, and leave it out of scheduler= here"
         )
-    return schedulers
+    return each
 
 
-def _listed(given: Any, kind: type[_Kind], name: str) -> list[_Kind]:
-    listed = list(given) if isinstance(given, (list, tuple)) else [given]
-    for one in listed:
-        if not isinstance(one, kind):
-            raise TypeError(f"the {name} is {describe(one)}, expected {kind.__name__}, or a list of them")
+def _listed(value: Any, kind: type[_Kind], name: str) -> list[_Kind]:
+    listed = list(value) if isinstance(value, (list, tuple)) else [value]
+    for entry in listed:
+        if not isinstance(entry, kind):
+            raise TypeError(f"the {name} is {describe(entry)}, expected {kind.__name__}, or a list of them")
     return listed
 
 

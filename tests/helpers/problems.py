@@ -217,9 +217,11 @@ def whole_loss(criterion, output, targets):
     return getattr(result, "loss", result)
 
 
-def gradients(*modules):
+def gradients(*modules, optimizer=None):
+    """Copies of the gradients of all parameters. Those of a ``BalancedOptimizer`` are read from it."""
+    read = getattr(optimizer, "gradient", lambda parameter: parameter.grad)
     parameters = [parameter for module in modules if isinstance(module, nn.Module) for parameter in module.parameters()]
-    return [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
+    return [None if (gradient := read(parameter)) is None else gradient.clone() for parameter in parameters]
 
 
 def plain_program(module, criterion, inputs, targets):

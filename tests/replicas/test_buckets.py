@@ -223,7 +223,7 @@ def test_shared_gradient_tensors_are_divided_once(double, balanced):
         optimizer = BalancedOptimizer(model, kind, lr=0.1) if balanced else kind(model.parameters(), lr=0.1)
         criterion = DataParallelCriterion(lambda output, target: output.sum() / len(output), weight=lambda output, _: len(output))
         TrainStep(model, criterion, optimizer, micro_batch_size=1)(inputs, torch.zeros(4))
-        assert_same_gradients([gradient.cpu() for gradient in gradients(model)], gradients(plain))
+        assert_same_gradients([gradient.cpu() for gradient in gradients(model, optimizer=optimizer)], gradients(plain))
 
 
 class RowMajor(torch.autograd.Function):
@@ -274,7 +274,7 @@ def test_gradients_have_the_strides_of_autograd(how, dtype):
             (criterion(model(x), y) / 2).backward()
         else:
             criterion(model(x), y).backward()
-        return [parameter.grad for parameter in net.parameters()]
+        return gradients(net, optimizer=optimizer)
 
     expected = trained(["cpu"])
     with simulate(3):
