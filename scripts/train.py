@@ -137,7 +137,6 @@ def make_plan(flags: argparse.Namespace, task: Task) -> memory.MemoryPlan:
         capacity=memory_sizes(flags),
         devices=flags.simulate or (len(flags.devices) if flags.devices else max(1, torch.accelerator.device_count())),
         precision=flags.precision,
-        max_grad_norm=flags.max_grad_norm,
         device_kind="sim" if flags.simulate else None,
     )
 
