@@ -16,7 +16,7 @@ from ..batch.rows import count_micro_batches
 from ..diagnostics.doctor import batch_norms
 from ..runtime.values import format_bytes
 from .errors import UnknownMemory
-from .lengths import largest_cost, trace_lengths
+from .lengths import trace_lengths
 from .lines import Lines
 from .remedies import OFFLOAD, Option
 from .trace.layouts import Request, is_coupled
@@ -170,9 +170,11 @@ class Measured:
             return first.flops / (first.rows * first.micro_batches)
         lines, batch_size = self.lines(micro_batches), self.request.rows_of_update
         assert lines.second is not None
-        one, two = ((trace.rows * trace.micro_batches, trace.flops) for trace in (lines.first, lines.second))
-        per_row = (two[1] - one[1]) / (two[0] - one[0])
-        return per_row + (one[1] - per_row * one[0]) / batch_size  # the loss of all rows is computed once
+        (rows, flops), (more, more_flops) = (
+            (trace.rows * trace.micro_batches, trace.flops) for trace in (lines.first, lines.second)
+        )
+        per_row = (more_flops - flops) / (more - rows)
+        return per_row + (flops - per_row * rows) / batch_size  # the loss of all rows is computed once
 
     def most_rows(self, device: int, micro_batches: int, share: int) -> int:
         """Returns the rows that fit on a device in one forward, at most ``share``."""
@@ -204,7 +206,7 @@ class Measured:
     def largest_cost(self, dim: int, lengths: tuple[int, int]) -> int:
         """Returns the largest ``rows x longest`` of a device in one forward, for rows with lengths along ``dim``."""
         traces = trace_lengths(dataclasses.replace(self.request, micro_batches=2), dim, lengths)
-        return largest_cost(traces, [limit - SCALARS for limit in self.capacity])
+        return traces.largest_cost([limit - SCALARS for limit in self.capacity])
 
     def choose(self, batch_size: int, plain: "Measured") -> Choice:
         """Returns the choice with the fewest micro-batches in which ``batch_size`` rows fit."""

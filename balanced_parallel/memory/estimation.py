@@ -1,6 +1,10 @@
 """``memory.estimate``: the memory of an update on each device, predicted without a device.
 
-An existing :class:`TrainStep` as a request to trace, and the bytes that its tensors use now.
+The arguments become a :class:`Request`, two numbers of rows are traced, and :class:`Lines` through both give the report:
+
+    module, criterion, batch  ->  Request  ->  traces of n and 2 n rows  ->  Lines  ->  MemoryReport
+
+An existing :class:`TrainStep` becomes a request too, for ``memory.fit``, which also needs the bytes that its tensors use now.
 """
 
 import dataclasses
@@ -84,7 +88,7 @@ def estimate(
         dim: the dimension of the rows in inputs, outputs and targets.
         scalar: the result where the module reads a value of a tensor (``.item()``, ``if``). Without it such a read is an error.
         lengths: the shortest and the longest row, for reports of other lengths: ``report.at(rows, length)`` and
-            ``report.largest_cost(capacity)``. Takes six more traces.
+            ``report.largest_cost(capacity)``. Takes four more traces.
         trim: the dimension of the lengths, as in :class:`TrainStep`: that of all tensors with the batch's length there.
 
     Raises:
@@ -125,8 +129,8 @@ def estimate(
 
 def report_of(request: Request, rows: int) -> MemoryReport:
     """Traces micro-batches of ``rows`` rows, and of twice as many, and makes the report."""
-    mine, lines = lines_of(request, rows)
-    return make_report(request, rows, mine, None, lines)
+    exact, lines = lines_of(request, rows)
+    return make_report(request, rows, exact, None, lines)
 
 
 def lines_of(request: Request, rows: int) -> tuple[Lines, Lines]:
@@ -134,21 +138,21 @@ def lines_of(request: Request, rows: int) -> tuple[Lines, Lines]:
     step = request.row_step
     base = -(-max(rows, 2) // step) * step  # one row is a special case for torch: broadcasting, strides
     traces, reason = _trace_lines(request, sorted({rows, base, 2 * base}))
-    mine = Lines.exact(traces[0], request)
-    lines = Lines(traces[-2], traces[-1], request.kind, request.devices, step, request.split) if len(traces) > 1 else mine
+    exact = Lines.exact(traces[0], request)
+    lines = Lines(traces[-2], traces[-1], request.kind, request.devices, step, request.split) if len(traces) > 1 else exact
     if not lines.is_affine:
         warnings.warn(
             f"{reason}, so memory is not affine in the rows: at() and largest() trace each number of rows", stacklevel=4
         )
-    return mine, lines
+    return exact, lines
 
 
-def make_report(request: Request, rows: int, mine: Lines, asked: Sequence[int] | None, lines: Lines) -> MemoryReport:
+def make_report(request: Request, rows: int, exact: Lines, asked: Sequence[int] | None, lines: Lines) -> MemoryReport:
     """Makes the report of micro-batches of ``rows`` rows.
 
     Args:
-        mine: the lines of this number of rows.
-        asked: for each device, the rows at which to read ``mine``. ``None`` reads at the rows that were traced.
+        exact: the lines of this number of rows.
+        asked: for each device, the rows at which to read ``exact``. ``None`` reads at the rows that were traced.
         lines: for other numbers of rows.
     """
     traced = request.layout.traced_devices(request.devices)
@@ -161,16 +165,16 @@ def make_report(request: Request, rows: int, mine: Lines, asked: Sequence[int] |
         devices=request.devices,
         rows=rows,
         micro_batches=request.micro_batches,
-        peak=tuple(mine.peak(i, at) for i, at in read),
-        reserved=tuple(mine.reserved(i, at) or 0 for i, at in read),
-        parts=tuple(_parts(mine, i, at) for i, at in read),
-        assumed=_assumed(mine, request.kind),
-        timeline=tuple(tuple(mine.levels(i, at)[mine.start :].tolist()) for i, at in read),
-        where=tuple(holders_of(mine, i, at) for i, at in read),
-        phases={name: mine.first.marks[name] - mine.start for name in ("backward", "update")},
-        flops=mine.flops(None if asked is None else rows) * request.micro_batches // mine.first.micro_batches,
+        peak=tuple(exact.peak(i, at) for i, at in read),
+        reserved=tuple(exact.reserved(i, at) or 0 for i, at in read),
+        parts=tuple(_parts(exact, i, at) for i, at in read),
+        assumed=_assumed(exact, request.kind),
+        timeline=tuple(tuple(exact.levels(i, at)[exact.start :].tolist()) for i, at in read),
+        where=tuple(holders_of(exact, i, at) for i, at in read),
+        phases={name: exact.first.marks[name] - exact.start for name in ("backward", "update")},
+        flops=exact.flops(None if asked is None else rows) * request.micro_batches // exact.first.micro_batches,
         affine=lines.is_affine,
-        _batches=OtherBatches(request, mine, read, lines),
+        _batches=OtherBatches(request, exact, read, lines),
     )
 
 
@@ -237,7 +241,7 @@ def request_of_step(step: TrainStep, inputs: Any, targets: Any) -> Request:
         device_kind=kind.name,
         dim=model.dim,
         scalar=None,
-        balanced_optimizer=any(isinstance(one, BalancedOptimizer) for one in optimizers),
+        balanced_optimizer=any(isinstance(optimizer, BalancedOptimizer) for optimizer in optimizers),
         split=model.split,
     )
     return dataclasses.replace(
@@ -273,7 +277,7 @@ def _tensors_of(step: TrainStep) -> Iterator[Tensor]:
         if isinstance(part, (DataParallelModel, DataParallelCriterion)):
             yield from (copy for copies in part.replicas.copies.by_device.values() for copy in copies)
             for bucket in part.replicas.gradients.buckets:
-                yield from (one for gradients in bucket.held.values() for one in gradients if one is not None)
+                yield from (gradient for gradients in bucket.held.values() for gradient in gradients if gradient is not None)
     for optimizer in each_optimizer(step.optimizer):
         inner = optimizer.shards.inner if isinstance(optimizer, BalancedOptimizer) else optimizer
         parameters += [parameter for group in inner.param_groups for parameter in group["params"]]

@@ -1,6 +1,6 @@
 """``memory.fit``: the most rows of a micro-batch with which an existing step fits its devices.
 
-A step of which not one row fits: the largest holders of memory, and the saving that would help most.
+If not one row fits, the error names the largest holders of memory, and the saving that would help most.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ from ..runtime.values import format_bytes, parse_each
 from ..training.step import TrainStep
 from .candidates import SCALARS
 from .estimation import bytes_in_use, kind_of, lines_of, make_report, report_of, request_of_step
-from .lengths import LengthTraces, largest_cost, trace_lengths, with_length
+from .lengths import LengthTraces, trace_lengths, with_length
 from .lines import Lines
 from .remedies import SAVINGS
 from .report import Holder, MemoryReport, trace_exactly
@@ -79,11 +79,11 @@ def fit(
         several = dataclasses.replace(request, micro_batches=2)
         coupled = is_coupled(request.criterion)  # takes two passes, with all outputs, for two micro-batches and more
         half = -(-request.rows // (8 if coupled else 2) // request.row_step) * request.row_step
-        mine, lines = lines_of(several, half)
+        exact, lines = lines_of(several, half)
         if coupled:
             most = _most_of(several, lines, limits, request.rows // 2)
         else:
-            most = make_report(several, half, mine, None, lines).largest(limits) if min(limits) > 0 else 0
+            most = make_report(several, half, exact, None, lines).largest(limits) if min(limits) > 0 else 0
         rows = _per_device(most, shares)
     if not isinstance(step.model, DataParallelModel):
         rows = -max_over_ranks(-rows)
@@ -102,7 +102,7 @@ def fit(
 
 def _fit_cost(step: TrainStep, request: Request, limits: list[int], traces: LengthTraces) -> MemoryReport:
     """Sets ``step.micro_batch_cost`` to the largest budget that fits."""
-    budget = largest_cost(traces, limits) if min(limits) > 0 else 0
+    budget = traces.largest_cost(limits) if min(limits) > 0 else 0
     if not isinstance(step.model, DataParallelModel):
         budget = -max_over_ranks(-budget)
     longest = with_length(request, traces.dim, traces.longest)
@@ -110,7 +110,7 @@ def _fit_cost(step: TrainStep, request: Request, limits: list[int], traces: Leng
         raise ValueError(f"not one row of {traces.longest} fits: {explain(longest, limits)}")
     step.micro_batch_cost = budget
     rows = budget // traces.longest * request.row_step
-    lines = traces.at(traces.longest)
+    lines = traces.lines[1]
     report = make_report(dataclasses.replace(longest, micro_batches=2), rows, lines, [rows] * request.devices, lines)
     return dataclasses.replace(report, micro_batch_cost=budget, _lengths=traces)
 
@@ -148,8 +148,8 @@ def _most_of(request: Request, lines: Lines, limits: Sequence[int], rows: int) -
     low, high = 0, rows + 1
     while high - low > 1:
         middle = (low + high) // 2
-        known, at = (lines, middle) if lines.is_affine else (trace_exactly(request, middle), None)
-        fits = all(known.reserved(traced[i], at, limit) is not None for i, limit in enumerate(limits))
+        traced_lines, at = (lines, middle) if lines.is_affine else (trace_exactly(request, middle), None)
+        fits = all(traced_lines.reserved(traced[i], at, limit) is not None for i, limit in enumerate(limits))
         low, high = (middle, high) if fits else (low, middle)
     return low
 
@@ -175,7 +175,7 @@ def explain(request: Request, limits: Sequence[int]) -> str:
     report = make_report(request, rows, plain, None, plain)
     worst = max(range(len(limits)), key=lambda i: report.reserved[i] - limits[i])
     device = request.layout.traced_devices(request.devices)[worst]
-    holders = ", ".join(f"{format_bytes(one.bytes)} of {one.part}{_place(one)}" for one in report.where[worst][:3])
+    holders = ", ".join(f"{format_bytes(holder.bytes)} of {holder.part}{_place(holder)}" for holder in report.where[worst][:3])
     saved = {
         name: plain.peak(device) - Lines.exact(trace, request).peak(device)
         for name, trace in traces.items()

@@ -51,8 +51,8 @@ class Lines:
     @property
     def is_affine(self) -> bool:
         """True if both traces ran the same events, so that other numbers of rows are known."""
-        one, two = self.first, self.second
-        return two is not None and one.events == two.events and one.operators == two.operators
+        first, second = self.first, self.second
+        return second is not None and first.events == second.events and first.operators == second.operators
 
     def device_name(self, device: int) -> str:
         """Returns the name of a traced device."""
@@ -74,14 +74,16 @@ class Lines:
         assert self.second is not None
         if self.split is None:
             return -(-rows // self.step) * self.step - self.first.rows, self.second.rows - self.first.rows
-        mine, first, second = (split_sizes(count, self.split)[device] for count in (rows, self.first.rows, self.second.rows))
-        return mine - first, (second - first) or 1
+        rows_of_device, first, second = (
+            split_sizes(count, self.split)[device] for count in (rows, self.first.rows, self.second.rows)
+        )
+        return rows_of_device - first, (second - first) or 1
 
     def levels(self, device: int, rows: int | None = None) -> Numbers:
         """Returns the bytes in use on a device after each event, with the allocator's rounding."""
         rounded = -(-self.sizes(rows) // self.kind.rounds_to) * self.kind.rounds_to
-        mine = np.array([block.device == self.device_name(device) for block in self.first.blocks])
-        return np.cumsum(np.where(self._events > 0, 1, -1) * (rounded * mine)[np.abs(self._events) - 1])
+        is_here = np.array([block.device == self.device_name(device) for block in self.first.blocks])
+        return np.cumsum(np.where(self._events > 0, 1, -1) * (rounded * is_here)[np.abs(self._events) - 1])
 
     def most_rows(self, device: int, limit: int) -> int | None:
         """Returns the most rows with which tensors alone stay within ``limit``. None if memory does not grow with the rows."""
@@ -113,21 +115,21 @@ class Lines:
         events = [len(sizes) + 1, *events]
         sizes.append(self.kind.workspace)
         streams = [*(block.stream for block in self.first.blocks), 0]
-        found = replay(events, sizes, None if capacity is None else capacity - self.kind.context, streams)
-        return None if found is None else found + self.kind.context
+        reserved = replay(events, sizes, None if capacity is None else capacity - self.kind.context, streams)
+        return None if reserved is None else reserved + self.kind.context
 
     def flops(self, rows: int | None = None) -> int:
         """Returns the operations of the second update."""
         if rows is None or self.second is None:
             return self.first.flops
-        one, two = self.first, self.second
-        return one.flops + (two.flops - one.flops) * (rows - one.rows) // (two.rows - one.rows)
+        first, second = self.first, self.second
+        return first.flops + (second.flops - first.flops) * (rows - first.rows) // (second.rows - first.rows)
 
     def bytes_on_host(self, rows: int | None = None) -> int:
         """Returns the bytes per device that a micro-batch of the second update allocates on the host."""
         host, sizes = str(host_of(self.devices)), self.sizes(rows)
-        made = [event - 1 for event in self.first.events[self.start :] if event > 0]
-        total = sum(int(sizes[number]) for number in made if self.first.blocks[number].device == host)
+        allocated = [event - 1 for event in self.first.events[self.start :] if event > 0]
+        total = sum(int(sizes[number]) for number in allocated if self.first.blocks[number].device == host)
         return total // (self.devices * self.first.micro_batches)
 
     def blocks_at(self, device: int, event: int, rows: int | None = None) -> list[Block]:
@@ -138,8 +140,8 @@ class Lines:
                 live.add(number)
             else:
                 live.discard(-number)
-        mine, sizes = self.device_name(device), self.sizes(rows)
-        numbers = [number for number in sorted(live) if self.first.blocks[number - 1].device == mine]
+        name, sizes = self.device_name(device), self.sizes(rows)
+        numbers = [number for number in sorted(live) if self.first.blocks[number - 1].device == name]
         return [dataclasses.replace(self.first.blocks[n - 1], size=int(sizes[n - 1])) for n in numbers]
 
     @property

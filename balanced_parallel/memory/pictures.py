@@ -98,7 +98,7 @@ def _draw_batches(axis: Any, report: MemoryReport, limits: Sequence[int]) -> Non
     unit = _scale(axis, max(map(max, peaks)), "peak against the rows of a micro-batch")
     drawn: list[tuple[int, ...]] = []
     for device, line in enumerate(zip(*peaks, strict=True)):
-        if any(all(abs(one - other) < one / 100 for one, other in zip(line, before, strict=True)) for before in drawn):
+        if any(all(abs(peak - other) < peak / 100 for peak, other in zip(line, before, strict=True)) for before in drawn):
             continue  # one line for devices with the same memory
         drawn.append(line)
         axis.plot(rows, [peak / unit for peak in line], marker=".", label=f"device {device}")

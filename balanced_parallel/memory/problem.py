@@ -87,9 +87,9 @@ def build_problem(place: str, shape: str | None = None) -> Problem:
     module, criterion, inputs, targets = (*parts, *[None] * (4 - len(parts)))[:4]
     is_problem = len(parts) in (1, 2, 4) and isinstance(module, nn.Module) and (len(parts) == 1 or callable(criterion))
     if not is_problem or (shape is not None and len(parts) > 1):
-        given = "--input was given, and " * (shape is not None)
+        prefix = "--input was given, and " * (shape is not None)
         returned = ", ".join(map(describe, parts))
-        raise ValueError(f"{given}{place} returned {returned}: {_EXPECTED}")
+        raise ValueError(f"{prefix}{place} returned {returned}: {_EXPECTED}")
     if shape is None:
         return Problem(module, criterion, inputs, targets)
     mean = DataParallelCriterion(mean_of, weight="rows")

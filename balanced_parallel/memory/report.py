@@ -1,10 +1,7 @@
 """The result of an estimate: bytes per device, their purpose, their place in the source, and the peak of other batches.
 
-Modules and lines of source that hold memory at the peak.
-
-Memory of a report's step for other numbers of rows, and its events for the memory visualiser of torch.
-
-A page about a report, in one file that needs no network: memory over the step for any number of rows, and its holders.
+A :class:`MemoryReport` is plain data, and :class:`OtherBatches` behind it has the traces, which answer for other numbers of rows.
+``write_page`` makes a page of both, in one file that needs no network.
 """
 
 import collections
@@ -22,7 +19,7 @@ from typing import Any
 from tabulate import tabulate
 
 from ..runtime.values import UNITS, format_bytes, parse_each
-from .lengths import LengthTraces, largest_cost
+from .lengths import LengthTraces
 from .lines import Lines
 from .snapshots import make_snapshot
 from .trace.layouts import Request
@@ -56,7 +53,7 @@ def holders_of(lines: Lines, device: int, rows: int | None, most: int = 12) -> t
 
 def holders_table(holders: Sequence[Holder], style: str) -> str:
     """Returns holders as a table, in a format of tabulate."""
-    rows = [[format_bytes(one.bytes), one.part, one.module, one.line] for one in holders]
+    rows = [[format_bytes(holder.bytes), holder.part, holder.module, holder.line] for holder in holders]
     table: str = tabulate(rows, ["bytes", "part", "module", "line"], style, disable_numparse=True)
     return table
 
@@ -72,13 +69,13 @@ class OtherBatches:
 
     Args:
         request: the step.
-        mine: the lines of the report's number of rows.
-        read: for each device, its place in the trace, and the rows at which to read ``mine``; None for the traced ones.
+        exact: the lines of the report's number of rows.
+        read: for each device, its place in the trace, and the rows at which to read ``exact``; None for the traced ones.
         lines: for other numbers of rows.
     """
 
     request: Request
-    mine: Lines
+    exact: Lines
     read: Sequence[tuple[int, int | None]]
     lines: Lines
 
@@ -97,13 +94,17 @@ class OtherBatches:
 
     def levels_at(self, rows: int) -> list[list[int]]:
         """Returns the bytes in use on each device after every event of the second update."""
-        known, at = (self.lines, rows) if self.lines.is_affine else (self._trace(rows), None)
-        return [known.levels(device, at)[known.start :].tolist() for device in self._traced]
+        lines, at = self._lines_at(rows)
+        return [lines.levels(device, at)[lines.start :].tolist() for device in self._traced]
 
     def holders_at(self, rows: int) -> list[tuple[Holder, ...]]:
         """Returns the largest holders of each device's peak."""
-        known, at = (self.lines, rows) if self.lines.is_affine else (self._trace(rows), None)
-        return [holders_of(known, device, at) for device in self._traced]
+        lines, at = self._lines_at(rows)
+        return [holders_of(lines, device, at) for device in self._traced]
+
+    def _lines_at(self, rows: int) -> tuple[Lines, int | None]:
+        """Returns lines, and the rows at which to read them; None for the traced ones."""
+        return (self.lines, rows) if self.lines.is_affine else (self._trace(rows), None)
 
     def largest(self, limits: Sequence[int]) -> int:
         """Returns the most rows that fit; 0 if not even one row fits.
@@ -133,7 +134,7 @@ class OtherBatches:
 
     def snapshot(self) -> dict[str, Any]:
         """Returns the events of both updates in the format of ``torch.cuda.memory._dump_snapshot``."""
-        return make_snapshot(self.mine, self.read)
+        return make_snapshot(self.exact, self.read)
 
     @functools.cached_property
     def _traces(self) -> dict[int, Lines]:
@@ -151,9 +152,9 @@ class OtherBatches:
         return min((most for most in per_device if most is not None), default=None)
 
     def _fits(self, rows: int, limits: Sequence[int]) -> bool:
-        known, at = (self.lines, rows) if self.lines.is_affine else (self._trace(rows), None)
+        lines, at = self._lines_at(rows)
         asking = dict.fromkeys(zip(self._traced, limits, strict=True))
-        return all(known.reserved(device, at, limit) is not None for device, limit in asking)
+        return all(lines.reserved(device, at, limit) is not None for device, limit in asking)
 
 
 def runs(lines: Lines, name: str) -> bool:
@@ -249,8 +250,8 @@ class MemoryReport:
     def largest_cost(self, capacity: int | str | Sequence[int | str]) -> int:
         """Returns the largest budget of cost that fits: a ``micro_batch_cost`` for :class:`TrainStep`.
 
-        Each device may run any shard whose ``rows x longest`` is within it. The estimate had ``lengths=``. The result is 0 if one
-        row of the longest does not fit, and at most 0.1 % below the largest possible.
+        Each device may run any shard whose ``rows x longest`` is within it. The estimate had ``lengths=``. The result is a
+        number of the longest rows: 0 if one of them does not fit.
 
         Args:
             capacity: as for :meth:`largest`.
@@ -258,7 +259,7 @@ class MemoryReport:
         Raises:
             ValueError: as for :meth:`largest`, or the estimate had no lengths.
         """
-        return largest_cost(self._of_lengths, parse_each(capacity, self.devices))
+        return self._of_lengths.largest_cost(parse_each(capacity, self.devices))
 
     def levels_at(self, rows: int) -> list[list[int]]:
         """Returns the timeline for micro-batches of ``rows`` rows over all devices.
@@ -318,8 +319,10 @@ class MemoryReport:
     def to_json(self) -> str:
         """Returns the report as JSON, without its timeline."""
         hidden = {"timeline", "_batches", "_lengths"}
-        values = {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name not in hidden}
-        return json.dumps(values | {"where": [[dataclasses.asdict(each) for each in one] for one in self.where]}, indent=2)
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name not in hidden}
+        return json.dumps(
+            values | {"where": [[dataclasses.asdict(holder) for holder in holders] for holders in self.where]}, indent=2
+        )
 
     def __str__(self) -> str:
         notes = "".join(f"\n{name}: {source}" for name, source in self.assumed.items())
@@ -433,8 +436,8 @@ def _rows_of_slider(report: MemoryReport, limits: Sequence[int]) -> list[int]:
     except ValueError:  # any number fits
         largest = 0
     most = max(largest * 1.2, 2 * report.rows)
-    some = {max(1, round(most * step / STEPS / report.devices)) * report.devices for step in range(1, STEPS + 1)}
-    return sorted({*some, report.rows, *([largest] if largest else [])})
+    rows = {max(1, round(most * step / STEPS / report.devices)) * report.devices for step in range(1, STEPS + 1)}
+    return sorted({*rows, report.rows, *([largest] if largest else [])})
 
 
 def _page(report: MemoryReport, rows: int, limits: Sequence[int]) -> dict[str, str]:

@@ -24,7 +24,10 @@ def make_snapshot(lines: Lines, read: Sequence[tuple[int, int | None]]) -> dict[
     """
     devices = [_events(lines, device, rows) for device, rows in read]
     segments = [_segment(number, *of_device) for number, of_device in enumerate(devices)]
-    return {"segments": [one for one in segments if one is not None], "device_traces": [events for events, _, _ in devices]}
+    return {
+        "segments": [segment for segment in segments if segment is not None],
+        "device_traces": [events for events, _, _ in devices],
+    }
 
 
 def _events(lines: Lines, device: int, rows: int | None) -> tuple[list[dict[str, Any]], dict[int, dict[str, Any]], int]:
@@ -39,21 +42,21 @@ def _events(lines: Lines, device: int, rows: int | None) -> tuple[list[dict[str,
             continue
         if event > 0:
             frames = [_frame(block.line, block.module or block.operator), {"filename": "", "line": 0, "name": block.operator}]
-            found: dict[str, Any] = {
+            allocation: dict[str, Any] = {
                 "addr": addresses.take(size),
                 "size": size,
                 "stream": block.stream,
                 "frames": frames,
                 "category": block.kind,
             }
-            live[number] = found
-            events.append({"action": "alloc", **found, "time_us": len(events)})
+            live[number] = allocation
+            events.append({"action": "alloc", **allocation, "time_us": len(events)})
         else:
-            found = live.pop(number)
-            addresses.give_back(found["addr"], size)
+            allocation = live.pop(number)
+            addresses.give_back(allocation["addr"], size)
             for action in ("free_requested", "free_completed"):
-                events.append({"action": action, **found, "time_us": len(events)})
-    return events, {one["addr"]: one for one in live.values()}, addresses.end
+                events.append({"action": action, **allocation, "time_us": len(events)})
+    return events, {allocation["addr"]: allocation for allocation in live.values()}, addresses.end
 
 
 def _segment(device: int, events: list[Any], live: dict[int, dict[str, Any]], end: int) -> dict[str, Any] | None:
@@ -61,16 +64,16 @@ def _segment(device: int, events: list[Any], live: dict[int, dict[str, Any]], en
         return None
     blocks: list[dict[str, Any]] = []
     last = _FIRST_ADDRESS
-    for address, one in sorted(live.items()):
+    for address, allocation in sorted(live.items()):
         if last < address:
             blocks.append({"address": last, "size": address - last, "state": "inactive", "requested_size": 0, "frames": []})
-        size = -(-one["size"] // _UNIT) * _UNIT
-        requested = {"requested_size": one["size"], "frames": one["frames"]}
+        size = -(-allocation["size"] // _UNIT) * _UNIT
+        requested = {"requested_size": allocation["size"], "frames": allocation["frames"]}
         blocks.append({"address": address, "size": size, "state": "active_allocated", **requested})
         last = address + size
     if last < end:
         blocks.append({"address": last, "size": end - last, "state": "inactive", "requested_size": 0, "frames": []})
-    used = sum(one["size"] for one in live.values())
+    used = sum(allocation["size"] for allocation in live.values())
     sizes = {"total_size": end - _FIRST_ADDRESS, "allocated_size": used, "active_size": used, "requested_size": used}
     kind = {"stream": 0, "segment_type": "large", "segment_pool_id": (0, 0), "is_expandable": False, "frames": []}
     return {"device": device, "address": _FIRST_ADDRESS, "blocks": blocks, **sizes, **kind}
@@ -78,8 +81,8 @@ def _segment(device: int, events: list[Any], live: dict[int, dict[str, Any]], en
 
 def _frame(line: str, name: str) -> dict[str, Any]:
     file, _, number = line.rpartition(":")
-    known = number.isdigit()
-    return {"filename": file if known else line, "line": int(number) if known else 0, "name": name}
+    has_number = number.isdigit()
+    return {"filename": file if has_number else line, "line": int(number) if has_number else 0, "name": name}
 
 
 class _Addresses:
