@@ -16,14 +16,12 @@ ELSEWHERE = {
 }
 NOT_MEASURED = {
     "docs/balance.md": {"25 MiB": "size of a bucket"},
-    "docs/contrastive.md": {"4 GiB": "32,768 x 32,768 numbers of four bytes"},
-    "docs/examples.md": {"1e-10": "tolerance of a test"},
+    "docs/coupled_losses.md": {"4 GiB": "32,768 x 32,768 numbers of four bytes"},
     "docs/exactness.md": {"1e-10": "tolerance of a test"},
     "docs/internals.md": {"25 MiB": "size of a bucket", "4 times": "calls of a layer"},
     "docs/memory.md": {"2 %": "tolerance of a test", "500 MiB": "assumed"},
-    "docs/quickstart.md": {"1e-4": "tolerance of a test"},
+    "docs/quickstart.md": {"1e-4": "tolerance of a test", "1e-10": "tolerance of a test"},
     "docs/savings.md": {"1 MiB": "default of an argument"},
-    "docs/scale.md": {"25 MiB": "size of a bucket", "28 µs": "of NCCL's source", "1 %": "tolerance", "2 %": "tolerance"},
 }
 
 
@@ -83,7 +81,7 @@ def test_no_exception_is_left_over():
 
 
 def test_some_pages_have_copied_tables():
-    assert sum("<!-- table " in text for text in PAGES.values()) >= 3
+    assert sum("<!-- table " in text for text in PAGES.values()) >= 2
 
 
 def test_a_changed_number_is_found():

@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers.pages import PAGES, ROOT, ROWS, blocks, public_names
 from helpers.problems import CLASSES, assert_same_gradients, build_net, class_targets, gradients
+from test_walls import MAY_IMPORT
 from torch import nn
 
 import balanced_parallel
@@ -176,3 +177,17 @@ def test_api_lists_all_public_names_and_index_all_pages():
         assert f"`{name}" in PAGES["docs/api.md"], name
     for page in set(PAGES) - {"README.md", "docs/README.md"}:
         assert f"({Path(page).name})" in PAGES["docs/README.md"], page
+
+
+def test_the_map_of_the_folders_is_the_table_of_imports():
+    folders = set()
+    for folder, imports in re.findall(r"^\| `(\w+)` \|.*\| ([^|]*) \|$", LINKING["CONTRIBUTING.md"], re.MULTILINE):
+        if folder in MAY_IMPORT:
+            names = folders if imports == "all above" else set(re.findall(r"`(\w+)`", imports))
+            assert names == MAY_IMPORT[folder], folder
+            folders = folders | {folder}
+    assert folders == set(MAY_IMPORT)
+
+
+def test_there_are_at_most_18_pages():
+    assert len(set(PAGES) - {"README.md"}) <= 18

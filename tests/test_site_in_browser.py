@@ -50,7 +50,7 @@ def test_the_search_finds_pages(site, browser):
     from selenium.webdriver.common.by import By
     from selenium.webdriver.support.wait import WebDriverWait
 
-    for words, page in (("Slurm", "Slurm"), ("ignore_index", "API reference"), ("generate", "Hugging Face models")):
+    for words, page in (("Slurm", "Several hosts"), ("ignore_index", "API reference"), ("generate", "Hugging Face models")):
         browser.get(f"{site[1]}/search.html?q={words}")
         results = WebDriverWait(browser, 20).until(lambda driver: driver.find_elements(By.CSS_SELECTOR, "ul.search li a"))
         WebDriverWait(browser, 20).until(lambda driver: "found" in driver.find_element(By.CLASS_NAME, "search-summary").text)
@@ -62,7 +62,7 @@ def test_no_page_is_wider_than_a_phone(site, browser):
     size = {"width": 420, "height": 900, "deviceScaleFactor": 1, "mobile": False}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     pages = [path for path in site[0].rglob("*.html") if "_modules" not in path.parts and path.name != "index.html"]
-    assert len(pages) > 40
+    assert len(pages) > 30
     for path in pages:
         browser.get(f"{site[1]}/{path.relative_to(site[0]).as_posix()}")
         assert browser.execute_script("return document.documentElement.scrollWidth") <= 420, path

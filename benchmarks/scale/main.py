@@ -1,8 +1,8 @@
 """Predicted step time and memory on 8 to 4,096 GPUs
 
 A GPT of 1.3 billion parameters with 16,384 tokens per GPU, by the alpha-beta model. Nothing here was measured on GPUs. Run
-without arguments, it writes the README beside it and the picture of docs/scale.md. The arguments are those of the network and of
-the job.
+without arguments, it writes the README beside it, down to its formulas, and the picture of docs/clusters.md. The arguments are
+those of the network and of the job.
 """
 
 import argparse
@@ -109,13 +109,18 @@ def main() -> None:
     if (network, job) != (Network(), Job()):
         print(predicted)
         return
+    _, *formulas = (HERE / "README.md").read_text().partition("\n## Formula\n")
     title, rest = (__doc__ or "").split("\n\n", 1)
     text = f"""# {title}
 
 {rest.split("Run")[0].strip()}
-The formulas, their sources and the assumptions are in [docs/scale.md](../../docs/scale.md).
+[Several hosts](../../docs/clusters.md#scale-predicted-times-and-bytes) says which layout follows from it.
 
 {predicted}
+
+The first number of a step is for communication that overlaps fully, the second for none that overlaps. Memory holds parameters,
+gradients and AdamW's state in float32, and buffers of the communication. Activations come on top. The traffic is counted by
+the tests.
 
 Traffic of an update of a small network, predicted and counted: in torch's fake process group, and on simulated devices.
 
@@ -127,7 +132,7 @@ To reproduce (it writes this file and the picture), and to predict another clust
 .venv/bin/python benchmarks/scale/main.py
 .venv/bin/python benchmarks/scale/main.py --outside 50e9 --parameters 7000000000 --units 32
 ```
-"""
+{"".join(formulas)}"""
     (HERE / "README.md").write_text(text)
     draw(PICTURE, job, network)
     sys.stdout.write(text)

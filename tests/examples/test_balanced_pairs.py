@@ -40,7 +40,7 @@ def test_programs_are_short_and_differ_in_a_few_lines(pair):
 
 
 def test_page_lists_every_pair_and_shows_a_true_difference():
-    page = (EXAMPLES.parent / "docs" / "examples.md").read_text()
+    page = (EXAMPLES.parent / "docs" / "quickstart.md").read_text()
     assert sorted(re.findall(r"\(\.\./examples/(\w+)/balanced\.py\)", page)) == PAIRS
     plain, balanced = ((EXAMPLES / "contrastive" / f"{name}.py").read_text().splitlines() for name in ("plain", "balanced"))
     (difference,) = re.findall("```diff\n(.*?)```", page, re.DOTALL)

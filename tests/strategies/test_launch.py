@@ -316,7 +316,11 @@ def error_of_rank(rank, folder, change):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules["__main__"], "__file__", str(script), raising=False)
         patch.setitem(sys.modules, "model", helper)
-        patch.setattr(collectives, "gather_objects", lambda value: calls.append(value) or gather_objects(value))
+        patch.setattr(
+            collectives,
+            "gather_objects",
+            lambda value: (isinstance(value, dict) and calls.append(value)) or gather_objects(value),
+        )
         if change == "torch" and rank == 2:
             patch.setattr(torch, "__version__", "2.11.0")
         if change == "package" and rank == 2:
