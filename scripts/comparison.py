@@ -81,9 +81,9 @@ def torch_data_parallel_parts(task: Task, flags: argparse.Namespace) -> Parts:
         return [cluster.categories(index) for index in range(flags.simulate)]
 
 
-def estimated_parts(task: Task, flags: argparse.Namespace, layout: str) -> Parts:
+def estimated_parts(task: Task, flags: argparse.Namespace) -> Parts:
     """Predicts the memory of simulated devices, for machines without a compiler."""
-    return [dict(parts) for parts in predict(task.module, task, flags, layout, flags.simulate, "sim").parts]
+    return [dict(parts) for parts in predict(task.module, task, flags, "replicas", flags.simulate, "sim").parts]
 
 
 def predict(

@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from arguments import SIMULATED_STEPS, check, make_parser, memory_sizes, one_line_errors
 from comparison import (
-    Parts,
     draw_memory,
     estimated_parts,
     loss_table,
@@ -157,14 +156,14 @@ def compare(flags: argparse.Namespace, task: Task, before: nn.Module, losses: li
     """Compares losses with those of one device and memory with that of ``nn.DataParallel``, and draws the memory."""
     task.module.cpu()
     if cluster is not None:
-        ours: Parts = [cluster.categories(index) for index in range(flags.simulate)]
-        theirs, name, limits = torch_data_parallel_parts(task, flags), "simulated GPUs", cluster.memory
+        bars = {"nn.DataParallel": torch_data_parallel_parts(task, flags)}
+        bars["balanced_parallel"] = [cluster.categories(index) for index in range(flags.simulate)]
+        name, limits = "simulated GPUs", cluster.memory
     else:
-        ours, theirs = (estimated_parts(task, flags, layout) for layout in ("replicas", "torch_data_parallel"))
+        bars = {"balanced_parallel": estimated_parts(task, flags)}
         name, limits = "replicas on the CPU", [None] * flags.simulate
     plain = plain_losses(task, before, flags, min(len(losses), SIMULATED_STEPS))
     print(f"\n{loss_table(plain, losses, f'balanced_parallel, {flags.simulate} {name}', flags.precision)}\n")
-    bars = {"nn.DataParallel": theirs, "balanced_parallel": ours}
     print(f"{memory_table(bars)}\n")
     draw_memory(flags.plot, f"{flags.task}: {flags.batch_size} rows per update, AdamW, {flags.precision}", limits, bars)
     print(f"wrote {flags.plot}")

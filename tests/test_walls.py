@@ -230,7 +230,6 @@ REPLACES_FUNCTIONS_OF_TORCH = (
     "memory/trace/",
     "memory/operators/",
     "simulation/",
-    "replicas/",  # removed together with the record of writes
 )
 CLASSES_OF_TORCH = ("nn", "dist", "Tensor", "Parameter", "Module", "Optimizer")
 SETTINGS_OF_TORCH = ("torch.backends.", "backends.")  # flags that torch's documentation tells users to set

@@ -76,7 +76,7 @@ def estimate(
         micro_batch_size: rows per device in one forward. ``None`` is a device's whole share.
         accumulate: number of such batches per update.
         layout: ``"single"``, the plain program on one device; ``"replicas"``, :class:`DataParallelModel`; ``"ddp"`` and
-            ``"fsdp"``, one rank of several, with ``inputs`` of its own; ``"torch_data_parallel"``, ``nn.DataParallel``.
+            ``"fsdp"``, one rank of several, with ``inputs`` of its own.
         devices: number of devices, or of ranks.
         balanced_optimizer: uses :class:`BalancedOptimizer`, which under ddp is torch's ``ZeroRedundancyOptimizer``.
         checkpoint: ``"blocks"`` for activation checkpointing of the module's repeated blocks, or names of submodules.

@@ -20,10 +20,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn, overrides
 from torch._subclasses.fake_tensor import FakeTensorMode  # torch has no public module of fake tensors
-from torch._utils import _flatten_dense_tensors as flatten_dense  # these four have no public names: DistributedDataParallel
-from torch._utils import _reorder_tensors_as as reorder_as  # and torch.nn.parallel.comm import them from here too
-from torch._utils import _take_tensors as split_by_size
-from torch._utils import _unflatten_dense_tensors as unflatten_dense
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # the common base class of batch norms
 from torch.nn.modules.dropout import _DropoutNd as Dropout  # the common base class of dropouts
@@ -40,10 +36,6 @@ __all__ = [
     "Dropout",
     "FakeTensorMode",
     "TorchDispatchMode",
-    "flatten_dense",
-    "reorder_as",
-    "split_by_size",
-    "unflatten_dense",
 ]
 
 # Autograd: control over a running backward. DistributedDataParallel and FSDP2 use the same private functions.

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
 from torch.cuda import nccl
 from torch.nn.parallel import _functions
 
@@ -24,15 +25,18 @@ __all__: list[str] = []
 def broadcast_coalesced(
     labels: Labels, tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int
 ) -> list[list[Tensor]]:
-    """Copies tensors to all devices through buffers of ``buffer_size`` bytes."""
-
-    def transfer(flat: Tensor, device: torch.device) -> Tensor:
-        copy = flat.to(device)
-        labels.label([copy], Category.PARAMETERS)
-        return copy
-
-    others = [torch.device("sim", device) for device in devices[1:]]
-    return [list(tensors), *transport.broadcast_coalesced(tensors, others, buffer_size, transfer)]
+    """Copies tensors to all devices through buffers of ``buffer_size`` bytes. Copies from one buffer share its memory."""
+    results: list[list[Tensor]] = [list(tensors)]
+    for device in devices[1:]:
+        copies: dict[int, Tensor] = {}
+        for chunk in _take_tensors(tensors, buffer_size):
+            flat = _flatten_dense_tensors(chunk).to(f"sim:{device}")
+            labels.label([flat], Category.PARAMETERS)
+            # .data: a write to one copy does not move the version counter of the others
+            pieces = [piece.data for piece in _unflatten_dense_tensors(flat, chunk)]
+            copies.update(zip(map(id, chunk), pieces, strict=True))
+        results.append([copies[id(tensor)] for tensor in tensors])
+    return results
 
 
 def broadcast(tensor: Tensor, devices: Sequence[int]) -> list[Tensor]:

@@ -2,9 +2,9 @@
 
 ``memory.estimate`` compared with the second step of the plain loop (``zero_grad``, ``criterion(model(x), y)``, ``backward``,
 ``step`` of AdamW). The CPU's allocator reports every allocation and release to torch's profiler, those within operators
-included. The prediction counts tensors only, so it is below the allocator where oneDNN takes memory for itself: for
-convolutions, and for products in bf16 on some processors. Run without arguments, it measures everything and writes the
-README beside it; ``--quick`` prints a small part.
+included. The prediction counts tensors only, so it is below the allocator where oneDNN takes memory for itself: for convolutions,
+and for products in bf16 on some processors. Run without arguments, it measures everything and writes the README beside it;
+``--quick`` prints a small part.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from balanced_parallel.savings.checkpointing import find_blocks
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
+import data_parallel  # noqa: E402, F401 - registers its layout
 import layouts  # noqa: E402
 import lengths  # noqa: E402
 import models  # noqa: E402

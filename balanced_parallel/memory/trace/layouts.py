@@ -9,8 +9,6 @@ The layouts: one class each, with the facts that an estimate needs and one updat
 The plain program of a trace: its loss, and what it trains.
 
 The gradient buckets of ``DistributedDataParallel``, whose reducer is written in C++ and does not run on fake tensors.
-
-The forward of ``nn.DataParallel`` on fake devices: torch's own refuses CPUs.
 """
 
 import abc
@@ -24,9 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from ...batch.containers import leaves, map_leaves
-from ...batch.outputs import PerReplica, gather
+from ...batch.outputs import PerReplica
 from ...batch.plan import split_sizes
-from ...batch.rows import Along, Arguments, count_rows, cut, move_leaves
+from ...batch.rows import Along, Arguments, count_rows
 from ...loss.coupled import AdditiveLoss, CoupledLoss, WholeLoss, couple
 from ...loss.criterion import DataParallelCriterion
 from ...loss.sums import LossSum, Shard, add_up
@@ -37,7 +35,6 @@ from ...replicas.workers import run_in_turn
 from ...runtime.collectives import world_size
 from ...runtime.streams import SideStreams
 from ...runtime.torch_private import get_gradient
-from ...runtime.transport import broadcast_coalesced, reduce_add_coalesced
 from ...runtime.values import Precision
 from ...strategies.fsdp import shard
 from ..devices import DeviceKind
@@ -518,24 +515,6 @@ class FSDP(SingleDevice):
         torch.distributed.destroy_process_group()
 
 
-class TorchDataParallel(Layout):
-    """``nn.DataParallel``, the layout that the others are measured against.
-
-    Parameters are copied at each forward and outputs are gathered on the first device. The loss, the gradients and the
-    optimizer's state are there too.
-    """
-
-    name = "torch_data_parallel"
-    batch_on_host = True
-
-    def loss(self, arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
-        """Runs the forward of one micro-batch."""
-        devices, dim = fake_devices(self.request.devices), self.request.dim
-        with Precision(self.request.precision).autocast([HOME]):
-            output = gather(run_replicas(self.module, arguments, devices, dim), HOME, dim)
-            return compute_loss(self.criterion, output, move_leaves(targets, HOME))
-
-
 class ReplicasOfStep(ReplicaLayout):
     """Replicas with the settings of a model and a criterion that exist. The criterion of the request is the wrapped one."""
 
@@ -551,7 +530,7 @@ class ReplicasOfStep(ReplicaLayout):
         return model, criterion
 
 
-LAYOUTS: dict[str, type[Layout]] = {layout.name: layout for layout in (SingleDevice, ReplicaLayout, DDP, FSDP, TorchDataParallel)}
+LAYOUTS: dict[str, type[Layout]] = {layout.name: layout for layout in (SingleDevice, ReplicaLayout, DDP, FSDP)}
 
 
 def find_layout(name: str) -> type[Layout]:
@@ -635,39 +614,3 @@ def largest_partition(parameters: Sequence[Tensor], ranks: int) -> list[Tensor]:
         partitions[rank].append(parameter)
         sizes[rank] += parameter.numel()
     return partitions[sizes.index(max(sizes))]
-
-
-BUFFER = 10 * 2**20  # bytes: torch/nn/parallel/_functions.py, comm.py
-
-
-def run_replicas(module: nn.Module, arguments: Arguments, devices: list[torch.device], dim: int) -> list[Any]:
-    """Copies the parameters to each device, runs the module on its rows there, and returns the outputs."""
-    names = [name for name, _ in module.named_parameters()]
-    rows = count_rows(arguments, dim)
-    sizes = [size for size in split_sizes(rows or 1, len(devices)) if size]
-    pieces = cut(arguments, sizes, dim) if rows else [arguments]
-    size, copied = len(names), _Broadcast.apply(devices[: len(pieces)], *module.parameters())
-    outputs = []
-    for index, (piece, device) in enumerate(zip(pieces, devices, strict=False)):
-        inputs, kwargs = move_leaves(piece, device)
-        tensors = dict(zip(names, copied[index * size : (index + 1) * size], strict=True))
-        tensors |= {name: buffer.to(device) for name, buffer in module.named_buffers()}
-        outputs.append(torch.func.functional_call(module, tensors, inputs, kwargs))
-    return outputs
-
-
-class _Broadcast(torch.autograd.Function):
-    """``comm.broadcast_coalesced``, and in the backward ``comm.reduce_add_coalesced``."""
-
-    @staticmethod
-    def forward(ctx: Any, devices: list[torch.device], *parameters: Tensor) -> tuple[Tensor, ...]:
-        """Returns the parameters, and copies of them on each other device."""
-        ctx.size = len(parameters)
-        copies = broadcast_coalesced(parameters, devices[1:], BUFFER)
-        return (*(parameter.detach() for parameter in parameters), *(copy for tensors in copies for copy in tensors))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        """Returns the sums of the gradients over the devices."""
-        replicas = [gradients[start : start + ctx.size] for start in range(0, len(gradients), ctx.size)]
-        return (None, *(gradients if len(replicas) == 1 else reduce_add_coalesced(replicas, HOME, BUFFER)))
