@@ -63,7 +63,7 @@ def fit(
         >>> step = TrainStep(model, criterion, torch.optim.AdamW(model.parameters()))
         >>> report = fit(step, torch.zeros(4096, 256), torch.zeros(4096, 256), capacity="4MiB")
         >>> step.micro_batch_size, report.micro_batches, report.peak[0] <= 4 * 2**20
-        (612, 7, True)
+        (765, 6, True)
     """
     _check_unit(step, lengths)
     request = request_of_step(step, inputs, targets)
