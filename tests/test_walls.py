@@ -279,3 +279,72 @@ def test_nothing_replaces_a_function_of_torch():
 )
 def test_patches_of_torch_are_found(source, lines):
     assert patches_of_torch(source) == lines
+
+
+PRONOUNS = {"one", "found", "known", "mine", "own", "some", "made", "kept", "given"}
+PRONOUNS_LEFT = {  # files that still have such names
+    "__main__.py",
+    "memory/operators/recurrent.py",
+    "memory/trace/allocations.py",
+    "memory/trace/fakes.py",
+    "memory/trace/layouts.py",
+    "memory/trace/optimizers.py",
+    "memory/trace/savings.py",
+    "memory/trace/tracer.py",
+    "savings/checkpointing.py",
+    "simulation/cluster.py",
+    "simulation/compilation.py",
+    "simulation/waits.py",
+}
+
+
+def pronouns(source):
+    """Returns the variables, arguments and attributes of a source that are called by a pronoun or a participle."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr)
+        elif isinstance(node, ast.arg):
+            names.add(node.arg)
+    return {name for name in names if name.lstrip("_") in PRONOUNS}
+
+
+def test_names_are_nouns():
+    files_with_pronouns = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if pronouns(path.read_text())}
+    assert files_with_pronouns <= PRONOUNS_LEFT
+
+
+def test_pronouns_are_found():
+    source = "def f(given):\n    for one in given:\n        self._found = one.known\n    result = 1"
+    assert pronouns(source) == {"given", "one", "_found"}
+
+
+SINGLE_IMPORTER = {  # with the reason why a module is not part of its only importer, in its own folder
+    "memory.allocator": "the rules of torch's allocator, to be compared with its source",
+    "memory.fitting": "a public function",
+    "memory.remedies": "the one list of savings",
+    "memory.snapshots": "a file format of torch",
+    "memory.tricks": "an entry of the command line",
+    "optim.rank_shards": "ranks beside the devices of replica_shards",
+    "savings.evaluation": "public names",
+    "simulation.cluster": "the public name",
+    "simulation.device_module": "the module that torch asks for the devices",
+    "simulation.torch_data_parallel": "functions of torch for simulated devices",
+    "strategies.launch": "the environment of torchrun",
+    "training.checkpoint_files": "imported at the first use: its imports take seconds",
+    "training.settings": "the settings of ranks",
+    "training.two_passes": "another way to run an update",
+}
+
+
+def test_a_module_with_one_importer_in_its_folder_has_a_reason():
+    imports = imports_by_file()
+    importers = {name: {other for other, names in imports.items() if name in names} for name in imports}
+    single = {
+        name
+        for name, others in importers.items()
+        if len(others) == 1 and name.rpartition(".")[0] == next(iter(others)).rpartition(".")[0] and "." in name
+    }
+    assert {name for name in single if not name.endswith("__init__")} <= set(SINGLE_IMPORTER)

@@ -57,10 +57,11 @@ class BalancedOptimizer(torch.optim.Optimizer):
 
     ``state_dict()`` equals that of the plain optimizer over ``model.parameters()``, with tensors on the CPU, so a checkpoint
     moves between one device, many devices and many ranks. ``param_groups`` hold the owners' pieces, for gradient scalers,
-    clipping and schedulers: ``clip_grad_norm_`` takes their parameters. The pieces hold the gradients: ``parameter.grad`` of the
-    model's own parameters is None after the reduction, as in ZeRO and FSDP. :meth:`gradient` gathers it, and :meth:`zero_grad`
-    clears it; ``model.zero_grad()`` does not. Values are those of ``model.parameters()``, which every step begins with: what is
-    written to the pieces is lost. Call :meth:`step` on the same model that ran the backward.
+    clipping and schedulers: ``clip_grad_norm_`` takes their parameters. The pieces hold the gradients: ``parameter.grad`` of
+    the model's own parameters is None after the reduction, as in ZeRO and FSDP. :meth:`gradient` gathers it, and
+    :meth:`zero_grad` or ``model.zero_grad()`` clears it; ``zero_grad()`` of the module inside does not. Values are those of
+    ``model.parameters()``, which every step begins with: what is written to the pieces is lost. Call :meth:`step` on the same
+    model that ran the backward.
 
     Args:
         model: a :class:`DataParallelModel`, or the model that :func:`parallelize` returns under torchrun.

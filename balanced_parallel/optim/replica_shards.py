@@ -89,6 +89,11 @@ class BucketOwners:
                 if length == 0:
                     break
 
+    def forget(self) -> None:
+        """Clears the gradients of all pieces."""
+        for piece in self.pieces:
+            piece.values.grad = None
+
     def take(self, replicas: Sequence[Gradients]) -> Callable[[], None]:
         """Allocates sums of the replicas' gradients on the owners. Returns a function that computes them."""
         chosen = [i for i in range(len(self._parameters)) if any(gradients[i] is not None for gradients in replicas)]

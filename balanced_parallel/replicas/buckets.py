@@ -160,6 +160,9 @@ class Owners(Protocol):
     def take(self, replicas: Sequence[Gradients]) -> Callable[[], None]:
         """Allocates sums of the replicas' gradients on the current streams. Returns a function that computes them."""
 
+    def forget(self) -> None:
+        """Clears the gradients."""
+
     def repoint(self, copies: Mapping[nn.Parameter, Mapping[torch.device, Tensor]]) -> None:
         """Takes memory from ``copies`` of some parameters, which have moved."""
 
@@ -421,6 +424,12 @@ class GradientBuckets:
             bucket.drop()
         if self.side is not None:  # a backward that failed did not join
             self.side.join()
+
+    def forget_owned(self) -> None:
+        """Clears the gradients that owners hold."""
+        for bucket in self.buckets:
+            if bucket.owners is not None:
+                bucket.owners.forget()
 
     def rebuild(self, *groups: Sequence[nn.Parameter]) -> None:
         """Makes new buckets of those parameters in each of ``groups`` that require a gradient."""

@@ -157,9 +157,10 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         return self.replicas.no_sync()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clears the gradients of all parameters, and those that have accumulated on the replicas."""
+        """Clears the gradients of all parameters, those that have accumulated on the replicas, and those that are sharded."""
         super().zero_grad(set_to_none)
         self.replicas.gradients.drop()
+        self.replicas.gradients.forget_owned()
 
     def refresh_replicas(self) -> None:
         """Copies all parameters again before the next forward or update.

@@ -109,6 +109,23 @@ def test_train_step_equals_the_plain_optimizer(precision, micro_batch_size):
     assert_same(found, expected, 1e-5)
 
 
+@pytest.mark.parametrize("clear", ["optimizer", "model"])
+def test_zero_grad_of_the_optimizer_and_of_the_model_clears_the_shards(double, clear):
+    """A loop with model.zero_grad() would add up the gradients of all steps."""
+    with simulate(2):
+        net = build_net()
+        model = DataParallelModel(net)
+        criterion, optimizer = DataParallelCriterion(nn.CrossEntropyLoss()), BalancedOptimizer(model, torch.optim.SGD, lr=0.1)
+        inputs, targets = torch.randn(8, 4), torch.randint(CLASSES, (8,))
+        gradients = []
+        for _ in range(2):
+            {"optimizer": optimizer, "model": model}[clear].zero_grad()
+            criterion(model(inputs), targets).backward()
+            gradients.append([optimizer.gradient(parameter).cpu() for parameter in model.parameters()])
+    for first, second in zip(*gradients, strict=True):
+        torch.testing.assert_close(first, second)
+
+
 def test_gradient_scaler_skips_steps_with_overflow():
     with simulate(2):
         net = build_net().float()
