@@ -135,7 +135,7 @@ def measure(problem: Problem, batch: list[Any], devices: int, by_cost: bool, exp
         for _ in range(2):
             cluster.reset_peak()
             step(batch) if by_cost else step(*in_double(problem.collate(batch)))
-        gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+        gradients = [grad for parameter in module.parameters() if (grad := optimizer.gradient(parameter)) is not None]
         scale = max(float(one.abs().max()) for one in expected)
         error = max(float((one.cpu() - other).abs().max()) for one, other in zip(gradients, expected, strict=True)) / scale
         return cluster.peak, error

@@ -68,18 +68,19 @@ def _end_frameworks() -> None:
 
 
 @contextlib.contextmanager
-def watching(before: Callable[[], None], after: Callable[[int], None]) -> Iterator[None]:
+def watching(before: Callable[[Any], None], after: Callable[[int], None]) -> Iterator[None]:
     """Calls functions before and after each update, by torch's hooks for all optimizers.
 
     Args:
+        before: gets the optimizer.
         after: gets the number of updates so far. The step of an optimizer inside that of another does not count.
     """
     depth = updates = 0
 
-    def enter(*_: Any) -> None:
+    def enter(optimizer: Any, *_: Any) -> None:
         nonlocal depth
         if depth == 0:
-            before()
+            before(optimizer)
         depth += 1
 
     def leave(*_: Any) -> None:
@@ -101,8 +102,10 @@ def gradients(name: str, case: Case) -> list[dict[str, Tensor]]:
     """Returns the gradients of each update."""
     model, found = build_model(case), list[dict[str, Tensor]]()
 
-    def record() -> None:
-        found.append({key: whole(parameter.grad) for key, parameter in model.named_parameters() if parameter.grad is not None})
+    def record(optimizer: Any) -> None:
+        read = getattr(optimizer, "gradient", lambda parameter: parameter.grad)  # of a BalancedOptimizer
+        named = [(key, read(parameter)) for key, parameter in model.named_parameters()]
+        found.append({key: whole(gradient) for key, gradient in named if gradient is not None})
 
     with watching(record, lambda updates: None):
         run_program(name, model, case)
@@ -134,7 +137,7 @@ def memory(name: str, case: Case, cluster: Cluster) -> list[Memory]:
             copies = cluster.moved - moved
             through.extend(sum(count for ends, count in copies.items() if device in ends) for device in map(str, cluster.devices))
 
-    with watching(lambda: None, after):
+    with watching(lambda optimizer: None, after):
         run_program(name, build_model(case), case)
     collectives = ring_bytes(profiler)
     return [Memory(peak, count + collectives) for peak, count in zip(peaks, through, strict=True)]
@@ -170,7 +173,7 @@ def event_bytes(name: str, arguments: dict[str, Any], ranks: int) -> int:
 def update_times(name: str, case: Case) -> list[float]:
     """Returns the seconds of each update of whole batches but the first."""
     ends: list[float] = []
-    with watching(lambda: None, lambda updates: ends.append(time.perf_counter())):
+    with watching(lambda optimizer: None, lambda updates: ends.append(time.perf_counter())):
         run_program(name, build_model(case), case)
     return [later - earlier for earlier, later in itertools.pairwise(ends[: case.rows // case.batch_size])]
 

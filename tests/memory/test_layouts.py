@@ -103,7 +103,7 @@ def test_trace_has_the_memory_of_side_streams(monkeypatch, balanced):
     net = nn.Sequential(nn.Linear(64, 500), nn.Linear(500, 900), nn.Linear(900, 64))
     settings = {"layout": "replicas", "devices": 3, "device_kind": "sim", "balanced_optimizer": balanced}
     report = memory.estimate(net, nn.MSELoss(), torch.ones(12, 64), torch.ones(12, 64), **settings)
-    blocks = report._batches.mine.first.blocks
+    blocks = report._batches.exact.first.blocks
     beside = [block for block in blocks if block.stream]
     assert beside
     assert {block.kind for block in beside} == {"temporaries"}
