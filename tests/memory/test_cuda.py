@@ -25,15 +25,10 @@ class Applying(nn.Module):
         return self.function(self.first(inputs), *self.layers).flatten(1)[:, :10]
 
 
-def attention():
-    return nn.MultiheadAttention(WIDTH, 4, batch_first=True)
-
-
 FUNCTIONS = {
     "a sum of gradients": lambda: Applying(lambda h: h[:, 1:] - h[:, :-1]),
     "a sum of gradients of one operator": lambda: Applying(lambda h: torch.stack([h[:, 1], h[:, 1]], -1)),
     "a sum within an operator": lambda: Applying(lambda h: sum(torch.var_mean(h, 1))),
-    "attention": lambda: Applying(lambda h, attend: attend(h, h, h, need_weights=False)[0], attention()),
     "maximum": lambda: Applying(lambda h: h.max(1)[0]),
     "largest": lambda: Applying(lambda h: h.topk(4, 1)[0]),
     "gather": lambda: Applying(lambda h: h.gather(1, EVERY_SECOND[None, :, None].expand(ROWS, -1, WIDTH))),
@@ -43,9 +38,7 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", slow_but(FUNCTIONS, "a sum of gradients", "a sum within an operator", "attention", "maximum", "index")
-)
+@pytest.mark.parametrize("name", slow_but(FUNCTIONS, "a sum of gradients", "a sum within an operator", "maximum", "index"))
 @pytest.mark.usefixtures("one_trace")
 def test_results_in_the_memory_of_an_argument_equal_the_allocator(name):
     def batch():
