@@ -33,7 +33,7 @@ class Category(IntEnum):
         return self.name.lower().replace("_", " ")
 
 
-class Labels:
+class MemoryLabels:
     """Labels memory of parameters, gradients and optimizer state in the ledger, inside :meth:`watching`.
 
     Hooks on the forward of all modules and on the step of all optimizers find the tensors. A label applies to past peaks as

@@ -13,7 +13,7 @@ from torch.utils.backend_registration import rename_privateuse1_backend
 
 from ..runtime.values import check_type, format_bytes, parse_bytes
 from . import device_module
-from .categories import Category, Labels
+from .categories import Category, MemoryLabels
 from .compilation import load_native
 from .torch_data_parallel import comm_for_simulated_devices
 from .waits import Wait, Waits, describe_steps
@@ -42,7 +42,7 @@ class Cluster:
         memory: capacity of each device in bytes; ``None`` means no limit.
     """
 
-    def __init__(self, memory: Sequence[int | None], native: ctypes.CDLL, labels: Labels, waits: Waits) -> None:
+    def __init__(self, memory: Sequence[int | None], native: ctypes.CDLL, labels: MemoryLabels, waits: Waits) -> None:
         self.devices = [torch.device("sim", index) for index in range(len(memory))]
         self.memory = list(memory)
         self._native = native
@@ -75,10 +75,10 @@ class Cluster:
         if self._ended:
             return self._ended[4]
         size = self._native.simulation_copies(0, 0, None)
-        found = (ctypes.c_int * size)()
-        self._native.simulation_copies(0, size, found)
+        codes = (ctypes.c_int * size)()
+        self._native.simulation_copies(0, size, codes)
         names = {MAX_DEVICES: "cpu", **dict(enumerate(map(str, self.devices)))}
-        return [(names[ends // (MAX_DEVICES + 1)], names[ends % (MAX_DEVICES + 1)]) for ends in found]
+        return [(names[ends // (MAX_DEVICES + 1)], names[ends % (MAX_DEVICES + 1)]) for ends in codes]
 
     @property
     def waits(self) -> list[Wait]:
@@ -240,7 +240,7 @@ def simulate(devices: int, memory: Memory = None, *, strict: bool = True) -> Ite
         with ExitStack() as undo:
             native = load_native()
             _rename_backend()
-            labels = Labels(native)
+            labels = MemoryLabels(native)
             capacities = (ctypes.c_int64 * devices)(*(min(limit or NO_LIMIT, NO_LIMIT) for limit in limits))
             native.simulation_start(devices, capacities, strict, torch.initial_seed() % 2**64)
             undo.callback(native.simulation_stop)

@@ -96,8 +96,8 @@ def find_compiler() -> str:
         RuntimeError: if there is none.
     """
     for name in COMPILERS:
-        if found := shutil.which(name):
-            return found
+        if path := shutil.which(name):
+            return path
     raise RuntimeError(
         f"simulate() compiles a small C++ extension on first use, and found no compiler (looked for {', '.join(COMPILERS)}): "
         "install one, with 'apt install g++', 'dnf install gcc-c++', 'conda install gxx' or, on macOS, 'xcode-select --install'"

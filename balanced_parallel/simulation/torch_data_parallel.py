@@ -17,13 +17,13 @@ from torch.cuda import nccl
 from torch.nn.parallel import _functions
 
 from ..runtime import transport
-from .categories import Category, Labels
+from .categories import Category, MemoryLabels
 
 __all__: list[str] = []
 
 
 def broadcast_coalesced(
-    labels: Labels, tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int
+    labels: MemoryLabels, tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int
 ) -> list[list[Tensor]]:
     """Copies tensors to all devices through buffers of ``buffer_size`` bytes. Copies from one buffer share its memory."""
     results: list[list[Tensor]] = [list(tensors)]
@@ -92,7 +92,7 @@ def nccl_all_gather(tensors: Sequence[Tensor], outputs: Sequence[Tensor], stream
 
 
 @contextmanager
-def comm_for_simulated_devices(labels: Labels) -> Iterator[None]:
+def comm_for_simulated_devices(labels: MemoryLabels) -> Iterator[None]:
     """Replaces torch's functions by these for the duration of the block."""
     places: list[tuple[Any, str, Callable[..., Any]]] = [
         (torch._C, "_broadcast_coalesced", functools.partial(broadcast_coalesced, labels)),

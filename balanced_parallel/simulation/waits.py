@@ -109,8 +109,9 @@ class Waits:
             self.record.append(wait)
             self.count += 1
         if self._forbidden:
-            found = f"the host would wait for a GPU, which forbidding_waits() does not allow: {wait}"
-            message = f"{found}. To avoid it, {wait.advice}"
+            message = (
+                f"the host would wait for a GPU, which forbidding_waits() does not allow: {wait}. To avoid it, {wait.advice}"
+            )
             ctypes.memmove(buffer, encoded := message.encode()[: size - 1] + b"\0", len(encoded))
 
 

@@ -1,9 +1,8 @@
-"""Operators of CUDA for fake CPU tensors: the lists of autocast, the mask of dropout, fused attention.
+"""Operators that fake CPU tensors would run otherwise: those of CUDA, and those in place.
 
-Results in the memory of an argument, on every device.
-
-Under a dispatch mode, and so in a trace, torch avoids operators in place (``isTensorSubclassLike`` in ATen). These are
-the places where it does without a mode what needs one more tensor under it.
+On CUDA autocast has other lists, dropout keeps a mask of bytes, and attention is fused. On every device torch avoids operators in
+place under a dispatch mode, and so in a trace (``isTensorSubclassLike`` in ATen): ``IN_PLACE`` and :func:`bias_in_place` are the
+places where it writes to an argument without one.
 """
 
 import contextlib

@@ -59,7 +59,7 @@ def _padded(name: str, input: Tensor, hx: Any, weights: list[Tensor], *settings:
     hidden = list(hx) if isinstance(hx, (list, tuple)) else [hx]
     if torch.is_autocast_enabled("cpu"):
         half = torch.get_autocast_dtype("cpu")
-        input, hidden, weights = input.to(half), [one.to(half) for one in hidden], [one.to(half) for one in weights]
+        input, hidden, weights = input.to(half), [state.to(half) for state in hidden], [weight.to(half) for weight in weights]
     with _workspace(weights):
         out, hy, cy, _ = recurrence(input, hidden, list(weights), KEPT[name] if train else 0, 2 if bidirectional else 1)
     return (out, hy, cy) if len(hidden) == 2 else (out, hy)
@@ -74,7 +74,7 @@ def _workspace(weights: list[Tensor]) -> Iterator[None]:
 
 @torch.library.custom_op("balanced_parallel::recurrence", mutates_args=())
 def recurrence(
-    input: Tensor, hidden: list[Tensor], weights: list[Tensor], kept: int, directions: int
+    input: Tensor, hidden: list[Tensor], weights: list[Tensor], values: int, directions: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Recurrent layers of cuDNN: the output, the last states, and the reserve for the backward."""
     raise NotImplementedError
@@ -82,12 +82,12 @@ def recurrence(
 
 @recurrence.register_fake
 def _(
-    input: Tensor, hidden: list[Tensor], weights: list[Tensor], kept: int, directions: int
+    input: Tensor, hidden: list[Tensor], weights: list[Tensor], values: int, directions: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     *steps, _ = input.shape
     layers = hidden[0].shape[0] // directions
     units = torch.Size(steps).numel() * directions * hidden[-1].shape[-1]
-    reserve = input.new_empty(units * (kept * layers + layers - 1) if kept else 0)
+    reserve = input.new_empty(units * (values * layers + layers - 1) if values else 0)
     out = input.new_empty((*steps, directions * hidden[0].shape[-1]))
     return out, torch.empty_like(hidden[0]), torch.empty_like(hidden[-1]), reserve
 

@@ -1,8 +1,7 @@
-"""Results of operators that depend on values: the worst case, or an error with the operator's name.
+"""Operators whose memory depends on values: the worst case, or an error with the operator's name.
 
-The CTC loss, whose tables depend on the lengths of the targets: those of the longest that fit.
-
-Losses whose scalar result keeps the memory of its elements, on every device: torch reduces them in place.
+The tables of the CTC loss are those of the longest targets that fit. Some losses keep the memory of their elements in a scalar
+result, because torch reduces them in place.
 """
 
 import contextlib

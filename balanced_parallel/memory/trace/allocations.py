@@ -95,8 +95,8 @@ class Count(TorchDispatchMode):
         if self._is_paused:
             return func(*args, **(kwargs or {}))
         self._start()
-        found, result = answer(func, args, kwargs or {}, self.scalar, _user_line)
-        result = result if found else func(*args, **(kwargs or {}))
+        has_rule, result = answer(func, args, kwargs or {}, self.scalar, _user_line)
+        result = result if has_rule else func(*args, **(kwargs or {}))
         keep_elements(func, args, result)
         self.operators.append(str(func))
         if (formula := flop_registry.get(func._overloadpacket)) is not None:
@@ -115,8 +115,8 @@ class Count(TorchDispatchMode):
 
         def resize(storage: Any, size: int, original: Any = self._resize) -> Any:
             result = original(storage, size)  # FSDP frees and allocates this way
-            if (known := self._live.get(storage_id(storage))) is not None:
-                block = self.blocks[known[1] - 1]
+            if (entry := self._live.get(storage_id(storage))) is not None:
+                block = self.blocks[entry[1] - 1]
                 self._release(storage_id(storage))
                 self._allocate(storage, dataclasses.replace(block, size=storage.nbytes(), kind="communication buckets"))
             return result
@@ -132,12 +132,12 @@ class Count(TorchDispatchMode):
     def see(self, tensor: Tensor, kind: str, operator: str = "") -> None:
         """Records the storage of a tensor once. A known storage only changes its kind, unless ``kind`` is ``"temporaries"``."""
         for storage in _storages(tensor):
-            known = self._live.get(storage_id(storage))
-            if known is None:
+            entry = self._live.get(storage_id(storage))
+            if entry is None:
                 module, line = _where(self.names)
                 self._allocate(storage, Block(str(tensor.device), storage.nbytes(), kind, operator, module, line))
             elif kind != "temporaries":
-                self.blocks[known[1] - 1].kind = kind
+                self.blocks[entry[1] - 1].kind = kind
 
     def see_all(self, tensors: Iterable[Any], kind: str) -> None:
         """Records each tensor among ``tensors``."""

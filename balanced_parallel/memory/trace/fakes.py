@@ -1,10 +1,7 @@
-"""Fake copies: modules and batches whose tensors have shapes but no memory.
+"""Surroundings of a trace: fake copies of modules and batches, fake devices, changes to torch, and a process of its own.
 
-The devices of a trace.
-
-Changes to torch and transformers while a step is traced, each for a reason that its docstring gives.
-
-Runs a function in a forked process: it has every object of the caller without sending it, and leaves nothing behind.
+Fake tensors have shapes but no memory. Each change to torch and transformers gives its reason. A forked process has every object
+of the caller without sending it, and leaves nothing behind.
 """
 
 import contextlib
@@ -76,12 +73,12 @@ def _copying_tensors_by(function: Any) -> Iterator[None]:
 def _fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device, shape: torch.Size | None = None) -> Any:
     with mode, torch.no_grad():
         if shape is None and tensor.layout == torch.strided:
-            made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
+            copied = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
         else:
-            made = torch.empty(shape or tensor.shape, dtype=tensor.dtype, device=device)
+            copied = torch.empty(shape or tensor.shape, dtype=tensor.dtype, device=device)
         if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(made, requires_grad=tensor.requires_grad)
-        return made.requires_grad_() if tensor.requires_grad else made
+            return nn.Parameter(copied, requires_grad=tensor.requires_grad)
+        return copied.requires_grad_() if tensor.requires_grad else copied
 
 
 def fake_batch(batch: Any, rows: int, of: int, mode: FakeTensorMode, device: torch.device, dim: int = 0) -> Any:

@@ -1,14 +1,15 @@
-"""One step to trace, as data.
+"""One step to trace, and the layouts that run it on fake devices: one class each, with the facts that an estimate needs.
 
-Updates with a loss whose rows depend on each other, as :class:`TrainStep` runs them: in two passes, or in one.
+::
 
-The model and the criterion of this package on fake devices.
+    Request      a step as data: module, criterion, batch, optimizer, layout, devices
+    Layout       runs the micro-batches of one update: loss, gradients, optimizer state
+      SingleDevice    the plain program
+        DDP           one rank; its reducer is written in C++ and does not run on fake tensors, so DDPBuckets imitates it
+        FSDP          one rank of torch's FSDP2, on a process group that sends nothing
+      ReplicaLayout   the model and the criterion of this package
 
-The layouts: one class each, with the facts that an estimate needs and one update on fake devices.
-
-The plain program of a trace: its loss, and what it trains.
-
-The gradient buckets of ``DistributedDataParallel``, whose reducer is written in C++ and does not run on fake tensors.
+A loss whose rows depend on each other runs in two passes, or in one, as in :class:`TrainStep`.
 """
 
 import abc
@@ -119,40 +120,6 @@ def make_criterion(criterion: Any, replicas: Replicas, *, dim: int, precision: s
     return TracedCriterion(inner, replicas, dim=dim, precision=precision, whole=whole and criterion.whole)
 
 
-class CoupledUpdates(abc.ABC):
-    """The part of a layout that runs the forwards of an update in the order that its loss needs."""
-
-    request: "Request"
-    module: nn.Module
-    criterion: Any
-
-    @abc.abstractmethod
-    def loss(self, arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
-        """Runs the forward of one micro-batch."""
-
-    def losses(self, micro_batches: Sequence[MicroBatch]) -> list[Callable[[], Tensor]]:
-        """Begins an update. Returns a function for the loss of each micro-batch."""
-        if not is_coupled(self.criterion):
-            return [functools.partial(self.loss, *micro_batch) for micro_batch in micro_batches]
-        request = self.request
-        if world_size() > 1:
-            raise UnknownMemory("the memory of a loss whose rows depend on each other is not known with shards: use layout='ddp'")
-        with Precision(request.precision).autocast([HOME]):
-            criterion, single = self.coupled_criterion(), request.micro_batches == 1
-            return coupled_losses(criterion, self.outputs, micro_batches, request.rows_of_update, single)
-
-    def coupled_criterion(self) -> DataParallelCriterion:
-        """Returns the criterion on fake devices."""
-        replicas = make_replicas(have_streams=False)
-        return make_criterion(self.criterion, replicas, dim=self.request.dim, precision=self.request.precision)
-
-    def outputs(self, arguments: Arguments) -> PerReplica:
-        """Runs the forward of one micro-batch. Returns an output per replica."""
-        with Precision(self.request.precision).autocast([HOME]):
-            output = self.module(*arguments.inputs, **arguments.kwargs)
-        return PerReplica([output], [count_rows(arguments, self.request.dim)], self.request.dim)
-
-
 def coupled_losses(
     criterion: DataParallelCriterion,
     forward: Callable[[Arguments], Any],
@@ -195,7 +162,7 @@ def _hand_back(loss: CoupledLoss, forward: Callable[[Arguments], Any], arguments
 
 
 def _sum(losses: list[LossSum]) -> Tensor:
-    return add_up([one.total for one in losses], HOME)
+    return add_up([loss.total for loss in losses], HOME)
 
 
 def _fill(loss: CoupledLoss, rows: int) -> None:
@@ -288,7 +255,7 @@ class TracedCriterion(DataParallelCriterion):
         self.replicas = replicas
 
 
-class Layout(CoupledUpdates):
+class Layout(abc.ABC):
     """One way to use the devices. An instance runs micro-batches of one update on fake tensors.
 
     Attributes:
@@ -335,6 +302,28 @@ class Layout(CoupledUpdates):
     def loss(self, arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
         """Runs the forward of one micro-batch."""
 
+    def losses(self, micro_batches: Sequence[MicroBatch]) -> list[Callable[[], Tensor]]:
+        """Begins an update. Returns a function for the loss of each micro-batch."""
+        if not is_coupled(self.criterion):
+            return [functools.partial(self.loss, *micro_batch) for micro_batch in micro_batches]
+        request = self.request
+        if world_size() > 1:
+            raise UnknownMemory("the memory of a loss whose rows depend on each other is not known with shards: use layout='ddp'")
+        with Precision(request.precision).autocast([HOME]):
+            criterion, single = self.coupled_criterion(), request.micro_batches == 1
+            return coupled_losses(criterion, self.outputs, micro_batches, request.rows_of_update, single)
+
+    def coupled_criterion(self) -> DataParallelCriterion:
+        """Returns the criterion on fake devices."""
+        replicas = make_replicas(have_streams=False)
+        return make_criterion(self.criterion, replicas, dim=self.request.dim, precision=self.request.precision)
+
+    def outputs(self, arguments: Arguments) -> PerReplica:
+        """Runs the forward of one micro-batch. Returns an output per replica."""
+        with Precision(self.request.precision).autocast([HOME]):
+            output = self.module(*arguments.inputs, **arguments.kwargs)
+        return PerReplica([output], [count_rows(arguments, self.request.dim)], self.request.dim)
+
     def accumulating(self) -> contextlib.AbstractContextManager[Any]:
         """Surrounds a micro-batch that is not the last of its update."""
         return contextlib.nullcontext()
@@ -362,7 +351,7 @@ class Layout(CoupledUpdates):
         for state in self._inner.state.values():
             yield from state.values()
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - most layouts have none
         """Ends the process group of the layout, if it has one."""
 
     @property
@@ -552,8 +541,8 @@ def compute_loss(criterion: Any, output: Any, targets: tuple[Any, ...]) -> Tenso
 
 def learned_parameters(module: nn.Module, criterion: Any) -> list[Tensor]:
     """Returns the parameters of the module and of the criterion, each once."""
-    found: Iterable[Tensor] = [*module.parameters(), *(criterion.parameters() if isinstance(criterion, nn.Module) else ())]
-    return list(dict.fromkeys(found))
+    of_criterion: Iterable[Tensor] = criterion.parameters() if isinstance(criterion, nn.Module) else ()
+    return list(dict.fromkeys((*module.parameters(), *of_criterion)))
 
 
 class DDPBuckets:

@@ -1,7 +1,4 @@
-"""An optimizer that is made once there are parameters.
-
-The parts of an existing :class:`TrainStep` in a trace: its optimizers with their state, and its model and criterion.
-"""
+"""Optimizers of a trace: one that is made once there are parameters, or copies of those of an existing step."""
 
 import functools
 import itertools
@@ -48,10 +45,10 @@ class OptimizerChoice:
         return self  # its settings keep their values in a trace
 
     def __call__(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
-        made = self.make(parameters)
-        refuse_closures(made, "an estimate")
-        use_kernels([made], self.foreach)
-        return made
+        optimizer = self.make(parameters)
+        refuse_closures(optimizer, "an estimate")
+        use_kernels([optimizer], self.foreach)
+        return optimizer
 
     def balanced(self, model: DataParallelModel, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
         """Makes a :class:`BalancedOptimizer` for ``model``.
@@ -65,9 +62,9 @@ class OptimizerChoice:
             kind, settings = kind.func, kind.keywords | settings
         if not isinstance(kind, type):
             raise TypeError(f"optimizer={self.make!r}, expected a class, or a functools.partial of one, with BalancedOptimizer")
-        made = BalancedOptimizer(model, kind, parameters, **settings)
-        use_kernels([made], self.foreach)
-        return made
+        optimizer = BalancedOptimizer(model, kind, parameters, **settings)
+        use_kernels([optimizer], self.foreach)
+        return optimizer
 
 
 def use_kernels(optimizers: Iterable[torch.optim.Optimizer], foreach: bool) -> None:
@@ -84,7 +81,7 @@ def refuse_merges(optimizer: torch.optim.Optimizer, gradients: Iterable[Any]) ->
     Only SGD without momentum adds the rows to the parameter as they are.
     """
     adds = isinstance(optimizer, torch.optim.SGD) and not any(group["momentum"] for group in optimizer.param_groups)
-    if not adds and any(isinstance(one, Tensor) and one.layout == torch.sparse_coo for one in gradients):
+    if not adds and any(isinstance(each, Tensor) and each.layout == torch.sparse_coo for each in gradients):
         raise UnknownMemory(
             f"{type(optimizer).__name__} merges the rows of a sparse gradient, and how many differ depends on values: give "
             "memory.estimate the module with sparse=False, or SGD without momentum"
@@ -104,17 +101,19 @@ class ExistingOptimizers:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], foreach: bool) -> None:
         self.foreach = foreach
-        self.plain = [one for one in optimizers if not isinstance(one, BalancedOptimizer)]
-        self.recipes = [one.recipe for one in optimizers if isinstance(one, BalancedOptimizer)]
+        self.plain = [optimizer for optimizer in optimizers if not isinstance(optimizer, BalancedOptimizer)]
+        self.recipes = [optimizer.recipe for optimizer in optimizers if isinstance(optimizer, BalancedOptimizer)]
 
     def __call__(self, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
         """Makes one optimizer of all. Those of balanced optimizers get the pieces among ``parameters``."""
-        mine = set(map(id, parameters))
-        made = []
+        pieces_of_model = set(map(id, parameters))
+        balanced = []
         for kind, groups, defaults in self.recipes:
-            pieces = [{**group, "params": [one for one in group["params"] if id(one) in mine]} for group in groups]
-            made.append(kind([group for group in pieces if group["params"]], **defaults))
-        return self._together([*self.plain, *made])
+            pieces = [
+                {**group, "params": [piece for piece in group["params"] if id(piece) in pieces_of_model]} for group in groups
+            ]
+            balanced.append(kind([group for group in pieces if group["params"]], **defaults))
+        return self._together([*self.plain, *balanced])
 
     def balanced(self, model: DataParallelModel, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
         """Makes one optimizer of all, with a :class:`BalancedOptimizer` for ``model``.
@@ -126,12 +125,12 @@ class ExistingOptimizers:
         """
         plain = self.plain
         recipes = self.recipes or [(type(plain[0]), plain[0].param_groups, {})]
-        made = [BalancedOptimizer(model, kind, groups, **defaults) for kind, groups, defaults in recipes]
-        return self._together([*(plain if self.recipes else plain[1:]), *made])
+        balanced = [BalancedOptimizer(model, kind, groups, **defaults) for kind, groups, defaults in recipes]
+        return self._together([*(plain if self.recipes else plain[1:]), *balanced])
 
     def _together(self, optimizers: Sequence[torch.optim.Optimizer]) -> torch.optim.Optimizer:
-        inner = [one.shards.inner if isinstance(one, BalancedOptimizer) else one for one in optimizers]
-        for group in (group for one in inner for group in one.param_groups):
+        inner = [each.shards.inner if isinstance(each, BalancedOptimizer) else each for each in optimizers]
+        for group in (group for optimizer in inner for group in optimizer.param_groups):
             if "capturable" in group:
                 group["capturable"] = False  # torch refuses it for the CPUs of a trace
         use_kernels(inner, self.foreach)
@@ -152,19 +151,19 @@ class Together:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups of all optimizers."""
-        return list(itertools.chain.from_iterable(one.param_groups for one in self.inner))
+        return list(itertools.chain.from_iterable(optimizer.param_groups for optimizer in self.inner))
 
     @property
     def state(self) -> Mapping[Tensor, Any]:
         """The state of all optimizers."""
-        return {parameter: state for one in self.inner for parameter, state in one.state.items()}
+        return {parameter: state for optimizer in self.inner for parameter, state in optimizer.state.items()}
 
     def step(self) -> None:
         """Steps every optimizer."""
-        for one in self.optimizers:
-            one.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
 
     def zero_grad(self) -> None:
         """Clears the gradients of all parameters."""
-        for one in self.optimizers:
-            one.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()

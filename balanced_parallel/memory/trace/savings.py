@@ -99,7 +99,7 @@ class _Reference:
         self._storage = weakref.ref(storage)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Reference) and (mine := self._storage()) is not None and mine is other._storage()
+        return isinstance(other, _Reference) and (storage := self._storage()) is not None and storage is other._storage()
 
     def __hash__(self) -> int:
         return self._number

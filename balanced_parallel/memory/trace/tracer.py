@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (  # torch has no public module of fak
 )
 
 from ...batch.containers import leaves
-from ...batch.rows import Arguments, cut_batch
+from ...batch.rows import cut_batch
 from ...savings.checkpointing import checkpoint_blocks
 from ..errors import HINT, UnknownMemory
 from ..operators.cuda import bias_in_place, cuda_choices
@@ -40,7 +40,7 @@ from .fakes import (
     start_in_child,
     undisturbed,
 )
-from .layouts import Layout, Request
+from .layouts import Layout, MicroBatch, Request
 from .optimizers import refuse_merges
 from .savings import around_update, change_module
 
@@ -48,7 +48,6 @@ __all__: list[str] = []
 
 
 TRACED = 3  # micro-batches: a first, one that adds, one that reduces; more of them need no more memory
-MicroBatch = tuple[Arguments, tuple[Any, ...]]
 Job = tuple[Request, int]  # the rows of a micro-batch
 T = TypeVar("T")
 
@@ -100,10 +99,10 @@ def _run_in_children(jobs: Sequence[Job], run: Callable[[Request, int], T]) -> l
     for result in results:
         if isinstance(result, BaseException):
             raise result
-    found: list[Any] = [None] * len(jobs)
+    traces: list[Any] = [None] * len(jobs)
     for start, result in enumerate(results):
-        found[start::count] = result if isinstance(result, list) else []
-    return found
+        traces[start::count] = result if isinstance(result, list) else []
+    return traces
 
 
 def _trace_or_reason(request: Request, rows: int) -> Trace | str:
