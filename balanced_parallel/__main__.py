@@ -231,7 +231,7 @@ def _build(flags: argparse.Namespace) -> tuple[Problem, Any, int]:
     return problem, problem.criterion, flags.batch_size or problem.rows(flags.dim)
 
 
-def _show(flags: argparse.Namespace, problem: Problem, found: Any, report: Any, capacity: Any) -> None:
+def _show(flags: argparse.Namespace, problem: Problem, result: Any, report: Any, capacity: Any) -> None:
     aside = sys.stderr if flags.json else sys.stdout
     if problem.assumed:
         print(f"assumed: {problem.assumed}", end="\n" if flags.json else "\n\n", file=aside)
@@ -239,8 +239,8 @@ def _show(flags: argparse.Namespace, problem: Problem, found: Any, report: Any, 
         if flags.plot and report is not None:
             draw_report(flags.plot, report, capacity)
         if flags.html and report is not None:
-            write_page(flags.html, report, capacity, "" if found is report else found._repr_html_())
-    print(found.to_json() if flags.json else found)
+            write_page(flags.html, report, capacity, "" if result is report else result._repr_html_())
+    print(result.to_json() if flags.json else result)
     for path in filter(None, (flags.plot, flags.html)):
         print(f"wrote {path}" if report is not None else f"nothing fits, so {path} was not written", file=aside)
 

@@ -29,11 +29,11 @@ def check_savings(names: Iterable[str]) -> tuple[str, ...]:
     Raises:
         ValueError: a name is not that of a saving.
     """
-    given = [names] if isinstance(names, str) else list(names)
-    for name in given:
+    requested = [names] if isinstance(names, str) else list(names)
+    for name in requested:
         if name not in SAVINGS:
             raise ValueError(f"savings has {name!r}, expected functions of balanced_parallel.savings: {', '.join(SAVINGS)}")
-    return tuple(name for name in SAVINGS if name in given)
+    return tuple(name for name in SAVINGS if name in requested)
 
 
 def change_module(module: nn.Module, names: Iterable[str]) -> None:
