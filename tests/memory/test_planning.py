@@ -194,12 +194,12 @@ def test_plan_that_does_not_fit_reports_the_needed_devices(monkeypatch):
     stages = planning.stages_of
     monkeypatch.setattr(planning, "stages_of", lambda *given: itertools.islice(stages(*given), 1))  # the others need less
     settings = ONE_BLOCK
-    capacity = make_plan("200KiB", 3, 24, **settings).needs[0]
+    capacity = make_plan("200KiB", 4, 24, **settings).needs[0]
     plan = make_plan(capacity, 2, 24, **settings)
     assert not plan.fits
-    assert plan.needs[1] == 3
-    assert "or 3 devices" in plan.advice
-    assert make_plan(capacity, 3, 24, **settings).fits
+    assert plan.needs[1] == 4
+    assert "or 4 devices" in plan.advice
+    assert make_plan(capacity, 4, 24, **settings).fits
 
 
 def test_plans_are_frozen_and_serialize_to_json():
