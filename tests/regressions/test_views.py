@@ -150,7 +150,7 @@ def test_gathered_outputs_warn_of_one_row_per_replica(form):
 
 
 def test_another_model_refuses_to_cut_several_rows_for_each_row():
-    """Its replicas would get some of the rows only, if it splits the batch in another way."""
+    """Replicas of the other model would get some of the rows only, if it splits the batch in another way."""
     outputs = DataParallelModel(Views(), CPUS)(torch.randn(7, 4))
     same = DataParallelModel(nn.Identity(), CPUS)(outputs)
     assert [len(output) for output in same] == [6, 4, 4]

@@ -93,7 +93,7 @@ def test_process_killed_before_any_call_leaves_the_old_or_the_new_state(tmp_path
 
 
 def test_new_run_in_the_folder_of_another_is_refused_before_it_prunes(tmp_path):
-    """Its own checkpoints were pruned at once, since their numbers were lower."""
+    """Checkpoints of the new run were pruned at once, since their numbers were lower."""
     for number in (100, 200):
         save(tmp_path, number, keep=2)
     with pytest.raises(ValueError, match=r"the number is 10, and .* has a checkpoint at 200, .* a new run a folder of its own"):
@@ -202,7 +202,7 @@ def test_manifest_that_is_not_a_plain_file_is_damage(tmp_path, harm):
 
 
 def test_file_that_the_manifest_does_not_list_is_not_loaded(tmp_path):
-    """Its tensors took the place of those of the checkpoint."""
+    """Tensors of that file took the place of those of the checkpoint."""
     from safetensors.torch import save_file
 
     save(tmp_path, 1)
