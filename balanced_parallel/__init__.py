@@ -15,8 +15,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from . import memory, savings
+from .batch.by_cost import ByCost, shard_by_cost
 from .batch.outputs import PerReplica, gather
-from .batch.rows import Rows, Whole, scatter, shard_by_cost
+from .batch.rows import Rows, Whole, scatter
 from .batch.samplers import BalancedBatchSampler, RankBatchSampler
 from .loss.coupled import AdditiveLoss
 from .loss.criterion import DataParallelCriterion
@@ -41,6 +42,7 @@ __all__ = [
     "AdditiveLoss",
     "BalancedBatchSampler",
     "BalancedOptimizer",
+    "ByCost",
     "Checkpoints",
     "DataParallelCriterion",
     "DataParallelModel",

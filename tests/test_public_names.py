@@ -13,6 +13,7 @@ PUBLIC = {
     "AdditiveLoss",
     "BalancedBatchSampler",
     "BalancedOptimizer",
+    "ByCost",
     "Checkpoints",
     "DataParallelCriterion",
     "DataParallelModel",

@@ -511,3 +511,20 @@ def reorder(gathered: Any, order: Sequence[int], dims: Dims, replicas: int) -> A
         return leaf.index_select(dim, move(index if leaf.is_cpu else index.pin_memory(), leaf.device))
 
     return containers.map_leaves(put, gathered)
+
+
+def detach_outputs(outputs: PerReplica, order: Sequence[int] | None) -> PerReplica:
+    """Returns the outputs of the replicas, detached from the autograd graph. ``order`` is that of their rows."""
+
+    def detach(leaf: Any) -> Any:
+        return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
+
+    return outputs.map(lambda output: containers.map_leaves(detach, output)).in_order(order)
+
+
+def join_outputs(micro_batches: Sequence[PerReplica], dims: Dims) -> PerReplica:
+    """Joins the outputs of all micro-batches as the outputs of one batch, in the order of the rows."""
+    entries = [output for outputs in micro_batches for output in outputs]
+    joined = PerReplica(entries, [size for outputs in micro_batches for size in outputs.sizes], dims)
+    orders = [outputs.order for outputs in micro_batches]
+    return joined.in_order(None if None in orders else [row for order in orders for row in order or ()])

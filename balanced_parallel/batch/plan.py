@@ -46,6 +46,56 @@ def split_sizes(rows: int, shares: int | Sequence[float]) -> list[int]:
     return sizes
 
 
+Part = Sequence[int]  # numbers of rows: a range, or a list of them
+Plan = Sequence[Sequence[Part]]  # micro-batches x devices
+
+
+def consecutive(sizes: Sequence[int], start: int = 0) -> list[range]:
+    """Returns ranges of the given sizes, one behind the other.
+
+    Example:
+        >>> consecutive([3, 2])
+        [range(0, 3), range(3, 5)]
+    """
+    return [range(*bounds) for bounds in itertools.pairwise(itertools.accumulate(sizes, initial=start))]
+
+
+def equal_rows(
+    rows: int, shares: int | Sequence[float], limit: int | None = None, agree: Callable[[int], int] = lambda count: count
+) -> Plan:
+    """Plans as few micro-batches as possible, whose sizes differ by at most one row. A device may get no rows.
+
+    Args:
+        rows: number of rows.
+        shares: number of equal devices, or the weight of each device.
+        limit: rows of a device at most in one micro-batch; ``None`` is no limit.
+        agree: returns the number of micro-batches to plan, for the number that is needed.
+
+    Example:
+        >>> equal_rows(5, 2, limit=2)
+        [[range(0, 2), range(2, 3)], [range(3, 4), range(4, 5)]]
+    """
+    sizes = split_sizes(rows, agree(count_micro_batches(rows, limit, shares)))
+    parts = iter(consecutive([part for size in sizes for part in split_sizes(size, shares)]))
+    return [list(itertools.islice(parts, shares if isinstance(shares, int) else len(shares))) for _ in sizes]
+
+
+def count_micro_batches(rows: int, micro_batch_size: int | None, shares: int | Sequence[float]) -> int:
+    """Returns the smallest number of micro-batches with at most ``micro_batch_size`` rows per device; 0 without rows.
+
+    Args:
+        rows: number of rows of the whole batch.
+        micro_batch_size: largest number of rows per device; ``None`` means no limit.
+        shares: number of equal devices, or the weight of each device.
+    """
+    if micro_batch_size is None or rows == 0:
+        return min(rows, 1)
+    count = -(-rows // (micro_batch_size * (shares if isinstance(shares, int) else len(shares))))
+    while max(split_sizes(-(-rows // count), shares)) > micro_batch_size:  # the largest share decides
+        count += 1
+    return count
+
+
 def proportional_sizes(rows: int, shares: Sequence[int]) -> list[int]:
     """Splits the rows of the targets in proportion to ``shares``, the rows of the inputs.
 
@@ -63,20 +113,6 @@ def proportional_sizes(rows: int, shares: Sequence[int]) -> list[int]:
             "same number, or a multiple"
         )
     return [rows * share // total for share in shares]
-
-
-def assign_rows(
-    rows: int | None, devices: Sequence[torch.device], weights: Sequence[float] | None
-) -> tuple[list[torch.device], list[int] | None]:
-    """Returns the devices that get rows, and the number of rows of each.
-
-    Without rows, the first device alone is used. If no input has rows (``rows`` is None), the sizes are None.
-    """
-    if rows is None:
-        return [devices[0]], None
-    sizes = split_sizes(rows, len(devices) if weights is None else weights)
-    used = [index for index, size in enumerate(sizes) if size > 0] or [0]
-    return [devices[index] for index in used], [sizes[index] for index in used]
 
 
 def check_split(split: Sequence[float] | str | None, devices: int) -> tuple[float, ...] | None:
@@ -103,21 +139,6 @@ def share_by_memory(devices: Sequence[torch.device]) -> tuple[float, ...] | None
     """Returns the weights of the devices by their free bytes now. Replicas on one device share its memory equally."""
     free = [free_bytes(device) / devices.count(device) for device in devices]
     return tuple(part / sum(free) for part in free) if any(free) else None
-
-
-def assign_shards(
-    sizes: Sequence[int | None], devices: Sequence[torch.device], weights: Sequence[float] | None
-) -> tuple[list[torch.device], list[int]]:
-    """Returns the devices and the numbers of rows of a batch that is cut already.
-
-    Raises:
-        ValueError: the devices have weights, or there are more shards than devices.
-    """
-    if weights is not None:
-        raise ValueError(f"split={weights!r} of the model and rows that are cut by cost were given, expected one of them")
-    if len(sizes) > len(devices):
-        raise ValueError(f"rows in {len(sizes)} shards for {len(devices)} devices, expected one for each at most")
-    return [*devices[: len(sizes)]], [size or 0 for size in sizes]
 
 
 Combine = Callable[[Sequence[float]], float]  # cost of a shard, from the costs of its rows

@@ -1,35 +1,31 @@
-"""Rows of the arguments of a call: marks for them, their number, and their split over replicas and micro-batches.
+"""Rows of the arguments of a call: marks for them, their number, and shards of them.
 
 torch's ``scatter`` leaves devices idle (9 rows on 4 devices: 3, 3, 3), silently drops samples if a second input has fewer rows,
 and passes objects of unknown types whole to every device. Here sizes differ by at most one row, and inputs with different numbers
 of rows are an error. So are ambiguous inputs, unless :class:`Whole`, :class:`Rows` or ``in_dims`` tell where the rows are.
 
-An effective batch is split into as few micro-batches as possible. 14 rows of at most 3 per device, on two devices::
+The effective batch is a table of shards, micro-batches x devices. A :class:`Batch` is taken apart once, a plan gives the rows of
+each shard, and a :class:`Shard` has views of them. 14 rows of at most 3 per device, on two devices::
 
                  time ->
                  micro-batch 0   micro-batch 1   micro-batch 2
     device 0     rows 0-2        rows 5-7        rows 10-11
     device 1     rows 3-4        rows 8-9        rows 12-13
-
-Rows that are cut by cost are :class:`RowShards`. Each replica takes its shard as it is, with a length of its own.
 """
 
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from ..runtime.devices import DeviceLike, move, resolve_devices
-from ..runtime.values import check_number, check_type
 from . import containers
-from .containers import Dims, check_dim, leaf_dims, map_leaves, spread
+from .containers import Dims, check_dim, leaf_dims, spread
 from .outputs import PerReplica
-from .plan import Combine, assign_rows, check_split, cut_by_cost, proportional_sizes, split_sizes
+from .plan import Part, Plan, check_split, consecutive, equal_rows, proportional_sizes, split_sizes
 
 __all__: list[str] = []
 
@@ -156,21 +152,6 @@ def dims_of_method(dims: Dims, method: Callable[..., Any], name: str) -> Dims:
         )
     names = _names(method)
     return {key: of_argument for key, of_argument in dims.items() if names is None or key in names}
-
-
-def mark_lists(node: Any, dim: int) -> Any:
-    """Marks the entries of lists whose entries are known to have rows each.
-
-    Without marks, a shard with as many rows as the list has entries would be ambiguous.
-    """
-    if isinstance(node, list) and containers.open_container(node) is not None:
-        return mark_leaves(node, dim, "")
-    container = None if isinstance(node, torch.Tensor) else containers.open_container(node)
-    if container is None:
-        return node
-    children = [mark_lists(child, dim) for child in container.children]
-    changed = any(new is not old for new, old in zip(children, container.children, strict=True))
-    return container.rebuild(children) if changed else node
 
 
 def _place_of(key: Any, names: list[str] | None, unnamed: int, count: int, kwargs: Mapping[str, Any]) -> int | str:
@@ -344,39 +325,57 @@ def _tensor_rows(tensor: torch.Tensor, dim: int, place: str) -> int | None:
     return tensor.size(dim)
 
 
-def cut(node: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
-    """Splits ``node`` into ``len(sizes)`` pieces of ``sizes[i]`` rows. Tensors become views, nothing is copied.
+def cut(node: Any, parts: Sequence[Part], dim: int = 0) -> list[Any]:
+    """Returns the rows of each part of ``node``. Tensors are views for a range of rows, and copies for a list of them.
 
-    Values without rows are in all pieces. Marks stay, so that pieces can be split again. :func:`move_leaves` removes them.
+    Values without rows are in all pieces. Marks stay. :func:`move_leaves` removes them.
+
+    Args:
+        node: arguments, or another structure.
+        parts: numbers of rows of each piece.
+        dim: dimension of the rows in tensors that are not marked.
+
+    Raises:
+        TypeError: a tensor is sparse or nested; or rows in another order are wanted of outputs of replicas.
     """
-    if len(sizes) == 1:
-        return [node]
     if type(node) is Arguments and not node.kwargs:
-        return [Arguments(inputs, {}) for inputs in cut(node.inputs, sizes, dim)]
-    starts = [0, *itertools.accumulate(sizes)][: len(sizes)]
+        return [Arguments(inputs, {}) for inputs in cut(node.inputs, parts, dim)]
 
     def cut_leaf(leaf: Any) -> list[Any]:
-        if isinstance(leaf, RowShards) and len(leaf) == len(sizes):
-            return list(leaf)
         if isinstance(leaf, torch.Tensor):
-            if leaf.layout != torch.strided or leaf.is_nested:
-                layout = "nested" if leaf.is_nested else str(leaf.layout)
-                raise TypeError(
-                    f"a {layout} tensor cannot be split by rows, expected a dense one: pass .to_dense() of a sparse tensor, the "
-                    "padded tensor and the lengths of a nested one, or wrap it in Whole(...) if every replica needs all of it"
-                )
-            return [leaf.narrow(dim, *at) for at in zip(starts, sizes, strict=True)] if leaf.dim() else [leaf] * len(sizes)
+            return [_rows_of_tensor(leaf, part, dim) for part in parts] if leaf.dim() else [leaf] * len(parts)
         if type(leaf) is Along:
-            return [Along(piece, leaf.dim) for piece in cut(leaf.leaf, sizes, leaf.dim)]
+            return [Along(piece, leaf.dim) for piece in cut(leaf.leaf, parts, leaf.dim)]
         if containers.is_row_list(leaf):
-            return [leaf[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+            kind: Any = type(leaf)
+            return [kind(leaf[row] for row in part) for part in parts]
         if isinstance(leaf, Rows):
-            return [Rows(leaf.entries[start : start + size]) for start, size in zip(starts, sizes, strict=True)]
+            return [Rows([leaf.entries[row] for row in part]) for part in parts]
+        if isinstance(leaf, RowShards) and len(leaf) == len(parts):
+            return list(leaf)
         if isinstance(leaf, PerReplica) and None not in leaf.sizes:
-            return [leaf.narrow(*at) for at in zip(starts, sizes, strict=True)]
-        return [leaf] * len(sizes)
+            return [_rows_of_outputs(leaf, part) for part in parts]
+        return [leaf] * len(parts)
 
-    return containers.unzip_leaves(cut_leaf, node, len(sizes))
+    return containers.unzip_leaves(cut_leaf, node, len(parts))
+
+
+def _rows_of_tensor(tensor: torch.Tensor, part: Part, dim: int) -> torch.Tensor:
+    if tensor.layout != torch.strided or tensor.is_nested:
+        layout = "nested" if tensor.is_nested else str(tensor.layout)
+        raise TypeError(
+            f"a {layout} tensor cannot be split by rows, expected a dense one: pass .to_dense() of a sparse tensor, the "
+            "padded tensor and the lengths of a nested one, or wrap it in Whole(...) if every replica needs all of it"
+        )
+    if isinstance(part, range):
+        return tensor.narrow(dim, part.start, len(part))
+    return tensor.index_select(dim, torch.tensor(part, dtype=torch.long, device=tensor.device))
+
+
+def _rows_of_outputs(outputs: PerReplica, part: Part) -> PerReplica:
+    if not isinstance(part, range):
+        raise TypeError("rows were given as outputs of replicas, expected tensors on the host: call gather(device='cpu')")
+    return outputs.narrow(part.start, len(part))
 
 
 def move_leaves(node: Any, device: torch.device | None) -> Any:
@@ -396,21 +395,16 @@ def move_leaves(node: Any, device: torch.device | None) -> Any:
     return containers.map_leaves(move_leaf, node)
 
 
+def move_arguments(arguments: Arguments, device: torch.device) -> Arguments:
+    """Returns arguments on a device, without marks."""
+    inputs, kwargs = arguments
+    if len(inputs) == 1 and not kwargs and type(inputs[0]) is torch.Tensor:  # shortcut for the most frequent arguments
+        return Arguments((move(inputs[0], device),), kwargs)
+    return Arguments(move_leaves(inputs, device), move_leaves(kwargs, device))
+
+
 class RowShards(PerReplica):
-    """One argument, or one part of it, in one shard per replica."""
-
-
-def as_shards(parts: Sequence[Any], sizes: Sequence[int], order: Sequence[int] | None = None) -> Any:
-    """Merges the arguments of the replicas into one structure. Each leaf becomes :class:`RowShards`, unless there is one replica.
-
-    Args:
-        parts: arguments of each replica, of the same structure.
-        sizes: number of rows of each.
-        order: position of each row in the batch, for the outputs.
-    """
-    if len(parts) == 1:
-        return parts[0]
-    return containers.zip_leaves(lambda place, leaves: RowShards(leaves, sizes).in_order(order), parts)
+    """One argument, or one part of it, that is cut already: one shard per replica."""
 
 
 def find_shards(arguments: Arguments) -> RowShards | None:
@@ -426,54 +420,114 @@ def find_shards(arguments: Arguments) -> RowShards | None:
     return None
 
 
-def take_rows(node: Any, rows: Sequence[int], dim: int = 0) -> Any:
-    """Returns copies of some rows of ``node``, in the order of ``rows``. Values without rows stay.
+class Shard(NamedTuple):
+    """Rows of one device in one forward. Its tensors are views of the batch, marked and not moved.
 
     Args:
-        node: arguments with marks, as :func:`cut` takes them.
-        rows: indices.
-        dim: dimension of the rows in tensors that are not marked.
+        inputs: arguments of the model.
+        targets: arguments of the criterion behind the outputs.
+        rows: their places in the effective batch of this process; None if the batch has no rows.
+        target_rows: number of rows of the targets, a multiple if they are flattened.
+        device: where they run.
+    """
+
+    inputs: Arguments
+    targets: Arguments
+    rows: Part | None
+    target_rows: int
+    device: torch.device
+
+    @property
+    def size(self) -> int | None:
+        """Number of rows; None if the batch has no rows."""
+        return None if self.rows is None else len(self.rows)
+
+
+_NOTHING = Arguments((), {})
+
+
+class Batch:
+    """Inputs and targets of one call, taken apart once.
+
+    Args:
+        inputs: arguments of the model, marked.
+        targets: arguments of the criterion behind the outputs, marked.
+        dims: dimension of the rows in unmarked inputs, and in unmarked targets.
+
+    Attributes:
+        rows: number of rows of the inputs; None if no input has rows.
+        target_rows: that of the targets.
 
     Raises:
-        TypeError: for outputs of replicas, whose rows are on several devices.
+        TypeError, ValueError: as :func:`count_rows` does.
     """
-    index: dict[torch.device, torch.Tensor] = {}
 
-    def take(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return _select(leaf, dim) if leaf.dim() else leaf
-        if type(leaf) is Along:
-            return Along(take_rows(leaf.leaf, rows, leaf.dim), leaf.dim)
-        if containers.is_row_list(leaf):
-            return _entries(leaf, type(leaf))
-        if isinstance(leaf, Rows):
-            return Rows(_entries(leaf.entries, list))
-        if isinstance(leaf, PerReplica) and not isinstance(leaf, RowShards):
-            raise TypeError("rows were given as outputs of replicas, expected tensors on the host: call gather(device='cpu')")
-        return leaf
+    unit = "rows"  # of a limit
 
-    def _entries(entries: Sequence[Any], kind: Any) -> Any:
-        return kind(entries[row] for row in rows)
+    def __init__(self, inputs: Arguments, targets: Arguments = _NOTHING, dims: tuple[int, int] = (0, 0)) -> None:
+        self.inputs, self.targets, self.dims = inputs, targets, dims
+        self.rows = count_rows(inputs, dims[0])
+        self.target_rows = None if targets is _NOTHING else count_rows(targets, dims[1], self.rows, "targets")
 
-    def _select(tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        if tensor.device not in index:
-            index[tensor.device] = torch.tensor(rows, dtype=torch.long, device=tensor.device)
-        return tensor.index_select(dim, index[tensor.device])
+    @property
+    def counted_targets(self) -> list[tuple[Any, ...]]:
+        """The targets of the whole batch, in any number of parts."""
+        return [move_leaves(self.targets.inputs, None)]
 
-    return containers.map_leaves(take, node)
+    def plan(
+        self, devices: Sequence[torch.device], weights: Sequence[float] | None, limit: float | None, agree: Callable[[int], int]
+    ) -> Iterator[list[Shard]]:
+        """Yields the shards of each micro-batch.
 
+        A batch without rows has no micro-batches, unless other ranks wait in a layer for every rank. Inputs that have no rows,
+        such as settings alone, are one.
 
-def pinned(node: Any) -> Any:
-    """Returns ``node`` with tensors of the host in page-locked memory, so that copies to a device do not wait."""
+        Args:
+            devices: of the replicas.
+            weights: of the devices; None for equal shares.
+            limit: rows per device at most in one forward.
+            agree: returns the number of micro-batches to run, if this process needs the given one.
+        """
+        if self.rows is None or find_shards(self.inputs) is not None:
+            return iter([self.split(devices, weights)])
+        plan = equal_rows(self.rows, weights or len(devices), None if limit is None else int(limit), agree)
+        return self._shards(plan, devices)
 
-    def pin(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return leaf.pin_memory() if leaf.is_cpu and leaf.layout == torch.strided else leaf
-        if type(leaf) is Along:
-            return Along(pinned(leaf.leaf), leaf.dim)
-        return Rows([pinned(entry) for entry in leaf.entries]) if isinstance(leaf, Rows) else leaf
+    def split(self, devices: Sequence[torch.device], weights: Sequence[float] | None) -> list[Shard]:
+        """Returns the shards of one forward. Devices without rows are left out; without any rows, the first one is used.
 
-    return containers.map_leaves(pin, node)
+        Raises:
+            ValueError: the rows are cut already, and there are more shards than devices, or the devices have weights.
+        """
+        if self.rows is None:
+            return [Shard(self.inputs, self.targets, None, self.target_rows or 1, devices[0])]
+        if (shards := find_shards(self.inputs)) is None:
+            return next(self._shards([consecutive(split_sizes(self.rows, weights or len(devices)))], devices))
+        if weights is not None:
+            raise ValueError(f"split={weights!r} of the model and rows that are cut by cost were given, expected one of them")
+        if len(shards) > len(devices):
+            raise ValueError(f"rows in {len(shards)} shards for {len(devices)} devices, expected one for each at most")
+        return next(self._shards([consecutive([size or 0 for size in shards.sizes])], devices))
+
+    def largest(self, shares: int | Sequence[float], limit: float | None) -> tuple[float, float]:
+        """Returns the most rows of a device in one forward, and a limit that halves them, 0 if nothing does."""
+        plan = equal_rows(self.rows or 0, shares, None if limit is None else int(limit))
+        rows = max((len(part) for parts in plan for part in parts), default=0)
+        return rows, -(-rows // 2) if rows > 1 else 0
+
+    def _shards(self, plan: Plan, devices: Sequence[torch.device]) -> Iterator[list[Shard]]:
+        """Yields the shards of each micro-batch of a plan, whose parts follow each other."""
+        chosen = [[place for place, part in enumerate(parts) if part] or [0] for parts in plan]
+        parts = [plan[number][place] for number, places in enumerate(chosen) for place in places]
+        inputs, targets, sizes = [self.inputs], [self.targets] * len(parts), [len(part) for part in parts]
+        if len(parts) > 1:
+            inputs = cut(self.inputs, parts, self.dims[0])
+        if self.target_rows is not None:
+            sizes = proportional_sizes(self.target_rows, sizes)
+            targets = cut(self.targets, consecutive(sizes), self.dims[1]) if len(parts) > 1 else targets
+        cells = zip(inputs, targets, parts, sizes, strict=True)
+        for places in chosen:
+            yield [Shard(*next(cells), devices[place]) for place in places]
 
 
 def scatter(
@@ -513,72 +567,13 @@ def scatter(
     """
     devices = resolve_devices(device_ids)
     check_dim(dim)
-    used, sizes = assign_rows(count_rows(inputs, dim), devices, check_split(split, len(devices)))
-    pieces = [inputs] if sizes is None else cut(inputs, sizes, dim)
+    weights, rows = check_split(split, len(devices)), count_rows(inputs, dim)
+    if not rows:
+        return [move_leaves(inputs, devices[0])]
+    parts = consecutive(split_sizes(rows, weights or len(devices)))
+    used = [device for device, part in zip(devices, parts, strict=True) if part]
+    pieces = cut(inputs, [part for part in parts if part], dim)
     return [move_leaves(piece, device) for piece, device in zip(pieces, used, strict=True)]
-
-
-def shard_by_cost(
-    samples: Sequence[Any],
-    shards: int,
-    *,
-    cost: Callable[[Any], float],
-    collate: Callable[[list[Any]], Any],
-    combine: Combine | None = None,
-) -> tuple[Any, Any]:
-    """Splits samples of unequal cost into shards, and pads each shard on its own.
-
-    Returns inputs for a :class:`DataParallelModel`, and targets for a :class:`DataParallelCriterion`. Each tensor is a
-    :class:`PerReplica` of the shards. The gathered outputs have the order of the samples.
-
-    Args:
-        samples: one for each row.
-        shards: the number of devices, ``len(model.devices)``.
-        cost: of a sample, such as ``len``.
-        collate: makes ``(inputs, targets)`` of any list of samples, or a mapping of inputs with ``"labels"``.
-        combine: cost of a shard, from the costs of its rows, as in :class:`TrainStep`.
-
-    Raises:
-        TypeError: an argument of another type.
-        ValueError: there are no samples, a cost is negative or not finite, or ``collate`` returns something else.
-
-    Example:
-        >>> samples = [torch.ones(length) for length in (9, 3, 4, 2, 3, 2, 1, 1)]
-        >>> pad = torch.nn.utils.rnn.pad_sequence
-        >>> inputs, targets = shard_by_cost(samples, 3, cost=len, collate=lambda some: (pad(some, True), torch.ones(len(some))))
-        >>> [tuple(shard.shape) for shard in inputs]
-        [(1, 9), (3, 4), (4, 2)]
-        >>> outputs = DataParallelModel(torch.nn.Identity(), ["cpu"] * 3)(inputs)
-        >>> outputs.gather().sum(1)
-        tensor([9., 3., 4., 2., 3., 2., 1., 1.])
-    """
-    check_type("samples", samples, Sequence, "a list with one sample for each row")
-    check_number("shards", shards, "the number of devices", at_least=1, whole=True)
-    for name, function in (("cost", cost), ("collate", collate), ("combine", combine or sum)):
-        check_type(name, function, Callable, "a function")
-    if not samples:
-        raise ValueError("there are no samples, expected at least one")
-    runs = cut_by_cost([cost(sample) for sample in samples], shards, combine) if shards > 1 else [list(range(len(samples)))]
-    pairs = [inputs_and_targets(collate([samples[row] for row in run])) for run in runs]
-    sizes, order = [len(run) for run in runs], [row for run in runs for row in run]
-    inputs, targets = zip(*pairs, strict=True)
-    return as_shards(inputs, sizes, order), as_shards(targets, sizes, order)
-
-
-def inputs_and_targets(collated: Any) -> tuple[Any, Any]:
-    """Splits the result of a ``collate``.
-
-    Raises:
-        ValueError: it is not a pair, nor a mapping with labels.
-    """
-    if isinstance(collated, Mapping) and "labels" in collated:
-        return collated, collated["labels"]
-    if isinstance(collated, (tuple, list)) and len(collated) == 2:
-        return collated[0], collated[1]
-    raise ValueError(
-        f"collate returned {containers.describe(collated)}, expected (inputs, targets), or a mapping of inputs with 'labels', "
-        "which are the targets"
-    )
 
 
 def as_arguments(inputs: Any) -> Arguments:
@@ -586,50 +581,3 @@ def as_arguments(inputs: Any) -> Arguments:
     if isinstance(inputs, Mapping):
         return Arguments((), dict(inputs))
     return Arguments(spread(inputs), {})
-
-
-def count_micro_batches(rows: int, micro_batch_size: int | None, shares: int | Sequence[float]) -> int:
-    """Returns the smallest number of micro-batches with at most ``micro_batch_size`` rows per device; 0 without rows.
-
-    Args:
-        rows: number of rows of the whole batch.
-        micro_batch_size: largest number of rows per device; ``None`` means no limit.
-        shares: number of equal devices, or the weight of each device.
-    """
-    if micro_batch_size is None or rows == 0:
-        return min(rows, 1)
-    count = -(-rows // (micro_batch_size * (shares if isinstance(shares, int) else len(shares))))
-    while max(split_sizes(-(-rows // count), shares)) > micro_batch_size:  # the largest share decides
-        count += 1
-    return count
-
-
-def cut_batch(
-    arguments: Arguments, targets: tuple[Any, ...], sizes: Sequence[int], dims: tuple[int, int]
-) -> list[tuple[Arguments, tuple[Any, ...]]]:
-    """Splits arguments along ``dims[0]`` and targets along ``dims[1]`` into micro-batches of ``sizes[i]`` rows. Copies nothing.
-
-    Raises:
-        ValueError: if the number of rows of the targets is not that of the arguments, or a multiple of it.
-    """
-    target_rows = count_rows(targets, dims[1], sum(sizes), "targets")
-    target_sizes = sizes if target_rows is None else proportional_sizes(target_rows, sizes)
-    arguments, targets = mark_lists(arguments, dims[0]), mark_lists(targets, dims[1])
-    return list(zip(cut(arguments, sizes, dims[0]), cut(targets, target_sizes, dims[1]), strict=True))
-
-
-def detach_outputs(outputs: PerReplica, order: Sequence[int] | None) -> PerReplica:
-    """Returns the outputs of the replicas, detached from the autograd graph. ``order`` is that of their rows."""
-
-    def detach(leaf: Any) -> Any:
-        return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-    return outputs.map(lambda output: map_leaves(detach, output)).in_order(order)
-
-
-def join_outputs(micro_batches: Sequence[PerReplica], dims: Dims) -> PerReplica:
-    """Joins the outputs of all micro-batches as the outputs of one batch, in the order of the rows."""
-    entries = [output for outputs in micro_batches for output in outputs]
-    joined = PerReplica(entries, [size for outputs in micro_batches for size in outputs.sizes], dims)
-    orders = [outputs.order for outputs in micro_batches]
-    return joined.in_order(None if None in orders else [row for order in orders for row in order or ()])

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from ..batch import containers
 from ..batch.containers import Dims
 from ..batch.outputs import PerReplica
-from ..batch.plan import proportional_sizes
+from ..batch.plan import consecutive, proportional_sizes
 from ..batch.rows import as_arguments, count_rows, cut, move_leaves
 from ..loss.criterion import DataParallelCriterion
 from ..loss.rules import is_known
 from ..loss.shards import call_weight
-from ..loss.sums import Criterion, Shard, flat_weights, loss_of
+from ..loss.sums import Criterion, ShardLoss, flat_weights, loss_of
 from ..replicas.workers import current_replica
 from ..runtime.torch_private import versions
 
@@ -299,7 +299,7 @@ def weight_in_parts(output: Any, wrapped: DataParallelCriterion, targets: Any, d
             parts = _Parts(count, wrapped, output, containers.spread(targets), dims)
             shards = [shard for sizes in ([parts.rows], [1, parts.rows - 1]) for shard in parts.arguments(sizes)]
             whole, first, others = (
-                sum(flat_weights(call_weight(count, None, Shard(wrapped, 0, output, rows, {})))) for output, rows in shards
+                sum(flat_weights(call_weight(count, None, ShardLoss(wrapped, 0, output, rows, {})))) for output, rows in shards
             )
         except Exception:  # noqa: BLE001 - no function, or one that may raise any error
             return
@@ -341,10 +341,10 @@ class _Parts:
 
     def arguments(self, sizes: Sequence[int]) -> Iterator[tuple[Any, Any]]:
         """Returns output and targets of each part of ``sizes[i]`` rows."""
-        outputs = cut(self.output, sizes, self.dim)
+        outputs = cut(self.output, consecutive(sizes), self.dim)
         targets = [self.targets] * len(sizes)
         if self.counted is not None:
-            targets = cut(self.targets, proportional_sizes(self.counted, sizes), self.target_dim)
+            targets = cut(self.targets, consecutive(proportional_sizes(self.counted, sizes)), self.target_dim)
         return zip(outputs, [move_leaves(target, self.device) for target in targets], strict=True)
 
     def losses(self, sizes: Sequence[int]) -> list[Tensor]:
@@ -391,7 +391,8 @@ class _Parts:
     def _combined(self, sizes: Sequence[int], whole: Tensor) -> Tensor:
         """Returns the loss that ``wrapped`` computes from the parts, or a different value if it raises an error."""
         try:
-            return scalar_of(copy_of(self.wrapped)(PerReplica(cut(self.output, sizes, self.dim), sizes, self.dim), *self.targets))
+            parts = PerReplica(cut(self.output, consecutive(sizes), self.dim), sizes, self.dim)
+            return scalar_of(copy_of(self.wrapped)(parts, *self.targets))
         except Exception:  # noqa: BLE001 - a criterion may raise any error for a part
             return torch.full_like(whole, torch.nan) if whole.isfinite() else torch.zeros_like(whole)
 

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from ..batch import containers
 from ..batch.outputs import PerReplica, gather, repeated_rows
-from ..batch.rows import Along, Arguments, Rows, Whole, mark_leaves, move_leaves
+from ..batch.rows import Along, Arguments, Rows, Shard, Whole, mark_leaves, move_leaves
 from ..runtime.collectives import gather_objects, rank, sum_over_ranks, world_size
 from ..runtime.devices import move
 from ..runtime.torch_private import is_differentiable
 from ..runtime.values import scaled
 from .shards import ShardRunner, copy_criterion
-from .sums import LossSum, Shard, call_spread, loss_of, replace_value, weighted_sum, widen
+from .sums import LossSum, ShardLoss, call_spread, loss_of, replace_value, weighted_sum, widen
 
 __all__: list[str] = []
 
@@ -44,7 +44,7 @@ class CoupledLoss(abc.ABC):
         self._of_parameters: list[Tensor | None] = []
 
     @abc.abstractmethod
-    def value(self, outputs: Sequence[Any], targets: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def value(self, outputs: PerReplica, shards: Sequence[Shard]) -> Any:
         """Returns the loss of a batch, with the graph of its outputs."""
 
     @abc.abstractmethod
@@ -56,7 +56,7 @@ class CoupledLoss(abc.ABC):
         """
 
     @abc.abstractmethod
-    def _parts(self, outputs: Any, targets: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    def _parts(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[Any]:
         """Returns the part of each replica."""
 
     @abc.abstractmethod
@@ -67,23 +67,18 @@ class CoupledLoss(abc.ABC):
     def _take(self, part: Any) -> list[tuple[Tensor, Tensor | None]]:
         """Returns the tensors of a replica's part with the derivatives of the loss. Parts come in the order of the first pass."""
 
-    def collect(self, outputs: Any, *targets: Any) -> list[LossSum]:
-        """Collects the parts of a micro-batch in the first pass. Returns no losses."""
-        self.collect_parts(outputs, *targets)
-        return []
+    def collect(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[Any]:
+        """Collects the parts of a micro-batch in the first pass, and returns them, for a single pass."""
+        parts = self._parts(outputs, shards)
+        self._collect(parts)
+        return parts
 
-    def hand_back(self, outputs: Any, *targets: Any) -> list[LossSum]:
+    def hand_back(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
         """Returns a loss per replica of a micro-batch in the second pass.
 
         Their sum over all micro-batches and ranks is the loss, and their gradients sum to its gradient.
         """
-        return self.hand_back_parts(self._parts(outputs, targets, {}))
-
-    def collect_parts(self, outputs: Any, *targets: Any) -> list[Any]:
-        """Collects the parts of a micro-batch, and returns them, for a single pass."""
-        parts = self._parts(outputs, targets, {})
-        self._collect(parts)
-        return parts
+        return self.hand_back_parts(self._parts(outputs, shards))
 
     def hand_back_parts(self, parts: list[Any]) -> list[LossSum]:
         """Returns the result of :meth:`hand_back` for parts with a graph."""
@@ -190,9 +185,9 @@ class LossOfSums(CoupledLoss):
         self._structure: Any = None
         self._derivatives_on: dict[torch.device, list[Tensor | None]] = {}
 
-    def value(self, outputs: Sequence[Any], targets: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    def value(self, outputs: PerReplica, shards: Sequence[Shard]) -> Tensor:
         """Returns the loss of a batch. Statistics of all ranks are summed."""
-        parts = self._parts(outputs, targets, kwargs)
+        parts = self._parts(outputs, shards)
         self._add(parts)
         total, ranks = self._over_ranks(parts[0].nothing)
         if not ranks:
@@ -212,11 +207,11 @@ class LossOfSums(CoupledLoss):
         derivatives = [next(gradients) if is_differentiable(tensor) else None for tensor in total]
         self._derivatives_on = {total[0].device: derivatives}
 
-    def _parts(self, outputs: Any, targets: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Statistics]:
-        parts: list[Statistics] = self.criterion.run_shards(_statistics_of, outputs, targets, kwargs)
+    def _parts(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[Statistics]:
+        parts: list[Statistics] = self.criterion.run(_statistics_of, outputs, shards)
         if not self.criterion.is_checked:
             with torch.no_grad():
-                self._check(parts[0], outputs, targets, kwargs)
+                self._check(parts[0], outputs, shards)
         return parts
 
     def _collect(self, parts: list[Statistics]) -> None:
@@ -276,16 +271,15 @@ class LossOfSums(CoupledLoss):
             (loss,) = self.criterion.replicas.workers([finish], [device], together=False)
         return move(weighted_sum(loss, 1), self.criterion.output_device or device)
 
-    def _check(self, part: Statistics, outputs: Any, targets: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _check(self, part: Statistics, outputs: PerReplica, shards: Sequence[Shard]) -> None:
         """Raises ``ValueError`` if the statistics of the first shard are not the sum of those of its halves."""
-        shards = self.criterion.shards(outputs, targets, kwargs)
-        output, rows = shards.outputs[:1], shards.outputs.sizes[0]
+        output, rows = outputs[:1], outputs.sizes[0]
         if part.tensors is None or rows is None or rows < 2:
             return
         self.criterion.is_checked = True
         pieces = output.narrow(0, rows // 2), output.narrow(rows // 2, rows - rows // 2)
         halves = PerReplica([piece[0] for piece in pieces], [piece.sizes[0] for piece in pieces], output.dim)
-        parts = self.criterion.run_shards(_statistics_of, halves, *shards.batches[0])
+        parts = self.criterion.run(_statistics_of, *self.criterion.cut(halves, *shards[0].targets))
         if None in (half.tensors for half in parts):
             return
         for place, (whole, first, last) in enumerate(zip(part.tensors, *(half.tensors for half in parts), strict=True)):
@@ -301,7 +295,7 @@ class _Place(containers.Leaf):
     """Stands for a tensor in a structure."""
 
 
-def _statistics_of(shard: Shard) -> Statistics:
+def _statistics_of(shard: ShardLoss) -> Statistics:
     nothing = shard.nothing()
     if not shard.rows:
         return Statistics(None, None, nothing)
@@ -346,12 +340,12 @@ class WholeLoss(CoupledLoss):
         self.pieces: list[Arguments] = []  # of all replicas and micro-batches
         self._refusal: str | None = None  # of joining the outputs of several pieces
         self._outputs = 1  # number of leading arguments that the outputs fill
-        self.dim = 0
+        self.dim = criterion.dim or 0
         self._pending: list[list[Tensor | None]] = []  # derivatives of each piece
 
-    def value(self, outputs: Sequence[Any], targets: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def value(self, outputs: PerReplica, shards: Sequence[Shard]) -> Any:
         """Returns the loss of a batch. The outputs of all ranks are gathered on every rank."""
-        self.pieces = self._parts(outputs, targets, kwargs)
+        self.pieces = self._parts(outputs, shards)
         whole, device = self._join()
         loss = self._call(gather_ranks(whole, device, self._refusal).batch, device)
         return containers.map_leaves(lambda leaf: leaf if leaf is None else weighted_sum(leaf, 1), loss)
@@ -394,15 +388,13 @@ class WholeLoss(CoupledLoss):
             start += rows
         return derivatives
 
-    def _parts(self, outputs: Any, targets: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        shards = self.criterion.shards(outputs, targets, kwargs)
-        self._refusal = self._refusal or repeated_rows(shards.outputs, shards.outputs.sizes, shards.outputs.dim)
+    def _parts(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[Any]:
+        self._refusal = self._refusal or repeated_rows(outputs, outputs.sizes, outputs.dim)
         parts = []
-        for output, batch in zip(shards.outputs, shards.batches, strict=True):
-            marked = containers.spread(mark_leaves(output, shards.outputs.dim, "the output"))
-            parts.append(Arguments((*marked, *batch.inputs), batch.kwargs))
+        for output, shard in zip(outputs, shards, strict=True):
+            marked = containers.spread(mark_leaves(output, outputs.dim, "the output"))
+            parts.append(Arguments((*marked, *shard.targets.inputs), shard.targets.kwargs))
             self._outputs = len(marked)
-        self.dim = shards.dim
         return parts
 
     def _collect(self, parts: list[Arguments]) -> None:

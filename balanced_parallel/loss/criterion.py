@@ -14,7 +14,7 @@ from torch import nn
 from ..batch import containers
 from ..batch.containers import Dims
 from ..batch.outputs import PerReplica
-from ..batch.rows import without_mark
+from ..batch.rows import Shard, without_mark
 from ..runtime.collectives import sum_over_ranks
 from ..runtime.devices import DeviceLike
 from ..runtime.values import Precision
@@ -23,7 +23,6 @@ from .rules import find_torch_loss, has_sum, is_known, reduction_in, reduction_o
 from .shards import (
     Divisor,
     ShardRunner,
-    as_per_replica,
     call_weight,
     check_settings,
     keywords_of,
@@ -34,7 +33,7 @@ from .sums import (
     Criterion,
     LossSum,
     MeanAndWeight,
-    Shard,
+    ShardLoss,
     Weight,
     add_means,
     divide_once,
@@ -140,33 +139,29 @@ class DataParallelCriterion(ShardRunner):
             targets: the arguments of the criterion after the output, with all rows of the batch.
             kwargs: keyword arguments of the criterion, with all rows of the batch.
         """
+        kwargs = kwargs if self.is_coupled else self._modern(kwargs)
+        entries, shards = self.cut(outputs, targets, kwargs)
         if self.is_coupled:
-            return couple(self, torch.device("cpu")).value(outputs, targets, kwargs)
-        kwargs = self._modern(kwargs)
+            return couple(self, torch.device("cpu")).value(entries, shards)
         reduction = kwargs.get("reduction", self.reduction)
         if reduction == "none":
-            rows = as_per_replica(outputs, self._output_dim)
-            return PerReplica(self.run_shards(Shard.call, outputs, targets, kwargs), rows.sizes, rows.dim)
-        parts = self.run_shards(self._term(reduction), outputs, targets, kwargs)
-        return merge(parts, self._divide)
+            return PerReplica(self.run(ShardLoss.call, entries, shards), entries.sizes, entries.dim)
+        return merge(self.run(self._term(reduction), entries, shards), self._divide)
 
     def _divide(self, sums: list[LossSum]) -> torch.Tensor:
         return divide_once(sums, self.output_device or sums[0].total.device, self.minimum)
 
-    def loss_sums(self, outputs: Sequence[Any], *targets: Any, **kwargs: Any) -> list[LossSum]:
+    def loss_sums(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
         """Returns the sum and the weight of each replica's losses. :class:`TrainStep` divides them later.
 
         Raises:
             ValueError: there is no common divisor. The criterion returns unreduced losses, or means with different divisors.
         """
-        kwargs = self._modern(kwargs)
-        reduction = kwargs.get("reduction", self.reduction)
-        if reduction == "none":
+        if self.reduction == "none":
             raise ValueError("the criterion has reduction='none', expected a scalar loss: use reduction='mean' or 'sum'")
-        parts = self.run_shards(self._term(reduction), outputs, targets, kwargs)
-        return [add_means(part) for part in parts]
+        return [add_means(part) for part in self.run(self._term(self.reduction), outputs, shards)]
 
-    def _term(self, reduction: str) -> Callable[[Shard], Any]:
+    def _term(self, reduction: str) -> Callable[[ShardLoss], Any]:
         """Returns the function that computes one replica's part of the loss."""
         if reduction == "sum":
             return total_of
@@ -183,9 +178,9 @@ class DataParallelCriterion(ShardRunner):
         """Returns the divisors of several means over a whole batch."""
         return flat_weights(weights_of_targets(self.weight, tuple(map(without_mark, targets))))
 
-    def divided_sums(self, divisors: Sequence[float], outputs: Sequence[Any], *targets: Any) -> list[LossSum]:
+    def divided_sums(self, divisors: Sequence[float], outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
         """Returns :meth:`loss_sums` of several means, each divided by its entry of ``divisors``, those of the whole batch."""
-        parts = self.run_shards(self._term(self.reduction), outputs, targets, {})
+        parts = self.run(self._term(self.reduction), outputs, shards)
         factors = [1 / divisor if divisor else 0.0 for divisor in divisors]
         sums = [
             [mean.total * factor for (_, mean), factor in zip(containers.leaves(part), factors, strict=True) if mean is not None]
@@ -199,9 +194,9 @@ class DataParallelCriterion(ShardRunner):
             return None
         return weight_of_targets(self.module, targets)
 
-    def weighed_sums(self, outputs: Sequence[Any], *targets: Any) -> list[LossSum]:
+    def weighed_sums(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
         """Returns :meth:`loss_sums` with weights of zero, for targets whose weight was added before."""
-        return [LossSum(total, 0.0) for total in self.run_shards(sum_of_terms, outputs, targets, {})]
+        return [LossSum(total, 0.0) for total in self.run(sum_of_terms, outputs, shards)]
 
     def _modern(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Returns keyword arguments with ``reduction=`` in place of ``size_average=`` and ``reduce=``, which torch deprecated."""
@@ -210,12 +205,12 @@ class DataParallelCriterion(ShardRunner):
         others = {name: value for name, value in kwargs.items() if name not in ("size_average", "reduce")}
         return {**others, "reduction": reduction_in(kwargs)}
 
-    def _weigh(self) -> Callable[[Shard], Any]:
+    def _weigh(self) -> Callable[[ShardLoss], Any]:
         """Returns the function that computes the weight of one replica's mean, for criteria without ``reduction="sum"``."""
         if self.weight is not None and self.weight != "rows":
             return functools.partial(call_weight, self.weight, self._weight_takes)
         if self.weight is None and is_known(self.module):
-            return Shard.weigh
+            return ShardLoss.weigh
         if self.weight is None:
             refuse_coupled(self.module)
             if self._reduction is None and not self._warned:

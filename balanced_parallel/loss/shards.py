@@ -5,7 +5,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,14 +13,14 @@ from torch import nn
 from ..batch import containers
 from ..batch.containers import Dims, check_dim, check_dims, is_first
 from ..batch.outputs import PerReplica
-from ..batch.plan import proportional_sizes, split_sizes
-from ..batch.rows import Arguments, count_rows, cut, mark, move_leaves, take_rows
+from ..batch.plan import Part, consecutive, proportional_sizes, split_sizes
+from ..batch.rows import Arguments, Shard, count_rows, cut, mark, move_arguments, move_leaves
 from ..replicas.replicas import Replicas
 from ..runtime.devices import DeviceLike, pin, resolve_device, resolve_devices
 from ..runtime.torch_private import buffers_of, children_of, parameters_of
 from ..runtime.values import Precision
 from .rules import find_torch_loss, reduction_of
-from .sums import Criterion, MeanAndWeight, Shard, Shards, call_spread, check_minimum, map_weights
+from .sums import Criterion, MeanAndWeight, ShardLoss, call_spread, check_minimum, map_weights
 
 __all__: list[str] = []
 
@@ -91,53 +91,61 @@ class ShardRunner(nn.Module):
         leading = leading or count_leading(function, len(targets))
         return mark(Arguments(targets, kwargs), self.in_dims, function, first=1, unnamed=leading - 1), self.dim or 0
 
-    def run_shards(
-        self, term: Callable[[Shard], Any], outputs: Sequence[Any], targets: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> list[Any]:
-        """Returns ``term(shard)`` for each replica, computed on the device of its output."""
-        shards = self.shards(outputs, targets, kwargs)
-        devices = shards.devices
+    def cut(self, outputs: Any, targets: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[PerReplica, list[Shard]]:
+        """Cuts the arguments behind the outputs as the outputs' shards. Returns the outputs, and the shards.
 
-        def run(criterion: Criterion, size: int, output: Any, arguments: Arguments, weights: Any, device: torch.device) -> Any:
-            targets, kwargs = move_leaves(arguments.inputs, device), move_leaves(arguments.kwargs, device)
-            return term(Shard(criterion, size, output, targets, kwargs, weights))
-
-        with self.precision.autocast(devices), copy_criterion(self.module, self.replicas, devices) as criteria:
-            each = list(zip(shards.sizes, shards.outputs, shards.batches, strict=True))
-            weights = self._weights_in_place(term, each, devices)
-            replicas = zip(criteria, shards.sizes, shards.outputs, shards.batches, weights, devices, strict=True)
-            work = [functools.partial(run, *replica) for replica in replicas]
-            return self.replicas.workers(work, devices, together=False)
-
-    def shards(self, outputs: Sequence[Any], targets: tuple[Any, ...], kwargs: dict[str, Any]) -> Shards:
-        """Returns the arguments of each replica."""
+        Args:
+            outputs: one output per replica.
+            targets, kwargs: all rows of the batch.
+        """
         entries = as_per_replica(outputs, self._output_dim)
-        devices = devices_of(entries, self.devices)
         batch, dim = self.mark(targets, kwargs, entries.dim, len(containers.spread(entries[0])))
         expected = None if None in entries.sizes else sum(size or 0 for size in entries.sizes)
         rows = count_rows(batch, dim, expected, "targets")
         if not isinstance(outputs, PerReplica) and not all(isinstance(part, PerReplica) for part in outputs):
             check_rows_of_list(entries, rows)
         sizes = sizes_like(entries, rows)
+        parts: list[Part] = [*consecutive(sizes)]
         if entries.order is not None and rows is not None:
-            batch = in_order(batch, entries.order, rows, dim)
-        batches = [batch] * len(entries) if rows is None else cut(batch, sizes, dim)
-        return Shards(entries, sizes, batches, devices, dim)
+            parts = _in_order(entries.order, parts, rows)
+        is_whole = rows is None or (len(parts) == 1 and entries.order is None)
+        batches = [batch] * len(parts) if is_whole else cut(batch, parts, dim)
+        cells = zip(batches, parts, sizes, devices_of(entries, self.devices), strict=True)
+        return entries, [Shard(Arguments((), {}), piece, part, size, device) for piece, part, size, device in cells]
+
+    def run(self, term: Callable[[ShardLoss], Any], outputs: PerReplica, shards: Sequence[Shard]) -> list[Any]:
+        """Returns the term of the loss for each replica, computed on the device of its output."""
+        devices = devices_of(outputs, self.devices)
+        with self.precision.autocast(devices), copy_criterion(self.module, self.replicas, devices) as criteria:
+            weights = self._weights_in_place(term, outputs, shards, devices)
+            cells = zip(criteria, outputs, shards, weights, devices, strict=True)
+            work = [functools.partial(_run, term, *cell) for cell in cells]
+            return self.replicas.workers(work, devices, together=False)
 
     def _weights_in_place(
-        self, term: Callable[[Shard], Any], shards: list[tuple[int, Any, Arguments]], devices: Sequence[torch.device]
+        self, term: Callable[[ShardLoss], Any], outputs: PerReplica, shards: Sequence[Shard], devices: Sequence[torch.device]
     ) -> list[Any]:
         """Returns the weights of all shards, from targets that are not moved, or None for those that the replicas compute.
 
         Targets on the host are counted there, and the host waits once for targets on a device.
         """
         if isinstance(term, MeanAndWeight) and any(device.type != "cpu" for device in devices):
-            unmoved = [(size, output, *move_leaves(tuple(batch), None)) for size, output, batch in shards]
+            unmoved = [
+                ShardLoss(self.module, shard.target_rows, output, *move_leaves(tuple(shard.targets), None))
+                for output, shard in zip(outputs, shards, strict=True)
+            ]
             try:
-                return term.read([Shard(self.module, *shard) for shard in unmoved])
+                return term.read(unmoved)
             except Exception:  # noqa: BLE001 - it needs outputs and targets on one device; or it fails there too, for the user to see
                 pass
         return [None] * len(shards)
+
+
+def _run(
+    term: Callable[[ShardLoss], Any], criterion: Criterion, output: Any, shard: Shard, weights: Any, device: torch.device
+) -> Any:
+    targets, kwargs = move_arguments(shard.targets, device)
+    return term(ShardLoss(criterion, shard.target_rows, output, targets, kwargs, weights))
 
 
 def _has_rows(node: Any) -> bool:
@@ -253,14 +261,13 @@ def _rows(output: Any, dims: Dims) -> int | None:
     return tensor.size(dims)
 
 
-def in_order(targets: Arguments, order: Sequence[int], rows: int, dim: int) -> Arguments:
-    """Returns targets in the order of outputs whose rows were cut by cost.
+def _in_order(order: Sequence[int], parts: Sequence[Part], rows: int) -> list[Part]:
+    """Returns the rows of the targets for outputs whose rows were cut by cost.
 
     Args:
-        targets: in the order of the batch.
         order: position in the batch of each row of the outputs.
+        parts: of each output, in that order.
         rows: number of rows of the targets.
-        dim: dimension of their rows.
 
     Raises:
         ValueError: there is not one row of the targets for each row of the outputs.
@@ -270,7 +277,7 @@ def in_order(targets: Arguments, order: Sequence[int], rows: int, dim: int) -> A
             f"the targets have {rows} rows, and the outputs {len(order)}, in the order of their cost, expected the same number: "
             "call criterion([outputs.gather()], targets)"
         )
-    return cast(Arguments, take_rows(targets, order, dim))
+    return [[order[place] for place in part] for part in parts]
 
 
 def sizes_like(outputs: PerReplica, rows: int | None) -> list[int]:
@@ -339,7 +346,7 @@ def weights_of_targets(weight: Any, targets: tuple[Any, ...]) -> Any:
     return map_weights(lambda count: count(*targets), weight)
 
 
-def call_weight(weight: Any, takes: set[str] | None, shard: Shard) -> Any:
+def call_weight(weight: Any, takes: set[str] | None, shard: ShardLoss) -> Any:
     """Calls a weight function with the arguments of the criterion, without the keyword arguments that it does not accept."""
     if not callable(weight):
         return weights_of_targets(weight, shard.targets)

@@ -19,8 +19,6 @@ from torch import Tensor, nn
 
 from ..batch import containers
 from ..batch.containers import Leaf
-from ..batch.outputs import PerReplica
-from ..batch.rows import Arguments
 from ..runtime.collectives import sum_over_ranks, world_size
 from ..runtime.devices import DeviceLike, move, resolve_device
 from ..runtime.torch_private import is_differentiable
@@ -265,7 +263,7 @@ def flat_weights(weights: Any) -> list[float]:
 Criterion = nn.Module | Callable[..., Tensor]
 
 
-class Shard(NamedTuple):
+class ShardLoss(NamedTuple):
     """Arguments of one replica: its copy of the criterion, its number of rows, its output, and its rows of the targets."""
 
     criterion: Criterion
@@ -293,24 +291,6 @@ class Shard(NamedTuple):
         return zero_of(*tensors, *parameters) if tensors or parameters else torch.zeros(())
 
 
-class Shards(NamedTuple):
-    """Arguments of all replicas.
-
-    Args:
-        outputs: one per replica.
-        sizes: rows of the targets of each.
-        batches: targets and keyword arguments of each, marked and not moved.
-        devices: one per replica.
-        dim: dimension of the rows in tensors that are not marked.
-    """
-
-    outputs: PerReplica
-    sizes: list[int]
-    batches: list[Arguments]
-    devices: list[torch.device]
-    dim: int
-
-
 def call_spread(function: Callable[..., Any], output: Any, targets: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Calls a function of output and targets. The entries of a tuple fill its leading arguments, which an error tells."""
     leading = containers.spread(output)
@@ -333,7 +313,7 @@ def loss_of(result: Any) -> Any:
     return result if isinstance(result, Tensor) else getattr(result, "loss", result)
 
 
-def total_of(shard: Shard) -> Any:
+def total_of(shard: ShardLoss) -> Any:
     """Returns the :class:`LossSum` of a criterion that is a sum, or a structure of them.
 
     Without rows, the criterion is not called, because some losses raise an error then.
@@ -352,10 +332,10 @@ class MeanAndWeight:
         minimum: lower bound of the criterion's divisor.
     """
 
-    weigh: Callable[[Shard], Any]
+    weigh: Callable[[ShardLoss], Any]
     minimum: float
 
-    def __call__(self, shard: Shard) -> Any:
+    def __call__(self, shard: ShardLoss) -> Any:
         """Returns the :class:`LossSum` of a shard, or a structure of them."""
         weights = self.read([shard])[0] if shard.weights is None else shard.weights
         if not shard.rows or weights == 0 == self.minimum:
@@ -364,7 +344,7 @@ class MeanAndWeight:
         return _weighted(shard.call(), weights, self.minimum, "the loss")
 
     @torch.no_grad()
-    def read(self, shards: Sequence[Shard]) -> list[Any]:
+    def read(self, shards: Sequence[ShardLoss]) -> list[Any]:
         """Returns the weights of several shards as numbers. The host waits once at most."""
         weights: list[Any] = read_weights([self.weigh(shard) for shard in shards])
         return weights
@@ -388,7 +368,7 @@ def _weighted(means: Any, weights: Any, minimum: float, place: str) -> Any:
     return container.rebuild([_weighted(mean, weight, minimum, place + where) for mean, weight, where in pairs])
 
 
-def sum_and_weight(shard: Shard) -> LossSum:
+def sum_and_weight(shard: ShardLoss) -> LossSum:
     """Returns the :class:`LossSum` of a loss of torch: :func:`sum_of_terms` and its weight."""
     weight = shard.weigh()
     return LossSum(sum_of_terms(shard), weight)
@@ -425,7 +405,7 @@ def _repeated(part: LossSum, form: Any) -> Any:
     return containers.map_leaves(lambda _: part, form)
 
 
-def sum_of_terms(shard: Shard) -> Tensor:
+def sum_of_terms(shard: ShardLoss) -> Tensor:
     """Returns the sum of the terms of a loss of torch. There is no division, so no nan without counted targets."""
     if not shard.rows:  # multi_margin_loss of no rows returns uninitialised memory
         return widen(shard.nothing())

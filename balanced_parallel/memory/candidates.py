@@ -11,8 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from ..batch.plan import split_sizes
-from ..batch.rows import count_micro_batches
+from ..batch.plan import count_micro_batches, split_sizes
 from ..diagnostics.doctor import batch_norms
 from ..runtime.values import format_bytes
 from .errors import UnknownMemory

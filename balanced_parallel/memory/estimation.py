@@ -89,7 +89,7 @@ def estimate(
         scalar: the result where the module reads a value of a tensor (``.item()``, ``if``). Without it such a read is an error.
         lengths: the shortest and the longest row, for reports of other lengths: ``report.at(rows, length)`` and
             ``report.largest_cost(capacity)``. Takes four more traces.
-        trim: the dimension of the lengths, as in :class:`TrainStep`: that of all tensors with the batch's length there.
+        trim: the dimension of the lengths, as in :class:`ByCost`: that of all tensors with the batch's length there.
 
     Raises:
         ValueError: a setting is out of its range; the inputs have no rows; the memory of an operator depends on values.

@@ -7,8 +7,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from ..batch.plan import split_sizes
-from ..batch.rows import count_micro_batches
+from ..batch.plan import count_micro_batches, split_sizes
 from ..replicas.model import DataParallelModel
 from ..runtime.collectives import max_over_ranks
 from ..runtime.devices import free_bytes
@@ -46,7 +45,7 @@ def fit(
         inputs, targets: an effective batch, as for the step; meta tensors suffice.
         capacity: bytes or text such as ``"24GiB"``, for each device or one for all. ``None`` is the memory that is free now, and
             that of the step's own tensors. For the CPU it must be given.
-        lengths: the shortest and the longest row to come, for a step with ``cost=``. Sets ``step.micro_batch_cost`` in place of
+        lengths: the shortest and the longest row to come, with ``cut=ByCost(...)``. Sets ``step.micro_batch_cost`` in place of
             ``step.micro_batch_size``: the largest budget such that every shard with ``rows x longest`` within it fits.
         trim: the dimension of the lengths, that of all tensors with the batch's length there.
 
@@ -123,7 +122,7 @@ def _check_unit(step: TrainStep, lengths: tuple[int, int] | None) -> None:
         else:
             step.micro_batch_cost = step.micro_batch_cost
     except ValueError as error:
-        what = "lengths=(shortest, longest)" if lengths is None else "TrainStep(cost=...), without micro_batch_size"
+        what = "lengths=(shortest, longest)" if lengths is None else "TrainStep(cut=ByCost(...)), without micro_batch_size"
         raise ValueError(f"{error}: give {what}") from error
 
 

@@ -24,6 +24,7 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
+from ..batch.by_cost import ByCost
 from ..batch.plan import split_sizes
 from ..loss.criterion import DataParallelCriterion
 from ..loss.rules import is_known
@@ -146,7 +147,7 @@ class MemoryPlan:
             optimizer: its class. ``defaults`` are its settings: ``lr`` and so on.
             device_ids: as many as in the plan. ``None`` takes the first of the visible devices.
             weight, max_grad_norm: as in :class:`DataParallelCriterion` and :class:`TrainStep`.
-            cost, collate: as in :class:`TrainStep`, for a plan with lengths. The cost of a row is its length. Padded batches,
+            cost, collate: as in :class:`ByCost`, for a plan with lengths. The cost of a row is its length. Padded batches,
                 without ``collate``, are trimmed.
 
         Raises:
@@ -169,6 +170,7 @@ class MemoryPlan:
         )  # torch chooses kernels by itself on real devices
         learned = [*model.parameters(), *wrapped.parameters()]
         trained = choice.balanced(model, learned) if chosen.balanced_optimizer else choice(learned)
+        trim = self.trim if collate is None else None
         step = (OffloadingStep if "offload_activations" in chosen.savings else TrainStep)(
             model,
             wrapped,
@@ -176,10 +178,7 @@ class MemoryPlan:
             micro_batch_size=chosen.micro_batch_size if cost is None else None,
             precision=chosen.precision,
             max_grad_norm=max_grad_norm,
-            cost=cost,
-            collate=collate,
-            trim=self.trim if cost is not None and collate is None else None,
-            micro_batch_cost=self.micro_batch_cost,
+            cut=None if cost is None else ByCost(cost, collate=collate, trim=trim, limit=self.micro_batch_cost),
         )
         return model, wrapped, trained, step
 

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from ..batch.containers import describe, spread
-from ..batch.rows import as_arguments, count_micro_batches, count_rows
+from ..batch.plan import count_micro_batches
+from ..batch.rows import as_arguments, count_rows
 from ..replicas.module_tree import check_module
 from ..runtime.values import Precision
 from ..savings.checkpointing import find_blocks

@@ -11,8 +11,8 @@ from torch import nn
 
 from ..batch.containers import Dims, check_dim, check_dims, leaf_dims, leaves
 from ..batch.outputs import PerReplica, join, repeated_rows
-from ..batch.plan import assign_rows, assign_shards, check_split, share_by_memory
-from ..batch.rows import Arguments, count_rows, cut, dims_of_method, find_shards, mark, move_leaves
+from ..batch.plan import check_split, share_by_memory
+from ..batch.rows import Arguments, Batch, Shard, dims_of_method, find_shards, mark, move_arguments, move_leaves
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.random_numbers import offset_seeds
 from ..runtime.values import Precision, check_type
@@ -197,33 +197,34 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         return mark_inputs(arguments, self.in_dims, self.module, method)
 
     def _run(self, method: str | None, arguments: Arguments) -> Any:
-        arguments = self.mark(arguments, method)
-        rows, shards = count_rows(arguments, self.dim), find_shards(arguments)
-        if shards is None:
-            devices, sizes = assign_rows(rows, self.devices, self.split)
-        else:
-            devices, sizes = assign_shards(shards.sizes, self.devices, self.split)
-        batches = [arguments] if sizes is None else cut(arguments, sizes, self.dim)
+        batch = Batch(self.mark(arguments, method), dims=(self.dim, 0))
+        shards = batch.split(self.devices, self.split)
+        outputs = self.run(shards, method)
+        if (cut_already := find_shards(batch.inputs)) is not None:
+            outputs.in_order(cut_already.order)
+            return outputs.gather(self._gathers_on) if self.gather_outputs else outputs
+        return self._gather(outputs) if self.gather_outputs else outputs
+
+    def run(self, shards: Sequence[Shard], method: str | None = None) -> PerReplica:
+        """Runs a replica on each shard of one forward. Returns their outputs.
+
+        Args:
+            shards: each on one of the ``devices``, in their order.
+            method: of the module; ``None`` is ``forward``.
+        """
+        devices = [shard.device for shard in shards]
         if len(devices) > 1:
             offset_seeds(self.devices)
         with self.precision.autocast(devices), self.replicas.of(self.module, devices, self.devices[0]) as modules:
-            work = [
-                functools.partial(_call, replica, method, batch, device)
-                for replica, batch, device in zip(modules, batches, devices, strict=True)
-            ]
+            work = [functools.partial(_call, *replica, method) for replica in zip(modules, shards, strict=True)]
             together = len(work) > 1 and has_layers_over_all_rows(self.replicas.modules_of(self.module))
             outputs = self.replicas.workers(work, devices, together=together)
-        if self.gather_outputs and shards is None:
-            return self._gather(outputs, sizes)
-        per_replica = PerReplica(outputs, sizes or [None], self.out_dims)
-        if shards is None:
-            return per_replica
-        per_replica.in_order(shards.order)
-        return per_replica.gather(self._gathers_on) if self.gather_outputs else per_replica
+        return PerReplica(outputs, [shard.size for shard in shards], self.out_dims)
 
-    def _gather(self, outputs: list[Any], sizes: list[int] | None) -> Any:
-        if len(outputs) == 1 or sizes is None:
+    def _gather(self, outputs: PerReplica) -> Any:
+        if len(outputs) == 1:
             return move_leaves(outputs[0], self._gathers_on)
+        sizes = [size or 0 for size in outputs.sizes]
         if refusal := repeated_rows(outputs, sizes, self.out_dims):
             raise ValueError(refusal)
         output = outputs[sizes.index(max(sizes))]
@@ -244,8 +245,8 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         return join(outputs, self._gathers_on, self.out_dims)
 
 
-def _call(replica: nn.Module, method: str | None, batch: Arguments, device: torch.device) -> Any:
-    inputs, kwargs = move_leaves(batch.inputs, device), move_leaves(batch.kwargs, device)
+def _call(replica: nn.Module, shard: Shard, method: str | None) -> Any:
+    inputs, kwargs = move_arguments(shard.inputs, shard.device)
     return (replica if method is None else getattr(replica, method))(*inputs, **kwargs)
 
 

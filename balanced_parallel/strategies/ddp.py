@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..batch.containers import Dims, leaves, map_leaves
 from ..batch.outputs import PerReplica
-from ..batch.rows import Along, Arguments, Rows, count_rows, cut, move_leaves
+from ..batch.rows import Along, Arguments, Rows, Shard, count_rows, cut, move_leaves
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import Criterion, LossSum, Weight, add_up, zero_of
 from ..replicas.batchnorm import meets_other_ranks
@@ -49,7 +49,6 @@ from ..runtime.torch_private import CHILDREN, base_of, children_of, is_different
 from ..runtime.values import Precision
 from ..training.accumulation import is_one, power_of_two
 from ..training.strategy import GradientSync, Settings, gradient_sync, run_backward
-from ..training.update import scale_gradients
 
 __all__: list[str] = []
 
@@ -72,6 +71,10 @@ class RankModel(nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> PerReplica:
         """Runs the module on this rank's rows. Returns a list with its output."""
         return self._run(None, self.mark(Arguments(inputs, kwargs)))
+
+    def run(self, shards: Sequence[Shard]) -> PerReplica:
+        """Runs the module on the only shard of a forward."""
+        return self._run(None, shards[0].inputs)
 
     def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> PerReplica:
         """Calls another method of the module than ``forward``, with its parameters and gradients shared as those of a forward."""
@@ -191,7 +194,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
         function: Callable[..., Any] = self.module if method is None else getattr(self.module, method)
         rows, example = count_rows(arguments, self.dim), None
         if rows and method not in self._examples:
-            self._examples[method] = first_row(arguments, rows, self.dim)
+            self._examples[method] = first_row(arguments, self.dim)
         if rows == 0 and not self._meets_ranks:  # whose layers wait for this rank
             example = self._examples.get(method) or row_of_ones(arguments, self.dim)
             arguments = example or arguments
@@ -278,17 +281,28 @@ class RankSync(GradientSync):
     """Loss and weight of a rank, on their way to those of all ranks."""
 
     def __init__(self, group: collectives.Group = None) -> None:
-        self._group = group
+        self._group, self._ranks = group, collectives.world_size(group)
         self._local: Callable[[], Tensor] | None = None  # returns loss and weight of this rank, on the host
 
     def start(self, local: LossSum) -> None:
         """Starts to copy loss and weight to the host."""
-        self._weight = add_up([0.0 if local.weight is None else local.weight], local.total.device).double()
-        self._local = devices.start_copy(torch.stack([local.total.double(), self._weight]))
+        weight = add_up([0.0 if local.weight is None else local.weight], local.total.device).double()
+        self._local = devices.start_copy(torch.stack([local.total.double(), weight]))
 
     def smallest(self, number: float) -> float:
         """Returns the smallest ``number`` of all ranks."""
         return -collectives.max_over_ranks(-number, self._group)
+
+
+def divisor_of_ranks(expected: Weight, before: float, in_float16: bool, device: torch.device, group: collectives.Group) -> Weight:
+    """Returns a power of two near the weight of the update before. It is the same on all ranks.
+
+    In the first update it is 1. With float16 it is near the weight that all ranks expect: they exchange it once.
+    """
+    if before or not in_float16:
+        return float(power_of_two(before))
+    whole = collectives.sum_over_ranks(add_up([expected], device).double(), group)
+    return power_of_two(float(whole) if whole.is_cpu else whole)
 
 
 def refuse_unshared(tensors: Iterable[Tensor], place: str) -> None:
@@ -315,7 +329,6 @@ class DDPSync(RankSync):
         self._buckets: list[Tensor] = []
         self._has_begun = False  # an accumulation
         self._untouched: Sequence[Tensor] = []  # zeros so far, in an accumulation
-        self._whole_weight: Tensor | None = None
         self._is_reducing = False  # other ranks wait for this one
         self._failures = 0, 0  # numbers of ranks, by the agreement of this update: out of memory, for another reason
         self._is_agreed = self._is_abandoned = False
@@ -323,32 +336,18 @@ class DDPSync(RankSync):
     def __reduce__(self) -> Any:  # a copy has no gradients
         return DDPSync, (self._model,)
 
-    @property
-    def gradient_scale(self) -> float:
-        """The number of ranks: the reducer averages."""
-        return float(collectives.world_size(self._group))
-
     def begin(self) -> None:
         """Begins an update."""
         self._is_agreed = self._is_abandoned = False
         self._model.begin_update()
-        self._whole_weight = None
 
     def count_micro_batches(self, count: int) -> int:
         """Returns ``count``, or the largest of any rank if layers of the model wait for every rank in each forward."""
         return collectives.max_over_ranks(count, self._group) if self._meets_ranks else count
 
-    def first_divisor(self, expected: Weight, before: float) -> float:
-        """Returns a power of two near the mean weight of a rank in the previous update. It is the same on all ranks."""
-        return float(power_of_two(before / collectives.world_size(self._group)))
-
-    def whole_weight(self, expected: Weight, *, last: bool) -> Weight:
-        """Returns the weight of all ranks if ``last``, otherwise that of this rank times the number of ranks."""
-        if not last:
-            return expected * collectives.world_size(self._group)
-        if self._whole_weight is None:  # once per update, also if this rank gives it up later
-            self._whole_weight = collectives.sum_over_ranks(self._weight, self._group)
-        return float(self._whole_weight) if self._whole_weight.is_cpu else self._whole_weight
+    def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
+        """Returns a power of two near the mean weight of a rank, as :func:`divisor_of_ranks` does."""
+        return divisor_of_ranks(expected, before, in_float16, self._model.devices[0], self._group) / self._ranks
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -392,17 +391,13 @@ class DDPSync(RankSync):
         settings.check(*digests)
         return LossSum(torch.full_like(local.total, total), weight)
 
-    def rescale(self, factor: Weight) -> None:
-        """Multiplies the gradients that this rank has accumulated."""
-        self._forget_untouched()
-        scale_gradients(self._model.reduced_parameters, factor)
-
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
-        """Multiplies the reduced gradients.
+        """Multiplies the reduced gradients, and by the number of ranks: the reducer averages.
 
         Raises:
             ValueError: one of ``tensors`` has a gradient that is not reduced.
         """
+        factor = factor * self._ranks
         gradients = {id(tensor): tensor.grad for tensor in tensors if tensor.grad is not None}
         strangers = [tensor for tensor in tensors if id(tensor) in gradients.keys() - self._reduced]
         refuse_unshared(strangers, "the module or of the criterion")
@@ -435,7 +430,6 @@ class DDPSync(RankSync):
         """Returns the sums of loss, weight and digests over all ranks, and counts failures."""
         self._is_reducing, self._is_agreed = False, True
         self._model.begin_update()
-        self._whole_weight = None
         numbers = torch.cat([local, local.new_tensor([*digest, out_of_memory, others])])
         total, weight, digests, squares, memory_failures, failures = collectives.sum_over_ranks(numbers, self._group).tolist()
         self._failures = int(memory_failures), int(failures)
@@ -549,9 +543,9 @@ class _Connect(torch.autograd.Function):
         return None, *gradients
 
 
-def first_row(arguments: Arguments, rows: int, dim: int) -> Arguments:
+def first_row(arguments: Arguments, dim: int) -> Arguments:
     """Returns a copy of the first row."""
-    return copied(cut(arguments, [1, rows - 1], dim)[0])
+    return copied(cut(arguments, [range(1)], dim)[0])
 
 
 def copied(arguments: Arguments) -> Arguments:

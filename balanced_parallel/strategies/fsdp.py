@@ -40,7 +40,7 @@ from ..batch.containers import Dims, leaves, map_leaves
 from ..batch.outputs import PerReplica
 from ..batch.rows import Arguments, count_rows, move_leaves
 from ..loss.criterion import DataParallelCriterion
-from ..loss.sums import LossSum, Weight, add_up, zero_of
+from ..loss.sums import LossSum, Weight, zero_of
 from ..runtime import collectives, torch_private
 from ..runtime.collectives import gather_objects, sum_over_ranks, world_size
 from ..runtime.torch_private import (
@@ -53,9 +53,9 @@ from ..runtime.torch_private import (
 )
 from ..runtime.values import Precision
 from ..savings.checkpointing import find_blocks
-from ..training.accumulation import is_one, larger, power_of_two
+from ..training.accumulation import is_one
 from ..training.strategy import GradientSync, Settings, gradient_sync, run_backward
-from .ddp import RankModel, RankSync, copied, first_row, refuse_unshared, undone
+from .ddp import RankModel, RankSync, copied, divisor_of_ranks, first_row, refuse_unshared, undone
 
 __all__: list[str] = []
 
@@ -179,7 +179,7 @@ class ShardedModel(RankModel):
         if self._examples.get(method) is not None:
             return
         has_rows = gather_objects(rows != 0)
-        row = first_row(arguments, rows, self.dim) if rows and arguments is not None else None
+        row = first_row(arguments, self.dim) if rows and arguments is not None else None
         if True in has_rows and not all(has_rows):
             source = has_rows.index(True)
             shared = [move_leaves(row, torch.device("cpu")) if dist.get_rank() == source else None]
@@ -194,29 +194,14 @@ class FSDPSync(RankSync):
     def __init__(self, model: ShardedModel) -> None:
         super().__init__()
         self._model = model
-        self._whole: Weight | None = None  # weight of all ranks, known for float16 only
-        self._divisor: Weight | None = None  # of the gradients that are reduced
-        self._last_divisor: Weight = 1.0  # of the last backward
-
-    @property
-    def gradient_scale(self) -> Weight:
-        """The divisor that all ranks have used, over that of this rank's last backward."""
-        return 1.0 if self._divisor is None else self._divisor / self._last_divisor
 
     def count_micro_batches(self, count: int) -> int:
         """Returns the largest ``count`` of any rank."""
         return collectives.max_over_ranks(count)
 
-    def first_divisor(self, expected: Weight, before: float) -> float:
-        """Returns a power of two near the weight of the previous update. It is the same on all ranks."""
-        return float(power_of_two(before))
-
-    def whole_weight(self, expected: Weight, *, last: bool) -> Weight:
-        """Returns the expected weight of all ranks."""
-        local = add_up([expected], self._model.devices[0]).double()
-        whole = collectives.sum_over_ranks(local)
-        self._whole = float(whole) if whole.is_cpu else whole
-        return self._whole
+    def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
+        """Returns a power of two near the weight of all ranks, as :func:`divisor_of_ranks` does."""
+        return divisor_of_ranks(expected, before, in_float16, self._model.devices[0], self._group)
 
     def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
         """Takes part in forwards of other ranks that this rank has no rows for. Yields zeros for :meth:`backward`."""
@@ -227,7 +212,7 @@ class FSDPSync(RankSync):
     def backward(self, losses: Sequence[Tensor], divisor: Weight, *, last: bool) -> None:
         """Runs one backward, which reduces the gradients."""
         with self._model.summing():
-            run_backward(losses, self._common(divisor))
+            run_backward(losses, divisor)
 
     def finish(self, local: LossSum, settings: Settings) -> LossSum:
         """Returns loss and weight of all ranks. The host waits for them, but not for the last backward."""
@@ -237,7 +222,7 @@ class FSDPSync(RankSync):
         local_sums = self._local()
         numbers = torch.cat([local_sums, local_sums.new_tensor(settings.digest())])
         total, whole, *digests = collectives.sum_over_ranks(numbers).tolist()
-        self._local = self._whole = None
+        self._local = None
         settings.check(*digests)
         return LossSum(torch.full_like(local.total, total), whole)
 
@@ -261,25 +246,12 @@ class FSDPSync(RankSync):
 
     def discard(self, *, out_of_memory: bool = False) -> None:
         """Forgets the gradients."""
-        self._local = self._whole = None
+        self._local = None
         for parameter in self._model.gradients.parameters:
             parameter.grad = None
         reset = getattr(self._model.root, "reset_iter_state", None)  # newer than torch 2.11
         if reset is not None:
             reset()
-
-    def _common(self, divisor: Weight) -> Weight:
-        """Returns the divisor of all ranks. Gradients that were reduced with another one are multiplied."""
-        self._last_divisor, before = divisor, self._divisor
-        if self._whole is None:
-            self._divisor = None
-            return divisor
-        gradients = [parameter.grad for parameter in self._model.gradients.parameters if parameter.grad is not None]
-        self._divisor = power_of_two(self._whole)
-        if gradients and before is not None:
-            self._divisor = larger(self._divisor, before)
-            torch_private.foreach_multiply_(local_tensors(gradients), before / self._divisor)
-        return self._divisor
 
 
 @gradient_sync.register

@@ -3,26 +3,24 @@
     rank 0   forward | backward | out of memory      abandon | put back | forward | backward | ...
     rank 1   forward | backward | forward | backward  finish | put back | forward | backward | ...
 
-All ranks learn of it in the all-reduce of their losses. Nothing is updated before.
-
-State that a failed attempt changes, and that is put back: random numbers, buffers, and a first update.
-
-Operators that are run again after an allocation of theirs has failed.
+All ranks learn of it in the all-reduce of their losses. Nothing is updated before. :class:`TrainStep` has the loop. What a failed
+attempt changes is here: random numbers, buffers, and batches that a model changes in place, which cannot run again.
 """
 
 import contextlib
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..batch import containers
-from ..batch.rows import Rows, Whole, without_mark
+from ..batch.by_cost import CostBatch
+from ..batch.rows import Batch, Rows, Whole, without_mark
 from ..loss.criterion import DataParallelCriterion
 from ..replicas.batchnorm import meets_other_ranks
 from ..runtime import torch_private
@@ -30,169 +28,89 @@ from ..runtime.collectives import rank, world_size
 from ..runtime.devices import accelerators
 from ..runtime.random_numbers import RandomState
 from ..runtime.torch_private import TorchDispatchMode, buffers_of, versions
-from .accumulation import Batch, Model
-from .cost_batches import Cuts
 from .strategy import GradientSync
 
 __all__: list[str] = []
 
 
-T = TypeVar("T")
-Run = Callable[[Batch], None]
 _log = logging.getLogger(__name__)
 _NO_LIMIT = 2**62
-
-
-def nothing() -> None:
-    """Does nothing."""
 
 
 class ElsewhereOutOfMemory(torch.OutOfMemoryError):
     """Another rank is out of memory."""
 
 
-class Attempts(Protocol):
-    """Runs the parts of an update: batches, the reduction, the optimizers' step.
-
-    Attributes:
-        limit: rows per device at most in one forward, or their cost; None for the whole share.
-        run_again: a batch may run several times.
-    """
-
-    limit: float | None
-    run_again: bool
-
-    def accumulate(self, run: Run, batch: Batch) -> None:
-        """Calls ``run(batch)``."""
-
-    def finish(self, run: Run, finish: Callable[[], T], before: Callable[[], None] = nothing) -> T:
-        """Returns the result of ``finish()``, after the last batch and ``before()``."""
-
-    def retrying(self) -> AbstractContextManager[Any]:
-        """Surrounds the optimizers' step."""
-
-
-class OneAttempt:
-    """Runs everything once. An error is the caller's."""
-
-    run_again = False
-
-    def __init__(self, limit: float | None) -> None:
-        self.limit = limit
-
-    def accumulate(self, run: Run, batch: Batch) -> None:
-        """Calls ``run(batch)``."""
-        run(batch)
-
-    def finish(self, run: Run, finish: Callable[[], T], before: Callable[[], None] = nothing) -> T:
-        """Returns the result of ``finish()``."""
-        before()
-        return finish()
-
-    def retrying(self) -> AbstractContextManager[Any]:
-        """Does nothing."""
-        return contextlib.nullcontext()
-
-
-def recovering(
-    model: Model,
-    criterion: DataParallelCriterion,
-    cuts: Cuts,
-    sync: GradientSync,
-    limit: float | Literal["auto"] | None,
-) -> Attempts:
-    """Returns the way to run updates, with recovery from running out of memory for ``"auto"``."""
-    return Recovery(model, criterion, cuts, sync) if limit == "auto" else OneAttempt(limit)
-
-
 class Recovery:
-    """Runs an effective batch again in smaller micro-batches after ``torch.OutOfMemoryError``, on any replica or rank.
+    """What has failed in an update, and the state from before, for running it again in smaller micro-batches.
 
     Random numbers and buffers are those of before, so the result is that of smaller micro-batches from the start.
 
     Args:
         model, criterion: with the buffers and random numbers that are put back.
-        cuts: of the batches.
         sync: of the gradients. Ranks agree through it.
+        is_active: ``micro_batch_size="auto"``. Otherwise an error is the caller's.
+
+    Attributes:
+        has_failed: memory was too small since the last :meth:`restart`.
 
     Raises:
         ValueError: layers of the model wait for other ranks in their forward.
     """
 
-    run_again = True
-
-    def __init__(self, model: Any, criterion: DataParallelCriterion, cuts: Cuts, sync: GradientSync) -> None:
-        if world_size() > 1 and meets_other_ranks(model.modules()):
+    def __init__(self, model: Any, criterion: DataParallelCriterion, sync: GradientSync, *, is_active: bool) -> None:
+        if is_active and world_size() > 1 and meets_other_ranks(model.modules()):
             raise ValueError(
                 "micro_batch_size='auto' with batch norm over all ranks: after an out of memory in the forward of one rank, the "
                 "others would wait for it; give micro_batch_size a number, as memory.fit finds it"
             )
-        self.limit: float | None = None
-        self._sync = sync
-        self._cuts = cuts
-        self._has_accelerators = any(device.type != "cpu" for device in model.devices)
+        self._sync, self._is_active, self._devices = sync, is_active, model.devices
         self._before = Snapshot([model, criterion], [*model.devices, *(criterion.devices or ())])
-        self._has_begun = False
-        self._batches: list[Batch] = []  # of the present update
-        self._originals = Originals()
-        self._tried: list[float] = []
-        self._failed = self._is_mine = False
-        self._reason = ""
+        self.forget()
 
-    def accumulate(self, run: Run, batch: Batch) -> None:
-        """Calls ``run(batch)``. After a failure, batches only wait for :meth:`finish`."""
-        with self._forgetting_on_failure():
-            self._begin()
-            self._batches.append(batch)
-            self._originals.add(batch)
-            if not self._failed:
-                self._is_mine = self._attempt(lambda: run(batch))
+    def forget(self) -> None:
+        """Forgets the update."""
+        self._has_begun = self.has_failed = self._is_local = False
+        self._originals, self._tried, self._reason = Originals(), list[float](), ""
 
-    def finish(self, run: Run, finish: Callable[[], T], before: Callable[[], None] = nothing) -> T:
-        """Returns the result of ``finish()``, which raises on all ranks if memory was too small on one.
-
-        Raises:
-            torch.OutOfMemoryError: one row per device does not fit. Nothing has changed.
-        """
-        with self._forgetting_on_failure():
-            self._begin()  # a rank without rows has not called accumulate
-            results: list[T] = []
-            while not results:
-                if not self._failed:
-                    self._is_mine = self._attempt(before)
-                if not self._failed or self._sync.abandon():
-                    with self.retrying():  # what follows the agreement of the ranks must not fail on one of them
-                        self._attempt(lambda: results.append(finish()))
-                if self._failed:
-                    self._restart(run)
-            self._report()
-        self._forget()
-        return results[0]
-
-    def _begin(self) -> None:
+    def begin(self, batch: Batch | CostBatch | None = None) -> None:
+        """Copies what an update changes, before its first forward, and records a batch of it."""
+        if not self._is_active:
+            return
         if not self._has_begun:
             self._sync.begin()
             with RetriedAllocations():
                 self._before.take()
             self._has_begun = True
+        if batch is not None:
+            self._originals.add(batch)
 
-    def _attempt(self, work: Callable[[], None]) -> bool:
-        """Calls ``work``, and keeps nothing of it if memory is too small. Returns True if that is this rank's own failure."""
-        try:
-            work()
-        except torch.OutOfMemoryError as error:
-            self._failed = True
-            if isinstance(error, ElsewhereOutOfMemory):
-                return False
-            self._reason = self._reason or str(error)
-            return True
-        return False
+    def keep(self, error: torch.OutOfMemoryError, *, is_local: bool) -> bool:
+        """Records an out of memory, and returns True, if the update can run again.
 
-    def _restart(self, run: Run) -> None:
-        """Puts everything back, and runs all batches again in smaller micro-batches."""
-        largest, half = max((self._cuts.largest(batch, self.limit) for batch in self._batches), default=(0, 0))
+        Args:
+            error: the traceback of which is not kept, as it holds memory.
+            is_local: False for a failure that all ranks raise.
+        """
+        if self._is_active:
+            self.has_failed = True
+            is_elsewhere = isinstance(error, ElsewhereOutOfMemory)
+            self._is_local = not is_elsewhere if is_local else self._is_local
+            self._reason = self._reason or ("" if is_elsewhere else str(error))
+        return self._is_active
+
+    def restart(self, largest: Sequence[tuple[float, float]]) -> float:
+        """Puts everything back. Returns a smaller limit, the same on all ranks.
+
+        Args:
+            largest: of each batch, its largest micro-batch per device, and the limit that halves it, 0 if nothing does.
+
+        Raises:
+            torch.OutOfMemoryError: one row per device does not fit. Nothing has changed.
+        """
+        size, half = max(largest, default=(0, 0))
         writes = self._originals.explain_writes()
-        smaller = self._sync.smallest(0 if writes else half if self._is_mine else _NO_LIMIT)
+        smaller = self._sync.smallest(0 if writes else half if self._is_local else _NO_LIMIT)
         if smaller == _NO_LIMIT:  # no forward or backward has failed, but the reduction behind them
             smaller = -self._sync.smallest(-half)  # of the largest, since others may have no rows
         self._before.restore()
@@ -204,44 +122,26 @@ class Recovery:
                 f"one row per device does not fit: {self._reason}. memory.fit(step, inputs, targets) names the largest holders "
                 "of memory, and the saving that helps most"
             )
-        self._tried.append(largest)
-        self.limit, self._failed, self._is_mine, self._reason = smaller, False, False, ""
+        self._tried.append(size)
+        self.has_failed, self._is_local, self._reason = False, False, ""
         self._sync.begin()
-        for batch in self._batches:
-            if batch.outputs is not None:
-                batch.outputs.clear()
-            if not self._failed:
-                self._is_mine = self._attempt(lambda batch=batch: run(batch))  # type: ignore[misc]
+        return smaller
 
-    def _report(self) -> None:
+    def end(self, unit: str, limit: float | None) -> None:
+        """Ends the update, and logs the limits that were too large."""
         if self._tried and rank() == 0:
-            tried = ", then ".join(f"{limit:g}" for limit in self._tried)
-            _log.warning(
-                "out of memory with %s %s per device in one forward: from now on at most %s",
-                tried,
-                "rows" if self._cuts.unit == "rows" else "of cost",
-                self.limit,
-            )
-
-    def _forget(self) -> None:
-        self._has_begun, self._failed, self._is_mine = False, False, False
-        self._batches, self._originals, self._tried, self._reason = [], Originals(), [], ""
-
-    @contextlib.contextmanager
-    def _forgetting_on_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._forget()
-            raise
+            tried = ", then ".join(f"{size:g}" for size in self._tried)
+            kind = "rows" if unit == "rows" else "of cost"
+            _log.warning("out of memory with %s %s per device in one forward: from now on at most %s", tried, kind, limit)
+        if self._is_active:
+            self.forget()
 
     def retrying(self) -> AbstractContextManager[Any]:
         """Runs an operator of the block once more if its allocation fails, after the cached memory was given back."""
-        return RetriedAllocations() if self._has_accelerators else contextlib.nullcontext()
+        return retrying_allocations(self._devices) if self._is_active else contextlib.nullcontext()
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh = {"_has_begun": False, "_batches": [], "_originals": Originals(), "_tried": [], "_failed": False}
-        return {**self.__dict__, **fresh}  # a copy has no gradients
+        return {**self.__dict__, "_has_begun": False, "has_failed": False, "_originals": Originals(), "_tried": []}
 
 
 class Snapshot:
@@ -254,7 +154,7 @@ class Snapshot:
         devices: of the replicas.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], devices: Sequence[torch.device]) -> None:
+    def __init__(self, modules: Iterable[Any], devices: Sequence[torch.device]) -> None:
         self._modules = list(modules)
         self._devices = list(devices)
         self._buffers: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []  # of each module, and a copy
@@ -300,7 +200,7 @@ class Originals:
         self._tensors: list[Tensor] = []
         self._versions: list[int] = []
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: Batch | CostBatch) -> None:
         """Records a batch, before its first forward."""
         tensors = _tensors_in([batch.inputs, batch.targets])
         self._tensors += tensors
@@ -354,6 +254,11 @@ class RetriedAllocations(TorchDispatchMode):
             pass  # the traceback is released before memory is
         release_memory()
         return function(*args, **(kwargs or {}))
+
+
+def retrying_allocations(devices: Sequence[torch.device]) -> AbstractContextManager[Any]:
+    """Returns a :class:`RetriedAllocations` for accelerators, which have a cache."""
+    return RetriedAllocations() if any(device.type != "cpu" for device in devices) else contextlib.nullcontext()
 
 
 def release_memory() -> None:

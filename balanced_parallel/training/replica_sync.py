@@ -1,6 +1,7 @@
 """Synchronisation of gradients over the replicas of one process."""
 
 import contextlib
+import math
 from collections.abc import Iterator, Sequence
 
 from torch import Tensor
@@ -9,11 +10,10 @@ from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight
 from ..replicas.buckets import GradientBuckets
 from ..replicas.model import DataParallelModel
-from ..runtime import torch_private
 from ..runtime.collectives import world_size
-from ..runtime.torch_private import get_gradient
+from .accumulation import larger, power_of_two
 from .strategy import GradientSync, Settings, gradient_sync, run_backward
-from .update import scale_gradients, trained_tensors
+from .update import scale_gradients
 
 __all__: list[str] = []
 
@@ -30,13 +30,11 @@ class ReplicaSync(GradientSync):
         # the model's last: a BalancedOptimizer takes the gradients of parameters that they share from there
         return [self._criterion.replicas.gradients, self._model.replicas.gradients]
 
-    def first_divisor(self, expected: Weight, before: float) -> float:
+    def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
         """Returns the expected weight, if the host knows it. One device then computes as the plain program does, bit for bit."""
-        return expected if isinstance(expected, float) else 1.0
-
-    def whole_weight(self, expected: Weight, *, last: bool) -> Weight:
-        """Returns the expected weight."""
-        return expected
+        if in_float16:
+            return power_of_two(larger(expected, before))
+        return expected if isinstance(expected, float) and 0 < expected < math.inf else 1.0
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
@@ -62,15 +60,6 @@ class ReplicaSync(GradientSync):
     def finish(self, local: LossSum, settings: Settings) -> LossSum:
         """Returns ``local``."""
         return local
-
-    def rescale(self, factor: Weight) -> None:
-        """Multiplies the gradients of the parameters, and those on the replicas."""
-        for buckets in self._buckets:
-            buckets.scale(factor)
-        # not through the grad of a sharded parameter, which gathers it
-        slots = [get_gradient(tensor) for tensor in trained_tensors(self._model, self._criterion).values()]
-        gradients = [gradient for gradient in slots if gradient is not None]
-        torch_private.foreach_multiply_(gradients, factor)
 
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
         """Multiplies the gradients of ``tensors``."""

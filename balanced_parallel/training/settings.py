@@ -6,7 +6,6 @@ optimizers are checked here too.
 """
 
 import functools
-import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from ..batch.by_cost import ByCost
 from ..batch.samplers import begun_batches
 from ..loss.criterion import DataParallelCriterion
 from ..loss.rules import unwrap
@@ -23,7 +23,7 @@ from ..loss.shards import SEVERAL
 from ..optim.balanced import BalancedOptimizer, refuse_closures
 from ..runtime.collectives import compare_ranks, world_size
 from ..runtime.torch_private import buffers_of
-from ..runtime.values import check_number
+from ..runtime.values import check_type
 from .update import Update, each_scheduler
 
 __all__: list[str] = []
@@ -151,7 +151,7 @@ def _number(value: Any) -> float:
     return float(value) if is_on_host else 0.0
 
 
-def check_arguments(criterion: Any, micro_batch_size: Any, max_grad_norm: float | None, scheduler: Any) -> None:
+def check_arguments(criterion: Any, micro_batch_size: Any, max_grad_norm: float | None, scheduler: Any, cut: Any) -> None:
     """Raises ``TypeError`` for a criterion or a scheduler of another kind, ``ValueError`` for settings out of their range."""
     each_scheduler(scheduler)
     if not isinstance(criterion, DataParallelCriterion):
@@ -159,6 +159,9 @@ def check_arguments(criterion: Any, micro_batch_size: Any, max_grad_norm: float 
         raise TypeError(f"the criterion is a {type(criterion).__name__}, expected a DataParallelCriterion: wrap it in one{more}")
     if micro_batch_size != "auto":
         check_micro_batch_size(micro_batch_size, "None or 'auto'")
+    check_type("cut", cut, ByCost | None, "ByCost(...), or None for equal rows")
+    if cut is not None and cut.limit is not None and micro_batch_size is not None:
+        raise ValueError(f"micro_batch_size={micro_batch_size!r} and ByCost(limit=...) were given, expected one of them")
     if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
         raise ValueError(f"max_grad_norm={max_grad_norm!r}, expected a positive number, or None for no clipping")
 
@@ -167,13 +170,6 @@ def check_micro_batch_size(rows: Any, otherwise: str) -> None:
     """Raises ``ValueError`` unless ``rows`` is a positive integer or None. ``otherwise`` names what else is possible."""
     if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 1):
         raise ValueError(f"micro_batch_size={rows!r}, expected a positive number of rows per device, {otherwise}")
-
-
-def check_micro_batch_cost(cost: Any) -> None:
-    """Raises ``TypeError`` or ``ValueError`` unless ``cost`` is a positive number or None."""
-    if cost is not None:
-        expected = "a positive number, the cost of a device in one forward"
-        check_number("micro_batch_cost", cost, expected, at_least=math.ulp(0.0))  # the smallest positive number
 
 
 def check_optimizers(update: Update, schedulers: Sequence[LRScheduler]) -> None:

@@ -15,8 +15,11 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from ..batch.containers import Dims
+from ..batch.outputs import PerReplica
+from ..batch.rows import Arguments, Shard
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight
 from ..runtime.devices import move
@@ -34,33 +37,50 @@ class Settings(Protocol):
         """Checks the sums. All processes raise an error, or none."""
 
 
+class Model(Protocol):
+    """A model that returns its outputs per replica."""
+
+    devices: list[torch.device]
+    dim: int
+    module: nn.Module
+
+    @property
+    def out_dims(self) -> Dims:
+        """The dimension of the rows in the outputs."""
+
+    @property
+    def split(self) -> tuple[float, ...] | None:
+        """The weight of each device; None for equal parts."""
+
+    def mark(self, arguments: Arguments) -> Arguments:
+        """Returns the arguments with the dimensions of their rows."""
+
+    def modules(self) -> Iterator[nn.Module]:
+        """Yields all modules."""
+
+    def run(self, shards: Sequence[Shard]) -> PerReplica:
+        """Runs the module on each shard of one forward."""
+
+
 class GradientSync(abc.ABC):
     """Synchronises the gradients of one update, of a model and its criterion. Defaults are those of one process."""
 
     def begin(self) -> None:  # noqa: B027 - nothing to do in one process
         """Begins an update that may be abandoned."""
 
-    @property
-    def gradient_scale(self) -> Weight:
-        """The factor from the reduced gradients to their sum: the number of ranks, if ranks average."""
-        return 1.0
-
     def count_micro_batches(self, count: int) -> int:
         """Returns how many micro-batches to run, if this process needs ``count``."""
         return count
 
     @abc.abstractmethod
-    def first_divisor(self, expected: Weight, before: float) -> float:
-        """Returns a divisor for the first gradients of an update, without waiting for a device or a rank.
+    def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
+        """Returns the divisor of all gradients of an update, without waiting for a device. It is the same in all processes.
 
         Args:
             expected: the weight of this process's rows, as far as they are known.
-            before: the weight of the update before, over everything.
+            before: the weight of the update before, over everything; 0 for the first.
+            in_float16: gradients need a divisor near the final one, and a power of two.
         """
-
-    @abc.abstractmethod
-    def whole_weight(self, expected: Weight, *, last: bool) -> Weight:
-        """Returns the expected weight over everything. It is exact if ``last``, after :meth:`start`."""
 
     def accumulating(self) -> AbstractContextManager[None]:
         """Surrounds micro-batches before the last, whose gradients stay where they are."""
@@ -88,9 +108,6 @@ class GradientSync(abc.ABC):
         Raises:
             ValueError: other processes have other settings.
         """
-
-    def rescale(self, factor: Weight) -> None:  # noqa: B027
-        """Multiplies the gradients that are not reduced yet."""
 
     @abc.abstractmethod
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:

@@ -7,142 +7,86 @@ Batches are kept until the update, since their rows are needed twice. An update 
 """
 
 import contextlib
-import functools
 import random
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from ..loss.coupled import CoupledLoss, couple
-from ..loss.criterion import BatchLosses, DataParallelCriterion
+from ..batch.by_cost import CostBatch
+from ..batch.outputs import PerReplica
+from ..batch.rows import Batch, Shard
+from ..loss.coupled import CoupledLoss
 from ..loss.sums import LossSum
 from ..runtime.values import Precision
-from .accumulation import Batch, MicroBatch, Window, run_forward
-from .cost_batches import Cuts
-from .recovery import Attempts, ElsewhereOutOfMemory, Originals, Run, Snapshot, nothing
+from .recovery import ElsewhereOutOfMemory, Originals, Snapshot, retrying_allocations
 from .strategy import GradientSync
 
 __all__: list[str] = []
 
 
-T = TypeVar("T")
-
-
 class TwoPasses:
-    """Runs updates of a loss whose rows depend on each other.
+    """The first pass of one update, and the agreement of the ranks behind it.
 
     Args:
-        model, criterion: with the buffers and random numbers of the first pass, which are put back.
+        loss: of the update.
+        sync: of the gradients. Ranks agree through it.
         precision: of the forwards.
-        cuts: of the batches.
-        sync: of the gradients.
-        window: keeps the batches until the update.
-        adding: surrounds the first pass as it surrounds a batch; see :meth:`Window.adding`.
-        attempts: runs the update.
+        devices: of the model.
+        is_auto: batches run again after an out of memory.
     """
 
     def __init__(
-        self,
-        model: Any,
-        criterion: DataParallelCriterion,
-        precision: Precision,
-        cuts: Cuts,
-        sync: GradientSync,
-        window: Window,
-        adding: Callable[[], AbstractContextManager[Any]],
-        attempts: Attempts,
+        self, loss: CoupledLoss, sync: GradientSync, precision: Precision, devices: Sequence[torch.device], *, is_auto: bool
     ) -> None:
-        self._model, self._criterion, self._precision, self._cuts = model, criterion, precision, cuts
-        self._sync, self._window, self._adding, self._attempts = sync, window, adding, attempts
-        self._before = Snapshot([model, criterion], [*model.devices, *(criterion.devices or ())])
-        self.run_again = attempts.run_again
+        self.loss, self._sync, self._precision, self._devices, self._is_auto = loss, sync, precision, devices, is_auto
+        self.has_run = False  # a forward
         self._has_agreed = False  # with the other ranks, on going on
 
-    @property
-    def limit(self) -> float | None:
-        """Rows per device at most in one forward, or their cost."""
-        return self._attempts.limit
+    @contextlib.contextmanager
+    def undone(self, batches: Sequence[Batch | CostBatch], before: Snapshot) -> Iterator[None]:
+        """Surrounds the forwards of the first pass, without a graph. Random numbers and buffers are put back.
 
-    @limit.setter
-    def limit(self, limit: float | None) -> None:
-        self._attempts.limit = limit
-
-    def accumulate(self, run: Run, batch: Batch) -> None:
-        """Keeps the batch until the update."""
-        self._attempts.accumulate(self._keep, batch)
-
-    def finish(self, run: Run, finish: Callable[[], T], before: Callable[[], None] = nothing) -> T:
-        """Runs all batches, and returns the result of ``finish()``."""
-        return self._attempts.finish(self._keep, finish, functools.partial(self._run, run))
-
-    def retrying(self) -> AbstractContextManager[Any]:
-        """Surrounds the optimizers' step."""
-        return self._attempts.retrying()
-
-    def _keep(self, batch: Batch) -> None:
-        self._window.waiting.append(batch)
-
-    def _run(self, run: Run) -> None:
-        batches, self._window.waiting = self._window.waiting, []
-        loss = couple(self._criterion, self._model.devices[0])
-        with self._agreeing():
-            if self._needs_one_pass(batches):
-                run(batches.pop()._replace(losses=BatchLosses(functools.partial(self._at_once, loss))))
-                return
-            with self._adding():
-                self._first_pass(batches, loss)
-        while batches:
-            run(batches.pop(0)._replace(losses=BatchLosses(loss.hand_back)))  # its rows can be freed then
-
-    def _needs_one_pass(self, batches: list[Batch]) -> bool:
-        """Returns True if every rank has one batch of one micro-batch."""
-        count = len(self._cut(batches[0])) if len(batches) == 1 and batches[0].is_whole else 0
-        return self._sync.smallest(int(count == 1)) == 1
-
-    def _at_once(self, loss: CoupledLoss, outputs: Any, *targets: Any) -> list[LossSum]:
-        parts = loss.collect_parts(outputs, *targets)
-        self._differentiate(loss)
-        return loss.hand_back_parts(parts)
-
-    def _first_pass(self, batches: list[Batch], loss: CoupledLoss) -> None:
-        """Runs all forwards without a graph, puts random numbers and buffers back, and computes the derivatives."""
-        self._before.take()
-        originals = Originals()
+        Raises:
+            RuntimeError: a forward has changed a batch in place.
+        """
+        before.take()
+        originals, python = Originals(), random.getstate()
         for batch in batches:
             originals.add(batch)
-        python, has_run = random.getstate(), False
         with torch.no_grad():
-            for batch in batches:
-                for micro_batch in self._cut(batch):
-                    run_forward(self._model, self._precision, micro_batch, BatchLosses(loss.collect), None)
-                    has_run = True
-            for _ in self._sync.forwards_without_rows(is_reduced=has_run):
+            yield
+            for _ in self._sync.forwards_without_rows(is_reduced=self.has_run):
                 pass
-        self._before.restore()
+        before.restore()
         if writes := originals.explain_writes():
             raise RuntimeError(f"a loss whose rows depend on each other takes two forwards: {writes}")
         random.setstate(python)
         self._sync.begin()
-        with self._precision.autocast(self._model.devices):
-            self._differentiate(loss)
 
-    def _differentiate(self, loss: CoupledLoss) -> None:
+    def at_once(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
+        """Returns the losses of the only micro-batch of an update."""
+        parts = self.loss.collect(outputs, shards)
+        self._agree_and_differentiate()
+        return self.loss.hand_back_parts(parts)
+
+    def differentiate(self) -> None:
         """Computes the derivatives of the loss of all ranks, after all of them have run their forwards."""
+        with self._precision.autocast(self._devices):
+            self._agree_and_differentiate()
+
+    def _agree_and_differentiate(self) -> None:
         self._agree("")
         # what follows the agreement of the ranks must not fail on one of them
-        with self.retrying():
-            loss.differentiate(self._precision.scaler_on(self._model.devices[0]))
+        with retrying_allocations(self._devices) if self._is_auto else contextlib.nullcontext():
+            self.loss.differentiate(self._precision.scaler_on(self._devices[0]))
 
     @contextlib.contextmanager
-    def _agreeing(self) -> Iterator[None]:
-        """Tells the other ranks if this one runs out of memory in the block, before :meth:`_differentiate`."""
-        self._has_agreed = False
+    def telling_ranks(self) -> Iterator[None]:
+        """Tells the other ranks if this one runs out of memory in the block, before they differentiate."""
         try:
             yield
         except torch.OutOfMemoryError as error:
-            if self.run_again and not self._has_agreed:
+            if self._is_auto and not self._has_agreed:
                 self._sync.abandon()  # raises if the other ranks cannot be told
                 self._agree(str(error))
             raise
@@ -150,8 +94,5 @@ class TwoPasses:
     def _agree(self, failure: str) -> None:
         """Raises ``torch.OutOfMemoryError`` on all ranks if one has run out of memory, and would run its batches again."""
         self._has_agreed = True
-        if self.run_again and not self._sync.smallest(0 if failure else 1):
+        if self._is_auto and not self._sync.smallest(0 if failure else 1):
             raise torch.OutOfMemoryError(failure) if failure else ElsewhereOutOfMemory("another rank ran out of memory")
-
-    def _cut(self, batch: Batch) -> list[MicroBatch]:
-        return self._cuts.cut(batch, self.limit).micro_batches

@@ -7,7 +7,7 @@ from helpers.problems import gradients
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence, pad_sequence
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep
+from balanced_parallel import ByCost, DataParallelCriterion, DataParallelModel, TrainStep
 
 LENGTHS = [3, 17, 5, 2, 9, 4, 4, 30, 1, 6, 7]
 WORDS, TAGS = 20, 5
@@ -88,7 +88,7 @@ def build(kind=Transformer):
 def make_step(net, devices=("cpu",) * 3, criterion=None, lr=0.0, **settings):
     model = DataParallelModel(net, list(devices))
     criterion = criterion or DataParallelCriterion(nn.CrossEntropyLoss())
-    return TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=lr), **settings)
+    return TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=lr), **with_cut(**settings))
 
 
 def plain(net, samples):
@@ -106,3 +106,10 @@ def assert_same_rows(found, expected, samples):
     for row, sample in enumerate(samples):
         length = length_of(sample)
         torch.testing.assert_close(found[row, ..., :length], expected[row, ..., :length], rtol=1e-10, atol=1e-10)
+
+
+def with_cut(*, cost=None, collate=None, trim=None, combine=None, limit=None, **settings):
+    """Returns the settings of a step, with a ByCost of those that are its arguments."""
+    if cost is None:
+        return settings
+    return {"cut": ByCost(cost, collate=collate, trim=trim, combine=combine, limit=limit), **settings}

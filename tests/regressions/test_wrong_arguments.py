@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from balanced_parallel import (
     BalancedBatchSampler,
     BalancedOptimizer,
+    ByCost,
     Checkpoints,
     DataParallelCriterion,
     DataParallelModel,
@@ -147,7 +148,7 @@ class TestSteps:
     @pytest.mark.parametrize("cost", [None, 5, torch.tensor(5)])
     def test_costs_that_are_not_one_per_row(self, cost):
         with pytest.raises(TypeError, match=r"cost= returned .*, expected one number for each row of the inputs"):
-            make_step(cost=lambda inputs: cost)(INPUTS, TARGETS)
+            make_step(cut=ByCost(lambda inputs: cost))(INPUTS, TARGETS)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,7 @@ def sharded(**settings):
 
 
 def cost_step(**settings):
-    return make_step(cost=lambda inputs: inputs.sum(1), **settings)(INPUTS, TARGETS)
+    return make_step(cut=ByCost(lambda inputs: inputs.sum(1), **settings))(INPUTS, TARGETS)
 
 
 CALLS = {
@@ -223,7 +224,7 @@ CALLS = {
     "cost": [lambda value: sharded(cost=value)],
     "collate": [lambda value: sharded(collate=value)],
     "trim": [lambda value: cost_step(trim=value)],
-    "micro_batch_cost": [lambda value: cost_step(micro_batch_cost=value)],
+    "limit": [lambda value: cost_step(limit=value)],
     "keep": [lambda value: Checkpoints("unused", keep=value, net=nn.Linear(4, 3))],
     "part": [lambda value: Checkpoints("unused", part=value)],
     "number": [lambda value: Checkpoints("unused", net=nn.Linear(4, 3)).save(value)],

@@ -12,7 +12,15 @@ import torch
 from helpers.ranks import run_ranks
 from torch import nn
 
-from balanced_parallel import BalancedOptimizer, Checkpoints, DataParallelCriterion, DataParallelModel, TrainStep, parallelize
+from balanced_parallel import (
+    BalancedOptimizer,
+    ByCost,
+    Checkpoints,
+    DataParallelCriterion,
+    DataParallelModel,
+    TrainStep,
+    parallelize,
+)
 
 GENERATORS = [torch.Generator().manual_seed(number) for number in range(8)]
 BATCHES = [(torch.randn(9, 4, generator=one, dtype=torch.float32), torch.arange(9) % 3) for one in GENERATORS]
@@ -287,7 +295,8 @@ def test_state_of_another_optimizer_raises_an_error():
 
 
 def test_limit_of_rows_is_not_taken_as_a_cost():
-    saved, same, by_cost = (make_step(micro_batch_size="auto", cost=cost) for cost in (None, None, lambda inputs: inputs[:, 0]))
+    cut = ByCost(lambda inputs: inputs[:, 0])
+    saved, same, by_cost = (make_step(micro_batch_size="auto", cut=each) for each in (None, None, cut))
     saved.micro_batch_size = 2
     for step in (same, by_cost):
         step.load_state_dict(saved.state_dict())

@@ -25,6 +25,7 @@ from helpers.unequal import (
     pad,
     pad_labels,
     plain,
+    with_cut,
 )
 from torch import nn
 from torch.utils.data import default_collate
@@ -34,7 +35,7 @@ from balanced_parallel import AdditiveLoss, DataParallelCriterion, DataParallelM
 
 def train(net, criterion, samples, **settings):
     model = DataParallelModel(net, ["cpu"] * 3)
-    step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.0), **settings)
+    step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.0), **with_cut(**settings))
     return step(samples, return_outputs=True)
 
 
@@ -56,7 +57,7 @@ def test_a_collator_of_hugging_face(double):
     expected = plain(**collate(samples))
     expected.loss.backward()
     criterion = DataParallelCriterion(lambda output, labels: output.loss, weight=lambda output, labels: (labels != -100).sum())
-    settings = {"cost": lambda sample: len(sample["input_ids"]), "collate": collate, "micro_batch_cost": 20}
+    settings = {"cost": lambda sample: len(sample["input_ids"]), "collate": collate, "limit": 20}
     loss, outputs = train(net, criterion, samples, **settings)
     torch.testing.assert_close(loss, expected.loss.detach(), rtol=1e-10, atol=1e-10)
     assert_same_gradients(gradients(net), gradients(plain))
@@ -76,12 +77,12 @@ def test_default_collate(double):
 SAMPLES = {"cost": length_of, "collate": pad}
 PADDED = {"cost": lengths_of, "trim": 1}
 NAMED = {"cost": lengths_of, "trim": {"words": 1, "targets": 1}}
-LIMITS = [{}, {"micro_batch_size": 2}, {"micro_batch_cost": 30}, {"micro_batch_cost": 31, "combine": sum}]
+LIMITS = [{}, {"micro_batch_size": 2}, {"limit": 30}, {"limit": 31, "combine": sum}]
 
 
 def run(step, samples, **settings):
     """Calls the step with samples, or with the padded batch."""
-    return step(samples, **settings) if step._cuts._source.__class__.__name__ == "Samples" else step(*pad(samples), **settings)
+    return step(samples, **settings) if step.cut.collate is not None else step(*pad(samples), **settings)
 
 
 @pytest.mark.parametrize("kind", [Transformer, Recurrent])
@@ -104,7 +105,7 @@ def test_equal_to_the_whole_padded_batch(double, kind, settings, devices):
 def test_the_devices_of_a_micro_batch_have_neighbours_in_the_order_of_costs():
     _, outputs = make_step(build(), ["cpu"] * 2, **SAMPLES, micro_batch_size=3)(make_samples(), return_outputs=True)
     assert [(len(output), output.size(2)) for output in outputs] == [(2, 30), (3, 9), (3, 5), (3, 3)]
-    _, outputs = make_step(build(), ["cpu"] * 2, **SAMPLES, micro_batch_cost=30)(make_samples(), return_outputs=True)
+    _, outputs = make_step(build(), ["cpu"] * 2, **SAMPLES, limit=30)(make_samples(), return_outputs=True)
     assert [(len(output), output.size(2)) for output in outputs] == [(1, 30), (1, 17), (3, 9), (6, 5)]
 
 
@@ -177,11 +178,11 @@ def test_a_run_goes_on_from_its_state(double):
         return [step(batch).item() for batch in batches]
 
     batches = [make_samples(torch.randint(1, 30, (9,)).tolist()) for _ in range(4)]
-    whole = make_step(build(), lr=0.5, **SAMPLES, micro_batch_cost=64)
+    whole = make_step(build(), lr=0.5, **SAMPLES, limit=64)
     losses = train(whole, batches)
     first, second = (
-        make_step(build(), lr=0.5, **SAMPLES, micro_batch_cost=64),
-        make_step(build(), lr=0.5, **SAMPLES, micro_batch_cost=64),
+        make_step(build(), lr=0.5, **SAMPLES, limit=64),
+        make_step(build(), lr=0.5, **SAMPLES, limit=64),
     )
     assert train(first, batches[:2]) == losses[:2]
     second.load_state_dict(first.state_dict())
@@ -236,14 +237,16 @@ def test_bad_costs_and_collates_are_one_clear_error():
     )
     refuses("collate returned a tensor of shape .*, expected .inputs, targets., or a mapping", collate=lambda some: pad(some)[1])
     refuses("step was given a tensor of shape .*, expected a list of samples", batch=pad(samples)[1])
-    refuses("row 7 alone costs 30, expected at most the budget of 20", micro_batch_cost=20)
+    refuses("row 7 alone costs 30, expected at most the budget of 20", limit=20)
     with pytest.raises(TypeError, match="targets beside a list of samples"):
         make_step(net, **SAMPLES)(samples, torch.zeros(11))
 
 
 def test_unequal_devices_are_refused():
     model = DataParallelModel(build(), ["cpu"] * 2, split=[2, 1])
-    step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), torch.optim.SGD(model.parameters()), **SAMPLES)
+    step = TrainStep(
+        model, DataParallelCriterion(nn.CrossEntropyLoss()), torch.optim.SGD(model.parameters()), **with_cut(**SAMPLES)
+    )
     with pytest.raises(ValueError, match=r"split=.2.0, 1.0. of the model and cost= were given, expected one of them"):
         step(make_samples())
 
@@ -266,12 +269,11 @@ def test_bad_lengths_of_padded_batches_are_one_clear_error():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"collate": pad}, "collate= was given without cost="),
-        ({"micro_batch_cost": 9}, "micro_batch_cost= was given without cost="),
+        ({"cut": len}, "cut=.*, expected ByCost"),
         ({"cost": 3}, "cost=3, expected a function"),
         ({**SAMPLES, "trim": 1}, "collate= and trim= were given"),
-        ({**SAMPLES, "micro_batch_cost": 0}, "micro_batch_cost=0, expected a positive number"),
-        ({**SAMPLES, "micro_batch_cost": 9, "micro_batch_size": 2}, "micro_batch_size=2 and micro_batch_cost= were given"),
+        ({**SAMPLES, "limit": 0}, "limit=0, expected a positive number"),
+        ({**SAMPLES, "limit": 9, "micro_batch_size": 2}, r"micro_batch_size=2 and ByCost\(limit=...\) were given"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(settings, message):
@@ -307,7 +309,7 @@ def products(vectors, labels):
 
 
 @pytest.mark.parametrize(("loss", "whole"), [(contrast, True), (AdditiveLoss(products, agreement), False)], ids=["whole", "sums"])
-@pytest.mark.parametrize("limit", [{}, {"micro_batch_cost": 30}])
+@pytest.mark.parametrize("limit", [{}, {"limit": 30}])
 def test_losses_that_couple_rows(double, loss, whole, limit):
     samples, net, plain_net = make_samples(), build(Embedding), build(Embedding)
     inputs, labels = pad_with_length(samples)
@@ -326,7 +328,8 @@ def own(samples, rank):
 def train_on_ranks(rank, strategy, settings, parts):
     net = build().double()
     model, criterion = parallelize(net, nn.CrossEntropyLoss(), device_ids=["cpu"], strategy=strategy)
-    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=1.0), cost=length_of, collate=pad, **settings)
+    settings = with_cut(cost=length_of, collate=pad, **settings)
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=1.0), **settings)
     samples = make_samples()
     if parts:
         step([] if rank else samples[:2])  # a rank that has had no sample yet
@@ -342,7 +345,7 @@ def train_on_ranks(rank, strategy, settings, parts):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize(("settings", "parts"), [({"micro_batch_cost": 30}, False), ({"micro_batch_size": 2}, True)])
+@pytest.mark.parametrize(("settings", "parts"), [({"limit": 30}, False), ({"micro_batch_size": 2}, True)])
 def test_ranks_cut_their_own_samples(strategy, settings, parts):
     samples, net = make_samples(), build().double()
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)

@@ -8,7 +8,7 @@ from helpers.problems import class_targets
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode  # torch documents this class, but has no public module for it
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, Precision, TrainStep, simulate
+from balanced_parallel import ByCost, DataParallelCriterion, DataParallelModel, Precision, TrainStep, simulate
 
 
 class OutOfMemoryOnce(nn.Module):
@@ -191,7 +191,7 @@ def test_bad_costs_that_are_set_later_raise_the_error_of_the_constructor(bad, er
     net = nn.Linear(4, 5)
     model, criterion = DataParallelModel(net, ["cpu"]), DataParallelCriterion(nn.CrossEntropyLoss())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    step = TrainStep(model, criterion, optimizer, cost=lambda inputs: [1] * len(inputs), micro_batch_cost=4)
+    step = TrainStep(model, criterion, optimizer, cut=ByCost(lambda inputs: [1] * len(inputs), limit=4))
     with pytest.raises(error, match="micro_batch_cost=.*, expected a positive number"):
         step.micro_batch_cost = bad
     assert step.micro_batch_cost == 4

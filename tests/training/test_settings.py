@@ -9,7 +9,7 @@ from helpers.ranks import run_ranks
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
-from balanced_parallel import BalancedOptimizer, DataParallelCriterion, RankBatchSampler, TrainStep, parallelize
+from balanced_parallel import BalancedOptimizer, ByCost, DataParallelCriterion, RankBatchSampler, TrainStep, parallelize
 from balanced_parallel.runtime import collectives
 
 SGD, ADAM = torch.optim.SGD, torch.optim.AdamW
@@ -77,7 +77,7 @@ SETTINGS = {
         {"micro_batch_size": "auto"},
         "micro_batch_size='auto': False on rank 0 and True on rank 1",
     ),
-    "cost": ({}, {"cost": len, "micro_batch_cost": 3}, "unit of the micro-batches: rows on rank 0 and cost on rank 1"),
+    "cost": ({}, {"cut": ByCost(len, limit=3)}, "unit of the micro-batches: rows on rank 0 and cost on rank 1"),
     "scheduler": ({}, {"schedule": 2}, "scheduler: none on rank 0 and StepLR on rank 1"),
     "loss": ({}, {"loss": nn.MultiMarginLoss}, "criterion: CrossEntropyLoss on rank 0 and MultiMarginLoss on rank 1"),
     "smoothing": ({}, {"loss": smoothed}, "label_smoothing of the criterion: 0.0 on rank 0 and 0.1 on rank 1"),

@@ -18,7 +18,16 @@ from helpers.problems import CLASSES, assert_same_gradients, build_net, gradient
 from helpers.ranks import run_ranks
 from torch import nn
 
-from balanced_parallel import AdditiveLoss, DataParallelCriterion, DataParallelModel, TrainStep, gather, parallelize, simulate
+from balanced_parallel import (
+    AdditiveLoss,
+    ByCost,
+    DataParallelCriterion,
+    DataParallelModel,
+    TrainStep,
+    gather,
+    parallelize,
+    simulate,
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -53,8 +62,10 @@ def test_rows_that_are_cut_by_cost_keep_their_targets(kind):
         criterion,
         torch.optim.SGD(module.parameters(), 0.0),
         micro_batch_size=2,
-        cost=lambda sample: float(1 + sample[1]),
-        collate=lambda samples: (torch.stack([one for one, _ in samples]), torch.tensor([label for _, label in samples])),
+        cut=ByCost(
+            lambda sample: float(1 + sample[1]),
+            collate=lambda samples: (torch.stack([row for row, _ in samples]), torch.tensor([label for _, label in samples])),
+        ),
     )
     loss = step(list(zip(inputs, targets.tolist(), strict=True)))
     assert_same_update((loss, gradients_of(module, criterion)), plain_update(kind))

@@ -28,7 +28,7 @@ from ...batch.plan import split_sizes
 from ...batch.rows import Along, Arguments, count_rows
 from ...loss.coupled import AdditiveLoss, CoupledLoss, WholeLoss, couple
 from ...loss.criterion import DataParallelCriterion
-from ...loss.sums import LossSum, Shard, add_up
+from ...loss.sums import LossSum, ShardLoss, add_up
 from ...optim.balanced import BalancedOptimizer
 from ...replicas.model import DataParallelModel
 from ...replicas.replicas import Replicas, parameter_window
@@ -142,7 +142,7 @@ def coupled_losses(
         return [functools.partial(_at_once, loss, forward, rows, *micro_batch) for micro_batch in micro_batches]
     with torch.no_grad():
         for arguments, targets in micro_batches:
-            loss.collect(forward(arguments), *targets)
+            loss.collect(*criterion.cut(forward(arguments), targets, {}))
         _fill(loss, rows)
     loss.differentiate(None)
     return [functools.partial(_hand_back, loss, forward, *micro_batch) for micro_batch in micro_batches]
@@ -151,14 +151,14 @@ def coupled_losses(
 def _at_once(
     loss: CoupledLoss, forward: Callable[[Arguments], Any], rows: int, arguments: Arguments, targets: tuple[Any, ...]
 ) -> Tensor:
-    parts = loss.collect_parts(forward(arguments), *targets)
+    parts = loss.collect(*loss.criterion.cut(forward(arguments), targets, {}))
     _fill(loss, rows)
     loss.differentiate(None)
     return _sum(loss.hand_back_parts(parts))
 
 
 def _hand_back(loss: CoupledLoss, forward: Callable[[Arguments], Any], arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
-    return _sum(loss.hand_back(forward(arguments), *targets))
+    return _sum(loss.hand_back(*loss.criterion.cut(forward(arguments), targets, {})))
 
 
 def _sum(losses: list[LossSum]) -> Tensor:
@@ -535,7 +535,7 @@ def find_layout(name: str) -> type[Layout]:
 
 def compute_loss(criterion: Any, output: Any, targets: tuple[Any, ...]) -> Tensor:
     """Returns the loss of an output, whose entries are spread over the criterion's arguments if it is a tuple."""
-    result: Tensor = Shard(criterion, 1, output, targets, {}).call()
+    result: Tensor = ShardLoss(criterion, 1, output, targets, {}).call()
     return result
 
 

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (  # torch has no public module of fak
 )
 
 from ...batch.containers import leaves
-from ...batch.rows import cut_batch
+from ...batch.rows import Arguments, Batch
 from ...savings.checkpointing import checkpoint_blocks
 from ..errors import HINT, UnknownMemory
 from ..operators.cuda import bias_in_place, cuda_choices
@@ -151,7 +151,8 @@ def _run(request: Request, count: Count, module: Any, criterion: Any, batch: Mic
     for part in (module, criterion):
         if isinstance(part, torch.nn.Module):
             count.see_all([*part.parameters(), *part.buffers()], "parameters")
-    pieces = cut_batch(arguments, targets, [rows] * (request.micro_batches // request.batches), (request.dim, request.dim))
+    whole = Batch(arguments, Arguments(targets, {}), (request.dim, request.dim))
+    pieces = [(shard.inputs, shard.targets.inputs) for (shard,) in whole.plan([torch.device("cpu")], None, rows, int)]
     micro_batches = (pieces * request.batches)[:TRACED]
     with (
         count,

@@ -1,0 +1,395 @@
+"""Batches whose rows cost differently, such as sentences of different lengths.
+
+Equal numbers of rows would give one device the long ones, and pad all others to them. Here rows are sorted by cost and cut into
+devices x micro-batches shards of about the same cost, each padded to its own longest row. Neighbours run together, since they
+take the same time::
+
+                 time ->
+                 micro-batch 0    micro-batch 1
+    device 0     2 rows of 90     6 rows of 30
+    device 1     3 rows of 60     9 rows of 20
+
+A batch is a list of samples, of which ``collate`` makes a shard, or padded tensors, which are trimmed to the longest row of a
+shard.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..runtime.values import check_number, check_type
+from . import containers
+from .plan import Combine, Part, Plan, cost_of_shard, count_micro_batches, cut_by_cost, cut_to_budget
+from .rows import Along, Arguments, Rows, RowShards, Shard, count_rows, cut, move_leaves
+
+__all__: list[str] = []
+
+
+Mark = Callable[[Any, tuple[Any, ...]], tuple[Arguments, Arguments, tuple[int, int]]]
+Trim = int | Mapping[str, int]
+
+
+class ByCost:
+    """A cut of batches by the cost of their rows, for ``TrainStep(cut=ByCost(...))``: all devices carry about the same.
+
+    Args:
+        cost: returns the cost of a sample, with ``collate``; otherwise the costs of all rows, ``cost(inputs)``.
+        collate: makes ``(inputs, targets)`` of any list of samples, or a mapping of inputs with ``"labels"``. A batch is
+            such a list then: ``step(samples)``.
+        trim: dimension of padded inputs and targets that is cut to the largest cost in a shard, or a mapping to it from an
+            argument of the model by name, and from ``"targets"``. ``None`` cuts nothing.
+        combine: cost of a shard, from the costs of its rows. It must not decrease with another row. ``None`` is rows x longest,
+            the size of a padded shard.
+        limit: cost per device at most in one forward, in place of ``micro_batch_size``.
+
+    Raises:
+        TypeError: an argument that is not a function, a number or a dimension.
+        ValueError: ``collate`` and ``trim`` together, or a limit that is not positive.
+
+    Example:
+        >>> net = torch.nn.Embedding(10, 4)
+        >>> model = DataParallelModel(net, ["cpu"] * 2)
+        >>> criterion = DataParallelCriterion(lambda output: output.sum(), reduction="sum")
+        >>> cut = ByCost(lambda tokens: (tokens > 0).sum(1), trim=1, limit=8)
+        >>> step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.1), cut=cut)
+        >>> loss = step(torch.tensor([[1, 2, 3, 4, 5], [1, 0, 0, 0, 0], [2, 3, 0, 0, 0]]))
+    """
+
+    def __init__(
+        self,
+        cost: Callable[[Any], Any],
+        *,
+        collate: Callable[[list[Any]], Any] | None = None,
+        trim: Trim | None = None,
+        combine: Combine | None = None,
+        limit: float | None = None,
+    ) -> None:
+        for name, function in (("cost", cost), ("collate", collate or sum), ("combine", combine or sum)):
+            check_type(name, function, Callable, "a function")
+        for dim in trim.values() if isinstance(trim, Mapping) else [trim] if trim is not None else []:
+            check_number("trim", dim, "a dimension, or a mapping to dimensions from the names of arguments", whole=True)
+        if collate is not None and trim is not None:
+            raise ValueError("collate= and trim= were given: expected collate= for lists of samples, trim= for padded batches")
+        check_limit("limit", limit)
+        self.cost, self.collate, self.trim, self.combine, self.limit = cost, collate, trim, combine, limit
+        self._example: list[Any] = []  # of an earlier batch, in place of no samples
+
+    def example_of(self, samples: Sequence[Any]) -> list[Any]:
+        """Returns the first sample in a list, of this batch or of an earlier one."""
+        self._example = list(samples[:1]) or self._example
+        return self._example
+
+    def open(
+        self, inputs: Any, targets: tuple[Any, ...], mark: Mark, names: Sequence[str], *, unit: str, is_strict: bool
+    ) -> "CostBatch":
+        """Returns a batch, taken apart.
+
+        Args:
+            inputs: of the step.
+            targets: of the step.
+            mark: returns inputs and targets with marks, and the dimensions of their rows.
+            names: the arguments of the model's ``forward``.
+            unit: of a limit, ``"rows"`` or ``"cost"``.
+            is_strict: a row over the limit is an error. Otherwise it runs alone.
+        """
+        if self.collate is not None:
+            batch: CostBatch = _Samples(self, inputs, targets, mark)
+        else:
+            batch = _Padded(self, inputs, targets, mark, names)
+        batch.unit, batch.is_strict = unit, is_strict
+        return batch
+
+
+def check_limit(name: str, cost: Any) -> None:
+    """Raises ``TypeError`` or ``ValueError`` unless ``cost`` is a positive number or None."""
+    if cost is not None:
+        expected = "a positive number, the cost of a device in one forward"
+        check_number(name, cost, expected, at_least=math.ulp(0.0))  # the smallest positive number
+
+
+class CostBatch:
+    """A batch that is cut by cost.
+
+    Attributes:
+        inputs, targets: as they were passed.
+        costs: one for each row.
+        counted_targets: targets of the planned shards.
+        weighed: the targets of all rows, if shards could lack some of what the criterion counts in them.
+    """
+
+    unit = "cost"  # of a limit
+    is_strict = True  # a row over the limit is an error; otherwise it runs alone
+    has_example = True  # a shard without rows can be made
+    weighed: tuple[Any, ...] | None = None
+
+    def __init__(self, cut: ByCost, inputs: Any, targets: Any, costs: list[float]) -> None:
+        self.inputs, self.targets, self.costs, self._combine = inputs, targets, costs, cut.combine
+        self.counted_targets: list[tuple[Any, ...]] = []
+
+    def shard(self, rows: Part, device: torch.device) -> Shard:
+        """Returns copies of some rows."""
+        raise NotImplementedError
+
+    def plan(
+        self,
+        devices: Sequence[torch.device],
+        weights: Sequence[float] | None,
+        limit: float | None,
+        agree: Callable[[int], int],
+    ) -> Iterator[list[Shard]]:
+        """Yields the shards of each micro-batch. See :meth:`Batch.plan`.
+
+        Raises:
+            ValueError: a row over the limit, or devices with weights.
+        """
+        if weights is not None:
+            raise ValueError(f"split={weights} of the model and cost= were given, expected one of them")
+        if not self.has_example:
+            return iter([])
+        plan = self._runs(len(devices), limit, agree)
+        shards = [[self.shard(rows, device) for rows, device in zip(runs, devices, strict=False)] for runs in plan]
+        shards_of_all = [shard for row in shards for shard in row] or [self.shard([], devices[0])]
+        self.counted_targets = [move_leaves(shard.targets.inputs, None) for shard in shards_of_all]
+        if any(device.type != "cpu" for device in devices):
+            shards = [
+                [shard._replace(inputs=pinned(shard.inputs), targets=pinned(shard.targets)) for shard in row] for row in shards
+            ]
+        return iter(shards)
+
+    def check_weight(self, weigh: Callable[..., Any]) -> None:
+        """Raises ``ValueError`` if ``weigh(*targets)`` counts targets that were cut with the padding."""
+        whole = None if self.weighed is None else weigh(*self.weighed)
+        if not isinstance(whole, Tensor) or not whole.is_cpu:
+            return
+        counted = sum(float(weigh(*part) or 0) for part in self.counted_targets)
+        if counted != float(whole):
+            raise ValueError(
+                f"the criterion counts {float(whole):g} targets, but {counted:g} of them within the lengths that cost= "
+                "returned: pad at the end, and the targets with the ignore_index of the criterion"
+            )
+
+    def largest(self, shares: int | Sequence[float], limit: float | None) -> tuple[float, float]:
+        """Returns the cost of the costliest shard, and half of it, but no less than that of a row alone."""
+        if not self.costs:
+            return 0, 0
+        devices = shares if isinstance(shares, int) else len(shares)
+        runs = [run for row in self._runs(devices, limit, lambda count: count) for run in row if run]
+        cost = max(cost_of_shard([self.costs[row] for row in run], self._combine) for run in runs)
+        alone = cost_of_shard([max(self.costs)], self._combine)
+        return cost, max(cost / 2, alone) if cost > alone else 0
+
+    def _runs(self, devices: int, limit: float | None, agree: Callable[[int], int]) -> Plan:
+        """Returns the rows of each shard of each micro-batch."""
+        costs, most_rows, budget = self.costs, None, None
+        if self.unit == "rows" or limit is None or not costs:
+            most_rows = None if limit is None or self.unit == "cost" else int(limit)
+            needed = count_micro_batches(len(costs), most_rows, devices)
+        else:
+            budget = limit if self.is_strict else max(limit, cost_of_shard([max(costs)], self._combine))
+            needed = -(-len(cut_to_budget(costs, budget, self._combine)) // devices)
+        count = agree(needed)
+        runs = cut_by_cost(costs, devices * count, self._combine, most_rows=most_rows, budget=budget, together=devices)
+        return [runs[devices * place : devices * (place + 1)] or [[]] for place in range(count)]
+
+
+class _Samples(CostBatch):
+    """A list of samples. A shard is what ``collate`` makes of its samples."""
+
+    def __init__(self, cut: ByCost, samples: Any, targets: tuple[Any, ...], mark: Mark) -> None:
+        if isinstance(samples, (Tensor, Mapping, str, tuple)) or not isinstance(samples, Sequence):
+            raise TypeError(
+                f"step was given {containers.describe(samples)}, expected a list of samples, of which collate= makes batches: "
+                "use DataLoader(..., collate_fn=list)"
+            )
+        if targets not in ((), (None,)):
+            raise TypeError("step was given targets beside a list of samples, expected step(samples): collate= makes the targets")
+        super().__init__(cut, samples, targets, [cut.cost(sample) for sample in samples])
+        self._collate, self._mark, self._example = cut.collate, mark, cut.example_of(samples)
+        self.has_example = bool(self._example)
+
+    def shard(self, rows: Part, device: torch.device) -> Shard:
+        """Returns what ``collate`` makes of some samples, which must have one row for each."""
+        assert self._collate is not None
+        chosen = [self.inputs[row] for row in rows] or self._example
+        collated = inputs_and_targets(self._collate(chosen))
+        inputs, targets, dims = self._mark(collated[0], containers.spread(collated[1]))
+        for name, node, dim in zip(("inputs", "targets"), (inputs, targets), dims, strict=True):
+            count = count_rows(node, dim, len(chosen))
+            # targets may be flattened
+            if count is None or count % len(chosen) or (name == "inputs" and count != len(chosen)):
+                raise ValueError(
+                    f"collate was given {len(chosen)} samples and returned {name} with {count or 'no'} rows, expected one row "
+                    f"for each sample, {len(chosen)}"
+                )
+        shard = Shard(inputs, targets, rows, count or 0, device)
+        return shard if rows else _rows_of(shard, [], dims)
+
+
+class _Padded(CostBatch):
+    """Padded tensors. A shard has some of their rows, cut to the longest of them."""
+
+    def __init__(self, cut: ByCost, inputs: Any, targets: tuple[Any, ...], mark: Mark, names: Sequence[str]) -> None:
+        costs = cut.cost(inputs)
+        if not isinstance(costs, Iterable) or (isinstance(costs, Tensor) and costs.dim() == 0):
+            raise TypeError(f"cost= returned {containers.describe(costs)}, expected one number for each row of the inputs")
+        super().__init__(cut, inputs, targets, costs.tolist() if isinstance(costs, Tensor) else list(costs))
+        arguments, marked_targets, self._dims = mark(inputs, targets)
+        rows = count_rows(arguments, self._dims[0])
+        if rows is None or any(isinstance(cost, (list, Tensor)) for cost in self.costs) or len(self.costs) != rows:
+            raise ValueError(f"cost= returned {len(self.costs)} costs for {rows or 'no'} rows, expected one number for each row")
+        target_rows = count_rows(marked_targets, self._dims[1], rows)
+        if target_rows not in (None, rows):
+            raise ValueError(
+                f"the targets have {target_rows} rows and the inputs {rows}, expected the same number where rows are cut by cost"
+            )
+        self._whole = Shard(arguments, marked_targets, range(rows), rows, torch.device("cpu"))
+        self._trims = [] if cut.trim is None else _trims(self._whole, cut.trim, names, self.costs)
+        self.weighed = targets if self._trims else None
+
+    def shard(self, rows: Part, device: torch.device) -> Shard:
+        """Returns copies of some rows, cut to the longest of them."""
+        shard = self._whole._replace(device=device)
+        if self._trims:
+            length, trims = max(int(max((self.costs[row] for row in rows), default=1)), 1), iter(self._trims)
+            nodes = containers.map_leaves(lambda leaf: _shorten(leaf, next(trims), length), (shard.inputs, shard.targets))
+            shard = shard._replace(inputs=nodes[0], targets=nodes[1])
+        return _rows_of(shard, rows, self._dims)
+
+
+def _rows_of(shard: Shard, rows: Part, dims: tuple[int, int]) -> Shard:
+    """Returns copies of some rows of a shard."""
+    rows = list(rows)
+    (inputs,), (targets,) = cut(shard.inputs, [rows], dims[0]), cut(shard.targets, [rows], dims[1])
+    return shard._replace(inputs=inputs, targets=targets, rows=rows, target_rows=len(rows))
+
+
+def _shorten(leaf: Any, dim: int | None, length: int) -> Any:
+    """Returns the first ``length`` entries of a tensor along ``dim``."""
+    if dim is None:
+        return leaf
+    if type(leaf) is Along:
+        return Along(_shorten(leaf.leaf, dim, length), leaf.dim)
+    return leaf.narrow(dim, 0, min(length, leaf.size(dim)))
+
+
+def _trims(whole: Shard, trim: Trim, names: Sequence[str], costs: Sequence[float]) -> list[int | None]:
+    """Returns the dimension to cut of each leaf of inputs and targets, or None.
+
+    Raises:
+        ValueError: an argument that was not passed, or costs that are not lengths.
+    """
+    inputs, kwargs = whole.inputs
+    positions = [names[at] if at < len(names) else str(at) for at in range(len(inputs))]
+    values = [*zip(positions, inputs, strict=True), *kwargs.items(), ("targets", whole.targets)]
+    if isinstance(trim, Mapping) and (unknown := trim.keys() - {name for name, _ in values}):
+        raise ValueError(
+            f"trim= names {', '.join(map(str, unknown))}, expected some of {', '.join(name for name, _ in values)}: the "
+            "arguments of the model that were passed, and the targets"
+        )
+    dims: list[int | None] = []
+    length: int | None = None
+    for name, value in values:
+        dim = trim.get(name) if isinstance(trim, Mapping) else trim
+        for _, leaf in containers.leaves(value):
+            tensor = leaf.leaf if type(leaf) is Along else leaf
+            has_dim = dim is not None and isinstance(tensor, Tensor) and tensor.dim() > dim
+            length = tensor.size(dim) if has_dim and length is None else length
+            dims.append(dim if has_dim and (isinstance(trim, Mapping) or tensor.size(dim) == length) else None)
+    for row, cost in enumerate(costs):
+        if cost != int(cost) or length is None or cost > length:
+            raise ValueError(
+                f"the cost of row {row} is {cost}, expected a number of entries, at most {length}: trim={trim!r} keeps so many"
+            )
+    return dims
+
+
+def pinned(node: Any) -> Any:
+    """Returns ``node`` with tensors of the host in page-locked memory, so that copies to a device do not wait."""
+
+    def pin(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.pin_memory() if leaf.is_cpu and leaf.layout == torch.strided else leaf
+        if type(leaf) is Along:
+            return Along(pinned(leaf.leaf), leaf.dim)
+        return Rows([pinned(entry) for entry in leaf.entries]) if isinstance(leaf, Rows) else leaf
+
+    return containers.map_leaves(pin, node)
+
+
+def shard_by_cost(
+    samples: Sequence[Any],
+    shards: int,
+    *,
+    cost: Callable[[Any], float],
+    collate: Callable[[list[Any]], Any],
+    combine: Combine | None = None,
+) -> tuple[Any, Any]:
+    """Splits samples of unequal cost into shards, and pads each shard on its own.
+
+    Returns inputs for a :class:`DataParallelModel`, and targets for a :class:`DataParallelCriterion`. Each tensor is a
+    :class:`PerReplica` of the shards. The gathered outputs have the order of the samples.
+
+    Args:
+        samples: one for each row.
+        shards: the number of devices, ``len(model.devices)``.
+        cost: of a sample, such as ``len``.
+        collate: makes ``(inputs, targets)`` of any list of samples, or a mapping of inputs with ``"labels"``.
+        combine: cost of a shard, from the costs of its rows, as in :class:`ByCost`.
+
+    Raises:
+        TypeError: an argument of another type.
+        ValueError: there are no samples, a cost is negative or not finite, or ``collate`` returns something else.
+
+    Example:
+        >>> samples = [torch.ones(length) for length in (9, 3, 4, 2, 3, 2, 1, 1)]
+        >>> pad = torch.nn.utils.rnn.pad_sequence
+        >>> inputs, targets = shard_by_cost(samples, 3, cost=len, collate=lambda some: (pad(some, True), torch.ones(len(some))))
+        >>> [tuple(shard.shape) for shard in inputs]
+        [(1, 9), (3, 4), (4, 2)]
+        >>> outputs = DataParallelModel(torch.nn.Identity(), ["cpu"] * 3)(inputs)
+        >>> outputs.gather().sum(1)
+        tensor([9., 3., 4., 2., 3., 2., 1., 1.])
+    """
+    check_type("samples", samples, Sequence, "a list with one sample for each row")
+    check_number("shards", shards, "the number of devices", at_least=1, whole=True)
+    for name, function in (("cost", cost), ("collate", collate), ("combine", combine or sum)):
+        check_type(name, function, Callable, "a function")
+    if not samples:
+        raise ValueError("there are no samples, expected at least one")
+    runs = cut_by_cost([cost(sample) for sample in samples], shards, combine) if shards > 1 else [list(range(len(samples)))]
+    pairs = [inputs_and_targets(collate([samples[row] for row in run])) for run in runs]
+    sizes, order = [len(run) for run in runs], [row for run in runs for row in run]
+    inputs, targets = zip(*pairs, strict=True)
+    return as_shards(inputs, sizes, order), as_shards(targets, sizes, order)
+
+
+def inputs_and_targets(collated: Any) -> tuple[Any, Any]:
+    """Splits the result of a ``collate``.
+
+    Raises:
+        ValueError: it is not a pair, nor a mapping with labels.
+    """
+    if isinstance(collated, Mapping) and "labels" in collated:
+        return collated, collated["labels"]
+    if isinstance(collated, (tuple, list)) and len(collated) == 2:
+        return collated[0], collated[1]
+    raise ValueError(
+        f"collate returned {containers.describe(collated)}, expected (inputs, targets), or a mapping of inputs with 'labels', "
+        "which are the targets"
+    )
+
+
+def as_shards(parts: Sequence[Any], sizes: Sequence[int], order: Sequence[int] | None = None) -> Any:
+    """Merges the arguments of the replicas into one structure. Each leaf becomes :class:`RowShards`, unless there is one replica.
+
+    Args:
+        parts: arguments of each replica, of the same structure.
+        sizes: number of rows of each.
+        order: position of each row in the batch, for the outputs.
+    """
+    if len(parts) == 1:
+        return parts[0]
+    return containers.zip_leaves(lambda place, leaves: RowShards(leaves, sizes).in_order(order), parts)

@@ -1,0 +1,186 @@
+"""The state of a run between two updates: model, criterion, optimizers, schedulers, gradient scaler and random numbers.
+
+The state of an optimizer has the names of the parameters, so it does not depend on their order. Any number of devices or ranks
+may load it.
+"""
+
+import random
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from ..loss.criterion import DataParallelCriterion
+from ..optim.balanced import BalancedOptimizer
+from ..runtime import collectives
+from ..runtime.random_numbers import generator_states, seed_anew, set_generators
+from ..runtime.torch_private import is_sharded, uncompiled_name
+from ..runtime.values import Precision
+from .state_trees import check_same_tensors
+
+__all__: list[str] = []
+
+
+_ENTRIES = {"model", "criterion", "optimizers", "schedulers", "scaler", "random", "python", "numpy", "layout"}
+
+
+class TrainedState(NamedTuple):
+    """The objects of a training step that have state.
+
+    Args:
+        model, criterion: of the step.
+        optimizers, schedulers: of the step.
+        precision: has the scaler.
+        trained: the parameters by name.
+    """
+
+    model: Any
+    criterion: DataParallelCriterion
+    optimizers: Sequence[Optimizer]
+    schedulers: Sequence[LRScheduler]
+    precision: Precision
+    trained: Mapping[str, Tensor]
+
+    def save(self) -> dict[str, Any]:
+        """Returns the state. Every rank calls this. Tensors are not copied."""
+        scaler = self.precision.scaler
+        return {
+            "model": _module_state(self.model.module),
+            "criterion": dict(self.criterion.state_dict()),
+            "optimizers": [state_by_name(optimizer, self.trained) for optimizer in self.optimizers],
+            "schedulers": [{"class": class_name(scheduler), **scheduler.state_dict()} for scheduler in self.schedulers],
+            "scaler": None if scaler is None else scaler.state_dict(),
+            "random": {f"rank{collectives.rank()}": generator_states(self.model.devices)},
+            "python": random.getstate(),
+            "numpy": _numpy_state(),
+            "layout": self._layout(),
+        }
+
+    def load(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes a state that :meth:`check` has accepted."""
+        _load_module_state(self.model.module, state_dict["model"])
+        self.criterion.load_state_dict(state_dict["criterion"])
+        for optimizer, state in zip(self.optimizers, state_dict["optimizers"], strict=True):
+            optimizer.load_state_dict(numbered_state(optimizer, self.trained, state))
+        for scheduler, state in zip(self.schedulers, state_dict["schedulers"], strict=True):
+            scheduler.load_state_dict({name: value for name, value in state.items() if name != "class"})
+        scaler = self.precision.scaler_on(self.model.devices[0])
+        if scaler is not None and state_dict["scaler"]:
+            scaler.load_state_dict(state_dict["scaler"])
+        self._load_random_numbers(state_dict)
+
+    def check(self, state_dict: Mapping[str, Any], others: set[str]) -> None:
+        """Raises the errors of :meth:`TrainStep.load_state_dict`. ``others`` are entries that the step has itself."""
+        if missing := (_ENTRIES | others) - state_dict.keys():
+            raise ValueError(f"the state lacks {', '.join(sorted(missing))}, expected what a TrainStep's state_dict() returns")
+        for name, parts in (("optimizers", self.optimizers), ("schedulers", self.schedulers)):
+            classes, expected = [state["class"] for state in state_dict[name]], [class_name(part) for part in parts]
+            if classes != expected:
+                raise ValueError(f"the state has the {name} {classes}, expected {expected}")
+        for optimizer, state in zip(self.optimizers, state_dict["optimizers"], strict=True):
+            numbered_state(optimizer, self.trained, state)
+        check_same_tensors("model", _module_state(self.model.module), state_dict["model"])
+        check_same_tensors("criterion", self.criterion.state_dict(), state_dict["criterion"])
+
+    def load_target(self, path: tuple[str, ...], size: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        """Returns memory for a saved tensor, laid out as its parameter if that is sharded over ranks; otherwise None."""
+        if path[0] == "model":
+            like: Any = self.model.module.state_dict().get(path[1])
+        elif path[0] == "optimizers" and path[2] == "state":
+            like = {uncompiled_name(name): tensor for name, tensor in self.trained.items()}.get(path[3])
+        else:
+            return None
+        if not is_sharded(like) or like.shape != size:
+            return None
+        return torch.empty_like(like, dtype=dtype, requires_grad=False)
+
+    def _layout(self) -> list[Any]:
+        return [collectives.world_size(), [device.type for device in dict.fromkeys(self.model.devices)]]
+
+    def _load_random_numbers(self, state_dict: Mapping[str, Any]) -> None:
+        rank, saved, devices = collectives.rank(), state_dict["random"], self.model.devices
+        if state_dict["layout"] != self._layout():
+            (of_one,) = saved.values()  # the CPU's generator is the same on all ranks
+            seed_anew(of_one["cpu"], devices, rank * len(devices))
+            return
+        set_generators(saved[f"rank{rank}"], devices)
+        random.setstate(state_dict["python"])
+        np.random.set_state(state_dict["numpy"])
+
+
+def _module_state(module: nn.Module) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict  # takes seconds to import
+
+    return dict(get_model_state_dict(module))
+
+
+def _load_module_state(module: nn.Module, state: dict[str, Any]) -> None:
+    from torch.distributed.checkpoint.state_dict import set_model_state_dict
+
+    set_model_state_dict(module, state)
+
+
+def _numpy_state() -> tuple[Any, ...]:
+    name, keys, *others = np.random.get_state(legacy=True)
+    return (name, np.asarray(keys).tolist(), *others)
+
+
+def state_by_name(optimizer: Optimizer, trained: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Returns the state of an optimizer, with names where ``torch.optim`` has numbers.
+
+    Args:
+        optimizer: of torch, or a :class:`BalancedOptimizer`.
+        trained: the parameters by name. Others are called by their number.
+    """
+    names, state = _names(optimizer, trained), optimizer.state_dict()
+    return {
+        "class": class_name(optimizer),
+        "state": {names[number]: entries for number, entries in state["state"].items()},
+        "param_groups": [{**group, "params": [names[number] for number in group["params"]]} for group in state["param_groups"]],
+    }
+
+
+def numbered_state(optimizer: Optimizer, trained: Mapping[str, Tensor], state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a state from :func:`state_by_name` as the optimizer's ``load_state_dict()`` takes it.
+
+    Raises:
+        ValueError: the param groups have other parameters.
+    """
+    names, groups = _names(optimizer, trained), _whole_groups(optimizer)
+    numbers = {name: number for number, name in enumerate(names)}
+    loaded, first = [], 0
+    if len(groups) != len(state_dict["param_groups"]):
+        raise ValueError(f"the state has {len(state_dict['param_groups'])} param groups, expected {len(groups)}")
+    for place, (group, saved) in enumerate(zip(groups, state_dict["param_groups"], strict=True)):
+        expected = names[first : first + len(group["params"])]
+        first += len(expected)
+        different = sorted({*expected} ^ {*saved["params"]})
+        if different:
+            raise ValueError(
+                f"param group {place} of the state has {len(saved['params'])} parameters, expected the {len(expected)} of the "
+                f"optimizer: only one of them has {', '.join(different[:3])}"
+            )
+        loaded.append({**saved, "params": [numbers[name] for name in expected]})
+    return {"state": {numbers[name]: value for name, value in state_dict["state"].items()}, "param_groups": loaded}
+
+
+def class_name(optimizer: Any) -> str:
+    """Returns the class of a scheduler, or of the plain optimizer, however it is spread over devices or ranks."""
+    if isinstance(optimizer, BalancedOptimizer):
+        return optimizer.recipe[0].__name__
+    return type(getattr(optimizer, "optim", optimizer)).__name__  # of a ZeroRedundancyOptimizer
+
+
+def _names(optimizer: Optimizer, trained: Mapping[str, Tensor]) -> list[str]:
+    """Returns the names of the parameters, in the order in which a ``state_dict()`` numbers them."""
+    names = {id(parameter): uncompiled_name(name) for name, parameter in trained.items()}
+    parameters = [parameter for group in _whole_groups(optimizer) for parameter in group["params"]]
+    return [names.get(id(parameter), f"parameter {number}") for number, parameter in enumerate(parameters)]
+
+
+def _whole_groups(optimizer: Optimizer) -> list[dict[str, Any]]:
+    return optimizer.recipe[1] if isinstance(optimizer, BalancedOptimizer) else optimizer.param_groups
