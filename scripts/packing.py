@@ -1,13 +1,12 @@
 """Rows of each device where rows have different lengths: equal numbers of rows, or rows of equal cost."""
 
 import argparse
-from typing import Any
 
 import torch
 from tasks import Rows, count_words
 from torch import Tensor
 
-from balanced_parallel import BalancedBatchSampler, RankBatchSampler, shard_by_cost
+from balanced_parallel import BalancedBatchSampler, ByCost, RankBatchSampler, shard_by_cost
 
 MEASURED = 100  # batches
 
@@ -19,9 +18,9 @@ def make_batches(flags: argparse.Namespace, rows: Rows) -> RankBatchSampler:
     return RankBatchSampler(rows, flags.batch_size, flags.seed)
 
 
-def cost_options(flags: argparse.Namespace, rows: Rows) -> dict[str, Any]:
-    """Returns the options of the step: it cuts padded rows to the longest of each device."""
-    return {"cost": count_words, "trim": 1} if is_by_cost(flags, rows) else {}
+def make_cut(flags: argparse.Namespace, rows: Rows) -> ByCost | None:
+    """Returns the cut of the step, which trims padded rows to the longest of each device; None for equal rows."""
+    return ByCost(count_words, trim=1) if is_by_cost(flags, rows) else None
 
 
 def is_by_cost(flags: argparse.Namespace, rows: Rows) -> bool:

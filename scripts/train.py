@@ -33,7 +33,7 @@ from comparison import (
     torch_data_parallel_parts,
 )
 from loading import make_loader
-from packing import cost_options, make_batches
+from packing import make_batches, make_cut
 from recording import Recorder
 from stopping import StopSignal
 from tasks import IGNORED, Task, check_same_data, digits_task, text_task
@@ -74,7 +74,7 @@ def train(flags: argparse.Namespace, task: Task, model: Any, criterion: DataPara
         micro_batch_size=flags.micro_batch_size,
         precision=flags.precision,
         max_grad_norm=flags.max_grad_norm,
-        **cost_options(flags, task.train),
+        cut=make_cut(flags, task.train),
     )
     each_row = DataParallelCriterion(nn.CrossEntropyLoss(reduction="none"), precision=flags.precision)
 

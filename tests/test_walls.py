@@ -323,8 +323,8 @@ SINGLE_IMPORTER = {  # with the reason why a module is not part of its only impo
     "simulation.device_module": "the module that torch asks for the devices",
     "simulation.torch_data_parallel": "functions of torch for simulated devices",
     "strategies.launch": "the environment of torchrun",
+    "strategies.replicas": "one file per strategy",
     "training.checkpoint_files": "imported at the first use: its imports take seconds",
-    "training.replica_sync": "the strategy of one process, which registers itself",
     "training.settings": "the settings of ranks",
     "training.two_passes": "another way to run an update",
 }

@@ -443,6 +443,13 @@ class Shard(NamedTuple):
         return None if self.rows is None else len(self.rows)
 
 
+class MicroBatch:
+    """The shards of one forward. A model takes it in place of arguments, so that its hooks run as in any forward."""
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self.shards = shards
+
+
 _NOTHING = Arguments((), {})
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from ..batch.containers import Dims, check_dim, check_dims, leaf_dims, leaves
 from ..batch.outputs import PerReplica, join, repeated_rows
 from ..batch.plan import check_split, share_by_memory
-from ..batch.rows import Arguments, Batch, Shard, dims_of_method, find_shards, mark, move_arguments, move_leaves
+from ..batch.rows import Arguments, Batch, MicroBatch, Shard, dims_of_method, find_shards, mark, move_arguments, move_leaves
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.random_numbers import offset_seeds
 from ..runtime.values import Precision, check_type
@@ -176,6 +176,8 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Runs every replica on its rows of the arguments, and returns a :class:`PerReplica` of their outputs."""
+        if inputs and type(inputs[0]) is MicroBatch:
+            return self._run_shards(inputs[0].shards, None)
         return self._run(None, Arguments(inputs, kwargs))
 
     def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> Any:
@@ -199,13 +201,13 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
     def _run(self, method: str | None, arguments: Arguments) -> Any:
         batch = Batch(self.mark(arguments, method), dims=(self.dim, 0))
         shards = batch.split(self.devices, self.split)
-        outputs = self.run(shards, method)
+        outputs = self._run_shards(shards, method)
         if (cut_already := find_shards(batch.inputs)) is not None:
             outputs.in_order(cut_already.order)
             return outputs.gather(self._gathers_on) if self.gather_outputs else outputs
         return self._gather(outputs) if self.gather_outputs else outputs
 
-    def run(self, shards: Sequence[Shard], method: str | None = None) -> PerReplica:
+    def _run_shards(self, shards: Sequence[Shard], method: str | None) -> PerReplica:
         """Runs a replica on each shard of one forward. Returns their outputs.
 
         Args:

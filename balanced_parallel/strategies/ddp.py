@@ -36,7 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..batch.containers import Dims, leaves, map_leaves
 from ..batch.outputs import PerReplica
-from ..batch.rows import Along, Arguments, Rows, Shard, count_rows, cut, move_leaves
+from ..batch.rows import Along, Arguments, MicroBatch, Rows, count_rows, cut, move_leaves
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import Criterion, LossSum, Weight, add_up, zero_of
 from ..replicas.batchnorm import meets_other_ranks
@@ -70,11 +70,9 @@ class RankModel(nn.Module):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> PerReplica:
         """Runs the module on this rank's rows. Returns a list with its output."""
+        if inputs and type(inputs[0]) is MicroBatch:
+            return self._run(None, inputs[0].shards[0].inputs)
         return self._run(None, self.mark(Arguments(inputs, kwargs)))
-
-    def run(self, shards: Sequence[Shard]) -> PerReplica:
-        """Runs the module on the only shard of a forward."""
-        return self._run(None, shards[0].inputs)
 
     def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> PerReplica:
         """Calls another method of the module than ``forward``, with its parameters and gradients shared as those of a forward."""

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ..runtime import collectives
 from ..runtime.values import check_number, check_type
-from .state_trees import Path as TreePath
-from .state_trees import check_same_tensors, join_tensors, split_tensors, tensor_key
+from .state import Path as TreePath
+from .state import check_same_tensors, join_tensors, split_tensors, tensor_key
 
 __all__: list[str] = []
 

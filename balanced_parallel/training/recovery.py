@@ -42,7 +42,7 @@ class ElsewhereOutOfMemory(torch.OutOfMemoryError):
 
 
 class Recovery:
-    """What has failed in an update, and the state from before, for running it again in smaller micro-batches.
+    """Failures of an update for lack of memory, and the state from before, for running it again in smaller micro-batches.
 
     Random numbers and buffers are those of before, so the result is that of smaller micro-batches from the start.
 

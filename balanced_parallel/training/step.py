@@ -1,7 +1,7 @@
 """``TrainStep``: an effective batch in micro-batches that fit, and one exact update.
 
     for shards in batch.plan(...):                 micro-batches, each a shard per device
-        outputs = model.run(shards)                forward of each shard, on its device
+        outputs = model(MicroBatch(shards))        forward of each shard, on its device
         losses = criterion(outputs, shards)        a sum and a weight of each
         backward                                   of the sums; the last one reduces all gradients
     update                                         gradients / weight of everything, clipped; all optimizers step
@@ -23,7 +23,7 @@ from torch import Tensor
 from ..batch.by_cost import ByCost, CostBatch, check_limit
 from ..batch.containers import spread
 from ..batch.outputs import PerReplica, detach_outputs, join_outputs
-from ..batch.rows import Arguments, Batch, Shard, as_arguments
+from ..batch.rows import Arguments, Batch, MicroBatch, Shard, as_arguments
 from ..loss.coupled import couple
 from ..loss.criterion import BatchLosses, DataParallelCriterion, losses_of_batch
 from ..loss.sums import LossSum, Weight
@@ -211,7 +211,7 @@ class TrainStep:
     def _forward(self, shards: list[Shard], compute: Callable[..., Any], collected: list[PerReplica] | None) -> list[LossSum]:
         """Runs the model and the criterion. Returns a loss for each shard."""
         with self.precision.autocast(self.model.devices):
-            outputs = self.model.run(shards)
+            outputs = self.model(MicroBatch(shards))
             if collected is not None:
                 order = [row for shard in shards for row in shard.rows or ()] if self.cut else None
                 collected.append(detach_outputs(outputs, order))

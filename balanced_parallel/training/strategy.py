@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..batch.containers import Dims
 from ..batch.outputs import PerReplica
-from ..batch.rows import Arguments, Shard
+from ..batch.rows import Arguments, MicroBatch
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight
 from ..runtime.devices import move
@@ -58,7 +58,7 @@ class Model(Protocol):
     def modules(self) -> Iterator[nn.Module]:
         """Yields all modules."""
 
-    def run(self, shards: Sequence[Shard]) -> PerReplica:
+    def __call__(self, micro_batch: MicroBatch) -> PerReplica:
         """Runs the module on each shard of one forward."""
 
 

@@ -18,7 +18,7 @@ import torch
 from tabulate import tabulate
 from torch import Tensor
 
-from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, simulate
+from balanced_parallel import BalancedOptimizer, ByCost, DataParallelCriterion, DataParallelModel, TrainStep, simulate
 from balanced_parallel.batch.plan import cut_by_cost, split_sizes
 
 HERE = Path(__file__).parent
@@ -130,8 +130,8 @@ def measure(problem: Problem, batch: list[Any], devices: int, by_cost: bool, exp
         module = problem.make().double()
         model, criterion = DataParallelModel(module), DataParallelCriterion(copy.deepcopy(problem.criterion))
         optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=0.0, momentum=0.9)
-        options: dict[str, Any] = {"cost": problem.cost, "collate": lambda rows: in_double(problem.collate(rows))}
-        step = TrainStep(model, criterion, optimizer, **(options if by_cost else {}))
+        cut = ByCost(problem.cost, collate=lambda rows: in_double(problem.collate(rows))) if by_cost else None
+        step = TrainStep(model, criterion, optimizer, cut=cut)
         for _ in range(2):
             cluster.reset_peak()
             step(batch) if by_cost else step(*in_double(problem.collate(batch)))

@@ -7,7 +7,7 @@ from helpers.slow import slow
 from torch import nn
 from torch.nn import functional as F
 
-from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, memory, simulate
+from balanced_parallel import BalancedOptimizer, ByCost, DataParallelCriterion, DataParallelModel, TrainStep, memory, simulate
 
 LONGEST = 32
 
@@ -41,7 +41,7 @@ def words_loss(output, targets):
 def make_step(devices, **settings):
     model = DataParallelModel(words_net(), devices)
     criterion = DataParallelCriterion(words_loss, weight=lambda output, targets: targets.numel())
-    settings = {"cost": len, "collate": pad} | settings
+    settings = {"cut": ByCost(len, collate=pad)} | settings
     return TrainStep(model, criterion, BalancedOptimizer(model, torch.optim.AdamW), **settings)
 
 
@@ -128,8 +128,8 @@ def test_other_operators_at_other_lengths_count(one_trace):
 def test_the_step_must_be_limited_by_cost():
     model = DataParallelModel(LanguageModel(layers=1), ["cpu"])
     for settings, lengths, message in (
-        ({}, (1, 8), r"limited by rows.* give TrainStep\(cost=...\)"),
-        ({"cost": len, "collate": pad}, None, r"limited by cost.* give lengths=\(shortest, longest\)"),
+        ({}, (1, 8), r"limited by rows.* give TrainStep\(cut=ByCost\(...\)\)"),
+        ({"cut": ByCost(len, collate=pad)}, None, r"limited by cost.* give lengths=\(shortest, longest\)"),
     ):
         optimizer = torch.optim.SGD(model.parameters())
         step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), optimizer, **settings)

@@ -40,4 +40,4 @@ def test_packing_by_cost_pads_less_and_loads_devices_evenly(scripts):
     assert cost == "packed by cost: 30% of a batch is padding, hottest device / mean 1.04"
     images = tasks.Rows(torch.zeros(5, 1, 8, 8), torch.zeros(5, dtype=torch.long))
     assert packing.describe_packing(Namespace(pack="cost", **flags), images, 4) == []
-    assert packing.cost_options(Namespace(pack="cost"), images) == {}
+    assert packing.make_cut(Namespace(pack="cost"), images) is None

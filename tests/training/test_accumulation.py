@@ -67,16 +67,17 @@ def test_float16_gradients_do_not_overflow_in_accumulation():
     assert step.precision.scaler.get_scale() == 2.0**16
 
 
-def test_float16_divisor_follows_growing_micro_batches():
-    """Nobody knows after the first row that 500 will follow: what has been accumulated is divided further."""
+def test_float16_divisor_of_a_window_is_near_the_weight_of_the_one_before():
+    """Nobody knows after the first row of a run that 500 will follow: the first update may overflow, and is skipped then."""
     net = build_net()
     x, target = torch.randn(512, 4), class_targets(512)
     loss, expected = plain_program(net, nn.CrossEntropyLoss(), x, target)
     step = make_step(net, precision="fp16")
-    for rows in (slice(0, 1), slice(1, 12), slice(12, 500), slice(500, 512)):
-        step.add(x[rows], target[rows])
-    torch.testing.assert_close(step.apply(), loss, rtol=1e-2, atol=0)
-    assert step.precision.scaler.get_scale() == 2.0**16  # no overflow
+    for number in range(2):
+        for rows in (slice(0, 1), slice(1, 12), slice(12, 500), slice(500, 512)):
+            step.add(x[rows], target[rows])
+        torch.testing.assert_close(step.apply(), loss, rtol=1e-2, atol=0)
+        assert step.precision.scaler.get_scale() == 2.0**15, number  # one overflow, in the first
     assert_same_gradients(gradients(net), expected, 5e-3)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from balanced_parallel import Checkpoints
-from balanced_parallel.training.state_trees import join_tensors, split_tensors
+from balanced_parallel.training.state import join_tensors, split_tensors
 
 Point = collections.namedtuple("Point", ["x", "y"])
 

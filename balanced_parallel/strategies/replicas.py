@@ -11,9 +11,9 @@ from ..loss.sums import LossSum, Weight
 from ..replicas.buckets import GradientBuckets
 from ..replicas.model import DataParallelModel
 from ..runtime.collectives import world_size
-from .accumulation import larger, power_of_two
-from .strategy import GradientSync, Settings, gradient_sync, run_backward
-from .update import scale_gradients
+from ..training.accumulation import larger, power_of_two
+from ..training.strategy import GradientSync, Settings, gradient_sync, run_backward
+from ..training.update import scale_gradients
 
 __all__: list[str] = []
 
@@ -73,6 +73,8 @@ class ReplicaSync(GradientSync):
 
 @gradient_sync.register
 def _(model: DataParallelModel, criterion: DataParallelCriterion) -> GradientSync:
+    if type(model).forward is not DataParallelModel.forward:
+        raise TypeError(f"{type(model).__name__} has a forward of its own, which a step does not call: put it into the module")
     if model.gather_outputs:
         raise TypeError("the model has gather_outputs=True, expected outputs that stay on their devices: leave it out")
     if world_size() > 1:
