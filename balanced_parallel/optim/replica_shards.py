@@ -94,6 +94,11 @@ class BucketOwners:
         for piece in self.pieces:
             piece.values.grad = None
 
+    def scale(self, factor: float | Tensor) -> None:
+        """Multiplies the gradients of all pieces."""
+        gradients = [piece.values.grad for piece in self.pieces if piece.values.grad is not None]
+        torch_private.foreach_multiply_(gradients, factor)
+
     def take(self, replicas: Sequence[Gradients]) -> Callable[[], None]:
         """Allocates sums of the replicas' gradients on the owners. Returns a function that computes them."""
         chosen = [i for i in range(len(self._parameters)) if any(gradients[i] is not None for gradients in replicas)]

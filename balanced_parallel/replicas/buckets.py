@@ -163,6 +163,9 @@ class Owners(Protocol):
     def forget(self) -> None:
         """Clears the gradients."""
 
+    def scale(self, factor: float | Tensor) -> None:
+        """Multiplies the gradients."""
+
     def repoint(self, copies: Mapping[nn.Parameter, Mapping[torch.device, Tensor]]) -> None:
         """Takes memory from ``copies`` of some parameters, which have moved."""
 
@@ -174,6 +177,9 @@ class Schedule(NamedTuple):
     side: SideStreams | None  # where sums overlap with the backward; None where devices have no streams
     overlaps: bool  # the backward of other layers follows
     deferred: bool  # gradients stay with the replicas
+
+
+_buckets: "weakref.WeakValueDictionary[int, Bucket]" = weakref.WeakValueDictionary()  # of all modules
 
 
 class Bucket:
@@ -190,6 +196,7 @@ class Bucket:
         self.held: dict[torch.device, Gradients] = {}  # not reduced yet, of the other replicas
         self._local: dict[int, weakref.ref[Tensor]] = {}  # by place of the parameter, the ``grad`` that others wait for
         self._lock = threading.RLock()  # backwards may run in several threads
+        _buckets[id(self)] = self
 
     def broadcast(self, replicas: Sequence[Sequence[Tensor]], schedule: Schedule) -> list[tuple[Tensor, ...]]:
         """Returns aliases of the tensors, connected to the parameters.
@@ -237,7 +244,15 @@ class Bucket:
         return returned
 
     def reduce(self) -> None:
-        """Sums the gradients that the replicas hold into the parameters' ``grad``, or to the owners."""
+        """Sums the gradients that the replicas hold into the parameters' ``grad``, or to the owners.
+
+        Owners take ``grad`` away. Gradients in buckets of other modules that wait for it are added before.
+        """
+        shared = set(map(id, self.parameters)) if self.owners is not None else set()
+        for reference in _buckets.valuerefs() if shared else ():
+            bucket = reference()
+            if bucket is not None and bucket.held and bucket.owners is None and not shared.isdisjoint(map(id, bucket.parameters)):
+                bucket.reduce()
         self._prepare(takes_local=True)()
 
     @torch.no_grad()
@@ -279,7 +294,9 @@ class Bucket:
         accumulate(self.parameters, totals)
 
     def scale(self, factor: float | Tensor) -> None:
-        """Multiplies the gradients that the replicas hold."""
+        """Multiplies the gradients that the replicas and the owners hold."""
+        if self.owners is not None:
+            self.owners.scale(factor)
 
         def scaled(gradient: Tensor) -> Tensor:
             return gradient * (move(factor, gradient.device) if isinstance(factor, Tensor) else factor)
@@ -352,6 +369,10 @@ class _Broadcast(torch.autograd.Function):
             wanted = [
                 None if has_gradient_hooks(p) else _is_accumulated(node) for p, node in zip(bucket.parameters, nodes, strict=True)
             ]
+            if schedule.side is not None and schedule.overlaps and bucket.owners is None:
+                for node, want in zip(nodes, wanted, strict=True):
+                    if want:
+                        schedule.side.join_before(node)
             return (None, None, None, *bucket.collect(replicas, wanted, schedule))
 
 
@@ -414,7 +435,7 @@ class GradientBuckets:
             bucket.reduce()
 
     def scale(self, factor: float | Tensor) -> None:
-        """Multiplies the gradients that the replicas hold."""
+        """Multiplies the gradients that the replicas and the owners hold."""
         for bucket in self.buckets:
             bucket.scale(factor)
 
