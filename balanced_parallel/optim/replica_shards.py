@@ -334,16 +334,13 @@ class ReplicaShards:
         if not model.replicas.gradients.is_sharded and any(p in shards._pieces for shards in _all_shards for p in parameters):
             raise ValueError("the module's parameters belong to another BalancedOptimizer, expected one: delete it first")
 
-        def make_owners(parameters: Sequence[nn.Parameter], copies: Sequence[dict[torch.device, Tensor]]) -> BucketOwners:
-            owners = BucketOwners(parameters, copies)
+        for bucket, copies in model.replicas.shard(model.module, model.devices, parameters):
+            bucket.owners = owners = BucketOwners(bucket.parameters, copies)
             self._owners.append(owners)
             for piece in owners.pieces:
                 self._pieces.setdefault(piece.parameter, []).append(piece)
-            return owners
-
-        sharding = model.replicas.shard(model.module, model.devices, parameters, make_owners)
         _all_shards.add(self)
-        weakref.finalize(self, sharding.close)
+        weakref.finalize(self, model.replicas.gradients.unshard)
 
 
 def _join(parameter: Tensor, states: list[dict[str, Any] | None]) -> dict[str, Any]:

@@ -17,11 +17,10 @@ replica goes to ``parameter.grad``, as in DDP. Those of the others wait here for
 if ``parameter.grad`` was cleared or set in between, as by ``optimizer.zero_grad()``.
 """
 
-import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -353,7 +352,7 @@ class _Broadcast(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.bucket, ctx.schedule, ctx.size = bucket, schedule, len(parameters)
         ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for replica in replicas for tensor in replica)
+        return tuple([tensor.detach() for replica in replicas for tensor in replica])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
@@ -382,7 +381,7 @@ class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
+        return tuple([tensor.detach() for tensor in tensors])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -420,15 +419,6 @@ class GradientBuckets:
         self.is_sharded = False  # owners receive the gradients, until the sharding is undone
         self.side = side
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Gradients of forwards in this block are not summed before :meth:`reduce`, or a backward of a later forward."""
-        before, self.deferred = self.deferred, True
-        try:
-            yield
-        finally:
-            self.deferred = before
-
     def reduce(self) -> None:
         """Sums the gradients that the replicas hold."""
         for bucket in self.buckets:
@@ -464,12 +454,17 @@ class GradientBuckets:
             if bucket.owners is not None:
                 bucket.owners.repoint(copies)
 
-    def schedules(self, streams: Streams) -> Iterator[tuple[Bucket, Schedule]]:
-        """Yields each bucket with the schedule of its backward, for a forward on ``streams``."""
+    def unshard(self) -> None:
+        """Takes the owners away. Gradients go to the parameters again."""
+        self.is_sharded = False
+        for bucket in self.buckets:
+            bucket.owners = None
+
+    def schedule(self, bucket: Bucket, streams: Streams) -> Schedule:
+        """Returns the schedule of a bucket's backward, for a forward on ``streams``."""
         if self.side is None and any(streams.values()):
             self.side = SideStreams()
-        for bucket in self.buckets:
-            yield bucket, Schedule(streams, self.side, bucket is not self.buckets[-1], self.deferred)
+        return Schedule(streams, self.side, bucket is not self.buckets[-1], self.deferred)
 
 
 def make_buckets(parameters: Sequence[nn.Parameter]) -> list[Bucket]:
