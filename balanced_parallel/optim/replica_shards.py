@@ -94,6 +94,11 @@ class BucketOwners:
         for piece in self.pieces:
             piece.values.grad = None
 
+    def scale(self, factor: float | Tensor) -> None:
+        """Multiplies the gradients of all pieces."""
+        gradients = [piece.values.grad for piece in self.pieces if piece.values.grad is not None]
+        torch_private.foreach_multiply_(gradients, factor)
+
     def take(self, replicas: Sequence[Gradients]) -> Callable[[], None]:
         """Allocates sums of the replicas' gradients on the owners. Returns a function that computes them."""
         chosen = [i for i in range(len(self._parameters)) if any(gradients[i] is not None for gradients in replicas)]
@@ -329,16 +334,13 @@ class ReplicaShards:
         if not model.replicas.gradients.is_sharded and any(p in shards._pieces for shards in _all_shards for p in parameters):
             raise ValueError("the module's parameters belong to another BalancedOptimizer, expected one: delete it first")
 
-        def make_owners(parameters: Sequence[nn.Parameter], copies: Sequence[dict[torch.device, Tensor]]) -> BucketOwners:
-            owners = BucketOwners(parameters, copies)
+        for bucket, copies in model.replicas.shard(model.module, model.devices, parameters):
+            bucket.owners = owners = BucketOwners(bucket.parameters, copies)
             self._owners.append(owners)
             for piece in owners.pieces:
                 self._pieces.setdefault(piece.parameter, []).append(piece)
-            return owners
-
-        sharding = model.replicas.shard(model.module, model.devices, parameters, make_owners)
         _all_shards.add(self)
-        weakref.finalize(self, sharding.close)
+        weakref.finalize(self, model.replicas.gradients.unshard)
 
 
 def _join(parameter: Tensor, states: list[dict[str, Any] | None]) -> dict[str, Any]:

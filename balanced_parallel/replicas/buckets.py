@@ -17,11 +17,10 @@ replica goes to ``parameter.grad``, as in DDP. Those of the others wait here for
 if ``parameter.grad`` was cleared or set in between, as by ``optimizer.zero_grad()``.
 """
 
-import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -163,6 +162,9 @@ class Owners(Protocol):
     def forget(self) -> None:
         """Clears the gradients."""
 
+    def scale(self, factor: float | Tensor) -> None:
+        """Multiplies the gradients."""
+
     def repoint(self, copies: Mapping[nn.Parameter, Mapping[torch.device, Tensor]]) -> None:
         """Takes memory from ``copies`` of some parameters, which have moved."""
 
@@ -174,6 +176,9 @@ class Schedule(NamedTuple):
     side: SideStreams | None  # where sums overlap with the backward; None where devices have no streams
     overlaps: bool  # the backward of other layers follows
     deferred: bool  # gradients stay with the replicas
+
+
+_buckets: "weakref.WeakValueDictionary[int, Bucket]" = weakref.WeakValueDictionary()  # of all modules
 
 
 class Bucket:
@@ -190,6 +195,7 @@ class Bucket:
         self.held: dict[torch.device, Gradients] = {}  # not reduced yet, of the other replicas
         self._local: dict[int, weakref.ref[Tensor]] = {}  # by place of the parameter, the ``grad`` that others wait for
         self._lock = threading.RLock()  # backwards may run in several threads
+        _buckets[id(self)] = self
 
     def broadcast(self, replicas: Sequence[Sequence[Tensor]], schedule: Schedule) -> list[tuple[Tensor, ...]]:
         """Returns aliases of the tensors, connected to the parameters.
@@ -237,7 +243,15 @@ class Bucket:
         return returned
 
     def reduce(self) -> None:
-        """Sums the gradients that the replicas hold into the parameters' ``grad``, or to the owners."""
+        """Sums the gradients that the replicas hold into the parameters' ``grad``, or to the owners.
+
+        Owners take ``grad`` away. Gradients in buckets of other modules that wait for it are added before.
+        """
+        shared = set(map(id, self.parameters)) if self.owners is not None else set()
+        for reference in _buckets.valuerefs() if shared else ():
+            bucket = reference()
+            if bucket is not None and bucket.held and bucket.owners is None and not shared.isdisjoint(map(id, bucket.parameters)):
+                bucket.reduce()
         self._prepare(takes_local=True)()
 
     @torch.no_grad()
@@ -279,7 +293,9 @@ class Bucket:
         accumulate(self.parameters, totals)
 
     def scale(self, factor: float | Tensor) -> None:
-        """Multiplies the gradients that the replicas hold."""
+        """Multiplies the gradients that the replicas and the owners hold."""
+        if self.owners is not None:
+            self.owners.scale(factor)
 
         def scaled(gradient: Tensor) -> Tensor:
             return gradient * (move(factor, gradient.device) if isinstance(factor, Tensor) else factor)
@@ -336,7 +352,7 @@ class _Broadcast(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         ctx.bucket, ctx.schedule, ctx.size = bucket, schedule, len(parameters)
         ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for replica in replicas for tensor in replica)
+        return tuple([tensor.detach() for replica in replicas for tensor in replica])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
@@ -352,6 +368,10 @@ class _Broadcast(torch.autograd.Function):
             wanted = [
                 None if has_gradient_hooks(p) else _is_accumulated(node) for p, node in zip(bucket.parameters, nodes, strict=True)
             ]
+            if schedule.side is not None and schedule.overlaps and bucket.owners is None:
+                for node, want in zip(nodes, wanted, strict=True):
+                    if want:
+                        schedule.side.join_before(node)
             return (None, None, None, *bucket.collect(replicas, wanted, schedule))
 
 
@@ -361,7 +381,7 @@ class _Receive(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)
+        return tuple([tensor.detach() for tensor in tensors])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
@@ -399,22 +419,13 @@ class GradientBuckets:
         self.is_sharded = False  # owners receive the gradients, until the sharding is undone
         self.side = side
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Gradients of forwards in this block are not summed before :meth:`reduce`, or a backward of a later forward."""
-        before, self.deferred = self.deferred, True
-        try:
-            yield
-        finally:
-            self.deferred = before
-
     def reduce(self) -> None:
         """Sums the gradients that the replicas hold."""
         for bucket in self.buckets:
             bucket.reduce()
 
     def scale(self, factor: float | Tensor) -> None:
-        """Multiplies the gradients that the replicas hold."""
+        """Multiplies the gradients that the replicas and the owners hold."""
         for bucket in self.buckets:
             bucket.scale(factor)
 
@@ -443,12 +454,17 @@ class GradientBuckets:
             if bucket.owners is not None:
                 bucket.owners.repoint(copies)
 
-    def schedules(self, streams: Streams) -> Iterator[tuple[Bucket, Schedule]]:
-        """Yields each bucket with the schedule of its backward, for a forward on ``streams``."""
+    def unshard(self) -> None:
+        """Takes the owners away. Gradients go to the parameters again."""
+        self.is_sharded = False
+        for bucket in self.buckets:
+            bucket.owners = None
+
+    def schedule(self, bucket: Bucket, streams: Streams) -> Schedule:
+        """Returns the schedule of a bucket's backward, for a forward on ``streams``."""
         if self.side is None and any(streams.values()):
             self.side = SideStreams()
-        for bucket in self.buckets:
-            yield bucket, Schedule(streams, self.side, bucket is not self.buckets[-1], self.deferred)
+        return Schedule(streams, self.side, bucket is not self.buckets[-1], self.deferred)
 
 
 def make_buckets(parameters: Sequence[nn.Parameter]) -> list[Bucket]:

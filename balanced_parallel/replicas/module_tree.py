@@ -8,7 +8,7 @@ copied together in every forward. The errors for modules and methods that cannot
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -52,12 +52,17 @@ class ModuleTree:
         self.owned = [dict(parameters_of(module)) for module in self.modules]
         parameters = [parameter for owned in self.owned for parameter in owned.values() if parameter is not None]
         self.parameters: list[nn.Parameter] = list({id(parameter): parameter for parameter in parameters}.values())
-        self.shapes = [parameter.shape for parameter in self.parameters]
-        self.dtypes = [parameter.dtype for parameter in self.parameters]
+        self.note_kinds()
         self.place = {id(parameter): i for i, parameter in enumerate(self.parameters)}
         self._places = [
             {name: None if parameter is None else self.place[id(parameter)] for name, parameter in owned.items()}
             for owned in self.owned
+        ]
+        flat = [(rnn, rnn._flat_weights) for rnn in self.modules if isinstance(rnn, nn.RNNBase)]
+        self.rnns = [
+            (rnn, [self.place[id(weight)] for weight in weights])
+            for rnn, weights in flat
+            if all(id(weight) in self.place for weight in weights)
         ]
         self._lists = [[name for name, value in module.__dict__.items() if type(value) is list] for module in self.modules]
         identities = [[*map(id, owned.values())] for owned in self.owned]
@@ -79,20 +84,13 @@ class ModuleTree:
                 return False
         return True
 
-    def has_the_same_shapes(self) -> bool:
-        """Returns True if no parameter was resized. A graph of earlier forwards has the old shapes."""
-        return [parameter.shape for parameter in self.parameters] == self.shapes
+    def note_kinds(self) -> None:
+        """Notes shapes and dtypes of the parameters."""
+        self.kinds = [(parameter.shape, parameter.dtype) for parameter in self.parameters]
 
     def has_parameters_of(self, other: "ModuleTree") -> bool:
-        """Returns True if both trees have the same parameters, of the same shapes."""
-        return [*map(id, self.parameters)] == [*map(id, other.parameters)] and self.shapes == other.shapes
-
-    def check_device(self, device: torch.device) -> None:
-        """Raises ``ValueError`` if a parameter or buffer is on another device."""
-        buffers = [buffer for module in self.modules for buffer in buffers_of(module).values() if buffer is not None]
-        if all(tensor.device == device for tensor in (*self.parameters, *buffers)):
-            return
-        check_device(self.modules[0], device)
+        """Returns True if both trees have the same parameters, of the same shapes and dtypes."""
+        return [*map(id, self.parameters)] == [*map(id, other.parameters)] and self.kinds == other.kinds
 
     def make_skeletons(self) -> Skeletons:
         """Returns an empty copy of each module. :meth:`fill` fills them before each forward."""
@@ -195,41 +193,18 @@ class ModuleTree:
         return swapped
 
 
-class RNNWeights:
-    """The RNNs of a module, whose weights are copied to other devices.
+def flatten_weights(rnns: Sequence[tuple[nn.RNNBase, list[int]]], tensors: Sequence[Tensor]) -> None:
+    """Moves new copies of the weights of each RNN to one buffer.
 
     Args:
-        modules: all modules of the tree.
-        place: the index of each parameter, by its id.
+        rnns: each with the places of its weights among ``tensors``.
+        tensors: copies of all parameters on one device.
     """
-
-    def __init__(self, modules: Iterable[nn.Module], place: Mapping[int, int]) -> None:
-        self._rnns: list[tuple[nn.RNNBase, list[int]]] = []
-        self._addresses: dict[torch.device, list[int]] = {}
-        for module in modules:
-            weights: Any = getattr(module, "_flat_weights", ()) if isinstance(module, nn.RNNBase) else ()
-            if isinstance(module, nn.RNNBase) and weights and all(id(weight) in place for weight in weights):
-                self._rnns.append((module, [place[id(weight)] for weight in weights]))
-
-    def flatten(self, copies: Mapping[torch.device, Sequence[Tensor]]) -> None:
-        """Moves new copies of the weights of each RNN to one buffer.
-
-        Args:
-            copies: of all parameters, by device. Copies that have not moved since the last call stay where they are.
-        """
-        for device, tensors in copies.items() if self._rnns else ():
-            weights = [[tensors[at] for at in places] for _, places in self._rnns]
-            if _addresses_of(weights) == self._addresses.get(device):
-                continue
-            with torch.inference_mode(False):
-                for (rnn, _), flat_weights in zip(self._rnns, weights, strict=True):
-                    # the method reads sizes and ``_flat_weights`` of its object, and nothing else
-                    nn.RNNBase.flatten_parameters(SimpleNamespace(**{**vars(rnn), "_flat_weights": flat_weights}))  # type: ignore[arg-type]
-            self._addresses[device] = _addresses_of(weights)
-
-
-def _addresses_of(weights: list[list[Tensor]]) -> list[int]:
-    return [weight.data_ptr() for of_rnn in weights for weight in of_rnn]
+    with torch.inference_mode(False):
+        for rnn, places in rnns:
+            # the method reads sizes and ``_flat_weights`` of its object, and nothing else
+            weights = {"_flat_weights": [tensors[at] for at in places]}
+            nn.RNNBase.flatten_parameters(SimpleNamespace(**{**vars(rnn), **weights}))  # type: ignore[arg-type]
 
 
 def check_module(module: Any) -> None:

@@ -16,9 +16,10 @@ forward does so for all::
 
 import contextvars
 import functools
+import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -26,9 +27,9 @@ from torch import Tensor, nn
 
 from ..runtime import transport
 from ..runtime.streams import SideStreams, current_streams
-from ..runtime.torch_private import mark_as_parameter, versions
-from .buckets import GradientBuckets, Owners
-from .module_tree import ModuleTree, RNNWeights, Skeletons, check_device, refuse_rescaled
+from ..runtime.torch_private import ParameterState, mark_as_parameters, parameter_states
+from .buckets import Bucket, GradientBuckets
+from .module_tree import ModuleTree, Skeletons, check_device, flatten_weights, refuse_rescaled
 from .workers import Workers, run_replicas, shared_pool
 
 __all__: list[str] = []
@@ -36,7 +37,6 @@ __all__: list[str] = []
 
 # Replicas whose forward has called the code that runs here. Workers carry it.
 _running: contextvars.ContextVar[tuple["Replicas", ...]] = contextvars.ContextVar("running", default=())
-MakeOwners = Callable[[Sequence[nn.Parameter], Sequence[dict[torch.device, Tensor]]], Owners]
 
 
 class Replicas:
@@ -57,7 +57,6 @@ class Replicas:
         self.copies = ParameterCopies()
         self.gradients = GradientBuckets(side)
         self._skeletons: list[Skeletons] = []
-        self._rnns = RNNWeights((), {})
         self._lock = threading.Lock()
         self._windows = 0  # that are open
 
@@ -79,66 +78,58 @@ class Replicas:
         """
         modules = [module] if devices[0] == home else []
         others = devices[len(modules) :]
-        if not others:
-            with nullcontext() if self.tree is None else self.in_turn():
-                try:
+        with self.in_turn() if others or self.tree is not None else nullcontext():
+            try:
+                if not others:
                     yield modules
-                except RuntimeError:
-                    check_device(module, home)  # raises an error that names the cause
-                    raise
-            return
-        with self.in_turn():
-            tree = self._follow(module, [home, *others])
-            if tree.rescaled and torch.is_grad_enabled() and any(device != home for device in others):
-                refuse_rescaled(tree.rescaled)
-            tensors = self._connected_parameters(tree, [*([home] if modules else []), *others])
-            # buffers every time: batch norm writes to its statistics without torch's version counter
-            buffers = copy_buffers(tree.buffers(), others)
-            for skeletons, device, copied in zip(self._skeletons, others, buffers, strict=False):
-                modules.append(tree.fill(skeletons, tensors.get(device), copied))
-            with tree.parameters_replaced(tensors[home]) if home in tensors else nullcontext():
-                yield modules
+                    return
+                tree = self._follow(module, [home, *others])
+                replaced = self._add_replicas(tree, modules, others, home)
+                with nullcontext() if replaced is None else tree.parameters_replaced(replaced):
+                    yield modules
+            except RuntimeError:
+                check_device(module, home)  # raises an error that names the cause
+                raise
             if devices[0] != home:
                 tree.take_buffers(self._skeletons[0])
 
-    @contextmanager
-    def window(self) -> Iterator[None]:
+    def window(self) -> AbstractContextManager[None]:
         """Promises that the parameters are written to in ways that torch's version counters record, or not at all.
 
         In this block the copies are refreshed by the first forward, and after writes that the counters record.
         """
-        self._windows += 1
-        try:
-            yield
-        finally:
-            self._windows -= 1
-            self.copies.are_fresh = self.copies.are_fresh and self._windows > 0
+        return window(self)
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Opens a window, in which gradients stay with the replicas."""
-        with self.window(), self.gradients.no_sync():
-            yield
+        return window(self, deferred=True)
 
-    def prepare(self, module: nn.Module, devices: Sequence[torch.device]) -> ModuleTree:
-        """Brings skeletons and copies up to date with the module, and returns its tree."""
+    def prepare(self, module: nn.Module, devices: Sequence[torch.device], *, all_values: bool = True) -> ModuleTree:
+        """Brings skeletons and copies up to date with the module, and returns its tree.
+
+        Args:
+            module: all on the first of ``devices``.
+            all_values: copies the values of all parameters, not only of those whose version counters moved.
+        """
         with self.in_turn():
-            return self._follow(module, devices)
+            return self._follow(module, devices, all_values=all_values)
 
     def modules_of(self, module: nn.Module) -> list[nn.Module]:
         """Returns the modules under ``module``, each once, without another walk if they are known."""
         return list(module.modules()) if self.tree is None or self.tree.modules[0] is not module else self.tree.modules
 
     def shard(
-        self, module: nn.Module, devices: Sequence[torch.device], parameters: Sequence[Tensor], make_owners: MakeOwners
-    ) -> "Sharding":
-        """Gives the gradients of some parameters owners, until the returned handle is closed.
+        self, module: nn.Module, devices: Sequence[torch.device], parameters: Sequence[Tensor]
+    ) -> list[tuple[Bucket, list[dict[torch.device, Tensor]]]]:
+        """Makes buckets for gradients that owners receive, until ``gradients.unshard()``.
 
         Args:
             module: the module, with its parameters on the first of ``devices``.
             devices: devices of the replicas.
             parameters: parameters to shard. Other parameters of the module keep their gradients.
-            make_owners: called for each bucket with its parameters, and for each of them the copies by device.
+
+        Returns:
+            The buckets, which need owners, and the copies by device of each of their parameters.
 
         Raises:
             ValueError: the gradients have owners already.
@@ -149,18 +140,18 @@ class Replicas:
         chosen = set(map(id, parameters))
         sharded = [parameter for parameter in tree.parameters if id(parameter) in chosen]
         self.gradients.rebuild(sharded, [parameter for parameter in tree.parameters if id(parameter) not in chosen])
-        for bucket in self.gradients.buckets:
-            if id(bucket.parameters[0]) in chosen:
-                places = [tree.place[id(parameter)] for parameter in bucket.parameters]
-                bucket.owners = make_owners(bucket.parameters, [self.copies.everywhere(tree.parameters, at) for at in places])
         self.gradients.is_sharded = True
-        return Sharding(self.gradients)
+        return [
+            (bucket, [self.copies.everywhere(parameter, tree.place[id(parameter)]) for parameter in bucket.parameters])
+            for bucket in self.gradients.buckets
+            if id(bucket.parameters[0]) in chosen
+        ]
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
         """Makes other threads wait: skeletons, and parameters that are replaced, belong to one forward."""
         running = _running.get()
-        if any(replicas is self for replicas in running):
+        if self in running:
             raise RuntimeError(
                 "a model was called inside of its own forward, expected one forward at a time: call the module itself there"
             )
@@ -171,44 +162,49 @@ class Replicas:
             finally:
                 _running.reset(token)
 
-    def _follow(self, module: nn.Module, devices: Sequence[torch.device]) -> ModuleTree:
+    def _follow(self, module: nn.Module, devices: Sequence[torch.device], *, all_values: bool = True) -> ModuleTree:
         tree = self.tree
-        if tree is None or not tree.still_is(module) or not tree.has_the_same_shapes():
-            tree = self._rebuild(module)
+        if tree is None or not tree.still_is(module):
+            tree = ModuleTree(module)
+            if self.tree is None or not self.tree.has_parameters_of(tree):
+                self._refuse_sharded()
+                self.gradients.rebuild()
+                self.copies.forget()
+            self.tree, self._skeletons = tree, []
+        if tree.parameters and len(set(devices)) > 1:
+            self._follow_parameters(tree, devices, all_values)
         while len(self._skeletons) < len(devices) - 1:
             self._skeletons.append(tree.make_skeletons())
-        changes = self.copies.find_changes(tree.parameters)
-        if changes.any:
-            tree.check_device(devices[0])
-            self._follow_buckets(tree, changes)
-        self.copies.refresh(tree.parameters, changes.written)
-        self.copies.extend_to([device for device in devices if device != devices[0]], tree.parameters)
-        self.copies.are_fresh = self._windows > 0
-        self._rnns.flatten(self.copies.by_device)
+        return tree
+
+    def _follow_parameters(self, tree: ModuleTree, devices: Sequence[torch.device], all_values: bool) -> None:
+        changes, copies = self.copies.find_changes(tree.parameters), self.copies
+        if changes.moved or changes.frozen:
+            check_device(tree.modules[0], devices[0])
+            self._follow_buckets(tree, is_frozen=bool(changes.frozen))
+        is_renewed = copies.refresh(tree.parameters, changes.written, all_values=all_values and not copies.are_fresh)
+        renewed = [*copies.by_device] if is_renewed else []
+        copies.are_fresh = self._windows > 0 and (all_values or copies.are_fresh)
+        if not copies.by_device.keys() >= {*devices[1:]} - {devices[0]}:
+            renewed += copies.extend_to(devices[1:], tree.parameters)
+        for device in renewed:
+            flatten_weights(tree.rnns, copies.by_device[device])
         if changes.moved and self.gradients.is_sharded:
-            self.gradients.repoint({tree.parameters[i]: self.copies.everywhere(tree.parameters, i) for i in changes.moved})
-        return tree
+            self.gradients.repoint({tree.parameters[i]: copies.everywhere(tree.parameters[i], i) for i in changes.moved})
 
-    def _rebuild(self, module: nn.Module) -> ModuleTree:
-        before, tree = self.tree, ModuleTree(module)
-        if before is None or not before.has_parameters_of(tree):
-            self._refuse_sharded()
-            self.gradients.rebuild()
-            self.copies.forget()
-        self.tree, self._skeletons, self._rnns = tree, [], RNNWeights(tree.modules, tree.place)
-        return tree
-
-    def _follow_buckets(self, tree: ModuleTree, changes: "Changes") -> None:
-        """Makes new buckets where parameters were frozen, unfrozen or converted."""
-        is_converted = any(tree.parameters[i].dtype != tree.dtypes[i] for i in changes.moved)
+    def _follow_buckets(self, tree: ModuleTree, *, is_frozen: bool) -> None:
+        """Makes new buckets where parameters were frozen, unfrozen, resized or converted."""
+        kinds = tree.kinds
+        tree.note_kinds()
         if self.gradients.is_sharded:
             bucketed = {id(parameter) for bucket in self.gradients.buckets for parameter in bucket.parameters}
-            if is_converted or any(parameter.requires_grad and id(parameter) not in bucketed for parameter in tree.parameters):
+            if kinds != tree.kinds or any(p.requires_grad and id(p) not in bucketed for p in tree.parameters):
+                tree.kinds = kinds
                 self.copies.forget_values()  # the next forward is refused too
                 self._refuse_sharded()
-        elif is_converted or changes.learns or not self.gradients.buckets:
-            tree.dtypes = [parameter.dtype for parameter in tree.parameters]
+        elif kinds != tree.kinds or is_frozen or not self.gradients.buckets:
             self.gradients.rebuild(tree.parameters)
+            self._skeletons = []  # with graphs of the parameters before
 
     def _refuse_sharded(self) -> None:
         if self.gradients.is_sharded:
@@ -217,60 +213,70 @@ class Replicas:
                 "converted or unfrozen): make a new one, after the old one was deleted"
             )
 
-    def _connected_parameters(self, tree: ModuleTree, devices: Sequence[torch.device]) -> dict[torch.device, list[Tensor]]:
+    def _add_replicas(
+        self, tree: ModuleTree, modules: list[nn.Module], others: Sequence[torch.device], home: torch.device
+    ) -> list[Tensor] | None:
+        """Appends the replicas on ``others`` to ``modules``. Returns replacements of the module's own parameters, if any."""
+        if tree.rescaled and torch.is_grad_enabled() and any(device != home for device in others):
+            refuse_rescaled(tree.rescaled)
+        tensors = self._connected_parameters(tree, list(dict.fromkeys([*([home] if modules else []), *others])))
+        # buffers every time: batch norm writes to its statistics without torch's version counter
+        buffers = copy_buffers(tree.buffers(), others)
+        for skeletons, device, copied in zip(self._skeletons, others, buffers, strict=False):
+            modules.append(tree.fill(skeletons, tensors.get(device), copied))
+        return tensors.get(home)
+
+    def _connected_parameters(self, tree: ModuleTree, places: list[torch.device]) -> dict[torch.device, list[Tensor]]:
         """Returns the tensors of each device, in the order of the tree's parameters, connected to them by the buckets.
 
         Empty if all devices are the module's own: the engine has one thread per device, which adds up gradients in order."""
-        places = list(dict.fromkeys(devices))
-        if not self.gradients.is_sharded and all(place not in self.copies.by_device for place in places):
+        if not tree.parameters or (len(places) == 1 and places[0] not in self.copies.by_device):
             return {}
-        tensors: dict[torch.device, list[Tensor]] = {
-            place: [*self.copies.by_device.get(place, tree.parameters)] for place in places
-        }
-        for bucket, schedule in self.gradients.schedules(current_streams(places)) if torch.is_grad_enabled() else ():
+        tensors = {place: [*self.copies.by_device.get(place, tree.parameters)] for place in places}
+        if not torch.is_grad_enabled():
+            return tensors
+        streams = current_streams(places)
+        for bucket in self.gradients.buckets:
             at = [tree.place[id(parameter)] for parameter in bucket.parameters]
-            aliases = bucket.broadcast([[tensors[place][i] for i in at] for place in places], schedule)
-            for place, of_place in zip(places, aliases, strict=True):
-                for i, alias in zip(at, of_place, strict=True):
-                    mark_as_parameter(alias)
+            replicas = [[tensors[place][i] for i in at] for place in places]
+            for place, aliases in zip(places, bucket.broadcast(replicas, self.gradients.schedule(bucket, streams)), strict=True):
+                mark_as_parameters(aliases)
+                for i, alias in zip(at, aliases, strict=True):
                     tensors[place][i] = alias
         return tensors
 
 
-class Sharding:
-    """A handle on the owners that :meth:`Replicas.shard` gave to gradients."""
-
-    def __init__(self, gradients: GradientBuckets) -> None:
-        self._gradients = gradients
-
-    def close(self) -> None:
-        """Takes the owners away. Gradients go to the parameters again."""
-        self._gradients.is_sharded = False
-        for bucket in self._gradients.buckets:
-            bucket.owners = None
-
-
 @contextmanager
-def parameter_window(*modules: Any) -> Iterator[None]:
-    """Opens a :meth:`Replicas.window` of each of those modules that have replicas."""
-    with ExitStack() as stack:
-        for module in modules:
-            replicas = getattr(module, "replicas", None)
-            if isinstance(replicas, Replicas):
-                stack.enter_context(replicas.window())
+def window(*replicas: Replicas, deferred: bool = False) -> Iterator[None]:
+    """Opens a :meth:`Replicas.window` of each of ``replicas``, or with ``deferred`` a :meth:`Replicas.no_sync`."""
+    before = [each.gradients.deferred for each in replicas]
+    for each in replicas:
+        each._windows += 1
+        each.gradients.deferred = each.gradients.deferred or deferred
+    try:
         yield
+    finally:
+        for each, was_deferred in zip(replicas, before, strict=True):
+            each._windows -= 1
+            each.gradients.deferred = was_deferred
+            each.copies.are_fresh = each.copies.are_fresh and each._windows > 0
 
 
-State = tuple[int, int, bool]  # address, version counter and requires_grad of a parameter when it was copied
+def parameter_window(*modules: Any) -> AbstractContextManager[None]:
+    """Opens a :meth:`Replicas.window` of each of those modules that have replicas."""
+    replicas = [getattr(module, "replicas", None) for module in modules]
+    return window(*[each for each in replicas if isinstance(each, Replicas)])
+
+
+_UNKNOWN = (0, torch.Size([-1]), 0, False)  # state of a parameter
 
 
 class Changes(NamedTuple):
     """Places of the parameters that changed since the last look, as far as torch records it."""
 
-    any: bool
     written: Sequence[int] = ()  # with the version counter, or moved
-    moved: Sequence[int] = ()
-    learns: bool = False  # True if requires_grad of any changed
+    moved: Sequence[int] = ()  # to another address, or resized
+    frozen: Sequence[int] = ()  # or unfrozen
 
 
 class ParameterCopies:
@@ -287,64 +293,64 @@ class ParameterCopies:
 
     def forget_values(self) -> None:
         """Marks every copy as outdated."""
-        self._states: list[State] = []
+        self._states: list[ParameterState] = []
         self.are_fresh = False  # in the window that is open
 
     def find_changes(self, parameters: Sequence[nn.Parameter]) -> Changes:
         """Returns the changes since the last call."""
-        learns = [parameter.requires_grad for parameter in parameters]
-        addresses = [parameter.data_ptr() for parameter in parameters]
-        states, before = list(zip(addresses, versions(parameters), learns, strict=True)), self._states
-        if states and states == before:
-            return Changes(False)
-        self._states = states
-        pairs = list(enumerate(zip(states, before or [(0, 0, False)] * len(states), strict=True)))
-        written = [i for i, (now, then) in pairs if now[:2] != then[:2]]
-        moved = [i for i, (now, then) in pairs if now[0] != then[0]]
-        return Changes(True, written, moved, any(now[2] != then[2] for _, (now, then) in pairs))
+        before, self._states = self._states, parameter_states(parameters)
+        if before == self._states:
+            return Changes()
+        pairs = list(enumerate(zip(self._states, before or itertools.repeat(_UNKNOWN), strict=False)))
+        return Changes(
+            written=[i for i, (now, then) in pairs if now[:3] != then[:3]],
+            moved=[i for i, (now, then) in pairs if now[:2] != then[:2]],
+            frozen=[i for i, (now, then) in pairs if now[3] != then[3]],
+        )
 
     @torch.no_grad()
-    def refresh(self, parameters: Sequence[nn.Parameter], written: Sequence[int]) -> None:
-        """Copies the parameters to all devices: only those at ``written`` if the others are fresh in this window.
+    def refresh(self, parameters: Sequence[nn.Parameter], written: Sequence[int], *, all_values: bool) -> bool:
+        """Copies the parameters to all devices: all, or those at ``written``. Returns True if any copy has new memory.
 
-        The version counters of their copies move, as those of the parameters did. Other counters stand still, since a graph of an
-        earlier forward may still run backward, with the values that there are by then.
+        The version counters of the copies at ``written`` move, as those of the parameters did. Other counters stand still, since
+        a graph of an earlier forward may still run backward, with the values that there are by then.
         """
-        for parameter in parameters[:1]:
-            self.by_device.pop(parameter.device, None)
-        places = written if self.are_fresh else range(len(parameters))
+        self.by_device.pop(parameters[0].device, None)
+        places = range(len(parameters)) if all_values else written
         if not (self.by_device and places):
-            return
-        recorded, targets = set(written), []
+            return False
+        recorded, targets, is_renewed = set(written), [], False
         try:
             for device, copies in self.by_device.items():
                 for i in written:
                     if copies[i].shape != parameters[i].shape or copies[i].dtype != parameters[i].dtype:
-                        copies[i] = _empty_copy(parameters[i], device)
+                        copies[i], is_renewed = _empty_copy(parameters[i], device), True
                 targets.append([copies[i] if i in recorded else copies[i].data for i in places])
             transport.copy_coalesced(targets, [parameters[i].detach() for i in places])
         except BaseException:  # for example, memory runs out: some devices have the new values
             self.forget_values()
             raise
+        return is_renewed
 
-    def extend_to(self, devices: Iterable[torch.device], parameters: Sequence[nn.Parameter]) -> None:
-        """Makes copies on those of ``devices`` that have none."""
-        missing = [device for device in dict.fromkeys(devices) if device not in self.by_device]
-        if missing:
-            with torch.inference_mode(False), torch.no_grad():
-                copies = {device: [_empty_copy(parameter, device) for parameter in parameters] for device in missing}
-                # each by itself: buffers would need more memory than the copies
-                transport.copy_coalesced(list(copies.values()), [parameter.detach() for parameter in parameters], buffer_bytes=0)
-            self.by_device |= copies
+    def extend_to(self, devices: Sequence[torch.device], parameters: Sequence[nn.Parameter]) -> list[torch.device]:
+        """Makes copies on those of ``devices`` that have none, and returns these."""
+        missing = [device for device in dict.fromkeys(devices) if device not in (parameters[0].device, *self.by_device)]
+        with torch.inference_mode(False), torch.no_grad():
+            copies = {device: [_empty_copy(parameter, device) for parameter in parameters] for device in missing}
+            # each by itself: buffers would need more memory than the copies
+            transport.copy_coalesced(list(copies.values()), [parameter.detach() for parameter in parameters], buffer_bytes=0)
+        self.by_device |= copies
+        return missing
 
-    def everywhere(self, parameters: Sequence[nn.Parameter], place: int) -> dict[torch.device, Tensor]:
-        """Returns one parameter and its copies, by device."""
-        parameter = parameters[place]
+    def everywhere(self, parameter: nn.Parameter, place: int) -> dict[torch.device, Tensor]:
+        """Returns a parameter and its copies, by device."""
         return {parameter.device: parameter, **{device: copies[place] for device, copies in self.by_device.items()}}
 
 
 def copy_buffers(buffers: Sequence[Tensor], devices: Sequence[torch.device]) -> list[dict[int, Tensor]]:
     """Returns copies of all buffers for each of ``devices``, by the id of the buffer."""
+    if not buffers:
+        return [{}] * len(devices)
     together: list[Tensor] = []
     alone: list[Tensor] = []
     for buffer in buffers:

@@ -15,6 +15,7 @@ is entered: memory that a side stream has allocated is of no use to activations.
 
 import contextlib
 import contextvars
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -66,10 +67,14 @@ def on_side_stream() -> bool:
     return _beside.get()
 
 
+_instances: "weakref.WeakValueDictionary[int, SideStreams]" = weakref.WeakValueDictionary()
+
+
 class SideStreams:
     """One side stream per device. Methods may be called only inside a backward."""
 
     def __init__(self) -> None:
+        _instances[id(self)] = self
         self._streams: dict[torch.device, torch.Stream] = {}
         self._pending: deque[tuple[list[tuple[torch.device, torch.Stream, torch.Event]], list[Any]]] = deque()
 
@@ -115,10 +120,25 @@ class SideStreams:
                     torch.accelerator.current_stream(device).wait_event(event)
                 del uses
 
+    def join_before(self, node: Any) -> None:
+        """Joins before the node of a leaf adds a gradient of its own, such as that of a penalty on the parameters."""
+
+        def join(gradients: tuple[torch.Tensor | None, ...]) -> None:
+            handle.remove()
+            if gradients[0] is not None:
+                self.join()
+
+        handle = node.register_prehook(join)
+
     def _side_stream(self, device: torch.device, stream: torch.Stream | None) -> torch.Stream | None:
         if stream is None:
             return None
         if device not in self._streams:
             self._streams[device] = torch.Stream(device)
-        self._streams[device].wait_stream(stream)
-        return self._streams[device]
+        side = self._streams[device]
+        side.wait_stream(stream)
+        for other in filter(None, [reference() for reference in _instances.valuerefs()]):  # they may share a parameter
+            for waits, _ in list(other._pending):
+                for event in [event for place, _, event in waits if place == device]:
+                    side.wait_event(event)
+        return side

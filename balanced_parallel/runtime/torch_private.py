@@ -134,6 +134,14 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
         return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
+ParameterState = tuple[int, torch.Size, int, bool]  # address, shape, version counter, requires_grad
+
+
+def parameter_states(parameters: Iterable[Tensor]) -> list[ParameterState]:
+    """Returns all that torch records of a write to each of ``parameters``. See :func:`versions`."""
+    return [(p.data_ptr(), p.shape, 0 if p.is_inference() else p._version, p.requires_grad) for p in parameters]
+
+
 def is_differentiable(tensor: Tensor) -> bool:
     """Returns True for floating point and complex numbers."""
     return tensor.is_floating_point() or tensor.is_complex()
@@ -156,12 +164,13 @@ def base_of(tensor: Tensor) -> Tensor:
     return tensor if base is None else base
 
 
-def mark_as_parameter(tensor: Tensor) -> None:
-    """Makes ``isinstance(tensor, nn.Parameter)`` True. Unlike a parameter, the tensor may be the result of an operator.
+def mark_as_parameters(tensors: Iterable[Tensor]) -> None:
+    """Makes ``isinstance(tensor, nn.Parameter)`` True. Unlike a parameter, a tensor may be the result of an operator.
 
     ``nn.Parameter`` sets this attribute on tensor subclasses. No public function sets it.
     """
-    tensor._is_param = True
+    for tensor in tensors:
+        tensor._is_param = True
 
 
 def get_gradient(tensor: Tensor) -> Tensor | None:

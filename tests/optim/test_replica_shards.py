@@ -180,6 +180,80 @@ class Unrecorded(torch.optim.AdamW):
             return super().step(closure)
 
 
+READS = {
+    "nothing": lambda optimizer, weight: None,
+    "param_groups": lambda optimizer, weight: optimizer.param_groups,
+    "gradient": lambda optimizer, weight: optimizer.gradient(weight) if isinstance(optimizer, BalancedOptimizer) else weight.grad,
+    "zeroed": lambda optimizer, weight: optimizer.zero_grad(),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+@pytest.mark.parametrize("how", ["no_sync of the model", "no_sync of two models", "train step"])
+def test_gradients_of_a_shared_parameter_that_wait_elsewhere_are_not_lost(how, read):
+    """The optimizer takes ``grad`` of a parameter away, for which the gradients of other replicas may wait."""
+
+    def trained(devices):
+        net = build_net().to(devices[0])
+        head = SharedHead(net[2].weight)
+        model, criterion = DataParallelModel(net, devices), DataParallelCriterion(head, weight=lambda x, y: x.size(0))
+        other = DataParallelModel(net, devices[::2])
+        kind = torch.optim.SGD
+        parameters = [*net.parameters(), head.own]
+        optimizer = kind(parameters, 0.05) if len(devices) == 1 else BalancedOptimizer(model, kind, parameters, lr=0.05)
+        step = TrainStep(model, criterion, optimizer)
+
+        def backward(x, y):
+            loss = criterion(model(x), y)
+            loss = loss + gather(other(x + 1)).square().mean().to(loss.device) if how == "no_sync of two models" else loss
+            loss.backward()
+
+        for _ in range(3):
+            batches = list(random_batches(3))
+            for x, y in batches[:2]:
+                if how == "train step":
+                    step.add(x, y)
+                else:
+                    with model.no_sync(), other.no_sync():
+                        backward(x, y)
+                READS[read](optimizer, net[2].weight)
+            if how == "train step":
+                step.add(*batches[2])
+                step.apply()
+            else:
+                backward(*batches[2])
+                optimizer.step()
+                optimizer.zero_grad()
+        return values_of(net, head)
+
+    expected = trained(["cpu"])
+    with simulate(3):
+        assert_equal(trained(["sim:0", "sim:1", "sim:2"]), expected)
+
+
+def test_gradients_that_were_read_between_micro_batches_are_scaled_in_float16():
+    """The divisor grows with the micro-batches, and with it all gradients are multiplied, those of the owners too."""
+
+    def trained(devices, precision):
+        net = build_net().float().to(devices[0])
+        model, criterion = DataParallelModel(net, devices), DataParallelCriterion(nn.CrossEntropyLoss())
+        kind = torch.optim.SGD
+        optimizer = kind(net.parameters(), 0.1) if len(devices) == 1 else BalancedOptimizer(model, kind, lr=0.1)
+        step = TrainStep(model, criterion, optimizer, precision=precision)
+        generator = torch.Generator().manual_seed(0)
+        for rows in (3, 9, 30, 90):
+            x = torch.randn(rows, 4, generator=generator, dtype=torch.float32)
+            step.add(x, torch.randint(CLASSES, (rows,), generator=generator))
+            assert optimizer.param_groups
+        step.apply()
+        return values_of(net)
+
+    expected = trained(["cpu"], "fp32")
+    with simulate(2):
+        for value, other in zip(trained(["sim:0", "sim:1"], "fp16"), expected, strict=True):
+            torch.testing.assert_close(value, other, rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, Unrecorded])
 def test_two_models_of_one_module_equal_the_plain_program(kind):
     def trained(wrap, make):

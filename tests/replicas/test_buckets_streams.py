@@ -46,6 +46,27 @@ def test_steps_on_any_streams_equal_the_plain_program(double, small_buckets, bal
             torch.testing.assert_close(one.cpu(), other, rtol=1e-9, atol=1e-10)
 
 
+OTHER_GRADIENTS = {
+    "a penalty": lambda net, again, x: sum(parameter.square().sum() for parameter in net.parameters()),
+    "a second model": lambda net, again, x: sum(output.square().sum().to(x.device) for output in again(x + 1)),
+}
+
+
+@pytest.mark.parametrize("others", OTHER_GRADIENTS)
+def test_other_gradients_in_the_same_backward_wait_for_the_sums(double, small_buckets, others):
+    """Autograd adds them to ``grad``, and the side streams the sums. One must wait for the other."""
+    x = torch.randn(7, 4)
+    plain = build_net()
+
+    (plain(x).square().sum() + OTHER_GRADIENTS[others](plain, lambda rows: [plain(rows)], x)).backward()
+    with simulate(3):
+        net = build_net()
+        model, again = DataParallelModel(net), DataParallelModel(net, [0, 2])
+        losses = [output.square().sum() for output in model(x)]
+        torch.autograd.backward([*losses, OTHER_GRADIENTS[others](net, again, x)])
+        assert_same_gradients([gradient.cpu() for gradient in gradients(net)], gradients(plain))
+
+
 class WithoutItsLastBucket(nn.Module):
     """No backward reaches the bucket of what is registered first, so that nothing comes after the sums of the others."""
 

@@ -117,7 +117,7 @@ def test_base_of_a_view_is_the_viewed_tensor():
 def test_marked_results_of_operators_are_parameters_to_isinstance():
     result = torch.ones(2, requires_grad=True) * 2
     assert not isinstance(result, nn.Parameter)
-    torch_private.mark_as_parameter(result)
+    torch_private.mark_as_parameters([result])
     assert isinstance(result, nn.Parameter)
     assert result.grad_fn is not None
 
