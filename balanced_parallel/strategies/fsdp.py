@@ -55,7 +55,7 @@ from ..runtime.values import Precision
 from ..savings.checkpointing import find_blocks
 from ..training.accumulation import is_one, larger, power_of_two
 from ..training.strategy import GradientSync, Settings, gradient_sync, run_backward
-from .ddp import RankModel, RankSync, copied, first_row, refuse_unshared, undone
+from .ranks import RankModel, RankSync, copied, first_row, refuse_unshared, undone
 
 __all__: list[str] = []
 
