@@ -74,11 +74,21 @@ def _second_group(purpose: str, backend: str | None, group: Group) -> Group:
 
 def sum_over_ranks(tensor: torch.Tensor, group: Group = None) -> torch.Tensor:
     """Returns the sum of ``tensor`` over all ranks, on the device of ``tensor``. The sum has no gradient."""
+    return start_sum(tensor, group)()
+
+
+def start_sum(tensor: torch.Tensor, group: Group = None) -> Callable[[], torch.Tensor]:
+    """Starts :func:`sum_over_ranks`. Returns a function that waits for the sum and returns it."""
     if world_size(group) == 1:
-        return tensor.detach().clone()
+        return tensor.detach().clone
     total = _to_backend_device(tensor.detach(), group).clone()
-    dist.all_reduce(total, group=group)
-    return total.to(tensor.device)
+    work = dist.all_reduce(total, group=group, async_op=True)
+
+    def wait() -> torch.Tensor:
+        work.wait()
+        return total.to(tensor.device)
+
+    return wait
 
 
 def max_over_ranks(number: Number, group: Group = None) -> Number:

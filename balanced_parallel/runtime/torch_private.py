@@ -74,20 +74,6 @@ def will_run(node: Node) -> bool | None:
         return None
 
 
-def reached_leaves(roots: Iterable[torch.Tensor]) -> set[int]:
-    """Returns the ids of the leaves that a backward from ``roots`` reaches, also after it has run."""
-    nodes = [root.grad_fn for root in roots if root.grad_fn is not None]
-    seen, leaves = set(nodes), set()
-    while nodes:
-        node: Node = nodes.pop()
-        if hasattr(node, "variable"):
-            leaves.add(id(node.variable))
-        fresh = {following for following, _ in node.next_functions if following is not None} - seen
-        seen |= fresh
-        nodes += fresh
-    return leaves
-
-
 def current_node() -> Node | None:
     """Returns the node that the calling thread runs in a backward, or None outside of a backward. No public function exists."""
     return torch._C._current_autograd_node()

@@ -14,20 +14,22 @@ parameters::
 
     parameters ---> module ---> output --+
         |                                +--> _Connect ---> output
-        +---> _Zero ---> zero -----------+
+        +---> _Reach ---> zero ----------+
 
 The backward of ``_Connect`` passes the gradient of each output on, and ``None`` to the zero. So an unused parameter gets no
-gradient, but its hook runs, and the reducer goes on. ``_Zero`` is the youngest node behind the outputs, so it runs first: buckets
-of unused parameters wait for nobody.
+gradient, but its hook runs, and the reducer goes on. ``_Reach`` is the youngest node behind the outputs, so it runs first:
+buckets of unused parameters wait for nobody.
 
-Many modules refuse inputs without rows, such as ``nn.InstanceNorm2d`` and attention with a mask. A rank without rows runs one row
-in their place, and nothing of it is left but the structure of the output.
+The reducer makes zeros of a missing gradient. A hook of each parameter notes whether it got one. Where a rank has unused
+parameters, the ranks agree on those that nobody has used, and their ``grad`` is ``None`` again. (``find_unused_parameters=True``
+does this in every update, and warns of it.)
 """
 
 import contextlib
 import functools
+import itertools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,64 +38,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..batch.containers import Dims, leaves, map_leaves
 from ..batch.outputs import PerReplica
-from ..batch.rows import Along, Arguments, MicroBatch, Rows, count_rows, cut, move_leaves
+from ..batch.rows import Along, Arguments, Rows, count_rows, move_leaves
 from ..loss.criterion import DataParallelCriterion
-from ..loss.sums import Criterion, LossSum, Weight, add_up, zero_of
+from ..loss.sums import Criterion, LossSum, Weight
 from ..replicas.batchnorm import meets_other_ranks
-from ..replicas.model import mark_inputs
-from ..replicas.module_tree import check_method
-from ..runtime import collectives, devices, torch_private
+from ..runtime import collectives, torch_private
 from ..runtime.devices import is_accelerator
-from ..runtime.random_numbers import RandomState, cpu_numbers_of_rank, offset_seeds
-from ..runtime.torch_private import CHILDREN, base_of, children_of, is_differentiable, reached_leaves, versions
+from ..runtime.torch_private import CHILDREN, base_of, children_of, current_backward_id, is_differentiable, run_after_backward
 from ..runtime.values import Precision
-from ..training.accumulation import is_one, power_of_two
+from ..training.accumulation import is_one
 from ..training.strategy import GradientSync, Settings, gradient_sync, run_backward
+from .ranks import RankModel, RankSync, first_row, forget_unused, refuse_unshared, undone
 
 __all__: list[str] = []
-
-
-class RankModel(nn.Module):
-    """The model of one rank. It returns a list with this rank's output, as :class:`DataParallelModel` does."""
-
-    module: nn.Module
-
-    def _set_rows(self, device: torch.device, dim: int, precision: str | Precision | None, in_dims: Dims, out_dims: Dims) -> None:
-        self.devices = [device]
-        self.split = None
-        self.dim = dim
-        self.in_dims = in_dims
-        self.out_dims = dim if out_dims is None else out_dims
-        self.precision = Precision("fp32" if precision is None else precision)
-        self._meets_ranks = meets_other_ranks(self.module.modules())
-        self._examples: dict[str | None, Arguments | None] = {}  # one row for each method
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> PerReplica:
-        """Runs the module on this rank's rows. Returns a list with its output."""
-        if inputs and type(inputs[0]) is MicroBatch:
-            return self._run(None, inputs[0].shards[0].inputs)
-        return self._run(None, self.mark(Arguments(inputs, kwargs)))
-
-    def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> PerReplica:
-        """Calls another method of the module than ``forward``, with its parameters and gradients shared as those of a forward."""
-        check_method(self.module, method)
-        return self._run(method, self.mark(Arguments(inputs, kwargs), method))
-
-    def mark(self, arguments: Arguments, method: str | None = None) -> Arguments:
-        """Returns the arguments with the dimensions of their rows, as ``in_dims`` gives them."""
-        return mark_inputs(arguments, self.in_dims, self.module, method)
-
-    def _run(self, method: str | None, arguments: Arguments) -> PerReplica:
-        raise NotImplementedError
-
-    @contextlib.contextmanager
-    def _computing(self) -> Iterator[None]:
-        """Draws random numbers of this rank, under autocast."""
-        offset_seeds(self.devices, collectives.rank())
-        draws_on_cpu = self.training and not is_accelerator(self.devices[0])
-        random_numbers = cpu_numbers_of_rank(collectives.rank()) if draws_on_cpu else contextlib.nullcontext()
-        with self.precision.autocast(self.devices), random_numbers:
-            yield
 
 
 class DistributedModel(RankModel, DistributedDataParallel):
@@ -101,8 +58,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
 
     Every output of a forward whose gradients are reduced is connected to every parameter, by a zero that has no gradient. So
     a backward through any output, whatever the loss is, reaches each parameter exactly once, and no bucket of the reducer
-    waits for a parameter that a rank has not used. ``find_unused_parameters=True`` makes the reducer agree on the parameters
-    that no rank has used. Their ``grad`` stays ``None``.
+    waits for a parameter that a rank has not used. The ``grad`` of a parameter that no rank has used stays ``None``.
 
     Args:
         module: on this rank's device already.
@@ -129,22 +85,19 @@ class DistributedModel(RankModel, DistributedDataParallel):
         wrapped = _Wrapped(module, criterion)
         if not wrapped.trained:
             raise ValueError("no parameter of the module requires a gradient, expected one at least: there is nothing to train")
-        super().__init__(wrapped, gradient_as_bucket_view=True, find_unused_parameters=True)
+        super().__init__(wrapped, gradient_as_bucket_view=True)
         self._wrapped = [wrapped]  # in a list, so that the state_dict() has the names of the module alone
         self._frozen = {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
         self._has_shared_buffers = False  # in the first forward of this update
+        self.agrees_on_unused = True  # at the end of a backward; TrainStep does it behind several
         self.module = module
+        self.record = GradientRecord(self.reduced_parameters)
         self._set_rows(device, dim, precision, in_dims, out_dims)
 
     @property
     def reduced_parameters(self) -> list[nn.Parameter]:
         """The parameters whose gradients are reduced: those of the module and of the criterion."""
         return self._wrapped[0].trained
-
-    @property
-    def sparse_parameters(self) -> list[Tensor]:
-        """The weights of embeddings with sparse gradients."""
-        return self._wrapped[0].sparse
 
     def begin_update(self) -> None:
         """Makes the next forward share the buffers of rank 0 again, with or without rows."""
@@ -154,19 +107,21 @@ class DistributedModel(RankModel, DistributedDataParallel):
     def forward_without_rows(self) -> Tensor:
         """Takes part in a reduction without running the module. Returns a zero to run backward from."""
         self.require_forward_param_sync = not self._has_shared_buffers
-        self._begin_sparse_gradients()
         with self._as_wrapped():
-            zero_of_all = functools.partial(zero_of_parameters, self.reduced_parameters)
-            DistributedDataParallel.forward(self, zero_of_all if torch.is_grad_enabled() else lambda: None)
-        return zero_of_all()
+            DistributedDataParallel.forward(self, lambda: None)
+        return self.zero()
+
+    def zero(self) -> Tensor:
+        """Returns a zero that leads to each reduced parameter. Its backward runs their hooks, and gives none a gradient."""
+        return _zero_of(self.reduced_parameters, self._begin_backward)
 
     def register_comm_hook(self, state: Any, hook: Callable[..., Any]) -> None:
         """Registers a communication hook, as ``DistributedDataParallel`` does."""
 
         @functools.wraps(hook)
         def complete(state: Any, bucket: Any) -> Any:
-            """Waits for a hook of several collectives: on gloo's threads, they would mix with those of the reducer, in another
-            order on each rank (``powerSGD_hook`` with ``find_unused_parameters``).
+            """Waits for a hook of several collectives (``powerSGD_hook``): on gloo's threads, they would mix with those of the
+            next bucket, in another order on each rank.
             """
             future = hook(state, bucket)
             future.wait()
@@ -202,28 +157,23 @@ class DistributedModel(RankModel, DistributedDataParallel):
                 f"{name} requires a gradient now, which it did not when parallelize was called, so the ranks would not share "
                 "it: call parallelize again"
             )
-        if self.require_backward_grad_sync:
-            self._begin_sparse_gradients()
         children, module = children_of(self), self.module  # assigning self.module takes ten times as long as its entry
-        outputs: list[Any] = []
 
-        def call() -> Tensor | None:
+        def call() -> Any:
             children["module"] = module  # as code inside of the function knows it
             self._has_shared_buffers = True
             if example is None:
-                output, zero = function(*inputs, **kwargs), None
+                output = function(*inputs, **kwargs)
             else:
                 with undone(module, self.devices), torch.no_grad():
                     row = PerReplica([function(*inputs, **kwargs)], [1], self.out_dims)
-                output, zero = map_leaves(_with_gradient, row.narrow(0, 0)[0]), None
-            if self.require_backward_grad_sync and torch.is_grad_enabled():
-                output, zero = connect(output, self.reduced_parameters)
-            outputs.append(output)
-            return zero
+                output = map_leaves(_with_gradient, row.narrow(0, 0)[0])
+            reduces = self.require_backward_grad_sync and torch.is_grad_enabled()
+            return connect(output, self.zero()) if reduces else output
 
         with self._computing(), self._as_wrapped():
-            DistributedDataParallel.forward(self, call)
-        return PerReplica(outputs, [rows], self.out_dims)
+            output = DistributedDataParallel.forward(self, call)
+        return PerReplica([output], [rows], self.out_dims)
 
     @contextlib.contextmanager
     def _as_wrapped(self) -> Iterator[None]:
@@ -235,9 +185,21 @@ class DistributedModel(RankModel, DistributedDataParallel):
         finally:
             children["module"] = before
 
-    def _begin_sparse_gradients(self) -> None:
+    def _begin_backward(self, leaf: torch_private.Node) -> None:
+        """Begins a backward that reaches all parameters, before it has reached any."""
+        if not torch_private.will_run(leaf) or not self.record.begin_reduction():  # torch.autograd.grad reduces nothing
+            return
+        if self.agrees_on_unused:
+            parameters, used = self.reduced_parameters, self.record.used
+            used.clear()
+            used.update(number for number, parameter in enumerate(parameters) if parameter.grad is not None)
+            agree = functools.partial(forget_unused, parameters, used, self.process_group)
+            run_after_backward(lambda: run_after_backward(agree))  # behind the reducer's
+        self.begin_sparse_gradients()
+
+    def begin_sparse_gradients(self) -> None:
         """Sets empty sparse gradients: the reducer refuses a missing one, as of a rank that has counted nothing."""
-        for weight in self.sparse_parameters if torch.is_grad_enabled() else ():
+        for weight in self._wrapped[0].sparse:
             if weight.grad is None:
                 nowhere = torch.empty(1, 0, dtype=torch.long, device=weight.device)
                 nothing = weight.new_empty(0, *weight.shape[1:])
@@ -248,6 +210,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
         module, modules["module"] = modules["module"], state["_wrapped"][0]
         super().__setstate__(state)  # builds a reducer
         self.module = module
+        self.record = GradientRecord(self.reduced_parameters)
 
 
 def _with_gradient(leaf: Any) -> Any:
@@ -267,49 +230,62 @@ class _Wrapped(nn.Module):
         embeddings = [part for part in module.modules() if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse]
         self.sparse = [embedding.weight for embedding in embeddings if embedding.weight.requires_grad]
 
-    def forward(self, function: Callable[[], Tensor | None]) -> Tensor | None:
-        """Calls ``function`` inside of the forward of ``DistributedDataParallel``.
-
-        The result is a zero, in which that looks for the parameters of the backward. It would copy outputs.
-        """
+    def forward(self, function: Callable[[], Any]) -> Any:
+        """Calls ``function`` inside of the forward of ``DistributedDataParallel``."""
         return function()
 
 
-class RankSync(GradientSync):
-    """Loss and weight of a rank, on their way to those of all ranks."""
+class GradientRecord:
+    """The numbers of the parameters that have got a gradient (``used``), and the parameters that the first reduction has reached.
 
-    def __init__(self, group: collectives.Group = None) -> None:
-        self._group, self._ranks = group, collectives.world_size(group)
-        self._local: Callable[[], Tensor] | None = None  # returns loss and weight of this rank, on the host
-
-    def start(self, local: LossSum) -> None:
-        """Starts to copy loss and weight to the host."""
-        weight = add_up([0.0 if local.weight is None else local.weight], local.total.device).double()
-        self._local = devices.start_copy(torch.stack([local.total.double(), weight]))
-
-    def smallest(self, number: float) -> float:
-        """Returns the smallest ``number`` of all ranks."""
-        return -collectives.max_over_ranks(-number, self._group)
-
-
-def divisor_of_ranks(expected: Weight, before: float, in_float16: bool, device: torch.device, group: collectives.Group) -> Weight:
-    """Returns a power of two near the weight of the update before. It is the same on all ranks.
-
-    In the first update it is 1. With float16 it is near the weight that all ranks expect: they exchange it once.
+    The reducer makes its buckets anew after the first reduction, in the order in which it was told of the parameters. So a
+    failure must not make it hear of one twice. The hook of a tensor runs before the gradient is accumulated, with None where
+    there is no gradient; the other one behind it, also without a gradient.
     """
-    if before or not in_float16:
-        return float(power_of_two(before))
-    whole = collectives.sum_over_ranks(add_up([expected], device).double(), group)
-    return power_of_two(float(whole) if whole.is_cpu else whole)
 
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self.used: set[int] = set()
+        self.reached: set[Tensor] = set()
+        self._parameters = parameters
+        self._handles: list[Any] = []
+        self._is_first = True
+        self._backward: int | None = None
+        for number, parameter in enumerate(parameters):
+            parameter.register_hook(functools.partial(self._note_use, number))
 
-def refuse_unshared(tensors: Iterable[Tensor], place: str) -> None:
-    """Raises ``ValueError`` for a parameter of the optimizer that is not reduced. It should be part of ``place``."""
-    for parameter in tensors:
-        raise ValueError(
-            f"the optimizer has a parameter of shape {tuple(parameter.shape)} with a gradient that the ranks would not share: "
-            f"make it part of {place} that parallelize is given"
-        )
+    def begin_reduction(self) -> bool:
+        """Begins to record the running backward. Returns False if it has begun already: a loss may have several outputs."""
+        before, self._backward = self._backward, current_backward_id()
+        if before == self._backward:
+            return False
+        if self._is_first:
+            trained = [parameter for parameter in self._parameters if parameter.requires_grad]
+            self.reached = {parameter for parameter in self._parameters if not parameter.requires_grad}  # they come first
+            self._handles = [parameter.register_post_accumulate_grad_hook(self._note_reached) for parameter in trained]
+            run_after_backward(self._end_first_reduction)
+        return True
+
+    def stop(self) -> None:
+        """Ends the recording of what a backward reaches, after its failure."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _end_first_reduction(self) -> None:
+        self.stop()
+        self.reached.clear()
+        self._is_first = False
+
+    def _note_use(self, number: int, gradient: Tensor | None) -> None:
+        if gradient is not None:
+            self.used.add(number)
+
+    def _note_reached(self, parameter: Tensor) -> None:
+        if parameter in self.reached:
+            raise RuntimeError(
+                "a parameter was reached twice in one backward, which DistributedDataParallel does not support, as in reentrant "
+                "backward passes: checkpoint with use_reentrant=False"
+            )
+        self.reached.add(parameter)
 
 
 class DDPSync(RankSync):
@@ -322,13 +298,14 @@ class DDPSync(RankSync):
         super().__init__(model.process_group)
         self._model = model
         self._meets_ranks = meets_other_ranks(model.modules())
-        self._reduced = {id(parameter): parameter for parameter in model.reduced_parameters}
-        self._bucket_views: dict[int, Tensor] = {}  # by the id of the parameter
+        self._parameters = model.reduced_parameters
+        self._reduced = set(map(id, self._parameters))
+        self._gradients: list[Tensor | None] = []  # those that the reducer has set, in its buckets
         self._buckets: list[Tensor] = []
         self._has_begun = False  # an accumulation
-        self._untouched: Sequence[Tensor] = []  # zeros so far, in an accumulation
         self._is_reducing = False  # other ranks wait for this one
-        self._failures = 0, 0  # numbers of ranks, by the agreement of this update: out of memory, for another reason
+        self._has_unused = False  # a rank, in the agreement of this update
+        self._failures = 0, 0  # numbers of ranks: out of memory, for another reason
         self._is_agreed = self._is_abandoned = False
 
     def __reduce__(self) -> Any:  # a copy has no gradients
@@ -344,14 +321,19 @@ class DDPSync(RankSync):
         return collectives.max_over_ranks(count, self._group) if self._meets_ranks else count
 
     def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
-        """Returns a power of two near the mean weight of a rank, as :func:`divisor_of_ranks` does."""
-        return divisor_of_ranks(expected, before, in_float16, self._model.devices[0], self._group) / self._ranks
+        """Returns a power of two near the mean weight of a rank, as :meth:`agree_on_divisor` does."""
+        return self.agree_on_divisor(expected, before, in_float16, self._model.devices[0]) / self._ranks
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Keeps gradients on this rank."""
+        """Keeps gradients on this rank, in the buckets of the reducer, where autograd adds to them."""
         if not self._has_begun:
-            self._accumulate_in_buckets()
+            self._begin_gradients()
+            pairs = [*zip(self._parameters, self._gradients, strict=bool(self._gradients))]
+            missing = [(parameter, view) for parameter, view in pairs if view is not None and parameter.grad is None]
+            torch_private.foreach_zero_([view for _, view in missing])
+            for parameter, view in missing:
+                parameter.grad = view
         with self._model.no_sync():
             yield
 
@@ -364,16 +346,13 @@ class DDPSync(RankSync):
         """Runs one backward. The last one completes the reduction, whatever this rank has used."""
         if not last:
             run_backward(losses, divisor)
-            self._keep_reached(losses)
             return
+        if not self._has_begun:
+            self._begin_gradients()
         self._has_begun, self._is_reducing = False, True
-        if self._is_abandoned:
-            self._set_zero_gradients()
-        self._forget_untouched()
         roots = [loss for loss in losses if loss.requires_grad]
-        run_backward(roots or [zero_of_parameters(self._model.reduced_parameters)], divisor)
-        if len(self._bucket_views) < len(self._reduced):
-            self._remember_buckets()
+        self._run_reducing(roots or [self._model.zero()], divisor)
+        self._remember_buckets()
 
     def finish(self, local: LossSum, settings: Settings) -> LossSum:
         """Returns loss and weight of all ranks. The host waits for them, but not for the backward.
@@ -387,6 +366,8 @@ class DDPSync(RankSync):
         total, weight, *digests = self._agree(self._local(), settings.digest(), out_of_memory=self._is_abandoned)
         self._refuse_failures()
         settings.check(*digests)
+        if self._has_unused:
+            forget_unused(self._parameters, self._model.record.used, self._group)
         return LossSum(torch.full_like(local.total, total), weight)
 
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
@@ -395,13 +376,12 @@ class DDPSync(RankSync):
         Raises:
             ValueError: one of ``tensors`` has a gradient that is not reduced.
         """
-        factor = factor * self._ranks
-        gradients = {id(tensor): tensor.grad for tensor in tensors if tensor.grad is not None}
-        strangers = [tensor for tensor in tensors if id(tensor) in gradients.keys() - self._reduced]
-        refuse_unshared(strangers, "the module or of the criterion")
+        factor, present = factor * self._ranks, [tensor for tensor in tensors if tensor.grad is not None]
+        refuse_unshared([tensor for tensor in present if id(tensor) not in self._reduced], "the module or of the criterion")
         if not is_one(factor):
-            others = [gradient for key, gradient in gradients.items() if key not in self._bucket_views]
-            torch_private.foreach_multiply_([*self._buckets, *others], factor)
+            gradients = [tensor.grad for tensor in present]
+            sparse = [gradient for gradient in gradients if gradient is not None and gradient.layout != torch.strided]
+            torch_private.foreach_multiply_([*self._buckets, *sparse], factor)  # a bucket contains nothing but gradients
 
     def abandon(self) -> bool:
         """Makes :meth:`finish` tell the other ranks that this one is out of memory, unless they know."""
@@ -416,21 +396,23 @@ class DDPSync(RankSync):
         Ranks that wait in the backward of a synchronised layer cannot be told. They fail when this process ends.
         """
         if self._is_reducing and not self._meets_ranks:
+            self._model.begin_sparse_gradients()
             self._complete()
             self._agree(torch.zeros(2, dtype=torch.float64), [0.0, 0.0], out_of_memory=out_of_memory, others=not out_of_memory)
-        self._local, self._untouched, self._has_begun, self._is_reducing = None, [], False, False
-        for parameter in self._model.reduced_parameters:
+        self._local, self._has_begun, self._is_reducing = None, False, False
+        for parameter in self._parameters:
             parameter.grad = None
 
     def _agree(
         self, local: Tensor, digest: list[float], *, out_of_memory: bool = False, others: bool = False
     ) -> tuple[float, float, float, float]:
-        """Returns the sums of loss, weight and digests over all ranks, and counts failures."""
+        """Returns the sums of loss, weight and digests over all ranks, and counts failures and ranks with unused parameters."""
         self._is_reducing, self._is_agreed = False, True
         self._model.begin_update()
-        numbers = torch.cat([local, local.new_tensor([*digest, out_of_memory, others])])
-        total, weight, digests, squares, memory_failures, failures = collectives.sum_over_ranks(numbers, self._group).tolist()
-        self._failures = int(memory_failures), int(failures)
+        has_unused = len(self._model.record.used) < len(self._parameters)
+        numbers = torch.cat([local, local.new_tensor([*digest, out_of_memory, others, has_unused])])
+        total, weight, digests, squares, *counts = collectives.sum_over_ranks(numbers, self._group).tolist()
+        self._failures, self._has_unused = (int(counts[0]), int(counts[1])), bool(counts[2])
         return total, weight, digests, squares
 
     def _refuse_failures(self, *, but_memory: bool = False) -> None:
@@ -441,60 +423,33 @@ class DDPSync(RankSync):
         if out_of_memory and not but_memory:
             raise torch.OutOfMemoryError(f"{out_of_memory} of {ranks} ranks ran out of memory, {last}")
 
-    def _set_zero_gradients(self) -> None:
-        """Sets all gradients. The reducer refuses a missing one that a backward of this update has had before its failure."""
-        self._accumulate_in_buckets()
-        self._untouched, sparse = [], {id(weight) for weight in self._model.sparse_parameters}
-        for key, parameter in self._reduced.items():
-            if parameter.grad is None and key not in sparse:
-                parameter.grad = torch.zeros_like(parameter)
+    def _begin_gradients(self) -> None:
+        self._has_begun = True
+        self._model.record.used.clear()
 
-    def _accumulate_in_buckets(self) -> None:
-        """Sets missing gradients to zeros in the buckets of the reducer, where autograd adds to them.
-
-        The views are those of the previous update. ``data`` gives each its own version counter. A gradient whose version stays 0
-        was not touched.
-        """
-        missing = [tensor for key, tensor in self._reduced.items() if key in self._bucket_views and tensor.grad is None]
-        views = [self._bucket_views[id(parameter)] for parameter in missing]
-        torch_private.foreach_zero_(self._buckets if len(missing) == len(self._bucket_views) else views)
-        for parameter, view in zip(missing, views, strict=True):
-            parameter.grad = view.data
-        self._untouched, self._has_begun = missing, True
+    def _run_reducing(self, losses: Sequence[Tensor], divisor: Weight) -> None:
+        self._model.agrees_on_unused = False
+        try:
+            run_backward(losses, divisor)
+        finally:
+            self._model.agrees_on_unused = True
+            self._model.record.stop()
 
     def _remember_buckets(self) -> None:
-        """Keeps the views that the reducer has set as gradients, and their buckets.
-
-        A bucket contains nothing else, so one operation changes all of its gradients."""
-        for key, parameter in self._reduced.items():
-            if key not in self._bucket_views and parameter.grad is not None and parameter.grad.layout == torch.strided:
-                self._bucket_views[key] = parameter.grad
-        self._buckets = list({id(bucket): bucket for bucket in map(base_of, self._bucket_views.values())}.values())
-
-    def _forget_untouched(self) -> None:
-        """Sets gradients of parameters that no micro-batch has used to None. The reducer then decides over all ranks."""
-        for parameter in self._find_untouched():
-            parameter.grad = None
-        self._untouched = []
-
-    def _find_untouched(self) -> list[Tensor]:
-        gradients = [parameter.grad for parameter in self._untouched]
-        views = [self._bucket_views[id(parameter)] for parameter in self._untouched]
-        counters = versions([view if gradient is None else gradient for gradient, view in zip(gradients, views, strict=True)])
-        return [parameter for parameter, version in zip(self._untouched, counters, strict=True) if version == 0]
-
-    def _keep_reached(self, losses: Sequence[Tensor]) -> None:
-        """Keeps zeros of parameters that a backward has reached without a gradient: the reducer takes them for used."""
-        self._untouched = self._find_untouched()
-        if self._untouched:
-            reached = reached_leaves(losses)
-            self._untouched = [parameter for parameter in self._untouched if id(parameter) not in reached]
+        """Keeps the gradients that the reducer has set, in its buckets. It makes them anew once, in the second update."""
+        gradients = [parameter.grad for parameter in self._parameters]
+        dense = [None if tensor is None or tensor.layout != torch.strided else tensor for tensor in gradients]
+        if any(tensor is not before for tensor, before in itertools.zip_longest(dense, self._gradients)):
+            self._gradients = dense
+            buckets = [base_of(gradient) for gradient in dense if gradient is not None]
+            self._buckets = list({id(bucket): bucket for bucket in buckets}.values())
 
     def _complete(self) -> None:
         """Runs the hooks of parameters that a failed backward has not reached. Other ranks wait for them."""
-        for parameter in self._model.reduced_parameters:
-            with contextlib.suppress(RuntimeError):  # it has been reached
-                zero_of_parameters([parameter]).backward()
+        for parameter in self._parameters:
+            if parameter not in self._model.record.reached:
+                with contextlib.suppress(RuntimeError):  # it has been reached
+                    _zero_of([parameter]).backward()
 
 
 @gradient_sync.register
@@ -502,26 +457,11 @@ def _(model: DistributedModel, criterion: DataParallelCriterion) -> GradientSync
     return DDPSync(model)
 
 
-def connect(output: Any, parameters: Sequence[Tensor]) -> tuple[Any, Tensor]:
-    """Returns the output connected to the parameters, and a zero that leads to each of them.
-
-    Args:
-        output: a tensor or a structure of tensors. Tensors without a gradient stay as they are.
-        parameters: frozen ones among them are left out.
-    """
-    zero = zero_of_parameters(parameters)
+def connect(output: Any, zero: Tensor) -> Any:
+    """Returns the output connected to a zero. Leaves of the output without a gradient stay as they are."""
     tensors = [leaf for _, leaf in leaves(output) if _has_gradient(leaf)]
-    if not tensors:
-        return output, zero
-    connected = iter(_Connect.apply(zero, *tensors))
-    return map_leaves(lambda leaf: next(connected) if _has_gradient(leaf) else leaf, output), zero
-
-
-def zero_of_parameters(parameters: Sequence[Tensor]) -> Tensor:
-    """Returns a zero that leads to each parameter. Its backward runs their hooks, and gives none a gradient."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    with torch.enable_grad():
-        return zero_of(*trained) if trained else torch.zeros(())
+    connected = iter(_Connect.apply(zero, *tensors) if tensors else ())
+    return map_leaves(lambda leaf: next(connected) if _has_gradient(leaf) else leaf, output)
 
 
 def _has_gradient(leaf: Any) -> bool:
@@ -541,15 +481,33 @@ class _Connect(torch.autograd.Function):
         return None, *gradients
 
 
-def first_row(arguments: Arguments, dim: int) -> Arguments:
-    """Returns a copy of the first row."""
-    return copied(cut(arguments, [range(1)], dim)[0])
+def _zero_of(parameters: Sequence[Tensor], begin: Callable[[torch_private.Node], None] | None = None) -> Tensor:
+    """Returns a zero that leads to parameters, those that are frozen included: the reducer waits for their hooks too."""
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    with torch.enable_grad():
+        zero: Tensor = _Reach.apply(begin, *parameters)
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    return zero
 
 
-def copied(arguments: Arguments) -> Arguments:
-    """Returns copies of the tensors, without their history."""
-    result: Arguments = map_leaves(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, arguments)
-    return result
+class _Reach(torch.autograd.Function):
+    """A zero that leads to tensors. Its backward gives them no gradient: one of zero could become nan in a loss that is 0 / 0."""
+
+    @staticmethod
+    def forward(ctx: Any, begin: Callable[[torch_private.Node], None] | None, *tensors: Tensor) -> Tensor:
+        ctx.begin, ctx.count = begin, len(tensors)
+        ctx.set_materialize_grads(False)
+        return torch.zeros((), device=tensors[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        if ctx.begin is not None:
+            ctx.begin(ctx.next_functions[0][0])
+        count: int = ctx.count
+        return (None,) * (1 + count)
 
 
 def row_of_ones(arguments: Arguments, dim: int) -> Arguments | None:
@@ -567,18 +525,3 @@ def row_of_ones(arguments: Arguments, dim: int) -> Arguments | None:
 
     row: Arguments = map_leaves(ones, arguments)
     return row
-
-
-@contextlib.contextmanager
-def undone(module: nn.Module, devices: Sequence[torch.device]) -> Iterator[None]:
-    """Undoes what a forward changes: random numbers, and buffers, which are replaced by copies in the block."""
-    random_numbers = RandomState(devices)
-    buffers = [(part, name, buffer) for part in module.modules() for name, buffer in part.named_buffers(recurse=False)]
-    for part, name, buffer in buffers:
-        setattr(part, name, buffer.clone())
-    try:
-        yield
-    finally:
-        random_numbers.restore()
-        for part, name, buffer in buffers:
-            setattr(part, name, buffer)

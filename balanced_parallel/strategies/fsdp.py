@@ -55,7 +55,7 @@ from ..runtime.values import Precision
 from ..savings.checkpointing import find_blocks
 from ..training.accumulation import is_one
 from ..training.strategy import GradientSync, Settings, gradient_sync, run_backward
-from .ddp import RankModel, RankSync, copied, divisor_of_ranks, first_row, refuse_unshared, undone
+from .ranks import RankModel, RankSync, copied, first_row, refuse_unshared, undone
 
 __all__: list[str] = []
 
@@ -200,8 +200,8 @@ class FSDPSync(RankSync):
         return collectives.max_over_ranks(count)
 
     def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
-        """Returns a power of two near the weight of all ranks, as :func:`divisor_of_ranks` does."""
-        return divisor_of_ranks(expected, before, in_float16, self._model.devices[0], self._group)
+        """Returns a power of two near the weight of all ranks, as :meth:`agree_on_divisor` does."""
+        return self.agree_on_divisor(expected, before, in_float16, self._model.devices[0])
 
     def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
         """Takes part in forwards of other ranks that this rank has no rows for. Yields zeros for :meth:`backward`."""

@@ -51,7 +51,8 @@ def check_memory(rank):
     net = nn.Sequential(*[nn.Linear(500, 500, bias=False) for _ in range(8)])
     model, criterion = parallelize(net, nn.MSELoss())
     step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2)
-    step(torch.randn(6, 500), torch.randn(6, 500))
+    for _ in range(2):  # the reducer makes its buckets anew after the first
+        step(torch.randn(6, 500), torch.randn(6, 500))
     buckets = {parameter.grad.untyped_storage().data_ptr() for parameter in net.parameters()}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         for _ in range(3):
@@ -323,15 +324,15 @@ def test_fp16_compression_hook_does_not_round_the_weight():
 
 
 def check_powersgd(rank):
-    """Callbacks of the hook start collectives, on threads of gloo, while the reducer starts that of the unused parameters."""
+    """Callbacks of the hook start collectives, on threads of gloo, while the reducer starts those of the next bucket."""
     from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
     torch.manual_seed(0)
-    net = nn.Sequential(*[nn.Linear(64, 64) for _ in range(30)])
+    net = nn.Sequential(*[nn.Linear(700, 700) for _ in range(16)])  # 30 MiB in two buckets
     model, criterion = parallelize(net, nn.MSELoss())
     model.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook)
     step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.01))
-    return [step(torch.randn(8, 64), torch.randn(8, 64)).item() for _ in range(40)][-1]
+    return [step(torch.randn(8, 700), torch.randn(8, 700)).item() for _ in range(12)][-1]
 
 
 def test_powersgd_hook_does_not_hang():
@@ -349,7 +350,8 @@ def check_waits(rank, place, class_weights, precision):
         inputs, targets = torch.randn(5 - 2 * rank, 4).pin_memory(), class_targets(5 - 2 * rank, ignored=1).pin_memory()
         if place == "device":
             inputs, targets = inputs.to(device), targets.to(device)
-        step(inputs, targets)
+        for _ in range(2):  # the reducer makes its buckets anew after the first
+            step(inputs, targets)
         before = len(cluster.waits)
         for _ in range(2):
             loss = step(inputs, targets)

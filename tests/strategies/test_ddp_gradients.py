@@ -261,8 +261,7 @@ def all_reduces_of(work):
 def check_lean(rank):
     inputs, targets = torch.randn(4, 4), torch.zeros(4, dtype=torch.long)
     model, criterion = parallelize(build_net().float(), torch.nn.CrossEntropyLoss())
-    with warnings.catch_warnings(action="ignore"):  # of no unused parameter
-        by_hand = torch.nn.parallel.DistributedDataParallel(build_net().float(), find_unused_parameters=True)
+    by_hand = torch.nn.parallel.DistributedDataParallel(build_net().float())
     step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2)
 
     def one_update_by_hand():
@@ -272,7 +271,8 @@ def check_lean(rank):
 
     counts = []
     for work in (one_update_by_hand, lambda: step(inputs, targets)):
-        work()  # the reducer builds its buckets again after the first
+        for _ in range(2):  # the reducer builds its buckets again after the first
+            work()
         counts.append(all_reduces_of(work))
     assert counts[0] > 0
     return counts
@@ -281,7 +281,127 @@ def check_lean(rank):
 def test_update_adds_one_all_reduce_to_plain_ddp():
     """Loss, weight, and whether the backward of a rank has failed."""
     counts = run_ranks(2, check_lean)
-    assert counts[0][1] == counts[0][0] + 1, counts
+    assert counts[0] == [1, 2], counts
+
+
+class Changing(nn.Module):
+    """Uses its second layer for a while."""
+
+    uses_second = True
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 6)
+
+    def forward(self, inputs):
+        hidden = self.first(inputs)
+        return self.second(hidden) if self.uses_second else hidden
+
+
+def check_all_reduces(rank):
+    """Returns those of updates in which no rank, one rank and every rank has an unused parameter."""
+    net = Changing()
+    model, criterion = parallelize(net, nn.MSELoss())
+    assert not model.find_unused_parameters  # torch would warn of it
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2)
+    inputs, targets = torch.randn(4, 4), torch.randn(4, 6)
+    counts = []
+    for users in ([0, 1], [0, 1], [1], []):
+        net.uses_second = rank in users
+        counts.append(all_reduces_of(lambda: step(inputs, targets)))
+        assert (net.second.weight.grad is None) == (not users)
+    return counts[1:]
+
+
+def test_ranks_exchange_unused_parameters_only_where_there_are_some():
+    assert run_ranks(2, check_all_reduces)[0] == [2, 3, 3]  # the other rank does not always wait for the third
+
+
+class Ungraded(torch.autograd.Function):
+    """Multiplies by a weight, which the backward gives no gradient."""
+
+    @staticmethod
+    def forward(ctx, inputs, weight):
+        ctx.save_for_backward(weight)
+        return inputs * weight
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.saved_tensors[0], None
+
+
+class Scaled(nn.Module):
+    """Reaches its scale without a gradient, on the ranks that do not learn it."""
+
+    learns = False
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.scale = nn.Linear(4, 6).double(), nn.Parameter(torch.full((6,), 2.0, dtype=torch.float64))
+
+    def forward(self, inputs):
+        hidden = self.layer(inputs)
+        return hidden * self.scale if self.learns else Ungraded.apply(hidden, self.scale)
+
+
+def check_reached_without_a_gradient(rank):
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(6, 4, dtype=torch.float64), torch.randn(6, 6, dtype=torch.float64)
+    for way in WAYS:
+        plain, (model, update) = Scaled(), make_update(way, Scaled(), nn.MSELoss())
+        for learners in ([], [0], [], [0, 1], []):
+            plain.zero_grad()
+            for number in (0, 1):
+                plain.learns = number in learners
+                rows = slice(3 * number, 3 * number + 3)
+                (nn.functional.mse_loss(plain(inputs[rows]), targets[rows]) / 2).backward()
+            model.module.learns = rank in learners
+            update(inputs[3 * rank : 3 * rank + 3], targets[3 * rank : 3 * rank + 3])
+            assert (plain.scale.grad is None) == (not learners)
+            assert_same_gradients(gradients(model.module), gradients(plain))
+    return True
+
+
+def test_parameters_that_are_reached_without_a_gradient_have_none():
+    assert run_ranks(2, check_reached_without_a_gradient) == [True, True]
+
+
+def check_failing_backward(rank, place, frozen):
+    """The first backward fails on one rank, before it has reached a parameter, at one of them, or behind it."""
+    plain, net = build_net(), build_net()
+    model, criterion = parallelize(net, nn.CrossEntropyLoss())
+    for module in (plain, net):
+        module[0].weight.requires_grad_(not frozen)
+    fails = rank == 0
+
+    def fail(*_):
+        nonlocal fails
+        if fails:
+            fails = False
+            raise ValueError("this rank fails")
+
+    if place == "accumulation":
+        net[0].bias.register_hook(fail)
+    elif place == "module":
+        net[1].register_full_backward_hook(fail)
+    else:
+        net.register_forward_hook(lambda *of: of[2].requires_grad and of[2].register_hook(fail) and None)
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0))
+    inputs, targets = torch.randn(5, 4), class_targets(5)
+    with pytest.raises((ValueError, RuntimeError), match="this rank fails" if rank == 0 else "1 of 2 ranks failed"):
+        step(inputs, targets)
+    loss, expected = plain_program(plain, nn.CrossEntropyLoss(), inputs, targets)
+    for _ in range(3):
+        torch.testing.assert_close(step(inputs, targets), loss)  # the same rows on both ranks
+        assert_same_gradients(gradients(net), expected, 1e-6)
+    return True
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("place", ["output", "module", "accumulation"])
+def test_first_backward_may_fail_anywhere(place, frozen):
+    assert run_ranks(2, check_failing_backward, place, frozen) == [True, True]
 
 
 def check_history(rank):
@@ -353,20 +473,6 @@ def ignored_rows(rank):
 @pytest.mark.parametrize("check", [batch_norm, ignored_rows])
 def test_a_rank_that_counts_nothing_takes_part_in_the_reduction(check):
     run_ranks(2, check)
-
-
-class Changing(nn.Module):
-    """Uses its second layer for a while."""
-
-    uses_second = True
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 6)
-
-    def forward(self, inputs):
-        hidden = self.first(inputs)
-        return self.second(hidden) if self.uses_second else hidden
 
 
 def check_unused(rank):

@@ -1,0 +1,149 @@
+"""Parts that the strategies over ranks share: the model of one rank, and its exchange with the other hosts in each update.
+
+Many modules refuse inputs without rows, such as ``nn.InstanceNorm2d`` and attention with a mask. A rank without rows runs one row
+in their place, and nothing of it is left but the structure of the output.
+"""
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..batch.containers import Dims, map_leaves
+from ..batch.outputs import PerReplica
+from ..batch.rows import Arguments, MicroBatch, cut
+from ..loss.sums import LossSum, Weight, add_up
+from ..replicas.batchnorm import meets_other_ranks
+from ..replicas.model import mark_inputs
+from ..replicas.module_tree import check_method
+from ..runtime import collectives, devices
+from ..runtime.devices import is_accelerator
+from ..runtime.random_numbers import RandomState, cpu_numbers_of_rank, offset_seeds
+from ..runtime.values import Precision
+from ..training.accumulation import power_of_two
+from ..training.strategy import GradientSync
+
+__all__: list[str] = []
+
+
+class RankModel(nn.Module):
+    """The model of one rank. It returns a list with this rank's output, as :class:`DataParallelModel` does."""
+
+    module: nn.Module
+
+    def _set_rows(self, device: torch.device, dim: int, precision: str | Precision | None, in_dims: Dims, out_dims: Dims) -> None:
+        self.devices = [device]
+        self.split = None
+        self.dim = dim
+        self.in_dims = in_dims
+        self.out_dims = dim if out_dims is None else out_dims
+        self.precision = Precision("fp32" if precision is None else precision)
+        self._meets_ranks = meets_other_ranks(self.module.modules())
+        self._examples: dict[str | None, Arguments | None] = {}  # one row for each method
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> PerReplica:
+        """Runs the module on this rank's rows. Returns a list with its output."""
+        if inputs and type(inputs[0]) is MicroBatch:
+            return self._run(None, inputs[0].shards[0].inputs)
+        return self._run(None, self.mark(Arguments(inputs, kwargs)))
+
+    def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> PerReplica:
+        """Calls another method of the module than ``forward``, with its parameters and gradients shared as those of a forward."""
+        check_method(self.module, method)
+        return self._run(method, self.mark(Arguments(inputs, kwargs), method))
+
+    def mark(self, arguments: Arguments, method: str | None = None) -> Arguments:
+        """Returns the arguments with the dimensions of their rows, as ``in_dims`` gives them."""
+        return mark_inputs(arguments, self.in_dims, self.module, method)
+
+    def _run(self, method: str | None, arguments: Arguments) -> PerReplica:
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Draws random numbers of this rank, under autocast."""
+        offset_seeds(self.devices, collectives.rank())
+        draws_on_cpu = self.training and not is_accelerator(self.devices[0])
+        random_numbers = cpu_numbers_of_rank(collectives.rank()) if draws_on_cpu else contextlib.nullcontext()
+        with self.precision.autocast(self.devices), random_numbers:
+            yield
+
+
+class RankSync(GradientSync):
+    """Loss and weight of a rank, on their way to those of all ranks."""
+
+    def __init__(self, group: collectives.Group = None) -> None:
+        self._group, self._ranks = group, collectives.world_size(group)
+        self._local: Callable[[], Tensor] | None = None  # returns loss and weight of this rank, on the host
+
+    def start(self, local: LossSum) -> None:
+        """Starts to copy loss and weight to the host."""
+        weight = add_up([0.0 if local.weight is None else local.weight], local.total.device).double()
+        self._local = devices.start_copy(torch.stack([local.total.double(), weight]))
+
+    def agree_on_divisor(self, expected: Weight, before: float, in_float16: bool, device: torch.device) -> Weight:
+        """Returns a power of two near the weight of the update before. It is the same on all ranks.
+
+        In the first update it is 1. With float16 it is near the weight that all ranks expect: they exchange it once.
+        """
+        if before or not in_float16:
+            return power_of_two(before)
+        whole = collectives.sum_over_ranks(add_up([expected], device).double(), self._group)
+        return power_of_two(float(whole) if whole.is_cpu else whole)
+
+    def smallest(self, number: float) -> float:
+        """Returns the smallest ``number`` of all ranks."""
+        return -collectives.max_over_ranks(-number, self._group)
+
+
+def forget_unused(parameters: Sequence[Tensor], used: Collection[int], group: collectives.Group) -> None:
+    """Sets the gradients of parameters that no rank has used to None. A rank that has used all does not wait for the others.
+
+    Args:
+        parameters: those of the reduced gradients. All ranks call this.
+        used: numbers of the parameters that this rank has used.
+        group: of the ranks.
+    """
+    counts = torch.tensor([number in used for number in range(len(parameters))], dtype=torch.int32)
+    wait = collectives.start_sum(counts, group)
+    if len(used) < len(parameters):
+        for parameter, count in zip(parameters, wait().tolist(), strict=True):
+            if not count:
+                parameter.grad = None
+
+
+def refuse_unshared(tensors: Iterable[Tensor], place: str) -> None:
+    """Raises ``ValueError`` for a parameter of the optimizer that is not reduced. It should be part of ``place``."""
+    for parameter in tensors:
+        raise ValueError(
+            f"the optimizer has a parameter of shape {tuple(parameter.shape)} with a gradient that the ranks would not share: "
+            f"make it part of {place} that parallelize is given"
+        )
+
+
+def first_row(arguments: Arguments, dim: int) -> Arguments:
+    """Returns a copy of the first row."""
+    return copied(cut(arguments, [range(1)], dim)[0])
+
+
+def copied(arguments: Arguments) -> Arguments:
+    """Returns copies of the tensors, without their history."""
+    result: Arguments = map_leaves(lambda leaf: leaf.detach().clone() if isinstance(leaf, Tensor) else leaf, arguments)
+    return result
+
+
+@contextlib.contextmanager
+def undone(module: nn.Module, devices: Sequence[torch.device]) -> Iterator[None]:
+    """Undoes what a forward changes: random numbers, and buffers, which are replaced by copies in the block."""
+    random_numbers = RandomState(devices)
+    buffers = [(part, name, buffer) for part in module.modules() for name, buffer in part.named_buffers(recurse=False)]
+    for part, name, buffer in buffers:
+        setattr(part, name, buffer.clone())
+    try:
+        yield
+    finally:
+        random_numbers.restore()
+        for part, name, buffer in buffers:
+            setattr(part, name, buffer)
