@@ -29,9 +29,9 @@ from .diagnostics.doctor import examine, find_waits, is_note
 from .memory.devices import find_kind
 from .memory.pictures import draw_report, load_pyplot
 from .memory.problem import Problem, build_problem
+from .memory.remedies import measure_tricks
 from .memory.report import load_plotly, write_page
 from .memory.trace.layouts import LAYOUTS, ReplicaLayout, SingleDevice
-from .memory.tricks import measure_tricks
 from .simulation import simulate
 
 __all__: list[str] = []

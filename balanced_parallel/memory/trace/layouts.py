@@ -99,6 +99,15 @@ class Request:
         """Numbers of rows are rounded up to a multiple of this, so that all devices have as many."""
         return 1 if self.split is not None else self.layout.devices_per_process(self.devices)
 
+    def round_up(self, rows: int) -> int:
+        """Returns the next multiple of :attr:`row_step`."""
+        return -(-rows // self.row_step) * self.row_step
+
+    @property
+    def traced_devices(self) -> list[int]:
+        """The traced device that stands for each of the devices."""
+        return [0] * self.devices if self.layout.is_distributed else list(range(self.devices))
+
 
 MicroBatch = tuple[Arguments, tuple[Any, ...]]
 
@@ -280,11 +289,6 @@ class Layout(abc.ABC):
     def devices_per_process(cls, devices: int) -> int:
         """Returns the number of devices over which a process divides the rows of its batch."""
         return 1 if cls.is_distributed else devices
-
-    @classmethod
-    def traced_devices(cls, devices: int) -> list[int]:
-        """Returns the traced device that stands for each of the devices."""
-        return [0] * devices if cls.is_distributed else list(range(devices))
 
     def __init__(self, request: "Request", module: nn.Module, criterion: Any) -> None:
         self.request = request
