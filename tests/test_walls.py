@@ -133,7 +133,6 @@ LONG = 700
 SHORT = 80
 SHORT_FILES: dict[str, str] = {  # with the reason
     "memory.errors": "seven importers",
-    "memory.snapshots": "a file format of torch",
 }
 
 
@@ -314,7 +313,6 @@ SINGLE_IMPORTER = {  # with the reason why a module is not part of its only impo
     "memory.fitting": "a public function",
     "memory.planning": "a public function",
     "memory.remedies": "the one list of savings",
-    "memory.snapshots": "a file format of torch",
     "optim.rank_shards": "ranks beside the devices of replica_shards",
     "optim.replica_shards": "devices beside the ranks of rank_shards",
     "savings.evaluation": "public names",

@@ -31,8 +31,8 @@ from .lengths import LengthTraces, trace_lengths, with_length
 from .lines import Lines, most_that_fit, trace_exactly
 from .remedies import SAVINGS
 from .report import Holder, MemoryReport, OtherBatches
-from .trace.layouts import ReplicasOfStep, Request, is_coupled
-from .trace.optimizers import ExistingOptimizers
+from .trace.layouts import Request, is_coupled
+from .trace.optimizers import ExistingOptimizers, inner_optimizers
 from .trace.tracer import Trace, try_traces
 
 __all__: list[str] = []
@@ -231,11 +231,7 @@ def request_of_step(step: TrainStep, inputs: Any, targets: Any) -> Request:
         balanced_optimizer=any(isinstance(optimizer, BalancedOptimizer) for optimizer in optimizers),
         split=model.split,
     )
-    return dataclasses.replace(
-        request,
-        optimizer=ExistingOptimizers(optimizers, foreach=kind.like_cuda),
-        layout=ReplicasOfStep if is_local else request.layout,
-    )
+    return dataclasses.replace(request, optimizer=ExistingOptimizers(optimizers, foreach=kind.like_cuda))
 
 
 def kind_of(device: torch.device) -> DeviceKind:
@@ -265,10 +261,9 @@ def _tensors_of(step: TrainStep) -> Iterator[Tensor]:
             yield from (copy for copies in part.replicas.copies.by_device.values() for copy in copies)
             for bucket in part.replicas.gradients.buckets:
                 yield from (gradient for gradients in bucket.held.values() for gradient in gradients if gradient is not None)
-    for optimizer in each_optimizer(step.optimizer):
-        inner = optimizer.shards.inner if isinstance(optimizer, BalancedOptimizer) else optimizer
-        parameters += [parameter for group in inner.param_groups for parameter in group["params"]]
-        yield from (leaf for state in inner.state.values() for leaf in leaves_of_tree(state) if isinstance(leaf, Tensor))
+    for optimizer in inner_optimizers(each_optimizer(step.optimizer)):
+        parameters += [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        yield from (leaf for state in optimizer.state.values() for leaf in leaves_of_tree(state) if isinstance(leaf, Tensor))
     for parameter in parameters:
         yield parameter
         if parameter.is_leaf and (gradient := get_gradient(parameter)) is not None:

@@ -167,7 +167,7 @@ class MemoryPlan:
             functools.partial(optimizer, **defaults), foreach=False
         )  # torch chooses kernels by itself on real devices
         learned = [*model.parameters(), *wrapped.parameters()]
-        trained = choice.balanced(model, learned) if chosen.balanced_optimizer else choice(learned)
+        (trained,) = choice.balanced(model, learned) if chosen.balanced_optimizer else choice.plain(learned)
         step = (OffloadingStep if "offload_activations" in chosen.savings else TrainStep)(
             model,
             wrapped,

@@ -148,7 +148,7 @@ def smaller_optimizers(choice: OptimizerChoice) -> list[OptimizerChoice]:
     SGD has none. Adafactor has a row and a column for each matrix. The 8-bit AdamW of torchao, where that is installed, has two
     bytes per element.
     """
-    if choice.name == "SGD" and not choice([torch.nn.Parameter(torch.zeros(1))]).param_groups[0]["momentum"]:
+    if choice.name == "SGD" and not choice.plain([torch.nn.Parameter(torch.zeros(1))])[0].param_groups[0]["momentum"]:
         return []
     makers: list[Callable[..., torch.optim.Optimizer]] = [torch.optim.SGD, torch.optim.Adafactor]
     if importlib.util.find_spec("torchao") is not None:

@@ -187,8 +187,9 @@ def _update(layout: Layout, count: Count, micro_batches: list[MicroBatch], host:
             count.see_all(layout.gradients(), "gradients")
             del loss, compute
     count.mark("update")
-    refuse_merges(layout.optimizer, layout.gradients())
-    layout.optimizer.step()
+    refuse_merges(layout.optimizers, layout.gradients())
+    for optimizer in layout.optimizers:
+        optimizer.step()
     count.see_all(layout.optimizer_states(), "optimizer state")
     for state in layout.optimizer_states():
         if host is not None and isinstance(state, torch.Tensor) and state.dim() == 0:
