@@ -28,7 +28,6 @@ __all__: list[str] = []
 
 ROWS = 2  # per device in the first of two traces: one row is a special case for torch
 CONFIRMED = 5  # shards of the budget that are traced in the end
-UNBOUNDED = 2**40  # rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,12 +65,7 @@ class LengthTraces:
             counts = rows * self.longest // self.shortest, rows
             return all(lines.fit(limits, count * self.request.row_step) for lines, count in zip(self.lines, counts, strict=True))
 
-        bound = 1  # rows of the longest per device
-        while ends_fit(bound):
-            bound *= 2
-            if bound > UNBOUNDED:
-                raise ValueError("the memory depends on neither the rows nor their length: any number of them fits")
-        rows = most_that_fit(ends_fit, bound)
+        rows = most_that_fit(ends_fit)  # of the longest, per device
         while rows and not self._traces_fit(rows, limits):
             rows -= max(1, rows // 1000)
         return rows * self.longest

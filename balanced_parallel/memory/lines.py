@@ -7,7 +7,6 @@ lines. It is convex and piecewise linear, so one line through two peaks would be
 import bisect
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -24,14 +23,25 @@ from .trace.tracer import Trace, run_traces
 __all__: list[str] = []
 
 
+_UNBOUNDED = 2**40  # rows
 Numbers = NDArray[np.int64]
 
 
-def most_that_fit(fits: Callable[[int], bool], limit: int) -> int:
-    """Returns the largest number, at most ``limit``, that fits, as all smaller ones do; 0 if not even 1 fits."""
-    if limit > 0 and fits(limit):
+def most_that_fit(fits: Callable[[int], bool], limit: int | None = None) -> int:
+    """Returns the largest number of rows, at most ``limit``, that fits, as all smaller ones do; 0 if not even 1 fits.
+
+    Raises:
+        ValueError: any number fits, and there is no limit.
+    """
+    if limit is None:
+        limit = 1
+        while fits(limit):
+            limit *= 2
+            if limit > _UNBOUNDED:
+                raise ValueError("the memory does not depend on the rows: any number of them fits")
+    elif limit > 0 and fits(limit):
         return limit
-    return bisect.bisect_left(range(1, limit), True, key=lambda number: not fits(number))
+    return bisect.bisect_left(range(1, limit), True, key=lambda rows: not fits(rows))
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,17 +94,6 @@ class Lines:
         rounded = -(-self.sizes(rows) // unit) * unit
         is_here = np.array([block.device == self.device_name(device) for block in self.first.blocks])
         return np.cumsum(np.where(self._events > 0, 1, -1) * (rounded * is_here)[np.abs(self._events) - 1])
-
-    def most_rows(self, device: int, limit: int) -> int | None:
-        """Returns the most rows with which tensors alone stay within ``limit``. None if memory does not grow with the rows."""
-        at, after = self.levels(device, self.first.rows)[self.start :], self.levels(device, 2 * self.first.rows)[self.start :]
-        slope = (after - at) / self.first.rows
-        limit -= self.request.kind.beside_tensors
-        grows = slope > 0
-        if (at[~grows] > limit).any():
-            return 0
-        free = limit - at[grows]
-        return self.first.rows + math.floor((free / slope[grows]).min()) if grows.any() else None
 
     def peak_event(self, device: int, rows: int | None = None) -> int:
         """Returns the event of the second update after which the most bytes are in use."""

@@ -28,7 +28,6 @@ __all__: list[str] = []
 
 
 _HOLDERS = 12  # of a peak, the largest
-_MOST_TRACED_ROWS = 2**20  # where each number of rows is traced
 
 
 @dataclass(frozen=True)
@@ -89,17 +88,8 @@ class OtherBatches:
         return (self.lines, rows) if self.lines.is_affine else (self._trace(rows), None)
 
     def largest(self, limits: Sequence[int]) -> int:
-        """Returns the most rows that fit; 0 if not even one row fits.
-
-        Memory after each event is a line in the rows, and the first line to reach a limit gives a bound. A replay of the
-        allocator with its segments, and a trace at the result, decide.
-        """
-        bound = self._most_rows(limits)
-        if bound is None:
-            raise ValueError("the memory does not depend on the rows: any number of them fits")
-        rows = most_that_fit(lambda rows: self.fits(rows, limits), bound + 1)  # one more for the rounding of blocks
-        while rows > bound and self.fits(rows + 1, limits):  # shares of unequal devices are rounded
-            rows += 1
+        """Returns the most rows that fit; 0 if not even one row fits. A trace at the result confirms it."""
+        rows = most_that_fit(lambda rows: self.fits(rows, limits))
         while self.lines.is_affine and rows and any(map(operator.gt, self.traced_at(rows), limits)):  # not affine in between
             rows -= 1
         return rows
@@ -117,12 +107,6 @@ class OtherBatches:
         if rows not in self._traces:
             self._traces[rows] = trace_exactly(self.request, rows)
         return self._traces[rows]
-
-    def _most_rows(self, limits: Sequence[int]) -> int | None:
-        if not self.lines.is_affine:
-            return _MOST_TRACED_ROWS
-        per_device = [self.lines.most_rows(device, limit) for (device, _), limit in zip(self.read, limits, strict=True)]
-        return min((max(most, 0) for most in per_device if most is not None), default=None)
 
 
 PARTS = (

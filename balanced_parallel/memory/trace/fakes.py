@@ -8,14 +8,14 @@ import contextlib
 import copy
 import gc
 import logging
+import multiprocessing
 import os
 import pickle
-import select
 import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -41,7 +41,7 @@ def fake_copy(thing: Any, mode: FakeTensorMode, device: torch.device) -> Any:
             memo[id(tensor)] = _fake_like(tensor, mode, device)
         return memo[id(tensor)]
 
-    with _copying_tensors_by(fake):
+    with _replaced(Tensor, "__deepcopy__", fake), _replaced(nn.Parameter, "__deepcopy__", fake):
         try:
             return copy.deepcopy(thing)
         except TypeError:  # an attribute cannot be copied (a registered operator, a lock): share all plain objects
@@ -55,19 +55,6 @@ def _shared(thing: Any) -> dict[int, Any]:
     modules = [module for part in parts if isinstance(part, nn.Module) for module in part.modules()]
     values = [value for module in modules for value in vars(module).values() if not isinstance(value, copied)]
     return {id(value): value for value in values}
-
-
-@contextmanager
-def _copying_tensors_by(function: Any) -> Iterator[None]:
-    kinds: tuple[Any, ...] = (Tensor, nn.Parameter)
-    before = [kind.__deepcopy__ for kind in kinds]
-    for kind in kinds:
-        kind.__deepcopy__ = function
-    try:
-        yield
-    finally:
-        for kind, method in zip(kinds, before, strict=True):
-            kind.__deepcopy__ = method
 
 
 def _fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device, shape: torch.Size | None = None) -> Any:
@@ -128,17 +115,6 @@ def host_of(count: int) -> torch.device:
 
 
 @contextlib.contextmanager
-def _without_log() -> Iterator[None]:
-    """Silences the log of fake tensors: torch raises an error and logs it too, with a traceback."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
-
-
-@contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
     """Turns the garbage collector off. Its runs depend on earlier objects, and equal traces must have equal events."""
     enabled = gc.isenabled()
@@ -154,7 +130,8 @@ def _no_collection() -> Iterator[None]:
 def undisturbed() -> Iterator[None]:
     """Turns off warnings, the log of fake tensors, the garbage collector, and compilation, which refuses dispatch modes."""
     eager = torch.compiler.set_stance("force_eager")
-    with warnings.catch_warnings(action="ignore"), _without_log(), _no_collection(), eager:
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # torch raises an error and logs it too, with a traceback
+    with warnings.catch_warnings(action="ignore"), _replaced(log, "disabled", True), _no_collection(), eager:
         yield
 
 
@@ -256,39 +233,38 @@ def start_in_child(function: Callable[[], T]) -> Callable[[], T | BaseException]
     """
     if sys.platform != "linux":
         return function
-    read, write = os.pipe()
+    receiver, sender = multiprocessing.Pipe(duplex=False)
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of threads, whose locks the child does not take
         child = os.fork()
     if child == 0:
-        os.close(read)
-        _send_result(function, write)
-    os.close(write)
+        _send_result(function, sender)
+    sender.close()
 
     def finish() -> T | BaseException:
-        with os.fdopen(read, "rb") as pipe:
-            hangs = not _is_readable(pipe.fileno(), child)
-            if hangs:
+        message = None
+        with receiver:
+            if hangs := not _answers(receiver, child):
                 os.kill(child, signal.SIGKILL)
-            message = pipe.read()
+            else:
+                with contextlib.suppress(EOFError):
+                    message = receiver.recv_bytes()
         _, status = os.waitpid(child, 0)
         if hangs:
             return function()
-        if not message:
+        if message is None:
             raise RuntimeError(f"the process that traced the step ended with status {status} and without a result")
         result: T | BaseException = pickle.loads(message)
-        if isinstance(result, BaseException) and runs_in_parent_only(result):
-            return function()
-        return result
+        return function() if isinstance(result, BaseException) and runs_in_parent_only(result) else result
 
     return finish
 
 
-def _is_readable(pipe: int, child: int) -> bool:
-    """Waits for data in the pipe. Returns False if the child uses no processor for ``PATIENCE`` seconds."""
+def _answers(receiver: Connection, child: int) -> bool:
+    """Waits for data or the end of the child. Returns False if it uses no processor for ``PATIENCE`` seconds."""
     used = -1
-    while not select.select([pipe], [], [], PATIENCE)[0]:
+    while not receiver.poll(PATIENCE):
         before, used = used, _ticks(child)
         if used == before:
             return False
@@ -306,7 +282,7 @@ def runs_in_parent_only(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "Autograd-and-Fork" in str(error)
 
 
-def _send_result(function: Callable[[], Any], write: int) -> None:
+def _send_result(function: Callable[[], Any], sender: Connection) -> None:
     """Sends the result or the exception to the parent, and ends this process without running exit handlers."""
     status = 1
     try:
@@ -316,8 +292,7 @@ def _send_result(function: Callable[[], Any], write: int) -> None:
             result: Any = function()
         except BaseException as error:  # noqa: BLE001 - the parent raises it
             result = error
-        with os.fdopen(write, "wb") as pipe:
-            pipe.write(_pickled(result))
+        sender.send_bytes(_pickled(result))
         status = 0
     finally:
         os._exit(status)
