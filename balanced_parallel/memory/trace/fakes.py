@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # torch ha
 
 from ...batch.containers import is_row_list, map_leaves
 from ...runtime.torch_private import leaves_of_tree, shared_id
+from ...savings.checkpointing import fake_like
 from .allocations import Count
 
 __all__: list[str] = []
@@ -38,7 +39,7 @@ def fake_copy(thing: Any, mode: FakeTensorMode, device: torch.device) -> Any:
 
     def fake(tensor: Tensor, memo: dict[int, Any]) -> Any:
         if id(tensor) not in memo:
-            memo[id(tensor)] = _fake_like(tensor, mode, device)
+            memo[id(tensor)] = fake_like(tensor, mode, device)
         return memo[id(tensor)]
 
     with _replaced(Tensor, "__deepcopy__", fake), _replaced(nn.Parameter, "__deepcopy__", fake):
@@ -57,17 +58,6 @@ def _shared(thing: Any) -> dict[int, Any]:
     return {id(value): value for value in values}
 
 
-def _fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device, shape: torch.Size | None = None) -> Any:
-    with mode, torch.no_grad():
-        if shape is None and tensor.layout == torch.strided:
-            copied = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
-        else:
-            copied = torch.empty(shape or tensor.shape, dtype=tensor.dtype, device=device)
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(copied, requires_grad=tensor.requires_grad)
-        return copied.requires_grad_() if tensor.requires_grad else copied
-
-
 def fake_batch(batch: Any, rows: int, of: int, mode: FakeTensorMode, device: torch.device, dim: int = 0) -> Any:
     """Returns a fake copy of ``batch`` with ``rows`` rows along ``dim`` in place of ``of``.
 
@@ -79,7 +69,7 @@ def fake_batch(batch: Any, rows: int, of: int, mode: FakeTensorMode, device: tor
             shape = list(leaf.shape)
             if shape:
                 shape[dim] = shape[dim] * rows // of
-            return _fake_like(leaf, mode, device, torch.Size(shape))
+            return fake_like(leaf, mode, device, torch.Size(shape))
         if is_row_list(leaf) and leaf:
             return [leaf[i % len(leaf)] for i in range(len(leaf) * rows // of)]
         return leaf
