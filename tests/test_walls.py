@@ -15,7 +15,7 @@ ROOT = {"__init__", "__main__"}  # the public names and the command line may imp
 
 MAY_IMPORT = {
     "runtime": set(),
-    "savings": {"runtime"},
+    "savings": {"replicas", "batch", "runtime"},
     "batch": {"runtime"},
     "replicas": {"batch", "runtime"},
     "loss": {"savings", "replicas", "batch", "runtime"},
