@@ -13,7 +13,7 @@ from torch import nn
 
 from ..batch.plan import split_sizes
 from ..batch.rows import count_micro_batches
-from ..diagnostics.doctor import batch_norms
+from ..diagnostics.reasons import batch_norms
 from ..runtime.values import format_bytes
 from .errors import UnknownMemory
 from .lengths import trace_lengths
