@@ -29,9 +29,9 @@ from .diagnostics.doctor import examine, find_waits, is_note
 from .memory.devices import find_kind
 from .memory.pictures import draw_report, load_pyplot
 from .memory.problem import Problem, build_problem
+from .memory.remedies import measure_tricks
 from .memory.report import load_plotly, write_page
 from .memory.trace.layouts import LAYOUTS, ReplicaLayout, SingleDevice
-from .memory.tricks import measure_tricks
 from .simulation import simulate
 
 __all__: list[str] = []
@@ -64,28 +64,21 @@ def dimension(text: str) -> int:
 
 def make_parser() -> OneLineParser:
     """Makes the parser of all commands."""
-    raw = argparse.RawDescriptionHelpFormatter
     program = "balanced-parallel" if Path(sys.argv[0]).name == "balanced-parallel" else "python -m balanced_parallel"
-    parser = OneLineParser(program, description=__doc__, formatter_class=raw)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="estimate|plan|tricks|doctor")
-    estimate = commands.add_parser("estimate", allow_abbrev=False, help="the memory of an update on each device")
-    plan = commands.add_parser("plan", allow_abbrev=False, help="the cheapest way to fit the batch")
-    tricks = commands.add_parser("tricks", allow_abbrev=False, help="the bytes that each known trick saves for the model")
-    doctor = commands.add_parser("doctor", allow_abbrev=False, help="problems of the model with replicas")
-    for command in (estimate, plan, tricks, doctor):
+    parser = OneLineParser(program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    subparsers = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
+    commands = {name: subparsers.add_parser(name, allow_abbrev=False, help=text) for name, (_, text) in COMMANDS.items()}
+    for name, command in commands.items():
         _add_problem(command)
-    for command in (estimate, plan, tricks):
-        _add_step(command)
-    add = estimate.add_argument
+        if name != "doctor":
+            _add_step(command)
+    add = commands["estimate"].add_argument
     add("--layout", choices=LAYOUTS, help="how the devices are used (default: single, replicas on several devices)")
     add("--micro-batch-size", type=positive, metavar="N", help="rows per device in one forward (default: its whole share)")
     add("--balanced-optimizer", action="store_true", help="spread the optimizer's state over the devices")
     add("--checkpoint", metavar="NAMES", help="activation checkpointing: 'blocks', or names of submodules: encoder.0,encoder.1")
-    plan.add_argument(
-        "--memory",
-        metavar="SIZE",
-        help="of each device, such as 24GiB, or a list: 24GiB,16GiB (default: that of the device kind)",
-    )
+    sizes = "of each device, such as 24GiB, or a list: 24GiB,16GiB (default: that of the device kind)"
+    commands["plan"].add_argument("--memory", metavar="SIZE", help=sizes)
     return parser
 
 
@@ -115,64 +108,43 @@ def _add_step(parser: OneLineParser) -> None:
 def estimate(flags: argparse.Namespace) -> int:
     """Prints the memory of one update. Returns the exit code."""
     layout = flags.layout or (SingleDevice.name if flags.devices == 1 else ReplicaLayout.name)
-    problem, criterion, rows = _build(flags)
+    problem, rows = _build(flags)
     ranks = flags.devices if LAYOUTS[layout].is_distributed else 1
-    checkpoint = flags.checkpoint if flags.checkpoint in (None, "blocks") else flags.checkpoint.split(",")
-    with contextlib.redirect_stdout(sys.stderr):
-        report = memory.estimate(
-            problem.module,
-            criterion,
-            *problem.with_rows(-(-rows // ranks), flags.dim),
-            optimizer=find_optimizer(flags.optimizer),
-            precision=flags.precision,
-            micro_batch_size=flags.micro_batch_size,
-            layout=layout,
-            devices=flags.devices,
-            balanced_optimizer=flags.balanced_optimizer,
-            checkpoint=checkpoint,
-            device_kind=flags.device_kind,
-            dim=flags.dim,
-        )
+    report = memory.estimate(
+        problem.module,
+        problem.criterion,
+        *problem.with_rows(-(-rows // ranks), flags.dim),
+        micro_batch_size=flags.micro_batch_size,
+        layout=layout,
+        balanced_optimizer=flags.balanced_optimizer,
+        checkpoint=flags.checkpoint if flags.checkpoint in (None, "blocks") else flags.checkpoint.split(","),
+        **_settings(flags),
+    )
     _show(flags, problem, report, report, find_kind(report.device_kind).capacity)
     return 0
 
 
 def plan(flags: argparse.Namespace) -> int:
     """Prints the plan. Returns the exit code: 1 if nothing fits."""
+    problem, rows = _build(flags)
     sizes: list[Any] = flags.memory.split(",") if flags.memory else [None]
-    problem, criterion, rows = _build(flags)
-    with contextlib.redirect_stdout(sys.stderr):
-        result = memory.plan(
-            problem.module,
-            criterion,
-            problem.inputs,
-            problem.targets,
-            batch_size=rows,
-            capacity=sizes[0] if len(sizes) == 1 else sizes,
-            devices=flags.devices,
-            optimizer=find_optimizer(flags.optimizer),
-            precision=flags.precision,
-            device_kind=flags.device_kind,
-            dim=flags.dim,
-        )
+    result = memory.plan(
+        problem.module,
+        problem.criterion,
+        problem.inputs,
+        problem.targets,
+        batch_size=rows,
+        capacity=sizes[0] if len(sizes) == 1 else sizes,
+        **_settings(flags),
+    )
     _show(flags, problem, result, result.report, result.capacity)
     return 0 if result.fits else 1
 
 
 def tricks(flags: argparse.Namespace) -> int:
     """Prints the table of tricks. Returns the exit code."""
-    problem, criterion, rows = _build(flags)
-    with contextlib.redirect_stdout(sys.stderr):
-        result = measure_tricks(
-            problem.module,
-            criterion,
-            *problem.with_rows(rows, flags.dim),
-            devices=flags.devices,
-            optimizer=find_optimizer(flags.optimizer),
-            precision=flags.precision,
-            device_kind=flags.device_kind,
-            dim=flags.dim,
-        )
+    problem, rows = _build(flags)
+    result = measure_tricks(problem.module, problem.criterion, *problem.with_rows(rows, flags.dim), **_settings(flags))
     _show(flags, problem, result, result.report, find_kind(result.report.device_kind).capacity)
     return 0
 
@@ -182,16 +154,13 @@ def doctor(flags: argparse.Namespace) -> int:
 
     Returns the exit code: 1 if there are any problems.
     """
-    with contextlib.redirect_stdout(sys.stderr):
-        problem = build_problem(flags.problem, flags.input)
-        criterion = None if problem.assumed else problem.criterion
-        findings = examine(problem.module, criterion)
-        if problem.inputs is not None:
-            findings += tuple(_waits(problem, criterion, flags.dim))
-    print(
-        "\n".join(f"- {finding}" for finding in findings)
-        or f"nothing found: {type(problem.module).__name__} runs as replicas{_UNCHECKED}"
-    )
+    problem = build_problem(flags.problem, flags.input)
+    criterion = None if problem.assumed else problem.criterion
+    findings = examine(problem.module, criterion)
+    if problem.inputs is not None:
+        findings += tuple(_waits(problem, criterion, flags.dim))
+    none = f"nothing found: {type(problem.module).__name__} runs as replicas{_UNCHECKED}"
+    print("\n".join(f"- {finding}" for finding in findings) or none, file=flags.output)
     return 0 if all(map(is_note, findings)) else 1
 
 
@@ -209,49 +178,61 @@ def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
         ValueError: there is no optimizer of that name.
     """
     base = torch.optim.Optimizer
-    classes = {kind.__name__: kind for kind in vars(torch.optim).values() if isinstance(kind, type) and issubclass(kind, base)}
-    names = {kind.lower(): kind for kind in classes if kind != base.__name__}
-    if name.lower() not in names:
-        raise ValueError(f"torch.optim has no {name!r}, expected one of {', '.join(names.values())}")
-    return classes[names[name.lower()]]
+    classes = [kind for kind in vars(torch.optim).values() if isinstance(kind, type) and issubclass(kind, base) and kind != base]
+    for kind in classes:
+        if kind.__name__.lower() == name.lower():
+            return kind
+    raise ValueError(f"torch.optim has no {name!r}, expected one of {', '.join(kind.__name__ for kind in classes)}")
 
 
-def _build(flags: argparse.Namespace) -> tuple[Problem, Any, int]:
-    """Returns the problem, its criterion, and the rows of an update."""
+def _settings(flags: argparse.Namespace) -> dict[str, Any]:
+    names = ("devices", "precision", "device_kind", "dim")
+    return {"optimizer": find_optimizer(flags.optimizer), **{name: getattr(flags, name) for name in names}}
+
+
+def _build(flags: argparse.Namespace) -> tuple[Any, int]:
+    """Returns the problem, and the rows of an update."""
     find_optimizer(flags.optimizer)  # fail before the model is built
     find_kind(flags.device_kind)
     for path, load in ((flags.plot, load_pyplot), (flags.html, load_plotly)):
         if path:
             load()
             path.parent.mkdir(parents=True, exist_ok=True)
-    with contextlib.redirect_stdout(sys.stderr):
-        problem = build_problem(flags.problem, flags.input)
+    problem = build_problem(flags.problem, flags.input)
     if problem.inputs is None or problem.criterion is None:
         raise ValueError(f"{flags.problem} returned no inputs: expected (module, criterion, inputs, targets), or --input")
-    return problem, problem.criterion, flags.batch_size or problem.rows(flags.dim)
+    return problem, flags.batch_size or problem.rows(flags.dim)
 
 
 def _show(flags: argparse.Namespace, problem: Problem, result: Any, report: Any, capacity: Any) -> None:
-    aside = sys.stderr if flags.json else sys.stdout
+    aside = sys.stderr if flags.json else flags.output
     if problem.assumed:
         print(f"assumed: {problem.assumed}", end="\n" if flags.json else "\n\n", file=aside)
-    with contextlib.redirect_stdout(sys.stderr):  # traces of the model may print
-        if flags.plot and report is not None:
-            draw_report(flags.plot, report, capacity)
-        if flags.html and report is not None:
-            write_page(flags.html, report, capacity, "" if result is report else result._repr_html_())
-    print(result.to_json() if flags.json else result)
+    if flags.plot and report is not None:
+        draw_report(flags.plot, report, capacity)
+    if flags.html and report is not None:
+        write_page(flags.html, report, capacity, "" if result is report else result._repr_html_())
+    print(result.to_json() if flags.json else result, file=flags.output)
     for path in filter(None, (flags.plot, flags.html)):
         print(f"wrote {path}" if report is not None else f"nothing fits, so {path} was not written", file=aside)
+
+
+COMMANDS = {
+    "estimate": (estimate, "the memory of an update on each device"),
+    "plan": (plan, "the cheapest way to fit the batch"),
+    "tricks": (tricks, "the bytes that each known trick saves for the model"),
+    "doctor": (doctor, "problems of the model with replicas"),
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. For bad input it prints one line to stderr and raises ``SystemExit(2)``."""
     parser = make_parser()
-    flags = parser.parse_args(arguments)
-    command = {"estimate": estimate, "plan": plan, "tricks": tricks, "doctor": doctor}[flags.command]
+    flags = parser.parse_args(arguments, argparse.Namespace(output=sys.stdout))
+    command, _ = COMMANDS[flags.command]
     try:
-        with warnings.catch_warnings(record=True) as caught, logs_of_a_command():
+        # a model may print, which is not part of the output
+        with warnings.catch_warnings(record=True) as caught, logs_of_a_command(), contextlib.redirect_stdout(sys.stderr):
             code = command(flags)
     except Exception as error:  # noqa: BLE001 - a model may raise anything, and a traceback would not help
         explains_itself = isinstance(error, (ValueError, ImportError, OSError)) and str(error)

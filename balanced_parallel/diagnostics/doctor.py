@@ -18,12 +18,12 @@ from ..batch import containers
 from ..loss.coupled import AdditiveLoss
 from ..loss.criterion import DataParallelCriterion
 from ..loss.rules import is_known, refuse_coupled
-from ..replicas.batchnorm import AllRowsBatchNorm, advice
+from ..replicas.batchnorm import advice
 from ..replicas.model import DataParallelModel
 from ..replicas.module_tree import refuse_compiled
-from ..runtime.torch_private import BatchNorm, is_differentiable
+from ..runtime.torch_private import is_differentiable
 from ..training.step import TrainStep
-from .reasons import described, unregistered_tensors
+from .reasons import batch_norms, described, unregistered_tensors
 
 __all__: list[str] = []
 
@@ -70,26 +70,10 @@ def _weights_without_copies(module: nn.Module) -> Iterator[str]:
         yield f"weights: they are on {names}: move the model to one device, from which all replicas are copied"
 
 
-def batch_norms(module: nn.Module, *, over_all_rows: bool) -> list[str]:
-    """Returns the names of the batch norms that use statistics of the batch.
-
-    Args:
-        module: the model.
-        over_all_rows: if True, those that :func:`convert_sync_batchnorm` has converted, else the others.
-    """
-    return [
-        name or type(layer).__name__
-        for name, layer in module.named_modules()
-        if isinstance(layer, BatchNorm)
-        and isinstance(layer, AllRowsBatchNorm) == over_all_rows
-        and (layer.training or layer.running_mean is None)
-    ]
-
-
 def _batch_norms(module: nn.Module) -> Iterator[str]:
-    layers, by_advice = {name or type(layer).__name__: layer for name, layer in module.named_modules()}, dict[str, list[str]]()
-    for name in batch_norms(module, over_all_rows=False):
-        by_advice.setdefault(advice(layers[name]), []).append(name)
+    by_advice: dict[str, list[str]] = {}
+    for name, layer in batch_norms(module, over_all_rows=False).items():
+        by_advice.setdefault(advice(layer), []).append(name)
     for mend, names in by_advice.items():
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         yield (

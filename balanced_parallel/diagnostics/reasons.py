@@ -43,7 +43,7 @@ def mixed_rows(module: nn.Module, wrap: Wrap, inputs: Any, device: torch.device,
         device: device of the model.
         limit: largest relative error that counts as equal.
     """
-    if any(isinstance(layer, BatchNorm) and _mixes_halves(layer) for layer in module.modules()):
+    if batch_norms(module, over_all_rows=False):
         return  # they have a reason of their own
     plain, split, repeated = Program(module), Program(module), Program(module)
     whole = plain.forward(inputs, device, 0)
@@ -67,10 +67,6 @@ def mixed_rows(module: nn.Module, wrap: Wrap, inputs: Any, device: torch.device,
             f"forward mixes rows, in {place}: the output of a row depends on the other rows of its batch: move this part into "
             "the criterion, with whole=True; for a batch norm use convert_sync_batchnorm(module)"
         )
-
-
-def _mixes_halves(layer: nn.Module) -> bool:
-    return not isinstance(layer, AllRowsBatchNorm) and (layer.training or layer.running_mean is None)
 
 
 def _sorted(output: Any, dims: Dims) -> Any:
@@ -151,18 +147,31 @@ def _reasons_of_forward(module: nn.Module, wrap: Wrap, inputs: Any, device: torc
     yield from mixed_rows(evaluated if is_evaluated else module, wrap, inputs, device, limit)
 
 
+def batch_norms(module: nn.Module, *, over_all_rows: bool) -> dict[str, BatchNorm]:
+    """Returns the batch norms that use statistics of the batch, by name.
+
+    Args:
+        module: the model.
+        over_all_rows: if True, those that :func:`convert_sync_batchnorm` has converted, else the others.
+    """
+    return {
+        name or type(layer).__name__: layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, BatchNorm)
+        and isinstance(layer, AllRowsBatchNorm) == over_all_rows
+        and (layer.training or layer.running_mean is None)
+    }
+
+
 def _mixing_layers(module: nn.Module, devices: int, micro_batches: int) -> Iterator[str]:
-    for name, layer in module.named_modules():
-        if not isinstance(layer, BatchNorm) or not (layer.training or layer.running_mean is None):
-            continue
-        is_synchronized = isinstance(layer, AllRowsBatchNorm)
-        if devices > 1 and not is_synchronized:
-            reason = f"uses the statistics of the rows of each replica: {advice(layer)}"
-        elif micro_batches > 1:
-            reason = "uses the statistics of each micro-batch, not of the whole batch"
-        else:
-            continue
-        yield f"batch norm: {name or type(layer).__name__} {reason}"
+    norms = batch_norms(module, over_all_rows=False)
+    if devices > 1:
+        for name, layer in norms.items():
+            yield f"batch norm: {name} uses the statistics of the rows of each replica: {advice(layer)}"
+        norms = {}
+    if micro_batches > 1:
+        for name in norms | batch_norms(module, over_all_rows=True):
+            yield f"batch norm: {name} uses the statistics of each micro-batch, not of the whole batch"
 
 
 def _random_layers(module: nn.Module) -> Iterator[str]:

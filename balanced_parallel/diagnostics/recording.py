@@ -1,12 +1,9 @@
-"""Recording of the inputs and outputs of all modules of a program.
+"""Programs that record what their modules compute, the first difference between two of them, and losses of parts of a batch.
 
-The first module whose output differs between two programs, and the module that causes the difference.
-
-Classification of a loss by its values on parts of a batch: a sum, a mean, or a loss whose rows depend on each other.
+The values of a loss on parts of a batch tell a sum from a mean, and from a loss whose rows depend on each other.
 """
 
 import copy
-import itertools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -67,7 +64,7 @@ class Program:
         self._open: dict[int, list[tuple[str, list[Tensor], list[int]]]] = {}  # calls that have not ended, per replica
         self._forwards: dict[int, int] = {}  # number of forwards per replica
         self._running: set[int] = set()
-        for tensor in self._learning().values():
+        for tensor in self.learning().values():
             tensor.grad = None
 
     @property
@@ -114,23 +111,17 @@ class Program:
         self.output = self.module.to(device)(*arguments.inputs, **arguments.kwargs)
         return self.output
 
-    def parameters(self) -> dict[str, nn.Parameter]:
-        """Returns the parameters of the model, and those of the criterion with the prefix ``criterion.``."""
-        parameters = self.criterion.named_parameters() if isinstance(self.criterion, nn.Module) else ()
-        return dict(self.module.named_parameters()) | {f"criterion.{name}": parameter for name, parameter in parameters}
-
     def gradients(self) -> dict[str, Tensor]:
         """Returns the gradients of all parameters and buffers that require them, with zeros for a gradient that is None."""
-        tensors = self._learning().items()
+        tensors = self.learning().items()
         return {name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad for name, tensor in tensors}
 
-    def _learning(self) -> dict[str, Tensor]:
-        buffers = self.criterion.named_buffers() if isinstance(self.criterion, nn.Module) else ()
-        tensors = {
-            **self.parameters(),
-            **dict(self.module.named_buffers()),
-            **{f"criterion.{name}": buffer for name, buffer in buffers},
-        }
+    def learning(self) -> dict[str, Tensor]:
+        """Returns the parameters and buffers that require gradients, those of the criterion with the prefix ``criterion.``."""
+        tensors: dict[str, Tensor] = {}
+        for prefix, part in (("", self.module), ("criterion.", self.criterion)):
+            if isinstance(part, nn.Module):
+                tensors |= {f"{prefix}{name}": tensor for name, tensor in (*part.named_parameters(), *part.named_buffers())}
         return {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
 
 
@@ -381,12 +372,10 @@ class _Parts:
             return f"the loss is a mean, and {_OTHER_WEIGHT}"
         if is_mean:
             return f"the loss is a mean, but not over rows: {_WEIGHT}"
-        if self._is_sum_plus_mean(whole):
-            return (
-                f"the loss is a sum plus a mean over rows, so it cannot be computed in parts: {_WHOLE}, or AdditiveLoss("
-                "statistics, finish), with both sums and the number of rows as statistics"
-            )
-        return f"the loss: its rows depend on each other, so it cannot be computed in parts: {_WHOLE}"
+        return (
+            "the loss: its rows depend on each other, or it is a sum plus a mean, so it cannot be computed in parts: "
+            f"{_WHOLE}, or AdditiveLoss(statistics, finish), if it is a function of sums"
+        )
 
     def _combined(self, sizes: Sequence[int], whole: Tensor) -> Tensor:
         """Returns the loss that ``wrapped`` computes from the parts, or a different value if it raises an error."""
@@ -408,26 +397,6 @@ class _Parts:
             if answer is not None:
                 return answer
         return None
-
-    def _is_sum_plus_mean(self, whole: Tensor) -> bool:
-        """Returns True if a sum and a mean of each of four parts give the losses of all ranges of parts.
-
-        There are ten ranges of neighbouring parts, and eight unknown numbers. A least-squares solution without residual shows
-        the form.
-        """
-        part = self.rows // 4
-        if not part:
-            return False
-        sizes = [part, part, part, self.rows - 3 * part]
-        factors, losses = torch.zeros(10, 8, dtype=torch.float64), torch.zeros(10, 1, dtype=torch.float64)
-        for index, (first, last) in enumerate(itertools.combinations(range(5), 2)):
-            rows = torch.tensor(sizes[first:last])
-            factors[index, first:last], factors[index, 4 + first : 4 + last] = 1, rows / rows.sum()
-            outside = sum(sizes[:first]), sum(sizes[last:])
-            around = [size for size in (outside[0], int(rows.sum()), outside[1]) if size]
-            losses[index] = self.losses(around)[1 if first else 0].cpu()
-        residual = factors @ torch.linalg.lstsq(factors, losses).solution - losses
-        return bool(residual.abs().max() <= 1e-4 * whole.abs().cpu())
 
     def _is_mean_of(self, sizes: Sequence[int], whole: Tensor) -> bool | None:
         loss_1, loss_2, loss_3 = map(float, self.losses(sizes))

@@ -165,7 +165,7 @@ def verify(
         if dim is None and not isinstance(criterion, DataParallelCriterion):
             dim = wrapped.dim
         losses = _wrap_criterion(split.criterion, criterion, weight, dim)
-        step = TrainStep(wrapped, losses, _NoUpdate(split.parameters().values()), micro_batch_size=micro_batch_size)
+        step = TrainStep(wrapped, losses, _NoUpdate(split.learning().values()), micro_batch_size=micro_batch_size)
         number, equal = 0, True
         while equal and number < 2:
             number += 1
@@ -212,7 +212,7 @@ def _rounding(dtype: torch.dtype, error: float) -> tuple[str, ...]:
 class _NoUpdate(torch.optim.Optimizer):
     """An optimizer without updates. SGD with a learning rate of 0 would write nan for gradients that are nan."""
 
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
         super().__init__(parameters, {})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

@@ -13,6 +13,7 @@ stream reuses its blocks. Not compared with a GPU yet.
 import bisect
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 __all__: list[str] = []
 
@@ -20,8 +21,17 @@ __all__: list[str] = []
 MIB = 2**20
 _SMALL, _MEDIUM = MIB, 10 * MIB
 _SMALL_SEGMENT, _MEDIUM_SEGMENT, _ROUND = 2 * MIB, 20 * MIB, 2 * MIB
+_FIRST_ADDRESS = 2**32
 Free = tuple[int, int, int]  # size, segment, offset
 Pool = tuple[bool, int]  # small blocks or others, and their stream
+
+
+class Segment(NamedTuple):
+    """Memory of the device, with an invented address."""
+
+    address: int
+    size: int
+    pool: Pool
 
 
 class CachingAllocator:
@@ -29,6 +39,9 @@ class CachingAllocator:
 
     Args:
         capacity: total bytes of all segments. Free segments are released before a new one exceeds it.
+
+    Attributes:
+        segments: all that were taken from the device, in the order of their addresses.
     """
 
     def __init__(self, capacity: int | None = None) -> None:
@@ -37,7 +50,7 @@ class CachingAllocator:
         self._free: defaultdict[Pool, list[Free]] = defaultdict(list)
         self._starts: dict[tuple[int, int], Free] = {}
         self._ends: dict[tuple[int, int], Free] = {}
-        self._segments: list[tuple[int, Pool]] = []  # bytes, and the pool of its blocks
+        self.segments: list[Segment] = []
         self._used: dict[int, Free] = {}
 
     def allocate(self, key: int, size: int, stream: int = 0) -> bool:
@@ -58,13 +71,18 @@ class CachingAllocator:
         self._used[key] = (length, segment, offset)
         return True
 
+    def place(self, key: int) -> tuple[int, int]:
+        """Returns the address and the size of the block that was allocated under the name ``key``."""
+        size, segment, offset = self._used[key]
+        return self.segments[segment].address + offset, size
+
     def release(self, key: int) -> None:
         """Frees the bytes that were allocated under the name ``key``."""
         block = self._used.pop(key, None)
         if block is None:
             return
         size, segment, offset = block
-        pool = self._segments[segment][1]
+        pool = self.segments[segment].pool
         before, after = self._ends.get((segment, offset)), self._starts.get((segment, offset + size))
         if before is not None:
             self._remove(pool, before)
@@ -99,14 +117,15 @@ class CachingAllocator:
             self._release_free_segments()
             if self.reserved + length > self.capacity:
                 return None
-        self._segments.append((length, pool))
+        address = sum(self.segments[-1][:2]) if self.segments else _FIRST_ADDRESS
+        self.segments.append(Segment(address, length, pool))
         self.reserved += length
         self.peak = max(self.peak, self.reserved)
-        return length, len(self._segments) - 1, 0
+        return length, len(self.segments) - 1, 0
 
     def _release_free_segments(self) -> None:
         for pool, free in self._free.items():
-            for block in [block for block in free if block[0] == self._segments[block[1]][0]]:
+            for block in [block for block in free if block[0] == self.segments[block[1]].size]:
                 self._remove(pool, block)
                 self.reserved -= block[0]
 

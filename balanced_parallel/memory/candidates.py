@@ -12,14 +12,14 @@ from typing import Any
 from torch import nn
 
 from ..batch.plan import count_micro_batches, split_sizes
-from ..diagnostics.doctor import batch_norms
+from ..diagnostics.reasons import batch_norms
 from ..runtime.values import format_bytes
 from .errors import UnknownMemory
 from .lengths import trace_lengths
-from .lines import Lines
+from .lines import Lines, most_that_fit
 from .remedies import OFFLOAD, Option
 from .trace.layouts import Request, is_coupled
-from .trace.tracer import Trace, run_traces
+from .trace.tracer import run_traces
 
 __all__: list[str] = []
 
@@ -72,12 +72,6 @@ class Choice:
         return self.optimizer is not None, self.changes_result, self.recomputed, self.micro_batches, self.traffic
 
 
-def choice_of(values: dict[str, Any]) -> Choice:
-    """Returns the choice that was written as JSON."""
-    settings: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-    return Choice(**settings)
-
-
 def row_of(choice: Choice) -> list[str]:
     """Returns the cells of a choice in the table of a plan."""
     rows = " + ".join(f"{weight:.0f}" for weight in choice.split) if choice.split else f"{choice.micro_batch_size} per device"
@@ -125,47 +119,27 @@ class Measured:
         option: to be traced.
         capacity: bytes of each device.
         batch_size: rows per update.
+
+    Attributes:
+        traced: the lines for one micro-batch and for several (1 and 2), as far as they were traced.
     """
 
     def __init__(self, option: Option, capacity: tuple[int, ...], batch_size: int) -> None:
         self.option, self.capacity = option, capacity
         self.request = dataclasses.replace(option.request, micro_batches=1, update_rows=batch_size)
-        self._lines: dict[int, Lines] = {}
+        self.traced: dict[int, Lines] = {}
 
     def lines(self, micro_batches: int) -> Lines:
         """Returns the lines for a number of micro-batches per update, traced at the first call."""
-        several = min(micro_batches, 2)
-        if several not in self._lines:
+        several = min(micro_batches, 2)  # with replicas, one that adds and reduces is enough
+        if several not in self.traced:
             measure([self], several)
-        return self._lines[several]
-
-    def is_measured(self, several: int) -> bool:
-        """Returns True if the traces for ``several`` micro-batches (1 or 2) exist."""
-        return several in self._lines
-
-    def jobs(self, several: int) -> list[tuple[Request, int]]:
-        """Returns the traces that ``several`` micro-batches (1 or 2) per update need."""
-        request = dataclasses.replace(self.request, micro_batches=several)  # with replicas, one that adds and reduces is enough
-        return [(request, BASE * request.devices), (request, 2 * BASE * request.devices)]
-
-    def take(self, several: int, first: Trace, second: Trace) -> None:
-        """Takes the results of :meth:`jobs`.
-
-        Raises:
-            ValueError: memory is not affine in the rows.
-        """
-        devices = self.request.devices
-        self._lines[several] = Lines(first, second, self.request.kind, devices, devices)
-        if not self._lines[several].is_affine:
-            raise ValueError(
-                "with twice the rows the module runs other operators, so that no plan can be made: see memory.estimate for each "
-                "number of rows"
-            )
+        return self.traced[several]
 
     def flops(self, micro_batches: int) -> float:
         """Operations per row of an update. Those of several micro-batches differ if each runs its forward twice."""
         if not is_coupled(self.request.criterion):
-            first = next(iter(self._lines.values())).first
+            first = next(iter(self.traced.values())).first
             return first.flops / (first.rows * first.micro_batches)
         lines, batch_size = self.lines(micro_batches), self.request.rows_of_update
         assert lines.second is not None
@@ -177,11 +151,8 @@ class Measured:
 
     def most_rows(self, device: int, micro_batches: int, share: int) -> int:
         """Returns the rows that fit on a device in one forward, at most ``share``."""
-        low, high = 0, share + 1
-        while high - low > 1:
-            middle = (low + high) // 2 if low or high <= share else share
-            low, high = (middle, high) if self.reserved(device, middle, micro_batches, self.capacity[device]) else (low, middle)
-        return low
+        limit = self.capacity[device]
+        return most_that_fit(lambda rows: self.reserved(device, rows, micro_batches, limit) is not None, share)
 
     def may_fit_at_once(self, share: int, several: int) -> bool:
         """Returns False if the lines for ``several`` micro-batches show that no option runs the batch in one micro-batch.
@@ -213,14 +184,14 @@ class Measured:
         unequal = len(set(self.capacity)) > 1
         share = -(-batch_size // len(devices))
         most_share = batch_size if unequal else share
-        if 1 in self._lines and not unequal and self.fits_at_once(batch_size):
+        if 1 in self.traced and not unequal and self.fits_at_once(batch_size):
             rows = [share for _ in devices]
         else:
             # a loss whose rows depend on each other needs less memory in two passes, which one micro-batch does not take
             half = is_coupled(self.request.criterion)
             rows = [self.most_rows(i, 2, max(most_share // 2, 1) if half else most_share) for i in devices]
             unequal = unequal and min(rows) < share  # else equal shares fit
-            untried = 1 not in self._lines or unequal
+            untried = 1 not in self.traced or unequal
             if untried and not _holds(batch_size, rows, unequal) and self.may_fit_at_once(share, 2):
                 at_once = [self.most_rows(i, 1, most_share) for i in devices]
                 rows = at_once if _holds(batch_size, at_once, unequal) else rows
@@ -273,14 +244,19 @@ def measure_what_decides(options: Sequence[Measured], batch_size: int, plain: Me
     plain.lines(1)
     if plain.may_fit_at_once(-(-batch_size // plain.request.devices), 1):
         measure([each for each in options if each is not plain], 1)
-    measure([each for each in options if not each.is_measured(1) or not each.fits_at_once(batch_size)], 2)
+    measure([each for each in options if 1 not in each.traced or not each.fits_at_once(batch_size)], 2)
 
 
 def measure(options: Sequence[Measured], several: int) -> None:
-    """Traces all of ``options`` together."""
-    jobs = [job for option in options for job in option.jobs(several)]
-    if not jobs:
+    """Traces all of ``options`` together, for ``several`` micro-batches (1 or 2) per update.
+
+    Raises:
+        ValueError: an option does not run with these rows, or its memory is not affine in them.
+    """
+    if not options:
         return
+    requests = [dataclasses.replace(option.request, micro_batches=several) for option in options]
+    jobs = [(request, count * BASE * request.devices) for request in requests for count in (1, 2)]
     try:
         traces = run_traces(jobs)
     except UnknownMemory:
@@ -290,8 +266,13 @@ def measure(options: Sequence[Measured], several: int) -> None:
             f"with {jobs[0][1]} to {jobs[-1][1]} rows over {jobs[0][0].devices} devices is {type(error).__name__}: {error}; "
             "a plan needs a module, a criterion and an optimizer that take any number of rows"
         ) from error
-    for option, first, second in zip(options, traces[::2], traces[1::2], strict=True):
-        option.take(several, first, second)
+    for option, request, first, second in zip(options, requests, traces[::2], traces[1::2], strict=True):
+        option.traced[several] = lines = Lines(request, first, second)
+        if not lines.is_affine:
+            raise ValueError(
+                "with twice the rows the module runs other operators, so that no plan can be made: see memory.estimate for each "
+                "number of rows"
+            )
 
 
 def _holds(batch_size: int, rows: list[int], unequal: bool) -> bool:

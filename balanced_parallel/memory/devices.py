@@ -34,6 +34,11 @@ class DeviceKind:
     like_cuda: bool = True
     fuses: bool = True
 
+    @property
+    def beside_tensors(self) -> int:
+        """Bytes that no tensor holds."""
+        return self.workspace + self.context
+
     def sources(self) -> dict[str, str]:
         """Returns the sources of the constants, by name."""
         return {

@@ -3,36 +3,30 @@
 The arguments become a :class:`Request`, two numbers of rows are traced, and :class:`Lines` through both give the report:
 
     module, criterion, batch  ->  Request  ->  traces of n and 2 n rows  ->  Lines  ->  MemoryReport
-
-An existing :class:`TrainStep` becomes a request too, for ``memory.fit``, which also needs the bytes that its tensors use now.
 """
 
 import dataclasses
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ..loss.criterion import DataParallelCriterion
-from ..optim.balanced import BalancedOptimizer
-from ..replicas.model import DataParallelModel
-from ..runtime.collectives import world_size
-from ..runtime.torch_private import get_gradient, leaves_of_tree, storage_id
-from ..strategies.fsdp import ShardedModel
-from ..training.step import TrainStep
-from ..training.update import each_optimizer
-from .devices import DeviceKind, find_kind
+from ..batch.containers import describe, spread
+from ..batch.plan import count_micro_batches
+from ..batch.rows import as_arguments, count_rows
+from ..replicas.module_tree import check_module
+from ..runtime.values import Precision, check_number
+from ..savings.checkpointing import find_blocks
+from .devices import find_kind
 from .errors import UnknownMemory
 from .lengths import trace_lengths
 from .lines import Lines
 from .operators.recurrent import SOURCE as RECURRENCE
-from .report import PARTS, MemoryReport, OtherBatches, holders_of, runs
-from .request import make_request
-from .trace.layouts import ReplicasOfStep, Request, is_coupled, plain_criterion
-from .trace.optimizers import ExistingOptimizers
+from .report import PARTS, MemoryReport, OtherBatches, holders_of
+from .trace.layouts import LAYOUTS, Layout, Request, find_layout, is_coupled, plain_criterion
+from .trace.optimizers import OptimizerChoice
+from .trace.savings import check_savings
 from .trace.tracer import Trace, run_traces
 
 __all__: list[str] = []
@@ -121,67 +115,113 @@ def estimate(
         dim=dim,
         scalar=scalar,
     )
-    if lengths is None:
-        return report_of(request, request.rows_per_micro_batch)
-    traces = trace_lengths(request, trim, lengths)
-    return dataclasses.replace(report_of(request, request.rows_per_micro_batch), _lengths=traces)
+    report = report_of(request, request.rows_per_micro_batch)
+    return report if lengths is None else dataclasses.replace(report, _lengths=trace_lengths(request, trim, lengths))
+
+
+_CALLS = {
+    "criterion": "a module or a function: the arguments are (module, criterion, inputs, targets)",
+    "optimizer": "a class, or a function of the parameters: torch.optim.AdamW, or functools.partial(torch.optim.AdamW, lr=...)",
+}
+
+
+def make_request(
+    module: torch.nn.Module,
+    criterion: Callable[..., Any],
+    inputs: Any,
+    targets: Any,
+    *,
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
+    precision: str = "fp32",
+    layout: str = "single",
+    devices: int = 1,
+    device_kind: str | None = None,
+    dim: int = 0,
+    scalar: int | float | bool | None = None,
+    micro_batch_size: int | None = None,
+    accumulate: int = 1,
+    balanced_optimizer: bool = False,
+    checkpoint: str | Iterable[str] | None = None,
+    split: Sequence[float] | None = None,
+    savings: Iterable[str] = (),
+) -> Request:
+    """Checks the arguments of :func:`estimate`, and makes a request of them.
+
+    Raises:
+        ValueError: a setting is out of its range, or the inputs have no rows.
+    """
+    check_module(module)
+    for name, function in {"criterion": criterion, "optimizer": optimizer}.items():
+        if not callable(function):
+            raise TypeError(f"the {name} is {describe(function)}, expected {_CALLS[name]}")
+    kind = find_kind(device_kind)
+    Precision(precision)
+    for name, number in {"devices": devices, "accumulate": accumulate, "micro_batch_size": micro_batch_size or 1}.items():
+        check_number(name, number, "a positive number", at_least=1, whole=True)
+    chosen = find_layout(layout)
+    if devices > 1 and not chosen.takes_several_devices:
+        others = _layouts(lambda other: other.takes_several_devices)
+        raise ValueError(f"devices={devices} with layout={layout!r}, expected one device, or layout={others}")
+    if balanced_optimizer and not chosen.takes_balanced_optimizer:
+        others = _layouts(lambda other: other.takes_balanced_optimizer)
+        raise ValueError(f"balanced_optimizer=True with layout={layout!r}, expected {others}")
+    arguments = as_arguments(inputs)
+    rows = count_rows(arguments, dim)
+    if not rows:
+        raise ValueError(f"the inputs have no rows, expected tensors with rows along dimension {dim}")
+    count = count_micro_batches(rows, micro_batch_size, split or chosen.devices_per_process(devices))
+    return Request(
+        module=module,
+        criterion=criterion,
+        inputs=arguments,
+        targets=spread(targets),
+        rows=rows,
+        optimizer=OptimizerChoice(optimizer, foreach=kind.like_cuda),
+        precision=precision,
+        micro_batches=count * accumulate,
+        batches=accumulate,
+        layout=chosen,
+        devices=devices,
+        balanced=balanced_optimizer,
+        blocks=_names_to_checkpoint(module, checkpoint),
+        split=None if split is None else tuple(split),
+        kind=kind,
+        dim=dim,
+        scalar=scalar,
+        savings=check_savings(savings),
+    )
+
+
+def _layouts(suits: Callable[[type[Layout]], bool]) -> str:
+    return " or ".join(repr(name) for name, layout in LAYOUTS.items() if suits(layout))
+
+
+def _names_to_checkpoint(module: torch.nn.Module, checkpoint: str | Iterable[str] | None) -> tuple[str, ...]:
+    if checkpoint is None:
+        return ()
+    if checkpoint != "blocks":
+        return (checkpoint,) if isinstance(checkpoint, str) else tuple(checkpoint)
+    if blocks := find_blocks(module):
+        return blocks
+    raise ValueError("checkpoint='blocks', but the module has no repeated blocks: expected names of submodules, or None")
 
 
 def report_of(request: Request, rows: int) -> MemoryReport:
     """Traces micro-batches of ``rows`` rows, and of twice as many, and makes the report."""
-    exact, lines = lines_of(request, rows)
-    return make_report(request, rows, exact, None, lines)
+    return make_report(request, rows, *lines_of(request, rows))
 
 
 def lines_of(request: Request, rows: int) -> tuple[Lines, Lines]:
     """Traces micro-batches of ``rows`` rows, and of twice as many. Returns the lines of this number of rows, and of others."""
-    step = request.row_step
-    base = -(-max(rows, 2) // step) * step  # one row is a special case for torch: broadcasting, strides
+    base = request.round_up(max(rows, 2))  # one row is a special case for torch: broadcasting, strides
     traces, reason = _trace_lines(request, sorted({rows, base, 2 * base}))
-    exact = Lines.exact(traces[0], request)
-    lines = Lines(traces[-2], traces[-1], request.kind, request.devices, step, request.split) if len(traces) > 1 else exact
+    exact = Lines(request, traces[0])
+    lines = Lines(request, *traces[-2:]) if len(traces) > 1 else exact
     if not lines.is_affine:
         warnings.warn(
             f"{reason}, so memory is not affine in the rows: at() and largest() trace each number of rows", stacklevel=4
         )
     return exact, lines
-
-
-def make_report(request: Request, rows: int, exact: Lines, asked: Sequence[int] | None, lines: Lines) -> MemoryReport:
-    """Makes the report of micro-batches of ``rows`` rows.
-
-    Args:
-        exact: the lines of this number of rows.
-        asked: for each device, the rows at which to read ``exact``. ``None`` reads at the rows that were traced.
-        lines: for other numbers of rows.
-    """
-    traced = request.layout.traced_devices(request.devices)
-    read = [(i, None if asked is None else asked[i]) for i in traced]
-
-    return MemoryReport(
-        layout=request.layout.name,
-        device_kind=request.kind.name,
-        precision=request.precision,
-        devices=request.devices,
-        rows=rows,
-        micro_batches=request.micro_batches,
-        peak=tuple(exact.peak(i, at) for i, at in read),
-        reserved=tuple(exact.reserved(i, at) or 0 for i, at in read),
-        parts=tuple(_parts(exact, i, at) for i, at in read),
-        assumed=_assumed(exact, request.kind),
-        timeline=tuple(tuple(exact.levels(i, at)[exact.start :].tolist()) for i, at in read),
-        where=tuple(holders_of(exact, i, at) for i, at in read),
-        phases={name: exact.first.marks[name] - exact.start for name in ("backward", "update")},
-        flops=exact.flops(None if asked is None else rows) * request.micro_batches // exact.first.micro_batches,
-        affine=lines.is_affine,
-        _batches=OtherBatches(request, exact, read, lines),
-    )
-
-
-def _assumed(lines: Lines, kind: DeviceKind) -> dict[str, str]:
-    if not kind.context:
-        return {}
-    return kind.sources() | ({"recurrent layers": RECURRENCE} if runs(lines, "recurrence") else {})
 
 
 def _trace_lines(request: Request, counts: Sequence[int]) -> tuple[list[Trace], str]:
@@ -199,90 +239,46 @@ def _trace_lines(request: Request, counts: Sequence[int]) -> tuple[list[Trace], 
         return first, f"with {counts[-1]} rows the module raises {type(error).__name__}: {error}"
 
 
-def _parts(lines: Lines, device: int, rows: int | None) -> dict[str, int]:
-    parts = dict.fromkeys(PARTS, 0)
-    unit = lines.kind.rounds_to
-    for block in lines.blocks_at(device, lines.peak_event(device, rows), rows):
-        parts[block.kind] += -(-block.size // unit) * unit
-    return parts | {"workspace": lines.kind.workspace, "context": lines.kind.context}
+def make_report(request: Request, rows: int, exact: Lines, lines: Lines, asked: Sequence[int] | None = None) -> MemoryReport:
+    """Makes the report of micro-batches of ``rows`` rows.
 
-
-def request_of_step(step: TrainStep, inputs: Any, targets: Any) -> Request:
-    """Returns the request of one update of a step, with the whole batch in one micro-batch.
-
-    Raises:
-        ValueError: the inputs have no rows, or rows in different dimensions; the model is sharded.
+    Args:
+        exact: the lines of this number of rows.
+        lines: for other numbers of rows.
+        asked: for each device, the rows at which to read ``exact``. ``None`` reads at the rows that were traced.
     """
-    model: Any = step.model
-    criterion = step.criterion
-    is_local = isinstance(model, DataParallelModel)
-    if isinstance(model, ShardedModel):
-        raise ValueError(
-            "the model is sharded, and its parameters are parts on each rank: call memory.estimate(layout='fsdp') with the "
-            "module before parallelize, and set step.micro_batch_size"
-        )
-    if model.in_dims is not None or criterion.in_dims is not None or criterion.dim not in (None, model.dim):
-        raise ValueError(
-            "the rows of the inputs and the targets are in different dimensions (in_dims=), expected one dim= for all: call "
-            "memory.estimate with a function of one batch, and set step.micro_batch_size"
-        )
-    kind = kind_of(model.devices[0])
-    optimizers = each_optimizer(step.optimizer)
-    of_model = model.precision.name
-    request = make_request(
-        model.module,
-        criterion if is_local or criterion.is_coupled else criterion.module,
-        inputs,
-        targets,
-        optimizer=torch.optim.SGD,
-        precision=step.precision.name if of_model == "fp32" else of_model,
-        layout="replicas" if is_local else "ddp",
-        devices=len(model.devices) if is_local else world_size(),
-        device_kind=kind.name,
-        dim=model.dim,
-        scalar=None,
-        balanced_optimizer=any(isinstance(optimizer, BalancedOptimizer) for optimizer in optimizers),
-        split=model.split,
-    )
-    return dataclasses.replace(
-        request,
-        optimizer=ExistingOptimizers(optimizers, foreach=kind.like_cuda),
-        layout=ReplicasOfStep if is_local else request.layout,
+    rows_to_read: Sequence[int | None] = asked or [None] * request.devices
+    read = list(zip(request.traced_devices, rows_to_read, strict=True))
+    return MemoryReport(
+        layout=request.layout.name,
+        device_kind=request.kind.name,
+        precision=request.precision,
+        devices=request.devices,
+        rows=rows,
+        micro_batches=request.micro_batches,
+        peak=tuple(exact.peak(i, at) for i, at in read),
+        reserved=tuple(exact.reserved(i, at) or 0 for i, at in read),
+        parts=tuple(_parts(exact, i, at) for i, at in read),
+        assumed=_assumed(exact),
+        timeline=tuple(tuple(exact.levels(i, at)[exact.start :].tolist()) for i, at in read),
+        where=tuple(holders_of(exact, i, at) for i, at in read),
+        phases={name: exact.first.marks[name] - exact.start for name in ("backward", "update")},
+        flops=exact.flops(None if asked is None else rows) * request.micro_batches // exact.first.micro_batches,
+        affine=lines.is_affine,
+        _batches=OtherBatches(request, exact, lines, read),
     )
 
 
-def kind_of(device: torch.device) -> DeviceKind:
-    """Returns the kind of a device."""
-    return find_kind("cpu" if device.type == "cpu" else None)
+def _assumed(lines: Lines) -> dict[str, str]:
+    kind = lines.request.kind
+    if not kind.context:
+        return {}
+    has_recurrence = any("recurrence" in operator for operator in lines.first.operators)
+    return kind.sources() | ({"recurrent layers": RECURRENCE} if has_recurrence else {})
 
 
-def bytes_in_use(step: TrainStep) -> Counter[torch.device]:
-    """Returns the bytes of a step's tensors on each device: parameters, copies, buffers, gradients and optimizer state."""
-    sizes: dict[tuple[torch.device, int], int] = {}
-    for tensor in _tensors_of(step):
-        storage = tensor.untyped_storage()
-        unit = kind_of(tensor.device).rounds_to
-        sizes[tensor.device, storage_id(storage)] = -(-storage.nbytes() // unit) * unit
-    total: Counter[torch.device] = Counter()
-    for (device, _), size in sizes.items():
-        total[device] += size
-    return total
-
-
-def _tensors_of(step: TrainStep) -> Iterator[Tensor]:
-    parts: list[Any] = [step.model, step.criterion]
-    parameters: list[Tensor] = [parameter for part in parts for parameter in part.parameters()]
-    for part in parts:
-        yield from part.buffers()
-        if isinstance(part, (DataParallelModel, DataParallelCriterion)):
-            yield from (copy for copies in part.replicas.copies.by_device.values() for copy in copies)
-            for bucket in part.replicas.gradients.buckets:
-                yield from (gradient for gradients in bucket.held.values() for gradient in gradients if gradient is not None)
-    for optimizer in each_optimizer(step.optimizer):
-        inner = optimizer.shards.inner if isinstance(optimizer, BalancedOptimizer) else optimizer
-        parameters += [parameter for group in inner.param_groups for parameter in group["params"]]
-        yield from (leaf for state in inner.state.values() for leaf in leaves_of_tree(state) if isinstance(leaf, Tensor))
-    for parameter in parameters:
-        yield parameter
-        if parameter.is_leaf and (gradient := get_gradient(parameter)) is not None:
-            yield gradient
+def _parts(lines: Lines, device: int, rows: int | None) -> dict[str, int]:
+    kind, parts = lines.request.kind, dict.fromkeys(PARTS, 0)
+    for block in lines.blocks_at_peak(device, rows):
+        parts[block.kind] += -(-block.size // kind.rounds_to) * kind.rounds_to
+    return parts | {"workspace": kind.workspace, "context": kind.context}

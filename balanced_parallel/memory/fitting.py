@@ -1,25 +1,37 @@
 """``memory.fit``: the most rows of a micro-batch with which an existing step fits its devices.
 
-If not one row fits, the error names the largest holders of memory, and the saving that would help most.
+The step becomes a :class:`Request`, as the arguments of ``memory.estimate`` do. If not one row fits, the error names the largest
+holders of memory, and the saving that would help most.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ..batch.plan import count_micro_batches, split_sizes
+from ..loss.criterion import DataParallelCriterion
+from ..optim.balanced import BalancedOptimizer
 from ..replicas.model import DataParallelModel
-from ..runtime.collectives import max_over_ranks
+from ..runtime.collectives import max_over_ranks, world_size
 from ..runtime.devices import free_bytes
+from ..runtime.torch_private import get_gradient, leaves_of_tree, storage_id
 from ..runtime.values import format_bytes, parse_each
+from ..strategies.fsdp import ShardedModel
 from ..training.step import TrainStep
+from ..training.update import each_optimizer
 from .candidates import SCALARS
-from .estimation import bytes_in_use, kind_of, lines_of, make_report, report_of, request_of_step
+from .devices import DeviceKind, find_kind
+from .estimation import lines_of, make_report, make_request, report_of
 from .lengths import LengthTraces, trace_lengths, with_length
-from .lines import Lines
+from .lines import Lines, most_that_fit, trace_exactly
 from .remedies import SAVINGS
-from .report import Holder, MemoryReport, trace_exactly
+from .report import Holder, MemoryReport, OtherBatches
 from .trace.layouts import Request, is_coupled
+from .trace.optimizers import ExistingOptimizers, inner_optimizers
 from .trace.tracer import Trace, try_traces
 
 __all__: list[str] = []
@@ -70,48 +82,50 @@ def fit(
     if lengths is not None:
         return _fit_cost(step, request, limits, trace_lengths(dataclasses.replace(request, micro_batches=2), trim, lengths))
     shares = request.split or request.layout.devices_per_process(request.devices)
-    traced = request.layout.traced_devices(request.devices)
-    at_once = trace_exactly(request, request.rows)
-    if all(at_once.reserved(traced[i], None, limit) is not None for i, limit in enumerate(limits)):
-        rows, lines = max(split_sizes(request.rows, shares)), at_once
+    lines = trace_exactly(request, request.rows)
+    if lines.fit(limits):
+        rows = max(split_sizes(request.rows, shares))
     else:
-        several = dataclasses.replace(request, micro_batches=2)
-        coupled = is_coupled(request.criterion)  # takes two passes, with all outputs, for two micro-batches and more
-        half = -(-request.rows // (8 if coupled else 2) // request.row_step) * request.row_step
-        exact, lines = lines_of(several, half)
-        if coupled:
-            most = _most_of(several, lines, limits, request.rows // 2)
-        else:
-            most = make_report(several, half, exact, None, lines).largest(limits) if min(limits) > 0 else 0
+        most, lines = _most_rows(dataclasses.replace(request, micro_batches=2), limits)
         rows = _per_device(most, shares)
-    if not isinstance(step.model, DataParallelModel):
-        rows = -max_over_ranks(-rows)
+    rows = _smallest_of_ranks(step, rows)
     if rows == 0:
         raise ValueError(f"not one row fits: {explain(request, limits)}")
     step.micro_batch_size = rows
     count = count_micro_batches(request.rows, rows, shares)
     request, rows = dataclasses.replace(request, micro_batches=count), -(-request.rows // count)
-    if count == 1 and lines is at_once:
-        return make_report(request, rows, lines, None, lines)
+    if count == 1 and lines.second is None:
+        return make_report(request, rows, lines, lines)
     if request.split or not lines.is_affine:
         return report_of(request, rows)
-    asked = -(-rows // request.row_step) * request.row_step
-    return make_report(request, rows, lines, [asked] * request.devices, lines)
+    return make_report(request, rows, lines, lines, [request.round_up(rows)] * request.devices)
+
+
+def _most_rows(request: Request, limits: Sequence[int]) -> tuple[int, Lines]:
+    """Returns the most rows of one of several micro-batches that fit, over all devices, and the lines that show it."""
+    coupled = is_coupled(request.criterion)  # takes two passes, with all outputs, for two micro-batches and more
+    exact, lines = lines_of(request, request.round_up(-(-request.rows // (8 if coupled else 2))))
+    batches = OtherBatches(request, exact, lines, [(device, None) for device in request.traced_devices])
+    if coupled:
+        return most_that_fit(lambda rows: batches.fits(rows, limits), request.rows // 2), lines
+    return batches.largest(limits) if min(limits) > 0 else 0, lines
 
 
 def _fit_cost(step: TrainStep, request: Request, limits: list[int], traces: LengthTraces) -> MemoryReport:
     """Sets ``step.micro_batch_cost`` to the largest budget that fits."""
-    budget = traces.largest_cost(limits) if min(limits) > 0 else 0
-    if not isinstance(step.model, DataParallelModel):
-        budget = -max_over_ranks(-budget)
+    budget = _smallest_of_ranks(step, traces.largest_cost(limits) if min(limits) > 0 else 0)
     longest = with_length(request, traces.dim, traces.longest)
     if budget == 0:
         raise ValueError(f"not one row of {traces.longest} fits: {explain(longest, limits)}")
     step.micro_batch_cost = budget
     rows = budget // traces.longest * request.row_step
     lines = traces.lines[1]
-    report = make_report(dataclasses.replace(longest, micro_batches=2), rows, lines, [rows] * request.devices, lines)
+    report = make_report(dataclasses.replace(longest, micro_batches=2), rows, lines, lines, [rows] * request.devices)
     return dataclasses.replace(report, micro_batch_cost=budget, _lengths=traces)
+
+
+def _smallest_of_ranks(step: TrainStep, number: int) -> int:
+    return number if isinstance(step.model, DataParallelModel) else -max_over_ranks(-number)
 
 
 def _check_unit(step: TrainStep, lengths: tuple[int, int] | None) -> None:
@@ -141,18 +155,6 @@ def _limits(step: TrainStep, capacity: int | str | Sequence[int | str] | None, r
     return limits * (request.devices // len(limits))
 
 
-def _most_of(request: Request, lines: Lines, limits: Sequence[int], rows: int) -> int:
-    """Returns the most rows of a micro-batch that fit, at most ``rows``."""
-    traced = request.layout.traced_devices(request.devices)
-    low, high = 0, rows + 1
-    while high - low > 1:
-        middle = (low + high) // 2
-        traced_lines, at = (lines, middle) if lines.is_affine else (trace_exactly(request, middle), None)
-        fits = all(traced_lines.reserved(traced[i], at, limit) is not None for i, limit in enumerate(limits))
-        low, high = (middle, high) if fits else (low, middle)
-    return low
-
-
 def _per_device(rows: int, shares: int | Sequence[float]) -> int:
     """Returns the largest ``micro_batch_size`` with which no micro-batch has more than ``rows`` rows over all devices."""
     if isinstance(shares, int):
@@ -171,12 +173,12 @@ def explain(request: Request, limits: Sequence[int]) -> str:
     plain = trace_exactly(request, rows)
     options = {each.name: changed for each in SAVINGS if each.result == "exact" and (changed := each.apply(request))}
     traces = dict(zip(options, try_traces([(option, rows) for option in options.values()]), strict=True))
-    report = make_report(request, rows, plain, None, plain)
+    report = make_report(request, rows, plain, plain)
     worst = max(range(len(limits)), key=lambda i: report.reserved[i] - limits[i])
-    device = request.layout.traced_devices(request.devices)[worst]
+    device = request.traced_devices[worst]
     holders = ", ".join(f"{format_bytes(holder.bytes)} of {holder.part}{_place(holder)}" for holder in report.where[worst][:3])
     saved = {
-        name: plain.peak(device) - Lines.exact(trace, request).peak(device)
+        name: plain.peak(device) - Lines(request, trace).peak(device)
         for name, trace in traces.items()
         if isinstance(trace, Trace)  # else the model does not take the saving
     }
@@ -191,3 +193,77 @@ def explain(request: Request, limits: Sequence[int]) -> str:
 def _place(holder: Holder) -> str:
     where = ", ".join(filter(None, (holder.module, holder.line)))
     return f" ({where})" if where else ""
+
+
+def request_of_step(step: TrainStep, inputs: Any, targets: Any) -> Request:
+    """Returns the request of one update of a step, with the whole batch in one micro-batch.
+
+    Raises:
+        ValueError: the inputs have no rows, or rows in different dimensions; the model is sharded.
+    """
+    model: Any = step.model
+    criterion = step.criterion
+    is_local = isinstance(model, DataParallelModel)
+    if isinstance(model, ShardedModel):
+        raise ValueError(
+            "the model is sharded, and its parameters are parts on each rank: call memory.estimate(layout='fsdp') with the "
+            "module before parallelize, and set step.micro_batch_size"
+        )
+    if model.in_dims is not None or criterion.in_dims is not None or criterion.dim not in (None, model.dim):
+        raise ValueError(
+            "the rows of the inputs and the targets are in different dimensions (in_dims=), expected one dim= for all: call "
+            "memory.estimate with a function of one batch, and set step.micro_batch_size"
+        )
+    kind = kind_of(model.devices[0])
+    optimizers = each_optimizer(step.optimizer)
+    of_model = model.precision.name
+    request = make_request(
+        model.module,
+        criterion if is_local or criterion.is_coupled else criterion.module,
+        inputs,
+        targets,
+        precision=step.precision.name if of_model == "fp32" else of_model,
+        layout="replicas" if is_local else "ddp",
+        devices=len(model.devices) if is_local else world_size(),
+        device_kind=kind.name,
+        dim=model.dim,
+        balanced_optimizer=any(isinstance(optimizer, BalancedOptimizer) for optimizer in optimizers),
+        split=model.split,
+    )
+    return dataclasses.replace(request, optimizer=ExistingOptimizers(optimizers, foreach=kind.like_cuda))
+
+
+def kind_of(device: torch.device) -> DeviceKind:
+    """Returns the kind of a device."""
+    return find_kind("cpu" if device.type == "cpu" else None)
+
+
+def bytes_in_use(step: TrainStep) -> Counter[torch.device]:
+    """Returns the bytes of a step's tensors on each device: parameters, copies, buffers, gradients and optimizer state."""
+    sizes: dict[tuple[torch.device, int], int] = {}
+    for tensor in _tensors_of(step):
+        storage = tensor.untyped_storage()
+        unit = kind_of(tensor.device).rounds_to
+        sizes[tensor.device, storage_id(storage)] = -(-storage.nbytes() // unit) * unit
+    total: Counter[torch.device] = Counter()
+    for (device, _), size in sizes.items():
+        total[device] += size
+    return total
+
+
+def _tensors_of(step: TrainStep) -> Iterator[Tensor]:
+    parts: list[Any] = [step.model, step.criterion]
+    parameters: list[Tensor] = [parameter for part in parts for parameter in part.parameters()]
+    for part in parts:
+        yield from part.buffers()
+        if isinstance(part, (DataParallelModel, DataParallelCriterion)):
+            yield from (copy for copies in part.replicas.copies.by_device.values() for copy in copies)
+            for bucket in part.replicas.gradients.buckets:
+                yield from (gradient for gradients in bucket.held.values() for gradient in gradients if gradient is not None)
+    for optimizer in inner_optimizers(each_optimizer(step.optimizer)):
+        parameters += [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        yield from (leaf for state in optimizer.state.values() for leaf in leaves_of_tree(state) if isinstance(leaf, Tensor))
+    for parameter in parameters:
+        yield parameter
+        if parameter.is_leaf and (gradient := get_gradient(parameter)) is not None:
+            yield gradient

@@ -19,7 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from ..batch.containers import leaves, map_leaves
-from .lines import Lines
+from .lines import Lines, most_that_fit, trace_exactly
 from .trace.layouts import Request
 from .trace.tracer import run_traces
 
@@ -28,7 +28,6 @@ __all__: list[str] = []
 
 ROWS = 2  # per device in the first of two traces: one row is a special case for torch
 CONFIRMED = 5  # shards of the budget that are traced in the end
-UNBOUNDED = 2**40  # rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,9 +49,7 @@ class LengthTraces:
 
     def peaks(self, rows: int, length: int) -> tuple[int, ...]:
         """Returns the peak of each device in a trace of ``rows`` rows over all devices."""
-        (trace,) = run_traces([(with_length(self.request, self.dim, length), rows)])
-        lines = Lines.exact(trace, self.request)
-        return tuple(lines.peak(device) for device in self.request.layout.traced_devices(self.request.devices))
+        return trace_exactly(with_length(self.request, self.dim, length), rows).peaks()
 
     def largest_cost(self, limits: Sequence[int]) -> int:
         """Returns the largest budget that fits, in whole rows of the longest; 0 if one of them does not fit.
@@ -63,34 +60,22 @@ class LengthTraces:
         Raises:
             ValueError: the memory depends on neither the rows nor their length.
         """
-        low, high = 0, 1  # rows of the longest per device
-        while self._ends_fit(high, limits):
-            low, high = high, 2 * high
-            if high > UNBOUNDED:
-                raise ValueError("the memory depends on neither the rows nor their length: any number of them fits")
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self._ends_fit(middle, limits) else (low, middle)
-        while low and not self._traces_fit(low, limits):
-            low -= max(1, low // 1000)
-        return low * self.longest
 
-    def _ends_fit(self, rows: int, limits: Sequence[int]) -> bool:
-        counts = rows * self.longest // self.shortest, rows
-        step = self.request.row_step
-        return all(self._fits(lines, count * step, limits) for lines, count in zip(self.lines, counts, strict=True))
+        def ends_fit(rows: int) -> bool:
+            counts = rows * self.longest // self.shortest, rows
+            return all(lines.fit(limits, count * self.request.row_step) for lines, count in zip(self.lines, counts, strict=True))
+
+        rows = most_that_fit(ends_fit)  # of the longest, per device
+        while rows and not self._traces_fit(rows, limits):
+            rows -= max(1, rows // 1000)
+        return rows * self.longest
 
     def _traces_fit(self, rows: int, limits: Sequence[int]) -> bool:
         """Traces shards from the longest rows to the shortest. Those in between have whole rows and the rounding of blocks."""
         budget, step = rows * self.longest, self.request.row_step
         counts = np.unique(np.geomspace(rows, budget // self.shortest, CONFIRMED).astype(np.int64)).tolist()
         jobs = [(with_length(self.request, self.dim, min(self.longest, budget // count)), count * step) for count in counts]
-        return all(self._fits(Lines.exact(trace, self.request), None, limits) for trace in run_traces(jobs))
-
-    def _fits(self, lines: Lines, rows: int | None, limits: Sequence[int]) -> bool:
-        devices = self.request.layout.traced_devices(self.request.devices)
-        asked = dict.fromkeys(zip(devices, limits, strict=True))
-        return all(lines.reserved(device, rows, limit) is not None for device, limit in asked)
+        return all(Lines(self.request, trace).fit(limits) for trace in run_traces(jobs))
 
 
 def trace_lengths(request: Request, dim: int, lengths: tuple[int, int]) -> LengthTraces:
@@ -102,9 +87,7 @@ def trace_lengths(request: Request, dim: int, lengths: tuple[int, int]) -> Lengt
     shortest, longest = check_lengths(request, dim, lengths)
     counts = ROWS * request.row_step, 2 * ROWS * request.row_step
     traces = run_traces([(with_length(request, dim, length), count) for length in (shortest, longest) for count in counts])
-    short, long = (
-        Lines(first, second, request.kind, request.devices, request.row_step) for first, second in (traces[:2], traces[2:])
-    )
+    short, long = Lines(request, *traces[:2]), Lines(request, *traces[2:])
     if not (short.is_affine and long.is_affine):
         raise ValueError(
             f"the module runs other operators with {counts[0]} and {counts[1]} rows, so that its memory for other numbers is not "

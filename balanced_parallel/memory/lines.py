@@ -4,9 +4,10 @@ The size of each block is affine in the rows, so the total after each event is a
 lines. It is convex and piecewise linear, so one line through two peaks would be wrong.
 """
 
+import bisect
 import dataclasses
 import functools
-import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,16 +15,33 @@ from numpy.typing import NDArray
 
 from ..batch.plan import split_sizes
 from .allocator import replay
-from .devices import DeviceKind
 from .trace.allocations import Block
 from .trace.fakes import host_of
 from .trace.layouts import Request
-from .trace.tracer import Trace
+from .trace.tracer import Trace, run_traces
 
 __all__: list[str] = []
 
 
+_UNBOUNDED = 2**40  # rows
 Numbers = NDArray[np.int64]
+
+
+def most_that_fit(fits: Callable[[int], bool], limit: int | None = None) -> int:
+    """Returns the largest number of rows, at most ``limit``, that fits, as all smaller ones do; 0 if not even 1 fits.
+
+    Raises:
+        ValueError: any number fits, and there is no limit.
+    """
+    if limit is None:
+        limit = 1
+        while fits(limit):
+            limit *= 2
+            if limit > _UNBOUNDED:
+                raise ValueError("the memory does not depend on the rows: any number of them fits")
+    elif limit > 0 and fits(limit):
+        return limit
+    return bisect.bisect_left(range(1, limit), True, key=lambda rows: not fits(rows))
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,22 +49,13 @@ class Lines:
     """Two traces of the same events.
 
     Args:
+        request: the update that was traced. Rows are rounded up, so that all its devices have as many.
         second: with more rows than ``first``. ``None`` allows only the rows of ``first``.
-        step: rows are rounded up to a multiple of it, so that all devices have as many.
-        split: the weight of each device, in place of equal shares.
     """
 
+    request: Request
     first: Trace
-    second: Trace | None
-    kind: DeviceKind
-    devices: int
-    step: int
-    split: tuple[float, ...] | None = None
-
-    @classmethod
-    def exact(cls, trace: Trace, request: Request) -> "Lines":
-        """Returns the lines of one trace, for its own number of rows alone."""
-        return cls(trace, None, request.kind, request.devices, 1)
+    second: Trace | None = None
 
     @property
     def is_affine(self) -> bool:
@@ -64,7 +73,7 @@ class Lines:
         if rows is None or self.second is None:
             return first
         second = np.array([block.size for block in self.second.blocks], dtype=np.int64)
-        beyond = {self.device_name(device): self._beyond(rows, device) for device in range(self.devices)}
+        beyond = {self.device_name(device): self._beyond(rows, device) for device in range(self.request.devices)}
         everywhere = rows - self.first.rows, self.second.rows - self.first.rows  # for blocks on the host
         places = np.array([beyond.get(block.device, everywhere) for block in self.first.blocks], dtype=np.int64)
         return first + (second - first) * places[:, 0] // places[:, 1]
@@ -72,29 +81,19 @@ class Lines:
     def _beyond(self, rows: int, device: int) -> tuple[int, int]:
         """Returns the distance of a device's rows from those of the first trace, and the same for the second trace."""
         assert self.second is not None
-        if self.split is None:
-            return -(-rows // self.step) * self.step - self.first.rows, self.second.rows - self.first.rows
+        if self.request.split is None:
+            return self.request.round_up(rows) - self.first.rows, self.second.rows - self.first.rows
         rows_of_device, first, second = (
-            split_sizes(count, self.split)[device] for count in (rows, self.first.rows, self.second.rows)
+            split_sizes(count, self.request.split)[device] for count in (rows, self.first.rows, self.second.rows)
         )
         return rows_of_device - first, (second - first) or 1
 
     def levels(self, device: int, rows: int | None = None) -> Numbers:
         """Returns the bytes in use on a device after each event, with the allocator's rounding."""
-        rounded = -(-self.sizes(rows) // self.kind.rounds_to) * self.kind.rounds_to
+        unit = self.request.kind.rounds_to
+        rounded = -(-self.sizes(rows) // unit) * unit
         is_here = np.array([block.device == self.device_name(device) for block in self.first.blocks])
         return np.cumsum(np.where(self._events > 0, 1, -1) * (rounded * is_here)[np.abs(self._events) - 1])
-
-    def most_rows(self, device: int, limit: int) -> int | None:
-        """Returns the most rows with which tensors alone stay within ``limit``. None if memory does not grow with the rows."""
-        at, after = self.levels(device, self.first.rows)[self.start :], self.levels(device, 2 * self.first.rows)[self.start :]
-        slope = (after - at) / self.first.rows
-        limit -= self.kind.workspace + self.kind.context
-        grows = slope > 0
-        if (at[~grows] > limit).any():
-            return 0
-        free = limit - at[grows]
-        return self.first.rows + math.floor((free / slope[grows]).min()) if grows.any() else None
 
     def peak_event(self, device: int, rows: int | None = None) -> int:
         """Returns the event of the second update after which the most bytes are in use."""
@@ -102,21 +101,29 @@ class Lines:
 
     def peak(self, device: int, rows: int | None = None) -> int:
         """Returns the maximum of bytes in use in the second update, with the workspace of cuBLAS and the context."""
-        return int(self.levels(device, rows)[self.start :].max()) + self.kind.workspace + self.kind.context
+        return int(self.levels(device, rows)[self.start :].max()) + self.request.kind.beside_tensors
+
+    def peaks(self, rows: int | None = None) -> tuple[int, ...]:
+        """Returns the peak of each device."""
+        return tuple(self.peak(device, rows) for device in self.request.traced_devices)
 
     def reserved(self, device: int, rows: int | None = None, capacity: int | None = None) -> int | None:
         """Returns the bytes that the allocator reserves, and the context; None if ``capacity`` does not suffice."""
-        if not self.kind.segments:
+        kind = self.request.kind
+        if not kind.segments:
             peak = self.peak(device, rows)
             return peak if capacity is None or peak <= capacity else None
         name = self.device_name(device)
         events = [event for event in self.first.events if self.first.blocks[abs(event) - 1].device == name]
-        sizes = self.sizes(rows).tolist()
-        events = [len(sizes) + 1, *events]
-        sizes.append(self.kind.workspace)
+        sizes = [*self.sizes(rows).tolist(), kind.workspace]
         streams = [*(block.stream for block in self.first.blocks), 0]
-        reserved = replay(events, sizes, None if capacity is None else capacity - self.kind.context, streams)
-        return None if reserved is None else reserved + self.kind.context
+        reserved = replay([len(sizes), *events], sizes, None if capacity is None else capacity - kind.context, streams)
+        return None if reserved is None else reserved + kind.context
+
+    def fit(self, limits: Sequence[int], rows: int | None = None) -> bool:
+        """Returns True if each device reserves at most its limit in bytes."""
+        asked = dict.fromkeys(zip(self.request.traced_devices, limits, strict=True))  # ranks have the same
+        return all(self.reserved(device, rows, limit) is not None for device, limit in asked)
 
     def flops(self, rows: int | None = None) -> int:
         """Returns the operations of the second update."""
@@ -127,15 +134,15 @@ class Lines:
 
     def bytes_on_host(self, rows: int | None = None) -> int:
         """Returns the bytes per device that a micro-batch of the second update allocates on the host."""
-        host, sizes = str(host_of(self.devices)), self.sizes(rows)
+        host, sizes = str(host_of(self.request.devices)), self.sizes(rows)
         allocated = [event - 1 for event in self.first.events[self.start :] if event > 0]
         total = sum(int(sizes[number]) for number in allocated if self.first.blocks[number].device == host)
-        return total // (self.devices * self.first.micro_batches)
+        return total // (self.request.devices * self.first.micro_batches)
 
-    def blocks_at(self, device: int, event: int, rows: int | None = None) -> list[Block]:
-        """Returns the blocks in use after an event, with their sizes for ``rows`` rows."""
+    def blocks_at_peak(self, device: int, rows: int | None = None) -> list[Block]:
+        """Returns the blocks in use at the peak of a device, with their sizes for ``rows`` rows."""
         live: set[int] = set()
-        for number in self.first.events[: event + 1]:
+        for number in self.first.events[: self.peak_event(device, rows) + 1]:
             if number > 0:
                 live.add(number)
             else:
@@ -152,3 +159,8 @@ class Lines:
     @functools.cached_property
     def _events(self) -> Numbers:
         return np.array(self.first.events, dtype=np.int64)
+
+
+def trace_exactly(request: Request, rows: int) -> Lines:
+    """Traces micro-batches of ``rows`` rows. The result is for this number alone."""
+    return Lines(request, run_traces([(request, rows)])[0])

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..runtime.values import UNITS, format_bytes, parse_each
-from .report import PARTS, MemoryReport, titled_phases
+from .report import PARTS, MemoryReport, rows_to_show, titled_phases, unit_of
 
 __all__: list[str] = []
 
@@ -58,7 +58,7 @@ def draw_report(path: Path | str, report: MemoryReport, capacity: Capacity = Non
 
 def _scale(axis: Any, most: int, title: str) -> int:
     """Labels the axis with the largest unit below ``most``, and returns the unit's bytes."""
-    unit = next((name for name in ("GiB", "MiB", "KiB") if most >= UNITS[name]), "B")
+    unit = unit_of(most)
     axis.set(title=title, ylabel=unit)
     return UNITS[unit]
 
@@ -90,10 +90,7 @@ def _draw_step(axis: Any, report: MemoryReport) -> None:
 
 
 def _draw_batches(axis: Any, report: MemoryReport, limits: Sequence[int]) -> None:
-    largest = _largest(report, limits) if limits else 0
-    count = 20 if report.affine else 4  # each size is traced if memory is not affine
-    most = max(largest * 1.2, 2 * report.rows if largest == 0 else report.rows, report.devices)
-    rows = sorted({max(1, round(most * i / count / report.devices)) * report.devices for i in range(1, count + 1)})
+    rows, largest = rows_to_show(report, limits, 20 if report.affine else 4)  # each is traced if memory is not affine
     peaks = [report.at(size) for size in rows]
     unit = _scale(axis, max(map(max, peaks)), "peak against the rows of a micro-batch")
     drawn: list[tuple[int, ...]] = []
@@ -109,13 +106,3 @@ def _draw_batches(axis: Any, report: MemoryReport, limits: Sequence[int]) -> Non
         axis.axvline(largest, color="gray", linestyle="dotted", label=f"{largest} rows fit")
     axis.set(xlabel="rows over all devices", ylim=(0, None))
     axis.legend(fontsize="small")
-
-
-def _largest(report: MemoryReport, capacity: Sequence[int]) -> int:
-    """Returns the most rows that fit; 0 if that would take many traces, or if any number fits."""
-    if not report.affine:
-        return 0
-    try:
-        return report.largest(capacity)
-    except ValueError:
-        return 0

@@ -30,18 +30,17 @@ from ..loss.criterion import DataParallelCriterion
 from ..loss.rules import is_known
 from ..replicas.model import DataParallelModel
 from ..runtime.devices import DeviceLike
-from ..runtime.values import format_bytes, parse_each
+from ..runtime.values import check_number, format_bytes, parse_each
 from ..savings.checkpointing import checkpoint_blocks
 from ..savings.lm_heads import replace_lm_head
 from ..savings.offloading import offload_activations
 from ..training.step import TrainStep
-from .candidates import SCALARS, Choice, Measured, choice_of, measure, measure_what_decides, row_of
+from .candidates import SCALARS, Choice, Measured, measure_what_decides, row_of
 from .devices import DeviceKind
-from .estimation import make_report, report_of
+from .estimation import make_report, make_request, report_of
 from .lengths import check_lengths, with_length
 from .remedies import BALANCED, BF16, CHECKPOINT, LOGITS, OFFLOAD, Option, combine, other_optimizers
 from .report import MemoryReport, write_page
-from .request import make_request
 from .trace.layouts import Request, plain_criterion
 from .trace.optimizers import OptimizerChoice
 from .trace.tracer import Trace, try_traces
@@ -169,7 +168,7 @@ class MemoryPlan:
             functools.partial(optimizer, **defaults), foreach=False
         )  # torch chooses kernels by itself on real devices
         learned = [*model.parameters(), *wrapped.parameters()]
-        trained = choice.balanced(model, learned) if chosen.balanced_optimizer else choice(learned)
+        (trained,) = choice.balanced(model, learned) if chosen.balanced_optimizer else choice.plain(learned)
         trim = self.trim if collate is None else None
         step = (OffloadingStep if "offload_activations" in chosen.savings else TrainStep)(
             model,
@@ -203,12 +202,8 @@ class MemoryPlan:
     def from_json(cls, text: str) -> "MemoryPlan":
         """Returns the plan that :meth:`to_json` wrote."""
         values: dict[str, Any] = json.loads(text)
-        choices = tuple(choice_of(choice) for choice in values.pop("choices"))
-        needs = None if values["needs"] is None else tuple(values["needs"])
-        return cls(
-            **values
-            | {"choices": choices, "capacity": tuple(values["capacity"]), "needs": needs, "untried": tuple(values["untried"])}
-        )
+        choices = tuple(Choice(**_with_tuples(choice)) for choice in values["choices"])
+        return cls(**_with_tuples(values) | {"choices": choices})
 
     def __str__(self) -> str:
         return "\n\n".join([self._title, self._table("simple"), *self._notes])
@@ -226,8 +221,7 @@ class MemoryPlan:
 
     def _table(self, style: str) -> str:
         headers = ["", "rows at most x micro-batches", "peak", "reserved", "saved", "recomputed", "traffic", "result", "fits"]
-        table: str = tabulate(map(row_of, self.choices), headers, style, disable_numparse=True)
-        return table
+        return str(tabulate(map(row_of, self.choices), headers, style, disable_numparse=True))
 
     @property
     def _notes(self) -> list[str]:
@@ -237,6 +231,10 @@ class MemoryPlan:
         untried = f"not tried, because less fits (`tricks` measures each): {'; '.join(self.untried)}" if self.untried else ""
         weight = _UNKNOWN_DIVISOR if self.unknown_divisor else ""
         return [*filter(None, [note, weight, untried]), last]
+
+
+def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def plan(
@@ -304,8 +302,7 @@ def plan(
     if lengths is not None:
         request = with_length(request, trim, check_lengths(request, trim, lengths)[1])
     limits = _capacities(capacity, devices, request.kind)
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int) or batch_size < 1:
-        raise ValueError(f"batch_size={batch_size!r}, expected a positive number of rows per update")
+    check_number("batch_size", batch_size, "a positive number of rows per update", at_least=1, whole=True)
     stages = list(stages_of(request))
     measured: list[Measured] = []
     choices: list[Choice] = []
@@ -324,7 +321,9 @@ def plan(
         choices += [candidate.choose(batch_size, plain) for candidate in candidates]
     whole = max(plain.lines(1).peak(i, -(-batch_size // devices) * devices) for i in range(devices))
     choices = [dataclasses.replace(choice, saved=whole - max(choice.peak)) for choice in choices]
-    ranked = sorted(zip(choices, measured, strict=True), key=lambda pair: (_is_other(pair[0]), not pair[0].fits, pair[0].cost))
+    ranked = sorted(
+        zip(choices, measured, strict=True), key=lambda pair: (pair[0].optimizer is not None, not pair[0].fits, pair[0].cost)
+    )
     best, how = ranked[0]
     return MemoryPlan(
         batch_size=batch_size,
@@ -357,10 +356,6 @@ def _has_unknown_divisor(criterion: Any) -> bool:
     return not (is_given or criterion.reduction == "sum" or is_known(criterion.module))
 
 
-def _is_other(choice: Choice) -> bool:
-    return choice.optimizer is not None
-
-
 def _report(measured: Measured, choice: Choice, batch_size: int) -> MemoryReport:
     """Makes the report from the traces of the plan. Unequal shares, and less than two rows per device, are traced again."""
     count, devices = choice.micro_batches, measured.request.devices
@@ -369,7 +364,7 @@ def _report(measured: Measured, choice: Choice, batch_size: int) -> MemoryReport
     if choice.split or rows < 2 * devices:
         return report_of(request, rows)
     lines = measured.lines(count)
-    return make_report(request, rows, lines, [size * devices for size in split_sizes(rows, devices)], lines)
+    return make_report(request, rows, lines, lines, [size * devices for size in split_sizes(rows, devices)])
 
 
 def stages_of(request: Request) -> Iterator[list[Option]]:
@@ -409,33 +404,22 @@ def what_would_fit(measured: Sequence[Measured], capacity: int) -> tuple[int, in
         return max(each.reserved(i, 1, 2) or 0 for i in range(each.request.devices)) + SCALARS
 
     least = min(measured, key=lowest)
-    savings = {*least.option.savings, BALANCED}
-    counted = {each.request.devices: each for each in measured if savings == {*each.option.savings}}
+    savings = tuple({*least.option.savings, BALANCED})
 
-    def trace(*counts: int) -> None:
-        new = {count: with_devices(count) for count in counts if count not in counted}
-        measure(list(new.values()), 2)
-        counted.update(new)
-
-    def with_devices(count: int) -> Measured:
-        request = dataclasses.replace(least.option.request, devices=count, balanced=True)
-        return Measured(Option((*savings,), request), (capacity,) * count, least.request.update_rows or 1)
-
+    @functools.cache
     def lowest_of(count: int) -> int:
-        trace(count)
-        return lowest(counted[count])
+        request = dataclasses.replace(least.request, devices=count, balanced=True)
+        return lowest(Measured(Option(savings, request), (capacity,) * count, request.rows_of_update))
 
-    trace(2, 4)
     sharded = (lowest_of(2) - lowest_of(4)) * 4  # 1 / n falls from 1 / 2 to 1 / 4
     free = capacity - (lowest_of(4) - sharded // 4)
     if free <= 0 or sharded <= 0:
         return lowest(least), None
-    count = max(least.request.devices + 1, -(-sharded // free))
-    if least.request.devices + 1 < count <= TRACED_DEVICES:
-        trace(count - 1, count)
+    fewest = least.request.devices + 1
+    count = max(fewest, -(-sharded // free))
     while count < TRACED_DEVICES and lowest_of(count) > capacity:
         count += 1
-    while least.request.devices + 1 < count <= TRACED_DEVICES and lowest_of(count - 1) <= capacity:
+    while fewest < count <= TRACED_DEVICES and lowest_of(count - 1) <= capacity:
         count -= 1
     return lowest(least), count
 

@@ -18,14 +18,16 @@ from typing import Any
 
 from tabulate import tabulate
 
-from ..runtime.values import UNITS, format_bytes, parse_each
+from ..runtime.values import UNITS, check_number, format_bytes, parse_each
 from .lengths import LengthTraces
-from .lines import Lines
+from .lines import Lines, most_that_fit, trace_exactly
 from .snapshots import make_snapshot
 from .trace.layouts import Request
-from .trace.tracer import run_traces
 
 __all__: list[str] = []
+
+
+_HOLDERS = 12  # of a peak, the largest
 
 
 @dataclass(frozen=True)
@@ -38,29 +40,22 @@ class Holder:
     line: str
 
 
-def holders_of(lines: Lines, device: int, rows: int | None, most: int = 12) -> tuple[Holder, ...]:
+def holders_of(lines: Lines, device: int, rows: int | None) -> tuple[Holder, ...]:
     """Returns the largest holders of a device's peak.
 
     Args:
         rows: number of rows; None for the traced one.
-        most: how many holders to return.
     """
     sizes: collections.Counter[tuple[str, str, str]] = collections.Counter()
-    for block in lines.blocks_at(device, lines.peak_event(device, rows), rows):
+    for block in lines.blocks_at_peak(device, rows):
         sizes[block.kind, block.module, block.line or block.operator] += block.size
-    return tuple(Holder(size, *key) for key, size in sizes.most_common(most))
+    return tuple(Holder(size, *key) for key, size in sizes.most_common(_HOLDERS))
 
 
 def holders_table(holders: Sequence[Holder], style: str) -> str:
     """Returns holders as a table, in a format of tabulate."""
     rows = [[format_bytes(holder.bytes), holder.part, holder.module, holder.line] for holder in holders]
-    table: str = tabulate(rows, ["bytes", "part", "module", "line"], style, disable_numparse=True)
-    return table
-
-
-def trace_exactly(request: Request, rows: int) -> Lines:
-    """Traces micro-batches of ``rows`` rows. The result is for this number alone."""
-    return Lines.exact(run_traces([(request, rows)])[0], request)
+    return str(tabulate(rows, ["bytes", "part", "module", "line"], style, disable_numparse=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,71 +65,39 @@ class OtherBatches:
     Args:
         request: the step.
         exact: the lines of the report's number of rows.
-        read: for each device, its place in the trace, and the rows at which to read ``exact``; None for the traced ones.
         lines: for other numbers of rows.
+        read: for each device, its place in the trace, and the rows at which to read ``exact``; None for the traced ones.
     """
 
     request: Request
     exact: Lines
-    read: Sequence[tuple[int, int | None]]
     lines: Lines
-
-    @property
-    def _traced(self) -> list[int]:
-        return [device for device, _ in self.read]
+    read: Sequence[tuple[int, int | None]]
 
     def peak_at(self, rows: int) -> tuple[int, ...]:
         """Returns the peak of each device for ``rows`` rows."""
-        special = rows == 1 or not self.lines.is_affine  # one row broadcasts and has other strides
-        return self.traced_at(rows) if special else tuple(self.lines.peak(device, rows) for device in self._traced)
+        is_special = rows == 1 or not self.lines.is_affine  # one row broadcasts and has other strides
+        return self.traced_at(rows) if is_special else self.lines.peaks(rows)
 
     def traced_at(self, rows: int) -> tuple[int, ...]:
         """Returns the peak of each device in a trace of ``rows`` rows."""
-        return tuple(self._trace(rows).peak(device) for device in self._traced)
+        return self._trace(rows).peaks()
 
-    def levels_at(self, rows: int) -> list[list[int]]:
-        """Returns the bytes in use on each device after every event of the second update."""
-        lines, at = self._lines_at(rows)
-        return [lines.levels(device, at)[lines.start :].tolist() for device in self._traced]
-
-    def holders_at(self, rows: int) -> list[tuple[Holder, ...]]:
-        """Returns the largest holders of each device's peak."""
-        lines, at = self._lines_at(rows)
-        return [holders_of(lines, device, at) for device in self._traced]
-
-    def _lines_at(self, rows: int) -> tuple[Lines, int | None]:
+    def at(self, rows: int) -> tuple[Lines, int | None]:
         """Returns lines, and the rows at which to read them; None for the traced ones."""
         return (self.lines, rows) if self.lines.is_affine else (self._trace(rows), None)
 
     def largest(self, limits: Sequence[int]) -> int:
-        """Returns the most rows that fit; 0 if not even one row fits.
+        """Returns the most rows that fit; 0 if not even one row fits. A trace at the result confirms it."""
+        rows = most_that_fit(lambda rows: self.fits(rows, limits))
+        while self.lines.is_affine and rows and any(map(operator.gt, self.traced_at(rows), limits)):  # not affine in between
+            rows -= 1
+        return rows
 
-        Memory after each event is a line in the rows, and the first line to reach a limit gives a bound. A replay of the
-        allocator with its segments, and a trace at the result, decide.
-        """
-        most = self._most_rows(limits)
-        if most is None:
-            raise ValueError("the memory does not depend on the rows: any number of them fits")
-        low, high = 0, max(most, 0) + 2  # the bound by tensors alone, and one for the rounding of blocks
-        step = 1
-        while low < high - 1:  # most results are just below the bound
-            middle = max(low + 1, high - step)
-            if self._fits(middle, limits):
-                low = middle
-                break
-            high, step = middle, 2 * step
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if self._fits(middle, limits) else (low, middle)
-        while low == max(most, 0) + 1 and self._fits(low + 1, limits):  # shares of unequal devices are rounded
-            low, most = low + 1, low
-        while self.lines.is_affine and low and any(map(operator.gt, self.traced_at(low), limits)):  # sizes not affine in between
-            low -= 1
-        return low
-
-    def snapshot(self) -> dict[str, Any]:
-        """Returns the events of both updates in the format of ``torch.cuda.memory._dump_snapshot``."""
-        return make_snapshot(self.exact, self.read)
+    def fits(self, rows: int, limits: Sequence[int]) -> bool:
+        """Returns True if each device reserves at most its limit for ``rows`` rows."""
+        lines, at = self.at(rows)
+        return lines.fit(limits, at)
 
     @functools.cached_property
     def _traces(self) -> dict[int, Lines]:
@@ -144,22 +107,6 @@ class OtherBatches:
         if rows not in self._traces:
             self._traces[rows] = trace_exactly(self.request, rows)
         return self._traces[rows]
-
-    def _most_rows(self, limits: Sequence[int]) -> int | None:
-        if not self.lines.is_affine:
-            return 2**20
-        per_device = [self.lines.most_rows(device, limit) for device, limit in zip(self._traced, limits, strict=True)]
-        return min((most for most in per_device if most is not None), default=None)
-
-    def _fits(self, rows: int, limits: Sequence[int]) -> bool:
-        lines, at = self._lines_at(rows)
-        asking = dict.fromkeys(zip(self._traced, limits, strict=True))
-        return all(lines.reserved(device, at, limit) is not None for device, limit in asking)
-
-
-def runs(lines: Lines, name: str) -> bool:
-    """Returns True if the traced step runs an operator with ``name`` in its name."""
-    return any(name in operator for operator in lines.first.operators)
 
 
 PARTS = (
@@ -230,11 +177,11 @@ class MemoryReport:
         Raises:
             ValueError: ``rows`` or ``length`` is not positive, this report was read from a file, or it has no lengths.
         """
-        _check_positive("rows", rows)
-        if length is not None:
-            _check_positive("length", length)
-            return self._of_lengths.peaks(rows, length)
-        return self._of_batches.peak_at(rows)
+        check_number("rows", rows, "a positive number", at_least=1, whole=True)
+        if length is None:
+            return self._of_batches.peak_at(rows)
+        check_number("length", length, "a positive number", at_least=1, whole=True)
+        return self._of_lengths.peaks(rows, length)
 
     def largest(self, capacity: int | str | Sequence[int | str]) -> int:
         """Returns the most rows of a micro-batch, over all devices, that fit; 0 if not even one row fits.
@@ -267,8 +214,8 @@ class MemoryReport:
         Raises:
             ValueError: as for :meth:`at`.
         """
-        _check_positive("rows", rows)
-        return self._of_batches.levels_at(rows)
+        lines, at = self._lines_at(rows)
+        return [lines.levels(device, at)[lines.start :].tolist() for device in lines.request.traced_devices]
 
     def holders_at(self, rows: int) -> list[tuple[Holder, ...]]:
         """Returns ``where`` for micro-batches of ``rows`` rows over all devices.
@@ -276,8 +223,8 @@ class MemoryReport:
         Raises:
             ValueError: as for :meth:`at`.
         """
-        _check_positive("rows", rows)
-        return self._of_batches.holders_at(rows)
+        lines, at = self._lines_at(rows)
+        return [holders_of(lines, device, at) for device in lines.request.traced_devices]
 
     def save_html(self, path: Path | str, capacity: int | str | Sequence[int | str] | None = None) -> None:
         """Writes a page that needs no network: memory over the step, a slider for the rows, and the holders of the peak.
@@ -290,7 +237,6 @@ class MemoryReport:
             ImportError: plotly is not installed.
             ValueError: not a size of memory, a wrong number of sizes, or this report was read from a file.
         """
-
         write_page(path, self, capacity)
 
     def save_snapshot(self, path: Path | str) -> None:
@@ -302,7 +248,12 @@ class MemoryReport:
         Raises:
             ValueError: this report was read from a file.
         """
-        Path(path).write_bytes(pickle.dumps(self._of_batches.snapshot()))
+        batches = self._of_batches
+        Path(path).write_bytes(pickle.dumps(make_snapshot(batches.exact, batches.read)))
+
+    def _lines_at(self, rows: int) -> tuple[Lines, int | None]:
+        check_number("rows", rows, "a positive number", at_least=1, whole=True)
+        return self._of_batches.at(rows)
 
     @property
     def _of_batches(self) -> OtherBatches:
@@ -345,13 +296,7 @@ class MemoryReport:
             [f"device {i}", format_bytes(self.peak[i]), format_bytes(self.reserved[i]), *(format_bytes(p[n]) for n in names)]
             for i, p in enumerate(self.parts)
         ]
-        table: str = tabulate(rows, ["", "peak", "reserved", *names], style, disable_numparse=True, stralign="right")
-        return table
-
-
-def _check_positive(name: str, number: int) -> None:
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise ValueError(f"{name}={number!r}, expected a positive number")
+        return str(tabulate(rows, ["", "peak", "reserved", *names], style, disable_numparse=True, stralign="right"))
 
 
 POINTS = 600  # of a curve
@@ -408,7 +353,7 @@ def write_page(
         ValueError: not a size of memory, or a wrong number of sizes.
     """
     limits = () if capacity is None else parse_each(capacity, report.devices)
-    rows = _rows_of_slider(report, limits)
+    rows = rows_to_show(report, limits, STEPS)[0] if report.affine else [report.rows]  # another number would be traced
     pages = [_page(report, count, limits) for count in rows]
     title = f"{report.layout} on {report.devices} x {report.device_kind}, {report.precision}"
     options = options and f"<h2>Options of the plan</h2>\n{options}"
@@ -427,17 +372,20 @@ def titled_phases(report: MemoryReport) -> dict[str, int]:
     return {titles.get(name, name): place for name, place in report.phases.items()}
 
 
-def _rows_of_slider(report: MemoryReport, limits: Sequence[int]) -> list[int]:
-    """Returns the numbers of rows, among them that of the report."""
-    if not report.affine:
-        return [report.rows]  # another number would be traced
+def rows_to_show(report: MemoryReport, limits: Sequence[int], count: int) -> tuple[list[int], int]:
+    """Returns about ``count`` numbers of rows, up to 20 % beyond the largest that fits, and that number; 0 if it is not known."""
     try:
-        largest = report.largest(limits) if limits else 0
+        largest = report.largest(limits) if limits and report.affine else 0
     except ValueError:  # any number fits
         largest = 0
     most = max(largest * 1.2, 2 * report.rows)
-    rows = {max(1, round(most * step / STEPS / report.devices)) * report.devices for step in range(1, STEPS + 1)}
-    return sorted({*rows, report.rows, *([largest] if largest else [])})
+    rows = {max(1, round(most * step / count / report.devices)) * report.devices for step in range(1, count + 1)}
+    return sorted({*rows, report.rows, *([largest] if largest else [])}), largest
+
+
+def unit_of(size: int) -> str:
+    """Returns the largest unit in which a size is at least one."""
+    return next((name for name in ("GiB", "MiB", "KiB") if size >= UNITS[name]), "B")
 
 
 def _page(report: MemoryReport, rows: int, limits: Sequence[int]) -> dict[str, str]:
@@ -459,34 +407,19 @@ def _page(report: MemoryReport, rows: int, limits: Sequence[int]) -> dict[str, s
 
 def _figure(report: MemoryReport, rows: Sequence[int], limits: Sequence[int]) -> Any:
     graphs = load_plotly()
-    curves = {count: [_thinned(line) for line in _levels(report, count)] for count in rows}
-    unit = next((name for name in ("GiB", "MiB", "KiB") if max(report.peak) >= UNITS[name]), "B")
-    shown = curves[report.rows]
+    unit = unit_of(max(report.peak))
+    curves = {count: [_thinned(line, UNITS[unit]) for line in _levels(report, count)] for count in rows}
     figure = graphs.Figure()
-    for device, curve in enumerate(shown):
-        figure.add_scatter(
-            x=[place for place, _ in curve],
-            y=[level / UNITS[unit] for _, level in curve],
-            line_shape="hv",
-            name=f"device {device}",
-        )
+    for device, (x, y) in enumerate(curves[report.rows]):
+        figure.add_scatter(x=x, y=y, line_shape="hv", name=f"device {device}")
     for name, place in {"forward": 0, **titled_phases(report)}.items():
         figure.add_vline(x=place, line_dash="dot", line_color="gray", annotation_text=name, annotation_textangle=-90)
     for limit in dict.fromkeys(limits):
         label = {"annotation_text": f"capacity {format_bytes(limit)}", "annotation_position": "bottom right"}
         figure.add_hline(y=limit / UNITS[unit], line_dash="dash", line_color="black", **label)
     steps = [
-        {
-            "label": str(count),
-            "method": "restyle",
-            "args": [
-                {
-                    "x": [[place for place, _ in curve] for curve in curves[count]],
-                    "y": [[level / UNITS[unit] for _, level in curve] for curve in curves[count]],
-                }
-            ],
-        }
-        for count in rows
+        {"label": str(count), "method": "restyle", "args": [{"x": [x for x, _ in lines], "y": [y for _, y in lines]}]}
+        for count, lines in curves.items()
     ]
     slider = {
         "active": list(rows).index(report.rows),
@@ -510,12 +443,12 @@ def _levels(report: MemoryReport, rows: int) -> Sequence[Sequence[int]]:
     return report.timeline if rows == report.rows else report.levels_at(rows)
 
 
-def _thinned(line: Sequence[int]) -> list[tuple[int, int]]:
+def _thinned(line: Sequence[int], unit: int) -> tuple[list[int], list[float]]:
     """Returns places and levels of at most ``POINTS`` points, the highest of their neighbours."""
     width = -(-len(line) // POINTS)
     starts = range(0, len(line), width)
     places = [max(range(start, min(start + width, len(line))), key=line.__getitem__) for start in starts]
-    return [(place, line[place]) for place in places]
+    return places, [line[place] / unit for place in places]
 
 
 def load_plotly() -> Any:

@@ -1,17 +1,8 @@
-"""``checkpoint_activations``: fewer activations are kept, and the backward computes the others again.
+"""``checkpoint_activations``: blocks of a network save their inputs only, and the backward runs them again.
 
-The repeated blocks of a network, and activation checkpointing of modules by a change of their class.
-
-A forward that runs again in the backward, with the same random numbers, and without a second update of buffers.
-
-``torch.utils.checkpoint`` runs it again on the buffers that the first run has left. Batch norm would then update its running
-statistics twice, and spectral norm would use another weight.
-
-Bytes that a forward keeps for its backward, by the part of the module that keeps them. Fake tensors have shapes, no memory.
-
-Operators whose outputs selective checkpointing keeps: matrix multiplications, convolutions and attention.
-
-Caches of keys and values that models of Hugging Face make in training too, unless they get ``use_cache=False``.
+A checkpointed module has another class, so that copies and replicas of it are checkpointed too. The second run of a forward draws
+the same random numbers, and reads the buffers that the first has read: ``torch.utils.checkpoint`` alone would update the
+statistics of batch norms twice. With a budget, a forward of fake tensors counts the bytes that each block keeps.
 """
 
 import contextlib
@@ -19,7 +10,8 @@ import functools
 import itertools
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -186,12 +178,12 @@ class CheckpointHandle:
     Attributes:
         parts: what is recomputed, as names of modules, ``"features[0:4]"`` for modules of an ``nn.Sequential``, and with
             ``" (selective)"`` behind a part whose expensive operators are not computed again.
-        kept: bytes of activations that stay for the backward; None without ``budget``.
+        activation_bytes: bytes of activations that stay for the backward; None without ``budget``.
     """
 
-    def __init__(self, modules: list[nn.Module], parts: tuple[str, ...], kept: int | None) -> None:
+    def __init__(self, modules: list[nn.Module], parts: tuple[str, ...], activation_bytes: int | None) -> None:
         self.parts = parts
-        self.kept = kept
+        self.activation_bytes = activation_bytes
         self._modules = modules
 
     def remove(self) -> None:
@@ -200,8 +192,8 @@ class CheckpointHandle:
             restore_module(module)
 
     def __repr__(self) -> str:
-        kept = "" if self.kept is None else f", kept={format_bytes(self.kept)}"
-        return f"{type(self).__name__}(parts={list(self.parts)}{kept})"
+        size = "" if self.activation_bytes is None else f", activation_bytes={format_bytes(self.activation_bytes)}"
+        return f"{type(self).__name__}(parts={list(self.parts)}{size})"
 
 
 def checkpoint_activations(
@@ -243,7 +235,7 @@ def checkpoint_activations(
         ('[0:4]', '[4:8]', '[8:12]')
         >>> handle = savings.checkpoint_activations(net, budget="24KiB", inputs=torch.zeros(16, 64))
         >>> handle
-        CheckpointHandle(parts=['[12:16]'], kept=24.00 KiB)
+        CheckpointHandle(parts=['[12:16]'], activation_bytes=24.00 KiB)
     """
     for submodule in module.modules():
         restore_module(submodule)
@@ -300,7 +292,7 @@ def _segments(module: nn.Module, count: int | None, cut: bool) -> tuple[Segment,
 def _choose(
     module: nn.Module, segments_of: dict[str, tuple[Segment, ...]], budget: int, inputs: Any
 ) -> tuple[dict[str, tuple[Segment, ...]], int]:
-    """Returns ``found`` with as few recomputed segments as the budget allows, and the bytes that stay."""
+    """Returns ``segments_of`` with as few recomputed segments as the budget allows, and the bytes that stay."""
     if inputs is None:
         raise ValueError("budget needs inputs: give a batch of as many rows as one device gets in one forward")
     modules = {name: module.get_submodule(name) for name in segments_of}
@@ -444,42 +436,28 @@ class _Again:
 
 
 Part = tuple[nn.Module, Segment]
-Function = Callable[..., Any]
 
 
-class SavedBytes:
-    """Storages that the graph of one forward keeps. Each counts once, whoever keeps it. Parameters and inputs do not count.
+class SavedBytes(TorchDispatchMode):
+    """Watches a forward: the storages that its graph keeps. Each counts once, whoever keeps it.
+
+    Args:
+        free: tensors that do not count, such as parameters and inputs of the model.
 
     Attributes:
         mutated: parts that write in place to an output of an expensive operator, which then cannot be kept.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, free: Iterable[Tensor]) -> None:
+        super().__init__()
         self.mutated: set[Part] = set()
-        self._sizes: dict[int, int] = {}
-        self._storages: list[torch.UntypedStorage] = []  # keeps their ids unique
-        self._keepers: dict[int, set[Part | None]] = {}
-        self._inputs: dict[Part, set[int]] = {}
-        self._expensive: dict[Part, set[int]] = {}
-
-    def keep(self, part: Part | None, tensor: Tensor) -> None:
-        """Records a tensor that the graph keeps."""
-        self._keepers.setdefault(self._note(tensor), set()).add(part)
-
-    def enter(self, part: Part, arguments: Any) -> None:
-        """Records the arguments of a part, which a checkpoint would keep."""
-        self._inputs.setdefault(part, set()).update(
-            self._note(leaf) for leaf in torch_private.leaves_of_tree(arguments) if isinstance(leaf, Tensor)
-        )
-
-    def keep_expensive(self, part: Part, tensor: Tensor) -> None:
-        """Records an output of an expensive operator, which a selective checkpoint would keep."""
-        self._expensive.setdefault(part, set()).add(self._note(tensor))
-
-    def forget(self, tensors: Collection[Tensor]) -> None:
-        """Makes storages count as nothing."""
-        for tensor in tensors:
-            self._sizes[self._note(tensor)] = 0
+        self._storages: dict[int, torch.UntypedStorage] = {}  # keeps their ids unique
+        self._keepers: defaultdict[int, set[Part | None]] = defaultdict(set)
+        self._inputs: defaultdict[Part, set[int]] = defaultdict(set)
+        self._expensive: defaultdict[Part, set[int]] = defaultdict(set)
+        self._free = self._note(free)
+        self._part: Part | None = None  # that runs
+        self._outputs: list[Tensor] = []  # of its expensive operators
 
     def total(self, recomputed: Mapping[Part, bool]) -> int:
         """Returns the bytes that stay.
@@ -489,39 +467,19 @@ class SavedBytes:
         """
         storages = {storage for storage, keepers in self._keepers.items() if keepers - recomputed.keys()}
         for part, selective in recomputed.items():
-            storages |= self._inputs.get(part, set())
-            if selective:
-                storages |= self._expensive.get(part, set())
-        return sum(self._sizes[storage] for storage in storages)
+            storages |= self._inputs[part] | (self._expensive[part] if selective else set())
+        return sum(self._storages[storage].nbytes() for storage in storages - self._free)
 
-    def _note(self, tensor: Tensor) -> int:
-        storage = tensor.untyped_storage()
-        identity = storage_id(storage)
-        if identity not in self._sizes:
-            self._sizes[identity] = storage.nbytes()
-            self._storages.append(storage)
-        return identity
-
-
-class _Recorder(TorchDispatchMode):
-    """Runs each part of a forward, and notes what it keeps."""
-
-    def __init__(self, saved: SavedBytes) -> None:
-        super().__init__()
-        self._saved = saved
-        self._part: Part | None = None
-        self._outputs: list[Tensor] = []
-
-    def run(self, module: nn.Module, segment: Segment, function: Function, args: Any, kwargs: Any) -> Any:
+    def run(self, module: nn.Module, segment: Segment, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs one part. A part inside another one belongs to the outer one."""
         if self._part is not None:
             return function(*args, **kwargs)
-        self._part = (module, segment)
-        self._saved.enter(self._part, (args, kwargs))
+        self._part = part = module, segment
+        self._inputs[part] |= self._note(_tensors_in((args, kwargs)))
         try:
             result = function(*args, **kwargs)
             if any(versions(self._outputs)):
-                self._saved.mutated.add(self._part)
+                self.mutated.add(part)
             return result
         finally:
             self._part = None
@@ -529,17 +487,26 @@ class _Recorder(TorchDispatchMode):
 
     def pack(self, tensor: Tensor) -> Tensor:
         """Hook of saved tensors."""
-        self._saved.keep(self._part, tensor)
+        for storage in self._note([tensor]):
+            self._keepers[storage].add(self._part)
         return tensor.detach()
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = operator(*args, **kwargs or {})
         if self._part is not None and is_expensive(operator, args, kwargs or {}):
-            for tensor in torch_private.leaves_of_tree(result):
-                if isinstance(tensor, Tensor):
-                    self._saved.keep_expensive(self._part, tensor)
-                    self._outputs.append(tensor)
+            tensors = _tensors_in(result)
+            self._expensive[self._part] |= self._note(tensors)
+            self._outputs += tensors
         return result
+
+    def _note(self, tensors: Iterable[Tensor]) -> set[int]:
+        storages = {storage_id(storage): storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+        self._storages |= storages
+        return set(storages)
+
+
+def _tensors_in(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in torch_private.leaves_of_tree(tree) if isinstance(leaf, Tensor)]
 
 
 def measure_saved_bytes(module: nn.Module, inputs: Any) -> SavedBytes:
@@ -548,17 +515,15 @@ def measure_saved_bytes(module: nn.Module, inputs: Any) -> SavedBytes:
     Raises:
         ValueError: the forward failed, for example because it reads values.
     """
-    saved = SavedBytes()
-    recorder = _Recorder(saved)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    state = {name: _fake(tensor, mode) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
-    batch = torch_private.map_tensors(lambda tensor: _fake(tensor, mode), inputs)
+    state = {name: fake_like(tensor, mode) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
+    batch = torch_private.map_tensors(lambda tensor: fake_like(tensor, mode), inputs)
     args, kwargs = ((), batch) if isinstance(batch, Mapping) else (batch if isinstance(batch, tuple) else (batch,), {})
-    saved.forget([*state.values(), *(leaf for leaf in torch_private.leaves_of_tree(batch) if isinstance(leaf, Tensor))])
-    token = runner.set(recorder.run)
+    saved = SavedBytes([*state.values(), *_tensors_in(batch)])
+    token = runner.set(saved.run)
     try:
-        hooks = torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor)
-        with warnings.catch_warnings(action="ignore"), mode, recorder, torch.enable_grad(), hooks:
+        hooks = torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda tensor: tensor)
+        with warnings.catch_warnings(action="ignore"), mode, saved, torch.enable_grad(), hooks:
             torch.func.functional_call(module, state, args, dict(kwargs))
     except Exception as error:
         raise ValueError(
@@ -570,16 +535,17 @@ def measure_saved_bytes(module: nn.Module, inputs: Any) -> SavedBytes:
     return saved
 
 
-def _fake(tensor: Tensor, mode: FakeTensorMode) -> Any:
-    """Returns a tensor of the same shape without memory."""
+def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device | None = None, shape: torch.Size | None = None) -> Any:
+    """Returns a tensor without memory, like another one but for its device and shape."""
+    settings: dict[str, Any] = {"dtype": tensor.dtype, "device": device or tensor.device}
     with mode, torch.no_grad():
-        if tensor.layout == torch.strided:
-            copied = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+        if shape is None and tensor.layout == torch.strided:
+            copied = torch.empty_strided(tensor.size(), tensor.stride(), **settings)
         else:
-            copied = torch.empty(tensor.size(), dtype=tensor.dtype, device=tensor.device)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(copied, tensor.requires_grad)
-    return copied.requires_grad_(tensor.requires_grad)
+            copied = torch.empty(tensor.shape if shape is None else shape, **settings)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(copied, tensor.requires_grad)
+        return copied.requires_grad_(tensor.requires_grad)
 
 
 _aten = torch.ops.aten

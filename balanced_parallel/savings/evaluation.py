@@ -1,7 +1,4 @@
-"""``inference``: evaluation without a graph.
-
-``RunningLoss``: the mean of the losses of many steps.
-"""
+"""Evaluation and logging: ``inference`` runs models without a graph, ``RunningLoss`` is the mean of the losses of many steps."""
 
 import contextlib
 import math
@@ -10,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
+from ..replicas.replicas import parameter_window
 from ..runtime.collectives import rank, sum_over_ranks
 
 __all__: list[str] = []
@@ -37,13 +35,9 @@ def inference(*modules: nn.Module) -> Iterator[None]:
     """
     before = [(submodule, submodule.training) for module in modules for submodule in module.modules()]
     try:
-        with contextlib.ExitStack() as stack:
-            for module in modules:
-                module.eval()
-            for submodule, _ in before:
-                if callable(window := getattr(getattr(submodule, "replicas", None), "window", None)):
-                    stack.enter_context(window())  # of a model's replicas, a class of a folder that imports this one
-            stack.enter_context(torch.inference_mode())
+        for module in modules:
+            module.eval()
+        with parameter_window(*(submodule for submodule, _ in before)), torch.inference_mode():
             yield
     finally:
         for submodule, training in before:
@@ -70,8 +64,7 @@ class RunningLoss:
 
     def reset(self) -> None:
         """Forgets all losses."""
-        self._on_host = [0.0, 0.0]  # weighted sum of losses, sum of weights
-        self._on_devices: dict[torch.device, Tensor] = {}  # the same two
+        self._sums: dict[torch.device, Tensor] = {}  # weighted sum of losses, sum of weights
 
     def update(self, loss: Tensor | float, weight: Tensor | float = 1) -> None:
         """Adds the mean loss of some rows.
@@ -87,40 +80,34 @@ class RunningLoss:
         for name, value in (("loss", loss), ("weight", weight)):
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise ValueError(f"the {name} has shape {tuple(value.shape)}, expected a scalar")
-        tensors = [value for value in (loss, weight) if isinstance(value, Tensor) and not value.is_cpu]
-        if not tensors:
-            factor, value = (float(each.detach() if isinstance(each, Tensor) else each) for each in (weight, loss))
-            self._on_host[0] += value * factor if factor else 0.0
-            self._on_host[1] += factor
-            return
+        devices = [value.device for value in (loss, weight) if isinstance(value, Tensor) and not value.is_cpu]
+        device = devices[0] if devices else torch.device("cpu")
         with torch.no_grad():
-            device = tensors[0].device
             mean, count = (_on(each, device) for each in (loss, weight))
             pair = torch.stack([torch.where(count == 0, 0, mean * count), count])
-            before = self._on_devices.get(device)
-            self._on_devices[device] = pair if before is None else before + pair
+            before = self._sums.get(device)
+            self._sums[device] = pair if before is None else before + pair
 
     def compute(self) -> float:
         """Returns the mean; nan without a loss. This reads each device once. All ranks must call it."""
-        total, weight = self._sums()
+        total, weight = self._total()
         return total / weight if weight else math.nan
 
     def state_dict(self) -> dict[str, float]:
         """Returns the sums over all ranks. All ranks must call it."""
-        total, weight = self._sums()
+        total, weight = self._total()
         return {"total": total, "weight": weight}
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
         """Takes the sums, which any number of ranks may have saved."""
         self.reset()
         if rank() == 0:
-            self._on_host = [state_dict["total"], state_dict["weight"]]
+            self._sums[torch.device("cpu")] = torch.tensor([state_dict["total"], state_dict["weight"]], dtype=torch.float64)
 
-    def _sums(self) -> tuple[float, float]:
-        pairs: Sequence[Sequence[float]] = [self._on_host, *(pair.tolist() for pair in self._on_devices.values())]
+    def _total(self) -> Sequence[float]:
+        pairs: list[list[float]] = [[0.0, 0.0], *(pair.tolist() for pair in self._sums.values())]
         sums = torch.tensor([[math.fsum(column)] for column in zip(*pairs, strict=True)], dtype=torch.float64)
-        total, weight = sum_over_ranks(sums).flatten().tolist()
-        return total, weight
+        return sum_over_ranks(sums).flatten().tolist()
 
 
 def _on(value: Tensor | float, device: torch.device) -> Tensor:
@@ -128,4 +115,4 @@ def _on(value: Tensor | float, device: torch.device) -> Tensor:
     dtype = torch.float32 if device.type == "mps" else torch.float64
     if isinstance(value, Tensor) and not value.is_cpu:
         return value.detach().reshape(()).to(device, dtype, non_blocking=True)
-    return torch.full((), float(value), dtype=dtype, device=device)
+    return torch.full((), float(value.detach() if isinstance(value, Tensor) else value), dtype=dtype, device=device)

@@ -52,26 +52,20 @@ def inplace_activations(module: nn.Module, inputs: Any) -> tuple[str, ...]:
         >>> savings.inplace_activations(net, torch.randn(2, 4))
         ('1',)
     """
-    with keep_random_state():
-        names = find_inplace_activations(module, inputs)
-    _set_inplace(module, names)
-    return names
-
-
-def find_inplace_activations(module: nn.Module, inputs: Any) -> tuple[str, ...]:
-    """Returns the names of the activations that :func:`inplace_activations` would change. Tensors may be fake."""
     device = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
     batch = torch_private.map_tensors(lambda tensor: move(tensor.detach(), device).requires_grad_(tensor.requires_grad), inputs)
     call: Call = ((), dict(batch)) if isinstance(batch, Mapping) else (batch if isinstance(batch, tuple) else (batch,), {})
     # A checkpoint keeps the input of its block, and its second forward saves what the plain block saves.
     settings = [{"training": True}, {"training": True, "checkpointed": False}, {"training": False}]
-    watched = [_watch(module, call, **choice) for choice in settings]
-    unsafe = set().union(*(uses.unsafe for uses in watched))
-    names = [name for name in watched[0].names if name not in unsafe]
-    if not _runs(module, call, names):  # in place on views that torch refuses
-        tried, names = names, []
-        for name in tried:
-            names += [name] if _runs(module, call, [*names, name]) else []
+    with keep_random_state():
+        watched = [_watch(module, call, **choice) for choice in settings]
+        unsafe = set().union(*(uses.unsafe for uses in watched))
+        names = [name for name in watched[0].names if name not in unsafe]
+        if not _runs(module, call, names):  # in place on views that torch refuses
+            tried, names = names, []
+            for name in tried:
+                names += [name] if _runs(module, call, [*names, name]) else []
+    _set_inplace(module, names)
     return tuple(names)
 
 

@@ -11,6 +11,8 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -73,20 +75,14 @@ def cache_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="balanced_parallel-"))
 
 
-class one_process_at_a_time:
-    """Lock on a folder. It is released if its process ends."""
+@contextmanager
+def one_process_at_a_time(folder: Path) -> Iterator[None]:
+    """Locks a folder. The lock is released if its process ends."""
+    import fcntl  # missing on Windows, which has none of the supported compilers either
 
-    def __init__(self, folder: Path) -> None:
-        self.path = folder / "lock"
-
-    def __enter__(self) -> None:
-        import fcntl  # missing on Windows, which has none of the supported compilers either
-
-        self.file = self.path.open("w")
-        fcntl.flock(self.file, fcntl.LOCK_EX)
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
+    with (folder / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def find_compiler() -> str:

@@ -16,6 +16,17 @@ _initialized = True  # torch.utils.checkpoint saves the random state of a device
 DeviceLike = int | str | torch.device | None
 
 
+# as torch.cuda calls them
+current_device = torch.accelerator.current_device_index
+set_device = torch.accelerator.set_device_index
+current_stream = torch.accelerator.current_stream
+synchronize = torch.accelerator.synchronize  # kernels have finished already; later uses of their memory count as ordered
+mem_get_info = torch.accelerator.get_memory_info
+memory_allocated = torch.accelerator.memory_allocated
+max_memory_allocated = torch.accelerator.max_memory_allocated
+reset_peak_memory_stats = torch.accelerator.reset_peak_memory_stats
+
+
 def _index(device: DeviceLike) -> int:
     if isinstance(device, int):
         return device
@@ -36,16 +47,6 @@ def device_count() -> int:
     return int(load_native().simulation_device_count())  # torch.accelerator would call this function
 
 
-def current_device() -> int:
-    """Returns the index of the current device."""
-    return torch.accelerator.current_device_index()
-
-
-def set_device(device: DeviceLike) -> None:
-    """Sets the current device."""
-    torch.accelerator.set_device_index(_index(device))
-
-
 @contextlib.contextmanager
 def device(device: DeviceLike) -> Iterator[None]:
     """Sets the current device for the duration of the block."""
@@ -62,11 +63,6 @@ class Stream(torch.Stream):
 
 
 Event = torch.Event
-
-
-def current_stream(device: DeviceLike = None) -> torch.Stream:
-    """Returns the current stream of a device."""
-    return torch.accelerator.current_stream(_index(device))
 
 
 def stream(stream: torch.Stream | None) -> contextlib.AbstractContextManager[Any]:
@@ -90,33 +86,8 @@ def get_amp_supported_dtype() -> list[torch.dtype]:
     return [torch.float16, torch.bfloat16, torch.float32]
 
 
-def synchronize(device: DeviceLike = None) -> None:
-    """Waits for all streams of a device. Kernels have finished already; later uses of their memory count as ordered."""
-    torch.accelerator.synchronize(_index(device))
-
-
 def empty_cache() -> None:
     """Does nothing: simulated devices have no cache."""
-
-
-def mem_get_info(device: DeviceLike = None) -> tuple[int, int]:
-    """Returns the free and the total bytes of a device."""
-    return torch.accelerator.get_memory_info(_index(device))
-
-
-def memory_allocated(device: DeviceLike = None) -> int:
-    """Returns the bytes in use on a device."""
-    return torch.accelerator.memory_allocated(_index(device))
-
-
-def max_memory_allocated(device: DeviceLike = None) -> int:
-    """Returns the peak of the bytes in use on a device."""
-    return torch.accelerator.max_memory_allocated(_index(device))
-
-
-def reset_peak_memory_stats(device: DeviceLike = None) -> None:
-    """Restarts the measurement of the peak."""
-    torch.accelerator.reset_peak_memory_stats(_index(device))
 
 
 def get_rng_state(device: DeviceLike = None) -> torch.Tensor:

@@ -39,11 +39,6 @@ def broadcast_coalesced(
     return results
 
 
-def broadcast(tensor: Tensor, devices: Sequence[int]) -> list[Tensor]:
-    """Copies a tensor to all devices."""
-    return [tensor.to(f"sim:{device}") for device in devices]
-
-
 def scatter(tensor: Tensor, devices: Sequence[int], sizes: Sequence[int] | None, dim: int, streams: object) -> tuple[Tensor, ...]:
     """Splits a tensor over the devices."""
     shards = tensor.split(list(sizes), dim) if sizes else tensor.chunk(len(devices), dim)
@@ -69,40 +64,19 @@ def nccl_is_available(tensors: Sequence[Tensor]) -> bool:
     )
 
 
-def nccl_broadcast(tensors: Sequence[Tensor], root: int, streams: object, communicators: object) -> None:
-    """Copies the first tensor to the others. torch ignores ``root`` too."""
-    transport.broadcast_in_rounds(tensors[0], tensors[1:])
-
-
-def nccl_reduce(tensors: Sequence[Tensor], output: Tensor, root: int, op: int, streams: object, communicators: object) -> None:
-    """Sums the tensors on the device of ``tensors[root]``, in their order."""
-    transport.reduce_in_rounds(tensors, output)
-
-
-def nccl_reduce_scatter(
-    tensors: Sequence[Tensor], outputs: Sequence[Tensor], op: int, streams: object, communicators: object
-) -> None:
-    """Sums the tensors in their order, and puts an equal slice of the sum on each device."""
-    transport.reduce_scatter_in_rounds(tensors, outputs)
-
-
-def nccl_all_gather(tensors: Sequence[Tensor], outputs: Sequence[Tensor], streams: object, communicators: object) -> None:
-    """Concatenates the tensors on each device."""
-    transport.all_gather_in_rounds(tensors, outputs)
-
-
 @contextmanager
 def comm_for_simulated_devices(labels: MemoryLabels) -> Iterator[None]:
     """Replaces torch's functions by these for the duration of the block."""
     places: list[tuple[Any, str, Callable[..., Any]]] = [
         (torch._C, "_broadcast_coalesced", functools.partial(broadcast_coalesced, labels)),
-        (torch._C, "_broadcast", broadcast),
+        (torch._C, "_broadcast", lambda tensor, devices: [tensor.to(f"sim:{device}") for device in devices]),
         (torch._C, "_scatter", scatter),
         (torch._C, "_gather", gather),
-        (torch._C, "_nccl_broadcast", nccl_broadcast),
-        (torch._C, "_nccl_reduce", nccl_reduce),
-        (torch._C, "_nccl_reduce_scatter", nccl_reduce_scatter),
-        (torch._C, "_nccl_all_gather", nccl_all_gather),
+        # NCCL also gets the root, which torch ignores in a broadcast, the operator, streams and communicators
+        (torch._C, "_nccl_broadcast", lambda tensors, *_: transport.broadcast_in_rounds(tensors[0], tensors[1:])),
+        (torch._C, "_nccl_reduce", lambda tensors, output, *_: transport.reduce_in_rounds(tensors, output)),
+        (torch._C, "_nccl_reduce_scatter", lambda tensors, outputs, *_: transport.reduce_scatter_in_rounds(tensors, outputs)),
+        (torch._C, "_nccl_all_gather", lambda tensors, outputs, *_: transport.all_gather_in_rounds(tensors, outputs)),
         (nccl, "is_available", nccl_is_available),
     ]
     originals = [(owner, name, getattr(owner, name, None)) for owner, name, _ in places]

@@ -64,8 +64,9 @@ def test_weighted_means_are_distinguished_from_losses_that_couple_rows():
     assert reasons_of(mean_of_few, weight=lambda output, target: (target > 1).sum()) == ()
     (reason,) = reasons_of(contrastive_loss)
     assert reason == (
-        "the loss: its rows depend on each other, so it cannot be computed in parts: give DataParallelCriterion whole=True, "
-        "which computes criterion(gather(outputs), targets)"
+        "the loss: its rows depend on each other, or it is a sum plus a mean, so it cannot be computed in parts: give "
+        "DataParallelCriterion whole=True, which computes criterion(gather(outputs), targets), or AdditiveLoss(statistics, "
+        "finish), if it is a function of sums"
     )
 
 
@@ -150,7 +151,7 @@ def test_a_wrong_mean_is_found_in_half_precision():
 
 def test_a_sum_plus_a_mean_may_be_an_additive_loss():
     (reason,) = reasons_of(lambda output, target: F.cross_entropy(output, target) + output.pow(2).sum())
-    assert reason.startswith("the loss is a sum plus a mean over rows, so it cannot be computed in parts: ")
+    assert reason.startswith("the loss: its rows depend on each other, or it is a sum plus a mean, so it cannot be computed in ")
     assert "whole=True" in reason
     assert "AdditiveLoss(statistics, finish)" in reason
 

@@ -30,10 +30,10 @@ def checkpoint_all_blocks(net):
 
 def checkpoint_part(net):
     inputs = torch.randn(7, WIDTH)
-    kept = savings.checkpoint_activations(net, budget="1GiB", inputs=inputs).kept
+    kept = savings.checkpoint_activations(net, budget="1GiB", inputs=inputs).activation_bytes
     handle = savings.checkpoint_activations(net, budget=int(0.8 * kept), inputs=inputs)
     assert handle.parts
-    assert 0.5 * kept < handle.kept < 0.8 * kept
+    assert 0.5 * kept < handle.activation_bytes < 0.8 * kept
 
 
 @pytest.mark.parametrize("saving", [checkpoint_all_blocks, checkpoint_part])
@@ -57,7 +57,7 @@ def test_the_budget_is_kept_to_the_byte():
         found = {}
         for budget in ("1MiB", "700KiB", "600KiB", "400KiB", "300KiB"):
             handle = savings.checkpoint_activations(net, budget=budget, inputs=inputs)
-            assert handle.kept == bytes_of_forward(cluster, net, inputs)
+            assert handle.activation_bytes == bytes_of_forward(cluster, net, inputs)
             found[budget] = handle.parts
         assert found == {
             "1MiB": (),
@@ -362,7 +362,7 @@ def test_gradients_are_those_without_checkpoints(double, make, share):
     torch.manual_seed(0)
     plain = make().train()
     net = copy.deepcopy(plain)
-    kept = savings.checkpoint_activations(net, budget="1GiB", inputs=BATCH).kept
+    kept = savings.checkpoint_activations(net, budget="1GiB", inputs=BATCH).activation_bytes
     savings.checkpoint_activations(net, budget=int(share * kept), inputs=BATCH)
     for each in (plain, net):
         torch.manual_seed(1)

@@ -20,25 +20,6 @@ __all__: list[str] = []
 _aten = torch.ops.aten
 
 
-def _ctc(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-    scores, targets = args[:2]
-    steps, rows, _ = scores.shape
-    longest = targets.size(1) if targets.dim() == 2 else targets.numel()  # one row may have all of the concatenated targets
-    return True, (scores.new_empty(rows), scores.new_empty((rows, steps, 2 * longest + 1)))
-
-
-def _ctc_backward(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-    return True, torch.empty_like(args[1], memory_format=torch.contiguous_format)
-
-
-CTC_BACKWARD = {_aten._ctc_loss_backward.default, _aten._ctc_loss_backward.Tensor}  # no operator has a public name
-CTC_RULES = {
-    _aten._ctc_loss.default: _ctc,  # as above
-    _aten._ctc_loss.Tensor: _ctc,  # as above
-    **dict.fromkeys(CTC_BACKWARD, _ctc_backward),
-}
-
-
 @contextlib.contextmanager
 def lengths_as_tensors() -> Iterator[None]:
     """Makes tensors of lists of lengths in Python. In C++, torch writes them to the memory that fake tensors do not have."""
@@ -57,8 +38,8 @@ _SCALARS = {_aten._local_scalar_dense.default, _aten.is_nonzero.default}
 
 def answer(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], scalar: int | float | bool | None, user_line: Callable[[], str]
-) -> tuple[bool, Any]:
-    """Returns True and the result if there is a rule for this call, else False and None.
+) -> Any:
+    """Returns the result if there is a rule for this call, else ``NotImplemented``.
 
     Selections (boolean masks, ``nonzero``, ``unique``) select every element: no batch needs more memory. A value that an
     optimizer or this package reads is one. A value that the model reads is ``scalar``.
@@ -77,8 +58,9 @@ def answer(
                 f"{line} reads a value of a tensor ({func}), on which sizes may depend: state the largest that it can be with "
                 f"scalar=, or {HINT}"
             )
-        value = True if func is _aten.is_nonzero.default or args[0].dtype == torch.bool else _one(args[0])
-        return True, type(value)(scalar) if line and scalar is not None else value
+        number = 0.9 if args[0].is_floating_point() else 1  # NAdam divides by one minus a product of its momenta
+        value = True if func is _aten.is_nonzero.default or args[0].dtype == torch.bool else number
+        return type(value)(scalar) if line and scalar is not None else value
     if func is _aten._pack_padded_sequence.default:  # no operator has a public name
         raise UnknownMemory(
             f"{func} packs sequences by their lengths, which are values: give memory.estimate the module with padded sequences, "
@@ -90,76 +72,84 @@ def answer(
             "such as device_kind='h200'"
         )
     rule = _RULES.get(func)
-    return (False, None) if rule is None else rule(func, args, kwargs)
+    return NotImplemented if rule is None else rule(*args, **kwargs)
 
 
 def selected(func: Any, args: tuple[Any, ...]) -> int:
     """Returns the bytes that an operator takes for itself if every element is selected.
 
     These are the indices of boolean masks, and the second table of the CTC loss."""
-    if func in CTC_BACKWARD:
+    if func in _CTC_BACKWARD:
         return int(args[6].nbytes)
     indices = [index for index in args[1] if index is not None] if func in _INDEXES else []
-    masks = [index for index in indices if index.dtype in (torch.bool, torch.uint8)]
+    masks = list(filter(_is_mask, indices))
     if len(indices) == len(masks) == 1 and func in _WRITES and args[2].numel() == 1:
         return 0  # torch fills the mask with this number
     return sum(2 * 8 * mask.numel() * mask.dim() for mask in masks)  # the result of nonzero, and a copy per dimension
 
 
-def _group_norm_backward(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-    """Returns gradients in the dtype of the input. The fake kernel of torch returns float32 for bfloat16."""
-    inputs, weight, mask = args[1], args[4], args[9]
-    learned = (inputs if weight is None else weight).new_empty(args[6])
-    results = (torch.empty_like(inputs), learned, torch.empty_like(learned))
-    return True, tuple(result if asked else None for result, asked in zip(results, mask, strict=True))
+def _is_mask(index: Tensor | None) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
-def _one(tensor: Tensor) -> int | float:
-    return 0.9 if tensor.is_floating_point() else 1  # NAdam divides by one minus a product of its momenta
+def _integers(tensor: Tensor, *shape: int) -> Tensor:
+    return tensor.new_empty(shape, dtype=torch.int64)
 
 
-def _nonzero(func: Any, args: Any, kwargs: Any) -> tuple[bool, Tensor]:
-    (mask,) = args
-    return True, mask.new_empty((mask.numel(), mask.dim()), dtype=torch.int64)
+def _nonzero(mask: Tensor) -> Tensor:
+    return _integers(mask, mask.numel(), mask.dim())
 
 
-def _masked_select(func: Any, args: Any, kwargs: Any) -> tuple[bool, Tensor]:
-    tensor, mask = args
-    return True, tensor.new_empty(torch.broadcast_shapes(tensor.shape, mask.shape).numel())
+def _masked_select(tensor: Tensor, mask: Tensor) -> Tensor:
+    return tensor.new_empty(torch.broadcast_shapes(tensor.shape, mask.shape).numel())
 
 
-def _index(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-    tensor, indices = args[0], args[1]
-    if not any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices):
-        return False, None
+def _index(tensor: Tensor, indices: Sequence[Tensor | None]) -> Any:
+    if not any(map(_is_mask, indices)):
+        return NotImplemented
     expanded: list[Tensor | None] = []
     for index in indices:
-        if index is not None and index.dtype in (torch.bool, torch.uint8):
-            expanded += [index.new_empty(index.numel(), dtype=torch.int64) for _ in range(index.dim())]
+        if index is not None and _is_mask(index):
+            expanded += [_integers(index, index.numel()) for _ in range(index.dim())]
         else:
             expanded.append(index)
-    return True, func(tensor, expanded, *args[2:], **kwargs)
+    return _aten.index.Tensor(tensor, expanded)
 
 
-def _unique(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-    tensor = args[0]
-    flat = tensor.new_empty(tensor.numel())
-    index, counts = (tensor.new_empty(shape, dtype=torch.int64) for shape in (tensor.shape, (tensor.numel(),)))
-    return True, (flat, index, counts)
+def _unique(tensor: Tensor, *settings: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return tensor.new_empty(tensor.numel()), _integers(tensor, *tensor.shape), _integers(tensor, tensor.numel())
 
 
-_WRITES = {
-    _aten.index_put.default,
-    _aten.index_put_.default,
-    _aten._index_put_impl_.default,  # as above
-}
-_INDEXES = {*_WRITES, _aten.index.Tensor, _aten._unsafe_index.Tensor}  # as above
-_RULES: dict[Any, Callable[[Any, Any, Any], tuple[bool, Any]]] = {
+def _ctc(scores: Tensor, targets: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
+    steps, rows, _ = scores.shape
+    longest = targets.size(1) if targets.dim() == 2 else targets.numel()  # one row may have all of the concatenated targets
+    return scores.new_empty(rows), scores.new_empty((rows, steps, 2 * longest + 1))
+
+
+def _ctc_backward(gradient: Tensor, scores: Tensor, *settings: Any) -> Tensor:
+    return torch.empty_like(scores, memory_format=torch.contiguous_format)
+
+
+def _group_norm_backward(gradient: Tensor, inputs: Tensor, *settings: Any) -> tuple[Tensor | None, ...]:
+    """Returns gradients in the dtype of the input. The fake kernel of torch returns float32 for bfloat16."""
+    *_, weight, _, channels, _, _, mask = settings
+    learned = (inputs if weight is None else weight).new_empty(channels)
+    results = (torch.empty_like(inputs), learned, torch.empty_like(learned))
+    return tuple(result if asked else None for result, asked in zip(results, mask, strict=True))
+
+
+# no operator has a public name
+_CTC_BACKWARD = {_aten._ctc_loss_backward.default, _aten._ctc_loss_backward.Tensor}
+_WRITES = {_aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
+_INDEXES = {*_WRITES, _aten.index.Tensor, _aten._unsafe_index.Tensor}
+_RULES: dict[Any, Callable[..., Any]] = {
     _aten.nonzero.default: _nonzero,
     _aten.masked_select.default: _masked_select,
     _aten.index.Tensor: _index,
-    _aten._unique2.default: _unique,  # as above
-    **CTC_RULES,
+    _aten._unique2.default: _unique,
+    _aten._ctc_loss.default: _ctc,
+    _aten._ctc_loss.Tensor: _ctc,
+    **dict.fromkeys(_CTC_BACKWARD, _ctc_backward),
     _aten.native_group_norm_backward.default: _group_norm_backward,
 }
 

@@ -95,8 +95,8 @@ class Count(TorchDispatchMode):
         if self._is_paused:
             return func(*args, **(kwargs or {}))
         self._start()
-        has_rule, result = answer(func, args, kwargs or {}, self.scalar, _user_line)
-        result = result if has_rule else func(*args, **(kwargs or {}))
+        result = answer(func, args, kwargs or {}, self.scalar, _user_line)
+        result = func(*args, **(kwargs or {})) if result is NotImplemented else result
         keep_elements(func, args, result)
         self.operators.append(str(func))
         if (formula := flop_registry.get(func._overloadpacket)) is not None:

@@ -8,14 +8,14 @@ import contextlib
 import copy
 import gc
 import logging
+import multiprocessing
 import os
 import pickle
-import select
 import signal
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # torch ha
 
 from ...batch.containers import is_row_list, map_leaves
 from ...runtime.torch_private import leaves_of_tree, shared_id
+from ...savings.checkpointing import fake_like
 from .allocations import Count
 
 __all__: list[str] = []
@@ -38,10 +39,10 @@ def fake_copy(thing: Any, mode: FakeTensorMode, device: torch.device) -> Any:
 
     def fake(tensor: Tensor, memo: dict[int, Any]) -> Any:
         if id(tensor) not in memo:
-            memo[id(tensor)] = _fake_like(tensor, mode, device)
+            memo[id(tensor)] = fake_like(tensor, mode, device)
         return memo[id(tensor)]
 
-    with _copying_tensors_by(fake):
+    with _replaced(Tensor, "__deepcopy__", fake), _replaced(nn.Parameter, "__deepcopy__", fake):
         try:
             return copy.deepcopy(thing)
         except TypeError:  # an attribute cannot be copied (a registered operator, a lock): share all plain objects
@@ -57,30 +58,6 @@ def _shared(thing: Any) -> dict[int, Any]:
     return {id(value): value for value in values}
 
 
-@contextmanager
-def _copying_tensors_by(function: Any) -> Iterator[None]:
-    kinds: tuple[Any, ...] = (Tensor, nn.Parameter)
-    before = [kind.__deepcopy__ for kind in kinds]
-    for kind in kinds:
-        kind.__deepcopy__ = function
-    try:
-        yield
-    finally:
-        for kind, method in zip(kinds, before, strict=True):
-            kind.__deepcopy__ = method
-
-
-def _fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device, shape: torch.Size | None = None) -> Any:
-    with mode, torch.no_grad():
-        if shape is None and tensor.layout == torch.strided:
-            copied = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
-        else:
-            copied = torch.empty(shape or tensor.shape, dtype=tensor.dtype, device=device)
-        if isinstance(tensor, nn.Parameter):
-            return nn.Parameter(copied, requires_grad=tensor.requires_grad)
-        return copied.requires_grad_() if tensor.requires_grad else copied
-
-
 def fake_batch(batch: Any, rows: int, of: int, mode: FakeTensorMode, device: torch.device, dim: int = 0) -> Any:
     """Returns a fake copy of ``batch`` with ``rows`` rows along ``dim`` in place of ``of``.
 
@@ -92,7 +69,7 @@ def fake_batch(batch: Any, rows: int, of: int, mode: FakeTensorMode, device: tor
             shape = list(leaf.shape)
             if shape:
                 shape[dim] = shape[dim] * rows // of
-            return _fake_like(leaf, mode, device, torch.Size(shape))
+            return fake_like(leaf, mode, device, torch.Size(shape))
         if is_row_list(leaf) and leaf:
             return [leaf[i % len(leaf)] for i in range(len(leaf) * rows // of)]
         return leaf
@@ -128,17 +105,6 @@ def host_of(count: int) -> torch.device:
 
 
 @contextlib.contextmanager
-def _without_log() -> Iterator[None]:
-    """Silences the log of fake tensors: torch raises an error and logs it too, with a traceback."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
-
-
-@contextlib.contextmanager
 def _no_collection() -> Iterator[None]:
     """Turns the garbage collector off. Its runs depend on earlier objects, and equal traces must have equal events."""
     enabled = gc.isenabled()
@@ -154,7 +120,8 @@ def _no_collection() -> Iterator[None]:
 def undisturbed() -> Iterator[None]:
     """Turns off warnings, the log of fake tensors, the garbage collector, and compilation, which refuses dispatch modes."""
     eager = torch.compiler.set_stance("force_eager")
-    with warnings.catch_warnings(action="ignore"), _without_log(), _no_collection(), eager:
+    log = logging.getLogger("torch._subclasses.fake_tensor")  # torch raises an error and logs it too, with a traceback
+    with warnings.catch_warnings(action="ignore"), _replaced(log, "disabled", True), _no_collection(), eager:
         yield
 
 
@@ -256,39 +223,38 @@ def start_in_child(function: Callable[[], T]) -> Callable[[], T | BaseException]
     """
     if sys.platform != "linux":
         return function
-    read, write = os.pipe()
+    receiver, sender = multiprocessing.Pipe(duplex=False)
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of threads, whose locks the child does not take
         child = os.fork()
     if child == 0:
-        os.close(read)
-        _send_result(function, write)
-    os.close(write)
+        _send_result(function, sender)
+    sender.close()
 
     def finish() -> T | BaseException:
-        with os.fdopen(read, "rb") as pipe:
-            hangs = not _is_readable(pipe.fileno(), child)
-            if hangs:
+        message = None
+        with receiver:
+            if hangs := not _answers(receiver, child):
                 os.kill(child, signal.SIGKILL)
-            message = pipe.read()
+            else:
+                with contextlib.suppress(EOFError):
+                    message = receiver.recv_bytes()
         _, status = os.waitpid(child, 0)
         if hangs:
             return function()
-        if not message:
+        if message is None:
             raise RuntimeError(f"the process that traced the step ended with status {status} and without a result")
         result: T | BaseException = pickle.loads(message)
-        if isinstance(result, BaseException) and runs_in_parent_only(result):
-            return function()
-        return result
+        return function() if isinstance(result, BaseException) and runs_in_parent_only(result) else result
 
     return finish
 
 
-def _is_readable(pipe: int, child: int) -> bool:
-    """Waits for data in the pipe. Returns False if the child uses no processor for ``PATIENCE`` seconds."""
+def _answers(receiver: Connection, child: int) -> bool:
+    """Waits for data or the end of the child. Returns False if it uses no processor for ``PATIENCE`` seconds."""
     used = -1
-    while not select.select([pipe], [], [], PATIENCE)[0]:
+    while not receiver.poll(PATIENCE):
         before, used = used, _ticks(child)
         if used == before:
             return False
@@ -306,7 +272,7 @@ def runs_in_parent_only(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "Autograd-and-Fork" in str(error)
 
 
-def _send_result(function: Callable[[], Any], write: int) -> None:
+def _send_result(function: Callable[[], Any], sender: Connection) -> None:
     """Sends the result or the exception to the parent, and ends this process without running exit handlers."""
     status = 1
     try:
@@ -316,8 +282,7 @@ def _send_result(function: Callable[[], Any], write: int) -> None:
             result: Any = function()
         except BaseException as error:  # noqa: BLE001 - the parent raises it
             result = error
-        with os.fdopen(write, "wb") as pipe:
-            pipe.write(_pickled(result))
+        sender.send_bytes(_pickled(result))
         status = 0
     finally:
         os._exit(status)

@@ -28,8 +28,7 @@ from ...batch.plan import split_sizes
 from ...batch.rows import Along, Arguments, count_rows
 from ...loss.coupled import AdditiveLoss, CoupledLoss, WholeLoss, couple
 from ...loss.criterion import DataParallelCriterion
-from ...loss.sums import LossSum, ShardLoss, add_up
-from ...optim.balanced import BalancedOptimizer
+from ...loss.sums import ShardLoss, add_up
 from ...replicas.model import DataParallelModel
 from ...replicas.replicas import Replicas, parameter_window
 from ...replicas.workers import run_in_turn
@@ -41,7 +40,7 @@ from ...strategies.fsdp import shard
 from ..devices import DeviceKind
 from ..errors import UnknownMemory
 from .fakes import HOME, fake_devices
-from .optimizers import ExistingOptimizers, OptimizerChoice
+from .optimizers import ExistingOptimizers, OptimizerChoice, inner_optimizers
 
 __all__: list[str] = []
 
@@ -99,6 +98,15 @@ class Request:
         """Numbers of rows are rounded up to a multiple of this, so that all devices have as many."""
         return 1 if self.split is not None else self.layout.devices_per_process(self.devices)
 
+    def round_up(self, rows: int) -> int:
+        """Returns the next multiple of :attr:`row_step`."""
+        return -(-rows // self.row_step) * self.row_step
+
+    @property
+    def traced_devices(self) -> list[int]:
+        """The traced device that stands for each of the devices."""
+        return [0] * self.devices if self.layout.is_distributed else list(range(self.devices))
+
 
 MicroBatch = tuple[Arguments, tuple[Any, ...]]
 
@@ -113,77 +121,33 @@ def is_coupled(criterion: Any) -> bool:
     return criterion.is_coupled if isinstance(criterion, DataParallelCriterion) else isinstance(criterion, AdditiveLoss)
 
 
-def make_criterion(criterion: Any, replicas: Replicas, *, dim: int, precision: str) -> DataParallelCriterion:
-    """Returns a criterion on fake devices. ``whole=`` is that of a :class:`DataParallelCriterion` that the caller has given."""
-    whole = is_coupled(criterion) and isinstance(criterion, DataParallelCriterion)
-    inner = criterion.module if whole else criterion
-    return TracedCriterion(inner, replicas, dim=dim, precision=precision, whole=whole and criterion.whole)
+def traced_criterion(criterion: Any, replicas: Replicas, request: "Request") -> DataParallelCriterion:
+    """Returns a copy of a criterion, wrapped or not, as one on fake devices."""
+    wrapped = criterion if isinstance(criterion, DataParallelCriterion) else DataParallelCriterion(criterion)
+    wrapped.devices = wrapped.output_device = None
+    wrapped.dim, wrapped.replicas = request.dim, replicas
+    wrapped.is_checked = True  # fake tensors have no values
+    if wrapped.precision.name == "fp32":
+        wrapped.precision = Precision(request.precision)
+    return wrapped
 
 
-def coupled_losses(
-    criterion: DataParallelCriterion,
-    forward: Callable[[Arguments], Any],
-    micro_batches: Sequence[MicroBatch],
-    rows: int,
-    single: bool,
-) -> list[Callable[[], Tensor]]:
-    """Runs the first pass, and returns a function for each micro-batch that computes its loss in the second pass.
-
-    Args:
-        criterion: on fake devices.
-        forward: returns the outputs of the replicas.
-        micro_batches: those that are traced.
-        rows: of the whole update. Outputs of further rows are allocated without a forward.
-        single: there is one micro-batch in an update, so one pass.
-    """
-    criterion.is_checked = True  # fake tensors have no values
-    loss = couple(criterion, HOME)
-    if single:
-        return [functools.partial(_at_once, loss, forward, rows, *micro_batch) for micro_batch in micro_batches]
-    with torch.no_grad():
-        for arguments, targets in micro_batches:
-            loss.collect(*criterion.cut(forward(arguments), targets, {}))
-        _fill(loss, rows)
-    loss.differentiate(None)
-    return [functools.partial(_hand_back, loss, forward, *micro_batch) for micro_batch in micro_batches]
-
-
-def _at_once(
-    loss: CoupledLoss, forward: Callable[[Arguments], Any], rows: int, arguments: Arguments, targets: tuple[Any, ...]
-) -> Tensor:
-    parts = loss.collect(*loss.criterion.cut(forward(arguments), targets, {}))
-    _fill(loss, rows)
-    loss.differentiate(None)
-    return _sum(loss.hand_back_parts(parts))
-
-
-def _hand_back(loss: CoupledLoss, forward: Callable[[Arguments], Any], arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
-    return _sum(loss.hand_back(*loss.criterion.cut(forward(arguments), targets, {})))
-
-
-def _sum(losses: list[LossSum]) -> Tensor:
-    return add_up([loss.total for loss in losses], HOME)
-
-
-def _fill(loss: CoupledLoss, rows: int) -> None:
-    """Collects outputs and targets of further rows, on the devices of the last ones."""
+def fill(loss: CoupledLoss, rows: int) -> None:
+    """Collects outputs and targets of further rows, on the devices of the last ones, without a forward."""
     if not isinstance(loss, WholeLoss):
         return
     missing = max(rows - sum(map(_rows, loss.pieces)), 0)
-    last = list({_device(piece): piece for piece in loss.pieces}.values())
+    last = list({_along(piece).leaf.device: piece for piece in loss.pieces}.values())
     for piece, count in zip(last, split_sizes(missing, len(last)), strict=True):
         loss.pieces.append(map_leaves(functools.partial(_more, count, loss.dim, _rows(piece)), piece))
 
 
+def _along(piece: Arguments) -> Along:
+    return next(leaf for _, leaf in leaves(piece) if isinstance(leaf, Along))
+
+
 def _rows(piece: Arguments) -> int:
-    first = next(leaf for _, leaf in leaves(piece) if isinstance(leaf, Along))
-    return int(first.leaf.size(first.dim))
-
-
-def _device(piece: Arguments) -> torch.device:
-    first = next(leaf for _, leaf in leaves(piece) if isinstance(leaf, Along))
-    place: torch.device = first.leaf.device
-    return place
+    return int(_along(piece).leaf.size(_along(piece).dim))
 
 
 def _more(count: int, dim: int, rows: int, leaf: Any) -> Any:
@@ -216,43 +180,14 @@ def run_in_this_thread(work: Sequence[Callable[[], T]], devices: Sequence[torch.
     return run_in_turn(work, devices, OwnValues(len(work)))
 
 
-def make_replicas(*, have_streams: bool) -> Replicas:
-    """Makes replicas of fake tensors.
-
-    Args:
-        have_streams: the fake devices stand for devices with streams. Gradients then live until another stream has read them.
-    """
-    return Replicas(side=SideStreams() if have_streams else None, workers=run_in_this_thread)
-
-
 class TracedModel(DataParallelModel):
-    """A :class:`DataParallelModel` on fake devices.
+    """A :class:`DataParallelModel` of a fake module on fake devices."""
 
-    Args:
-        module: of fake tensors on the first of ``devices``.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        devices: list[torch.device],
-        replicas: Replicas,
-        *,
-        dim: int,
-        precision: str,
-        split: Sequence[float] | None,
-    ) -> None:
+    def __init__(self, module: nn.Module, replicas: Replicas, request: "Request") -> None:
         nn.Module.__init__(self)
-        self._set_up(devices, replicas, dim=dim, precision=precision, split=split)
+        devices = fake_devices(request.devices)
+        self._set_up(devices, replicas, dim=request.dim, precision=request.precision, split=request.split)
         self.module = module
-
-
-class TracedCriterion(DataParallelCriterion):
-    """A :class:`DataParallelCriterion` with given replicas."""
-
-    def __init__(self, criterion: Any, replicas: Replicas, *, dim: int, precision: str, whole: bool = False) -> None:
-        super().__init__(criterion, dim=dim, precision=precision, whole=whole)
-        self.replicas = replicas
 
 
 class Layout(abc.ABC):
@@ -281,22 +216,18 @@ class Layout(abc.ABC):
         """Returns the number of devices over which a process divides the rows of its batch."""
         return 1 if cls.is_distributed else devices
 
-    @classmethod
-    def traced_devices(cls, devices: int) -> list[int]:
-        """Returns the traced device that stands for each of the devices."""
-        return [0] * devices if cls.is_distributed else list(range(devices))
-
     def __init__(self, request: "Request", module: nn.Module, criterion: Any) -> None:
         self.request = request
         self.module = module
         self.criterion = criterion
-        self.parameters = learned_parameters(module, criterion)
+        of_criterion: Iterable[Tensor] = criterion.parameters() if isinstance(criterion, nn.Module) else ()
+        self.parameters = list(dict.fromkeys((*module.parameters(), *of_criterion)))
         self.buckets: list[Tensor] = []
-        self.optimizer = self.make_optimizer()
+        self.optimizers = self.make_optimizers()
 
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        """Makes the optimizer of the request."""
-        return self.request.optimizer(self.parameters)
+    def make_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Makes the optimizers of the request."""
+        return self.request.optimizer.plain(self.parameters)
 
     @abc.abstractmethod
     def loss(self, arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
@@ -306,17 +237,32 @@ class Layout(abc.ABC):
         """Begins an update. Returns a function for the loss of each micro-batch."""
         if not is_coupled(self.criterion):
             return [functools.partial(self.loss, *micro_batch) for micro_batch in micro_batches]
-        request = self.request
         if world_size() > 1:
             raise UnknownMemory("the memory of a loss whose rows depend on each other is not known with shards: use layout='ddp'")
-        with Precision(request.precision).autocast([HOME]):
-            criterion, single = self.coupled_criterion(), request.micro_batches == 1
-            return coupled_losses(criterion, self.outputs, micro_batches, request.rows_of_update, single)
+        with Precision(self.request.precision).autocast([HOME]):
+            loss = couple(self.coupled_criterion(), HOME)
+            if self.request.micro_batches == 1:
+                return [functools.partial(self._loss_at_once, loss, *micro_batch) for micro_batch in micro_batches]
+            with torch.no_grad():
+                for arguments, targets in micro_batches:
+                    loss.collect(*loss.criterion.cut(self.outputs(arguments), targets, {}))
+                fill(loss, self.request.rows_of_update)
+            loss.differentiate(None)
+            return [functools.partial(self._loss_of_second_pass, loss, *micro_batch) for micro_batch in micro_batches]
+
+    def _loss_at_once(self, loss: CoupledLoss, arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
+        parts = loss.collect(*loss.criterion.cut(self.outputs(arguments), targets, {}))
+        fill(loss, self.request.rows_of_update)
+        loss.differentiate(None)
+        return add_up([part.total for part in loss.hand_back_parts(parts)], HOME)
+
+    def _loss_of_second_pass(self, loss: CoupledLoss, arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
+        parts = loss.hand_back(*loss.criterion.cut(self.outputs(arguments), targets, {}))
+        return add_up([part.total for part in parts], HOME)
 
     def coupled_criterion(self) -> DataParallelCriterion:
         """Returns the criterion on fake devices."""
-        replicas = make_replicas(have_streams=False)
-        return make_criterion(self.criterion, replicas, dim=self.request.dim, precision=self.request.precision)
+        return traced_criterion(self.criterion, Replicas(workers=run_in_this_thread), self.request)
 
     def outputs(self, arguments: Arguments) -> PerReplica:
         """Runs the forward of one micro-batch. Returns an output per replica."""
@@ -334,11 +280,13 @@ class Layout(abc.ABC):
 
     def zero_grad(self) -> None:
         """Begins an update."""
-        self.optimizer.zero_grad()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
 
     def gradients(self) -> Iterator[Any]:
         """Yields every gradient that exists."""
-        updated = [parameter for group in self._inner.param_groups for parameter in group["params"]]
+        groups = (group for optimizer in inner_optimizers(self.optimizers) for group in optimizer.param_groups)
+        updated = [parameter for group in groups for parameter in group["params"]]
         # the plain attribute of torch: reading the grad of a sharded parameter would gather it
         yield from (get_gradient(parameter) for parameter in (*self.parameters, *updated) if parameter.is_leaf)
 
@@ -347,16 +295,13 @@ class Layout(abc.ABC):
         yield from ()
 
     def optimizer_states(self) -> Iterator[Any]:
-        """Yields the state of every parameter in the optimizer."""
-        for state in self._inner.state.values():
-            yield from state.values()
+        """Yields the state of every parameter in the optimizers."""
+        for optimizer in inner_optimizers(self.optimizers):
+            for state in optimizer.state.values():
+                yield from state.values()
 
     def close(self) -> None:  # noqa: B027 - most layouts have none
         """Ends the process group of the layout, if it has one."""
-
-    @property
-    def _inner(self) -> torch.optim.Optimizer:
-        return self.optimizer.shards.inner if isinstance(self.optimizer, BalancedOptimizer) else self.optimizer
 
 
 class SingleDevice(Layout):
@@ -379,18 +324,12 @@ class ReplicaLayout(Layout):
     takes_balanced_optimizer = True
 
     def __init__(self, request: "Request", module: nn.Module, criterion: Any) -> None:
-        self.request = request
-        self.replicas = [make_replicas(have_streams=request.kind.like_cuda) for _ in range(2)]
-        self.model, self.parallel_criterion = self.wrap(module, criterion)
+        # gradients on devices with streams live until another stream has read them
+        sides = [SideStreams() if request.kind.like_cuda else None for _ in range(2)]
+        self.replicas = [Replicas(side=side, workers=run_in_this_thread) for side in sides]
+        self.model = TracedModel(module, self.replicas[0], request)
+        self.parallel_criterion = traced_criterion(criterion, self.replicas[1], request)
         super().__init__(request, module, criterion)
-
-    def wrap(self, module: nn.Module, criterion: Any) -> tuple[TracedModel, Any]:
-        """Returns the model and the criterion on fake devices."""
-        request = self.request
-        settings: dict[str, Any] = {"dim": request.dim, "precision": request.precision}
-        devices = fake_devices(request.devices)
-        model = TracedModel(module, devices, self.replicas[0], split=request.split, **settings)
-        return model, make_criterion(criterion, self.replicas[1], **settings)
 
     def coupled_criterion(self) -> Any:
         """Returns the criterion on fake devices."""
@@ -400,10 +339,10 @@ class ReplicaLayout(Layout):
         """Runs the forward of one micro-batch."""
         return self.model(*arguments.inputs, **arguments.kwargs)
 
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        """Makes the optimizer of the layout."""
-        choice = self.request.optimizer
-        return choice.balanced(self.model, self.parameters) if self.request.balanced else choice(self.parameters)
+    def make_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Makes the optimizers of the layout."""
+        optimizer = self.request.optimizer
+        return optimizer.balanced(self.model, self.parameters) if self.request.balanced else optimizer.plain(self.parameters)
 
     def loss(self, arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
         """Runs the forward of one micro-batch."""
@@ -451,11 +390,11 @@ class DDP(SingleDevice):
         self.reducer = DDPBuckets(self._trained if request.devices > 1 else [])
         self.buckets = self.reducer.tensors
 
-    def make_optimizer(self) -> torch.optim.Optimizer:
-        """Makes the optimizer of the layout."""
+    def make_optimizers(self) -> list[torch.optim.Optimizer]:
+        """Makes the optimizers of the layout."""
         if not self._is_sharded:
-            return super().make_optimizer()
-        return self.request.optimizer(largest_partition(self._trained, self.request.devices))
+            return super().make_optimizers()
+        return self.request.optimizer.plain(largest_partition(self._trained, self.request.devices))
 
     def accumulating(self) -> contextlib.AbstractContextManager[Any]:
         """Accumulates gradients in the buckets during a micro-batch."""
@@ -463,8 +402,9 @@ class DDP(SingleDevice):
 
     def zero_grad(self) -> None:
         """Clears the gradients of all parameters."""
-        # ZeroRedundancyOptimizer.zero_grad() covers the parameters of all ranks
-        (self.module if self._is_sharded else self.optimizer).zero_grad()
+        super().zero_grad()
+        if self._is_sharded:  # ZeroRedundancyOptimizer.zero_grad() covers the parameters of all ranks
+            self.module.zero_grad()
 
     @property
     def _is_sharded(self) -> bool:
@@ -504,21 +444,6 @@ class FSDP(SingleDevice):
         torch.distributed.destroy_process_group()
 
 
-class ReplicasOfStep(ReplicaLayout):
-    """Replicas with the settings of a model and a criterion that exist. The criterion of the request is the wrapped one."""
-
-    def wrap(self, module: nn.Module, criterion: DataParallelCriterion) -> tuple[TracedModel, Any]:
-        """Returns the model and the criterion on fake devices."""
-        request = self.request
-        devices = fake_devices(request.devices)
-        model = TracedModel(module, devices, self.replicas[0], split=request.split, dim=request.dim, precision=request.precision)
-        criterion.devices = criterion.output_device = None
-        criterion.replicas = self.replicas[1]
-        if criterion.precision.name == "fp32":
-            criterion.precision = Precision(request.precision)
-        return model, criterion
-
-
 LAYOUTS: dict[str, type[Layout]] = {layout.name: layout for layout in (SingleDevice, ReplicaLayout, DDP, FSDP)}
 
 
@@ -537,12 +462,6 @@ def compute_loss(criterion: Any, output: Any, targets: tuple[Any, ...]) -> Tenso
     """Returns the loss of an output, whose entries are spread over the criterion's arguments if it is a tuple."""
     result: Tensor = ShardLoss(criterion, 1, output, targets, {}).call()
     return result
-
-
-def learned_parameters(module: nn.Module, criterion: Any) -> list[Tensor]:
-    """Returns the parameters of the module and of the criterion, each once."""
-    of_criterion: Iterable[Tensor] = criterion.parameters() if isinstance(criterion, nn.Module) else ()
-    return list(dict.fromkeys((*module.parameters(), *of_criterion)))
 
 
 class DDPBuckets:

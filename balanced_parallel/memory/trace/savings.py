@@ -44,24 +44,20 @@ def change_module(module: nn.Module, names: Iterable[str]) -> None:
         checkpoint_activations(module)
 
 
-def around_update(names: Iterable[str], host: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Returns the context of the savings that surround an update.
+@contextlib.contextmanager
+def around_update(names: Iterable[str], host: torch.device) -> Iterator[None]:
+    """Applies the savings that surround an update.
 
     Args:
         host: the fake device of the host.
     """
-    return offloading(host) if "offload_activations" in names else contextlib.nullcontext()
-
-
-@contextlib.contextmanager
-def offloading(host: torch.device) -> Iterator[None]:
-    """Moves what a forward saves to the fake device ``host``."""
+    if "offload_activations" not in names:
+        yield
+        return
     offload = TracedOffload(host)
     with torch.autograd.graph.saved_tensors_hooks(offload.pack, offload.unpack):
-        try:
-            yield
-        finally:
-            offload.settle()
+        yield
+    offload.settle()
 
 
 class TracedOffload(Offload):

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import importlib
 import itertools
@@ -87,21 +86,19 @@ def try_traces(jobs: Sequence[Job]) -> list[Trace | str]:
     return _run_in_children(jobs, _trace_or_reason)
 
 
-def _run_all(jobs: Sequence[Job], run: Callable[[Request, int], T]) -> list[T]:
-    return [run(*job) for job in jobs]
-
-
 def _run_in_children(jobs: Sequence[Job], run: Callable[[Request, int], T]) -> list[T]:
     importlib.import_module("torch._dynamo")  # fake tensors import it: here once, not again in each process
     count = min(len(jobs), os.cpu_count() or 1)
-    shares = [jobs[start::count] for start in range(count)]  # later traces in one process find torch's caches filled
-    results = [finish() for finish in [start_in_child(functools.partial(_run_all, share, run)) for share in shares]]
-    for result in results:
+
+    def start(share: Sequence[Job]) -> Callable[[], list[T] | BaseException]:
+        return start_in_child(lambda: [run(*job) for job in share])
+
+    waiting = [start(jobs[number::count]) for number in range(count)]  # later traces in one process find torch's caches filled
+    traces: list[Any] = [None] * len(jobs)
+    for number, result in enumerate([finish() for finish in waiting]):
         if isinstance(result, BaseException):
             raise result
-    traces: list[Any] = [None] * len(jobs)
-    for start, result in enumerate(results):
-        traces[start::count] = result if isinstance(result, list) else []
+        traces[number::count] = result
     return traces
 
 
@@ -111,12 +108,7 @@ def _trace_or_reason(request: Request, rows: int) -> Trace | str:
     except Exception as error:
         if runs_in_parent_only(error):
             raise
-        return reason_of(error)
-
-
-def reason_of(error: Exception) -> str:
-    """Returns the first line of an error's message, or its type."""
-    return (str(error) or type(error).__name__).splitlines()[0]
+        return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _trace(request: Request, rows: int) -> Trace:
@@ -188,8 +180,9 @@ def _update(layout: Layout, count: Count, micro_batches: list[MicroBatch], host:
             count.see_all(layout.gradients(), "gradients")
             del loss, compute
     count.mark("update")
-    refuse_merges(layout.optimizer, layout.gradients())
-    layout.optimizer.step()
+    refuse_merges(layout.optimizers, layout.gradients())
+    for optimizer in layout.optimizers:
+        optimizer.step()
     count.see_all(layout.optimizer_states(), "optimizer state")
     for state in layout.optimizer_states():
         if host is not None and isinstance(state, torch.Tensor) and state.dim() == 0:

@@ -9,8 +9,7 @@ from torch import nn
 
 from balanced_parallel import simulate
 from balanced_parallel.__main__ import main
-from balanced_parallel.memory.remedies import SAVINGS
-from balanced_parallel.memory.tricks import measure_tricks
+from balanced_parallel.memory.remedies import SAVINGS, measure_tricks
 
 
 @pytest.fixture(scope="module")
