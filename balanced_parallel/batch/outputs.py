@@ -61,9 +61,11 @@ class PerReplica(list[Any], containers.Leaf):
     """
 
     def __init__(self, entries: Iterable[Any], sizes: Sequence[int | None], dim: Dims = 0) -> None:
-        check_type("entries", entries, Iterable, "one entry per replica")
-        check_type("sizes", sizes, Iterable, "the number of rows of each entry")
-        check_dims(dim, "dim")
+        if not (isinstance(entries, Iterable) and isinstance(sizes, Iterable)):  # an output is made in every forward
+            check_type("entries", entries, Iterable, "one entry per replica")
+            check_type("sizes", sizes, Iterable, "the number of rows of each entry")
+        if type(dim) is not int:
+            check_dims(dim, "dim")
         super().__init__(entries)
         self.sizes = tuple(sizes)
         if len(self.sizes) != len(self):

@@ -36,7 +36,8 @@ def split_sizes(rows: int, shares: int | Sequence[float]) -> list[int]:
         [6, 3]
     """
     if isinstance(shares, int):
-        return [rows // shares + (index < rows % shares) for index in range(shares)]
+        more = rows % shares
+        return [rows // shares + 1] * more + [rows // shares] * (shares - more)
     weights = [Fraction(share) for share in shares]  # exact: with rounded quotients the sizes could exceed the total
     exact = [rows * weight / sum(weights) for weight in weights]
     sizes = [math.floor(part) for part in exact]
@@ -57,7 +58,7 @@ def consecutive(sizes: Sequence[int], start: int = 0) -> list[range]:
         >>> consecutive([3, 2])
         [range(0, 3), range(3, 5)]
     """
-    return [range(*bounds) for bounds in itertools.pairwise(itertools.accumulate(sizes, initial=start))]
+    return list(itertools.starmap(range, itertools.pairwise(itertools.accumulate(sizes, initial=start))))
 
 
 def equal_rows(
@@ -75,9 +76,11 @@ def equal_rows(
         >>> equal_rows(5, 2, limit=2)
         [[range(0, 2), range(2, 3)], [range(3, 4), range(4, 5)]]
     """
-    sizes = split_sizes(rows, agree(count_micro_batches(rows, limit, shares)))
-    parts = iter(consecutive([part for size in sizes for part in split_sizes(size, shares)]))
-    return [list(itertools.islice(parts, shares if isinstance(shares, int) else len(shares))) for _ in sizes]
+    plan, start = [], 0
+    for size in split_sizes(rows, agree(count_micro_batches(rows, limit, shares))):
+        plan.append(consecutive(split_sizes(size, shares), start))
+        start += size
+    return plan
 
 
 def count_micro_batches(rows: int, micro_batch_size: int | None, shares: int | Sequence[float]) -> int:
@@ -113,6 +116,26 @@ def proportional_sizes(rows: int, shares: Sequence[int]) -> list[int]:
             "same number, or a multiple"
         )
     return [rows * share // total for share in shares]
+
+
+def scaled(part: Part, rows: int, target_rows: int) -> range:
+    """Returns the rows of the targets that belong to consecutive rows of the inputs.
+
+    Args:
+        part: rows of the inputs.
+        rows: number of all rows of the inputs.
+        target_rows: number of all rows of the targets, a multiple if they are flattened.
+
+    Raises:
+        ValueError: the part would not have a whole number of rows.
+    """
+    start, stop = (part[0], part[-1] + 1) if part else (0, 0)
+    if rows == 0 or start * target_rows % rows or stop * target_rows % rows:
+        raise ValueError(
+            f"the targets have {target_rows} rows, but the inputs have {rows} (rows {start} to {stop} in one shard): expected "
+            "the same number, or a multiple"
+        )
+    return range(start * target_rows // rows, stop * target_rows // rows)
 
 
 def check_split(split: Sequence[float] | str | None, devices: int) -> tuple[float, ...] | None:

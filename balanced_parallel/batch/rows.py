@@ -25,7 +25,7 @@ from ..runtime.devices import DeviceLike, move, resolve_devices
 from . import containers
 from .containers import Dims, check_dim, leaf_dims, spread
 from .outputs import PerReplica
-from .plan import Part, Plan, check_split, consecutive, equal_rows, proportional_sizes, split_sizes
+from .plan import Part, Plan, check_split, consecutive, equal_rows, scaled, split_sizes
 
 __all__: list[str] = []
 
@@ -326,38 +326,45 @@ def _tensor_rows(tensor: torch.Tensor, dim: int, place: str) -> int | None:
 
 
 def cut(node: Any, parts: Sequence[Part], dim: int = 0) -> list[Any]:
-    """Returns the rows of each part of ``node``. Tensors are views for a range of rows, and copies for a list of them.
+    """Returns the rows of each part of ``node``. See :func:`take`."""
+    return [take(node, part, dim, (number, len(parts))) for number, part in enumerate(parts)]
 
-    Values without rows are in all pieces. Marks stay. :func:`move_leaves` removes them.
+
+def take(node: Any, part: Part, dim: int = 0, place: tuple[int, int] = (0, 1)) -> Any:
+    """Returns some rows of ``node``. Tensors are views for a range of rows, and copies for a list of them.
+
+    Values without rows stay. Marks stay. :func:`move_leaves` removes them.
 
     Args:
         node: arguments, or another structure.
-        parts: numbers of rows of each piece.
+        part: numbers of the rows.
         dim: dimension of the rows in tensors that are not marked.
+        place: number of the part, and number of parts, for rows that are cut already.
 
     Raises:
         TypeError: a tensor is sparse or nested; or rows in another order are wanted of outputs of replicas.
     """
-    if type(node) is Arguments and not node.kwargs:
-        return [Arguments(inputs, {}) for inputs in cut(node.inputs, parts, dim)]
+    if type(node) is Arguments:
+        inputs = node.inputs
+        if len(inputs) == 1 and type(inputs[0]) is torch.Tensor and inputs[0].dim():  # shortcut for the most frequent arguments
+            return Arguments((_rows_of_tensor(inputs[0], part, dim),), take(node.kwargs, part, dim, place) if node.kwargs else {})
+        return Arguments(take(inputs, part, dim, place), take(node.kwargs, part, dim, place))
 
-    def cut_leaf(leaf: Any) -> list[Any]:
+    def take_leaf(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            return [_rows_of_tensor(leaf, part, dim) for part in parts] if leaf.dim() else [leaf] * len(parts)
+            return _rows_of_tensor(leaf, part, dim) if leaf.dim() else leaf
         if type(leaf) is Along:
-            return [Along(piece, leaf.dim) for piece in cut(leaf.leaf, parts, leaf.dim)]
+            return Along(take(leaf.leaf, part, leaf.dim), leaf.dim)
         if containers.is_row_list(leaf):
             kind: Any = type(leaf)
-            return [kind(leaf[row] for row in part) for part in parts]
+            return kind(leaf[row] for row in part)
         if isinstance(leaf, Rows):
-            return [Rows([leaf.entries[row] for row in part]) for part in parts]
-        if isinstance(leaf, RowShards) and len(leaf) == len(parts):
-            return list(leaf)
-        if isinstance(leaf, PerReplica) and None not in leaf.sizes:
-            return [_rows_of_outputs(leaf, part) for part in parts]
-        return [leaf] * len(parts)
+            return Rows([leaf.entries[row] for row in part])
+        if isinstance(leaf, RowShards) and len(leaf) == place[1]:
+            return list.__getitem__(leaf, place[0])
+        return _rows_of_outputs(leaf, part) if isinstance(leaf, PerReplica) and None not in leaf.sizes else leaf
 
-    return containers.unzip_leaves(cut_leaf, node, len(parts))
+    return containers.map_leaves(take_leaf, node)
 
 
 def _rows_of_tensor(tensor: torch.Tensor, part: Part, dim: int) -> torch.Tensor:
@@ -437,17 +444,11 @@ class Shard(NamedTuple):
     target_rows: int
     device: torch.device
 
-    @property
-    def size(self) -> int | None:
-        """Number of rows; None if the batch has no rows."""
-        return None if self.rows is None else len(self.rows)
 
-
-class MicroBatch:
+class MicroBatch(NamedTuple):
     """The shards of one forward. A model takes it in place of arguments, so that its hooks run as in any forward."""
 
-    def __init__(self, shards: Sequence[Shard]) -> None:
-        self.shards = shards
+    shards: Sequence[Shard]
 
 
 _NOTHING = Arguments((), {})
@@ -464,6 +465,8 @@ class Batch:
     Attributes:
         rows: number of rows of the inputs; None if no input has rows.
         target_rows: that of the targets.
+        cut_already: an argument that is cut already, or None. If one is, all are.
+        counted_targets: the targets of the whole batch, in any number of parts.
 
     Raises:
         TypeError, ValueError: as :func:`count_rows` does.
@@ -475,11 +478,10 @@ class Batch:
         self.inputs, self.targets, self.dims = inputs, targets, dims
         self.rows = count_rows(inputs, dims[0])
         self.target_rows = None if targets is _NOTHING else count_rows(targets, dims[1], self.rows, "targets")
-
-    @property
-    def counted_targets(self) -> list[tuple[Any, ...]]:
-        """The targets of the whole batch, in any number of parts."""
-        return [move_leaves(self.targets.inputs, None)]
+        is_plain = len(targets.inputs) == 1 and type(targets.inputs[0]) is torch.Tensor
+        is_tensor = bool(inputs.inputs) and type(inputs.inputs[0]) is torch.Tensor
+        self.cut_already = None if is_tensor else find_shards(inputs)
+        self.counted_targets = [targets.inputs if is_plain else move_leaves(targets.inputs, None)]
 
     def plan(
         self, devices: Sequence[torch.device], weights: Sequence[float] | None, limit: float | None, agree: Callable[[int], int]
@@ -495,7 +497,7 @@ class Batch:
             limit: rows per device at most in one forward.
             agree: returns the number of micro-batches to run, if this process needs the given one.
         """
-        if self.rows is None or find_shards(self.inputs) is not None:
+        if self.rows is None or self.cut_already is not None:
             return iter([self.split(devices, weights)])
         plan = equal_rows(self.rows, weights or len(devices), None if limit is None else int(limit), agree)
         return self._shards(plan, devices)
@@ -508,7 +510,7 @@ class Batch:
         """
         if self.rows is None:
             return [Shard(self.inputs, self.targets, None, self.target_rows or 1, devices[0])]
-        if (shards := find_shards(self.inputs)) is None:
+        if (shards := self.cut_already) is None:
             return next(self._shards([consecutive(split_sizes(self.rows, weights or len(devices)))], devices))
         if weights is not None:
             raise ValueError(f"split={weights!r} of the model and rows that are cut by cost were given, expected one of them")
@@ -523,18 +525,26 @@ class Batch:
         return rows, -(-rows // 2) if rows > 1 else 0
 
     def _shards(self, plan: Plan, devices: Sequence[torch.device]) -> Iterator[list[Shard]]:
-        """Yields the shards of each micro-batch of a plan, whose parts follow each other."""
-        chosen = [[place for place, part in enumerate(parts) if part] or [0] for parts in plan]
-        parts = [plan[number][place] for number, places in enumerate(chosen) for place in places]
-        inputs, targets, sizes = [self.inputs], [self.targets] * len(parts), [len(part) for part in parts]
-        if len(parts) > 1:
-            inputs = cut(self.inputs, parts, self.dims[0])
-        if self.target_rows is not None:
-            sizes = proportional_sizes(self.target_rows, sizes)
-            targets = cut(self.targets, consecutive(sizes), self.dims[1]) if len(parts) > 1 else targets
-        cells = zip(inputs, targets, parts, sizes, strict=True)
-        for places in chosen:
-            yield [Shard(*next(cells), devices[place]) for place in places]
+        """Yields the shards of each micro-batch of a plan."""
+        for parts in plan:
+            shards: list[Shard] = []
+            for number, part in enumerate(parts):
+                if part or (number == len(parts) - 1 and not shards):  # one shard, if there are no rows
+                    device = devices[number if part else 0]
+                    shards.append(self._shard(part, device, (number, len(parts))))
+            yield shards
+
+    def _shard(self, part: Part, device: torch.device, place: tuple[int, int]) -> Shard:
+        rows, target_rows = self.rows or 0, self.target_rows
+        if len(part) == rows:
+            return Shard(self.inputs, self.targets, part, rows if target_rows is None else target_rows, device)
+        inputs = take(self.inputs, part, self.dims[0], place)
+        if target_rows is None:
+            return Shard(inputs, self.targets, part, len(part), device)
+        if target_rows != rows:
+            part_of_targets = scaled(part, rows, target_rows)
+            return Shard(inputs, take(self.targets, part_of_targets, self.dims[1], place), part, len(part_of_targets), device)
+        return Shard(inputs, take(self.targets, part, self.dims[1], place), part, len(part), device)
 
 
 def scatter(

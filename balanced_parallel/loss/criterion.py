@@ -4,7 +4,6 @@ For the micro-batches of one batch, divisors that depend on the targets alone ar
 """
 
 import functools
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -40,8 +39,8 @@ from .sums import (
     flat_weights,
     merge,
     sum_and_weight,
-    sum_of_terms,
     total_of,
+    weighed_sum,
 )
 
 __all__: list[str] = []
@@ -113,6 +112,7 @@ class DataParallelCriterion(ShardRunner):
         check_settings(criterion, weight, reduction, minimum)
         check_coupled(criterion, whole, weight, reduction, minimum)
         super().__init__(criterion, device_ids, output_device, dim, precision=precision, in_dims=in_dims, whole=whole)
+        self.is_coupled = whole or isinstance(criterion, AdditiveLoss)  # its rows depend on each other
         self.weight = weight
         self.minimum = minimum
         self._reduction = reduction
@@ -125,11 +125,6 @@ class DataParallelCriterion(ShardRunner):
         if self.is_coupled:
             return "sum"  # its parts add up to it
         return self._reduction or reduction_of(self.module)
-
-    @property
-    def is_coupled(self) -> bool:
-        """True if the rows of the loss depend on each other: ``whole=True``, or an :class:`AdditiveLoss`."""
-        return self.whole or isinstance(self.module, AdditiveLoss)
 
     def forward(self, outputs: Sequence[Any], *targets: Any, **kwargs: Any) -> Any:
         """Returns the loss of the batch.
@@ -196,7 +191,7 @@ class DataParallelCriterion(ShardRunner):
 
     def weighed_sums(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
         """Returns :meth:`loss_sums` with weights of zero, for targets whose weight was added before."""
-        return [LossSum(total, 0.0) for total in self.run(sum_of_terms, outputs, shards)]
+        return self.run(weighed_sum, outputs, shards)
 
     def _modern(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Returns keyword arguments with ``reduction=`` in place of ``size_average=`` and ``reduce=``, which torch deprecated."""
@@ -225,12 +220,12 @@ class BatchLosses(NamedTuple):
     Args:
         compute: returns one :class:`LossSum` per replica of a micro-batch's outputs and targets.
         weight: weight of the whole batch on this rank, if ``compute`` returns sums without weights.
-        is_divided: ``compute`` returns sums that are divided already.
+        is_mean: the sum of all is to be divided by the sum of their weights.
     """
 
     compute: Callable[..., list[LossSum]]
     weight: Weight = 0.0
-    is_divided: bool = False
+    is_mean: bool = True
 
 
 def losses_of_batch(criterion: DataParallelCriterion, targets: Sequence[tuple[Any, ...]], *, is_whole: bool) -> BatchLosses:
@@ -241,11 +236,15 @@ def losses_of_batch(criterion: DataParallelCriterion, targets: Sequence[tuple[An
         targets: targets of the whole batch, in any number of parts.
         is_whole: no other batch is added before the update. Ranks then sum the divisors of several means.
     """
-    weights = [weight for part in targets if (weight := criterion.weigh_targets(*part)) is not None]
-    if len(weights) == len(targets) > 0:
-        return BatchLosses(criterion.weighed_sums, functools.reduce(operator.add, weights))
+    is_mean = criterion.reduction != "sum"
+    weight: Weight | None = 0.0 if targets and is_mean and criterion.weight is None else None
+    for part in targets:
+        of_part = None if weight is None else criterion.weigh_targets(*part)
+        weight = None if weight is None or of_part is None else weight + of_part
+    if weight is not None:
+        return BatchLosses(criterion.weighed_sums, weight)
     if not (is_whole and targets and criterion.has_divisors_of_targets):
-        return BatchLosses(criterion.loss_sums)
+        return BatchLosses(criterion.loss_sums, is_mean=is_mean)
     parts = [criterion.divisors_of_targets(*part) for part in targets]
     total = sum_over_ranks(torch.tensor(parts, dtype=torch.float64).sum(0)).clamp(min=criterion.minimum)
-    return BatchLosses(functools.partial(criterion.divided_sums, total.tolist()), is_divided=True)
+    return BatchLosses(functools.partial(criterion.divided_sums, total.tolist()), is_mean=False)

@@ -17,7 +17,6 @@ from ..batch.plan import Part, consecutive, proportional_sizes, split_sizes
 from ..batch.rows import Arguments, Shard, count_rows, cut, mark, move_arguments, move_leaves
 from ..replicas.replicas import Replicas
 from ..runtime.devices import DeviceLike, pin, resolve_device, resolve_devices
-from ..runtime.torch_private import buffers_of, children_of, parameters_of
 from ..runtime.values import Precision
 from .rules import find_torch_loss, reduction_of
 from .sums import Criterion, MeanAndWeight, ShardLoss, call_spread, check_minimum, map_weights
@@ -82,11 +81,13 @@ class ShardRunner(nn.Module):
         Raises:
             ValueError: the rows of the outputs are not in dimension 0, and the dimension of those of the targets is not given.
         """
-        if self.in_dims is None and self.dim is None and not is_first(dims) and _has_rows((targets, kwargs)):
+        if dims != 0 and self.in_dims is None and self.dim is None and not is_first(dims) and _has_rows((targets, kwargs)):
             raise ValueError(
                 f"the rows of the outputs are in dimension {dims!r}; say where those of the targets are: "
                 "DataParallelCriterion(..., dim=) or in_dims="
             )
+        if self.in_dims is None:
+            return Arguments(targets, kwargs), self.dim or 0
         function = self.module.forward if isinstance(self.module, nn.Module) else self.module
         leading = leading or count_leading(function, len(targets))
         return mark(Arguments(targets, kwargs), self.in_dims, function, first=1, unnamed=leading - 1), self.dim or 0
@@ -117,28 +118,25 @@ class ShardRunner(nn.Module):
         """Returns the term of the loss for each replica, computed on the device of its output."""
         devices = devices_of(outputs, self.devices)
         with self.precision.autocast(devices), copy_criterion(self.module, self.replicas, devices) as criteria:
-            weights = self._weights_in_place(term, outputs, shards, devices)
-            cells = zip(criteria, outputs, shards, weights, devices, strict=True)
-            work = [functools.partial(_run, term, *cell) for cell in cells]
+            weights: list[Any] = [None] * len(shards)
+            if isinstance(term, MeanAndWeight) and any(device.type != "cpu" for device in devices):
+                weights = self._weights_in_place(term, outputs, shards)
+            work = list(map(functools.partial(functools.partial, _run, term), criteria, outputs, shards, weights, devices))
             return self.replicas.workers(work, devices, together=False)
 
-    def _weights_in_place(
-        self, term: Callable[[ShardLoss], Any], outputs: PerReplica, shards: Sequence[Shard], devices: Sequence[torch.device]
-    ) -> list[Any]:
+    def _weights_in_place(self, term: MeanAndWeight, outputs: PerReplica, shards: Sequence[Shard]) -> list[Any]:
         """Returns the weights of all shards, from targets that are not moved, or None for those that the replicas compute.
 
         Targets on the host are counted there, and the host waits once for targets on a device.
         """
-        if isinstance(term, MeanAndWeight) and any(device.type != "cpu" for device in devices):
-            unmoved = [
-                ShardLoss(self.module, shard.target_rows, output, *move_leaves(tuple(shard.targets), None))
-                for output, shard in zip(outputs, shards, strict=True)
-            ]
-            try:
-                return term.read(unmoved)
-            except Exception:  # noqa: BLE001 - it needs outputs and targets on one device; or it fails there too, for the user to see
-                pass
-        return [None] * len(shards)
+        unmoved = [
+            ShardLoss(self.module, shard.target_rows, output, *move_leaves(tuple(shard.targets), None))
+            for output, shard in zip(outputs, shards, strict=True)
+        ]
+        try:
+            return term.read(unmoved)
+        except Exception:  # noqa: BLE001 - it needs outputs and targets on one device; or it fails there too, for the user to see
+            return [None] * len(shards)
 
 
 def _run(
@@ -162,12 +160,13 @@ def devices_of(outputs: PerReplica, allowed: Sequence[torch.device] | None) -> l
     Raises:
         ValueError: an output is on another device.
     """
-    tensors = [containers.first_tensor(output) for output in outputs]
-    fallback = allowed or [torch.device("cpu")]
-    devices = [fallback[i % len(fallback)] if tensor is None else tensor.device for i, tensor in enumerate(tensors)]
-    wrong = [str(device) for device in devices if allowed is not None and device not in allowed]
-    if wrong:
-        raise ValueError(f"an output is on {wrong[0]}, expected one of device_ids={[str(device) for device in allowed or ()]}")
+    devices: list[torch.device] = []
+    for number, output in enumerate(outputs):
+        tensor = output if type(output) is torch.Tensor else containers.first_tensor(output)
+        fallback = allowed or [torch.device("cpu")]
+        devices.append(fallback[number % len(fallback)] if tensor is None else tensor.device)
+        if allowed is not None and devices[-1] not in allowed:
+            raise ValueError(f"an output is on {devices[-1]}, expected one of device_ids={[str(device) for device in allowed]}")
     return devices
 
 
@@ -176,10 +175,9 @@ def copy_criterion(
 ) -> contextlib.AbstractContextManager[Sequence[Criterion]]:
     """Yields a copy of the criterion for each device. A module on another device is moved to that of the first output."""
     if isinstance(criterion, nn.Module):
-        if len(devices) == 1 and _has_no_state(criterion):
-            return contextlib.nullcontext([criterion])
-        if any(tensor.device != devices[0] for tensor in (*criterion.parameters(), *criterion.buffers())):
-            criterion.to(devices[0])
+        for tensor in (*criterion.parameters(), *criterion.buffers()):
+            if tensor.device != devices[0]:
+                criterion.to(devices[0])
         return replicas.of(criterion, devices, devices[0])
     if isinstance(criterion, functools.partial):
         bound = criterion.args, criterion.keywords
@@ -189,11 +187,6 @@ def copy_criterion(
         copies = [functools.partial(criterion.func, *arguments, **settings) for arguments, settings in moved]
         return contextlib.nullcontext(copies)
     return contextlib.nullcontext([criterion] * len(devices))
-
-
-def _has_no_state(module: nn.Module) -> bool:
-    tensors = (*parameters_of(module).values(), *buffers_of(module).values())
-    return not children_of(module) and all(tensor is None for tensor in tensors)
 
 
 def as_per_replica(outputs: Any, dim: Dims = None) -> PerReplica:

@@ -275,7 +275,8 @@ class ShardLoss(NamedTuple):
 
     def call(self, criterion: Criterion | None = None) -> Any:
         """Calls the criterion, or another in its place, and returns the loss. See :func:`loss_of`."""
-        loss = loss_of(call_spread(criterion or self.criterion, self.output, self.targets, self.kwargs))
+        result = call_spread(criterion or self.criterion, self.output, self.targets, self.kwargs)
+        loss = result if isinstance(result, Tensor) else loss_of(result)
         if loss is None:
             raise TypeError("the criterion returned None, expected a loss: a scalar tensor, or a structure of them")
         return loss
@@ -405,13 +406,22 @@ def _repeated(part: LossSum, form: Any) -> Any:
     return containers.map_leaves(lambda _: part, form)
 
 
+def weighed_sum(shard: ShardLoss) -> LossSum:
+    """Returns :func:`sum_of_terms` with a weight of zero, for targets whose weight was added before."""
+    return LossSum(sum_of_terms(shard), 0.0)
+
+
 def sum_of_terms(shard: ShardLoss) -> Tensor:
     """Returns the sum of the terms of a loss of torch. There is no division, so no nan without counted targets."""
     if not shard.rows:  # multi_margin_loss of no rows returns uninitialised memory
         return widen(shard.nothing())
     if "reduction" in shard.kwargs:  # it would override the sum
         shard = shard._replace(kwargs={name: value for name, value in shard.kwargs.items() if name != "reduction"})
-    halves = [leaf for leaf in containers.spread(shard.output) if isinstance(leaf, Tensor) and leaf.dtype == torch.float16]
+    outputs = containers.spread(shard.output)
+    halves = []
+    for leaf in outputs:
+        if isinstance(leaf, Tensor) and leaf.dtype == torch.float16:
+            halves.append(leaf)
     if halves and not torch.is_autocast_enabled(halves[0].device.type):  # a sum in float16 overflows
         weight = shard.weigh()
         if weight.is_cpu:
@@ -419,7 +429,7 @@ def sum_of_terms(shard: ShardLoss) -> Tensor:
         terms = shard.call(_reducing(shard.criterion, "none"))  # a mean would need the number of counted targets
         return widen(terms).sum()
     if halves:  # autocast computes losses in float32, but not on the CPU
-        output = tuple(widen(leaf) if isinstance(leaf, Tensor) else leaf for leaf in containers.spread(shard.output))
+        output = tuple(widen(leaf) if isinstance(leaf, Tensor) else leaf for leaf in outputs)
         shard = shard._replace(output=output)
     return check_loss(shard.call(_reducing(shard.criterion, "sum")))
 

@@ -12,7 +12,7 @@ from torch import nn
 from ..batch.containers import Dims, check_dim, check_dims, leaf_dims, leaves
 from ..batch.outputs import PerReplica, join, repeated_rows
 from ..batch.plan import check_split, share_by_memory
-from ..batch.rows import Arguments, Batch, MicroBatch, Shard, dims_of_method, find_shards, mark, move_arguments, move_leaves
+from ..batch.rows import Arguments, Batch, MicroBatch, Shard, dims_of_method, mark, move_arguments, move_leaves
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.random_numbers import offset_seeds
 from ..runtime.values import Precision, check_type
@@ -196,14 +196,14 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
 
     def mark(self, arguments: Arguments, method: str | None = None) -> Arguments:
         """Returns the arguments marked with the dimensions of ``in_dims``."""
-        return mark_inputs(arguments, self.in_dims, self.module, method)
+        return arguments if self.in_dims is None else mark_inputs(arguments, self.in_dims, self.module, method)
 
     def _run(self, method: str | None, arguments: Arguments) -> Any:
         batch = Batch(self.mark(arguments, method), dims=(self.dim, 0))
         shards = batch.split(self.devices, self.split)
         outputs = self._run_shards(shards, method)
-        if (cut_already := find_shards(batch.inputs)) is not None:
-            outputs.in_order(cut_already.order)
+        if batch.cut_already is not None:
+            outputs.in_order(batch.cut_already.order)
             return outputs.gather(self._gathers_on) if self.gather_outputs else outputs
         return self._gather(outputs) if self.gather_outputs else outputs
 
@@ -214,14 +214,18 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
             shards: each on one of the ``devices``, in their order.
             method: of the module; ``None`` is ``forward``.
         """
-        devices = [shard.device for shard in shards]
+        devices: list[torch.device] = []
+        sizes: list[int | None] = []
+        for shard in shards:
+            devices.append(shard.device)
+            sizes.append(None if shard.rows is None else len(shard.rows))
         if len(devices) > 1:
             offset_seeds(self.devices)
         with self.precision.autocast(devices), self.replicas.of(self.module, devices, self.devices[0]) as modules:
-            work = [functools.partial(_call, *replica, method) for replica in zip(modules, shards, strict=True)]
+            work = list(map(functools.partial(functools.partial, _call, method), modules, shards))
             together = len(work) > 1 and has_layers_over_all_rows(self.replicas.modules_of(self.module))
             outputs = self.replicas.workers(work, devices, together=together)
-        return PerReplica(outputs, [shard.size for shard in shards], self.out_dims)
+        return PerReplica(outputs, sizes, self.out_dims)
 
     def _gather(self, outputs: PerReplica) -> Any:
         if len(outputs) == 1:
@@ -247,7 +251,7 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         return join(outputs, self._gathers_on, self.out_dims)
 
 
-def _call(replica: nn.Module, shard: Shard, method: str | None) -> Any:
+def _call(method: str | None, replica: nn.Module, shard: Shard) -> Any:
     inputs, kwargs = move_arguments(shard.inputs, shard.device)
     return (replica if method is None else getattr(replica, method))(*inputs, **kwargs)
 

@@ -249,8 +249,9 @@ class Replicas:
 @contextmanager
 def window(*replicas: Replicas, deferred: bool = False) -> Iterator[None]:
     """Opens a :meth:`Replicas.window` of each of ``replicas``, or with ``deferred`` a :meth:`Replicas.no_sync`."""
-    before = [each.gradients.deferred for each in replicas]
+    before = []
     for each in replicas:
+        before.append(each.gradients.deferred)
         each._windows += 1
         each.gradients.deferred = each.gradients.deferred or deferred
     try:
@@ -264,8 +265,11 @@ def window(*replicas: Replicas, deferred: bool = False) -> Iterator[None]:
 
 def parameter_window(*modules: Any) -> AbstractContextManager[None]:
     """Opens a :meth:`Replicas.window` of each of those modules that have replicas."""
-    replicas = [getattr(module, "replicas", None) for module in modules]
-    return window(*[each for each in replicas if isinstance(each, Replicas)])
+    replicas = []
+    for module in modules:
+        if isinstance(each := getattr(module, "replicas", None), Replicas):
+            replicas.append(each)
+    return window(*replicas)
 
 
 _UNKNOWN = (0, torch.Size([-1]), 0, False)  # state of a parameter

@@ -212,7 +212,8 @@ def continue_from(number: int) -> None:
 
 def begin_reduction() -> None:
     """Counts an update, after the forward of its last micro-batch. The store has the numbers of all ranks."""
-    continue_from(_updates + 1)
+    global _updates
+    _updates += 1
     if world_size() > 1:
         torch_private.default_store().set(_KEY.format(rank()), str(_updates))
 

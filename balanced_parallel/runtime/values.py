@@ -137,15 +137,11 @@ class Precision:
         if scaler is not None and name != "fp16":
             raise ValueError(f"precision {name!r} was given a gradient scaler, expected none: only 'fp16' needs one")
         self.name = name
+        self.dtype: torch.dtype | None = _DTYPES[name]  # of autocast; None without autocast
         self.scaler = scaler
 
     def __repr__(self) -> str:
         return f"Precision({self.name!r})"
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """The dtype of autocast; None without autocast."""
-        return _DTYPES[self.name]
 
     def autocast(self, devices: Iterable[torch.device]) -> contextlib.AbstractContextManager[None]:
         """Returns a context manager that enables autocast for the types of ``devices``. Workers of replicas inherit it."""

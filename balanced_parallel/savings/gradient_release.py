@@ -14,7 +14,7 @@ from ..runtime.collectives import world_size
 __all__: list[str] = []
 
 
-_releases: "weakref.WeakKeyDictionary[Optimizer, GradientRelease]" = weakref.WeakKeyDictionary()
+RELEASES: "weakref.WeakKeyDictionary[Optimizer, GradientRelease]" = weakref.WeakKeyDictionary()
 
 
 def release_gradients_in_backward(optimizer: Optimizer) -> "GradientRelease":
@@ -57,16 +57,11 @@ def release_gradients_in_backward(optimizer: Optimizer) -> "GradientRelease":
         raise TypeError(
             "LBFGS needs the gradients of all parameters at once, expected an optimizer that updates each parameter alone"
         )
-    if optimizer in _releases:
+    if optimizer in RELEASES:
         raise ValueError("the gradients of this optimizer are released already: call this once, or handle.remove() before")
     _refuse_ranks()
-    _releases[optimizer] = release = GradientRelease(optimizer)
+    RELEASES[optimizer] = release = GradientRelease(optimizer)
     return release
-
-
-def release_of(optimizer: Optimizer) -> "GradientRelease | None":
-    """Returns the handle of an optimizer whose gradients are released."""
-    return _releases.get(optimizer)
 
 
 class GradientRelease:
@@ -91,7 +86,7 @@ class GradientRelease:
             handle.remove()
         optimizer = self._optimizer()
         if optimizer is not None:
-            _releases.pop(optimizer, None)
+            RELEASES.pop(optimizer, None)
 
     def _update(self, single: Any, group: int, parameter: Tensor) -> None:
         """Updates one parameter.

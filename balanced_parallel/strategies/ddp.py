@@ -342,11 +342,12 @@ class DDPSync(RankSync):
         if not is_reduced:
             yield [self._model.forward_without_rows()]
 
-    def backward(self, losses: Sequence[Tensor], divisor: Weight, *, last: bool) -> None:
+    def backward(self, losses: Sequence[Tensor], divisor: Weight, local: LossSum | None) -> None:
         """Runs one backward. The last one completes the reduction, whatever this rank has used."""
-        if not last:
+        if local is None:
             run_backward(losses, divisor)
             return
+        self.start(local)
         if not self._has_begun:
             self._begin_gradients()
         self._has_begun, self._is_reducing = False, True
@@ -354,7 +355,7 @@ class DDPSync(RankSync):
         self._run_reducing(roots or [self._model.zero()], divisor)
         self._remember_buckets()
 
-    def finish(self, local: LossSum, settings: Settings) -> LossSum:
+    def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
         """Returns loss and weight of all ranks. The host waits for them, but not for the backward.
 
         Raises:
@@ -363,9 +364,9 @@ class DDPSync(RankSync):
             ValueError: the ranks have different settings.
         """
         assert self._local is not None
-        total, weight, *digests = self._agree(self._local(), settings.digest(), out_of_memory=self._is_abandoned)
+        total, weight, *digests = self._agree(self._local(), settings().digest(), out_of_memory=self._is_abandoned)
         self._refuse_failures()
-        settings.check(*digests)
+        settings().check(*digests)
         if self._has_unused:
             forget_unused(self._parameters, self._model.record.used, self._group)
         return LossSum(torch.full_like(local.total, total), weight)

@@ -209,21 +209,23 @@ class FSDPSync(RankSync):
             for _ in range(count):
                 yield [self._model.forward_without_rows()]
 
-    def backward(self, losses: Sequence[Tensor], divisor: Weight, *, last: bool) -> None:
+    def backward(self, losses: Sequence[Tensor], divisor: Weight, local: LossSum | None) -> None:
         """Runs one backward, which reduces the gradients."""
+        if local is not None:
+            self.start(local)
         with self._model.summing():
             run_backward(losses, divisor)
 
-    def finish(self, local: LossSum, settings: Settings) -> LossSum:
+    def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
         """Returns loss and weight of all ranks. The host waits for them, but not for the last backward."""
         if self._local is None:  # no micro-batch was known to be the last
             self.start(local)
         assert self._local is not None
         local_sums = self._local()
-        numbers = torch.cat([local_sums, local_sums.new_tensor(settings.digest())])
+        numbers = torch.cat([local_sums, local_sums.new_tensor(settings().digest())])
         total, whole, *digests = collectives.sum_over_ranks(numbers).tolist()
         self._local = None
-        settings.check(*digests)
+        settings().check(*digests)
         return LossSum(torch.full_like(local.total, total), whole)
 
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:

@@ -2,14 +2,14 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import Tensor
 
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight
-from ..replicas.buckets import GradientBuckets
 from ..replicas.model import DataParallelModel
+from ..replicas.replicas import window
 from ..runtime.collectives import world_size
 from ..training.accumulation import larger, power_of_two
 from ..training.strategy import GradientSync, Settings, gradient_sync, run_backward
@@ -25,39 +25,30 @@ class ReplicaSync(GradientSync):
         self._model = model
         self._criterion = criterion
 
-    @property
-    def _buckets(self) -> list[GradientBuckets]:
-        # the model's last: a BalancedOptimizer takes the gradients of parameters that they share from there
-        return [self._criterion.replicas.gradients, self._model.replicas.gradients]
-
     def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
         """Returns the expected weight, if the host knows it. One device then computes as the plain program does, bit for bit."""
         if in_float16:
             return power_of_two(larger(expected, before))
         return expected if isinstance(expected, float) and 0 < expected < math.inf else 1.0
 
-    @contextlib.contextmanager
-    def accumulating(self) -> Iterator[None]:
+    def accumulating(self) -> contextlib.AbstractContextManager[None]:
         """Keeps gradients on the replicas."""
-        with contextlib.ExitStack() as stack:
-            for replicas in (self._model.replicas, self._criterion.replicas):
-                stack.enter_context(replicas.no_sync())
-            yield
+        return window(self._model.replicas, self._criterion.replicas, deferred=True)
 
     def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
         """Yields no zeros, for a backward that only sums the gradients of the replicas."""
         if not is_reduced:
             yield []
 
-    def backward(self, losses: Sequence[Tensor], divisor: Weight, *, last: bool) -> None:
+    def backward(self, losses: Sequence[Tensor], divisor: Weight, local: LossSum | None) -> None:
         """Runs one backward. The last one sums the gradients of the replicas."""
         if losses:
             run_backward(losses, divisor)
-        if last:
-            for buckets in self._buckets:
-                buckets.reduce()
+        for replicas in (self._criterion.replicas, self._model.replicas) if local is not None else ():
+            if replicas.gradients.buckets:  # several devices. The model is the last: a BalancedOptimizer takes gradients of
+                replicas.gradients.reduce()  # parameters that they share from there
 
-    def finish(self, local: LossSum, settings: Settings) -> LossSum:
+    def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
         """Returns ``local``."""
         return local
 
@@ -67,8 +58,8 @@ class ReplicaSync(GradientSync):
 
     def discard(self, *, out_of_memory: bool = False) -> None:
         """Forgets the gradients on the replicas."""
-        for buckets in self._buckets:
-            buckets.drop()
+        for replicas in (self._criterion.replicas, self._model.replicas):
+            replicas.gradients.drop()
 
 
 @gradient_sync.register

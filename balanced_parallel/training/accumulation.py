@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..loss.criterion import BatchLosses, DataParallelCriterion
+from ..loss.criterion import BatchLosses
 from ..loss.sums import LossSum, Weight, add_up
 from ..runtime.collectives import begin_reduction
 from ..runtime.devices import move, start_copy
@@ -30,7 +30,6 @@ class Accumulation:
 
     Args:
         sync: of their gradients.
-        criterion: computes the losses.
         trained: the parameters that get gradients, by name.
         device: of the loss.
         precision: of their forward.
@@ -40,29 +39,31 @@ class Accumulation:
     def __init__(
         self,
         sync: GradientSync,
-        criterion: DataParallelCriterion,
         trained: Mapping[str, Tensor],
         device: torch.device,
         precision: Precision,
         weight_before: float,
     ) -> None:
-        dtypes = {tensor.dtype.to_real() for tensor in trained.values()}
+        dtypes = set()
+        for tensor in trained.values():
+            dtypes.add(tensor.dtype.to_real())
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         self.total = torch.zeros((), dtype=dtype, device=device)
         self.weight: Weight = 0.0
         self._weight_on_host: Weight | Callable[[], Tensor] = 0.0
         self.is_reduced = False  # over replicas and ranks: nothing can be added
         self._sync = sync
-        self._is_mean = criterion.reduction != "sum"
+        self._is_mean = True
         self._scaler = precision.scaler_on(device)
-        self._in_float16 = self._scaler is not None or torch.float16 in dtypes or _autocasts_to_float16(device)
+        autocasts = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) == torch.float16
+        self._in_float16 = self._scaler is not None or torch.float16 in dtypes or autocasts
         self._weight_before = weight_before
         self._divisor: Weight | None = None  # of all gradients of this update
 
     def begin_batch(self, losses: BatchLosses) -> None:
         """Counts the weight that the targets of a batch tell."""
         self._add_weight(losses.weight)
-        self._is_mean = self._is_mean and not losses.is_divided
+        self._is_mean = self._is_mean and losses.is_mean
 
     def backward(self, losses: Sequence[LossSum], followers: int, *, last: bool) -> None:
         """Counts the losses of a micro-batch, and runs its backward.
@@ -72,26 +73,27 @@ class Accumulation:
             followers: micro-batches of the same batch that follow, and probably weigh as much.
             last: reduces all gradients.
         """
-        # a sum counts, but is not divided
-        weight = _sum([1.0 if term.weight is None else term.weight for term in losses], self.total.device)
-        self._add_weight(weight)
+        weights, roots = [], []
         for term in losses:
+            weights.append(1.0 if term.weight is None else term.weight)  # a sum counts, but is not divided
+            roots.append(term.total if self._scaler is None else scaled(term.total, self._scaler))
             self.total = self.total + move(term.total.detach(), self.total.device)
+        weight = _sum(weights, self.total.device)
+        self._add_weight(weight)
         if last:
             begin_reduction()
-            self._sync.start(LossSum(self.total, self.weight))
         if self._divisor is None:
             expected = _sum([self.weight, weight * followers], self.total.device)
             self._divisor = self._sync.divisor(expected, self._weight_before, self._in_float16) if self._is_mean else 1.0
-        self._sync.backward([scaled(term.total, self._scaler) for term in losses], self._divisor, last=last)
+        self._sync.backward(roots, self._divisor, LossSum(self.total, self.weight) if last else None)
         self.is_reduced = last
 
-    def finish(self, minimum: float, settings: Settings) -> tuple[Tensor, float, Weight]:
+    def finish(self, minimum: float, settings: Callable[[], Settings]) -> tuple[Tensor, float, Weight]:
         """Reduces what is not reduced yet.
 
         Args:
             minimum: of the divisor.
-            settings: of the ranks, which compare them.
+            settings: returns those of this rank. Ranks compare them.
 
         Returns:
             The loss over everything, its weight, and the factor for the gradients.
@@ -110,10 +112,6 @@ class Accumulation:
         if isinstance(weight, Tensor) or weight:
             self.weight = _sum([self.weight, weight], self.total.device)
             self._weight_on_host = start_copy(self.weight) if isinstance(self.weight, Tensor) else self.weight
-
-
-def _autocasts_to_float16(device: torch.device) -> bool:
-    return torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) == torch.float16
 
 
 def _sum(weights: Sequence[Weight], device: torch.device) -> Weight:

@@ -49,7 +49,6 @@ class Recovery:
     Args:
         model, criterion: with the buffers and random numbers that are put back.
         sync: of the gradients. Ranks agree through it.
-        is_active: ``micro_batch_size="auto"``. Otherwise an error is the caller's.
 
     Attributes:
         has_failed: memory was too small since the last :meth:`restart`.
@@ -58,13 +57,13 @@ class Recovery:
         ValueError: layers of the model wait for other ranks in their forward.
     """
 
-    def __init__(self, model: Any, criterion: DataParallelCriterion, sync: GradientSync, *, is_active: bool) -> None:
-        if is_active and world_size() > 1 and meets_other_ranks(model.modules()):
+    def __init__(self, model: Any, criterion: DataParallelCriterion, sync: GradientSync) -> None:
+        if world_size() > 1 and meets_other_ranks(model.modules()):
             raise ValueError(
                 "micro_batch_size='auto' with batch norm over all ranks: after an out of memory in the forward of one rank, the "
                 "others would wait for it; give micro_batch_size a number, as memory.fit finds it"
             )
-        self._sync, self._is_active, self._devices = sync, is_active, model.devices
+        self._sync, self._devices = sync, model.devices
         self._before = Snapshot([model, criterion], [*model.devices, *(criterion.devices or ())])
         self.forget()
 
@@ -75,8 +74,6 @@ class Recovery:
 
     def begin(self, batch: Batch | CostBatch | None = None) -> None:
         """Copies what an update changes, before its first forward, and records a batch of it."""
-        if not self._is_active:
-            return
         if not self._has_begun:
             self._sync.begin()
             with RetriedAllocations():
@@ -85,19 +82,17 @@ class Recovery:
         if batch is not None:
             self._originals.add(batch)
 
-    def keep(self, error: torch.OutOfMemoryError, *, is_local: bool) -> bool:
-        """Records an out of memory, and returns True, if the update can run again.
+    def keep(self, error: torch.OutOfMemoryError, *, is_local: bool) -> None:
+        """Records an out of memory.
 
         Args:
             error: the traceback of which is not kept, as it holds memory.
             is_local: False for a failure that all ranks raise.
         """
-        if self._is_active:
-            self.has_failed = True
-            is_elsewhere = isinstance(error, ElsewhereOutOfMemory)
-            self._is_local = not is_elsewhere if is_local else self._is_local
-            self._reason = self._reason or ("" if is_elsewhere else str(error))
-        return self._is_active
+        self.has_failed = True
+        is_elsewhere = isinstance(error, ElsewhereOutOfMemory)
+        self._is_local = not is_elsewhere if is_local else self._is_local
+        self._reason = self._reason or ("" if is_elsewhere else str(error))
 
     def restart(self, largest: Sequence[tuple[float, float]]) -> float:
         """Puts everything back. Returns a smaller limit, the same on all ranks.
@@ -133,12 +128,11 @@ class Recovery:
             tried = ", then ".join(f"{size:g}" for size in self._tried)
             kind = "rows" if unit == "rows" else "of cost"
             _log.warning("out of memory with %s %s per device in one forward: from now on at most %s", tried, kind, limit)
-        if self._is_active:
-            self.forget()
+        self.forget()
 
     def retrying(self) -> AbstractContextManager[Any]:
         """Runs an operator of the block once more if its allocation fails, after the cached memory was given back."""
-        return retrying_allocations(self._devices) if self._is_active else contextlib.nullcontext()
+        return retrying_allocations(self._devices)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_has_begun": False, "has_failed": False, "_originals": Originals(), "_tried": []}

@@ -43,7 +43,6 @@ from .update import (
     Update,
     each_optimizer,
     each_scheduler,
-    refuse_released_gradients,
     trained_tensors,
 )
 
@@ -125,13 +124,14 @@ class TrainStep:
         self._is_auto = micro_batch_size == "auto"
         self._limit: float | None = micro_batch_size if isinstance(micro_batch_size, int) else cut.limit if cut else None
         self._before = Snapshot([model, criterion], [*model.devices, *(criterion.devices or ())])  # of a first pass
-        self._recovery = Recovery(model, criterion, self._sync, is_active=self._is_auto)
+        self._recovery = Recovery(model, criterion, self._sync) if self._is_auto else None
         self._sums: Accumulation | None = None  # of the micro-batches since the last update
         self._runs: list[BatchRun] = []  # since the last update, where they may run again
         self._weight_before = 0.0  # of the last update, over everything
         self._has_compared = False  # the settings of the ranks
         self._failure = ""  # of the last update of the optimizers, which the other ranks learn of
-        check_optimizers(self._update(), each_scheduler(scheduler))
+        self._update = Update(each_optimizer(optimizer), self._trained)  # that began last
+        check_optimizers(self._update, each_scheduler(scheduler))
 
     @overload
     def __call__(self, inputs: Any, targets: Any = (), *, return_outputs: Literal[False] = False) -> Tensor: ...
@@ -186,15 +186,31 @@ class TrainStep:
 
     def _add(self, run: BatchRun) -> None:
         """Runs rows, or keeps them for the update if their loss depends on all rows."""
-        self._recovery.begin(run.batch)
-        if self._is_auto or self.criterion.is_coupled:
+        if self._recovery is not None:
+            self._recovery.begin(run.batch)
+        if self._recovery is not None or self.criterion.is_coupled:
             self._runs.append(run)
-        self._try(run)
+        if not self.criterion.is_coupled:
+            self._try(self._run, run)
 
-    def _try(self, run: BatchRun) -> None:
-        if not self.criterion.is_coupled and not self._recovery.has_failed:
-            with self._recovering():
-                self._run(run)
+    def _try(self, work: Callable[..., Any], *arguments: Any, is_local: bool = True) -> Any:
+        """Calls ``work``, unless the update has failed. Keeps an out of memory for :meth:`_reduce`, which runs all rows again.
+
+        Args:
+            work: raises the error if there is no recovery.
+            arguments: of ``work``.
+            is_local: False for a failure that all ranks raise.
+        """
+        if self._recovery is None:
+            return work(*arguments)
+        if self._recovery.has_failed and is_local:
+            return None
+        try:
+            return work(*arguments)
+        except torch.OutOfMemoryError as error:
+            self._recovery.keep(error, is_local=is_local)
+            self._drop(error)
+            return None
 
     def _run(self, run: BatchRun, losses: BatchLosses | None = None) -> None:
         """Runs forward and backward of each micro-batch."""
@@ -221,27 +237,28 @@ class TrainStep:
     def _begin(self) -> Accumulation:
         """Returns the sums since the last update. The first call after an update clears all gradients."""
         if self._sums is None:
-            update = self._update()
-            refuse_released_gradients(update.optimizers)
-            update.forget_gradients()
-            self._sums = Accumulation(
-                self._sync, self.criterion, self._trained, self.model.devices[0], self.precision, self._weight_before
-            )
+            self._update = Update(each_optimizer(self.optimizer), self._trained)
+            self._update.forget_gradients()
+            self._sums = Accumulation(self._sync, self._trained, self.model.devices[0], self.precision, self._weight_before)
         return self._sums
 
     def _apply(self) -> Tensor:
         loss, weight, factor = self._reduce()
-        self._sums, self._runs, self._weight_before = None, [], weight
-        update = self._update()
+        update, self._sums, self._runs, self._weight_before = self._update, None, [], weight
         if weight == 0:
             update.forget_gradients()
             warnings.warn("no target of this batch was counted: nothing is updated, and its loss is nan", stacklevel=3)
             return loss
-        with self._telling_failures(), self._recovery.retrying():
-            update.run(self._sync, factor, self.precision.scaler, self.max_grad_norm)
-        for scheduler in each_scheduler(self.scheduler) if update.has_stepped else ():
-            scheduler.step()
-        self.grad_norm = update.grad_norm
+        try:
+            with nullcontext() if self._recovery is None else self._recovery.retrying():
+                update.run(self._sync, factor, self.precision.scaler, self.max_grad_norm)
+        except BaseException as error:
+            self._note_failure(error)
+            raise
+        self._failure, self.grad_norm = "", update.grad_norm
+        if self.scheduler is not None and update.has_stepped:
+            for scheduler in each_scheduler(self.scheduler):
+                scheduler.step()
         return loss
 
     def _reduce(self) -> tuple[Tensor, float, Weight]:
@@ -249,24 +266,30 @@ class TrainStep:
 
         If memory was too small on any rank, all rows run again in smaller micro-batches.
         """
-        self._recovery.begin()  # a rank without rows has not called add
+        recovery = self._recovery
+        if recovery is not None:
+            recovery.begin()  # a rank without rows has not called add
         while True:
-            if self.criterion.is_coupled and not self._recovery.has_failed:
-                with self._recovering():
-                    self._run_coupled()
-            if not self._recovery.has_failed or self._sync.abandon():
-                # what follows the agreement of the ranks must not fail on one of them
-                with self._recovering(is_local=False), self._recovery.retrying():
-                    result = self._begin().finish(self.criterion.minimum, self._settings())
-            if not self._recovery.has_failed:
-                self._recovery.end(self._unit, self._limit)
+            if self.criterion.is_coupled:
+                self._try(self._run_coupled)
+            if recovery is None:
+                return self._finish()
+            if not recovery.has_failed or self._sync.abandon():
+                with recovery.retrying():  # what follows the agreement of the ranks must not fail on one of them
+                    result: tuple[Tensor, float, Weight] = self._try(self._finish, is_local=False)
+            if not recovery.has_failed:
+                recovery.end(self._unit, self._limit)
                 return result
             shares = self.model.split or len(self.model.devices)
-            self._limit = self._recovery.restart([run.batch.largest(shares, self._limit) for run in self._runs])
+            self._limit = recovery.restart([run.batch.largest(shares, self._limit) for run in self._runs])
             for run in self._runs:
                 if run.outputs is not None:
                     run.outputs.clear()
-                self._try(run)
+                if not self.criterion.is_coupled:
+                    self._try(self._run, run)
+
+    def _finish(self) -> tuple[Tensor, float, Weight]:
+        return self._begin().finish(self.criterion.minimum, self._settings)
 
     def _run_coupled(self) -> None:
         """Runs all rows for a loss that depends on all of them: in two passes, or in one if there is one micro-batch."""
@@ -287,23 +310,10 @@ class TrainStep:
             self._run(run, BatchLosses(loss.hand_back))
 
     @contextmanager
-    def _recovering(self, *, is_local: bool = True) -> Iterator[None]:
-        """Keeps an out of memory in the block for :meth:`_reduce`, which runs all rows again. Without ``"auto"`` it is raised.
-
-        Args:
-            is_local: False for a failure that all ranks raise.
-        """
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            if not self._recovery.keep(error, is_local=is_local):
-                raise
-            self._drop(error)
-
-    @contextmanager
     def _dropping_on_failure(self) -> Iterator[None]:
         """Drops all rows since the last update if the block fails: nobody knows which rows the gradients are of."""
-        self._compare_settings()
+        if not self._has_compared:
+            self._compare_settings()
         had_rows = self._sums is not None or bool(self._runs)
         with parameter_window(self.model, self.criterion), collectives.naming_ranks():
             try:
@@ -313,30 +323,22 @@ class TrainStep:
                     error.add_note("the rows that were added since the last update are dropped: add them again before apply()")
                 self._drop(error)
                 self._runs = []
-                self._recovery.forget()
+                if self._recovery is not None:
+                    self._recovery.forget()
                 raise
 
     def _drop(self, error: BaseException) -> None:
         self._sums = None
         self._sync.discard(out_of_memory=isinstance(error, torch.OutOfMemoryError))
 
-    @contextmanager
-    def _telling_failures(self) -> Iterator[None]:
+    def _note_failure(self, error: BaseException) -> None:
         """Keeps a failure of the optimizers on this rank for the others, which learn of it in the next reduction."""
-        try:
-            yield
-        except BaseException as error:
-            self._failure = f"failed with {type(error).__name__}: {error}"
-            if isinstance(error, torch.OutOfMemoryError):
-                error.add_note(
-                    "This was the optimizer's step, which may have changed some parameters and not others: go on from a "
-                    "checkpoint. BalancedOptimizer spreads its state over the devices; smaller micro-batches do not help"
-                )
-            raise
-        self._failure = ""
-
-    def _update(self) -> Update:
-        return Update(each_optimizer(self.optimizer), self._trained)
+        self._failure = f"failed with {type(error).__name__}: {error}"
+        if isinstance(error, torch.OutOfMemoryError):
+            error.add_note(
+                "This was the optimizer's step, which may have changed some parameters and not others: go on from a "
+                "checkpoint. BalancedOptimizer spreads its state over the devices; smaller micro-batches do not help"
+            )
 
     def _settings(self) -> Settings:
         return Settings(
@@ -352,7 +354,7 @@ class TrainStep:
 
     def _compare_settings(self) -> None:
         """Compares all settings before the first update. All ranks call this."""
-        if not self._has_compared and collectives.world_size() > 1:
+        if collectives.world_size() > 1:
             self._settings().compare()
         self._has_compared = True
 

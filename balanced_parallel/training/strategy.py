@@ -1,16 +1,15 @@
 """The base class of synchronising gradients: over the replicas of a process, the ranks of DDP, or the shards of FSDP2.
 
 with sync.accumulating():
-    sync.backward(losses, divisor, last=False)    # micro-batches before the last
-sync.start(loss_sum)                              # loss and weight begin their way to the host
-sync.backward(losses, divisor, last=True)         # gradients are reduced while it runs
+    sync.backward(losses, divisor, None)          # micro-batches before the last
+sync.backward(losses, divisor, loss_sum)          # gradients are reduced while it runs
 loss_sum = sync.finish(loss_sum, settings)        # everything is summed
 """
 
 import abc
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -94,15 +93,19 @@ class GradientSync(abc.ABC):
             is_reduced: this process has run its last backward.
         """
 
-    def start(self, local: LossSum) -> None:  # noqa: B027
-        """Starts to copy loss and weight to where they are summed, before the last backward."""
+    @abc.abstractmethod
+    def backward(self, losses: Sequence[Tensor], divisor: Weight, local: LossSum | None) -> None:
+        """Runs backward from the losses over ``divisor``.
+
+        Args:
+            losses: of a micro-batch.
+            divisor: of the gradients.
+            local: loss and weight of this process in the last backward, which reduces all gradients. They begin their way to
+                the host before it.
+        """
 
     @abc.abstractmethod
-    def backward(self, losses: Sequence[Tensor], divisor: Weight, *, last: bool) -> None:
-        """Runs backward from the losses over ``divisor``. The last one reduces all gradients."""
-
-    @abc.abstractmethod
-    def finish(self, local: LossSum, settings: Settings) -> LossSum:
+    def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
         """Returns loss and weight over everything. All gradients are reduced. A weight of other ranks is on the host.
 
         Raises:
@@ -149,17 +152,16 @@ def run_backward(losses: Sequence[Tensor], divisor: Weight) -> None:
     Raises:
         RuntimeError: no loss requires a gradient.
     """
-    roots = [loss for loss in losses if loss.requires_grad]
+    factor, roots, gradients = 1 / divisor, [], []
+    for loss in losses:
+        if loss.requires_grad:
+            roots.append(loss)
+            is_tensor = isinstance(factor, Tensor)
+            gradients.append(move(factor, loss.device).to(loss.dtype) if is_tensor else torch.full_like(loss, factor))  # type: ignore[arg-type]
     if not roots:
         raise RuntimeError(
             "the loss depends on no parameter with requires_grad=True, so there is nothing to train: expected a step outside "
             "of torch.no_grad() and torch.inference_mode(), a model that is not frozen, and a criterion that returns a tensor "
             "and neither detaches it nor calls .item()"
         )
-    factor = 1 / divisor
-    gradients: list[Tensor] | None = None
-    if isinstance(factor, Tensor):
-        gradients = [move(factor, root.device).to(root.dtype) for root in roots]
-    elif factor != 1:
-        gradients = [torch.full_like(root, factor) for root in roots]
     torch.autograd.backward(roots, gradients)

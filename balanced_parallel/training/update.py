@@ -17,8 +17,7 @@ from ..batch.containers import describe
 from ..loss.sums import Weight
 from ..runtime import torch_private
 from ..runtime.torch_private import is_sharded
-from ..savings.gradient_release import release_of
-from .accumulation import is_one
+from ..savings.gradient_release import RELEASES
 from .strategy import GradientSync
 
 __all__: list[str] = []
@@ -53,18 +52,24 @@ class Update:
     @functools.cached_property
     def parameters(self) -> list[Tensor]:
         """Parameters of the optimizers, each once."""
-        return list(
-            {id(parameter): parameter for optimizer in self.optimizers for parameter in _parameters_of(optimizer)}.values()
-        )
+        parameters: dict[int, Tensor] = {}
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                parameters |= zip(map(id, group["params"]), group["params"], strict=True)
+        return list(parameters.values())
 
     @functools.cached_property
     def outside(self) -> list[Tensor]:
         """Trained parameters that are not in the optimizers: another one's, which is to find their true gradients."""
-        updated = set(map(id, self.parameters))
-        return [parameter for parameter in self.trained.values() if id(parameter) not in updated]
+        others = dict(zip(map(id, self.trained.values()), self.trained.values(), strict=True))
+        for parameter in self.parameters:
+            others.pop(id(parameter), None)
+        return list(others.values())
 
     def forget_gradients(self) -> None:
         """Drops the gradients of all parameters, in the optimizers and outside."""
+        if RELEASES:
+            refuse_released_gradients(self.optimizers)
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         for parameter in self.trained.values():
@@ -85,18 +90,20 @@ class Update:
             scaler: of the gradients, if they are scaled.
             max_grad_norm: of all optimizers' gradients together; ``None`` does not clip.
         """
-        with self.unscaled(scaler):
+        with contextlib.nullcontext() if scaler is None else self.unscaled(scaler):
             sync.multiply([*self.parameters, *self.outside], factor)
             if max_grad_norm is not None:
-                self.clip(max_grad_norm)
-            self.take(scaler)
+                norm = torch.nn.utils.clip_grad_norm_(self.parameters, max_grad_norm)
+                self.grad_norm = norm.full_tensor() if is_sharded(norm) else norm  # type: ignore[attr-defined]
+            if scaler is None:
+                self.step()
+            else:
+                scaler.step(self._as_optimizer())  # unless it found an overflow
+                scaler.update()
 
     @contextlib.contextmanager
-    def unscaled(self, scaler: torch.amp.GradScaler | None) -> Iterator[None]:
+    def unscaled(self, scaler: torch.amp.GradScaler) -> Iterator[None]:
         """Divides gradients by the scale. A failure in the block leaves the scaler as it was before: the step can be repeated."""
-        if scaler is None:
-            yield
-            return
         try:
             scaler.unscale_(self._as_optimizer())
             outside = [parameter for parameter in self.outside if parameter.grad is not None]
@@ -106,20 +113,6 @@ class Update:
         except BaseException:
             scaler.update(scaler.get_scale())  # the scale it has: this forgets what was unscaled
             raise
-
-    def clip(self, max_norm: float) -> None:
-        """Clips the global norm over the parameters of all optimizers, and keeps it."""
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, max_norm)
-        self.grad_norm = norm.full_tensor() if is_sharded(norm) else norm  # type: ignore[attr-defined]
-
-    def take(self, scaler: torch.amp.GradScaler | None) -> bool:
-        """Steps, unless the scaler found an overflow. Returns whether it did."""
-        if scaler is None:
-            self.step()
-        else:
-            scaler.step(self._as_optimizer())
-            scaler.update()
-        return self.has_stepped
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -163,7 +156,7 @@ def each_optimizer(optimizers: Optimizers) -> list[Optimizer]:
         TypeError: something else is given.
         ValueError: the list is empty.
     """
-    each = _listed(optimizers, Optimizer, "optimizer")
+    each = [optimizers] if isinstance(optimizers, Optimizer) else _listed(optimizers, Optimizer, "optimizer")
     if not each:
         raise ValueError("no optimizer was given, expected one or more")
     return each
@@ -195,7 +188,7 @@ def _listed(value: Any, kind: type[_Kind], name: str) -> list[_Kind]:
 def refuse_released_gradients(optimizers: Sequence[Optimizer]) -> None:
     """Raises ``TypeError`` if an optimizer updates in the backward, before the gradients of the effective batch are final."""
     for optimizer in optimizers:
-        if release_of(optimizer) is not None:
+        if optimizer in RELEASES:
             raise TypeError(
                 f"release_gradients_in_backward was applied to {type(optimizer).__name__}, so a backward updates at once, but a "
                 "TrainStep updates after all of its micro-batches: call handle.remove(), or write the loop by hand"
@@ -211,5 +204,5 @@ def trained_tensors(model: Any, criterion: nn.Module) -> dict[str, Tensor]:
 
 def scale_gradients(tensors: Iterable[Tensor], factor: Weight) -> None:
     """Multiplies the gradients that exist."""
-    gradients = [] if is_one(factor) else [tensor.grad for tensor in tensors if tensor.grad is not None]
-    torch_private.foreach_multiply_(gradients, factor)
+    if isinstance(factor, Tensor) or factor != 1:
+        torch_private.foreach_multiply_([tensor.grad for tensor in tensors if tensor.grad is not None], factor)
