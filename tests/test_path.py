@@ -1,0 +1,80 @@
+"""Files, functions and calls of the package that one update passes through, after warm-up. Each detour on this path is seen here."""
+
+import collections
+import itertools
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.ranks import run_ranks
+from torch import nn
+
+import balanced_parallel
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize, simulate
+
+PACKAGE = str(Path(balanced_parallel.__file__).parent)
+
+
+def count(update):
+    """Returns the numbers of files, functions and calls of the fifth update. Comprehensions are functions before Python 3.12."""
+    for _ in range(4):
+        update()
+    calls = collections.Counter()
+
+    def note(frame, event, argument):
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(PACKAGE):
+            calls[code.co_filename, code.co_qualname] += 1
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        update()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    return len({file for file, _ in calls}), len(calls), sum(calls.values())
+
+
+def make_update(model, criterion, micro_batches):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = TrainStep(model, criterion, optimizer, micro_batch_size=2, max_grad_norm=1.0)
+    rows = 2 * micro_batches * len(model.devices)
+    inputs, targets = torch.randn(rows, 4), torch.randint(3, (rows,))
+    return lambda: step(inputs, targets)
+
+
+def build():
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+@pytest.mark.parametrize(("devices", "micro_batches", "budget"), [(1, 4, (20, 90, 400)), (2, 2, (30, 150, 650))])
+def test_update_of_replicas(devices, micro_batches, budget):
+    model = DataParallelModel(build(), ["cpu"] * devices)
+    numbers = count(make_update(model, DataParallelCriterion(nn.CrossEntropyLoss()), micro_batches))
+    assert all(itertools.starmap(int.__le__, zip(numbers, budget, strict=True))), numbers
+
+
+def test_update_of_simulated_devices():
+    with simulate(2):
+        numbers = count(make_update(DataParallelModel(build()), DataParallelCriterion(nn.CrossEntropyLoss()), 2))
+    assert all(itertools.starmap(int.__le__, zip(numbers, (30, 200, 650), strict=True))), numbers
+
+
+def count_on_rank(rank, strategy):
+    torch.manual_seed(rank)
+    model, criterion = parallelize(build(), nn.CrossEntropyLoss(), device_ids=["cpu"], strategy=strategy)
+    return count(make_update(model, criterion, 2))
+
+
+@pytest.mark.parametrize(("strategy", "budget"), [("ddp", (30, 150, 450)), ("fsdp", (30, 150, 600))])
+def test_update_of_ranks(strategy, budget):
+    for numbers in run_ranks(2, count_on_rank, strategy):
+        assert all(itertools.starmap(int.__le__, zip(numbers, budget, strict=True))), numbers
+
+
+def test_calls_are_counted():
+    files, functions, calls = count(lambda: balanced_parallel.scatter(torch.zeros(4, 2), ["cpu"] * 2))
+    assert 2 < files < functions < calls
