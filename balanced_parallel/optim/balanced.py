@@ -51,9 +51,9 @@ class BalancedOptimizer(torch.optim.Optimizer):
     """An optimizer of torch whose work and state are sharded over the devices of a model.
 
     With replicas in one process, each device owns an equal part of the parameters' elements. Gradients are reduced to their
-    owner. The optimizer steps on the owner, in memory that the replicas share, and the update is copied to other devices. Per
-    step and device this moves ``4 (n - 1) / n`` times the bytes of the parameters, in and out together, and the first device
-    broadcasts the parameters, which other code may have written to. Under torchrun it is
+    owner. The optimizer steps on the owner, in memory that the replicas share, and the update is copied to other devices. This
+    moves ``4 (n - 1) / n`` times the bytes of the parameters per step and device, in and out together, and the parameters, which
+    other code may have written to, are passed on from device to device before a forward. Under torchrun it is
     ``torch.distributed.optim.ZeroRedundancyOptimizer``, or the plain optimizer over the shards of ``strategy="fsdp"``.
 
     ``state_dict()`` equals that of the plain optimizer over ``model.parameters()``, with tensors on the CPU, so a checkpoint

@@ -135,6 +135,12 @@ class BucketOwners:
                 piece.repoint(copies[piece.parameter])
 
     @torch.no_grad()
+    def fetch(self) -> None:
+        """Copies the values of the module's own parameters to the owners, each the pieces that it owns."""
+        for owned, device in zip(self._owned[1:], self._devices[1:], strict=True):
+            transport.copy_coalesced([[piece.places[device] for piece in owned]], [p.places[self._devices[0]] for p in owned])
+
+    @torch.no_grad()
     def publish(self) -> None:
         """Copies each owner's values to all other devices."""
         sizes = _sizes(self._owned, len(self._parameters))
@@ -265,6 +271,8 @@ class ReplicaShards:
         self._prepare()
         self.collect()
         with self._model.replicas.in_turn():
+            for owners in () if self._model.replicas.copies.are_fresh else self._owners:
+                owners.fetch()
             self.inner.step()
             for owners in self._owners:
                 owners.publish()
@@ -317,9 +325,9 @@ class ReplicaShards:
         self.inner.load_state_dict({"state": state, "param_groups": groups})
 
     def _prepare(self) -> None:
-        """Brings the values of the model's own parameters to the owners."""
+        """Follows changes of the model's own parameters, but for values that no version counter tells of."""
         if self._pieces:
-            self._model.replicas.prepare(self._model.module, self._model.devices)
+            self._model.replicas.prepare(self._model.module, self._model.devices, all_values=False)
 
     def _updated(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Returns the tensors that the optimizer updates: the pieces of a parameter, or the parameter."""

@@ -16,6 +16,7 @@ takes part in one copy at a time. Copies between all devices are made in rounds 
 Sums are taken in the order of the tensors, whatever the order of the copies is.
 """
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -39,7 +40,7 @@ _communicating = threading.Lock()
 def broadcast(tensor: Tensor, targets: Sequence[Tensor]) -> None:
     """Copies ``tensor`` to ``targets``, one on each other device."""
     if not _have_nccl([tensor, *targets]):
-        broadcast_in_rounds(tensor, targets)
+        broadcast_in_chain(tensor, targets)
     elif tensor.numel():
         _run(nccl.broadcast, [*map(_bits, (tensor, *targets))])
 
@@ -216,10 +217,10 @@ def copy(target: Tensor, source: Tensor) -> None:
     target.copy_(source, non_blocking=is_accelerator(target.device))
 
 
-def broadcast_in_rounds(tensor: Tensor, targets: Sequence[Tensor]) -> None:
-    """Copies ``tensor`` to each of ``targets``."""
-    for target in targets:
-        copy(target, tensor)
+def broadcast_in_chain(tensor: Tensor, targets: Sequence[Tensor]) -> None:
+    """Copies ``tensor`` to the first of ``targets``, from there to the second, and so on. As with NCCL, none sends it twice."""
+    for source, target in itertools.pairwise([tensor, *targets]):
+        copy(target, source)
 
 
 def reduce_in_rounds(tensors: Sequence[Tensor], output: Tensor) -> None:

@@ -71,7 +71,7 @@ def nccl_is_available(tensors: Sequence[Tensor]) -> bool:
 
 def nccl_broadcast(tensors: Sequence[Tensor], root: int, streams: object, communicators: object) -> None:
     """Copies the first tensor to the others. torch ignores ``root`` too."""
-    transport.broadcast_in_rounds(tensors[0], tensors[1:])
+    transport.broadcast_in_chain(tensors[0], tensors[1:])
 
 
 def nccl_reduce(tensors: Sequence[Tensor], output: Tensor, root: int, op: int, streams: object, communicators: object) -> None:
