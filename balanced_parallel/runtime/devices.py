@@ -24,11 +24,12 @@ __all__: list[str] = []
 
 
 DeviceLike = int | str | torch.device
+HOSTS = ("cpu", "meta")  # types of devices without streams, a generator and memory of their own
 
 
 def is_accelerator(device: torch.device) -> bool:
     """Returns True for a device with streams, a generator and memory of its own: neither the CPU nor ``meta``."""
-    return device.type not in ("cpu", "meta")
+    return device.type not in HOSTS
 
 
 def visible_devices() -> list[torch.device]:
@@ -108,17 +109,17 @@ def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
     Only copies to an accelerator are asynchronous. The host could read the result of an asynchronous copy to the CPU too early.
     """
-    return tensor if tensor.device == device else tensor.to(device, non_blocking=is_accelerator(device))
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=device.type not in HOSTS)
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
     """Returns the current stream of the calling thread on ``device``, or None for a device without streams."""
-    return torch.accelerator.current_stream(device) if is_accelerator(device) else None
+    return None if device.type in HOSTS else torch.accelerator.current_stream(device)
 
 
 def on_device(device: torch.device, stream: torch.Stream | None) -> contextlib.AbstractContextManager[None]:
     """Makes ``device`` and ``stream`` current in this thread. Kernels and ``torch.empty(device='cuda')`` then use them."""
-    if not is_accelerator(device):
+    if device.type in HOSTS:  # here and below without another call: this runs in every forward
         return contextlib.nullcontext()
     return _on_accelerator(device, stream)
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from . import torch_private
-from .devices import current_stream
+from .devices import HOSTS, current_stream
 
 __all__: list[str] = []
 
@@ -33,12 +33,7 @@ Streams = Mapping[torch.device, torch.Stream | None]  # None for a device withou
 
 def current_streams(devices: list[torch.device]) -> Streams:
     """Returns the current stream of the calling thread on each device."""
-    return {device: current_stream(device) for device in devices}
-
-
-def without_default_streams(streams: Streams) -> Streams:
-    """Returns those of ``streams`` that are not the default stream of their device."""
-    return {device: stream for device, stream in streams.items() if stream is not None and stream.stream_id != 0}
+    return {device: None if device.type in HOSTS else torch.accelerator.current_stream(device) for device in devices}
 
 
 @contextlib.contextmanager
