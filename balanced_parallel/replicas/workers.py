@@ -183,7 +183,7 @@ class Meeting:
 
 
 class Apart:
-    """No exchange: the replicas run one after the other."""
+    """Refuses exchanges: the replicas run one after the other."""
 
     def exchange(self, index: int, number: int, value: Any) -> list[Any]:
         """Raises ``RuntimeError``."""
