@@ -394,7 +394,7 @@ class GradientBuckets:
 
     def __init__(self, side: SideStreams | None = None) -> None:
         self.buckets: list[Bucket] = []
-        self.deferred = False  # of the forwards that run now
+        self.deferring = 0  # blocks that defer the reduction of the forwards that run now
         self.is_sharded = False  # owners receive the gradients, until the sharding is undone
         self.side = side
 
@@ -443,7 +443,7 @@ class GradientBuckets:
         """Returns the schedule of a bucket's backward, for a forward on ``streams``."""
         if self.side is None and any(streams.values()):
             self.side = SideStreams()
-        return Schedule(streams, self.side, bucket is not self.buckets[-1], self.deferred)
+        return Schedule(streams, self.side, bucket is not self.buckets[-1], self.deferring > 0)
 
 
 def make_buckets(parameters: Sequence[nn.Parameter]) -> list[Bucket]:

@@ -249,16 +249,15 @@ class Replicas:
 @contextmanager
 def window(*replicas: Replicas, deferred: bool = False) -> Iterator[None]:
     """Opens a :meth:`Replicas.window` of each of ``replicas``, or with ``deferred`` a :meth:`Replicas.no_sync`."""
-    before = [each.gradients.deferred for each in replicas]
     for each in replicas:
         each._windows += 1
-        each.gradients.deferred = each.gradients.deferred or deferred
+        each.gradients.deferring += deferred
     try:
         yield
     finally:
-        for each, was_deferred in zip(replicas, before, strict=True):
+        for each in replicas:
             each._windows -= 1
-            each.gradients.deferred = was_deferred
+            each.gradients.deferring -= deferred
             each.copies.are_fresh = each.copies.are_fresh and each._windows > 0
 
 
