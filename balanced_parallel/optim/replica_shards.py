@@ -176,9 +176,7 @@ class BucketOwners:
 def _sizes(pieces: Sequence[Sequence[Piece]], parameters: int) -> list[int]:
     """Returns the number of elements on each owner: equal numbers if padding of the last owners suffices.
 
-    Args:
-        pieces: of each owner.
-        parameters: number of parameters. A single one may be large and is not copied, so it cannot be padded.
+    A single parameter may be large and is not copied, so it cannot be padded.
     """
     owned = [sum(piece.values.numel() for piece in run) for run in pieces]
     total, count = sum(owned), len(owned)
@@ -192,11 +190,7 @@ def _own_slices(flat: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
 
 
 def _check_dense(gradient: T) -> T:
-    """Returns the gradient.
-
-    Raises:
-        TypeError: it is sparse.
-    """
+    """Returns the gradient. Raises ``TypeError`` if it is sparse."""
     if gradient is not None and gradient.layout != torch.strided:
         raise TypeError(
             "a gradient is sparse, expected dense ones: BalancedOptimizer spreads elements over devices; set sparse=False in the "

@@ -350,16 +350,13 @@ def copy_buffers(buffers: Sequence[Tensor], devices: Sequence[torch.device]) -> 
     """Returns copies of all buffers for each of ``devices``, by the id of the buffer."""
     if not buffers:
         return [{}] * len(devices)
-    together: list[Tensor] = []
-    alone: list[Tensor] = []
-    for buffer in buffers:
-        # A trained buffer is copied with a graph, which brings it the gradients of all replicas.
-        is_plain = buffer.layout == torch.strided and not (buffer.requires_grad or buffer.is_quantized)
-        (together if is_plain else alone).append(buffer)
-    copied = transport.copies([buffer.detach() for buffer in together], devices)
-    copies = [dict(zip(map(id, together), tensors, strict=True)) for tensors in copied]
-    for device, by_buffer in zip(devices, copies, strict=True):
-        by_buffer.update((id(buffer), buffer.to(device, copy=True)) for buffer in alone)
+    # A trained buffer is copied with a graph, which brings it the gradients of all replicas.
+    plain = [each for each in buffers if each.layout == torch.strided and not (each.requires_grad or each.is_quantized)]
+    others = set(map(id, buffers)) - set(map(id, plain))
+    copied = transport.copies([buffer.detach() for buffer in plain], devices)
+    copies = [dict(zip(map(id, plain), tensors, strict=True)) for tensors in copied]
+    for device, by_buffer in zip(devices, copies, strict=True) if others else ():
+        by_buffer.update((id(buffer), buffer.to(device, copy=True)) for buffer in buffers if id(buffer) in others)
     return copies
 
 

@@ -2,12 +2,6 @@
 
 A list of devices may repeat a device and may contain the CPU. ``["cpu"] * 3`` runs three replicas on a laptop, through the same
 code as three GPUs.
-
-``tensor.item()`` waits until the device has finished everything that it was given. A copy that was started early is there, or
-comes soon, while the device still has later work::
-
-    stream   | forward | copy of a count | backward ............... |
-    host       ... start_copy(count) ... launches the backward, reads the count
 """
 
 import contextlib
@@ -36,8 +30,7 @@ def visible_devices() -> list[torch.device]:
     """Returns all accelerators that this process can see, or the CPU if there is none.
 
     Raises:
-        RuntimeError: if there are GPUs, but this process has simulated devices before, which torch still takes for its
-            accelerator.
+        RuntimeError: if there are GPUs, but torch still takes simulated devices from before for its accelerator.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
@@ -60,9 +53,7 @@ def accelerators() -> list[torch.device]:
 def resolve_devices(device_ids: Sequence[DeviceLike] | None) -> list[torch.device]:
     """Converts ``device_ids`` to devices with an index.
 
-    Args:
-        device_ids: integers, strings and ``torch.device`` objects of any device type. Devices may repeat. ``None`` means
-            :func:`visible_devices`.
+    ``None`` means :func:`visible_devices`. Devices may repeat.
 
     Raises:
         TypeError: if ``device_ids`` is one device instead of a list, or an entry is not a device.
@@ -145,7 +136,10 @@ def free_bytes(device: torch.device) -> int:
 
 
 def start_copy(tensor: Tensor) -> Callable[[], Tensor]:
-    """Starts to copy a tensor to the host. Returns a function that waits for the copy, not for later work, and returns it."""
+    """Starts to copy a tensor to the host. Returns a function that waits for the copy, and returns it.
+
+    ``tensor.item()`` would wait until the device has finished everything that it was given, such as a backward.
+    """
     stream = current_stream(tensor.device)
     copy = tensor.detach().to("cpu", non_blocking=stream is not None)  # torch pins the memory of such a copy
     event = None if stream is None else stream.record_event()
