@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,39 +21,13 @@ __all__: list[str] = []
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
 
 
-class OptimizerShards(Protocol):
-    """An optimizer over shards of the parameters."""
-
-    @property
-    def inner(self) -> torch.optim.Optimizer:
-        """The optimizer of torch that updates the shards of this process."""
-
-    def collect(self) -> None:
-        """Brings gradients to the shards."""
-
-    def gradient(self, parameter: Tensor) -> Tensor | None:
-        """Returns the whole gradient of a parameter."""
-
-    def step(self) -> None:
-        """Brings gradients to the shards, and updates the shards and all copies of them."""
-
-    def zero_grad(self, set_to_none: bool) -> None:
-        """Clears the gradients."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state of the plain optimizer."""
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes the state of the plain optimizer."""
-
-
 class BalancedOptimizer(torch.optim.Optimizer):
     """An optimizer of torch whose work and state are sharded over the devices of a model.
 
     With replicas in one process, each device owns an equal part of the parameters' elements. Gradients are reduced to their
-    owner. The optimizer steps on the owner, in memory that the replicas share, and the update is copied to other devices. Per
-    step and device this moves ``4 (n - 1) / n`` times the bytes of the parameters, in and out together, and the first device
-    broadcasts the parameters, which other code may have written to. Under torchrun it is
+    owner. The optimizer steps on the owner, in memory that the replicas share, and the update is copied to other devices. This
+    moves ``4 (n - 1) / n`` times the bytes of the parameters per step and device, in and out together, and the parameters, which
+    other code may have written to, are passed on from device to device before a forward. Under torchrun it is
     ``torch.distributed.optim.ZeroRedundancyOptimizer``, or the plain optimizer over the shards of ``strategy="fsdp"``.
 
     ``state_dict()`` equals that of the plain optimizer over ``model.parameters()``, with tensors on the CPU, so a checkpoint
@@ -181,7 +155,7 @@ class BalancedOptimizer(torch.optim.Optimizer):
 
 def _shard(
     model: nn.Module, groups: Groups, optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]
-) -> OptimizerShards:
+) -> ReplicaShards | DTensorShards:
     if isinstance(model, DataParallelModel):
         return ReplicaShards(model, groups, optimizer_class, defaults)
     if any(is_sharded(parameter) for group in groups for parameter in group["params"]):

@@ -14,52 +14,6 @@ from ..runtime.torch_private import is_sharded, map_tensors
 __all__: list[str] = []
 
 
-class RankShards:
-    """State sharded over the ranks of the running process group.
-
-    Args:
-        groups: param groups.
-        optimizer_class: the plain optimizer.
-        defaults: settings of that optimizer.
-    """
-
-    def __init__(
-        self, groups: list[dict[str, Any]], optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]
-    ) -> None:
-        from torch.distributed.optim import ZeroRedundancyOptimizer  # imports torch._dynamo, which takes seconds
-
-        self.inner = ZeroRedundancyOptimizer(groups, optimizer_class, **defaults)
-
-    def collect(self) -> None:
-        """Does nothing: the reducer has brought the gradients to the parameters."""
-
-    def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Returns the gradient of a parameter."""
-        return parameter.grad
-
-    def step(self) -> None:
-        """Updates this rank's shards, and broadcasts them."""
-        self.inner.step()
-
-    def zero_grad(self, set_to_none: bool) -> None:
-        """Clears the gradients of all parameters."""
-        self.inner.zero_grad(set_to_none)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the whole state on every rank, its tensors on the CPU. Rank 0 collects and broadcasts it."""
-        self.inner.consolidate_state_dict(to=0)
-        shared: list[Any] = [None]
-        if dist.get_rank() == 0:
-            shared = [map_tensors(torch.Tensor.cpu, self.inner.state_dict())]
-        dist.broadcast_object_list(shared, src=0)
-        whole: dict[str, Any] = shared[0]
-        return whole
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes the state of a plain optimizer over the same parameters."""
-        self.inner.load_state_dict(dict(state_dict))
-
-
 class DTensorShards:
     """The plain optimizer. Its state is sharded as the parameters are.
 
@@ -75,10 +29,10 @@ class DTensorShards:
         self.inner = optimizer_class(groups, **defaults)
 
     def collect(self) -> None:
-        """Does nothing: the backward has reduced the gradients to the shards."""
+        """Does nothing: the backward has reduced the gradients."""
 
     def gradient(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Returns the gradient of a parameter, gathered from all ranks."""
+        """Returns the gradient of a parameter, that of a shard gathered from all ranks."""
         return None if parameter.grad is None else _whole(parameter.grad)
 
     def step(self) -> None:
@@ -111,6 +65,29 @@ class DTensorShards:
             for key, values in state_dict["state"].items()
         }
         self.inner.load_state_dict({**state_dict, "state": state})
+
+
+class RankShards(DTensorShards):
+    """State sharded over the ranks of the running process group. A step broadcasts the updated parameters."""
+
+    def __init__(
+        self, groups: list[dict[str, Any]], optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]
+    ) -> None:
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # imports torch._dynamo, which takes seconds
+
+        self.inner: Any = ZeroRedundancyOptimizer(groups, optimizer_class, **defaults)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the whole state on every rank, its tensors on the CPU. Rank 0 collects and broadcasts it."""
+        self.inner.consolidate_state_dict(to=0)
+        shared: list[Any] = [super().state_dict() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(shared, src=0)
+        whole: dict[str, Any] = shared[0]
+        return whole
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Takes the state of a plain optimizer over the same parameters."""
+        self.inner.load_state_dict(dict(state_dict))
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

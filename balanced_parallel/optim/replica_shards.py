@@ -1,6 +1,6 @@
 """Shards of parameters over the devices of one process, and the optimizer over them.
 
-Each device owns an equal part of the elements: it reduces their gradients, keeps their optimizer state, and updates them.
+Each device owns an equal part of the elements: it reduces their gradients, keeps their optimizer state, and updates them. ::
 
     parameters   | weight            | bias | weight       |        pieces share the memory of the replicas
     owners       | device 0    | device 1    | device 2    |        reduce-scatter -> update of a piece -> all-gather
@@ -10,7 +10,6 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -26,29 +25,29 @@ __all__: list[str] = []
 T = TypeVar("T", Tensor, Tensor | None)
 
 
-@dataclass(eq=False)
 class Piece:
     """A run of one parameter's elements, in the memory of the device that owns it.
 
     ``values`` is a leaf for the optimizer to update. It shares the memory of the owner's copy. It has the shape of the parameter
     if it is the whole parameter, and is flat otherwise. ``places`` are the same elements in the copies on all devices.
+
+    Args:
+        index: of the parameter in its bucket.
+        run: of its elements.
+        copies: of the parameter, by device.
     """
 
-    parameter: nn.Parameter
-    index: int  # of the parameter in its bucket
-    start: int
-    stop: int
-    is_whole: bool
-    owner: torch.device
-    values: Tensor
-    places: dict[torch.device, Tensor]
-
-    def __len__(self) -> int:
-        return self.stop - self.start
+    def __init__(
+        self, parameter: nn.Parameter, index: int, run: slice, owner: torch.device, copies: Mapping[torch.device, Tensor]
+    ) -> None:
+        self.parameter, self.index, self.owner, self._run = parameter, index, owner, run
+        self.is_whole = run.stop - run.start == parameter.numel()
+        self.places = {device: self.cut(copy.detach()) for device, copy in copies.items()}
+        self.values = self.places[owner].detach().requires_grad_()
 
     def cut(self, tensor: Tensor) -> Tensor:
         """Returns this piece of a tensor that is shaped like the parameter."""
-        return tensor if self.is_whole else tensor.reshape(-1)[self.start : self.stop]
+        return tensor if self.is_whole else tensor.reshape(-1)[self._run]
 
     def add_gradient(self, gradient: Tensor) -> None:
         """Adds to the gradient that the owner has."""
@@ -75,18 +74,14 @@ class BucketOwners:
         share = -(-sum(parameter.numel() for parameter in parameters) // len(devices))  # collectives need equal sizes
         position = 0
         for index, (parameter, copied) in enumerate(zip(parameters, copies, strict=True)):
-            start = 0
-            while start < parameter.numel() or (start == 0 and parameter.numel() == 0):
+            splits = all(copy.is_contiguous() for copy in copied.values())
+            start, size = 0, parameter.numel()
+            while start < size or start == 0:
                 owner = min(position // max(share, 1), len(devices) - 1)
-                splits = all(copy.is_contiguous() for copy in copied.values())
-                length = min(parameter.numel() - start, share * (owner + 1) - position) if splits else parameter.numel()
-                is_whole = length == parameter.numel()
-                piece = Piece(parameter, index, start, start + length, is_whole, devices[owner], torch.empty(0), {})
-                places = {device: piece.cut(copy.detach()) for device, copy in copied.items()}
-                piece.places, piece.values = places, places[piece.owner].detach().requires_grad_()
-                self.pieces.append(piece)
-                start, position = start + length, position + length
-                if length == 0:
+                stop = min(size, start + share * (owner + 1) - position) if splits else size
+                self.pieces.append(Piece(parameter, index, slice(start, stop), devices[owner], copied))
+                start, position = stop, position + stop - start
+                if size == 0:
                     break
 
     def forget(self) -> None:
@@ -135,6 +130,12 @@ class BucketOwners:
                 piece.repoint(copies[piece.parameter])
 
     @torch.no_grad()
+    def fetch(self) -> None:
+        """Copies the values of the module's own parameters to the owners, each the pieces that it owns."""
+        for owned, device in zip(self._owned[1:], self._devices[1:], strict=True):
+            transport.copy_coalesced([[piece.places[device] for piece in owned]], [p.places[self._devices[0]] for p in owned])
+
+    @torch.no_grad()
     def publish(self) -> None:
         """Copies each owner's values to all other devices."""
         sizes = _sizes(self._owned, len(self._parameters))
@@ -175,11 +176,9 @@ class BucketOwners:
 def _sizes(pieces: Sequence[Sequence[Piece]], parameters: int) -> list[int]:
     """Returns the number of elements on each owner: equal numbers if padding of the last owners suffices.
 
-    Args:
-        pieces: of each owner.
-        parameters: number of parameters. A single one may be large and is not copied, so it cannot be padded.
+    A single parameter may be large and is not copied, so it cannot be padded.
     """
-    owned = [sum(map(len, run)) for run in pieces]
+    owned = [sum(piece.values.numel() for piece in run) for run in pieces]
     total, count = sum(owned), len(owned)
     share = -(-total // count)
     even = [max(0, min(share, total - share * number)) for number in range(count)]
@@ -191,11 +190,7 @@ def _own_slices(flat: Sequence[Tensor], sizes: Sequence[int]) -> list[Tensor]:
 
 
 def _check_dense(gradient: T) -> T:
-    """Returns the gradient.
-
-    Raises:
-        TypeError: it is sparse.
-    """
+    """Returns the gradient. Raises ``TypeError`` if it is sparse."""
     if gradient is not None and gradient.layout != torch.strided:
         raise TypeError(
             "a gradient is sparse, expected dense ones: BalancedOptimizer spreads elements over devices; set sparse=False in the "
@@ -265,6 +260,8 @@ class ReplicaShards:
         self._prepare()
         self.collect()
         with self._model.replicas.in_turn():
+            for owners in () if self._model.replicas.copies.are_fresh else self._owners:
+                owners.fetch()
             self.inner.step()
             for owners in self._owners:
                 owners.publish()
@@ -317,9 +314,9 @@ class ReplicaShards:
         self.inner.load_state_dict({"state": state, "param_groups": groups})
 
     def _prepare(self) -> None:
-        """Brings the values of the model's own parameters to the owners."""
+        """Follows changes of the model's own parameters, but for values that no version counter tells of."""
         if self._pieces:
-            self._model.replicas.prepare(self._model.module, self._model.devices)
+            self._model.replicas.prepare(self._model.module, self._model.devices, all_values=False)
 
     def _updated(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Returns the tensors that the optimizer updates: the pieces of a parameter, or the parameter."""

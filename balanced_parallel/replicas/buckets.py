@@ -1,7 +1,7 @@
 """Buckets of gradients, each summed over the replicas as soon as every replica has it.
 
 One autograd function per bucket connects the replicas to the parameters of the module. Its forward returns aliases of the
-copies on each device. Its backward runs once, when every replica has its gradients of the whole bucket::
+copies on each device. Its backward runs once, when every replica has its gradients of the whole bucket. ::
 
     forward                                          backward
 
@@ -83,15 +83,13 @@ def _have_same_strides(left: Tensor, right: Tensor) -> bool:
 
 
 class GradientSum:
-    """The sum of a bucket's gradients over the replicas.
+    """The sum of a bucket's gradients over the replicas, on ``device``, with the strides of ``leaves``.
 
-    Memory is allocated here, on the current streams. :meth:`compute` may run on side streams, and allocates nothing that stays.
-    Gradients that some replicas do not have, sparse ones, and those with a graph are added at once.
+    Memory is allocated here, on the current streams: blocks of the caching allocator belong to a stream. :meth:`compute` may run
+    on side streams, and allocates nothing that stays. Gradients that some replicas do not have, sparse ones, and those with a
+    graph are added at once.
 
     Args:
-        leaves: parameters of the bucket, whose strides the results get.
-        replicas: gradients of each replica.
-        device: where the sum is needed.
         is_copy: the results share no memory with the gradients. Autograd may have given the same tensor to two parameters.
     """
 
@@ -198,17 +196,15 @@ class Bucket:
         _buckets[id(self)] = self
 
     def broadcast(self, replicas: Sequence[Sequence[Tensor]], schedule: Schedule) -> list[tuple[Tensor, ...]]:
-        """Returns aliases of the tensors, connected to the parameters.
-
-        Args:
-            replicas: ``replicas[r][i]`` has the values of parameter ``i`` for replica ``r``.
-            schedule: for the backward through these aliases.
-        """
+        """Returns aliases of ``replicas[r][i]``, the values of parameter ``i`` for replica ``r``, connected to the parameters."""
         size = len(self.parameters)
         aliases = _Broadcast.apply(self, replicas, schedule, *self.parameters)
         run_first(aliases[0].grad_fn)  # reduces as soon as all replicas have their gradients
         parts = [aliases[start : start + size] for start in range(0, len(aliases), size)]
-        return parts if schedule.side is None else [_received(part) for part in parts]
+        for i in range(len(parts)) if schedule.side is not None else ():
+            parts[i] = _Receive.apply(*parts[i])
+            run_first(parts[i][0].grad_fn)
+        return parts
 
     def goes_to_autograd(self, schedule: Schedule) -> bool:
         """Returns True if autograd accumulates the sums into the parameters, as it would without replicas."""
@@ -219,10 +215,8 @@ class Bucket:
         """Takes over the gradients of all replicas. Returns those that autograd passes on to the parameters.
 
         Args:
-            replicas: gradients of each replica.
             wanted: per parameter, True if its gradient is accumulated, None if autograd passes it on (``torch.autograd.grad``, or
                 a hook of the parameter), and False for neither.
-            schedule: of the forward that this backward belongs to.
         """
         returned: Gradients = [None] * len(wanted)
         if None in wanted:
@@ -256,9 +250,7 @@ class Bucket:
 
     @torch.no_grad()
     def _prepare(self, *, takes_local: bool) -> Callable[[], None]:
-        """Returns a function that reduces the gradients that the replicas hold now.
-
-        Memory that stays is allocated here, on the current streams: blocks of the caching allocator belong to a stream.
+        """Returns a function that reduces the gradients that the replicas hold now, into memory of the current streams.
 
         Args:
             takes_local: counts ``grad`` as a gradient of the first replica, which is faster if there is no other one of it.
@@ -296,13 +288,10 @@ class Bucket:
         """Multiplies the gradients that the replicas and the owners hold."""
         if self.owners is not None:
             self.owners.scale(factor)
-
-        def scaled(gradient: Tensor) -> Tensor:
-            return gradient * (move(factor, gradient.device) if isinstance(factor, Tensor) else factor)
-
         with self._lock:
-            for gradients in self.held.values():
-                gradients[:] = [None if gradient is None else scaled(gradient) for gradient in gradients]
+            for device, gradients in self.held.items():
+                local = move(factor, device) if isinstance(factor, Tensor) else factor
+                gradients[:] = [None if gradient is None else gradient * local for gradient in gradients]
 
     def drop(self) -> None:
         """Forgets the gradients that the replicas hold."""
@@ -365,8 +354,9 @@ class _Broadcast(torch.autograd.Function):
             if bucket.goes_to_autograd(schedule):
                 return (None, None, None, *add_up(bucket.parameters, replicas, bucket.parameters[0].device))
             nodes = [node for node, _ in ctx.next_functions]
-            wanted = [
-                None if has_gradient_hooks(p) else _is_accumulated(node) for p, node in zip(bucket.parameters, nodes, strict=True)
+            wanted = [  # a parameter without requires_grad has no node
+                None if has_gradient_hooks(parameter) else node is not None and will_run(node)
+                for parameter, node in zip(bucket.parameters, nodes, strict=True)
             ]
             if schedule.side is not None and schedule.overlaps and bucket.owners is None:
                 for node, want in zip(nodes, wanted, strict=True):
@@ -388,17 +378,6 @@ class _Receive(torch.autograd.Function):
         return gradients
 
 
-def _received(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    aliases: tuple[Tensor, ...] = _Receive.apply(*tensors)
-    run_first(aliases[0].grad_fn)
-    return aliases
-
-
-def _is_accumulated(node: Any) -> bool | None:
-    """Returns True if the running backward accumulates into a leaf, and None if ``torch.autograd.grad`` returns its gradient."""
-    return False if node is None else will_run(node)  # a parameter without requires_grad has no node
-
-
 def _only(gradients: Gradients, chosen: list[bool]) -> Gradients:
     return [gradient if choose else None for gradient, choose in zip(gradients, chosen, strict=True)]
 
@@ -415,7 +394,7 @@ class GradientBuckets:
 
     def __init__(self, side: SideStreams | None = None) -> None:
         self.buckets: list[Bucket] = []
-        self.deferred = False  # of the forwards that run now
+        self.deferring = 0  # blocks that defer the reduction of the forwards that run now
         self.is_sharded = False  # owners receive the gradients, until the sharding is undone
         self.side = side
 
@@ -464,7 +443,7 @@ class GradientBuckets:
         """Returns the schedule of a bucket's backward, for a forward on ``streams``."""
         if self.side is None and any(streams.values()):
             self.side = SideStreams()
-        return Schedule(streams, self.side, bucket is not self.buckets[-1], self.deferred)
+        return Schedule(streams, self.side, bucket is not self.buckets[-1], self.deferring > 0)
 
 
 def make_buckets(parameters: Sequence[nn.Parameter]) -> list[Bucket]:

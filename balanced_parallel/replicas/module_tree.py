@@ -1,9 +1,7 @@
 """The tree of a module's submodules, and its skeletons: copies that share everything except parameters and buffers.
 
 torch's ``replicate`` walks and copies the tree at every forward. Here it is compared with what it was, and the skeletons are
-filled again. The weights of RNNs are one more case: cuDNN needs them in one buffer, in its own order, which
-``nn.RNNBase.flatten_parameters`` makes for the parameters of a module. Copies on another device need a buffer too, or they are
-copied together in every forward. The errors for modules and methods that cannot run as replicas are at the end.
+filled again. The errors for modules and methods that cannot run as replicas are at the end.
 """
 
 import weakref
@@ -11,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,8 +28,18 @@ from ..runtime.torch_private import (
 __all__: list[str] = []
 
 
-# Each module with its skeleton, the skeleton's children, the indices of its parameters in the tree, and the names of its lists.
-Skeletons = list[tuple[nn.Module, nn.Module, dict[str, nn.Module | None], dict[str, int | None], list[str]]]
+class Part(NamedTuple):
+    """A module of a tree, as it was when the tree was made."""
+
+    module: nn.Module
+    children: dict[str, nn.Module | None]
+    places: dict[str, int | None]  # of its own parameters among those of the tree
+    identities: list[int]  # of its own parameters
+    lists: list[str]  # names of its lists
+    size: int  # number of its attributes
+
+
+Skeletons = list[tuple[Part, nn.Module, dict[str, nn.Module | None]]]  # with the children of each skeleton
 
 
 class ModuleTree:
@@ -45,40 +53,32 @@ class ModuleTree:
     def __init__(self, root: nn.Module) -> None:
         refuse_lazy(root)
         self.modules = list(root.modules())
-        for module in self.modules:
-            refuse_compiled(module)
         self.rescaled = rescaled_embeddings(root)
-        self.children = [dict(children_of(module)) for module in self.modules]
-        self.owned = [dict(parameters_of(module)) for module in self.modules]
-        parameters = [parameter for owned in self.owned for parameter in owned.values() if parameter is not None]
-        self.parameters: list[nn.Parameter] = list({id(parameter): parameter for parameter in parameters}.values())
+        parameters = [parameter for module in self.modules for parameter in parameters_of(module).values()]
+        self.parameters = list({id(parameter): parameter for parameter in parameters if parameter is not None}.values())
         self.note_kinds()
         self.place = {id(parameter): i for i, parameter in enumerate(self.parameters)}
-        self._places = [
-            {name: None if parameter is None else self.place[id(parameter)] for name, parameter in owned.items()}
-            for owned in self.owned
-        ]
-        flat = [(rnn, rnn._flat_weights) for rnn in self.modules if isinstance(rnn, nn.RNNBase)]
-        self.rnns = [
-            (rnn, [self.place[id(weight)] for weight in weights])
-            for rnn, weights in flat
-            if all(id(weight) in self.place for weight in weights)
-        ]
-        self._lists = [[name for name, value in module.__dict__.items() if type(value) is list] for module in self.modules]
-        identities = [[*map(id, owned.values())] for owned in self.owned]
-        sizes = [len(module.__dict__) for module in self.modules]
-        self._before = list(zip(self.modules, self.children, self.owned, identities, sizes, strict=True))
+        self._parts = [self._part(module) for module in self.modules]
+        flat = [(rnn, [*map(id, rnn._flat_weights)]) for rnn in self.modules if isinstance(rnn, nn.RNNBase)]
+        self.rnns = [(rnn, [self.place[key] for key in keys]) for rnn, keys in flat if self.place.keys() >= {*keys}]
+
+    def _part(self, module: nn.Module) -> Part:
+        refuse_compiled(module)
+        parameters = parameters_of(module)
+        places = {name: self.place.get(id(parameter)) for name, parameter in parameters.items()}
+        lists = [name for name, value in module.__dict__.items() if type(value) is list]
+        return Part(module, {**children_of(module)}, places, [*map(id, parameters.values())], lists, len(module.__dict__))
 
     def still_is(self, root: nn.Module) -> bool:
         """Returns True if the tree under ``root`` still has the same modules and the same parameters."""
         if self.modules[0] is not root:
             return False
-        for module, children, owned, identities, size in self._before:
+        for module, children, places, identities, _, size in self._parts:
             state = module.__dict__
             parameters = state[PARAMETERS]  # without a call for each: this runs in every forward
             if len(state) != size or state[CHILDREN] != children:
                 return False
-            if parameters.keys() != owned.keys():
+            if parameters.keys() != places.keys():
                 return False
             if parameters and [*map(id, parameters.values())] != identities:  # == on parameters would compare their values
                 return False
@@ -94,15 +94,13 @@ class ModuleTree:
 
     def make_skeletons(self) -> Skeletons:
         """Returns an empty copy of each module. :meth:`fill` fills them before each forward."""
-        skeletons = [type(module).__new__(type(module)) for module in self.modules]
-        for skeleton in skeletons:
+        skeletons = {id(module): type(module).__new__(type(module)) for module in self.modules}
+        for skeleton in skeletons.values():
             skeleton.__dict__[FORWARD_HOOKS] = OrderedDict()
-        skeleton_of = {id(module): skeleton for module, skeleton in zip(self.modules, skeletons, strict=True)}
-        children = [
-            {name: None if child is None else skeleton_of[id(child)] for name, child in children.items()}
-            for children in self.children
+        return [
+            (part, skeletons[id(part.module)], {name: skeletons.get(id(child)) for name, child in part.children.items()})
+            for part in self._parts
         ]
-        return list(zip(self.modules, skeletons, children, self._places, self._lists, strict=True))
 
     def buffers(self) -> list[Tensor]:
         """Returns the buffers of all modules, each once."""
@@ -120,18 +118,16 @@ class ModuleTree:
             tensors: replacements of the parameters, in the order of the tree. ``None`` keeps the parameters.
             buffers: replacements of the buffers, by the id of the buffer.
         """
-        for module, skeleton, children, places, lists in skeletons:
-            state = module.__dict__.copy()
+        for part, skeleton, children in skeletons:
+            state = part.module.__dict__.copy()
             if children:
                 state[CHILDREN] = children.copy()
             if own_buffers := state[BUFFERS]:
-                copies = {name: None if buffer is None else buffers[id(buffer)] for name, buffer in own_buffers.items()}
-                state[BUFFERS] = copies
+                state[BUFFERS] = {name: buffers.get(id(buffer)) for name, buffer in own_buffers.items()}
             if tensors is not None:
-                if places:
-                    replaced = {name: None if at is None else tensors[at] for name, at in places.items()}
-                    state[PARAMETERS] = replaced
-                for name in lists:
+                if part.places:
+                    state[PARAMETERS] = {name: None if at is None else tensors[at] for name, at in part.places.items()}
+                for name in part.lists:
                     state[name] = self._swapped(state[name], tensors)
             # A forward that registers hooks at its first call would otherwise register them once for each replica. The handle of
             # a hook needs a dictionary that lives on, as that of the skeleton does.
@@ -141,15 +137,15 @@ class ModuleTree:
                 hooks.update(registered)
             state[FORWARD_HOOKS] = hooks
             object.__setattr__(skeleton, "__dict__", state)
-            if skeleton.__class__ is not module.__class__:  # as activation checkpointing changes it
-                object.__setattr__(skeleton, "__class__", module.__class__)
+            if skeleton.__class__ is not part.module.__class__:  # as activation checkpointing changes it
+                object.__setattr__(skeleton, "__class__", part.module.__class__)
         return skeletons[0][1]
 
     @torch.no_grad()
     def take_buffers(self, skeletons: Skeletons) -> None:
         """Copies the buffers of the skeletons to the modules, as if the modules themselves had run."""
-        for module, skeleton, *_ in skeletons:
-            for name, buffer in buffers_of(module).items():
+        for part, skeleton, _ in skeletons:
+            for name, buffer in buffers_of(part.module).items():
                 if buffer is not None and (value := buffers_of(skeleton)[name]) is not None and value.shape == buffer.shape:
                     buffer.copy_(value)
 
@@ -158,15 +154,16 @@ class ModuleTree:
         """Replaces the parameters of the modules by ``tensors`` in this block."""
         changes: list[tuple[dict[str, Any], str, Any, Any]] = []  # dictionary, name, new value, old value
         try:
-            for i, module in enumerate(self.modules):
-                for name, at in self._places[i].items():
+            for part in self._parts:
+                attributes = part.module.__dict__
+                for name, at in part.places.items():
                     if at is not None:
-                        changes.append((parameters_of(module), name, tensors[at], self.parameters[at]))
-                for name in self._lists[i]:
-                    before = module.__dict__.get(name)
+                        changes.append((attributes[PARAMETERS], name, tensors[at], self.parameters[at]))
+                for name in part.lists:
+                    before = attributes.get(name)
                     swapped = self._swapped(before, tensors)
                     if swapped is not before:
-                        changes.append((module.__dict__, name, swapped, before))
+                        changes.append((attributes, name, swapped, before))
             for attributes, name, value, _ in changes:
                 attributes[name] = value
             yield
@@ -194,7 +191,7 @@ class ModuleTree:
 
 
 def flatten_weights(rnns: Sequence[tuple[nn.RNNBase, list[int]]], tensors: Sequence[Tensor]) -> None:
-    """Moves new copies of the weights of each RNN to one buffer.
+    """Moves new copies of the weights of each RNN to one buffer, as cuDNN needs them. Otherwise every forward would do so.
 
     Args:
         rnns: each with the places of its weights among ``tensors``.
@@ -208,11 +205,7 @@ def flatten_weights(rnns: Sequence[tuple[nn.RNNBase, list[int]]], tensors: Seque
 
 
 def check_module(module: Any) -> None:
-    """Checks that ``module`` can be wrapped.
-
-    Raises:
-        TypeError: it is a class, or not a module, or is wrapped already.
-    """
+    """Raises ``TypeError`` if ``module`` is a class or not a module, or is wrapped already."""
     check_is_module(module)
     if isinstance(module, (nn.DataParallel, nn.parallel.DistributedDataParallel)):
         raise TypeError(f"the module is wrapped in {type(module).__name__} already, expected a plain one: pass its .module")
@@ -228,11 +221,7 @@ def check_is_module(module: Any, name: str = "module") -> None:
 
 
 def refuse_meta(module: nn.Module) -> None:
-    """Checks that no parameter and no buffer is on the meta device.
-
-    Raises:
-        ValueError: a tensor has no data.
-    """
+    """Raises ``ValueError`` if a parameter or buffer is on the meta device."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.is_meta:
             raise ValueError(
@@ -252,22 +241,15 @@ def check_device(module: nn.Module, device: torch.device) -> None:
 
 
 def check_method(module: nn.Module, name: str) -> None:
-    """Checks that ``module`` has a method ``name``.
-
-    Raises:
-        ValueError: it has none.
-    """
+    """Raises ``ValueError`` if ``module`` has no method ``name``."""
     if not callable(getattr(module, name, None)):
         raise ValueError(f"{type(module).__name__} has no method {name!r} to call")
 
 
 def refuse_compiled(module: nn.Module) -> None:
-    """Checks that a module is neither a ``ScriptModule`` nor compiled.
+    """Raises ``TypeError`` if a module is a ``ScriptModule``, or compiled.
 
     Compiled code belongs to one module on one device, and torch's compiler does not run in several threads at once.
-
-    Raises:
-        TypeError: the module cannot be replicated.
     """
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(f"{type(module).__name__} cannot be replicated: pass the module that it was made from")
@@ -279,11 +261,7 @@ def refuse_compiled(module: nn.Module) -> None:
 
 
 def refuse_lazy(module: nn.Module) -> None:
-    """Checks that every parameter and buffer has a shape.
-
-    Raises:
-        ValueError: a layer is lazy and has not run yet.
-    """
+    """Raises ``ValueError`` if a layer is lazy and has not run yet."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             raise ValueError(f"{name} is not initialised yet: run the module once on a few rows before it is wrapped")
@@ -296,10 +274,9 @@ def rescaled_embeddings(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def refuse_rescaled(embeddings: Mapping[str, Any]) -> None:
-    """Checks that none of ``embeddings`` is trained, where devices or ranks have weights of their own.
+    """Raises ``ValueError`` if one of ``embeddings`` is trained, where devices or ranks have weights of their own.
 
-    Raises:
-        ValueError: one is. Each device would rescale the rows that it sees, and the weights would differ.
+    Each device would rescale the rows that it sees, and the weights would differ.
     """
     for name, embedding in embeddings.items():
         if embedding.weight.requires_grad:

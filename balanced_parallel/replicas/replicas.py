@@ -249,17 +249,15 @@ class Replicas:
 @contextmanager
 def window(*replicas: Replicas, deferred: bool = False) -> Iterator[None]:
     """Opens a :meth:`Replicas.window` of each of ``replicas``, or with ``deferred`` a :meth:`Replicas.no_sync`."""
-    before = []
     for each in replicas:
-        before.append(each.gradients.deferred)
         each._windows += 1
-        each.gradients.deferred = each.gradients.deferred or deferred
+        each.gradients.deferring += deferred
     try:
         yield
     finally:
-        for each, was_deferred in zip(replicas, before, strict=True):
+        for each in replicas:
             each._windows -= 1
-            each.gradients.deferred = was_deferred
+            each.gradients.deferring -= deferred
             each.copies.are_fresh = each.copies.are_fresh and each._windows > 0
 
 
@@ -355,16 +353,13 @@ def copy_buffers(buffers: Sequence[Tensor], devices: Sequence[torch.device]) -> 
     """Returns copies of all buffers for each of ``devices``, by the id of the buffer."""
     if not buffers:
         return [{}] * len(devices)
-    together: list[Tensor] = []
-    alone: list[Tensor] = []
-    for buffer in buffers:
-        # A trained buffer is copied with a graph, which brings it the gradients of all replicas.
-        is_plain = buffer.layout == torch.strided and not (buffer.requires_grad or buffer.is_quantized)
-        (together if is_plain else alone).append(buffer)
-    copied = transport.copies([buffer.detach() for buffer in together], devices)
-    copies = [dict(zip(map(id, together), tensors, strict=True)) for tensors in copied]
-    for device, by_buffer in zip(devices, copies, strict=True):
-        by_buffer.update((id(buffer), buffer.to(device, copy=True)) for buffer in alone)
+    # A trained buffer is copied with a graph, which brings it the gradients of all replicas.
+    plain = [each for each in buffers if each.layout == torch.strided and not (each.requires_grad or each.is_quantized)]
+    others = set(map(id, buffers)) - set(map(id, plain))
+    copied = transport.copies([buffer.detach() for buffer in plain], devices)
+    copies = [dict(zip(map(id, plain), tensors, strict=True)) for tensors in copied]
+    for device, by_buffer in zip(devices, copies, strict=True) if others else ():
+        by_buffer.update((id(buffer), buffer.to(device, copy=True)) for buffer in buffers if id(buffer) in others)
     return copies
 
 

@@ -1,13 +1,10 @@
 """Workers that run the replicas of one forward, each in its own thread.
 
 The first failure is raised, with the replica in its message. All other threads have finished before, and none waits forever.
-torch's ``parallel_apply`` falls short in two ways:
-
-- It runs each forward in new threads. cuDNN's plans and handles are ``thread_local``: new threads search for plans again, and
-  leak them. Here a replica's forward, its criterion and the next forward run in the same thread.
-- It passes only the autocast flag of CUDA to its threads, and no dtype. The dtype is thread-local too and starts as float16, so
-  ``autocast("cuda", dtype=torch.bfloat16)`` around ``nn.DataParallel`` computes in float16 (pytorch#105682, #125186). Here the
-  state of the calling thread is captured and entered in the workers.
+torch's ``parallel_apply`` falls short in two ways. It runs each forward in new threads, in which cuDNN searches for plans again
+and leaks them: here a replica's forward, its criterion and the next forward run in the same thread. And it passes only the
+autocast flag of CUDA, no dtype, so bfloat16 around ``nn.DataParallel`` computes in float16 (pytorch#105682, #125186): here the
+state of the calling thread is captured and entered in the workers.
 """
 
 import atexit
@@ -29,7 +26,7 @@ from torch import overrides
 
 from ..runtime import torch_private
 from ..runtime.devices import accelerators, on_device
-from ..runtime.streams import current_streams, on_streams, without_default_streams
+from ..runtime.streams import current_streams, on_streams
 from ..runtime.torch_private import DeviceContext, TorchDispatchMode
 
 __all__: list[str] = []
@@ -93,21 +90,18 @@ class WorkerPool:
     def __init__(self) -> None:
         self._idle: dict[Hashable, list[Worker]] = {}
 
-    def take(self, slot: Hashable, name: str) -> Worker:
-        """Returns the idle worker of ``slot`` that ran last, or a new one. Threads that a fork has left behind are dropped."""
-        idle = self._idle.get(slot, [])
-        while idle:
-            try:
-                worker = idle.pop()
-            except IndexError:  # another thread was faster
-                break
-            if worker.thread.is_alive():
-                return worker
-        return Worker(name)
+    def take(self, device: torch.device, number: int) -> Worker:
+        """Returns the worker of a slot that ran last and is idle, or a new one. Threads that a fork left behind are dropped."""
+        idle = self._idle.get((device, number), [])
+        with contextlib.suppress(IndexError):  # none is left, or another thread was faster
+            while not (worker := idle.pop()).thread.is_alive():
+                pass
+            return worker
+        return Worker(f"replica on {device}")
 
-    def give_back(self, slot: Hashable, worker: Worker) -> None:
-        """Keeps a worker whose call has ended for the next one of ``slot``."""
-        self._idle.setdefault(slot, []).append(worker)
+    def give_back(self, device: torch.device, number: int, worker: Worker) -> None:
+        """Keeps a worker whose call has ended for the next one of its slot."""
+        self._idle.setdefault((device, number), []).append(worker)
 
 
 _shared: "weakref.WeakValueDictionary[type, WorkerPool]" = weakref.WeakValueDictionary()
@@ -140,9 +134,9 @@ class Meeting:
     def __init__(self, lanes: Sequence[Hashable]) -> None:
         self.size = len(lanes)
         self._changed = threading.Condition()
-        turns: dict[Hashable, deque[int]] = {lane: deque() for lane in lanes}
+        turns: dict[Hashable, deque[int]] = {}
         for index, lane in enumerate(lanes):
-            turns[lane].append(index)
+            turns.setdefault(lane, deque()).append(index)
         self._turns = [turns[lane] for lane in lanes]  # by replica: those of its lane that run, the next one first
         self._rounds: dict[int, dict[int, Any]] = {}  # by round, the values by replica
         self._returned: dict[int, int] = {}  # by round, how many replicas have its values
@@ -188,6 +182,17 @@ class Meeting:
             self._changed.notify_all()
 
 
+class Apart:
+    """Refuses exchanges: the replicas run one after the other."""
+
+    def exchange(self, index: int, number: int, value: Any) -> list[Any]:
+        """Raises ``RuntimeError``."""
+        raise RuntimeError(
+            f"replica {index} waits for the others in a synchronised layer, and they run one after the other: expected such "
+            "layers in the model, not in the criterion"
+        )
+
+
 @dataclass
 class Replica:
     """The replica that a thread runs, if it is one of several."""
@@ -214,24 +219,10 @@ def current_replica() -> Replica | None:
     return _thread.replica
 
 
-def set_current_replica(replica: Replica | None) -> None:
-    """Sets the replica that this thread runs."""
-    _thread.replica = replica
-
-
 INTERRUPTED_SECONDS = 5.0  # after Ctrl-C, for replicas that do not end
 T = TypeVar("T")
-
-
-class Workers(Protocol):
-    """A function that runs the replicas of one forward, such as :func:`run_replicas`."""
-
-    def __call__(self, work: Sequence[Callable[[], T]], devices: Sequence[torch.device], *, together: bool = True) -> list[T]:
-        """Returns the result of ``work[i]()`` for each replica ``i``, with ``devices[i]`` current.
-
-        Args:
-            together: replicas exchange values while they run.
-        """
+Workers = Callable[..., list[Any]]  # takes the arguments of run_replicas, but for the pool
+_CPU = {torch.device("cpu")}
 
 
 def run_replicas(
@@ -249,20 +240,17 @@ def run_replicas(
     calling thread unless they exchange values (``together``).
 
     Args:
+        together: replicas exchange values while they run.
         pool: returns the threads. It is called only if there are several.
 
     Raises:
         BaseException: the first failure (in time), of its own type, with the replica and its device added to the message.
     """
-    if len(work) == 1:
-        return [_run_alone(work[0], devices[0])]
-    if not together and all(device.type == "cpu" for device in devices):
-        meeting = Meeting(devices)
-        meeting.leave(*range(len(work)))  # an exchange is an error then
-        return run_in_turn(work, devices, meeting)
+    if len(work) == 1 or (not together and set(devices) == _CPU):
+        return run_in_turn(work, devices, Apart())
     # A copy between devices runs on the current stream of its source, so each worker needs the caller's stream of every device.
     streams = current_streams(accelerators())
-    chosen = without_default_streams(streams)
+    others = {device: stream for device, stream in streams.items() if stream is not None and stream.stream_id != 0}
     state = ThreadState.capture(devices)
     meeting = Meeting([None] * len(work) if state.needs_turns else devices)
     results: dict[int, T] = {}
@@ -273,17 +261,16 @@ def run_replicas(
         try:
             if not meeting.begin(index) or failures:
                 return
-            set_current_replica(Replica(index, meeting))
-            with on_streams(chosen), on_device(device, streams.get(device)), state.enter():
+            _thread.replica = Replica(index, meeting)
+            with on_streams(others), on_device(device, streams.get(device)), state.enter():
                 results[index] = work[index]()
         except BaseException as error:  # noqa: BLE001 - KeyboardInterrupt and SystemExit must reach the caller too
             failures.append(locate_failure(error, index, device))
         finally:
-            set_current_replica(None)
+            _thread.replica = None
             meeting.leave(index)  # after the failure was recorded, so replicas that wait for this one fail second
 
-    contexts = [contextvars.copy_context() for _ in work]
-    calls = [functools.partial(context.run, call, index) for index, context in enumerate(contexts)]
+    calls = [functools.partial(contextvars.copy_context().run, call, index) for index in range(len(work))]
     _run_in_workers(calls, devices, meeting, pool())
     if failures:
         try:
@@ -293,60 +280,51 @@ def run_replicas(
     return [results[index] for index in range(len(work))]
 
 
-def _run_in_workers(
-    calls: Sequence[Callable[[], None]], devices: Sequence[torch.device], meeting: Meeting, pool: WorkerPool
-) -> None:
+def _run_in_workers(calls: Sequence[Call], devices: Sequence[torch.device], meeting: Meeting, pool: WorkerPool) -> None:
     """Makes each call in the worker of its slot, and waits for all of them."""
     slots = [(device, list(devices[:index]).count(device)) for index, device in enumerate(devices)]
-    workers = [pool.take(slot, f"replica on {slot[0]}") for slot in slots]
     running: dict[int, Worker] = {}
     ended: SimpleQueue[int] = SimpleQueue()
-
-    def give_back(index: int) -> None:
-        pool.give_back(slots[index], running.pop(index))
-
     try:
+        workers = [pool.take(*slot) for slot in slots]
         for index, worker in enumerate(workers):
             running[index] = worker
             worker.start(calls[index], functools.partial(ended.put, index))
         while running:
-            give_back(ended.get())
+            index = ended.get()
+            pool.give_back(*slots[index], running.pop(index))
     except BaseException:  # Ctrl-C
         meeting.leave(*range(len(calls)))
         with contextlib.suppress(Empty):
             while running:
-                give_back(ended.get(timeout=INTERRUPTED_SECONDS))
+                index = ended.get(timeout=INTERRUPTED_SECONDS)
+                pool.give_back(*slots[index], running.pop(index))
         raise  # a worker that still runs is not given back: it ends after its call
 
 
 def run_in_turn(work: Sequence[Callable[[], T]], devices: Sequence[torch.device], meeting: Exchange) -> list[T]:
     """Calls ``work[i]()`` for each replica ``i``, one after the other in the calling thread, and returns the results."""
-    if len(work) == 1:
-        return [_run_alone(work[0], devices[0])]
-    before = current_replica()
-    results = []
+    before, results = _thread.replica, []
     try:
-        for index, call in enumerate(work):
-            set_current_replica(Replica(index, meeting))
-            results.append(_run_alone(call, devices[index], index))
+        for index, (call, device) in enumerate(zip(work, devices, strict=True)):
+            if len(work) > 1:
+                _thread.replica = Replica(index, meeting)
+            try:
+                with on_device(device, None):  # on the thread's own stream
+                    results.append(call())
+            except BaseException as error:
+                located = locate_failure(error, index, device)
+                if located is error:
+                    raise
+            else:
+                continue
+            try:
+                raise located
+            finally:
+                del located  # breaks the cycle of traceback and frame
     finally:
-        set_current_replica(before)
+        _thread.replica = before
     return results
-
-
-def _run_alone(work: Callable[[], T], device: torch.device, index: int = 0) -> T:
-    """Runs a replica in the calling thread, on the thread's own stream."""
-    try:
-        with on_device(device, None):
-            return work()
-    except BaseException as error:
-        located = locate_failure(error, index, device)
-        if located is error:
-            raise
-    try:
-        raise located
-    finally:
-        del located  # breaks the cycle of traceback and frame
 
 
 def locate_failure(error: BaseException, index: int, device: torch.device) -> BaseException:
@@ -408,7 +386,7 @@ class ThreadState:
 
     grad: bool
     inference: bool
-    autocast: tuple[tuple[str, bool, torch.dtype], ...]
+    autocast: list[tuple[str, bool, torch.dtype]]
     autocast_cache: bool
     threads: int
     saved_tensor_hooks: torch_private.Hooks | None
@@ -418,11 +396,11 @@ class ThreadState:
     @classmethod
     def capture(cls, devices: Sequence[torch.device]) -> "ThreadState":
         """Returns the state of the calling thread, with autocast for the types of ``devices`` and for the CPU."""
-        types = sorted({"cpu", *(device.type for device in devices)})
+        kinds = sorted({"cpu", *[device.type for device in devices]})
         return cls(
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
-            autocast=tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in types),
+            autocast=[(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds],
             autocast_cache=torch.is_autocast_cache_enabled(),
             threads=torch.get_num_threads(),
             saved_tensor_hooks=_saved_tensor_hooks(),

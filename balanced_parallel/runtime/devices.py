@@ -2,12 +2,6 @@
 
 A list of devices may repeat a device and may contain the CPU. ``["cpu"] * 3`` runs three replicas on a laptop, through the same
 code as three GPUs.
-
-``tensor.item()`` waits until the device has finished everything that it was given. A copy that was started early is there, or
-comes soon, while the device still has later work::
-
-    stream   | forward | copy of a count | backward ............... |
-    host       ... start_copy(count) ... launches the backward, reads the count
 """
 
 import contextlib
@@ -24,19 +18,19 @@ __all__: list[str] = []
 
 
 DeviceLike = int | str | torch.device
+HOSTS = ("cpu", "meta")  # types of devices without streams, a generator and memory of their own
 
 
 def is_accelerator(device: torch.device) -> bool:
     """Returns True for a device with streams, a generator and memory of its own: neither the CPU nor ``meta``."""
-    return device.type not in ("cpu", "meta")
+    return device.type not in HOSTS
 
 
 def visible_devices() -> list[torch.device]:
     """Returns all accelerators that this process can see, or the CPU if there is none.
 
     Raises:
-        RuntimeError: if there are GPUs, but this process has simulated devices before, which torch still takes for its
-            accelerator.
+        RuntimeError: if there are GPUs, but torch still takes simulated devices from before for its accelerator.
     """
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
@@ -59,9 +53,7 @@ def accelerators() -> list[torch.device]:
 def resolve_devices(device_ids: Sequence[DeviceLike] | None) -> list[torch.device]:
     """Converts ``device_ids`` to devices with an index.
 
-    Args:
-        device_ids: integers, strings and ``torch.device`` objects of any device type. Devices may repeat. ``None`` means
-            :func:`visible_devices`.
+    ``None`` means :func:`visible_devices`. Devices may repeat.
 
     Raises:
         TypeError: if ``device_ids`` is one device instead of a list, or an entry is not a device.
@@ -108,17 +100,17 @@ def move(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
     Only copies to an accelerator are asynchronous. The host could read the result of an asynchronous copy to the CPU too early.
     """
-    return tensor if tensor.device == device else tensor.to(device, non_blocking=is_accelerator(device))
+    return tensor if tensor.device == device else tensor.to(device, non_blocking=device.type not in HOSTS)
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
     """Returns the current stream of the calling thread on ``device``, or None for a device without streams."""
-    return torch.accelerator.current_stream(device) if is_accelerator(device) else None
+    return None if device.type in HOSTS else torch.accelerator.current_stream(device)
 
 
 def on_device(device: torch.device, stream: torch.Stream | None) -> contextlib.AbstractContextManager[None]:
     """Makes ``device`` and ``stream`` current in this thread. Kernels and ``torch.empty(device='cuda')`` then use them."""
-    if not is_accelerator(device):
+    if device.type in HOSTS:  # here and below without another call: this runs in every forward
         return contextlib.nullcontext()
     return _on_accelerator(device, stream)
 
@@ -144,7 +136,10 @@ def free_bytes(device: torch.device) -> int:
 
 
 def start_copy(tensor: Tensor) -> Callable[[], Tensor]:
-    """Starts to copy a tensor to the host. Returns a function that waits for the copy, not for later work, and returns it."""
+    """Starts to copy a tensor to the host. Returns a function that waits for the copy, and returns it.
+
+    ``tensor.item()`` would wait until the device has finished everything that it was given, such as a backward.
+    """
     stream = current_stream(tensor.device)
     copy = tensor.detach().to("cpu", non_blocking=stream is not None)  # torch pins the memory of such a copy
     event = None if stream is None else stream.record_event()

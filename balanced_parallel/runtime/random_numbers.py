@@ -29,14 +29,12 @@ def offset_seeds(devices: Sequence[torch.device], first: int = 0) -> None:
         first: number of the first device. Number 0 keeps its seed.
     """
     seeds = {torch.initial_seed()}
-    for number, device in enumerate(dict.fromkeys(devices), first):
-        if not is_accelerator(device):
-            continue
+    for number, device in _accelerators(devices):
         module = torch.get_device_module(device)
         with on_device(device, None):
             seed = module.initial_seed()
-            if number and seed in seeds:
-                seed = (seed + number) % 2**64
+            if number + first and seed in seeds:
+                seed = (seed + number + first) % 2**64
                 module.manual_seed(seed)
             seeds.add(seed)
 
@@ -59,15 +57,14 @@ def cpu_numbers_of_rank(rank: int) -> Iterator[None]:
 
 def generator_states(devices: Sequence[torch.device]) -> dict[str, torch.Tensor]:
     """Returns the states of the generators of the CPU and of ``devices``, by their place in the list."""
-    states = {"cpu": torch.get_rng_state()}
-    for number, device in _accelerators(devices):
-        states[f"device{number}"] = torch.get_device_module(device).get_rng_state(device)
-    return states
+    states = {f"device{i}": torch.get_device_module(device).get_rng_state(device) for i, device in _accelerators(devices)}
+    return {"cpu": torch.get_rng_state(), **states}
 
 
 def set_generators(states: Mapping[str, torch.Tensor], devices: Sequence[torch.device]) -> None:
     """Sets the generators of the CPU and of ``devices`` to the states that :func:`generator_states` has returned."""
-    torch.set_rng_state(states["cpu"])
+    if "cpu" in states:
+        torch.set_rng_state(states["cpu"])
     for number, device in _accelerators(devices):
         torch.get_device_module(device).set_rng_state(states[f"device{number}"], device)
 
@@ -104,43 +101,26 @@ class RandomState:
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:
-        self._cpu: torch.Tensor | None = torch.get_rng_state()
-        self._devices = [device for device in dict.fromkeys(devices) if is_accelerator(device)]
-        self._states = self._of_devices()
+        self._devices = devices
+        self._states = generator_states(devices)
 
     def end(self) -> None:
         """Ends the forward. The state of the CPU's generator is dropped if it has not changed, for a forward on accelerators."""
-        if self._devices and self._cpu is not None and torch.equal(self._cpu, torch.get_rng_state()):
-            self._cpu = None
+        if len(self._states) > 1 and "cpu" in self._states and torch.equal(self._states["cpu"], torch.get_rng_state()):
+            del self._states["cpu"]
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Sets the generators to the states of the forward for the duration of the block."""
-        before = self._of_devices()
-        self._set(self._states)
-        try:
-            if self._cpu is None:
+        with _cpu_generator if "cpu" in self._states else contextlib.nullcontext():
+            now = generator_states(self._devices)
+            before = {name: now[name] for name in self._states}
+            self.restore()
+            try:
                 yield
-                return
-            with _cpu_generator:
-                cpu_before = torch.get_rng_state()
-                torch.set_rng_state(self._cpu)
-                try:
-                    yield
-                finally:
-                    torch.set_rng_state(cpu_before)
-        finally:
-            self._set(before)
+            finally:
+                set_generators(before, self._devices)
 
     def restore(self) -> None:
         """Sets the generators to the states of the forward. They go on from there."""
-        if self._cpu is not None:
-            torch.set_rng_state(self._cpu)
-        self._set(self._states)
-
-    def _of_devices(self) -> list[torch.Tensor]:
-        return [torch.get_device_module(device).get_rng_state(device) for device in self._devices]
-
-    def _set(self, states: list[torch.Tensor]) -> None:
-        for device, state in zip(self._devices, states, strict=True):
-            torch.get_device_module(device).set_rng_state(state, device)
+        set_generators(self._states, self._devices)

@@ -2,11 +2,8 @@
 
 A freed tensor's memory is reused at once by the stream that allocated it. A kernel of a side stream may still have to read it.
 ``Tensor.record_stream`` delays the reuse until that kernel has run, so peak memory would depend on timing. As in torch's FSDP2,
-the tensor is kept alive until its own stream has waited for the side stream. That happens before the next work is put on the
-side stream, so the tensors of at most one piece of work are kept. For the same reason results are allocated before a side stream
-is entered: memory that a side stream has allocated is of no use to activations.
-
-::
+the tensor is kept alive until its own stream has waited for the side stream, before the next work is put there. Results are
+allocated before a side stream is entered: activations could not reuse memory that it has allocated. ::
 
     compute stream   | backward of bucket 2 | backward of bucket 1 | wait | ...
     side stream                             | sum of bucket 2      |
@@ -23,7 +20,7 @@ from typing import Any
 import torch
 
 from . import torch_private
-from .devices import current_stream
+from .devices import HOSTS, current_stream
 
 __all__: list[str] = []
 
@@ -33,12 +30,7 @@ Streams = Mapping[torch.device, torch.Stream | None]  # None for a device withou
 
 def current_streams(devices: list[torch.device]) -> Streams:
     """Returns the current stream of the calling thread on each device."""
-    return {device: current_stream(device) for device in devices}
-
-
-def without_default_streams(streams: Streams) -> Streams:
-    """Returns those of ``streams`` that are not the default stream of their device."""
-    return {device: stream for device, stream in streams.items() if stream is not None and stream.stream_id != 0}
+    return {device: None if device.type in HOSTS else torch.accelerator.current_stream(device) for device in devices}
 
 
 @contextlib.contextmanager
@@ -71,7 +63,7 @@ _instances: "weakref.WeakValueDictionary[int, SideStreams]" = weakref.WeakValueD
 
 
 class SideStreams:
-    """One side stream per device. Methods may be called only inside a backward."""
+    """One side stream per device. Methods may be called only inside a backward, with the compute streams of its forward."""
 
     def __init__(self) -> None:
         _instances[id(self)] = self
@@ -80,10 +72,9 @@ class SideStreams:
 
     @contextlib.contextmanager
     def entered(self, computing: Streams, uses: list[Any]) -> Iterator[None]:
-        """Runs the kernels of the block on the side streams, after the work that the compute streams have been given so far.
+        """Runs the kernels of the block on the side streams, after the work that ``computing`` have been given so far.
 
         Args:
-            computing: the compute streams, one per device.
             uses: tensors of the compute streams, kept alive until these have waited for the side streams.
         """
         sides = {device: self._side_stream(device, stream) for device, stream in computing.items()}
@@ -96,11 +87,9 @@ class SideStreams:
             self.expect(computing, sides, uses)
 
     def expect(self, computing: Streams, working: Streams, uses: list[Any]) -> None:
-        """Makes the compute streams and the current streams wait for other streams, at the end of the backward at the latest.
+        """Makes the compute streams and the current streams wait for what ``working`` do now, by the end of the backward.
 
         Args:
-            computing: the compute streams, one per device.
-            working: the streams to wait for, up to the work that they have been given so far.
             uses: tensors to keep alive until then.
         """
         pairs = [(device, stream, working[device]) for device, stream in computing.items()]
@@ -108,11 +97,8 @@ class SideStreams:
         torch_private.run_after_backward(self.join)
 
     def join(self) -> None:
-        """Makes the pending waits, and releases the tensors that were kept for them.
-
-        Nested backwards may call this from several threads.
-        """
-        with contextlib.suppress(IndexError):
+        """Makes the pending waits, and releases the tensors that were kept for them."""
+        with contextlib.suppress(IndexError):  # nested backwards may do so in several threads
             while True:
                 waits, uses = self._pending.popleft()
                 for device, stream, event in waits:

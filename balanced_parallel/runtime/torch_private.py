@@ -45,10 +45,9 @@ _HIGHEST_PRIORITY = 2**63
 
 
 def run_first(node: Node) -> None:
-    """Makes backward run ``node`` before all other nodes that are ready in the same thread of the engine.
+    """Makes backward run ``node`` before all other nodes that are ready in the same thread of the engine, one per device.
 
-    The engine has one thread per device. It runs the ready node with the highest sequence number first. Numbers follow the order
-    of the forward, and there is no public way to change one (pytorch#114120 added this one).
+    The ready node with the highest number is first. There is no public way to change one (pytorch#114120 added this one).
     """
     node._set_sequence_nr(_HIGHEST_PRIORITY)
 
@@ -65,8 +64,7 @@ def run_after_backward(callback: Callable[[], None]) -> None:
 def will_run(node: Node) -> bool | None:
     """Returns True if the running backward will run ``node``; for the node of a leaf, if it will fill the ``grad`` of the leaf.
 
-    Returns None for a leaf whose gradient ``torch.autograd.grad`` returns: torch refuses to answer for it. There is no public
-    function (pytorch#83617, #84773).
+    None for a leaf whose gradient ``torch.autograd.grad`` returns. There is no public function (pytorch#83617, #84773).
     """
     try:
         return bool(torch._C._will_engine_execute_node(node))
@@ -114,10 +112,7 @@ def versions(tensors: Sequence[Tensor]) -> list[int]:
 
     ``torch.autograd.graph.increment_version`` is the public way to change a counter. There is none to read it.
     """
-    try:
-        return [tensor._version for tensor in tensors]
-    except RuntimeError:  # inference tensors have no counter
-        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 ParameterState = tuple[int, torch.Size, int, bool]  # address, shape, version counter, requires_grad
@@ -160,40 +155,28 @@ def mark_as_parameters(tensors: Iterable[Tensor]) -> None:
 
 
 def get_gradient(tensor: Tensor) -> Tensor | None:
-    """Returns the gradient that autograd has accumulated in a leaf.
-
-    The ``grad`` of a parameter's class may be a property. Autograd does not call it, and neither does this function.
-    """
+    """Returns the gradient that autograd has accumulated in a leaf, past a property in the place of ``grad``."""
     gradient: Tensor | None = _gradient_slot.__get__(tensor)
     return gradient
 
 
 def set_gradient(tensor: Tensor, gradient: Tensor | None) -> None:
-    """Sets the gradient of a leaf as autograd does, past any property in the place of ``grad``."""
+    """Sets the gradient of a leaf as autograd does. See :func:`get_gradient`."""
     _gradient_slot.__set__(tensor, gradient)
 
 
 def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Returns True if a hook was registered on the tensor by ``register_hook`` or ``register_post_accumulate_grad_hook``.
-
-    There is no public way to list hooks.
-    """
+    """Returns True if a hook was registered on a tensor. There is no public way to list hooks."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 def storage_id(storage: torch.UntypedStorage) -> int:
-    """Returns a number that all Python objects of one storage share, for as long as the storage lives.
-
-    ``data_ptr()`` does not serve: it is 0 for every empty, fake or meta storage.
-    """
+    """Returns a number that all Python objects of a living storage share. ``data_ptr()`` is 0 for empty, fake or meta ones."""
     return int(storage._cdata)
 
 
 class StorageReference:
-    """A key for a storage, which does not keep its memory. Its number is given to no other storage as long as the key exists.
-
-    torch's class is not listed in its documentation, but other parts of torch use it (``torch.compile``, FSDP).
-    """
+    """A key for a storage, which does not keep its memory. Its number is given to no other storage as long as the key exists."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self._number = storage_id(storage)

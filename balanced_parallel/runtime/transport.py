@@ -1,21 +1,15 @@
 """Collectives between the devices of one process. Each device has one flat tensor, all of one dtype.
 
 Between distinct GPUs they are those of ``torch.cuda.nccl``, which ``nn.DataParallel`` uses too. Simulated devices provide the
-same functions. Other devices, such as a GPU and the CPU, have copies in rounds. Memory is given by the caller, so it belongs to
-the stream that the caller has chosen. Many tensors travel in few flat buffers, so that few large transfers take the place of
-many small ones.
+same functions. Other devices, such as a GPU and the CPU, have copies. Memory is given by the caller, so it belongs to the stream
+that the caller has chosen. Many tensors travel in few flat buffers.
 
 A copy between two GPUs runs on the current stream of its source, and the current stream of its target waits for it. So a device
-takes part in one copy at a time. Copies between all devices are made in rounds of disjoint pairs, each in both directions::
-
-    round    pairs of 4 devices
-    1        0-3  1-2
-    2        0-1  2-3
-    3        0-2  1-3
-
-Sums are taken in the order of the tensors, whatever the order of the copies is.
+takes part in one copy at a time. Copies between all devices are made in rounds of disjoint pairs, each in both directions; with
+four devices 0-3 and 1-2, then 0-1 and 2-3, then 0-2 and 1-3. Sums are taken in the order of the tensors.
 """
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -39,7 +33,7 @@ _communicating = threading.Lock()
 def broadcast(tensor: Tensor, targets: Sequence[Tensor]) -> None:
     """Copies ``tensor`` to ``targets``, one on each other device."""
     if not _have_nccl([tensor, *targets]):
-        broadcast_in_rounds(tensor, targets)
+        broadcast_in_chain(tensor, targets)
     elif tensor.numel():
         _run(nccl.broadcast, [*map(_bits, (tensor, *targets))])
 
@@ -54,10 +48,7 @@ def reduce(tensors: Sequence[Tensor], output: Tensor) -> None:
 
 
 def reduce_scatter(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    """Sums ``tensors``, and puts one slice of the sum into each of ``outputs``.
-
-    Fastest if the outputs are on the devices of the tensors, in their order, and have equal sizes.
-    """
+    """Sums ``tensors``, and puts one slice of the sum into each of ``outputs``. Equal slices in their order are fastest."""
     in_order = [tensor.device for tensor in tensors] == [output.device for output in outputs]
     if in_order and not _have_nccl(tensors):
         reduce_scatter_in_rounds(tensors, outputs)
@@ -216,10 +207,10 @@ def copy(target: Tensor, source: Tensor) -> None:
     target.copy_(source, non_blocking=is_accelerator(target.device))
 
 
-def broadcast_in_rounds(tensor: Tensor, targets: Sequence[Tensor]) -> None:
-    """Copies ``tensor`` to each of ``targets``."""
-    for target in targets:
-        copy(target, tensor)
+def broadcast_in_chain(tensor: Tensor, targets: Sequence[Tensor]) -> None:
+    """Copies ``tensor`` to the first of ``targets``, from there to the second, and so on. As with NCCL, none sends it twice."""
+    for source, target in itertools.pairwise([tensor, *targets]):
+        copy(target, source)
 
 
 def reduce_in_rounds(tensors: Sequence[Tensor], output: Tensor) -> None:
@@ -230,15 +221,12 @@ def reduce_in_rounds(tensors: Sequence[Tensor], output: Tensor) -> None:
 
 
 def reduce_scatter_in_rounds(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    """Sums the tensors, and puts one slice of the sum into each of ``outputs``, which are on the same devices.
-
-    A slice is added as soon as those of all earlier devices are there.
-    """
+    """Sums the tensors, and puts one slice of the sum into each of ``outputs``, which are on the same devices."""
     slices = [tensor.split([output.numel() for output in outputs]) for tensor in tensors]
     received = [{place: slices[place][place]} for place in range(len(tensors))]
     added = [0] * len(tensors)
 
-    def add(target: int) -> None:
+    def add(target: int) -> None:  # as soon as the slices of all earlier devices are there
         while (part := received[target].pop(added[target], None)) is not None:
             outputs[target].add_(part) if added[target] else copy(outputs[target], part)
             added[target] += 1

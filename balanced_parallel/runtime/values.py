@@ -46,11 +46,7 @@ def format_bytes(count: int) -> str:
 
 
 def parse_each(capacity: int | str | Sequence[int | str], devices: int) -> tuple[int, ...]:
-    """Returns the number of bytes of each of ``devices`` devices.
-
-    Args:
-        capacity: one size for all devices, or one size per device.
-        devices: number of devices.
+    """Returns the number of bytes of each of ``devices`` devices, from one size for all of them, or one per device.
 
     Raises:
         ValueError: if a size is invalid, or the number of sizes differs from the number of devices.
@@ -62,33 +58,16 @@ def parse_each(capacity: int | str | Sequence[int | str], devices: int) -> tuple
 
 
 def check_type(name: str, value: Any, kinds: Any, expected: str) -> None:
-    """Checks that a value is of a type.
-
-    Args:
-        name: of the argument.
-        value: any object.
-        kinds: types, as for ``isinstance``. ``collections.abc.Callable`` is that of a function.
-        expected: describes them.
-
-    Raises:
-        TypeError: it is not.
-    """
+    """Raises ``TypeError`` if the value of the argument ``name`` is not of ``kinds``, which ``expected`` describes."""
     if not isinstance(value, kinds):
         raise TypeError(f"{name}={reprlib.repr(value)}, expected {expected}")
 
 
 def check_number(name: str, value: Any, expected: str, *, at_least: float = -math.inf, whole: bool = False) -> None:
-    """Checks that a value is a finite number. ``True`` is not a number here.
-
-    Args:
-        name: of the argument.
-        value: any object.
-        expected: describes the numbers that are possible.
-        at_least: the smallest one.
-        whole: allows integers only.
+    """Checks that the value of the argument ``name`` is a finite number, as ``expected`` describes. ``True`` is not one here.
 
     Raises:
-        TypeError: it is not a number.
+        TypeError: it is not a number, or not ``whole``.
         ValueError: it is too small, infinite or nan.
     """
     if isinstance(value, bool):
@@ -139,6 +118,7 @@ class Precision:
         self.name = name
         self.dtype: torch.dtype | None = _DTYPES[name]  # of autocast; None without autocast
         self.scaler = scaler
+        self.dtype = _DTYPES[name]  # of autocast; None without autocast
 
     def __repr__(self) -> str:
         return f"Precision({self.name!r})"

@@ -73,7 +73,7 @@ def comm_for_simulated_devices(labels: MemoryLabels) -> Iterator[None]:
         (torch._C, "_scatter", scatter),
         (torch._C, "_gather", gather),
         # NCCL also gets the root, which torch ignores in a broadcast, the operator, streams and communicators
-        (torch._C, "_nccl_broadcast", lambda tensors, *_: transport.broadcast_in_rounds(tensors[0], tensors[1:])),
+        (torch._C, "_nccl_broadcast", lambda tensors, *_: transport.broadcast_in_chain(tensors[0], tensors[1:])),
         (torch._C, "_nccl_reduce", lambda tensors, output, *_: transport.reduce_in_rounds(tensors, output)),
         (torch._C, "_nccl_reduce_scatter", lambda tensors, outputs, *_: transport.reduce_scatter_in_rounds(tensors, outputs)),
         (torch._C, "_nccl_all_gather", lambda tensors, outputs, *_: transport.all_gather_in_rounds(tensors, outputs)),

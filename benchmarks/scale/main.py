@@ -57,9 +57,7 @@ def counted_table() -> str:
             rows.append([layout, 64, part.operation, part.calls, *counts[:1], f"{part.size:,.0f}", *counts[1:]])
     sent, held = counting.count_replicas(8)
     expected = sum(part.sent for part in collectives("replicas", job, 8, network))
-    rows.append(["replicas", 8, "sent by a device", "", "", f"{expected:,.0f}", f"{max(sent[1:]):,}"])
-    refresh = expected + 7 * 4 * counting.PARAMETERS  # the first device sends the parameters to the others
-    rows.append(["replicas", 8, "sent by the first", "", "", f"{refresh:,.0f}", f"{sent[0]:,}"])
+    rows.append(["replicas", 8, "sent by a device", "", "", f"{expected:,.0f}", f"{max(sent):,}"])
     memory = persistent_bytes("replicas", job, 8, network)
     rows.append(["replicas", 8, "memory of a device", "", "", f"{memory:,.0f}", f"{max(held):,}"])
     headers = ["layout", "ranks", "collective", "calls predicted", "counted", "bytes predicted", "bytes counted"]

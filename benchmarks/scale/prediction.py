@@ -67,7 +67,7 @@ class Collective:
     """Equal collectives in one step.
 
     Attributes:
-        operation: ``"all_reduce"``, ``"all_gather"`` or ``"reduce_scatter"``.
+        operation: ``"all_reduce"``, ``"all_gather"``, ``"reduce_scatter"`` or ``"broadcast"``.
         size: bytes of the whole tensor, over all calls.
         calls: number of calls.
         ranks: of each group.
@@ -84,7 +84,9 @@ class Collective:
 
     @property
     def sent(self) -> float:
-        """Bytes that each rank sends in all calls: the least possible, which rings reach."""
+        """Bytes that each rank sends in all calls: the least possible, which rings reach; the last one broadcasts nothing."""
+        if self.operation == "broadcast":
+            return self.size
         return (2 if self.operation == "all_reduce" else 1) * self.size * (self.ranks - 1) / self.ranks
 
     def seconds(self, network: Network) -> float:
@@ -111,7 +113,7 @@ def collectives(layout: str, job: Job, gpus: int, network: Network) -> list[Coll
     gathered, reduced = job.gathered * job.parameters, job.reduced * job.parameters
     buckets = math.ceil(reduced / job.bucket)
     if layout == "replicas":  # with BalancedOptimizer: owners update their part, and all devices receive it
-        parts = ("reduce_scatter", "all_gather")
+        parts = ("broadcast", "reduce_scatter", "all_gather")  # the first before the forward: other code may write to parameters
         return [Collective(part, reduced, buckets, gpus, hosts) for part in parts]
     if layout == "DDP":
         return [Collective("all_reduce", reduced, buckets, gpus, hosts)]

@@ -31,8 +31,10 @@ def test_balanced_optimizer_balances_peak_memory(problem, devices, monkeypatch):
     assert max(ours.peak) <= 1.02 * sum(ours.peak) / devices
     assert sum(ours.peak) <= 1.02 * sum(rule.peak)
     shards = 4 * (devices - 1) / devices * size  # reduce-scatter and all-gather
-    assert max(ours.through[1:]) <= 1.05 * (shards + 2 * size)  # and the parameters, before the forward and before the update
-    assert ours.through[0] <= 1.05 * (shards + 2 * (devices - 1) * size)
+    refresh = (
+        2 * size + size / devices
+    )  # before the forward each device receives and sends on; before the update the owners' pieces
+    assert max(ours.through) <= 1.02 * (shards + refresh)
     collective, scalars = 2 * (devices - 1), 3 * (devices - 1)  # of the loss
     assert benchmark.longest_chain(ours.copies) <= 2 * collective + scalars + 2 * (devices - 1)  # the parameters, twice
     assert ours.error < 1e-10

@@ -37,8 +37,8 @@ def test_traffic_and_bytes_are_what_simulated_devices_count(scale, gpus):
     prediction, counting = scale
     job, network, expected = predicted(scale, "replicas", gpus)
     sent, held = counting.count_replicas(gpus)
-    shards, parameters = sum(part.sent for part in expected), 4 * counting.PARAMETERS
-    assert sent == pytest.approx([shards + (gpus - 1) * parameters, *[shards] * (gpus - 1)], rel=0.01)  # copies are refreshed
+    each, broadcast = sum(part.sent for part in expected), 4 * counting.PARAMETERS
+    assert sent == pytest.approx([*[each] * (gpus - 1), each - broadcast], rel=0.01)  # the last device broadcasts nothing
     assert held == pytest.approx([prediction.persistent_bytes("replicas", job, gpus, network)] * gpus, rel=0.02)
 
 

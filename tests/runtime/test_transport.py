@@ -149,7 +149,7 @@ def test_copies_of_many_tensors(monkeypatch, bytes_per_buffer):
         before = len(cluster.copies)
         transport.copy_coalesced(targets, here)
         if bytes_per_buffer == 10**6:
-            assert cluster.copies[before:] == [("sim:0", "sim:1"), ("sim:0", "sim:2")] * 3  # one per dtype
+            assert cluster.copies[before:] == [("sim:0", "sim:1"), ("sim:1", "sim:2")] * 3  # one per dtype
         repeated = [devices[0], devices[1], devices[1], devices[0]]
         found = transport.copies(here, repeated)
         for copied, device in zip([*targets, *found], [*devices[1:], *repeated], strict=True):
