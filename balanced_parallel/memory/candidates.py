@@ -18,7 +18,7 @@ from ..runtime.values import format_bytes
 from .errors import UnknownMemory
 from .lengths import trace_lengths
 from .lines import Lines, most_that_fit
-from .remedies import OFFLOAD, Option
+from .remedies import OFFLOAD, Saving
 from .trace.layouts import Request, is_coupled
 from .trace.tracer import run_traces
 
@@ -113,11 +113,11 @@ def statistics_of(module: nn.Module, devices: int, micro_batches: int) -> str | 
     return None
 
 
-class Measured:
-    """The memory of an option as lines in the rows: for one micro-batch per update, and for several.
+class Option:
+    """Savings that are applied together. Their memory is lines in the rows: for one micro-batch per update, and for several.
 
     Args:
-        option: to be traced.
+        request: with the savings.
         capacity: bytes of each device.
         batch_size: rows per update.
 
@@ -125,10 +125,20 @@ class Measured:
         traced: the lines for one micro-batch and for several (1 and 2), as far as they were traced.
     """
 
-    def __init__(self, option: Option, capacity: tuple[int, ...], batch_size: int) -> None:
-        self.option, self.capacity = option, capacity
-        self.request = dataclasses.replace(option.request, micro_batches=1, update_rows=batch_size)
+    def __init__(self, savings: Sequence[Saving], request: Request, capacity: tuple[int, ...], batch_size: int) -> None:
+        self.savings, self.capacity = savings, capacity
+        self.request = dataclasses.replace(request, micro_batches=1, update_rows=batch_size)
         self.traced: dict[int, Lines] = {}
+
+    @property
+    def name(self) -> str:
+        """The savings as text."""
+        return ", ".join(saving.option for saving in self.savings) or "replicas"
+
+    @property
+    def optimizer(self) -> str | None:
+        """The name of an optimizer in the place of the given one."""
+        return next((saving.option for saving in self.savings if saving.result == "another optimizer"), None)
 
     def lines(self, micro_batches: int) -> Lines:
         """Returns the lines for a number of micro-batches per update, traced at the first call."""
@@ -179,7 +189,7 @@ class Measured:
         traces = trace_lengths(dataclasses.replace(self.request, micro_batches=2), dim, lengths)
         return traces.largest_cost([limit - SCALARS for limit in self.capacity])
 
-    def choose(self, batch_size: int, plain: "Measured") -> Choice:
+    def choose(self, batch_size: int, plain: "Option") -> Choice:
         """Returns the choice with the fewest micro-batches in which ``batch_size`` rows fit."""
         devices = range(self.request.devices)
         unequal = len(set(self.capacity)) > 1
@@ -205,7 +215,7 @@ class Measured:
         traced = count or 2
         operations = plain.flops(1)  # 0 if all operators are fused, which are not counted
         return Choice(
-            name=self.option.name,
+            name=self.name,
             precision=self.request.precision,
             balanced_optimizer=self.request.balanced,
             checkpoint=self.request.blocks,
@@ -217,19 +227,19 @@ class Measured:
             saved=0,
             recomputed=max(0.0, self.flops(traced) / operations - 1) if operations else 0.0,
             traffic=_traffic(self.request) + (self._offloaded(largest, count) if fits else 0),
-            changes_result=self.option.changes_result,
+            changes_result=any(saving.result == "other arithmetic" for saving in self.savings),
             fits=fits,
             statistics=statistics_of(self.request.module, len(devices), count),
-            optimizer=self.option.optimizer,
+            optimizer=self.optimizer,
             savings=self.request.savings,
         )
 
     def _offloaded(self, rows: Sequence[int], count: int) -> int:
         """Returns the bytes per update from the busiest device to the host and back."""
-        return 2 * count * self.lines(count).bytes_on_host(max(rows) * len(rows)) if OFFLOAD in self.option.savings else 0
+        return 2 * count * self.lines(count).bytes_on_host(max(rows) * len(rows)) if OFFLOAD in self.savings else 0
 
 
-def measure_what_decides(options: Sequence[Measured], batch_size: int, plain: Measured) -> None:
+def measure_what_decides(options: Sequence[Option], batch_size: int, plain: Option) -> None:
     """Traces each of ``options``, for one micro-batch per update or for several.
 
     One micro-batch comes first if the batch may fit at once, and several only if it does not. Several come first on unequal
@@ -248,7 +258,7 @@ def measure_what_decides(options: Sequence[Measured], batch_size: int, plain: Me
     measure([each for each in options if 1 not in each.traced or not each.fits_at_once(batch_size)], 2)
 
 
-def measure(options: Sequence[Measured], several: int) -> None:
+def measure(options: Sequence[Option], several: int) -> None:
     """Traces all of ``options`` together, for ``several`` micro-batches (1 or 2) per update.
 
     Raises:

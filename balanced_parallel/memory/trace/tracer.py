@@ -202,10 +202,10 @@ def _unknown_memory() -> Iterator[None]:
     """Raises :class:`UnknownMemory` in place of the errors of fake tensors."""
     try:
         yield
-    except DataDependentOutputException as error:
-        raise _unknown(error.func, "gives a value that is not known") from error
-    except DynamicOutputShapeException as error:
-        raise _unknown(error.func, "gives a result whose size depends on values") from error
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        is_value = isinstance(error, DataDependentOutputException)
+        reason = "gives a value that is not known" if is_value else "gives a result whose size depends on values"
+        raise UnknownMemory(f"the operator {error.func} {reason}, so its memory is not known beforehand: {HINT}") from error
     except UnsupportedOperatorException as error:
         raise UnknownMemory(f"the operator {error.func} {_NO_KERNEL}") from error
     except RuntimeError as error:
@@ -213,7 +213,3 @@ def _unknown_memory() -> Iterator[None]:
             raise
         name = str(error).partition("registered for ")[2].partition(". ")[0]
         raise UnknownMemory(f"the operator {name} {_NO_KERNEL}") from error
-
-
-def _unknown(operator: Any, reason: str) -> UnknownMemory:
-    return UnknownMemory(f"the operator {operator} {reason}, so its memory is not known beforehand: {HINT}")
