@@ -311,14 +311,14 @@ def plan(
         options = stages.pop(0)
         _log.info("trying: %s", "; ".join(option.name for option in options))
         try:
-            measure_what_decides(options, batch_size, plain)
+            measure_what_decides(options, plain)
         except ValueError:
             if not (options[0].optimizer or OFFLOAD in options[0].savings):
                 raise
             continue  # an optimizer that cannot be traced here; more rows that are offloaded than others
         measured += options
-        choices += [option.choose(batch_size, plain) for option in options]
-    whole = max(plain.lines(1).peak(i, -(-batch_size // devices) * devices) for i in range(devices))
+        choices += [option.choose(plain) for option in options]
+    whole = max(plain.lines(1).peaks(plain.share * devices))
     choices = [dataclasses.replace(choice, saved=whole - max(choice.peak)) for choice in choices]
     ranked = sorted(
         zip(choices, measured, strict=True), key=lambda pair: (pair[0].optimizer is not None, not pair[0].fits, pair[0].cost)
@@ -400,7 +400,8 @@ def what_would_fit(measured: Sequence[Option], capacity: int) -> tuple[int, int 
     """
 
     def lowest(each: Option) -> int:
-        return max(each.reserved(i, 1, 2) or 0 for i in range(each.request.devices)) + SCALARS
+        devices = each.request.devices
+        return max(each.lines(2).reserved(device, devices) or 0 for device in range(devices)) + SCALARS
 
     least = min(measured, key=lowest)
     savings = tuple({*least.savings, BALANCED})
