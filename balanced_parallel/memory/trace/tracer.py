@@ -22,8 +22,8 @@ from ...batch.containers import leaves
 from ...batch.rows import cut_batch
 from ...savings.checkpointing import checkpoint_blocks
 from ..errors import HINT, UnknownMemory
-from ..operators.cuda import bias_in_place, cuda_choices
-from ..operators.values import lengths_as_tensors
+from ..operators import cuda, values
+from ..operators.recurrent import autograd_kernels
 from .allocations import Block, Count
 from .fakes import (
     HOME,
@@ -121,13 +121,12 @@ def _trace(request: Request, rows: int) -> Trace:
     place = host_of(request.devices) if request.layout.batch_on_host else HOME
     batch = fake_batch((request.inputs, request.targets), whole, request.rows, mode, place, request.dim)
     count = Count(names_of({"": module, "criterion": criterion}), request.scalar)
-    choices = cuda_choices(request.kind.fuses) if request.kind.like_cuda else contextlib.nullcontext()
+    choices = cuda.cuda_choices(request.kind.fuses) if request.kind.like_cuda else contextlib.nullcontext()
     with (
         undisturbed(),
         devices_that_mix(),
         rows_of_one_sequence(),
-        bias_in_place(),
-        lengths_as_tensors(),
+        autograd_kernels(cuda.KERNELS | values.KERNELS),
         choices,
         mode,
         _unknown_memory(),
