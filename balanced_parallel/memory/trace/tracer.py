@@ -28,6 +28,7 @@ from .allocations import Block, Count
 from .fakes import (
     HOME,
     counting_random_states,
+    counting_resizes,
     devices_that_mix,
     fake_batch,
     fake_copy,
@@ -146,6 +147,7 @@ def _run(request: Request, count: Count, module: Any, criterion: Any, batch: Mic
     micro_batches = (pieces * request.batches)[:TRACED]
     with (
         count,
+        counting_resizes(count),
         contextlib.nullcontext() if request.kind.like_cuda else counting_random_states(count),
         shapes_of_shards_uncounted(count) if request.layout.is_sharded else contextlib.nullcontext(),
     ):
