@@ -18,7 +18,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -48,18 +48,19 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
-def positive(text: str) -> int:
-    """Parses a whole number of at least 1."""
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} was given, expected a whole number of at least 1")
-    return int(text)
+def whole_number(at_least: int, expected: str) -> Callable[[str], int]:
+    """Returns a parser of whole numbers."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < at_least:
+            raise argparse.ArgumentTypeError(f"{text!r} was given, expected {expected}")
+        return int(text)
+
+    return parse
 
 
-def dimension(text: str) -> int:
-    """Parses the number of a dimension."""
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} was given, expected a dimension: 0, 1, ...")
-    return int(text)
+positive = whole_number(1, "a whole number of at least 1")
+dimension = whole_number(0, "a dimension: 0, 1, ...")
 
 
 def make_parser() -> OneLineParser:
@@ -158,17 +159,10 @@ def doctor(flags: argparse.Namespace) -> int:
     criterion = None if problem.assumed else problem.criterion
     findings = examine(problem.module, criterion)
     if problem.inputs is not None:
-        findings += tuple(_waits(problem, criterion, flags.dim))
+        findings += find_waits(simulate, problem.module, problem.inputs, criterion, problem.targets, flags.dim)
     none = f"nothing found: {type(problem.module).__name__} runs as replicas{_UNCHECKED}"
     print("\n".join(f"- {finding}" for finding in findings) or none, file=flags.output)
     return 0 if all(map(is_note, findings)) else 1
-
-
-def _waits(problem: Problem, criterion: Any, dim: int) -> list[str]:
-    try:
-        return list(find_waits(simulate, problem.module, problem.inputs, criterion, problem.targets, dim))
-    except Exception as error:  # noqa: BLE001 - a model may raise anything on the small numbers that it is given
-        return [f"note: waits: a step on simulated devices failed, so they are not known: {str(error).splitlines()[0]}"]
 
 
 def find_optimizer(name: str) -> type[torch.optim.Optimizer]:

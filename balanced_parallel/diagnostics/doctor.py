@@ -115,8 +115,8 @@ def find_waits(
     criterion: Callable[..., Any] | None = None,
     targets: Any = (),
     dim: int = 0,
-) -> Iterator[str]:
-    """Yields a note for each line whose call makes the host wait for a GPU. The step runs on the CPU, with the model's memory.
+) -> tuple[str, ...]:
+    """Returns a note for each line whose call makes the host wait for a GPU. The step runs on the CPU, with the model's memory.
 
     Args:
         simulate: the function of this name.
@@ -129,19 +129,22 @@ def find_waits(
         if isinstance(part, nn.Module):
             part.to_empty(device="cpu")
             _fill([*part.parameters(), *part.buffers()])
-    with warnings.catch_warnings(action="ignore"), simulate(2) as cluster:
-        model = DataParallelModel(module, dim=dim)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        losses = DataParallelCriterion(criterion or _sum, dim=dim, reduction=None if criterion else "sum")
-        step = TrainStep(model, losses, optimizer)
-        batch = containers.map_leaves(_pinned, (inputs, targets))
-        for _ in range(2):  # the first step prepares replicas
-            step(*batch)
-        waits = [wait for wait in cluster.waits if wait.step == 2]
+    try:
+        with warnings.catch_warnings(action="ignore"), simulate(2) as cluster:
+            model = DataParallelModel(module, dim=dim)
+            losses = DataParallelCriterion(criterion or _sum, dim=dim, reduction=None if criterion else "sum")
+            step = TrainStep(model, losses, torch.optim.SGD(model.parameters(), lr=0.0))
+            batch = containers.map_leaves(_pinned, (inputs, targets))
+            for _ in range(2):  # the first step prepares replicas
+                step(*batch)
+            waits = [wait for wait in cluster.waits if wait.step == 2]
+    except Exception as error:  # noqa: BLE001 - a model may raise anything on the small numbers that it is given
+        return (f"note: waits: a step on simulated devices failed, so they are not known: {str(error).splitlines()[0]}",)
     places = collections.Counter((wait.kind, wait.file, wait.line, wait.advice) for wait in waits)
-    for (kind, file, line, hint), count in places.items():
-        times = f"{count} times in a step of two replicas"
-        yield f"note: waits: {kind} in {file}:{line} makes the host wait for a GPU, {times}: {hint}"
+    return tuple(
+        f"note: waits: {kind} in {file}:{line} makes the host wait for a GPU, {count} times in a step of two replicas: {hint}"
+        for (kind, file, line, hint), count in places.items()
+    )
 
 
 def _sum(*outputs: Any) -> Any:

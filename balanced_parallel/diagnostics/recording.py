@@ -3,6 +3,7 @@
 The values of a loss on parts of a batch tell a sum from a mean, and from a loss whose rows depend on each other.
 """
 
+import collections
 import copy
 import math
 import warnings
@@ -61,9 +62,8 @@ class Program:
     def begin(self) -> None:
         """Deletes the calls and gradients of the previous step."""
         self.calls: dict[tuple[int, int], list[Call]] = {}
-        self._open: dict[int, list[tuple[str, list[Tensor], list[int]]]] = {}  # calls that have not ended, per replica
-        self._forwards: dict[int, int] = {}  # number of forwards per replica
-        self._running: set[int] = set()
+        self._open: dict[int, list[tuple[str, list[Tensor], list[int]]]] = {}  # calls that have not ended, per running replica
+        self._forwards: collections.Counter[int] = collections.Counter()  # per replica
         for tensor in self.learning().values():
             tensor.grad = None
 
@@ -74,16 +74,15 @@ class Program:
 
     def _start_forward(self, *_: Any) -> None:
         replica = _replica_index()
-        self._forwards[replica] = self._forwards.get(replica, 0) + 1
-        self._running.add(replica)
+        self._forwards[replica] += 1
         self._open[replica] = []
 
     def _end_forward(self, *_: Any) -> None:
-        self._running.discard(_replica_index())
+        self._open.pop(_replica_index(), None)
 
     def _input_hook(self, name: str) -> Callable[..., None]:
         def hook(layer: nn.Module, *inputs: Any) -> None:
-            if (replica := _replica_index()) in self._running:  # False for recomputation by a checkpoint in the backward
+            if (replica := _replica_index()) in self._open:  # False for recomputation by a checkpoint in the backward
                 tensors = [leaf for _, leaf in containers.leaves(inputs) if isinstance(leaf, Tensor)]
                 self._open[replica].append((name, tensors, versions(tensors)))
 
@@ -92,7 +91,7 @@ class Program:
     def _output_hook(self, name: str, label: str) -> Callable[..., None]:
         def hook(layer: nn.Module, inputs: Any, output: Any) -> None:
             tensor, replica = containers.first_tensor(output), _replica_index()
-            if replica not in self._running:
+            if replica not in self._open:
                 return
             opened = self._open[replica].pop()
             while opened[0] != name:  # a call that failed, and whose error the model has caught

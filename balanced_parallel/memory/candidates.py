@@ -5,6 +5,7 @@ for several, and becomes a :class:`Choice`: a row of the plan's table, with byte
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from ..runtime.values import format_bytes
 from .errors import UnknownMemory
 from .lengths import trace_lengths
 from .lines import Lines, most_that_fit
-from .remedies import OFFLOAD, Option
+from .remedies import OFFLOAD, Saving
 from .trace.layouts import Request, is_coupled
 from .trace.tracer import run_traces
 
@@ -112,22 +113,36 @@ def statistics_of(module: nn.Module, devices: int, micro_batches: int) -> str | 
     return None
 
 
-class Measured:
-    """The memory of an option as lines in the rows: for one micro-batch per update, and for several.
+class Option:
+    """Savings that are applied together. Their memory is lines in the rows: for one micro-batch per update, and for several.
 
     Args:
-        option: to be traced.
+        request: with the savings.
         capacity: bytes of each device.
         batch_size: rows per update.
 
     Attributes:
+        limits: bytes of each device for what a trace has.
+        share: rows of a device per update.
         traced: the lines for one micro-batch and for several (1 and 2), as far as they were traced.
     """
 
-    def __init__(self, option: Option, capacity: tuple[int, ...], batch_size: int) -> None:
-        self.option, self.capacity = option, capacity
-        self.request = dataclasses.replace(option.request, micro_batches=1, update_rows=batch_size)
+    def __init__(self, savings: Sequence[Saving], request: Request, capacity: Sequence[int], batch_size: int) -> None:
+        self.savings, self.batch_size = savings, batch_size
+        self.request = dataclasses.replace(request, micro_batches=1, update_rows=batch_size)
+        self.limits = [size - SCALARS for size in capacity]
+        self.share = -(-batch_size // request.devices)
         self.traced: dict[int, Lines] = {}
+
+    @property
+    def name(self) -> str:
+        """The savings as text."""
+        return ", ".join(saving.option for saving in self.savings) or "replicas"
+
+    @property
+    def optimizer(self) -> str | None:
+        """The name of an optimizer in the place of the given one."""
+        return next((saving.option for saving in self.savings if saving.result == "another optimizer"), None)
 
     def lines(self, micro_batches: int) -> Lines:
         """Returns the lines for a number of micro-batches per update, traced at the first call."""
@@ -141,94 +156,95 @@ class Measured:
         if not is_coupled(self.request.criterion):
             first = next(iter(self.traced.values())).first
             return first.flops / (first.rows * first.micro_batches)
-        lines, batch_size = self.lines(micro_batches), self.request.rows_of_update
+        lines = self.lines(micro_batches)
         assert lines.second is not None
         (rows, flops), (more, more_flops) = (
             (trace.rows * trace.micro_batches, trace.flops) for trace in (lines.first, lines.second)
         )
         per_row = (more_flops - flops) / (more - rows)
-        return per_row + (flops - per_row * rows) / batch_size  # the loss of all rows is computed once
+        return per_row + (flops - per_row * rows) / self.batch_size  # the loss of all rows is computed once
 
-    def most_rows(self, device: int, micro_batches: int, share: int) -> int:
-        """Returns the rows that fit on a device in one forward, at most ``share``."""
-        limit = self.capacity[device]
-        return most_that_fit(lambda rows: self.reserved(device, rows, micro_batches, limit) is not None, share)
+    def most_rows(self, micro_batches: int, share: int) -> list[int]:
+        """Returns the rows that fit on each device in one forward, at most ``share``."""
+        lines = self.lines(micro_batches)
 
-    def may_fit_at_once(self, share: int, several: int) -> bool:
+        def fits(device: int, rows: int) -> bool:
+            return lines.reserved(device, rows * self.request.devices, self.limits[device]) is not None
+
+        return [most_that_fit(functools.partial(fits, device), share) for device in range(self.request.devices)]
+
+    def may_fit_at_once(self, several: int) -> bool:
         """Returns False if the lines for ``several`` micro-batches show that no option runs the batch in one micro-batch.
 
         One micro-batch needs less memory than several, and sharding saves more. Both save at most the bytes of the gradients.
         """
         gradients: int = 2 * sum(parameter.nbytes for parameter in self.request.module.parameters())
-        peaks = [self.lines(several).peak(i, share * self.request.devices) for i in range(self.request.devices)]
-        return sum(peaks) <= sum(self.capacity) + gradients * self.request.devices
+        devices = self.request.devices
+        return sum(self.lines(several).peaks(self.share * devices)) <= sum(self.limits) + (gradients + SCALARS) * devices
 
-    def fits_at_once(self, batch_size: int) -> bool:
+    def fits_at_once(self) -> bool:
         """Returns True if the whole batch fits equal devices in one micro-batch."""
-        share = -(-batch_size // self.request.devices)
-        return all(self.reserved(i, share, 1, limit) is not None for i, limit in enumerate(self.capacity))
-
-    def reserved(self, device: int, rows: int, micro_batches: int, capacity: int | None = None) -> int | None:
-        """Returns the bytes that a device reserves for ``rows`` rows of its own; None if ``capacity`` does not suffice."""
-        limit = None if capacity is None else capacity - SCALARS
-        return self.lines(micro_batches).reserved(device, rows * self.request.devices, limit)
+        return self.lines(1).fit(self.limits, self.share * self.request.devices)
 
     def largest_cost(self, dim: int, lengths: tuple[int, int]) -> int:
         """Returns the largest ``rows x longest`` of a device in one forward, for rows with lengths along ``dim``."""
-        traces = trace_lengths(dataclasses.replace(self.request, micro_batches=2), dim, lengths)
-        return traces.largest_cost([limit - SCALARS for limit in self.capacity])
+        return trace_lengths(dataclasses.replace(self.request, micro_batches=2), dim, lengths).largest_cost(self.limits)
 
-    def choose(self, batch_size: int, plain: "Measured") -> Choice:
-        """Returns the choice with the fewest micro-batches in which ``batch_size`` rows fit."""
-        devices = range(self.request.devices)
-        unequal = len(set(self.capacity)) > 1
-        share = -(-batch_size // len(devices))
-        most_share = batch_size if unequal else share
-        if 1 in self.traced and not unequal and self.fits_at_once(batch_size):
-            rows = [share for _ in devices]
-        else:
-            # a loss whose rows depend on each other needs less memory in two passes, which one micro-batch does not take
-            half = is_coupled(self.request.criterion)
-            rows = [self.most_rows(i, 2, max(most_share // 2, 1) if half else most_share) for i in devices]
-            unequal = unequal and min(rows) < share  # else equal shares fit
-            untried = 1 not in self.traced or unequal
-            if untried and not _holds(batch_size, rows, unequal) and self.may_fit_at_once(share, 2):
-                at_once = [self.most_rows(i, 1, most_share) for i in devices]
-                rows = at_once if _holds(batch_size, at_once, unequal) else rows
-        fits = all(rows)
-        split = tuple(float(count) for count in rows) if unequal and fits else None
-        rows = rows if split else [min(count, share) for count in rows]
-        most = max(rows) if split else min(rows)
-        count = count_micro_batches(batch_size, most, split or len(devices)) if fits else 0
-        largest = split_sizes(-(-batch_size // count), split or len(devices)) if fits else [1] * len(devices)
-        traced = count or 2
+    def _rows(self) -> tuple[list[int], bool]:
+        """Returns the most rows of each device in a forward, in as few micro-batches as fit, and True for unequal shares."""
+        unequal = len(set(self.limits)) > 1
+        most_share = self.batch_size if unequal else self.share
+        if 1 in self.traced and not unequal and self.fits_at_once():
+            return [self.share for _ in self.limits], False
+        # a loss whose rows depend on each other needs less memory in two passes, which one micro-batch does not take
+        rows = self.most_rows(2, max(most_share // 2, 1) if is_coupled(self.request.criterion) else most_share)
+        unequal = unequal and min(rows) < self.share  # else equal shares fit
+        untried = 1 not in self.traced or unequal
+        if untried and not self._holds(rows, unequal) and self.may_fit_at_once(2):
+            at_once = self.most_rows(1, most_share)
+            rows = at_once if self._holds(at_once, unequal) else rows
+        return rows, unequal
+
+    def _holds(self, rows: list[int], unequal: bool) -> bool:
+        return (sum(rows) if unequal else min(rows) * len(rows)) >= self.batch_size
+
+    def choose(self, plain: "Option") -> Choice:
+        """Returns the choice with the fewest micro-batches in which the batch fits."""
+        rows, unequal = self._rows()
+        devices, fits = len(rows), all(rows)
+        split = tuple(map(float, rows)) if unequal and fits else None
+        most = max(rows) if split else min(*rows, self.share)
+        count = count_micro_batches(self.batch_size, most, split or devices) if fits else 0
+        largest = split_sizes(-(-self.batch_size // count), split or devices) if fits else [1] * devices
+        lines = self.lines(count or 2)
+        read = [(device, max(rows, 1) * devices) for device, rows in enumerate(largest)]
         operations = plain.flops(1)  # 0 if all operators are fused, which are not counted
         return Choice(
-            name=self.option.name,
+            name=self.name,
             precision=self.request.precision,
             balanced_optimizer=self.request.balanced,
             checkpoint=self.request.blocks,
             micro_batch_size=most if fits else 0,
             micro_batches=count,
             split=split,
-            peak=tuple(self.lines(traced).peak(i, max(largest[i], 1) * len(devices)) for i in devices),
-            reserved=tuple(self.reserved(i, max(largest[i], 1), traced) or 0 for i in devices),
+            peak=tuple(lines.peak(device, at) for device, at in read),
+            reserved=tuple(lines.reserved(device, at) or 0 for device, at in read),
             saved=0,
-            recomputed=max(0.0, self.flops(traced) / operations - 1) if operations else 0.0,
+            recomputed=max(0.0, self.flops(count or 2) / operations - 1) if operations else 0.0,
             traffic=_traffic(self.request) + (self._offloaded(largest, count) if fits else 0),
-            changes_result=self.option.changes_result,
+            changes_result=any(saving.result == "other arithmetic" for saving in self.savings),
             fits=fits,
-            statistics=statistics_of(self.request.module, len(devices), count),
-            optimizer=self.option.optimizer,
+            statistics=statistics_of(self.request.module, devices, count),
+            optimizer=self.optimizer,
             savings=self.request.savings,
         )
 
     def _offloaded(self, rows: Sequence[int], count: int) -> int:
         """Returns the bytes per update from the busiest device to the host and back."""
-        return 2 * count * self.lines(count).bytes_on_host(max(rows) * len(rows)) if OFFLOAD in self.option.savings else 0
+        return 2 * count * self.lines(count).bytes_on_host(max(rows) * len(rows)) if OFFLOAD in self.savings else 0
 
 
-def measure_what_decides(options: Sequence[Measured], batch_size: int, plain: Measured) -> None:
+def measure_what_decides(options: Sequence[Option], plain: Option) -> None:
     """Traces each of ``options``, for one micro-batch per update or for several.
 
     One micro-batch comes first if the batch may fit at once, and several only if it does not. Several come first on unequal
@@ -238,16 +254,16 @@ def measure_what_decides(options: Sequence[Measured], batch_size: int, plain: Me
     Args:
         plain: the option without any saving.
     """
-    if len(set(plain.capacity)) > 1 or plain not in options:
+    if len(set(plain.limits)) > 1 or plain not in options:
         measure(options, 2)
         return
     plain.lines(1)
-    if plain.may_fit_at_once(-(-batch_size // plain.request.devices), 1):
+    if plain.may_fit_at_once(1):
         measure([each for each in options if each is not plain], 1)
-    measure([each for each in options if 1 not in each.traced or not each.fits_at_once(batch_size)], 2)
+    measure([each for each in options if 1 not in each.traced or not each.fits_at_once()], 2)
 
 
-def measure(options: Sequence[Measured], several: int) -> None:
+def measure(options: Sequence[Option], several: int) -> None:
     """Traces all of ``options`` together, for ``several`` micro-batches (1 or 2) per update.
 
     Raises:
@@ -273,10 +289,6 @@ def measure(options: Sequence[Measured], several: int) -> None:
                 "with twice the rows the module runs other operators, so that no plan can be made: see memory.estimate for each "
                 "number of rows"
             )
-
-
-def _holds(batch_size: int, rows: list[int], unequal: bool) -> bool:
-    return sum(rows) >= batch_size if unequal else min(rows) * len(rows) >= batch_size
 
 
 def _traffic(request: Request) -> int:

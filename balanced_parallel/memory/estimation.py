@@ -14,7 +14,7 @@ import torch
 
 from ..batch.containers import describe, spread
 from ..batch.plan import count_micro_batches
-from ..batch.rows import as_arguments, count_rows
+from ..batch.rows import Arguments, as_arguments, count_rows
 from ..replicas.module_tree import check_module
 from ..runtime.values import Precision, check_number
 from ..savings.checkpointing import find_blocks
@@ -24,7 +24,7 @@ from .lengths import trace_lengths
 from .lines import Lines
 from .operators.recurrent import SOURCE as RECURRENCE
 from .report import PARTS, MemoryReport, OtherBatches, holders_of
-from .trace.layouts import LAYOUTS, Layout, Request, find_layout, is_coupled, plain_criterion
+from .trace.layouts import LAYOUTS, Layout, Request, is_coupled, plain_criterion
 from .trace.optimizers import OptimizerChoice
 from .trace.savings import check_savings
 from .trace.tracer import Trace, run_traces
@@ -158,7 +158,9 @@ def make_request(
     Precision(precision)
     for name, number in {"devices": devices, "accumulate": accumulate, "micro_batch_size": micro_batch_size or 1}.items():
         check_number(name, number, "a positive number", at_least=1, whole=True)
-    chosen = find_layout(layout)
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r}, expected one of {', '.join(LAYOUTS)}")
+    chosen = LAYOUTS[layout]
     if devices > 1 and not chosen.takes_several_devices:
         others = _layouts(lambda other: other.takes_several_devices)
         raise ValueError(f"devices={devices} with layout={layout!r}, expected one device, or layout={others}")
@@ -166,9 +168,7 @@ def make_request(
         others = _layouts(lambda other: other.takes_balanced_optimizer)
         raise ValueError(f"balanced_optimizer=True with layout={layout!r}, expected {others}")
     arguments = as_arguments(inputs)
-    rows = count_rows(arguments, dim)
-    if not rows:
-        raise ValueError(f"the inputs have no rows, expected tensors with rows along dimension {dim}")
+    rows = rows_of(arguments, dim)
     count = count_micro_batches(rows, micro_batch_size, split or chosen.devices_per_process(devices))
     return Request(
         module=module,
@@ -190,6 +190,17 @@ def make_request(
         scalar=scalar,
         savings=check_savings(savings),
     )
+
+
+def rows_of(arguments: Arguments, dim: int) -> int:
+    """Returns the number of rows of a batch.
+
+    Raises:
+        ValueError: the inputs have no rows.
+    """
+    if rows := count_rows(arguments, dim):
+        return rows
+    raise ValueError(f"the inputs have no rows, expected tensors with rows along dimension {dim}")
 
 
 def _layouts(suits: Callable[[type[Layout]], bool]) -> str:

@@ -216,13 +216,12 @@ def request_of_step(step: TrainStep, inputs: Any, targets: Any) -> Request:
         )
     kind = kind_of(model.devices[0])
     optimizers = each_optimizer(step.optimizer)
-    of_model = model.precision.name
     request = make_request(
         model.module,
         criterion if is_local or criterion.is_coupled else criterion.module,
         inputs,
         targets,
-        precision=step.precision.name if of_model == "fp32" else of_model,
+        precision=next((each.name for each in (model.precision, step.precision) if each.name != "fp32"), "fp32"),
         layout="replicas" if is_local else "ddp",
         devices=len(model.devices) if is_local else world_size(),
         device_kind=kind.name,

@@ -15,7 +15,7 @@ import functools
 import html
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,17 +32,17 @@ from ..replicas.model import DataParallelModel
 from ..runtime.devices import DeviceLike
 from ..runtime.values import check_number, format_bytes, parse_each
 from ..savings.checkpointing import checkpoint_blocks
-from ..savings.lm_heads import replace_lm_head
 from ..savings.offloading import offload_activations
 from ..training.step import TrainStep
-from .candidates import SCALARS, Choice, Measured, measure_what_decides, row_of
+from .candidates import SCALARS, Choice, Option, measure_what_decides, row_of
 from .devices import DeviceKind
 from .estimation import make_report, make_request, report_of
 from .lengths import check_lengths, with_length
-from .remedies import BALANCED, BF16, CHECKPOINT, LOGITS, OFFLOAD, Option, combine, other_optimizers
+from .remedies import BALANCED, BF16, CHECKPOINT, LOGITS, OFFLOAD, Saving, other_optimizers, with_savings
 from .report import MemoryReport, write_page
 from .trace.layouts import Request, plain_criterion
 from .trace.optimizers import OptimizerChoice
+from .trace.savings import change_module
 from .trace.tracer import Trace, try_traces
 
 __all__: list[str] = []
@@ -155,9 +155,8 @@ class MemoryPlan:
         chosen = self.chosen
         if (cost is None) != (self.micro_batch_cost is None):
             raise ValueError("expected cost= for a plan that was made with lengths=, and only for such a plan")
+        change_module(module, chosen.savings)
         checkpoint_blocks(module, chosen.checkpoint)
-        if "replace_lm_head" in chosen.savings:
-            replace_lm_head(module)
         devices = list(range(self.devices)) if device_ids is None and torch.accelerator.is_available() else device_ids
         if devices is not None and len(devices) != self.devices:
             raise ValueError(f"device_ids has {len(devices)} devices, expected the {self.devices} that were planned for")
@@ -303,23 +302,22 @@ def plan(
         request = with_length(request, trim, check_lengths(request, trim, lengths)[1])
     limits = _capacities(capacity, devices, request.kind)
     check_number("batch_size", batch_size, "a positive number of rows per update", at_least=1, whole=True)
-    stages = list(stages_of(request))
-    measured: list[Measured] = []
+    stages = [options for options in stages_of(request, limits, batch_size) if options]
+    plain = stages[0][0]
+    measured: list[Option] = []
     choices: list[Choice] = []
     while stages and not any(choice.fits for choice in choices):
         options = stages.pop(0)
         _log.info("trying: %s", "; ".join(option.name for option in options))
-        candidates = [Measured(option, limits, batch_size) for option in options]
-        plain = (measured or candidates)[0]
         try:
-            measure_what_decides(candidates, batch_size, plain)
+            measure_what_decides(options, plain)
         except ValueError:
             if not (options[0].optimizer or OFFLOAD in options[0].savings):
                 raise
             continue  # an optimizer that cannot be traced here; more rows that are offloaded than others
-        measured += candidates
-        choices += [candidate.choose(batch_size, plain) for candidate in candidates]
-    whole = max(plain.lines(1).peak(i, -(-batch_size // devices) * devices) for i in range(devices))
+        measured += options
+        choices += [option.choose(plain) for option in options]
+    whole = max(plain.lines(1).peaks(plain.share * devices))
     choices = [dataclasses.replace(choice, saved=whole - max(choice.peak)) for choice in choices]
     ranked = sorted(
         zip(choices, measured, strict=True), key=lambda pair: (pair[0].optimizer is not None, not pair[0].fits, pair[0].cost)
@@ -331,7 +329,7 @@ def plan(
         device_kind=request.kind.name,
         choices=tuple(choice for choice, _ in ranked),
         fits=best.fits,
-        needs=None if best.fits else what_would_fit([each for each in measured if each.option.optimizer is None], max(limits)),
+        needs=None if best.fits else what_would_fit([option for option in measured if option.optimizer is None], max(limits)),
         dim=dim,
         untried=tuple(option.name for stage in stages for option in stage),
         micro_batch_cost=how.largest_cost(trim, lengths) if lengths is not None and best.fits else None,
@@ -356,60 +354,61 @@ def _has_unknown_divisor(criterion: Any) -> bool:
     return not (is_given or criterion.reduction == "sum" or is_known(criterion.module))
 
 
-def _report(measured: Measured, choice: Choice, batch_size: int) -> MemoryReport:
+def _report(option: Option, choice: Choice, batch_size: int) -> MemoryReport:
     """Makes the report from the traces of the plan. Unequal shares, and less than two rows per device, are traced again."""
-    count, devices = choice.micro_batches, measured.request.devices
+    count, devices = choice.micro_batches, option.request.devices
     rows = -(-batch_size // count)
-    request = dataclasses.replace(measured.request, micro_batches=count, split=choice.split)
+    request = dataclasses.replace(option.request, micro_batches=count, split=choice.split)
     if choice.split or rows < 2 * devices:
         return report_of(request, rows)
-    lines = measured.lines(count)
+    lines = option.lines(count)
     return make_report(request, rows, lines, lines, [size * devices for size in split_sizes(rows, devices)])
 
 
-def stages_of(request: Request) -> Iterator[list[Option]]:
+def stages_of(request: Request, capacity: tuple[int, ...], batch_size: int) -> Iterator[list[Option]]:
     """Yields the options, the cheapest first.
 
     Each stage costs more operations than the one before, or changes the result. It is traced only if nothing before it fits."""
+
+    def options(combinations: Iterable[Sequence[Saving]]) -> list[Option]:
+        requests = [(savings, with_savings(request, savings)) for savings in combinations]
+        return [Option(savings, changed, capacity, batch_size) for savings, changed in requests if changed is not None]
+
     logits = [LOGITS] if _can_leave_logits_out(request) else []
-    blocks = [CHECKPOINT] if combine(request, [CHECKPOINT]) else []
+    blocks = [CHECKPOINT] if with_savings(request, [CHECKPOINT]) else []
     combinations = [(*logits, *blocks[:count], *rest) for count, rest in ((0, ()), (1, ()), (1, (OFFLOAD,)))]
     for savings in dict.fromkeys([(), *combinations, *((*savings, BF16) for savings in combinations)]):
-        if options := [option for each in (savings, (BALANCED, *savings)) if (option := combine(request, each))]:
-            yield options
-    if others := other_optimizers(request.optimizer):
-        yield [option for other in others if (option := combine(request, [other, *logits, *blocks]))]
+        yield options([savings, (BALANCED, *savings)])
+    yield options([other, *logits, *blocks] for other in other_optimizers(request.optimizer))
 
 
 def _can_leave_logits_out(request: Request) -> bool:
     """Returns True if the module is a language model that computes its loss, and nothing reads its logits."""
-    option = combine(request, [LOGITS])
-    if option is None:
-        return False
-    (trace,) = try_traces([(option.request, 2 * request.row_step)])
-    return isinstance(trace, Trace)
+    changed = with_savings(request, [LOGITS])
+    return changed is not None and isinstance(try_traces([(changed, 2 * request.row_step)])[0], Trace)
 
 
 TRACED_DEVICES = 16  # more take long to trace
 
 
-def what_would_fit(measured: Sequence[Measured], capacity: int) -> tuple[int, int | None]:
+def what_would_fit(measured: Sequence[Option], capacity: int) -> tuple[int, int | None]:
     """Returns the capacity at which one row per device fits, and the number of devices at which it fits ``capacity``.
 
     With :class:`BalancedOptimizer`, the memory of one of ``n`` devices is ``fixed + sharded / n``. Two traces give both terms.
     The result, up to 16 devices, is traced too, with its neighbours. The number is None if no number of devices suffices.
     """
 
-    def lowest(each: Measured) -> int:
-        return max(each.reserved(i, 1, 2) or 0 for i in range(each.request.devices)) + SCALARS
+    def lowest(each: Option) -> int:
+        devices = each.request.devices
+        return max(each.lines(2).reserved(device, devices) or 0 for device in range(devices)) + SCALARS
 
     least = min(measured, key=lowest)
-    savings = tuple({*least.option.savings, BALANCED})
+    savings = tuple({*least.savings, BALANCED})
 
     @functools.cache
     def lowest_of(count: int) -> int:
         request = dataclasses.replace(least.request, devices=count, balanced=True)
-        return lowest(Measured(Option(savings, request), (capacity,) * count, request.rows_of_update))
+        return lowest(Option(savings, request, (capacity,) * count, request.rows_of_update))
 
     sharded = (lowest_of(2) - lowest_of(4)) * 4  # 1 / n falls from 1 / 2 to 1 / 4
     free = capacity - (lowest_of(4) - sharded // 4)

@@ -16,8 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from ..batch.containers import describe, leaves, map_leaves
-from ..batch.rows import as_arguments, count_rows
+from ..batch.rows import as_arguments
 from ..loss.criterion import DataParallelCriterion
+from .estimation import rows_of
 
 __all__: list[str] = []
 
@@ -43,15 +44,8 @@ class Problem:
     assumed: str = ""
 
     def rows(self, dim: int) -> int:
-        """Returns the number of rows of the batch.
-
-        Raises:
-            ValueError: the inputs have no rows.
-        """
-        rows = count_rows(as_arguments(self.inputs), dim)
-        if not rows:
-            raise ValueError(f"the inputs have no rows, expected tensors with rows along dimension {dim}")
-        return rows
+        """Returns the number of rows of the batch."""
+        return rows_of(as_arguments(self.inputs), dim)
 
     def with_rows(self, rows: int, dim: int) -> tuple[Any, Any]:
         """Returns inputs and targets with ``rows`` rows along ``dim``, on the meta device.

@@ -9,10 +9,11 @@ ends in a linear layer before a cross-entropy loss, which is a change of the use
 
 import copy
 import dataclasses
+import functools
 import importlib
 import importlib.util
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -52,45 +53,18 @@ class Saving:
     result: Literal["exact", "other arithmetic", "another optimizer"] = "exact"
 
 
-@dataclass(frozen=True)
-class Option:
-    """Savings that are applied together.
-
-    Attributes:
-        request: with the savings.
-    """
-
-    savings: tuple[Saving, ...]
-    request: Request
-
-    @property
-    def name(self) -> str:
-        """The savings as text."""
-        return ", ".join(saving.option for saving in self.savings) or "replicas"
-
-    @property
-    def changes_result(self) -> bool:
-        """True if the loss and the gradients are computed in another precision."""
-        return any(saving.result == "other arithmetic" for saving in self.savings)
-
-    @property
-    def optimizer(self) -> str | None:
-        """The name of an optimizer in the place of the given one."""
-        return next((saving.option for saving in self.savings if saving.result == "another optimizer"), None)
-
-
-def combine(request: Request, savings: Sequence[Saving]) -> Option | None:
-    """Returns the option with all of ``savings``, or None if one of them does not suit the request."""
+def with_savings(request: Request, savings: Iterable[Saving]) -> Request | None:
+    """Returns the request with all of ``savings``, or None if one of them does not suit it."""
     for saving in savings:
         changed = saving.apply(request)
         if changed is None:
             return None
         request = changed
-    return Option(tuple(savings), request)
+    return request
 
 
 def _leave_out_logits(request: Request) -> Request | None:
-    return _with_saving(request, "replace_lm_head") if "labels" in request.inputs.kwargs else None
+    return _with_saving("replace_lm_head", request) if "labels" in request.inputs.kwargs else None
 
 
 def _balance(request: Request) -> Request | None:
@@ -103,11 +77,7 @@ def _checkpoint(request: Request) -> Request | None:
     return dataclasses.replace(request, blocks=blocks) if blocks else None
 
 
-def _offload(request: Request) -> Request | None:
-    return _with_saving(request, "offload_activations")
-
-
-def _with_saving(request: Request, name: str) -> Request | None:
+def _with_saving(name: str, request: Request) -> Request | None:
     return None if name in request.savings else dataclasses.replace(request, savings=(*request.savings, name))
 
 
@@ -119,6 +89,7 @@ def _use_bf16(request: Request) -> Request | None:
 LOGITS = Saving("replace_lm_head", "loss without logits", "nothing; the logits do not exist", _leave_out_logits)
 BALANCED = Saving("BalancedOptimizer", "BalancedOptimizer", "traffic of the updated parameters", _balance)
 CHECKPOINT = Saving("checkpoint_activations", "checkpointed blocks", "operations that run twice", _checkpoint)
+_offload = functools.partial(_with_saving, "offload_activations")
 OFFLOAD = Saving("offload_activations", "offloaded activations", "traffic to the host and back", _offload)
 BF16 = Saving('precision="bf16"', "bf16", "other arithmetic", _use_bf16, "other arithmetic")
 SAVINGS = (LOGITS, BALANCED, CHECKPOINT, OFFLOAD, BF16)
@@ -128,18 +99,18 @@ def other_optimizers(choice: Any) -> list[Saving]:
     """Returns optimizers with less state than that of a request, the smallest first, as savings."""
 
     def saving(other: OptimizerChoice) -> Saving:
-        name = f"another optimizer: {other.name}"
-        return Saving(
-            name, other.name, "another result", lambda request: dataclasses.replace(request, optimizer=other), "another optimizer"
-        )
+        def apply(request: Request) -> Request:
+            return dataclasses.replace(request, optimizer=other)
+
+        return Saving(f"another optimizer: {other.name}", other.name, "another result", apply, "another optimizer")
 
     return [saving(other) for other in smaller_optimizers(choice)] if isinstance(choice, OptimizerChoice) else []
 
 
 def AdamW8bit(parameters: Any, **settings: Any) -> torch.optim.Optimizer:
     """Makes the optimizer of torchao. It compiles its update; a trace runs the operators one by one, which need more memory."""
-    optimizer: torch.optim.Optimizer = importlib.import_module("torchao.optim").AdamW8bit(parameters, **settings)
-    return optimizer
+    make: Callable[..., torch.optim.Optimizer] = importlib.import_module("torchao.optim").AdamW8bit
+    return make(parameters, **settings)
 
 
 def smaller_optimizers(choice: OptimizerChoice) -> list[OptimizerChoice]:

@@ -356,11 +356,9 @@ def run_checkpointed(
         positional, named = rebuild(list(again))
         return function(*positional, **named)
 
-    make = functools.partial(create_selective_checkpoint_contexts, keep_expensive)
     if torch.compiler.is_compiling():  # the compiler runs operators again, with their random numbers, and no writes
-        settings: dict[str, Any] = {"context_fn": make} if selective else {}
+        settings: dict[str, Any] = {"context_fn": _make_selective} if selective else {}
         return checkpoint(run, *leaves, use_reentrant=False, **settings)
-    contexts = _selective_contexts if selective else noop_context_fn
     # Tensors are passed by position: torch finds the devices, and thereby autocast, from positional arguments only.
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     before = versions(tensors)
@@ -368,7 +366,7 @@ def run_checkpointed(
     parameters = [parameter for owner in owners for parameter in parameters_of(owner).values() if parameter is not None]
     devices = [tensor.device for tensor in (*tensors, *parameters)]  # an argument may be an object, layers on another device
     outputs = checkpoint(
-        run, *leaves, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: _contexts(owners, devices, contexts())
+        run, *leaves, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: _contexts(owners, devices, selective)
     )
     if versions(tensors) != before:
         raise RuntimeError(
@@ -378,16 +376,13 @@ def run_checkpointed(
     return outputs
 
 
-def _selective_contexts() -> Contexts:
-    """Returns torch's contexts of selective checkpointing. Hooks of saved tensors do not get the outputs that it keeps."""
-    first, again = create_selective_checkpoint_contexts(keep_expensive)
-    first.respect_saved_tensors_hooks = False  # as before torch 2.15, which warns that None will mean True
-    return first, again
-
-
-def _contexts(owners: list[nn.Module], devices: list[torch.device], inner: Contexts) -> Contexts:
-    again = _Again(owners, devices, inner[1])
-    return again.first_run(inner[0]), again
+def _contexts(owners: list[nn.Module], devices: list[torch.device], selective: bool) -> Contexts:
+    """Returns the contexts of the first run of a forward, and of each further one."""
+    first, again = _make_selective() if selective else noop_context_fn()
+    if selective:  # hooks of saved tensors do not get the outputs that it keeps, as before torch 2.15
+        first.respect_saved_tensors_hooks = False
+    rerun = _Again(owners, devices, again)
+    return rerun.first_run(first), rerun
 
 
 class _Again:
@@ -570,6 +565,9 @@ def is_expensive(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 def keep_expensive(_context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Policy of torch's selective checkpointing."""
     return CheckpointPolicy.MUST_SAVE if is_expensive(operator, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_make_selective = functools.partial(create_selective_checkpoint_contexts, keep_expensive)
 
 
 def is_cache(argument: Any) -> bool:

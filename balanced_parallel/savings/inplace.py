@@ -7,13 +7,12 @@
 A forward is watched: its operators, what autograd saves, and what is alive in the end.
 """
 
-import contextlib
 import copy
 import functools
 import gc
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,30 +74,16 @@ def _set_inplace(module: nn.Module, names: Any) -> None:
 
 
 def _watch(module: nn.Module, call: Call, training: bool, checkpointed: bool = True) -> "_InputUses":
-    """Watches a forward. Autograd keeps nothing then, so that what is alive afterwards is kept by others."""
-    for keeps in (False, True):
-        net = _copy(module).train(training)
-        for child in [] if checkpointed else net.modules():
-            restore_module(child)
-        uses, (args, kwargs) = _InputUses(net), _fresh(call)
-        hooks = torch.autograd.graph.saved_tensors_hooks(uses.save, _refuse_to_return)
-        try:
-            with uses, contextlib.nullcontext() if keeps else hooks:
-                outputs = net(*args, **kwargs)
-        except _BackwardInForward:  # all that autograd keeps counts then
-            continue
-        uses.end()
-        del outputs
-        break
+    """Watches a forward. Autograd keeps copies, so that what is alive afterwards is kept by others."""
+    net = _copy(module).train(training)
+    for child in [] if checkpointed else net.modules():
+        restore_module(child)
+    uses, (args, kwargs) = _InputUses(net), _fresh(call)
+    with uses, torch.autograd.graph.saved_tensors_hooks(uses.save, lambda copied: copied):
+        outputs = net(*args, **kwargs)
+    uses.end()
+    del outputs  # which had to be alive until now
     return uses
-
-
-class _BackwardInForward(Exception):
-    """A forward runs a backward of its own."""
-
-
-def _refuse_to_return(nothing: None) -> NoReturn:
-    raise _BackwardInForward
 
 
 def _runs(module: nn.Module, call: Call, names: list[str]) -> bool:
@@ -155,14 +140,19 @@ class _InputUses(TorchDispatchMode):
         self._users: dict[int, set[str]] = defaultdict(set)  # activations by their input
         self._savers: dict[int, set[str]] = defaultdict(set)
         self._running = ""
+        self._is_copying = False
         for name, child in module.named_modules():
             if type(child) in _ACTIVATIONS and not child.inplace:
                 child.register_forward_pre_hook(functools.partial(self._begin, name))
                 child.register_forward_hook(functools.partial(self._finish, name), with_kwargs=True)
 
-    def save(self, tensor: Tensor) -> None:
-        """Notes that autograd saves a tensor."""
+    def save(self, tensor: Tensor) -> Tensor:
+        """Hook of a tensor that autograd saves. Returns a copy."""
         self._savers[self._identity(tensor)].add(self._running)
+        self._is_copying = True
+        copied = tensor.detach().clone()
+        self._is_copying = False
+        return copied
 
     def end(self) -> None:
         """Finds the inputs that something keeps, while the outputs are alive."""
@@ -186,7 +176,7 @@ class _InputUses(TorchDispatchMode):
             self._users[self._identity(tensor)].add(name)
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in torch_private.leaves_of_tree((args, kwargs)):
+        for leaf in () if self._is_copying else torch_private.leaves_of_tree((args, kwargs)):
             if isinstance(leaf, Tensor):
                 self.unsafe |= self._users.get(self._identity(leaf), set())
         return operator(*args, **kwargs or {})

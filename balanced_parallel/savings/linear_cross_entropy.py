@@ -1,6 +1,4 @@
-"""``LinearCrossEntropy``: the last layer of a classifier or a language model, together with its loss.
-
-Cross entropy of a linear layer's outputs, in chunks of rows.
+"""``LinearCrossEntropy``: the last layer of a classifier or a language model, together with its loss, in chunks of rows.
 
 The logits of one chunk exist at a time. They become the chunk's softmax and then its gradient, in place. Gradients of the hidden
 states and of the weight are made in the forward, for the sum of the losses, and multiplied by one scalar in the backward.
@@ -74,8 +72,7 @@ class LinearCrossEntropy(nn.Module):
             raise ValueError(f"weight has shape {tuple(weight.shape)}, expected one weight for each of {num_classes} classes")
         if not 0 <= label_smoothing <= 1:
             raise ValueError(f"label_smoothing={label_smoothing!r}, expected a number from 0 to 1")
-        if reduction not in ("mean", "sum", "none"):
-            raise ValueError(f"reduction={reduction!r}, expected 'mean', 'sum' or 'none'")
+        _check_reduction(reduction)
         self.ignore_index, self.label_smoothing, self.reduction = ignore_index, label_smoothing, reduction
         self.linear = nn.Linear(in_features, num_classes, bias=bias, device=device, dtype=dtype)
         self.weight: Tensor | None
@@ -97,6 +94,11 @@ class LinearCrossEntropy(nn.Module):
     def extra_repr(self) -> str:
         """Returns the settings, for ``repr(criterion)``."""
         return f"ignore_index={self.ignore_index}, label_smoothing={self.label_smoothing}, reduction={self.reduction!r}"
+
+
+def _check_reduction(reduction: str) -> None:
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"reduction={reduction!r}, expected 'mean', 'sum' or 'none'")
 
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of the hidden states, the weight and the bias
@@ -145,8 +147,7 @@ def linear_cross_entropy(
     Raises:
         ValueError: the shapes do not fit, the targets are not class indices, or there is no such reduction.
     """
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"reduction={reduction!r}, expected 'mean', 'sum' or 'none'")
+    _check_reduction(reduction)
     if target.shape != input.shape[:-1] or target.dtype != torch.int64:
         raise ValueError(
             f"the targets have shape {tuple(target.shape)} and dtype {target.dtype} for inputs of shape {tuple(input.shape)}, "

@@ -1,6 +1,4 @@
-"""``offload_activations``: saved tensors wait for the backward in the memory of the host.
-
-Storages of activations in pinned memory of the host, copied there and back on a side stream.
+"""``offload_activations``: saved tensors wait for the backward in pinned memory of the host, copied on a side stream.
 
 ::
 
@@ -15,7 +13,7 @@ on timing. In the forward this happens at the copy :data:`AHEAD` later. In the b
 import threading
 import weakref
 from collections import deque
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -41,8 +39,8 @@ class Link:
         self.side = self.make_side_stream()
         self.lock = threading.RLock()  # replicas on one device run in several threads
         self._leaving: deque[tuple[Stored, Tensor]] = deque()
-        self._loaded: list[weakref.ref[Stored]] = []
-        self._last: weakref.ref[Stored] | None = None
+        self.loaded: list[weakref.ref[Stored]] = []  # that are on the device again
+        self._last: Callable[[], Stored | None] = lambda: None
 
     def make_side_stream(self) -> torch.Stream:
         """Makes the stream of the copies."""
@@ -72,16 +70,12 @@ class Link:
                 stored.leave(overwritten=versions([tensor]) != [stored.version])
                 del tensor
 
-    def note_loaded(self, stored: "Stored") -> None:
-        """Records a storage that is on the device again."""
-        self._loaded.append(weakref.ref(stored))
-
     def end_backward(self) -> None:
         """Gives back all memory of the device that a backward has needed, also if the graph stays."""
         with self.lock:
             self.settle()
-            while self._loaded:
-                if (stored := self._loaded.pop()()) is not None:
+            while self.loaded:
+                if (stored := self.loaded.pop()()) is not None:
                     stored.drop()
 
 
@@ -94,7 +88,7 @@ class Stored:
         overwritten: True if it was written to before the copy was complete.
     """
 
-    def __init__(self, tensor: Tensor, stream: torch.Stream, link: Link, previous: "weakref.ref[Stored] | None") -> None:
+    def __init__(self, tensor: Tensor, stream: torch.Stream, link: Link, previous: "Callable[[], Stored | None]") -> None:
         (self.version,) = versions([tensor])
         self.overwritten = False
         self.device = link.device
@@ -117,11 +111,11 @@ class Stored:
             stream.wait_event(self._loaded)
         if stream != self._stream:
             started.record_stream(stream)
-        following = self._before()
+        following = self._previous()
         for _ in range(AHEAD):
             if following is not None:
                 following._start()
-                following = following._before()
+                following = following._previous()
         return started
 
     def drop(self) -> None:
@@ -133,15 +127,12 @@ class Stored:
     def __del__(self) -> None:
         self.drop()
 
-    def _before(self) -> "Stored | None":
-        return None if self._previous is None else self._previous()
-
     def _start(self) -> Tensor:
         if self._on_device is None:
             with on_device(self._link.device, self._stream):
                 self._on_device = torch.empty_like(self._host, device=self._link.device)
             self._loaded = self._copy(self._on_device, self._host)
-            self._link.note_loaded(self)
+            self._link.loaded.append(weakref.ref(self))
         return self._on_device
 
     def _copy(self, target: Tensor, source: Tensor) -> torch.Event:

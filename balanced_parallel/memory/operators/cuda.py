@@ -1,8 +1,8 @@
 """Operators that fake CPU tensors would run otherwise: those of CUDA, and those in place.
 
 On CUDA autocast has other lists, dropout keeps a mask of bytes, and attention is fused. On every device torch avoids operators in
-place under a dispatch mode, and so in a trace (``isTensorSubclassLike`` in ATen): ``IN_PLACE`` and :func:`bias_in_place` are the
-places where it writes to an argument without one.
+place under a dispatch mode, and so in a trace (``isTensorSubclassLike`` in ATen): ``IN_PLACE`` and ``KERNELS`` are the places
+where it writes to an argument without one.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.torch_private import current_node, map_tensors
-from .recurrent import aten_kernels, cudnn_recurrence, refused_recurrence
+from .recurrent import RECURRENCE, REFUSED, aten_kernels, autograd_kernels
 
 __all__: list[str] = []
 
@@ -38,19 +38,8 @@ _FP32_UNLESS_TOLD = (  # noqa: SIM905
 @contextlib.contextmanager
 def cuda_choices(fuses: bool) -> Iterator[None]:
     """Gives fake CPU tensors in this block the operators of CUDA, also for attention and recurrent layers if ``fuses``."""
-    with _cuda_autocast(), _cuda_operators(fuses), cudnn_recurrence() if fuses else refused_recurrence():
-        yield
-
-
-@contextlib.contextmanager
-def _cuda_operators(fuses: bool) -> Iterator[None]:
-    """Registers dropout with a mask of one byte per element, and fused attention.
-
-    A dispatch mode would not be active when checkpointing recomputes a forward in the backward."""
-    with aten_kernels() as library:
-        library.impl("dropout", _dropout, "AutogradCPU")
-        if fuses:
-            library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
+    fused: dict[str, Callable[..., Any]] = {"scaled_dot_product_attention": _attention, **RECURRENCE}
+    with _cuda_autocast(), autograd_kernels({"dropout": _dropout, **(fused if fuses else REFUSED)}):
         yield
 
 
@@ -198,16 +187,12 @@ def _caller() -> CodeType:
     return code
 
 
-@contextlib.contextmanager
-def bias_in_place() -> Iterator[None]:
-    """Adds the bias of a linear layer in place if its input is not contiguous, as torch does without a mode."""
-    with aten_kernels() as library:
-        library.impl("linear", _linear, "AutogradCPU")
-        yield
-
-
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Adds the bias of a linear layer in place if its input is not contiguous, as torch does without a mode."""
     if bias is None or input.dim() <= 2 or input.is_contiguous():
         result: Tensor = torch.ops.aten.linear.default.decompose(input, weight, bias)
         return result
     return torch.matmul(input, weight.t()).add_(bias)
+
+
+KERNELS = {"linear": _linear}

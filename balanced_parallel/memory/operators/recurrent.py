@@ -7,7 +7,7 @@ between layers. The workspace is 1.5 times the weights. Both are assumed for eve
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,29 +22,6 @@ KEPT = {"lstm": 5, "gru": 6, "rnn_tanh": 2, "rnn_relu": 2}  # sizes of plain lay
 SOURCE = (
     "assumed: recurrent layers save as much as cuDNN printed in pytorch#2895, 5 (LSTM) or 6 (GRU) values per step, layer and unit"
 )
-
-
-@contextlib.contextmanager
-def cudnn_recurrence() -> Iterator[None]:
-    """Makes recurrent layers on fake CPU tensors one operator in this block, as with cuDNN."""
-    with _registered(_padded, KEPT):
-        yield
-
-
-@contextlib.contextmanager
-def refused_recurrence() -> Iterator[None]:
-    """Makes LSTM and GRU layers an error in this block. Simulated devices run other operators than the CPU."""
-    with _registered(_refuse, ("lstm", "gru")):
-        yield
-
-
-@contextlib.contextmanager
-def _registered(kernel: Any, names: Iterable[str]) -> Iterator[None]:
-    """Registers a kernel. A dispatch mode would not be active when checkpointing recomputes a forward in the backward."""
-    with aten_kernels() as library:
-        for name in names:
-            library.impl(f"{name}.input", functools.partial(kernel, name), "AutogradCPU")
-        yield
 
 
 def _refuse(name: str, *_: Any) -> Any:
@@ -129,6 +106,11 @@ def _backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
 recurrence.register_autograd(_backward, setup_context=_save)
 
 
+# for simulated devices, and for kinds of devices with cuDNN
+REFUSED = {f"{name}.input": functools.partial(_refuse, name) for name in ("lstm", "gru")}
+RECURRENCE = {f"{name}.input": functools.partial(_padded, name) for name in KEPT}
+
+
 @contextlib.contextmanager
 def aten_kernels() -> Iterator[torch.library.Library]:
     """Yields a library for kernels of ATen's operators. They are removed at the end of the block."""
@@ -137,3 +119,15 @@ def aten_kernels() -> Iterator[torch.library.Library]:
         yield library
     finally:
         library._destroy()
+
+
+@contextlib.contextmanager
+def autograd_kernels(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Replaces operators of fake CPU tensors in this block.
+
+    A dispatch mode would not be active when checkpointing recomputes a forward in the backward.
+    """
+    with aten_kernels() as library:
+        for name, kernel in kernels.items():
+            library.impl(name, kernel, "AutogradCPU")
+        yield

@@ -4,15 +4,13 @@ The tables of the CTC loss are those of the longest targets that fit. Some losse
 result, because torch reduces them in place.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import HINT, UnknownMemory
-from .recurrent import aten_kernels
 
 __all__: list[str] = []
 
@@ -20,19 +18,13 @@ __all__: list[str] = []
 _aten = torch.ops.aten
 
 
-@contextlib.contextmanager
-def lengths_as_tensors() -> Iterator[None]:
-    """Makes tensors of lists of lengths in Python. In C++, torch writes them to the memory that fake tensors do not have."""
-    with aten_kernels() as library:
-        library.impl("ctc_loss.IntList", _ctc_of_lists, "AutogradCPU")
-        yield
-
-
 def _ctc_of_lists(scores: Tensor, targets: Tensor, steps: Sequence[int], lengths: Sequence[int], *settings: Any) -> Tensor:
+    """Makes tensors of the lengths in Python. In C++, torch writes them to the memory that fake tensors do not have."""
     loss: Tensor = _aten.ctc_loss.Tensor(scores, targets, torch.tensor(steps), torch.tensor(lengths), *settings)
     return loss
 
 
+KERNELS = {"ctc_loss.IntList": _ctc_of_lists}
 _SCALARS = {_aten._local_scalar_dense.default, _aten.is_nonzero.default}
 
 

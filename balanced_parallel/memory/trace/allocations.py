@@ -110,25 +110,6 @@ class Count(TorchDispatchMode):
             self._borrow(args[0], size, str(func))
         return result
 
-    def __enter__(self) -> "Count":
-        self._resize = torch.UntypedStorage.resize_
-
-        def resize(storage: Any, size: int, original: Any = self._resize) -> Any:
-            result = original(storage, size)  # FSDP frees and allocates this way
-            if (entry := self._live.get(storage_id(storage))) is not None:
-                block = self.blocks[entry[1] - 1]
-                self._release(storage_id(storage))
-                self._allocate(storage, dataclasses.replace(block, size=storage.nbytes(), kind="communication buckets"))
-            return result
-
-        torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]
-        super().__enter__()
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
-        super().__exit__(*exception)
-
     def see(self, tensor: Tensor, kind: str, operator: str = "") -> None:
         """Records the storage of a tensor once. A known storage only changes its kind, unless ``kind`` is ``"temporaries"``."""
         for storage in _storages(tensor):
@@ -138,6 +119,13 @@ class Count(TorchDispatchMode):
                 self._allocate(storage, Block(str(tensor.device), storage.nbytes(), kind, operator, module, line))
             elif kind != "temporaries":
                 self.blocks[entry[1] - 1].kind = kind
+
+    def resize(self, storage: Any) -> None:
+        """Records another size of a storage."""
+        if (entry := self._live.get(storage_id(storage))) is not None:
+            block = self.blocks[entry[1] - 1]
+            self._release(storage_id(storage))
+            self._allocate(storage, dataclasses.replace(block, size=storage.nbytes(), kind="communication buckets"))
 
     def see_all(self, tensors: Iterable[Any], kind: str) -> None:
         """Records each tensor among ``tensors``."""

@@ -127,16 +127,18 @@ def undisturbed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    before = owner.__dict__[name]
+    is_inherited, before = name not in vars(owner), vars(owner).get(name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        delattr(owner, name) if is_inherited else setattr(owner, name, before)
 
 
-@contextlib.contextmanager
-def counting_random_states(count: Count) -> Iterator[None]:
+Context = contextlib.AbstractContextManager[None]
+
+
+def counting_random_states(count: Count) -> Context:
     """Records the random state that checkpointing saves for each block: 5 KB on the CPU.
 
     ``torch.get_rng_state`` returns a real tensor, and no dispatch mode sees it.
@@ -148,12 +150,22 @@ def counting_random_states(count: Count) -> Iterator[None]:
         count.see(state, "temporaries", "get_rng_state")
         return state
 
-    with _replaced(torch, "get_rng_state", get_rng_state):
-        yield
+    return _replaced(torch, "get_rng_state", get_rng_state)
 
 
-@contextlib.contextmanager
-def shapes_of_shards_uncounted(count: Count) -> Iterator[None]:
+def counting_resizes(count: Count) -> Context:
+    """Records storages of FSDP, which frees and allocates them by a change of their size."""
+    before = torch.UntypedStorage.resize_
+
+    def resize(storage: Any, size: int) -> Any:
+        result = before(storage, size)
+        count.resize(storage)
+        return result
+
+    return _replaced(torch.UntypedStorage, "resize_", resize)
+
+
+def shapes_of_shards_uncounted(count: Count) -> Context:
     """Leaves out the operators that ``DTensor`` runs on whole fake tensors, to learn the shapes of results.
 
     It remembers some shapes, and computes others at each call. No public hook surrounds this.
@@ -166,12 +178,10 @@ def shapes_of_shards_uncounted(count: Count) -> Iterator[None]:
         with count.paused():
             return compute(*args)
 
-    with _replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", compute_uncounted):
-        yield
+    return _replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", compute_uncounted)
 
 
-@contextlib.contextmanager
-def devices_that_mix() -> Iterator[None]:
+def devices_that_mix() -> Context:
     """Lets an operator mix fake tensors of ``cpu`` and ``cpu:1``. Its result is on ``cpu:1``.
 
     Under a fake mode ``torch.tensor(data, device="cpu:1")`` is on ``cpu``, and no public hook decides about devices.
@@ -188,12 +198,10 @@ def devices_that_mix() -> Iterator[None]:
                 raise
             return indexed[0], False
 
-    with _replaced(FakeTensor, "_find_common_device", staticmethod(find_common_device)):
-        yield
+    return _replaced(FakeTensor, "_find_common_device", staticmethod(find_common_device))
 
 
-@contextlib.contextmanager
-def rows_of_one_sequence() -> Iterator[None]:
+def rows_of_one_sequence() -> Context:
     """Makes transformers treat each row as one sequence (``masking_utils.find_packed_sequence_indices``).
 
     It reads position ids to find rows of several sequences. It takes fake tensors for tensors under compilation, and then
@@ -201,10 +209,8 @@ def rows_of_one_sequence() -> Iterator[None]:
     """
     masks = sys.modules.get("transformers.masking_utils")
     if not hasattr(masks, "find_packed_sequence_indices"):
-        yield
-        return
-    with _replaced(masks, "find_packed_sequence_indices", lambda position_ids: None):
-        yield
+        return contextlib.nullcontext()
+    return _replaced(masks, "find_packed_sequence_indices", lambda position_ids: None)
 
 
 T = TypeVar("T")

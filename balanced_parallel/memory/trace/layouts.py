@@ -447,17 +447,6 @@ class FSDP(SingleDevice):
 LAYOUTS: dict[str, type[Layout]] = {layout.name: layout for layout in (SingleDevice, ReplicaLayout, DDP, FSDP)}
 
 
-def find_layout(name: str) -> type[Layout]:
-    """Returns the layout of that name.
-
-    Raises:
-        ValueError: no layout has it.
-    """
-    if name not in LAYOUTS:
-        raise ValueError(f"layout={name!r}, expected one of {', '.join(LAYOUTS)}")
-    return LAYOUTS[name]
-
-
 def compute_loss(criterion: Any, output: Any, targets: tuple[Any, ...]) -> Tensor:
     """Returns the loss of an output, whose entries are spread over the criterion's arguments if it is a tuple."""
     result: Tensor = ShardLoss(criterion, 1, output, targets, {}).call()

@@ -22,12 +22,13 @@ from ...batch.containers import leaves
 from ...batch.rows import Arguments, Batch
 from ...savings.checkpointing import checkpoint_blocks
 from ..errors import HINT, UnknownMemory
-from ..operators.cuda import bias_in_place, cuda_choices
-from ..operators.values import lengths_as_tensors
+from ..operators import cuda, values
+from ..operators.recurrent import autograd_kernels
 from .allocations import Block, Count
 from .fakes import (
     HOME,
     counting_random_states,
+    counting_resizes,
     devices_that_mix,
     fake_batch,
     fake_copy,
@@ -121,13 +122,12 @@ def _trace(request: Request, rows: int) -> Trace:
     place = host_of(request.devices) if request.layout.batch_on_host else HOME
     batch = fake_batch((request.inputs, request.targets), whole, request.rows, mode, place, request.dim)
     count = Count(names_of({"": module, "criterion": criterion}), request.scalar)
-    choices = cuda_choices(request.kind.fuses) if request.kind.like_cuda else contextlib.nullcontext()
+    choices = cuda.cuda_choices(request.kind.fuses) if request.kind.like_cuda else contextlib.nullcontext()
     with (
         undisturbed(),
         devices_that_mix(),
         rows_of_one_sequence(),
-        bias_in_place(),
-        lengths_as_tensors(),
+        autograd_kernels(cuda.KERNELS | values.KERNELS),
         choices,
         mode,
         _unknown_memory(),
@@ -148,6 +148,7 @@ def _run(request: Request, count: Count, module: Any, criterion: Any, batch: Mic
     micro_batches = (pieces * request.batches)[:TRACED]
     with (
         count,
+        counting_resizes(count),
         contextlib.nullcontext() if request.kind.like_cuda else counting_random_states(count),
         shapes_of_shards_uncounted(count) if request.layout.is_sharded else contextlib.nullcontext(),
     ):
@@ -203,10 +204,10 @@ def _unknown_memory() -> Iterator[None]:
     """Raises :class:`UnknownMemory` in place of the errors of fake tensors."""
     try:
         yield
-    except DataDependentOutputException as error:
-        raise _unknown(error.func, "gives a value that is not known") from error
-    except DynamicOutputShapeException as error:
-        raise _unknown(error.func, "gives a result whose size depends on values") from error
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        is_value = isinstance(error, DataDependentOutputException)
+        reason = "gives a value that is not known" if is_value else "gives a result whose size depends on values"
+        raise UnknownMemory(f"the operator {error.func} {reason}, so its memory is not known beforehand: {HINT}") from error
     except UnsupportedOperatorException as error:
         raise UnknownMemory(f"the operator {error.func} {_NO_KERNEL}") from error
     except RuntimeError as error:
@@ -214,7 +215,3 @@ def _unknown_memory() -> Iterator[None]:
             raise
         name = str(error).partition("registered for ")[2].partition(". ")[0]
         raise UnknownMemory(f"the operator {name} {_NO_KERNEL}") from error
-
-
-def _unknown(operator: Any, reason: str) -> UnknownMemory:
-    return UnknownMemory(f"the operator {operator} {reason}, so its memory is not known beforehand: {HINT}")
