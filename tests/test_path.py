@@ -1,4 +1,4 @@
-"""Files, functions and calls of the package that one update passes through, after warm-up. Each detour on this path is seen here."""
+"""Files, functions and calls of the package that one update passes through, after warm-up. A detour on this path is seen here."""
 
 import collections
 import itertools

@@ -36,8 +36,8 @@ def split_sizes(rows: int, shares: int | Sequence[float]) -> list[int]:
         [6, 3]
     """
     if isinstance(shares, int):
-        more = rows % shares
-        return [rows // shares + 1] * more + [rows // shares] * (shares - more)
+        more = rows % shares if shares else 0
+        return [rows // shares + 1] * more + [rows // shares] * (shares - more) if shares else []
     weights = [Fraction(share) for share in shares]  # exact: with rounded quotients the sizes could exceed the total
     exact = [rows * weight / sum(weights) for weight in weights]
     sizes = [math.floor(part) for part in exact]

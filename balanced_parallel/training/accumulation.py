@@ -34,6 +34,7 @@ class Accumulation:
         device: of the loss.
         precision: of their forward.
         weight_before: the weight of the last update, over everything.
+        is_mean: the criterion is a mean, on all ranks.
     """
 
     def __init__(
@@ -43,6 +44,8 @@ class Accumulation:
         device: torch.device,
         precision: Precision,
         weight_before: float,
+        *,
+        is_mean: bool,
     ) -> None:
         dtypes = set()
         for tensor in trained.values():
@@ -53,7 +56,7 @@ class Accumulation:
         self._weight_on_host: Weight | Callable[[], Tensor] = 0.0
         self.is_reduced = False  # over replicas and ranks: nothing can be added
         self._sync = sync
-        self._is_mean = True
+        self._is_mean = is_mean
         self._scaler = precision.scaler_on(device)
         autocasts = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type) == torch.float16
         self._in_float16 = self._scaler is not None or torch.float16 in dtypes or autocasts

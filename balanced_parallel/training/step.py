@@ -239,7 +239,14 @@ class TrainStep:
         if self._sums is None:
             self._update = Update(each_optimizer(self.optimizer), self._trained)
             self._update.forget_gradients()
-            self._sums = Accumulation(self._sync, self._trained, self.model.devices[0], self.precision, self._weight_before)
+            self._sums = Accumulation(
+                self._sync,
+                self._trained,
+                self.model.devices[0],
+                self.precision,
+                self._weight_before,
+                is_mean=self.criterion.reduction != "sum",
+            )
         return self._sums
 
     def _apply(self) -> Tensor:
@@ -297,8 +304,9 @@ class TrainStep:
         passes = TwoPasses(loss, self._sync, self.precision, self.model.devices, is_auto=self._is_auto)
         with passes.telling_ranks():
             is_single = len(batches) == 1 and self._runs[0].is_whole and len(self._plan(batches[0])) == 1
-            if self._sync.smallest(is_single):  # on every rank
-                self._run(self._runs[0], BatchLosses(passes.at_once))
+            passes.is_single = bool(self._sync.smallest(is_single))  # on every rank
+            if passes.is_single:
+                self._run(self._runs[0], BatchLosses(passes.at_once, is_mean=False))
                 return
             self._begin()
             with passes.undone(batches, self._before):
@@ -307,7 +315,7 @@ class TrainStep:
                     self._forward(shards, loss.collect, None)
             passes.differentiate()
         for run in self._runs:
-            self._run(run, BatchLosses(loss.hand_back))
+            self._run(run, BatchLosses(loss.hand_back, is_mean=False))
 
     @contextmanager
     def _dropping_on_failure(self) -> Iterator[None]:

@@ -40,6 +40,7 @@ class TwoPasses:
     ) -> None:
         self.loss, self._sync, self._precision, self._devices, self._is_auto = loss, sync, precision, devices, is_auto
         self.has_run = False  # a forward
+        self.is_single = False  # there is one pass
         self._has_agreed = False  # with the other ranks, on going on
 
     @contextlib.contextmanager
@@ -88,6 +89,9 @@ class TwoPasses:
         except torch.OutOfMemoryError as error:
             if self._is_auto and not self._has_agreed:
                 self._sync.abandon()  # raises if the other ranks cannot be told
+                with torch.set_grad_enabled(self.is_single):  # others may wait for this rank in their first forward
+                    for _ in self._sync.forwards_without_rows(is_reduced=False):
+                        pass
                 self._agree(str(error))
             raise
 
