@@ -55,6 +55,11 @@ def statistics_group(group: Group = None) -> Group:
     return _second_group("statistics", None, group)
 
 
+def host_group(group: Group = None) -> Group:
+    """Returns a process group of all ranks for the words of the hosts, between collectives of parameters and gradients."""
+    return _second_group("hosts", None, group)
+
+
 def checkpoint_group(group: Group = None) -> Group:
     """Returns a process group of all ranks for the thread that writes checkpoints, with the CPU's backend: it moves objects."""
     return _second_group("checkpoints", "gloo", group)
