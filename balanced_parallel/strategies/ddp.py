@@ -84,7 +84,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
         wrapped = _Wrapped(module, criterion)
         if not wrapped.trained:
             raise ValueError("no parameter of the module requires a gradient, expected one at least: there is nothing to train")
-        super().__init__(wrapped, gradient_as_bucket_view=True)
+        super().__init__(wrapped, process_group=collectives.batch_group(), gradient_as_bucket_view=True)
         self._wrapped = [wrapped]  # in a list, so that the state_dict() has the names of the module alone
         self._frozen = {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
         self._has_shared_buffers = False  # in the first forward of this update

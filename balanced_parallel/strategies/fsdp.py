@@ -196,12 +196,12 @@ class ShardedModel(RankModel):
         """Keeps one row of the first forward. A rank without rows receives one from another rank."""
         if self._examples.get(method) is not None:
             return
-        has_rows = gather_objects(rows != 0)
+        has_rows = gather_objects(rows != 0, self.group)
         row = first_row(arguments, rows, self.dim) if rows and arguments is not None else None
         if True in has_rows and not all(has_rows):
             source = has_rows.index(True)
-            shared = [move_leaves(row, torch.device("cpu")) if dist.get_rank() == source else None]
-            dist.broadcast_object_list(shared, source)
+            shared = [move_leaves(row, torch.device("cpu")) if collectives.rank(self.group) == source else None]
+            dist.broadcast_object_list(shared, group=self.group, group_src=source)
             row = row or shared[0]
         self._examples[method] = row
 
@@ -575,7 +575,7 @@ def _count_uses(module: nn.Module) -> Counter[int]:
 
 
 def sends_of_rank0(device: torch.device) -> Callable[[nn.Module], None]:
-    """Returns a function that moves a part of a module to a device, with the parameters and buffers of rank 0.
+    """Returns a function that moves a part of a module to a device, with the parameters and buffers of the group's rank 0.
 
     No device has all parts at once. Tensors on ``meta`` stay, and a tensor is sent once.
     """
@@ -585,7 +585,7 @@ def sends_of_rank0(device: torch.device) -> Callable[[nn.Module], None]:
         for tensor in (*module.parameters(), *module.buffers()):
             if id(tensor) not in sent and not is_sharded(tensor) and not tensor.is_meta:
                 tensor.data = tensor.data.to(device)
-                dist.broadcast(tensor.data, 0)
+                dist.broadcast(tensor.data, group=collectives.batch_group(), group_src=0)
                 sent.add(id(tensor))
 
     return send
