@@ -1,7 +1,7 @@
 """Collectives of all ranks: sums, rows and objects of all, facts that must agree, progress, and a clean end.
 
-Without a process group there is one rank, and no function communicates. Functions take the process group of the ranks that share
-a batch; ``None`` is torch's default group.
+Without a process group there is one rank, and no function communicates. Functions take the process group of the ranks;
+``None`` is the group of those that share a batch: all ranks, or the mesh that ``parallelize`` was given.
 
 A collective that fails says that its time is over, or that a connection is closed, but not why. So each rank leaves the number of
 its last reduction in the store of the process group, and an error names the ranks that are behind.
@@ -32,18 +32,44 @@ __all__: list[str] = []
 
 
 Number = TypeVar("Number", int, float)
-Group: TypeAlias = "dist.ProcessGroup | None"  # None is the default group
+Group: TypeAlias = "dist.ProcessGroup | None"  # None: of the ranks that share a batch
 _second_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]]" = weakref.WeakKeyDictionary()
+
+
+_batch_group: Group = None  # None: all ranks
+_has_batch_group = False
+
+
+def share_batches(group: Group) -> None:
+    """Makes ``group`` the ranks that share a batch; ``None`` keeps those of a call before, or takes all ranks.
+
+    Raises:
+        ValueError: a call before has taken other ranks.
+    """
+    global _batch_group, _has_batch_group
+    if group is not None:
+        ranks, before = dist.get_process_group_ranks(group), dist.get_process_group_ranks(_batch_group)
+        if _has_batch_group and ranks != before:
+            raise ValueError(
+                f"mesh= has the ranks {ranks}, and a model before has {before}, expected the same ranks for all models"
+            )
+        _batch_group = None if len(ranks) == dist.get_world_size() else group
+    _has_batch_group = True
+
+
+def batch_group() -> Group:
+    """Returns the process group of the ranks that share a batch. None is torch's default group."""
+    return _batch_group
 
 
 def world_size(group: Group = None) -> int:
     """Returns the number of ranks, which is 1 without a process group."""
-    return dist.get_world_size(group) if dist.is_available() and dist.is_initialized() else 1
+    return dist.get_world_size(group or _batch_group) if dist.is_available() and dist.is_initialized() else 1
 
 
 def rank(group: Group = None) -> int:
     """Returns the number of this rank, which is 0 without a process group."""
-    return dist.get_rank(group) if world_size(group) > 1 else 0
+    return dist.get_rank(group or _batch_group) if world_size(group) > 1 else 0
 
 
 def statistics_group(group: Group = None) -> Group:
@@ -55,12 +81,27 @@ def statistics_group(group: Group = None) -> Group:
     return _second_group("statistics", None, group)
 
 
+def host_group(group: Group = None) -> Group:
+    """Returns a process group of all ranks for the words of the hosts, between collectives of parameters and gradients."""
+    return _second_group("hosts", None, group)
+
+
 def checkpoint_group(group: Group = None) -> Group:
-    """Returns a process group of all ranks for the thread that writes checkpoints, with the CPU's backend: it moves objects."""
+    """Returns a process group of all ranks for the thread that writes checkpoints, with the CPU's backend: it moves objects.
+
+    Raises:
+        ValueError: only some ranks share a batch. Each of their groups would write to the same files.
+    """
+    if _batch_group is not None:
+        raise ValueError(
+            f"Checkpoints with mesh= of {world_size()} of {dist.get_world_size()} ranks, expected all ranks: save "
+            "step.state_dict() with torch.distributed.checkpoint"
+        )
     return _second_group("checkpoints", "gloo", group)
 
 
 def _second_group(purpose: str, backend: str | None, group: Group) -> Group:
+    group = group or _batch_group
     first = group or dist.group.WORLD if world_size(group) > 1 else None
     if first is None:
         return None
@@ -82,7 +123,7 @@ def start_sum(tensor: torch.Tensor, group: Group = None) -> Callable[[], torch.T
     if world_size(group) == 1:
         return tensor.detach().clone
     total = _to_backend_device(tensor.detach(), group).clone()
-    work = dist.all_reduce(total, group=group, async_op=True)
+    work = dist.all_reduce(total, group=group or _batch_group, async_op=True)
 
     def wait() -> torch.Tensor:
         work.wait()
@@ -101,7 +142,7 @@ def gather_objects(value: Any, group: Group = None) -> list[Any]:
     """Returns the ``value`` of each rank, in the order of the ranks. Values must be picklable."""
     values: list[Any] = [value] * world_size(group)
     if len(values) > 1:
-        dist.all_gather_object(values, value, group=group)
+        dist.all_gather_object(values, value, group=group or _batch_group)
     return values
 
 
@@ -120,7 +161,8 @@ def gather_rows(tensor: torch.Tensor, sizes: list[int], dim: int, group: Group =
 
 def _to_backend_device(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     """Moves a CPU tensor to the accelerator if the process group has no backend for the CPU."""
-    if is_accelerator(tensor.device) or any(name in dist.get_backend_config(group) for name in ("gloo", "mpi", "ucc", "fake")):
+    backends = dist.get_backend_config(group or _batch_group)
+    if is_accelerator(tensor.device) or any(name in backends for name in ("gloo", "mpi", "ucc", "fake")):
         return tensor
     return tensor.to(torch.accelerator.current_accelerator())
 
@@ -141,7 +183,7 @@ class _GatherRows(torch.autograd.Function):
         padded.narrow(dim, 0, tensor.size(dim)).copy_(tensor)
         padded = _to_backend_device(padded, group)
         received = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(received, padded, group=group)
+        dist.all_gather(received, padded, group=group or _batch_group)
         rows = [part.narrow(dim, 0, size) for part, size in zip(received, sizes, strict=True)]
         return torch.cat(rows, dim).to(tensor.device)
 
@@ -215,7 +257,7 @@ def begin_reduction() -> None:
     global _updates
     _updates += 1
     if world_size() > 1:
-        torch_private.default_store().set(_KEY.format(rank()), str(_updates))
+        torch_private.default_store().set(_KEY.format(dist.get_rank()), str(_updates))
 
 
 @contextlib.contextmanager
@@ -228,13 +270,13 @@ def naming_ranks(group: Group = None) -> Iterator[None]:
     except RuntimeError as error:
         with contextlib.suppress(Exception):  # the store may have ended as well
             if missing := _missing(group):
-                error.add_note(f"rank {rank()} waits in the reduction of step {_updates}, and {', '.join(missing)}")
+                error.add_note(f"rank {dist.get_rank()} waits in the reduction of step {_updates}, and {', '.join(missing)}")
         raise
 
 
 def _missing(group: Group) -> list[str]:
     store, missing = torch_private.default_store(), []
-    for other in dist.get_process_group_ranks(group):
+    for other in dist.get_process_group_ranks(group or _batch_group):
         key = _KEY.format(other)
         reached = int(store.get(key)) if store.check([key]) else 0
         if reached < _updates:

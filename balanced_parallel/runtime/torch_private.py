@@ -336,6 +336,16 @@ ATTENTION_KERNELS = {
 # Process groups.
 
 
+def forget_whole_gradients(units: Iterable[Any]) -> None:
+    """Forgets the gradients of FSDP2's modules that are not reduced yet, which its ``reset_iter_state()`` does not."""
+    for unit in units:
+        for group in unit._get_fsdp_state()._fsdp_param_groups:
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+
+
 def default_store() -> Any:
     """Returns the store that all ranks of the default group have. There is no public name."""
     return dist.distributed_c10d._get_default_store()

@@ -27,7 +27,6 @@ does this in every update, and warns of it.)
 
 import contextlib
 import functools
-import itertools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -41,7 +40,6 @@ from ..batch.outputs import PerReplica
 from ..batch.rows import Along, Arguments, Rows, count_rows, move_leaves
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import Criterion, LossSum, Weight
-from ..replicas.batchnorm import meets_other_ranks
 from ..runtime import collectives, torch_private
 from ..runtime.devices import is_accelerator
 from ..runtime.torch_private import CHILDREN, base_of, children_of, current_backward_id, is_differentiable, run_after_backward
@@ -85,7 +83,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
         wrapped = _Wrapped(module, criterion)
         if not wrapped.trained:
             raise ValueError("no parameter of the module requires a gradient, expected one at least: there is nothing to train")
-        super().__init__(wrapped, gradient_as_bucket_view=True)
+        super().__init__(wrapped, process_group=collectives.batch_group(), gradient_as_bucket_view=True)
         self._wrapped = [wrapped]  # in a list, so that the state_dict() has the names of the module alone
         self._frozen = {name: parameter for name, parameter in module.named_parameters() if not parameter.requires_grad}
         self._has_shared_buffers = False  # in the first forward of this update
@@ -110,6 +108,17 @@ class DistributedModel(RankModel, DistributedDataParallel):
         with self._as_wrapped():
             DistributedDataParallel.forward(self, lambda: None)
         return self.zero()
+
+    def rebuild_buckets(self) -> None:
+        """Lets the reducer make its buckets anew behind its first reduction, and move the gradients there.
+
+        It does so in the next forward otherwise, with collectives: a rank that runs out of memory before that forward would leave
+        the others waiting.
+        """
+        self.require_forward_param_sync = False
+        with self.no_sync(), torch.enable_grad(), self._as_wrapped():
+            DistributedDataParallel.forward(self, lambda: None)
+        self.require_forward_param_sync = True
 
     def zero(self) -> Tensor:
         """Returns a zero that leads to each reduced parameter. Its backward runs their hooks, and gives none a gradient."""
@@ -148,7 +157,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
         rows, example = count_rows(arguments, self.dim), None
         if rows and method not in self._examples:
             self._examples[method] = first_row(arguments, self.dim)
-        if rows == 0 and not self._meets_ranks:  # whose layers wait for this rank
+        if rows == 0 and not self.meets_ranks:  # whose layers wait for this rank
             example = self._examples.get(method) or row_of_ones(arguments, self.dim)
             arguments = example or arguments
         inputs, kwargs = move_leaves(arguments.inputs, self.devices[0]), move_leaves(arguments.kwargs, self.devices[0])
@@ -297,7 +306,6 @@ class DDPSync(RankSync):
     def __init__(self, model: DistributedModel) -> None:
         super().__init__(model.process_group)
         self._model = model
-        self._meets_ranks = meets_other_ranks(model.modules())
         self._parameters = model.reduced_parameters
         self._reduced = set(map(id, self._parameters))
         self._gradients: list[Tensor | None] = []  # those that the reducer has set, in its buckets
@@ -318,7 +326,7 @@ class DDPSync(RankSync):
 
     def count_micro_batches(self, count: int) -> int:
         """Returns ``count``, or the largest of any rank if layers of the model wait for every rank in each forward."""
-        return collectives.max_over_ranks(count, self._group) if self._meets_ranks else count
+        return collectives.max_over_ranks(count, self._group) if self._model.meets_ranks else count
 
     def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
         """Returns a power of two near the mean weight of a rank, as :meth:`agree_on_divisor` does."""
@@ -353,7 +361,6 @@ class DDPSync(RankSync):
         self._has_begun, self._is_reducing = False, True
         roots = [loss for loss in losses if loss.requires_grad]
         self._run_reducing(roots or [self._model.zero()], divisor)
-        self._remember_buckets()
 
     def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
         """Returns loss and weight of all ranks. The host waits for them, but not for the backward.
@@ -367,6 +374,12 @@ class DDPSync(RankSync):
         total, weight, *digests = self._agree(self._local(), settings().digest(), out_of_memory=self._is_abandoned)
         self._refuse_failures()
         settings().check(*digests)
+        if not self._gradients:
+            self._model.rebuild_buckets()
+            gradients = [parameter.grad for parameter in self._parameters]
+            self._gradients = [None if tensor is None or tensor.layout != torch.strided else tensor for tensor in gradients]
+            buckets = [base_of(gradient) for gradient in self._gradients if gradient is not None]
+            self._buckets = list({id(bucket): bucket for bucket in buckets}.values())
         if self._has_unused:
             forget_unused(self._parameters, self._model.record.used, self._group)
         return LossSum(torch.full_like(local.total, total), weight)
@@ -396,7 +409,7 @@ class DDPSync(RankSync):
 
         Ranks that wait in the backward of a synchronised layer cannot be told. They fail when this process ends.
         """
-        if self._is_reducing and not self._meets_ranks:
+        if self._is_reducing and not self._model.meets_ranks:
             self._model.begin_sparse_gradients()
             self._complete()
             self._agree(torch.zeros(2, dtype=torch.float64), [0.0, 0.0], out_of_memory=out_of_memory, others=not out_of_memory)
@@ -435,15 +448,6 @@ class DDPSync(RankSync):
         finally:
             self._model.agrees_on_unused = True
             self._model.record.stop()
-
-    def _remember_buckets(self) -> None:
-        """Keeps the gradients that the reducer has set, in its buckets. It makes them anew once, in the second update."""
-        gradients = [parameter.grad for parameter in self._parameters]
-        dense = [None if tensor is None or tensor.layout != torch.strided else tensor for tensor in gradients]
-        if any(tensor is not before for tensor, before in itertools.zip_longest(dense, self._gradients)):
-            self._gradients = dense
-            buckets = [base_of(gradient) for gradient in dense if gradient is not None]
-            self._buckets = list({id(bucket): bucket for bucket in buckets}.values())
 
     def _complete(self) -> None:
         """Runs the hooks of parameters that a failed backward has not reached. Other ranks wait for them."""

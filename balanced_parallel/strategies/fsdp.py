@@ -43,19 +43,23 @@ from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight, zero_of
 from ..runtime import collectives, torch_private
 from ..runtime.collectives import gather_objects, sum_over_ranks, world_size
+from ..runtime.devices import free_bytes, is_accelerator
 from ..runtime.torch_private import (
     BatchNorm,
     current_backward_id,
+    flatten,
+    forget_whole_gradients,
     is_sharded,
     local_tensors,
     run_after_backward,
+    versions,
     without_compilation,
 )
 from ..runtime.values import Precision
 from ..savings.checkpointing import find_blocks
 from ..training.accumulation import is_one
 from ..training.strategy import GradientSync, Settings, gradient_sync, run_backward
-from .ranks import RankModel, RankSync, copied, first_row, refuse_unshared, undone
+from .ranks import RankModel, RankSync, copied, first_row, forget_unused, refuse_unshared, undone
 
 __all__: list[str] = []
 
@@ -91,9 +95,10 @@ class ShardedModel(RankModel):
     ) -> None:
         super().__init__()
         self.module = module
+        self.group = collectives.host_group()
         self._set_rows(device, dim, precision, in_dims, out_dims)
-        self.gradients = ShardedGradients()
-        without_compilation(module).register_forward_hook(torch.compiler.disable(self.gradients.avoid_views))
+        self.gradients = ShardedGradients(self.group)
+        without_compilation(module).register_forward_hook(torch.compiler.disable(avoid_views))
         self.units = [cast(Any, unit) for unit in shard(module, mesh, self.precision, sends_of_rank0(device))]
         names = {id(part): name for name, part in without_compilation(module).named_modules()}
         for unit in self.units:
@@ -112,21 +117,34 @@ class ShardedModel(RankModel):
         return zero_of(*[leaf for _, leaf in leaves(list(outputs)) if isinstance(leaf, Tensor) and leaf.requires_grad])
 
     @contextlib.contextmanager
-    def summing(self) -> Iterator[None]:
-        """Sums gradients over the ranks in the block. Elsewhere they are averaged, as by ``DistributedDataParallel``."""
-        for unit in self.units:
-            unit.set_gradient_divide_factor(1.0)
+    def summing(self, *, is_reduced: bool) -> Iterator[None]:
+        """Sums gradients over the ranks in the block, or leaves them whole. Elsewhere they are averaged, as by DDP."""
+        self._set_reduction(1.0, is_reduced=is_reduced)
+        self.gradients.agrees, self.gradients.keeps_whole = False, not is_reduced
         try:
             yield
         finally:
-            for unit in self.units:
-                unit.set_gradient_divide_factor(float(world_size()))
+            self._set_reduction(float(world_size(self.group)), is_reduced=True)
+            self.gradients.agrees, self.gradients.keeps_whole = True, False
+
+    def _set_reduction(self, divisor: float, *, is_reduced: bool) -> None:
+        for unit in self.units:
+            unit.set_gradient_divide_factor(divisor)
+            unit.set_requires_gradient_sync(is_reduced, recurse=False)
+
+    def forget_gradients(self) -> None:
+        """Forgets all gradients, after a failure."""
+        for parameter in self.gradients.parameters:
+            parameter.grad = None
+        if hasattr(self.root, "reset_iter_state"):  # newer than torch 2.11
+            self.root.reset_iter_state()
+            forget_whole_gradients(self.units)
 
     def _run(self, method: str | None, arguments: Arguments | None) -> PerReplica:
         rows = 0 if arguments is None else count_rows(arguments, self.dim)
         self._keep_example(method, arguments, rows)
         example = self._examples[method]
-        if rows == 0 and example is not None and not (self._meets_ranks and arguments is not None):
+        if rows == 0 and example is not None and not (self.meets_ranks and arguments is not None):
             example = self._examples[method] = move_leaves(example, self.devices[0])  # once: the host would wait for each copy
             self.gradients.is_dummy = True
             try:
@@ -178,26 +196,50 @@ class ShardedModel(RankModel):
         """Keeps one row of the first forward. A rank without rows receives one from another rank."""
         if self._examples.get(method) is not None:
             return
-        has_rows = gather_objects(rows != 0)
+        has_rows = gather_objects(rows != 0, self.group)
         row = first_row(arguments, self.dim) if rows and arguments is not None else None
         if True in has_rows and not all(has_rows):
             source = has_rows.index(True)
-            shared = [move_leaves(row, torch.device("cpu")) if dist.get_rank() == source else None]
-            dist.broadcast_object_list(shared, source)
+            shared = [move_leaves(row, torch.device("cpu")) if collectives.rank(self.group) == source else None]
+            dist.broadcast_object_list(shared, group=self.group, group_src=source)
             row = row or shared[0]
         self._examples[method] = row
 
 
 class FSDPSync(RankSync):
-    """Sums gradients over ranks in each backward. Every rank takes part in the forwards of all others."""
+    """Sums gradients over ranks. Every rank takes part in the forwards of all others.
 
-    def __init__(self, model: ShardedModel) -> None:
-        super().__init__()
+    All ranks run as many micro-batches as in the update before (a round), some of them without rows, and then exchange loss,
+    weight and what else they must agree on. A rank that needs more micro-batches says so there, and another round begins.
+    In the first update, and where no forward of a rank may be without its rows, they ask for the largest number first.
+
+    With several micro-batches in a round, gradients stay whole until the last, if they fit into half of the free memory of
+    each rank: ``4 bytes x parameters`` more, in place of a reduction in each micro-batch.
+    """
+
+    def __init__(self, model: ShardedModel, *, is_coupled: bool) -> None:
+        super().__init__(model.group)
         self._model = model
+        self._always_asks = is_coupled or model.meets_ranks
+        self._round = 0  # micro-batches that all ranks run before they exchange anything; 0: they ask
+        self._updates = 0  # complete ones
+        self._keeps_whole = False  # gradients until the end of a round
+        self._divisor: Weight = 1.0  # of the last backward
+        self._begin_update()
+
+    def _begin_update(self) -> None:
+        self._ran = self._left = self._without_rows = 0  # micro-batches: all, those of this batch to come, those of other ranks
+        self._asks = self._always_asks or not self._round
+        self._local = None
 
     def count_micro_batches(self, count: int) -> int:
-        """Returns the largest ``count`` of any rank."""
-        return collectives.max_over_ranks(count)
+        """Returns ``count``, or the largest of any rank if the ranks ask for it."""
+        if self._asks:
+            return collectives.max_over_ranks(count, self._group)
+        self._left = count
+        if count and self._ran == self._round:
+            self._begin_round(count)
+        return count
 
     def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
         """Returns a power of two near the weight of all ranks, as :meth:`agree_on_divisor` does."""
@@ -205,27 +247,50 @@ class FSDPSync(RankSync):
 
     def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
         """Takes part in forwards of other ranks that this rank has no rows for. Yields zeros for :meth:`backward`."""
-        while count := collectives.max_over_ranks(0):
+        count = collectives.max_over_ranks(0, self._group) if self._asks else max(0, self._round - self._ran)
+        while count:
             for _ in range(count):
+                self._without_rows += 1
                 yield [self._model.forward_without_rows()]
+            count = collectives.max_over_ranks(0, self._group) if self._asks else 0
 
     def backward(self, losses: Sequence[Tensor], divisor: Weight, local: LossSum | None) -> None:
-        """Runs one backward, which reduces the gradients."""
+        """Runs one backward, which reduces the gradients, or keeps them whole until the end of the round."""
+        if self._ran == 0:
+            self._model.gradients.begin_update()
+        self._ran, self._left = self._ran + 1, self._left - 1
+        is_reduced = not self._keeps_whole or self._asks or self._ran >= self._round
+        self._divisor = divisor
         if local is not None:
             self.start(local)
-        with self._model.summing():
+        with self._model.summing(is_reduced=is_reduced):
             run_backward(losses, divisor)
+        if self._left > 0 and self._ran == self._round and not self._asks:
+            self._begin_round(self._left)
 
     def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
-        """Returns loss and weight of all ranks. The host waits for them, but not for the last backward."""
+        """Returns loss and weight of all ranks. The host waits for them, but not for the last backward.
+
+        Raises:
+            ValueError: the ranks have different settings.
+        """
         if self._local is None:  # no micro-batch was known to be the last
             self.start(local)
         assert self._local is not None
-        local_sums = self._local()
-        numbers = torch.cat([local_sums, local_sums.new_tensor(settings().digest())])
-        total, whole, *digests = collectives.sum_over_ranks(numbers).tolist()
-        self._local = None
+        numbers = [*self._local().tolist(), *settings().digest(), float(self._fits())]
+        while True:
+            has_rows, has_unused = self._without_rows == 0, self._model.gradients.has_unused
+            more, full, unused, total, whole, *digests, fits = self._exchange(0, [has_rows, has_unused, *numbers])
+            if not more:
+                break
+            self._begin_round(0, local)
         settings().check(*digests)
+        if unused:
+            self._model.gradients.forget_unused()
+        self._round = self._ran if full and not self._always_asks else 0  # otherwise no rank has needed so many
+        self._updates += 1
+        self._keeps_whole = self._keeps_whole or fits == collectives.world_size(self._group)
+        self._begin_update()
         return LossSum(torch.full_like(local.total, total), whole)
 
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
@@ -248,12 +313,37 @@ class FSDPSync(RankSync):
 
     def discard(self, *, out_of_memory: bool = False) -> None:
         """Forgets the gradients."""
-        self._local = None
-        for parameter in self._model.gradients.parameters:
-            parameter.grad = None
-        reset = getattr(self._model.root, "reset_iter_state", None)  # newer than torch 2.11
-        if reset is not None:
-            reset()
+        if self._ran:  # the failure is of all ranks, since the others would wait
+            self._round = 0
+        self._begin_update()
+        self._model.forget_gradients()
+
+    def _begin_round(self, count: int, local: LossSum | None = None) -> None:
+        """Begins another round, of as many micro-batches as the largest ``count`` of any rank. Without rows, it runs them.
+
+        Args:
+            count: micro-batches with rows of this rank.
+            local: loss and weight of a rank in :meth:`finish`, which has no rows.
+        """
+        if local is None:
+            self._exchange(1, [0.0] * 7)
+        self._round = self._ran + collectives.max_over_ranks(count, self._group)
+        while local is not None and self._ran < self._round:
+            self._without_rows += 1
+            zero = self._model.forward_without_rows()
+            self.backward([zero], self._divisor, None)
+
+    def _exchange(self, more: int, numbers: Sequence[float]) -> list[float]:
+        """Returns sums over all ranks: of ``more``, and of the numbers of ranks that have no more micro-batches."""
+        sums: list[float] = collectives.sum_over_ranks(torch.tensor([more, *numbers], dtype=torch.float64), self._group).tolist()
+        return sums
+
+    def _fits(self) -> bool:
+        """Returns True once, if whole gradients fit beside the state of the optimizer, and a failure can forget them."""
+        if self._updates != 1 or not hasattr(self._model.root, "reset_iter_state"):  # newer than torch 2.11
+            return False
+        needed, device = 4 * sum(parameter.numel() for parameter in self._model.gradients.parameters), self._model.devices[0]
+        return not is_accelerator(device) or needed <= free_bytes(device) // 2
 
 
 @gradient_sync.register
@@ -264,21 +354,37 @@ def _(model: ShardedModel, criterion: DataParallelCriterion) -> GradientSync:
             f"the criterion has a parameter {learned[0].removeprefix('module.')} to train, which is not sharded: make it part of "
             "the module, call requires_grad_(False) on it if it is frozen, as a teacher, or use strategy='ddp'"
         )
-    return FSDPSync(model)
+    return FSDPSync(model, is_coupled=criterion.is_coupled)
 
 
 class ShardedGradients:
-    """Completes the gradients of sharded modules in every backward."""
+    """Completes the gradients of sharded modules in every backward.
 
-    def __init__(self) -> None:
-        self.order = BlockOrder()
+    Args:
+        group: of the ranks.
+    """
+
+    def __init__(self, group: collectives.Group) -> None:
+        self.order = BlockOrder(group)
         self.is_dummy = False  # the present forward has no rows of this rank: its gradients are zeros
+        self.agrees = True  # with the other ranks, at the end of a backward; TrainStep does it behind several
+        self.keeps_whole = False  # the running backward: FSDP2 does not reduce its gradients
         self.parameters: list[nn.Parameter] = []  # the shards
-        self._units: list[list[tuple[nn.Module, str]]] = []
+        self._group = group
+        self._units: list[list[tuple[int, nn.Module, str]]] = []  # number, module and name of each parameter
         self._backward: int | None = None
         self._is_dummy = False  # of the running backward
-        self._used: set[tuple[int, int]] = set()
-        self._before: list[bool] = []
+        self.begin_update()
+
+    def begin_update(self) -> None:
+        """Begins to note the parameters that this rank uses."""
+        self._used: set[int] = set()
+        self._whole_gradients: dict[int, tuple[Tensor, int]] = {}  # whole gradients and their versions, after the backward before
+
+    @property
+    def has_unused(self) -> bool:
+        """Returns True if this rank has not used a parameter since the last update."""
+        return len(self._used) < len(self.parameters)
 
     def add(self, unit: nn.Module, name: str) -> None:
         """Completes the gradients of the parameters of a sharded module, without those that were added before."""
@@ -288,67 +394,79 @@ class ShardedGradients:
             for name, parameter in part.named_parameters(recurse=False):
                 if parameter.requires_grad and id(parameter) not in seen:
                     seen.add(id(parameter))
+                    slots.append((len(self.parameters), part, name))
                     self.parameters.append(parameter)
-                    slots.append((part, name))
-        number = len(self._units)
+        place = len(self._units)
         self._units.append(slots)
 
         def watch_inputs(module: nn.Module, inputs: Any, kwargs: Any) -> Any:
-            self.order.note(number)
-            return self._watch((inputs, kwargs), functools.partial(self.complete, number, is_dummy=self.is_dummy))
+            self.order.note(place)
+            values, rebuild = flatten((inputs, kwargs))  # as FSDP2 does
+            complete = functools.partial(self.complete, slots, is_dummy=self.is_dummy)
+            return rebuild(watch(values, complete))
 
         # runs after the hook of FSDP2, so its backward runs before; torch.compile leaves both out
         unit.register_forward_pre_hook(torch.compiler.disable(watch_inputs), with_kwargs=True)
 
-    def avoid_views(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        """Returns outputs of the root that are not views, of which FSDP2 warns. Callers get those of :meth:`watch_output`."""
-        return self._watch(output, lambda: None)
-
     def watch_output(self, output: Any) -> Any:
         """Returns the output of the root, connected to the beginning of its backward."""
-        return self._watch(output, functools.partial(self.begin, is_dummy=self.is_dummy))
-
-    def _watch(self, node: Any, at_backward: Callable[[], None]) -> Any:
-        tensors = [leaf for _, leaf in leaves(node) if isinstance(leaf, Tensor) and leaf.requires_grad]
-        if not tensors or not torch.is_grad_enabled():
-            return node
-        watched = iter(_Watch.apply(at_backward, *tensors))
-        return map_leaves(lambda leaf: next(watched) if isinstance(leaf, Tensor) and leaf.requires_grad else leaf, node)
+        watched = iter(watch([leaf for _, leaf in leaves(output)], functools.partial(self.begin, is_dummy=self.is_dummy)))
+        return map_leaves(lambda _: next(watched), output)
 
     def begin(self, *, is_dummy: bool) -> None:
         """Begins a backward. This runs before the hooks of FSDP2, so its callback at the end runs before theirs."""
         if self._backward != current_backward_id():
             self.order.compare()
-            self._backward, self._is_dummy, self._used = current_backward_id(), is_dummy, set()
-            self._before = [parameter.grad is not None for parameter in self.parameters]
+            self._backward, self._is_dummy = current_backward_id(), is_dummy
+            if self.agrees:
+                self.begin_update()
+                self._used.update(number for number, parameter in enumerate(self.parameters) if parameter.grad is not None)
             run_after_backward(self._end)
         self._is_dummy = self._is_dummy and is_dummy
 
-    def complete(self, number: int, *, is_dummy: bool) -> None:
+    def complete(self, slots: Sequence[tuple[int, nn.Module, str]], *, is_dummy: bool) -> None:
         """Sets the missing gradients of a unit to zeros; all of them after a forward without rows."""
-        for index, (part, name) in enumerate(self._units[number]):
+        for number, part, name in slots:
             parameter = part.get_parameter(name)
             if is_sharded(parameter):
                 return  # a shard: this unit has not run, or is reduced already
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
+            gradient = parameter.grad
+            before, version = self._whole_gradients.pop(number, (None, 0))
+            if gradient is None:
+                gradient = parameter.grad = torch.zeros_like(parameter)
             elif is_dummy:
-                parameter.grad.zero_()
-            else:
-                self._used.add((number, index))
+                if gradient is not before:
+                    gradient.zero_()
+            elif gradient is not before or versions([gradient]) != [version]:
+                self._used.add(number)
+            if self.keeps_whole:
+                self._whole_gradients[number] = gradient, versions([gradient])[0]
+
+    def forget_unused(self) -> None:
+        """Sets the gradients of parameters that no rank has used to None."""
+        forget_unused(self.parameters, self._used, self._group)
 
     def _end(self) -> None:
-        """Completes the units that FSDP2 reduces at the end of the backward, and looks for unused parameters after it."""
-        for number in range(len(self._units)):
-            self.complete(number, is_dummy=self._is_dummy)
-        run_after_backward(self._forget_unused)
+        """Completes the units that FSDP2 reduces at the end of the backward."""
+        for slots in self._units:
+            self.complete(slots, is_dummy=self._is_dummy)
+        if self.agrees:
+            run_after_backward(self.forget_unused)  # behind FSDP2's
 
-    def _forget_unused(self) -> None:
-        places = [(number, index) for number, slots in enumerate(self._units) for index in range(len(slots))]
-        used = sum_over_ranks(torch.tensor([place in self._used for place in places], dtype=torch.int32)).tolist()
-        for parameter, count, had_gradient in zip(self.parameters, used, self._before, strict=True):
-            if not count and not had_gradient:
-                parameter.grad = None
+
+def avoid_views(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """Returns outputs of the root that are not views, of which FSDP2 warns. Callers get those of :meth:`watch_output`."""
+    values, rebuild = flatten(output)
+    return rebuild(watch(values, lambda: None))
+
+
+def watch(values: list[Any], at_backward: Callable[[], None]) -> list[Any]:
+    """Returns values whose backward calls ``at_backward`` once, after the gradients of all of them are there."""
+    tensors = [value for value in values if isinstance(value, Tensor) and value.requires_grad] if torch.is_grad_enabled() else ()
+    if not tensors:
+        return values
+    watched = iter(_Watch.apply(at_backward, *tensors))
+    return [next(watched) if isinstance(value, Tensor) and value.requires_grad else value for value in values]
 
 
 class _Watch(torch.autograd.Function):
@@ -430,7 +548,7 @@ def _count_uses(module: nn.Module) -> Counter[int]:
 
 
 def sends_of_rank0(device: torch.device) -> Callable[[nn.Module], None]:
-    """Returns a function that moves a part of a module to a device, with the parameters and buffers of rank 0.
+    """Returns a function that moves a part of a module to a device, with the parameters and buffers of the group's rank 0.
 
     No device has all parts at once. Tensors on ``meta`` stay, and a tensor is sent once.
     """
@@ -440,17 +558,27 @@ def sends_of_rank0(device: torch.device) -> Callable[[nn.Module], None]:
         for tensor in (*module.parameters(), *module.buffers()):
             if id(tensor) not in sent and not is_sharded(tensor) and not tensor.is_meta:
                 tensor.data = tensor.data.to(device)
-                dist.broadcast(tensor.data, 0)
+                dist.broadcast(tensor.data, group=collectives.batch_group(), group_src=0)
                 sent.add(id(tensor))
 
     return send
 
 
 class BlockOrder:
-    """The blocks that this rank has run since the ranks last compared them."""
+    """The blocks that this rank has run since its last backward or evaluation.
 
-    def __init__(self) -> None:
+    The ranks compare their orders when that of a rank is another than in its last comparison. If only one rank changes its order,
+    it waits in the comparison and the others wait for its shards, until the timeout of the process group: the comparison has a
+    group of its own, so that collectives never meet others.
+
+    Args:
+        group: of the ranks, for the comparison.
+    """
+
+    def __init__(self, group: collectives.Group = None) -> None:
+        self._group = group
         self._ran: list[int] = []
+        self._compared: list[int] | None = None
         self._names: list[str] = []
 
     def add(self, name: str) -> None:
@@ -462,19 +590,20 @@ class BlockOrder:
         self._ran.append(number)
 
     def compare(self) -> None:
-        """Compares the blocks of all ranks, and begins anew.
+        """Compares the blocks of all ranks if they are new, and begins anew.
 
         Raises:
             RuntimeError: a rank has run others.
         """
         ran, self._ran = self._ran, []
-        if not self._names[1:]:
-            return  # the root alone has no order
-        digest = zlib.crc32(str(ran).encode()) % 2**20  # its square, summed over the ranks, fits into 64 bits
-        total, squares = sum_over_ranks(torch.tensor([digest, digest * digest])).tolist()
-        if world_size() * squares == total * total:  # no variance
+        if ran == self._compared or not self._names[1:]:  # the root alone has no order
             return
-        orders = gather_objects([self._names[number] for number in ran])
+        digest = zlib.crc32(str(ran).encode()) % 2**20  # its square, summed over the ranks, fits into 64 bits
+        total, squares = sum_over_ranks(torch.tensor([digest, digest * digest]), self._group).tolist()
+        if world_size(self._group) * squares == total * total:  # no variance
+            self._compared = ran
+            return
+        orders = gather_objects([self._names[number] for number in ran], self._group)
         rank, expected, block = next(
             (rank, *blocks)
             for rank, order in enumerate(orders)

@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ..batch.containers import Dims, check_dim
 from ..loss.criterion import DataParallelCriterion
@@ -16,6 +18,7 @@ from ..loss.sums import Criterion
 from ..replicas.batchnorm import use_torch_sync_batchnorm
 from ..replicas.model import DataParallelModel
 from ..replicas.module_tree import check_module, refuse_rescaled, rescaled_embeddings
+from ..runtime import collectives
 from ..runtime.collectives import max_over_ranks, rank, world_size
 from ..runtime.devices import DeviceLike, free_bytes, is_accelerator
 from ..runtime.values import Precision, format_bytes
@@ -43,6 +46,7 @@ class _Options(TypedDict, total=False):
     out_dims: Dims
     strategy: Strategy
     compress: Literal["bf16", "fp16"] | None
+    mesh: DeviceMesh | None
 
 
 @overload
@@ -75,6 +79,7 @@ def parallelize(
     out_dims: Dims = None,
     strategy: Strategy = "auto",
     compress: Literal["bf16", "fp16"] | None = None,
+    mesh: DeviceMesh | None = None,
 ) -> Model | tuple[Model, DataParallelCriterion]:
     """Wraps a model and a criterion for all devices, in one process or under torchrun, with the same losses and gradients.
 
@@ -98,6 +103,9 @@ def parallelize(
             over several hosts shards over the devices of each host and copies over the hosts, if a host has room for a copy.
         compress: ``"bf16"`` or ``"fp16"`` reduces the gradients of ``"ddp"`` in half the bytes, by torch's communication hooks.
             ``"auto"`` is ``"ddp"`` then.
+        mesh: a ``DeviceMesh`` with the ranks that share a batch, such as ``mesh["data"]``, if others compute with the same rows
+            (tensor or context parallelism); ``None`` is all ranks. It has one dimension, or for ``"fsdp"`` two: copies and
+            shards. Each rank belongs to one such mesh, and all models of a program have the same.
 
     Returns:
         The model and the criterion, or the model alone if no criterion was given.
@@ -129,13 +137,16 @@ def parallelize(
             "script with torchrun, or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT"
         )
     if environment is None:
+        if mesh is not None:
+            raise ValueError("mesh= was given in one process, expected None: it is for the ranks that torchrun starts")
         model: Model = DataParallelModel(module, device_ids, split=split, **settings)
     else:
         if split is not None:
             raise ValueError(f"split={split!r} was given under torchrun, expected None: each rank passes its own rows")
         device = rank_device(environment, device_ids)
         join_process_group(environment, device)
-        model = _rank_model(module, wrapped, device, environment, settings, strategy, compress)
+        collectives.share_batches(group_of(mesh, strategy))
+        model = _rank_model(module, wrapped, device, environment, settings, strategy, compress, mesh)
     return model if wrapped is None else (model, wrapped)
 
 
@@ -157,6 +168,7 @@ def _rank_model(
     settings: dict[str, Any],
     strategy: Strategy,
     compress: str | None,
+    mesh: DeviceMesh | None,
 ) -> Model:
     is_frozen = criterion is None and not any(parameter.requires_grad for parameter in module.parameters())
     if world_size() == 1 or (is_frozen and strategy != "fsdp"):
@@ -165,17 +177,39 @@ def _rank_model(
     compared["precision"] = Precision(settings["precision"] or "fp32").name
     check_agreement(module, compared | describe_criterion(criterion))
     refuse_rescaled(rescaled_embeddings(module))
-    if strategy == "auto" and compress is None:
+    if strategy == "auto" and mesh is not None and mesh.ndim == 2:
+        strategy = "fsdp"
+    elif strategy == "auto" and compress is None:
         strategy = choose_strategy(module, device, environment)
     if device.type == "cuda":
         use_torch_sync_batchnorm(module)
     if strategy == "fsdp":
-        return ShardedModel(module, make_mesh(module, device, environment), device, **settings)
+        mesh = make_mesh(module, device, environment) if mesh is None else mesh
+        return ShardedModel(module, mesh, device, **settings)
     plain = None if criterion is None else criterion.to(device).module
     model = DistributedModel(module.to(device), device, criterion=plain, **settings)
     if compress is not None:
         model.compress_gradients(compress)
     return model
+
+
+def group_of(mesh: DeviceMesh | None, strategy: str) -> collectives.Group:
+    """Returns the process group of a device mesh; None for all ranks. All ranks call this.
+
+    Raises:
+        ValueError: it has too many dimensions.
+    """
+    if mesh is None:
+        return None
+    if mesh.ndim > (1 if strategy == "ddp" else 2):
+        raise ValueError(
+            f"mesh= has the dimensions {mesh.mesh_dim_names or mesh.ndim}, expected one, of the ranks that share a batch, as in "
+            "mesh['data'], or two with strategy='fsdp': copies and shards"
+        )
+    group: collectives.Group = (
+        mesh.get_group() if mesh.ndim == 1 else dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
+    )
+    return group
 
 
 def check_strategy(strategy: str, compress: str | None, environment: TorchrunEnvironment | None) -> None:
@@ -220,10 +254,8 @@ def choose_strategy(module: nn.Module, device: torch.device, environment: Torchr
     return strategy
 
 
-def make_mesh(module: nn.Module, device: torch.device, environment: TorchrunEnvironment) -> Any:
+def make_mesh(module: nn.Module, device: torch.device, environment: TorchrunEnvironment) -> DeviceMesh:
     """Returns the device mesh of the ranks: shards over one host and copies over the hosts, if a host has room for a copy."""
-    from torch.distributed.device_mesh import init_device_mesh
-
     ranks, local = world_size(), environment.local_world_size
     fits = not is_accelerator(device) or state_bytes(module) // local <= free_bytes(device) // 2
     if 1 < local < ranks and ranks % local == 0 and not max_over_ranks(not fits):

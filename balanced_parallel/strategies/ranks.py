@@ -40,7 +40,7 @@ class RankModel(nn.Module):
         self.in_dims = in_dims
         self.out_dims = dim if out_dims is None else out_dims
         self.precision = Precision("fp32" if precision is None else precision)
-        self._meets_ranks = meets_other_ranks(self.module.modules())
+        self.meets_ranks = meets_other_ranks(self.module.modules())
         self._examples: dict[str | None, Arguments | None] = {}  # one row for each method
 
     def forward(self, *inputs: Any, **kwargs: Any) -> PerReplica:

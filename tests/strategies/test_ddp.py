@@ -51,8 +51,7 @@ def check_memory(rank):
     net = nn.Sequential(*[nn.Linear(500, 500, bias=False) for _ in range(8)])
     model, criterion = parallelize(net, nn.MSELoss())
     step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=2)
-    for _ in range(2):  # the reducer makes its buckets anew after the first
-        step(torch.randn(6, 500), torch.randn(6, 500))
+    step(torch.randn(6, 500), torch.randn(6, 500))
     buckets = {parameter.grad.untyped_storage().data_ptr() for parameter in net.parameters()}
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         for _ in range(3):
@@ -350,8 +349,7 @@ def check_waits(rank, place, class_weights, precision):
         inputs, targets = torch.randn(5 - 2 * rank, 4).pin_memory(), class_targets(5 - 2 * rank, ignored=1).pin_memory()
         if place == "device":
             inputs, targets = inputs.to(device), targets.to(device)
-        for _ in range(2):  # the reducer makes its buckets anew after the first
-            step(inputs, targets)
+        step(inputs, targets)
         before = len(cluster.waits)
         for _ in range(2):
             loss = step(inputs, targets)

@@ -1,0 +1,123 @@
+"""Collectives of FSDP2: one of the hosts in each update, and one reduction of gradients that stay whole until then."""
+
+import pytest
+import torch
+from helpers.fsdp import whole_gradients
+from helpers.problems import assert_same_gradients, build_net, class_targets, plain_program
+from helpers.ranks import run_ranks
+from torch import nn
+
+from balanced_parallel import TrainStep, parallelize
+
+
+def words_of(work):
+    """Returns the collectives of the hosts: those besides the all-gathers of parameters and the reductions of gradients."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        work()
+    events = profiler.key_averages()
+    return sum(event.count for event in events if event.key in ("c10d::allreduce_", "c10d::allgather_", "c10d::broadcast_"))
+
+
+# rows of each rank: alike, as many micro-batches on each, fewer on one, more on one, fewer on both, none on one
+SIZES = [[4, 4], [4, 4], [4, 3], [4, 1], [4, 4], [4, 9], [10, 9], [2, 1], [2, 1], [2, 1], [0, 4], [0, 4]]
+
+
+def check_words(rank):
+    torch.set_default_dtype(torch.float64)
+    plain, counts = build_net(), []
+    model, criterion = parallelize(build_net(), nn.CrossEntropyLoss(), strategy="fsdp")
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=2)
+    for number, sizes in enumerate(
+        [[4, 4], [4, 4], [4, 3], [4, 1], [4, 4], [4, 9], [10, 9], [2, 1], [2, 1], [2, 1], [0, 4], [0, 4]]
+    ):
+        torch.manual_seed(number)
+        inputs, targets = torch.randn(sum(sizes), 4), class_targets(sum(sizes), ignored=1)
+        loss, expected = plain_program(plain, nn.CrossEntropyLoss(), inputs, targets)
+        mine = inputs.split(sizes)[rank], targets.split(sizes)[rank]
+        losses = []
+        counts.append(words_of(lambda: losses.append(step(*mine))))  # noqa: B023
+        torch.testing.assert_close(losses[0], loss, rtol=1e-10, atol=1e-10)
+        assert_same_gradients(whole_gradients(model.module), expected)
+    return counts
+
+
+def test_hosts_exchange_once_per_update_while_the_number_of_micro_batches_stays():
+    counts, others = run_ranks(2, check_words)
+    assert counts == others
+    assert counts[1:5] == [1, 1, 1, 1]
+    assert counts[5] > 1  # a rank needs more
+    assert counts[6:8] == [1, 1]  # the second one runs forwards that no rank needs
+    assert counts[8] > 1
+    assert counts[9] == 1
+
+
+def reductions_of(work):
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        work()
+    return sum(event.count for event in profiler.key_averages() if event.key == "c10d::_reduce_scatter_base_")
+
+
+class Branches(nn.Module):
+    """Uses another part of its block in each micro-batch, and one of them never."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Branch() for _ in range(2))
+        self.last = nn.Linear(4, 5)
+
+    def forward(self, inputs):
+        for block in self.blocks:
+            inputs = block(inputs)
+        return self.last(inputs)
+
+
+class Branch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.never = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, inputs):
+        chosen = inputs[:, :1] > 0
+        if chosen.any():
+            inputs = inputs + chosen * self.first(inputs)
+        return inputs if chosen.all() else inputs + ~chosen * self.second(inputs)
+
+
+def check_whole_gradients(rank, precision):
+    """From the third update on, gradients are reduced once. Rank 1 has no rows in the last micro-batches."""
+    torch.manual_seed(1)
+    inputs, targets = torch.randn(10, 4), class_targets(10)
+    inputs[:, 0] = inputs[:, 0].abs() * torch.tensor([1, 1, -1, -1, -1, -1, 1, 1, -1, -1])
+    sizes = [6, 4]
+    mine = inputs.split(sizes)[rank], targets.split(sizes)[rank]
+    plain = Branches()
+    loss, expected = plain_program(plain, nn.CrossEntropyLoss(), inputs, targets)
+    model, criterion = parallelize(Branches(), nn.CrossEntropyLoss(), precision=precision, strategy="fsdp")
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), micro_batch_size=2)
+    tolerance = 1e-5 if precision == "fp32" else 5e-2
+    counts, fails = [], False
+
+    def fail(gradient):
+        if fails:
+            raise ValueError("a failure of all ranks")
+
+    model.module.blocks[0].register_forward_hook(lambda *of: of[2].register_hook(fail) and None)
+    for number in range(6):
+        fails = number == 4
+        if fails:
+            with pytest.raises(ValueError, match="a failure of all ranks"):
+                step(*mine)
+            continue
+        found = []
+        counts.append(reductions_of(lambda: found.append(step(*mine))))  # noqa: B023
+        torch.testing.assert_close(found[0], loss, rtol=tolerance, atol=tolerance)
+        assert_same_gradients(whole_gradients(model.module), expected, tolerance)
+        assert model.module.blocks[0].never.weight.grad is None
+    return counts
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gradients_stay_whole_until_the_last_micro_batch(precision):
+    counts = run_ranks(2, check_whole_gradients, precision)
+    assert counts == [[9, 9, 3, 3, 9]] * 2  # three units; ranks ask again after a failure

@@ -1,0 +1,103 @@
+"""Ranks that share a batch are a dimension of a mesh: the others compute with the same rows."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.fsdp import Language, language_batch
+from helpers.ranks import run_ranks
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from balanced_parallel import Checkpoints, RankBatchSampler, TrainStep, convert_sync_batchnorm, gather, parallelize
+from balanced_parallel.strategies.ddp import DistributedModel
+
+
+def build():
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 5)
+    return convert_sync_batchnorm(nn.Sequential(*layers)).double()
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def train(place, mesh, strategy):
+    """Returns the losses and parameters of updates by TrainStep and by hand, with uneven rows, dropout and batch norm."""
+    module, sizes = build() if strategy == "ddp" else Language(0.5).double(), [6, 4]
+    model, criterion = parallelize(module, nn.CrossEntropyLoss(), strategy=strategy, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step = TrainStep(model, criterion, optimizer, micro_batch_size=3, max_grad_norm=1.0)
+    inputs, targets = language_batch(10)
+    if strategy == "ddp":
+        inputs, targets = torch.nn.functional.one_hot(inputs[:, 0] % 4, 4).double(), targets[:, 0] % 5
+    inputs, targets = inputs.split(sizes)[place], targets.split(sizes)[place]
+    losses = [step(inputs, targets).item() for _ in range(3)]
+    for _ in range(2):
+        optimizer.zero_grad()
+        loss = criterion(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    with torch.no_grad():
+        outputs = gather(model.eval()(inputs))
+    sampler = RankBatchSampler(range(10), 10)
+    return losses, [whole(parameter).tolist() for parameter in model.parameters()], outputs.tolist(), [*sampler]
+
+
+def train_on_a_mesh(rank, strategy):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "copies"))
+    result = train(rank // 2, mesh["data"], strategy)
+    frozen = parallelize(nn.Linear(2, 2).requires_grad_(False))  # keeps the ranks
+    assert frozen(torch.zeros(3, 2)).sizes == (3,)
+    with pytest.raises(ValueError, match=r"mesh= has the ranks \[.*\], and a model before has \[.*expected the same ranks"):
+        parallelize(nn.Linear(2, 2), mesh=mesh["copies"])
+    with pytest.raises(ValueError, match=r"mesh= has the dimensions \('data', 'copies'\), expected one, of the ranks"):
+        parallelize(nn.Linear(2, 2), mesh=mesh, strategy="ddp")
+    with pytest.raises(ValueError, match="Checkpoints with mesh= of 2 of 4 ranks, expected all ranks"):
+        Checkpoints("unused", model=nn.Linear(2, 2)).load_latest()
+    return result
+
+
+def train_without_a_mesh(rank, strategy):
+    return train(rank, None, strategy)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_ranks_that_compute_with_the_same_rows_change_no_number(strategy):
+    expected = run_ranks(2, train_without_a_mesh, strategy, fresh=True)
+    found = run_ranks(4, train_on_a_mesh, strategy, fresh=True)
+    for rank, result in enumerate(found):
+        assert result == expected[rank // 2]
+
+
+def shard_with_copies(rank):
+    """Two copies of shards over two ranks, and the whole world as one dimension."""
+    words, targets = language_batch(8)
+    plain = Language().double()
+    loss = F.cross_entropy(plain(words), targets)
+    loss.backward()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    for dimensions, strategy in ((mesh, "auto"), (init_device_mesh("cpu", (4,)), "auto")):
+        model, criterion = parallelize(copy.deepcopy(plain), nn.CrossEntropyLoss(), mesh=dimensions, strategy=strategy)
+        assert isinstance(model, DistributedModel) == (dimensions.ndim == 1)
+        model.zero_grad()
+        rows = words.split(2)[rank], targets.split(2)[rank]
+        found = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0))(*rows)
+        torch.testing.assert_close(found, loss.detach())
+        for one, other in zip(model.module.parameters(), plain.parameters(), strict=True):
+            assert (one.grad is None) == (other.grad is None)
+            if other.grad is not None:
+                torch.testing.assert_close(whole(one.grad), other.grad, rtol=1e-10, atol=1e-10)
+    return True
+
+
+def test_a_mesh_may_have_copies_and_shards():
+    assert run_ranks(4, shard_with_copies, fresh=True) == [True] * 4
+
+
+def test_a_mesh_in_one_process_raises_an_error():
+    with pytest.raises(ValueError, match="mesh= was given in one process, expected None"):
+        parallelize(nn.Linear(2, 2), device_ids=["cpu"], mesh=object())
