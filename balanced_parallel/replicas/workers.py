@@ -372,26 +372,16 @@ def _as_subclass(error: BaseException, place: str) -> BaseException:
 
 @dataclass(frozen=True)
 class ThreadState:
-    """State of a thread, as ``with`` blocks of torch set it.
-
-    Attributes:
-        grad, inference: gradient and inference mode.
-        autocast: flag and dtype per device type.
-        autocast_cache: autocast keeps the parameters that it has cast.
-        threads: number of threads of an operator on the CPU. OpenMP has a number per thread.
-        saved_tensor_hooks: the pair of hooks of ``torch.autograd.graph.saved_tensors_hooks``.
-        function_modes: ``TorchFunctionMode`` objects, the last one called first. The default device is one.
-        dispatch_modes: ``TorchDispatchMode`` objects, the last one called first.
-    """
+    """State of a thread, as ``with`` blocks of torch set it."""
 
     grad: bool
     inference: bool
-    autocast: list[tuple[str, bool, torch.dtype]]
-    autocast_cache: bool
-    threads: int
+    autocast: list[tuple[str, bool, torch.dtype]]  # flag and dtype per device type
+    autocast_cache: bool  # autocast keeps the parameters that it has cast
+    threads: int  # of an operator on the CPU: OpenMP has a number per thread
     saved_tensor_hooks: torch_private.Hooks | None
-    function_modes: tuple[overrides.TorchFunctionMode, ...]
-    dispatch_modes: tuple[TorchDispatchMode, ...]
+    function_modes: tuple[overrides.TorchFunctionMode, ...]  # the last one called first; the default device is one
+    dispatch_modes: tuple[TorchDispatchMode, ...]  # the last one called first
 
     @classmethod
     def capture(cls, devices: Sequence[torch.device]) -> "ThreadState":

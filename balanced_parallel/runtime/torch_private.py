@@ -254,9 +254,7 @@ def uncompiled_name(name: str) -> str:
 # dataclasses and mappings of other types.
 
 
-def leaves_of_tree(tree: Any) -> list[Any]:
-    """Returns all values of nested lists, tuples and dictionaries that are not containers."""
-    return tree_leaves(tree)
+leaves_of_tree = tree_leaves  # all values of nested lists, tuples and dictionaries that are not containers
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:
