@@ -237,15 +237,7 @@ class Bucket:
         return returned
 
     def reduce(self) -> None:
-        """Sums the gradients that the replicas hold into the parameters' ``grad``, or to the owners.
-
-        Owners take ``grad`` away. Gradients in buckets of other modules that wait for it are added before.
-        """
-        shared = set(map(id, self.parameters)) if self.owners is not None else set()
-        for reference in _buckets.valuerefs() if shared else ():
-            bucket = reference()
-            if bucket is not None and bucket.held and bucket.owners is None and not shared.isdisjoint(map(id, bucket.parameters)):
-                bucket.reduce()
+        """Sums the gradients that the replicas hold into the parameters' ``grad``, or to the owners, which take ``grad`` away."""
         self._prepare(takes_local=True)()
 
     @torch.no_grad()
@@ -399,7 +391,14 @@ class GradientBuckets:
         self.side = side
 
     def reduce(self) -> None:
-        """Sums the gradients that the replicas hold."""
+        """Sums the gradients that the replicas hold, after those of other modules that wait for a ``grad`` that owners take."""
+        if self.is_sharded:
+            buckets = [bucket for reference in _buckets.valuerefs() if (bucket := reference()) is not None]
+            waiting = [bucket for bucket in buckets if bucket.held and bucket.owners is None]
+            owned = {id(p) for bucket in self.buckets if bucket.owners for p in bucket.parameters} if waiting else set()
+            for bucket in waiting:
+                if not owned.isdisjoint(map(id, bucket.parameters)):
+                    bucket.reduce()
         for bucket in self.buckets:
             bucket.reduce()
 
