@@ -342,7 +342,7 @@ class _Broadcast(torch.autograd.Function):
         replicas = [list(gradients[start : start + ctx.size]) for start in range(0, len(gradients), ctx.size)]
         with on_streams(schedule.streams):
             if schedule.side is not None:
-                schedule.side.join()
+                schedule.side.begin()
             if bucket.goes_to_autograd(schedule):
                 return (None, None, None, *add_up(bucket.parameters, replicas, bucket.parameters[0].device))
             nodes = [node for node, _ in ctx.next_functions]
