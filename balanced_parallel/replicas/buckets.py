@@ -117,11 +117,6 @@ class GradientSum:
         return self._sums
 
 
-def add_up(leaves: Sequence[Tensor], replicas: Sequence[Gradients], device: torch.device) -> Gradients:
-    """Returns the sums over the replicas, in their order, on ``device``; None if no replica has a gradient."""
-    return GradientSum(leaves, replicas, device).compute()
-
-
 def _add_in_turn(gradients: Gradients, device: torch.device, is_copy: bool) -> Tensor | None:
     present = [gradient for gradient in gradients if gradient is not None]
     if not present:
@@ -184,12 +179,11 @@ class Bucket:
 
     Args:
         parameters: of one dtype, on one device, all with ``requires_grad``.
-        owners: receive the gradients in place of the parameters' ``grad``.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], owners: Owners | None = None) -> None:
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
-        self.owners = owners
+        self.owners: Owners | None = None  # receive the gradients in place of the parameters' ``grad``
         self.held: dict[torch.device, Gradients] = {}  # not reduced yet, of the other replicas
         self._local: dict[int, weakref.ref[Tensor]] = {}  # by place of the parameter, the ``grad`` that others wait for
         self._lock = threading.RLock()  # backwards may run in several threads
@@ -221,7 +215,7 @@ class Bucket:
         returned: Gradients = [None] * len(wanted)
         if None in wanted:
             passed_on = [_only(gradients, [want is None for want in wanted]) for gradients in replicas]
-            returned = add_up(self.parameters, passed_on, self._home)
+            returned = GradientSum(self.parameters, passed_on, self._home).compute()
         accumulated = [_only(gradients, [want is True for want in wanted]) for gradients in replicas]
         self._hold(dict(zip(schedule.streams, accumulated, strict=True)), schedule.deferred)
         if schedule.deferred:
@@ -344,7 +338,8 @@ class _Broadcast(torch.autograd.Function):
             if schedule.side is not None:
                 schedule.side.begin()
             if bucket.goes_to_autograd(schedule):
-                return (None, None, None, *add_up(bucket.parameters, replicas, bucket.parameters[0].device))
+                sums = GradientSum(bucket.parameters, replicas, bucket.parameters[0].device)
+                return (None, None, None, *sums.compute())
             nodes = [node for node, _ in ctx.next_functions]
             wanted = [  # a parameter without requires_grad has no node
                 None if has_gradient_hooks(parameter) else node is not None and will_run(node)
