@@ -111,9 +111,13 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 def saved_tensor_hooks() -> Hooks | None:
-    """Returns the last pair of ``saved_tensors_hooks``, which torch applies. No public function reads it."""
+    """Returns the last pair of ``saved_tensors_hooks``, which torch applies. No public function reads it.
+
+    Hooks of activation checkpointing are left out. They recompute when a saved tensor is needed. The backwards of several devices
+    would do so at the same time, and fail.
+    """
     hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks
+    return None if hooks is None or hooks[0].__module__ == "torch.utils.checkpoint" else hooks
 
 
 # Properties of tensors.

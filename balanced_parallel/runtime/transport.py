@@ -120,7 +120,7 @@ def layout_of(tensor: Tensor) -> MemoryLayout:
 def pack(layouts: Sequence[MemoryLayout], tensors: Sequence[Tensor], size: int = 0) -> Tensor:
     """Returns the tensors in one flat tensor, followed by zeros up to ``size`` elements. A single tensor is not copied."""
     rows = [layout.flatten(tensor) for layout, tensor in zip(layouts, tensors, strict=True)]
-    missing = size - sum(row.numel() for row in rows)
+    missing = size - sum(map(torch.numel, rows))
     if missing > 0:
         rows.append(tensors[0].new_zeros(missing))
     flat = rows[0] if len(rows) == 1 else torch.cat(rows)
