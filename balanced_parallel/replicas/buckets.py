@@ -117,11 +117,6 @@ class GradientSum:
         return self._sums
 
 
-def add_up(leaves: Sequence[Tensor], replicas: Sequence[Gradients], device: torch.device) -> Gradients:
-    """Returns the sums over the replicas, in their order, on ``device``; None if no replica has a gradient."""
-    return GradientSum(leaves, replicas, device).compute()
-
-
 def _add_in_turn(gradients: Gradients, device: torch.device, is_copy: bool) -> Tensor | None:
     present = [gradient for gradient in gradients if gradient is not None]
     if not present:
@@ -184,12 +179,11 @@ class Bucket:
 
     Args:
         parameters: of one dtype, on one device, all with ``requires_grad``.
-        owners: receive the gradients in place of the parameters' ``grad``.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], owners: Owners | None = None) -> None:
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
-        self.owners = owners
+        self.owners: Owners | None = None  # receive the gradients in place of the parameters' ``grad``
         self.held: dict[torch.device, Gradients] = {}  # not reduced yet, of the other replicas
         self._local: dict[int, weakref.ref[Tensor]] = {}  # by place of the parameter, the ``grad`` that others wait for
         self._lock = threading.RLock()  # backwards may run in several threads
@@ -221,7 +215,7 @@ class Bucket:
         returned: Gradients = [None] * len(wanted)
         if None in wanted:
             passed_on = [_only(gradients, [want is None for want in wanted]) for gradients in replicas]
-            returned = add_up(self.parameters, passed_on, self._home)
+            returned = GradientSum(self.parameters, passed_on, self._home).compute()
         accumulated = [_only(gradients, [want is True for want in wanted]) for gradients in replicas]
         self._hold(dict(zip(schedule.streams, accumulated, strict=True)), schedule.deferred)
         if schedule.deferred:
@@ -237,15 +231,7 @@ class Bucket:
         return returned
 
     def reduce(self) -> None:
-        """Sums the gradients that the replicas hold into the parameters' ``grad``, or to the owners.
-
-        Owners take ``grad`` away. Gradients in buckets of other modules that wait for it are added before.
-        """
-        shared = set(map(id, self.parameters)) if self.owners is not None else set()
-        for reference in _buckets.valuerefs() if shared else ():
-            bucket = reference()
-            if bucket is not None and bucket.held and bucket.owners is None and not shared.isdisjoint(map(id, bucket.parameters)):
-                bucket.reduce()
+        """Sums the gradients that the replicas hold into the parameters' ``grad``, or to the owners, which take ``grad`` away."""
         self._prepare(takes_local=True)()
 
     @torch.no_grad()
@@ -350,9 +336,10 @@ class _Broadcast(torch.autograd.Function):
         replicas = [list(gradients[start : start + ctx.size]) for start in range(0, len(gradients), ctx.size)]
         with on_streams(schedule.streams):
             if schedule.side is not None:
-                schedule.side.join()
+                schedule.side.begin()
             if bucket.goes_to_autograd(schedule):
-                return (None, None, None, *add_up(bucket.parameters, replicas, bucket.parameters[0].device))
+                sums = GradientSum(bucket.parameters, replicas, bucket.parameters[0].device)
+                return (None, None, None, *sums.compute())
             nodes = [node for node, _ in ctx.next_functions]
             wanted = [  # a parameter without requires_grad has no node
                 None if has_gradient_hooks(parameter) else node is not None and will_run(node)
@@ -399,7 +386,14 @@ class GradientBuckets:
         self.side = side
 
     def reduce(self) -> None:
-        """Sums the gradients that the replicas hold."""
+        """Sums the gradients that the replicas hold, after those of other modules that wait for a ``grad`` that owners take."""
+        if self.is_sharded:
+            buckets = [bucket for reference in _buckets.valuerefs() if (bucket := reference()) is not None]
+            waiting = [bucket for bucket in buckets if bucket.held and bucket.owners is None]
+            owned = {id(p) for bucket in self.buckets if bucket.owners for p in bucket.parameters} if waiting else set()
+            for bucket in waiting:
+                if not owned.isdisjoint(map(id, bucket.parameters)):
+                    bucket.reduce()
         for bucket in self.buckets:
             bucket.reduce()
 

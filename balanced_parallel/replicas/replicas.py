@@ -217,7 +217,7 @@ class Replicas:
         self, tree: ModuleTree, modules: list[nn.Module], others: Sequence[torch.device], home: torch.device
     ) -> list[Tensor] | None:
         """Appends the replicas on ``others`` to ``modules``. Returns replacements of the module's own parameters, if any."""
-        if tree.rescaled and torch.is_grad_enabled() and any(device != home for device in others):
+        if tree.rescaled and torch.is_grad_enabled() and set(others) != {home}:
             refuse_rescaled(tree.rescaled)
         tensors = self._connected_parameters(tree, list(dict.fromkeys([*([home] if modules else []), *others])))
         # buffers every time: batch norm writes to its statistics without torch's version counter

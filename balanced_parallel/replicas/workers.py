@@ -372,26 +372,16 @@ def _as_subclass(error: BaseException, place: str) -> BaseException:
 
 @dataclass(frozen=True)
 class ThreadState:
-    """State of a thread, as ``with`` blocks of torch set it.
-
-    Attributes:
-        grad, inference: gradient and inference mode.
-        autocast: flag and dtype per device type.
-        autocast_cache: autocast keeps the parameters that it has cast.
-        threads: number of threads of an operator on the CPU. OpenMP has a number per thread.
-        saved_tensor_hooks: the pair of hooks of ``torch.autograd.graph.saved_tensors_hooks``.
-        function_modes: ``TorchFunctionMode`` objects, the last one called first. The default device is one.
-        dispatch_modes: ``TorchDispatchMode`` objects, the last one called first.
-    """
+    """State of a thread, as ``with`` blocks of torch set it."""
 
     grad: bool
     inference: bool
-    autocast: list[tuple[str, bool, torch.dtype]]
-    autocast_cache: bool
-    threads: int
+    autocast: list[tuple[str, bool, torch.dtype]]  # flag and dtype per device type
+    autocast_cache: bool  # autocast keeps the parameters that it has cast
+    threads: int  # of an operator on the CPU: OpenMP has a number per thread
     saved_tensor_hooks: torch_private.Hooks | None
-    function_modes: tuple[overrides.TorchFunctionMode, ...]
-    dispatch_modes: tuple[TorchDispatchMode, ...]
+    function_modes: tuple[overrides.TorchFunctionMode, ...]  # the last one called first; the default device is one
+    dispatch_modes: tuple[TorchDispatchMode, ...]  # the last one called first
 
     @classmethod
     def capture(cls, devices: Sequence[torch.device]) -> "ThreadState":
@@ -403,7 +393,7 @@ class ThreadState:
             autocast=[(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds],
             autocast_cache=torch.is_autocast_cache_enabled(),
             threads=torch.get_num_threads(),
-            saved_tensor_hooks=_saved_tensor_hooks(),
+            saved_tensor_hooks=torch_private.saved_tensor_hooks(),
             function_modes=torch_private.function_modes(),
             dispatch_modes=torch_private.dispatch_modes(),
         )
@@ -411,7 +401,8 @@ class ThreadState:
     @property
     def needs_turns(self) -> bool:
         """True if a mode sees the operators of all replicas, and may expect one module to run at a time."""
-        return not all(isinstance(mode, DeviceContext) for mode in (*self.function_modes, *self.dispatch_modes))
+        modes = (*self.function_modes, *self.dispatch_modes)
+        return bool(modes) and not all(isinstance(mode, DeviceContext) for mode in modes)
 
     @contextlib.contextmanager
     def enter(self) -> Iterator[None]:
@@ -428,12 +419,3 @@ class ThreadState:
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_tensor_hooks))
             stack.enter_context(torch_private.pushed(self.function_modes, self.dispatch_modes))
             yield
-
-
-def _saved_tensor_hooks() -> torch_private.Hooks | None:
-    """Returns the hooks that torch applies: the last pair. Those of activation checkpointing around the call are left out.
-
-    They recompute when a saved tensor is needed. The backwards of several devices would do so at the same time, and fail.
-    """
-    hooks = torch_private.saved_tensor_hooks()
-    return None if hooks is None or hooks[0].__module__ == "torch.utils.checkpoint" else hooks

@@ -96,6 +96,14 @@ class SideStreams:
         self._pending.append(([(device, stream, work.record_event()) for device, stream, work in pairs if stream and work], uses))
         torch_private.run_after_backward(self.join)
 
+    def begin(self) -> None:
+        """Joins before a sum, and makes the current streams wait for the sums of other modules, which may share a parameter."""
+        self.join()
+        others = [side for reference in _instances.valuerefs() if (side := reference()) is not None]
+        for waits, _ in [entry for side in others for entry in list(side._pending)]:
+            for device, _, event in waits:
+                torch.accelerator.current_stream(device).wait_event(event)
+
     def join(self) -> None:
         """Makes the pending waits, and releases the tensors that were kept for them."""
         with contextlib.suppress(IndexError):  # nested backwards may do so in several threads
@@ -121,10 +129,5 @@ class SideStreams:
             return None
         if device not in self._streams:
             self._streams[device] = torch.Stream(device)
-        side = self._streams[device]
-        side.wait_stream(stream)
-        for other in filter(None, [reference() for reference in _instances.valuerefs()]):  # they may share a parameter
-            for waits, _ in list(other._pending):
-                for event in [event for place, _, event in waits if place == device]:
-                    side.wait_event(event)
-        return side
+        self._streams[device].wait_stream(stream)
+        return self._streams[device]

@@ -97,9 +97,13 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 def saved_tensor_hooks() -> Hooks | None:
-    """Returns the last pair of ``saved_tensors_hooks``, which torch applies. No public function reads it."""
+    """Returns the last pair of ``saved_tensors_hooks``, which torch applies. No public function reads it.
+
+    Hooks of activation checkpointing are left out. They recompute when a saved tensor is needed. The backwards of several devices
+    would do so at the same time, and fail.
+    """
     hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    return hooks
+    return None if hooks is None or hooks[0].__module__ == "torch.utils.checkpoint" else hooks
 
 
 # Properties of tensors.
@@ -240,9 +244,7 @@ def uncompiled_name(name: str) -> str:
 # dataclasses and mappings of other types.
 
 
-def leaves_of_tree(tree: Any) -> list[Any]:
-    """Returns all values of nested lists, tuples and dictionaries that are not containers."""
-    return tree_leaves(tree)
+leaves_of_tree = tree_leaves  # all values of nested lists, tuples and dictionaries that are not containers
 
 
 def map_tensors(function: Callable[[Tensor], Any], tree: Any) -> Any:

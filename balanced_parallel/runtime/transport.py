@@ -99,11 +99,6 @@ class MemoryLayout(NamedTuple):
     strides: tuple[int, ...] | None = None  # None for row by row
     order: tuple[int, ...] = ()  # dimensions in the order of the memory
 
-    @property
-    def has_gaps(self) -> bool:
-        """True if the memory has gaps or overlaps."""
-        return self.strides is None and self.order != ()
-
     def flatten(self, tensor: Tensor) -> Tensor:
         """Returns the elements of a tensor of this shape, without a copy if its memory has this layout."""
         return (tensor if self.strides is None else tensor.permute(self.order)).reshape(-1)
@@ -125,7 +120,7 @@ def layout_of(tensor: Tensor) -> MemoryLayout:
 def pack(layouts: Sequence[MemoryLayout], tensors: Sequence[Tensor], size: int = 0) -> Tensor:
     """Returns the tensors in one flat tensor, followed by zeros up to ``size`` elements. A single tensor is not copied."""
     rows = [layout.flatten(tensor) for layout, tensor in zip(layouts, tensors, strict=True)]
-    missing = size - sum(row.numel() for row in rows)
+    missing = size - sum(map(torch.numel, rows))
     if missing > 0:
         rows.append(tensors[0].new_zeros(missing))
     flat = rows[0] if len(rows) == 1 else torch.cat(rows)
@@ -149,7 +144,8 @@ def copy_coalesced(targets: Sequence[Sequence[Tensor]], sources: Sequence[Tensor
         layouts = [layout_of(sources[i]) for i in chunk]
         flat = pack(layouts, [sources[i] for i in chunk])
         chosen = [[tensors[i] for i in chunk] for tensors in targets]
-        if len(chunk) == 1 and not layouts[0].has_gaps and all(layout_of(tensor) == layouts[0] for (tensor,) in chosen):
+        has_gaps = layouts[0].strides is None and layouts[0].order != ()
+        if len(chunk) == 1 and not has_gaps and all(layout_of(tensor) == layouts[0] for (tensor,) in chosen):
             broadcast(flat, [layouts[0].flatten(tensor) for (tensor,) in chosen])
             torch.autograd.graph.increment_version([tensor for (tensor,) in chosen])
             continue

@@ -136,27 +136,29 @@ def test_after_the_optimizer_is_deleted_gradients_go_to_the_parameters():
 
 
 class SharedHead(nn.Module):
-    def __init__(self, weight):
+    def __init__(self, weight, names=("weight", "own")):
         super().__init__()
-        self.weight = weight
-        self.own = nn.Parameter(torch.full((CLASSES,), 0.3, device=weight.device))
+        parameters = {"weight": weight, "own": nn.Parameter(torch.full((CLASSES,), 0.3, device=weight.device))}
+        for name in names:
+            self.register_parameter(name, parameters[name])
 
     def forward(self, x, y):
         return ((x @ self.weight) @ self.weight.T * self.own - y).square().mean()
 
 
 @pytest.mark.parametrize("how", ["plain loop", "whole", "micro-batches", "fused"])
-def test_parameter_shared_by_model_and_criterion_equals_the_plain_program(how):
+@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize("names", [("weight", "own"), ("own", "weight")], ids=str)
+def test_parameter_shared_by_model_and_criterion_equals_the_plain_program(how, balanced, names):
     def trained(devices):
         net = build_net().to(devices[0])
-        head = SharedHead(net[2].weight)
+        head = SharedHead(net[2].weight, names)
         model, criterion = DataParallelModel(net, devices), DataParallelCriterion(head, weight=lambda x, y: x.size(0))
         parameters = [*net.parameters(), head.own]
         settings = {"lr": 0.05, "fused": how == "fused" and devices[0] == "cpu"}
-        if len(devices) == 1:
-            optimizer = torch.optim.AdamW(parameters, **settings)
-        else:
-            optimizer = BalancedOptimizer(model, Unrecorded if how == "fused" else torch.optim.AdamW, parameters, **settings)
+        kind = Unrecorded if how == "fused" and len(devices) > 1 else torch.optim.AdamW
+        is_sharded = balanced and len(devices) > 1
+        optimizer = BalancedOptimizer(model, kind, parameters, **settings) if is_sharded else kind(parameters, **settings)
         step = TrainStep(model, criterion, optimizer, micro_batch_size=2 if how == "micro-batches" else None)
         for x, y in random_batches(6):
             if how in ("plain loop", "fused"):

@@ -30,10 +30,9 @@ def test_a_training_step_moves_only_the_batch_parameters_gradients_and_scalars()
         from_host, between = traffic(cluster, before)
         assert from_host == {("cpu", f"sim:{index}"): 500 * (32 * 4 + 8) for index in range(3)}
         scalars = 64
-        for index in (1, 2):
-            assert size <= between.pop(("sim:0", f"sim:{index}")) <= size + scalars
-            assert size <= between.pop((f"sim:{index}", "sim:0")) <= size + scalars
-        assert not between
+        for source, target in ((0, 1), (1, 2), (1, 0), (2, 0)):  # parameters from device to device, gradients to the first
+            assert size <= between.pop((f"sim:{source}", f"sim:{target}")) <= size + scalars
+        assert sum(between.values()) <= scalars
 
 
 def test_micro_batches_move_parameters_and_gradients_but_no_outputs():
@@ -45,7 +44,7 @@ def test_micro_batches_move_parameters_and_gradients_but_no_outputs():
         before = cluster.moved
         step(torch.randn(1500, 32), torch.randint(1000, (1500,)))
         _, between = traffic(cluster, before)
-        assert set(between) == {(f"sim:{a}", f"sim:{b}") for a, b in ((0, 1), (0, 2), (1, 0), (2, 0))}
+        assert set(between) == {(f"sim:{a}", f"sim:{b}") for a, b in ((0, 1), (1, 2), (1, 0), (2, 0))}
         assert all(count <= 5 * (size + 64) for count in between.values())
 
 
