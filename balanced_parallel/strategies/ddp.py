@@ -324,7 +324,7 @@ class DDPSync(RankSync):
     @property
     def gradient_scale(self) -> float:
         """The number of ranks: the reducer averages."""
-        return float(collectives.world_size(self._group))
+        return float(self._ranks)
 
     def begin(self) -> None:
         """Begins an update."""
@@ -338,12 +338,12 @@ class DDPSync(RankSync):
 
     def first_divisor(self, expected: Weight, before: float) -> float:
         """Returns a power of two near the mean weight of a rank in the previous update. It is the same on all ranks."""
-        return float(power_of_two(before / collectives.world_size(self._group)))
+        return float(power_of_two(before / self._ranks))
 
     def whole_weight(self, expected: Weight, *, last: bool) -> Weight:
         """Returns the weight of all ranks if ``last``, otherwise that of this rank times the number of ranks."""
         if not last:
-            return expected * collectives.world_size(self._group)
+            return expected * self._ranks
         if self._whole_weight is None:  # once per update, also if this rank gives it up later
             self._whole_weight = collectives.sum_over_ranks(self._weight, self._group)
         return float(self._whole_weight) if self._whole_weight.is_cpu else self._whole_weight
@@ -450,12 +450,12 @@ class DDPSync(RankSync):
         return total, weight, digests, squares
 
     def _refuse_failures(self, *, but_memory: bool = False) -> None:
-        ranks, (out_of_memory, others) = collectives.world_size(self._group), self._failures
+        out_of_memory, others = self._failures
         last = "expected none: nothing was updated, and the step can be repeated"
         if others:
-            raise RuntimeError(f"{others} of {ranks} ranks failed in the backward, {last}")
+            raise RuntimeError(f"{others} of {self._ranks} ranks failed in the backward, {last}")
         if out_of_memory and not but_memory:
-            raise torch.OutOfMemoryError(f"{out_of_memory} of {ranks} ranks ran out of memory, {last}")
+            raise torch.OutOfMemoryError(f"{out_of_memory} of {self._ranks} ranks ran out of memory, {last}")
 
     def _begin_gradients(self) -> None:
         self._has_begun = True

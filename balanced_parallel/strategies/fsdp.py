@@ -220,6 +220,7 @@ class FSDPSync(RankSync):
     def __init__(self, model: ShardedModel, *, is_coupled: bool) -> None:
         super().__init__(model.group)
         self._model = model
+        self._shards = set(map(id, model.gradients.parameters))
         self._always_asks = is_coupled or model.meets_ranks
         self._round = 0  # micro-batches that all ranks run before they exchange anything; 0: they ask
         self._updates = 0  # complete ones
@@ -301,7 +302,7 @@ class FSDPSync(RankSync):
             self._model.gradients.forget_unused()
         self._round = self._ran if full and not self._always_asks else 0  # otherwise no rank has needed so many
         self._updates += 1
-        self._keeps_whole = self._keeps_whole or fits == collectives.world_size(self._group)
+        self._keeps_whole = self._keeps_whole or fits == self._ranks
         self._begin_update()
         return LossSum(torch.full_like(local.total, total), whole)
 
@@ -312,7 +313,7 @@ class FSDPSync(RankSync):
             ValueError: one of ``tensors`` has a gradient that is not reduced.
         """
         present = [tensor for tensor in tensors if tensor.grad is not None]
-        refuse_unshared([tensor for tensor in present if not is_sharded(tensor)], "the module")
+        refuse_unshared([tensor for tensor in present if id(tensor) not in self._shards], "the module")
         if not is_one(factor):
             torch_private.foreach_multiply_(local_tensors([tensor.grad for tensor in present]), factor)
 
@@ -453,21 +454,23 @@ class ShardedGradients:
 
     def complete(self, slots: Sequence[tuple[int, nn.Module, str]], *, is_dummy: bool) -> None:
         """Sets the missing gradients of a unit to zeros; all of them after a forward without rows."""
+        if not slots or is_sharded(getattr(*slots[0][1:])):
+            return  # shards: this unit has not run, or is reduced already
+        gradients: list[Tensor] = []
         for number, part, name in slots:
-            parameter = part.get_parameter(name)
-            if is_sharded(parameter):
-                return  # a shard: this unit has not run, or is reduced already
-            gradient = parameter.grad
+            parameter = getattr(part, name)
             before, version = self._whole_gradients.pop(number, (None, 0))
-            if gradient is None:
-                gradient = parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
             elif is_dummy:
-                if gradient is not before:
-                    gradient.zero_()
-            elif gradient is not before or versions([gradient]) != [version]:
+                if parameter.grad is not before:
+                    parameter.grad.zero_()
+            elif number not in self._used and (parameter.grad is not before or versions([before]) != [version]):
                 self._used.add(number)
-            if self.keeps_whole:
-                self._whole_gradients[number] = gradient, versions([gradient])[0]
+            gradients.append(parameter.grad)
+        if self.keeps_whole:
+            numbers = [number for number, _, _ in slots]
+            self._whole_gradients.update(zip(numbers, zip(gradients, versions(gradients), strict=True), strict=True))
 
     def forget_unused(self) -> None:
         """Sets the gradients of parameters that no rank has used to None."""

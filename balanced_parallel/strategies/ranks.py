@@ -61,9 +61,10 @@ class RankModel(nn.Module):
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
         """Draws random numbers of this rank, under autocast."""
-        offset_seeds(self.devices, collectives.rank())
+        place = collectives.rank()
+        offset_seeds(self.devices, place)
         draws_on_cpu = self.training and not is_accelerator(self.devices[0])
-        random_numbers = cpu_numbers_of_rank(collectives.rank()) if draws_on_cpu else contextlib.nullcontext()
+        random_numbers = cpu_numbers_of_rank(place) if draws_on_cpu else contextlib.nullcontext()
         with self.precision.autocast(self.devices), random_numbers:
             yield
 
@@ -73,6 +74,7 @@ class RankSync(GradientSync):
 
     def __init__(self, group: collectives.Group = None) -> None:
         self._group = group
+        self._ranks = collectives.world_size(group)
         self._local: Callable[[], Tensor] | None = None  # returns loss and weight of this rank, on the host
 
     def start(self, local: LossSum) -> None:
