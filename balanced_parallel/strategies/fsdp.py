@@ -10,18 +10,18 @@ The repeated blocks of a module are sharded one by one, and the rest of it is th
     blocks[0]                --->   blocks[0]
     blocks[1]                --->   blocks[1]
 
-Blocks are all-gathered in every forward and backward, so all ranks run equally many micro-batches. Gradients are reduced to their
-shards in every backward: whole gradients, which would save this traffic, may not fit where the model does not. The loss and its
-weight are one small all-reduce of the hosts in the end.
+Blocks are all-gathered in every forward and backward, so all ranks run equally many micro-batches. Gradients stay whole until the
+last of them where they fit, otherwise each backward reduces them to their shards. The loss, its weight and what else ranks must
+agree on are one small all-reduce of the hosts in the end.
 
 FSDP2 reduces the gradients that a rank has. Ranks that have used different parameters would reduce tensors of different sizes, so
 zeros are set in place of missing gradients. (torch 2.13 can do this as well, but not 2.11, and a parameter that no rank has used
 would get a gradient of zeros.) A rank all-gathers a block when it runs it. Blocks of equal size that run in another order
 elsewhere would be mixed up without an error of FSDP2, so the hosts compare their orders::
 
-    start of the backward    ranks compare the blocks that they have run
+    start of the backward    ranks compare the blocks that they have run, if these are new
     backward of a block      all-gather | gradients of parameters | zeros for missing ones | reduce-scatter
-    end of the backward      ranks agree on the parameters that nobody has used: their gradient is None again
+    end of the update        ranks agree on the parameters that nobody has used: their gradient is None again
 """
 
 import contextlib
