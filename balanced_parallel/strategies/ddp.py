@@ -430,12 +430,12 @@ class DDPSync(RankSync):
         return total, weight, digests, squares
 
     def _refuse_failures(self, *, but_memory: bool = False) -> None:
-        ranks, (out_of_memory, others) = collectives.world_size(self._group), self._failures
+        out_of_memory, others = self._failures
         last = "expected none: nothing was updated, and the step can be repeated"
         if others:
-            raise RuntimeError(f"{others} of {ranks} ranks failed in the backward, {last}")
+            raise RuntimeError(f"{others} of {self._ranks} ranks failed in the backward, {last}")
         if out_of_memory and not but_memory:
-            raise torch.OutOfMemoryError(f"{out_of_memory} of {ranks} ranks ran out of memory, {last}")
+            raise torch.OutOfMemoryError(f"{out_of_memory} of {self._ranks} ranks ran out of memory, {last}")
 
     def _begin_gradients(self) -> None:
         self._has_begun = True

@@ -10,18 +10,18 @@ The repeated blocks of a module are sharded one by one, and the rest of it is th
     blocks[0]                --->   blocks[0]
     blocks[1]                --->   blocks[1]
 
-Blocks are all-gathered in every forward and backward, so all ranks run equally many micro-batches. Gradients are reduced to their
-shards in every backward: whole gradients, which would save this traffic, may not fit where the model does not. The loss and its
-weight are one small all-reduce of the hosts in the end.
+Blocks are all-gathered in every forward and backward, so all ranks run equally many micro-batches. Gradients stay whole until the
+last of them where they fit, otherwise each backward reduces them to their shards. The loss, its weight and what else ranks must
+agree on are one small all-reduce of the hosts in the end.
 
 FSDP2 reduces the gradients that a rank has. Ranks that have used different parameters would reduce tensors of different sizes, so
 zeros are set in place of missing gradients. (torch 2.13 can do this as well, but not 2.11, and a parameter that no rank has used
 would get a gradient of zeros.) A rank all-gathers a block when it runs it. Blocks of equal size that run in another order
 elsewhere would be mixed up without an error of FSDP2, so the hosts compare their orders::
 
-    start of the backward    ranks compare the blocks that they have run
+    start of the backward    ranks compare the blocks that they have run, if these are new
     backward of a block      all-gather | gradients of parameters | zeros for missing ones | reduce-scatter
-    end of the backward      ranks agree on the parameters that nobody has used: their gradient is None again
+    end of the update        ranks agree on the parameters that nobody has used: their gradient is None again
 """
 
 import contextlib
@@ -220,6 +220,7 @@ class FSDPSync(RankSync):
     def __init__(self, model: ShardedModel, *, is_coupled: bool) -> None:
         super().__init__(model.group)
         self._model = model
+        self._shards = set(map(id, model.gradients.parameters))
         self._always_asks = is_coupled or model.meets_ranks
         self._round = 0  # micro-batches that all ranks run before they exchange anything; 0: they ask
         self._updates = 0  # complete ones
@@ -289,7 +290,7 @@ class FSDPSync(RankSync):
             self._model.gradients.forget_unused()
         self._round = self._ran if full and not self._always_asks else 0  # otherwise no rank has needed so many
         self._updates += 1
-        self._keeps_whole = self._keeps_whole or fits == collectives.world_size(self._group)
+        self._keeps_whole = self._keeps_whole or fits == self._ranks
         self._begin_update()
         return LossSum(torch.full_like(local.total, total), whole)
 
@@ -300,7 +301,7 @@ class FSDPSync(RankSync):
             ValueError: one of ``tensors`` has a gradient that is not reduced.
         """
         present = [tensor for tensor in tensors if tensor.grad is not None]
-        refuse_unshared([tensor for tensor in present if not is_sharded(tensor)], "the module")
+        refuse_unshared([tensor for tensor in present if id(tensor) not in self._shards], "the module")
         if not is_one(factor):
             torch_private.foreach_multiply_(local_tensors([tensor.grad for tensor in present]), factor)
 
@@ -426,21 +427,23 @@ class ShardedGradients:
 
     def complete(self, slots: Sequence[tuple[int, nn.Module, str]], *, is_dummy: bool) -> None:
         """Sets the missing gradients of a unit to zeros; all of them after a forward without rows."""
+        if not slots or is_sharded(getattr(*slots[0][1:])):
+            return  # shards: this unit has not run, or is reduced already
+        gradients: list[Tensor] = []
         for number, part, name in slots:
-            parameter = part.get_parameter(name)
-            if is_sharded(parameter):
-                return  # a shard: this unit has not run, or is reduced already
-            gradient = parameter.grad
+            parameter = getattr(part, name)
             before, version = self._whole_gradients.pop(number, (None, 0))
-            if gradient is None:
-                gradient = parameter.grad = torch.zeros_like(parameter)
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
             elif is_dummy:
-                if gradient is not before:
-                    gradient.zero_()
-            elif gradient is not before or versions([gradient]) != [version]:
+                if parameter.grad is not before:
+                    parameter.grad.zero_()
+            elif number not in self._used and (parameter.grad is not before or versions([before]) != [version]):
                 self._used.add(number)
-            if self.keeps_whole:
-                self._whole_gradients[number] = gradient, versions([gradient])[0]
+            gradients.append(parameter.grad)
+        if self.keeps_whole:
+            numbers = [number for number, _, _ in slots]
+            self._whole_gradients.update(zip(numbers, zip(gradients, versions(gradients), strict=True), strict=True))
 
     def forget_unused(self) -> None:
         """Sets the gradients of parameters that no rank has used to None."""

@@ -64,9 +64,10 @@ class RankModel(nn.Module):
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
         """Draws random numbers of this rank, under autocast."""
-        offset_seeds(self.devices, collectives.rank())
+        place = collectives.rank()
+        offset_seeds(self.devices, place)
         draws_on_cpu = self.training and not is_accelerator(self.devices[0])
-        random_numbers = cpu_numbers_of_rank(collectives.rank()) if draws_on_cpu else contextlib.nullcontext()
+        random_numbers = cpu_numbers_of_rank(place) if draws_on_cpu else contextlib.nullcontext()
         with self.precision.autocast(self.devices), random_numbers:
             yield
 

@@ -51,6 +51,25 @@ def test_hosts_exchange_once_per_update_while_the_number_of_micro_batches_stays(
     assert counts[9] == 1
 
 
+def check_float16(rank):
+    """Every micro-batch has one more exchange, of the weight. In the third update rank 1 needs more than the last one had."""
+    plain = build_net()
+    model, criterion = parallelize(build_net(), nn.CrossEntropyLoss(), precision="fp16", strategy="fsdp")
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), precision="fp16", micro_batch_size=2)
+    for number, sizes in enumerate([[4, 4], [4, 1], [3, 9], [4, 4]]):
+        torch.manual_seed(number)
+        inputs, targets = torch.randn(sum(sizes), 4), class_targets(sum(sizes))
+        loss, expected = plain_program(plain, nn.CrossEntropyLoss(), inputs, targets)
+        found = step(inputs.split(sizes)[rank], targets.split(sizes)[rank])
+        torch.testing.assert_close(found, loss, rtol=2e-2, atol=2e-3)
+        assert_same_gradients(whole_gradients(model.module), expected, 2e-2)
+    return True
+
+
+def test_more_micro_batches_in_float16():
+    assert run_ranks(2, check_float16) == [True, True]
+
+
 def reductions_of(work):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         work()
