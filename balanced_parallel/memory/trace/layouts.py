@@ -122,7 +122,7 @@ def is_coupled(criterion: Any) -> bool:
 
 
 def traced_criterion(criterion: Any, replicas: Replicas, request: "Request") -> DataParallelCriterion:
-    """Returns a copy of a criterion, wrapped or not, as one on fake devices."""
+    """Returns a criterion of a trace on fake devices. It is a fake copy, so a wrapped one is changed in place."""
     wrapped = criterion if isinstance(criterion, DataParallelCriterion) else DataParallelCriterion(criterion)
     wrapped.devices = wrapped.output_device = None
     wrapped.dim, wrapped.replicas = request.dim, replicas
