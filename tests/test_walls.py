@@ -308,10 +308,8 @@ def test_pronouns_are_found():
 
 
 SINGLE_IMPORTER = {  # with the reason why a module is not part of its only importer, in its own folder
-    "memory.allocator": "the rules of torch's allocator, to be compared with its source",
     "memory.fitting": "a public function",
     "memory.planning": "a public function",
-    "memory.remedies": "the one list of savings",
     "memory.snapshots": "a file format of torch",
     "optim.rank_shards": "ranks beside the devices of replica_shards",
     "optim.replica_shards": "devices beside the ranks of rank_shards",
