@@ -15,9 +15,9 @@ ROOT = {"__init__", "__main__"}  # the public names and the command line may imp
 
 MAY_IMPORT = {
     "runtime": set(),
-    "savings": {"replicas", "batch", "runtime"},
     "batch": {"runtime"},
     "replicas": {"batch", "runtime"},
+    "savings": {"replicas", "runtime"},
     "loss": {"savings", "replicas", "batch", "runtime"},
     "optim": {"replicas", "runtime"},
     "training": {"savings", "optim", "loss", "replicas", "batch", "runtime"},
