@@ -1,7 +1,4 @@
-"""``verify``: comparison of the split program with the plain program, on the user's own model and batch.
-
-``VerificationReport``: the errors of the split program, as a table.
-"""
+"""``verify``: comparison of the split program with the plain program, on the user's own model and batch."""
 
 import copy
 import functools

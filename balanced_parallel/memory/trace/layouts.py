@@ -122,7 +122,7 @@ def is_coupled(criterion: Any) -> bool:
 
 
 def traced_criterion(criterion: Any, replicas: Replicas, request: "Request") -> DataParallelCriterion:
-    """Returns a copy of a criterion, wrapped or not, as one on fake devices."""
+    """Returns a criterion of a trace on fake devices. It is a fake copy, so a wrapped one is changed in place."""
     wrapped = criterion if isinstance(criterion, DataParallelCriterion) else DataParallelCriterion(criterion)
     wrapped.devices = wrapped.output_device = None
     wrapped.dim, wrapped.replicas = request.dim, replicas
@@ -202,6 +202,7 @@ class Layout(abc.ABC):
         is_sharded: the parameters are ``DTensor``s.
         parameters: those of the module and of the criterion, each once.
         buckets: flat tensors of the communication, allocated once.
+        replicas: those of the model and of the criterion.
     """
 
     name: ClassVar[str]
@@ -210,6 +211,7 @@ class Layout(abc.ABC):
     takes_several_devices: ClassVar[bool] = True
     takes_balanced_optimizer: ClassVar[bool] = False
     is_sharded: ClassVar[bool] = False
+    replicas: Sequence[Replicas] = ()
 
     @classmethod
     def devices_per_process(cls, devices: int) -> int:
@@ -271,8 +273,11 @@ class Layout(abc.ABC):
         return PerReplica([output], [count_rows(arguments, self.request.dim)], self.request.dim)
 
     def accumulating(self) -> contextlib.AbstractContextManager[Any]:
-        """Surrounds a micro-batch that is not the last of its update."""
-        return contextlib.nullcontext()
+        """Begins a micro-batch that is not the last of its update. Its gradients stay unreduced until the end of the block."""
+        block = contextlib.ExitStack()
+        for replicas in self.replicas:
+            block.enter_context(replicas.no_sync())
+        return block
 
     def window(self) -> contextlib.AbstractContextManager[Any]:
         """Surrounds an update, in which parameters are written to by the optimizer alone."""
@@ -284,15 +289,19 @@ class Layout(abc.ABC):
             optimizer.zero_grad()
 
     def gradients(self) -> Iterator[Any]:
-        """Yields every gradient that exists."""
+        """Yields every gradient that exists, those that the replicas hold too."""
         groups = (group for optimizer in inner_optimizers(self.optimizers) for group in optimizer.param_groups)
         updated = [parameter for group in groups for parameter in group["params"]]
         # the plain attribute of torch: reading the grad of a sharded parameter would gather it
         yield from (get_gradient(parameter) for parameter in (*self.parameters, *updated) if parameter.is_leaf)
+        for bucket in (bucket for replicas in self.replicas for bucket in replicas.gradients.buckets):
+            for gradients in bucket.held.values():
+                yield from gradients
 
     def parameter_copies(self) -> Iterator[Tensor]:
         """Yields the copies of the parameters on other devices."""
-        yield from ()
+        for tensors in (tensors for replicas in self.replicas for tensors in replicas.copies.by_device.values()):
+            yield from tensors
 
     def optimizer_states(self) -> Iterator[Any]:
         """Yields the state of every parameter in the optimizers."""
@@ -352,26 +361,6 @@ class ReplicaLayout(Layout):
     def window(self) -> contextlib.AbstractContextManager[Any]:
         """Refreshes the copies of the parameters once."""
         return parameter_window(self.model, self.parallel_criterion)
-
-    @contextlib.contextmanager
-    def accumulating(self) -> Iterator[None]:
-        """Keeps gradients unreduced during a micro-batch."""
-        with contextlib.ExitStack() as stack:
-            for replicas in self.replicas:
-                stack.enter_context(replicas.no_sync())
-            yield
-
-    def gradients(self) -> Iterator[Any]:
-        """Yields every gradient that exists, those that the replicas hold too."""
-        yield from super().gradients()
-        for bucket in (bucket for replicas in self.replicas for bucket in replicas.gradients.buckets):
-            for gradients in bucket.held.values():
-                yield from gradients
-
-    def parameter_copies(self) -> Iterator[Tensor]:
-        """Yields the copies of the parameters on other devices."""
-        for tensors in (tensors for replicas in self.replicas for tensors in replicas.copies.by_device.values()):
-            yield from tensors
 
 
 class DDP(SingleDevice):
