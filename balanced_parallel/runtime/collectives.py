@@ -16,6 +16,7 @@ gloo's threads can hang or crash an exit:
 
 import contextlib
 import ctypes
+import re
 import time
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -162,7 +163,7 @@ def gather_rows(tensor: torch.Tensor, sizes: list[int], dim: int, group: Group =
 def _to_backend_device(tensor: torch.Tensor, group: Group) -> torch.Tensor:
     """Moves a CPU tensor to the accelerator if the process group has no backend for the CPU."""
     backends = dist.get_backend_config(group or _batch_group)
-    if is_accelerator(tensor.device) or any(name in backends for name in ("gloo", "mpi", "ucc", "fake")):
+    if is_accelerator(tensor.device) or re.search("gloo|mpi|ucc|fake", backends):
         return tensor
     return tensor.to(torch.accelerator.current_accelerator())
 

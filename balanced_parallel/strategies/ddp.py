@@ -37,16 +37,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ..batch.containers import Dims, leaves, map_leaves
 from ..batch.outputs import PerReplica
-from ..batch.rows import Along, Arguments, Rows, count_rows, move_leaves
+from ..batch.rows import Along, Arguments, Rows, move_arguments
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import Criterion, LossSum, Weight
 from ..runtime import collectives, torch_private
 from ..runtime.devices import is_accelerator
 from ..runtime.torch_private import CHILDREN, base_of, children_of, current_backward_id, is_differentiable, run_after_backward
 from ..runtime.values import Precision
-from ..training.accumulation import is_one
 from ..training.strategy import GradientSync, Settings, gradient_sync, run_backward
-from .ranks import RankModel, RankSync, first_row, forget_unused, refuse_unshared, undone
+from .ranks import RankModel, RankSync, first_row, forget_unused, shared_gradients, undone
 
 __all__: list[str] = []
 
@@ -152,15 +151,15 @@ class DistributedModel(RankModel, DistributedDataParallel):
         # a function of another name: torch refuses bf16_compress_hook without NCCL, but gloo sums bfloat16 as well
         self.register_comm_hook(None, lambda group, bucket: compress(group, bucket))
 
-    def _run(self, method: str | None, arguments: Arguments) -> PerReplica:
+    def _run(self, method: str | None, arguments: Arguments, rows: int | None) -> PerReplica:
         function: Callable[..., Any] = self.module if method is None else getattr(self.module, method)
-        rows, example = count_rows(arguments, self.dim), None
+        example = None
         if rows and method not in self._examples:
             self._examples[method] = first_row(arguments, self.dim)
         if rows == 0 and not self.meets_ranks:  # whose layers wait for this rank
             example = self._examples.get(method) or row_of_ones(arguments, self.dim)
             arguments = example or arguments
-        inputs, kwargs = move_leaves(arguments.inputs, self.devices[0]), move_leaves(arguments.kwargs, self.devices[0])
+        inputs, kwargs = move_arguments(arguments, self.devices[0])
         for name in [name for name, parameter in self._frozen.items() if parameter.requires_grad]:
             raise ValueError(
                 f"{name} requires a gradient now, which it did not when parallelize was called, so the ranks would not share "
@@ -390,11 +389,9 @@ class DDPSync(RankSync):
         Raises:
             ValueError: one of ``tensors`` has a gradient that is not reduced.
         """
-        factor, present = factor * self._ranks, [tensor for tensor in tensors if tensor.grad is not None]
-        refuse_unshared([tensor for tensor in present if id(tensor) not in self._reduced], "the module or of the criterion")
-        if not is_one(factor):
-            gradients = [tensor.grad for tensor in present]
-            sparse = [gradient for gradient in gradients if gradient is not None and gradient.layout != torch.strided]
+        gradients, factor = shared_gradients(tensors, self._reduced, "the module or of the criterion"), factor * self._ranks
+        if isinstance(factor, Tensor) or factor != 1:
+            sparse = [gradient for gradient in gradients if gradient.layout != torch.strided]
             torch_private.foreach_multiply_([*self._buckets, *sparse], factor)  # a bucket contains nothing but gradients
 
     def abandon(self) -> bool:
@@ -479,7 +476,7 @@ class _Connect(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, zero: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in tensors)  # not views, which must not be written to in place
+        return tuple(map(Tensor.detach, tensors))  # not views, which must not be written to in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:

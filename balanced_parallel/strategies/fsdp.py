@@ -38,7 +38,7 @@ from torch import Tensor, nn
 
 from ..batch.containers import Dims, leaves, map_leaves
 from ..batch.outputs import PerReplica
-from ..batch.rows import Arguments, count_rows, move_leaves
+from ..batch.rows import Arguments, move_arguments, move_leaves
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight, zero_of
 from ..runtime import collectives, torch_private
@@ -57,9 +57,8 @@ from ..runtime.torch_private import (
 )
 from ..runtime.values import Precision
 from ..savings.checkpointing import find_blocks
-from ..training.accumulation import is_one
 from ..training.strategy import GradientSync, Settings, gradient_sync, run_backward
-from .ranks import RankModel, RankSync, copied, first_row, forget_unused, refuse_unshared, undone
+from .ranks import RankModel, RankSync, copied, first_row, forget_unused, shared_gradients, undone
 
 __all__: list[str] = []
 
@@ -113,7 +112,7 @@ class ShardedModel(RankModel):
 
     def forward_without_rows(self) -> Tensor:
         """Takes part in a forward of the other ranks. Returns a zero for the backward."""
-        outputs = self._run(None, None)
+        outputs = self._run(None, None, 0)
         return zero_of(*[leaf for _, leaf in leaves(list(outputs)) if isinstance(leaf, Tensor) and leaf.requires_grad])
 
     @contextlib.contextmanager
@@ -140,9 +139,9 @@ class ShardedModel(RankModel):
             self.root.reset_iter_state()
             forget_whole_gradients(self.units)
 
-    def _run(self, method: str | None, arguments: Arguments | None) -> PerReplica:
-        rows = 0 if arguments is None else count_rows(arguments, self.dim)
-        self._keep_example(method, arguments, rows)
+    def _run(self, method: str | None, arguments: Arguments | None, rows: int | None) -> PerReplica:
+        if self._examples.get(method) is None:
+            self._keep_example(method, arguments, rows)
         example = self._examples[method]
         if rows == 0 and example is not None and not (self.meets_ranks and arguments is not None):
             example = self._examples[method] = move_leaves(example, self.devices[0])  # once: the host would wait for each copy
@@ -158,7 +157,7 @@ class ShardedModel(RankModel):
         return PerReplica([self._call(method, arguments)], [rows], self.out_dims)
 
     def _call(self, method: str | None, arguments: Arguments) -> Any:
-        inputs, kwargs = move_leaves(arguments.inputs, self.devices[0]), move_leaves(arguments.kwargs, self.devices[0])
+        inputs, kwargs = move_arguments(arguments, self.devices[0])
         if method is not None and method not in self._methods:
             from torch.distributed.fsdp import register_fsdp_forward_method
 
@@ -194,8 +193,6 @@ class ShardedModel(RankModel):
 
     def _keep_example(self, method: str | None, arguments: Arguments | None, rows: int | None) -> None:
         """Keeps one row of the first forward. A rank without rows receives one from another rank."""
-        if self._examples.get(method) is not None:
-            return
         has_rows = gather_objects(rows != 0, self.group)
         row = first_row(arguments, self.dim) if rows and arguments is not None else None
         if True in has_rows and not all(has_rows):
@@ -300,10 +297,9 @@ class FSDPSync(RankSync):
         Raises:
             ValueError: one of ``tensors`` has a gradient that is not reduced.
         """
-        present = [tensor for tensor in tensors if tensor.grad is not None]
-        refuse_unshared([tensor for tensor in present if id(tensor) not in self._shards], "the module")
-        if not is_one(factor):
-            torch_private.foreach_multiply_(local_tensors([tensor.grad for tensor in present]), factor)
+        gradients = shared_gradients(tensors, self._shards, "the module")
+        if isinstance(factor, Tensor) or factor != 1:
+            torch_private.foreach_multiply_(local_tensors(gradients), factor)
 
     def abandon(self) -> bool:
         """Raises ``RuntimeError``: the other ranks wait for the shards of this one, in the middle of a forward or backward."""
@@ -482,7 +478,7 @@ class _Watch(torch.autograd.Function):
     def forward(ctx: Any, at_backward: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.at_backward = at_backward
         ctx.set_materialize_grads(False)
-        return tuple(tensor.detach() for tensor in inputs)  # not views, which must not be written to in place
+        return tuple(map(Tensor.detach, inputs))  # not views, which must not be written to in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:

@@ -5,7 +5,7 @@ in their place, and nothing of it is left but the structure of the output.
 """
 
 import contextlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ..batch.containers import Dims, map_leaves
 from ..batch.outputs import PerReplica
-from ..batch.rows import Arguments, MicroBatch, cut
+from ..batch.rows import Arguments, MicroBatch, count_rows, cut
 from ..loss.sums import LossSum, Weight, add_up
 from ..replicas.batchnorm import meets_other_ranks
 from ..replicas.model import mark_inputs
@@ -46,19 +46,22 @@ class RankModel(nn.Module):
     def forward(self, *inputs: Any, **kwargs: Any) -> PerReplica:
         """Runs the module on this rank's rows. Returns a list with its output."""
         if inputs and type(inputs[0]) is MicroBatch:
-            return self._run(None, inputs[0].shards[0].inputs)
-        return self._run(None, self.mark(Arguments(inputs, kwargs)))
+            (shard,) = inputs[0].shards
+            return self._run(None, shard.inputs, None if shard.rows is None else len(shard.rows))
+        arguments = self.mark(Arguments(inputs, kwargs))
+        return self._run(None, arguments, count_rows(arguments, self.dim))
 
     def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> PerReplica:
         """Calls another method of the module than ``forward``, with its parameters and gradients shared as those of a forward."""
         check_method(self.module, method)
-        return self._run(method, self.mark(Arguments(inputs, kwargs), method))
+        arguments = self.mark(Arguments(inputs, kwargs), method)
+        return self._run(method, arguments, count_rows(arguments, self.dim))
 
     def mark(self, arguments: Arguments, method: str | None = None) -> Arguments:
         """Returns the arguments with the dimensions of their rows, as ``in_dims`` gives them."""
-        return mark_inputs(arguments, self.in_dims, self.module, method)
+        return arguments if self.in_dims is None else mark_inputs(arguments, self.in_dims, self.module, method)
 
-    def _run(self, method: str | None, arguments: Arguments) -> PerReplica:
+    def _run(self, method: str | None, arguments: Arguments, rows: int | None) -> PerReplica:
         raise NotImplementedError
 
     @contextlib.contextmanager
@@ -115,13 +118,27 @@ def forget_unused(parameters: Sequence[Tensor], used: Collection[int], group: co
                 parameter.grad = None
 
 
-def refuse_unshared(tensors: Iterable[Tensor], place: str) -> None:
-    """Raises ``ValueError`` for a parameter of the optimizer that is not reduced. It should be part of ``place``."""
+def shared_gradients(tensors: Iterable[Tensor], shared: Container[int], place: str) -> list[Tensor]:
+    """Returns the gradients of parameters of the optimizers.
+
+    Args:
+        tensors: the parameters.
+        shared: ids of those whose gradients are reduced.
+        place: of which a parameter should be part.
+
+    Raises:
+        ValueError: a parameter has a gradient that is not reduced.
+    """
+    gradients = []
     for parameter in tensors:
-        raise ValueError(
-            f"the optimizer has a parameter of shape {tuple(parameter.shape)} with a gradient that the ranks would not share: "
-            f"make it part of {place} that parallelize is given"
-        )
+        if parameter.grad is not None:
+            if id(parameter) not in shared:
+                raise ValueError(
+                    f"the optimizer has a parameter of shape {tuple(parameter.shape)} with a gradient that the ranks would not "
+                    f"share: make it part of {place} that parallelize is given"
+                )
+            gradients.append(parameter.grad)
+    return gradients
 
 
 def first_row(arguments: Arguments, dim: int) -> Arguments:

@@ -145,8 +145,3 @@ def larger(number: Weight, other: Weight) -> Weight:
     if isinstance(number, Tensor):
         return number.clamp(min=other)
     return other.clamp(min=number) if isinstance(other, Tensor) else max(number, other)
-
-
-def is_one(factor: Weight) -> bool:
-    """Returns True for a number that is 1. A factor on a device is not read."""
-    return not isinstance(factor, Tensor) and factor == 1

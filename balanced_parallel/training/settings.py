@@ -64,8 +64,9 @@ class Settings:
         numbers: list[Any] = [self.max_grad_norm or 0.0, bool(self.failure)]
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                values = [group.get(name, 0.0) for name in _SCHEDULED]
-                numbers += [_number(part) for value in values for part in (value if isinstance(value, tuple) else [value])]
+                for name in _SCHEDULED:
+                    value = group.get(name, 0.0)
+                    numbers += map(_number, value if isinstance(value, tuple) else [value])
         # of numbers alone, so it is the same in each process; sums over 8192 ranks are exact in float64
         number = hash(tuple(numbers)) % 2**20
         return [float(number), float(number * number)]

@@ -170,10 +170,11 @@ def each_scheduler(schedulers: Schedulers | None) -> list[LRScheduler]:
         ValueError: a scheduler needs a metric.
     """
     each = [] if schedulers is None else _listed(schedulers, LRScheduler, "scheduler")
-    if any(isinstance(scheduler, ReduceLROnPlateau) for scheduler in each):
-        raise ValueError(
-            "ReduceLROnPlateau needs a metric: call its step(metric) after validation, and leave it out of scheduler= here"
-        )
+    for scheduler in each:
+        if isinstance(scheduler, ReduceLROnPlateau):
+            raise ValueError(
+                "ReduceLROnPlateau needs a metric: call its step(metric) after validation, and leave it out of scheduler= here"
+            )
     return each
 
 
