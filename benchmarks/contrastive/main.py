@@ -9,7 +9,6 @@ import os
 import platform
 import socket
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -230,7 +229,6 @@ def report(memory: list[list[Any]], exact: list[list[Any]]) -> str:
 
 def main() -> None:
     """Measures everything and writes the README."""
-    warnings.filterwarnings("ignore", "find_unused_parameters=True was specified")
     text = report(*tables())
     (HERE / "README.md").write_text(text)
     sys.stdout.write(text)
