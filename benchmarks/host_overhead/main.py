@@ -257,8 +257,9 @@ which starts the autograd engine once instead of four times. A plain step takes 
 `TrainStep` compared with a hand-written loop of `DistributedDataParallel` with `no_sync`, four micro-batches each, on gloo.
 It divides by the targets that all ranks count and returns their exact loss, which the loop by hand does not. *By hand, exact* is
 the same loop with one more all-reduce, of the loss and the number of counted targets, and a division of the gradients. The small
-model has 0.8 MiB of gradients in one bucket. The large one has 32 MiB, most of which are reduced during the backward. {COPIES} copies of each program
-({COPIES // 2} of the large one) take turns. The last column shows how much copies of the same program differ.
+model has 0.8 MiB of gradients in one bucket. The large one has 32 MiB, most of which are reduced during the backward. {COPIES}
+copies of each program ({COPIES // 2} of the large one) take turns. The last column shows how much copies of the same program
+differ.
 
 {ranked}
 
