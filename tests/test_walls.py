@@ -133,6 +133,7 @@ LONG = 700
 SHORT = 80
 SHORT_FILES: dict[str, str] = {  # with the reason
     "memory.errors": "seven importers",
+    "strategies.replicas": "one file per strategy",
 }
 
 

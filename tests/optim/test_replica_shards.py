@@ -19,7 +19,7 @@ from helpers.problems import CLASSES, build_net
 from helpers.updates import assert_equal, random_batches, values_of
 from torch import nn
 
-from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, gather, simulate
+from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, Precision, TrainStep, gather, simulate
 
 pytestmark = pytest.mark.usefixtures("double", "buckets")
 
@@ -234,14 +234,15 @@ def test_gradients_of_a_shared_parameter_that_wait_elsewhere_are_not_lost(how, r
 
 
 def test_gradients_that_were_read_between_micro_batches_are_scaled_in_float16():
-    """The divisor grows with the micro-batches, and with it all gradients are multiplied, those of the owners too."""
+    """Gradients that the owners have taken between two micro-batches have the divisor and the scale of the others."""
 
     def trained(devices, precision):
         net = build_net().float().to(devices[0])
         model, criterion = DataParallelModel(net, devices), DataParallelCriterion(nn.CrossEntropyLoss())
         kind = torch.optim.SGD
         optimizer = kind(net.parameters(), 0.1) if len(devices) == 1 else BalancedOptimizer(model, kind, lr=0.1)
-        step = TrainStep(model, criterion, optimizer, precision=precision)
+        scaler = None if precision == "fp32" else torch.amp.GradScaler("sim", init_scale=2.0**8)  # without an overflow
+        step = TrainStep(model, criterion, optimizer, precision=Precision(precision, scaler))
         generator = torch.Generator().manual_seed(0)
         for rows in (3, 9, 30, 90):
             x = torch.randn(rows, 4, generator=generator, dtype=torch.float32)
