@@ -92,6 +92,8 @@ def without_mark(value: Any) -> Any:
     """Returns the value inside a mark, or ``value`` itself if it has none."""
     if isinstance(value, Rows):
         return value.entries
+    if type(value) is Along:
+        return value.leaf
     return value.value if isinstance(value, Whole) else value
 
 

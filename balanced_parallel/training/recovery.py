@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ..batch import containers
 from ..batch.by_cost import CostBatch
-from ..batch.rows import Batch, Rows, Whole, without_mark
+from ..batch.rows import MARKS, Batch, without_mark
 from ..loss.criterion import DataParallelCriterion
 from ..replicas.batchnorm import meets_other_ranks
 from ..runtime import torch_private
@@ -220,7 +220,7 @@ def _tensors_in(node: Any) -> list[Tensor]:
             tensors.append(node)
         elif isinstance(node, (list, tuple)):
             pending.extend(node)
-        elif isinstance(node, (Whole, Rows)):
+        elif isinstance(node, MARKS):
             pending.append(without_mark(node))
         elif not containers.is_plain(node) and (container := containers.open_container(node)) is not None:
             pending.extend(container.children)

@@ -15,10 +15,10 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, cast, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..batch.by_cost import ByCost, CostBatch, check_limit
 from ..batch.containers import spread
@@ -35,7 +35,7 @@ from .accumulation import Accumulation
 from .recovery import Recovery, Snapshot
 from .settings import Settings, check_arguments, check_micro_batch_size, check_optimizers
 from .state import TrainedState
-from .strategy import Model, gradient_sync
+from .strategy import gradient_sync
 from .two_passes import TwoPasses
 from .update import (
     Optimizers,
@@ -103,7 +103,7 @@ class TrainStep:
 
     def __init__(
         self,
-        model: Model,
+        model: nn.Module,
         criterion: DataParallelCriterion,
         optimizer: Optimizers,
         *,
@@ -115,7 +115,7 @@ class TrainStep:
     ) -> None:
         self._sync = gradient_sync(model, criterion)
         check_arguments(criterion, micro_batch_size, max_grad_norm, scheduler, cut)
-        self.model: Any = model
+        self.model = cast(Any, model)
         self.criterion, self.optimizer, self.scheduler = criterion, optimizer, scheduler
         self.max_grad_norm, self.precision, self.cut = max_grad_norm, Precision(precision), cut
         self.grad_norm: Tensor | None = None
@@ -123,7 +123,7 @@ class TrainStep:
         self._unit = "rows" if cut is None or isinstance(micro_batch_size, int) else "cost"
         self._is_auto = micro_batch_size == "auto"
         self._limit: float | None = micro_batch_size if isinstance(micro_batch_size, int) else cut.limit if cut else None
-        self._before = Snapshot([model, criterion], [*model.devices, *(criterion.devices or ())])  # of a first pass
+        self._before = Snapshot([model, criterion], [*self.model.devices, *(criterion.devices or ())])  # of a first pass
         self._recovery = Recovery(model, criterion, self._sync) if self._is_auto else None
         self._sums: Accumulation | None = None  # of the micro-batches since the last update
         self._runs: list[BatchRun] = []  # since the last update, where they may run again

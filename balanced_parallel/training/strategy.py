@@ -14,11 +14,8 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..batch.containers import Dims
-from ..batch.outputs import PerReplica
-from ..batch.rows import Arguments, MicroBatch
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight
 from ..runtime.devices import move
@@ -34,31 +31,6 @@ class Settings(Protocol):
 
     def check(self, total: float, squares: float) -> None:
         """Checks the sums. All processes raise an error, or none."""
-
-
-class Model(Protocol):
-    """A model that returns its outputs per replica."""
-
-    devices: list[torch.device]
-    dim: int
-    module: nn.Module
-
-    @property
-    def out_dims(self) -> Dims:
-        """The dimension of the rows in the outputs."""
-
-    @property
-    def split(self) -> tuple[float, ...] | None:
-        """The weight of each device; None for equal parts."""
-
-    def mark(self, arguments: Arguments) -> Arguments:
-        """Returns the arguments with the dimensions of their rows."""
-
-    def modules(self) -> Iterator[nn.Module]:
-        """Yields all modules."""
-
-    def __call__(self, micro_batch: MicroBatch) -> PerReplica:
-        """Runs the module on each shard of one forward."""
 
 
 class GradientSync(abc.ABC):

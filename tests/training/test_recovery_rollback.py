@@ -43,11 +43,11 @@ class WritesInPlace(nn.Module):
         return inputs.mul_(2) + 0
 
 
-def make_step(layer, *, devices=1, micro_batch_size="auto", whole=False, precision="fp32"):
+def make_step(layer, *, devices=1, micro_batch_size="auto", whole=False, precision="fp32", in_dims=None):
     torch.manual_seed(0)
     net = nn.Sequential(layer, nn.Linear(4, 5), OutOfMemoryOnce())
     criterion = DataParallelCriterion(nn.CrossEntropyLoss(), **({"whole": True} if whole else {}))
-    model = DataParallelModel(net, ["cpu"] * devices)
+    model = DataParallelModel(net, ["cpu"] * devices, in_dims=in_dims)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1)
     return TrainStep(model, criterion, optimizer, micro_batch_size=micro_batch_size, precision=precision), net
 
@@ -74,8 +74,9 @@ CHANGED = (
 )
 
 
-def test_a_batch_that_was_changed_in_place_does_not_run_again():
-    step, net = make_step(WritesInPlace())
+@pytest.mark.parametrize("in_dims", [None, 0])
+def test_a_batch_that_was_changed_in_place_does_not_run_again(in_dims):
+    step, net = make_step(WritesInPlace(), in_dims=in_dims)
     before = copy.deepcopy(net.state_dict())
     inputs, targets = make_batch()
     net[2].fails = True
