@@ -480,6 +480,8 @@ class Batch:
         self.inputs, self.targets, self.dims = inputs, targets, dims
         self.rows = count_rows(inputs, dims[0])
         self.target_rows = None if targets is _NOTHING else count_rows(targets, dims[1], self.rows, "targets")
+        if self.rows == 0 and self.target_rows:
+            raise ValueError(f"the targets have {self.target_rows} rows, but the inputs have none: expected the same number")
         is_plain = len(targets.inputs) == 1 and type(targets.inputs[0]) is torch.Tensor
         is_tensor = bool(inputs.inputs) and type(inputs.inputs[0]) is torch.Tensor
         self.cut_already = None if is_tensor else find_shards(inputs)

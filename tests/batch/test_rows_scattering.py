@@ -11,7 +11,7 @@ from helpers.traffic import NAMES, devices_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from balanced_parallel import gather, scatter, simulate
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, gather, scatter, simulate
 from balanced_parallel.batch.plan import proportional_sizes, split_sizes
 
 CPUS = ["cpu"] * 4
@@ -135,3 +135,11 @@ def test_scatter_and_gather_move_all_tensors_of_a_structure():
         assert back["sample"].name == list("abcdefg")
         assert {ends for ends in cluster.moved if "cpu" not in ends} == set()  # only between the CPU and each device
         assert devices_of(scatter(torch.ones(6, device="sim:1"), cluster.devices)) == NAMES
+
+
+def test_targets_without_inputs_raise_an_error():
+    net = torch.nn.Linear(4, 3)
+    model, criterion = DataParallelModel(net, CPUS), DataParallelCriterion(torch.nn.CrossEntropyLoss())
+    step = TrainStep(model, criterion, torch.optim.SGD(net.parameters()))
+    with pytest.raises(ValueError, match="the targets have 5 rows, but the inputs have none: expected the same number"):
+        step(torch.zeros(0, 4), torch.zeros(5, dtype=torch.long))
