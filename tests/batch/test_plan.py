@@ -11,10 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 import pytest
 import torch
 from helpers.problems import assert_same_gradients, build_net, gradients, plain_program
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, simulate
-from balanced_parallel.batch.plan import cut_by_cost, cut_to_budget
+from balanced_parallel.batch.plan import cut_by_cost, cut_to_budget, equal_rows, scaled
 
 
 def assert_equals_plain_program(model, net, x, target, expected):
@@ -173,3 +175,27 @@ def test_4096_rows_take_5_ms() -> None:
         cut_by_cost(costs, 64)
         seconds.append(time.thread_time() - begin)
     assert min(seconds) < 0.005
+
+
+@given(
+    rows=st.integers(0, 400),
+    shares=st.integers(1, 9) | st.lists(st.floats(0.01, 5), min_size=1, max_size=6),
+    limit=st.none() | st.integers(1, 50),
+)
+def test_a_plan_of_equal_rows_has_each_row_once_in_as_few_micro_batches_as_possible(rows, shares, limit):
+    devices = shares if isinstance(shares, int) else len(shares)
+    plan = equal_rows(rows, shares, limit)
+    assert [row for parts in plan for part in parts for row in part] == list(range(rows))
+    assert all(len(parts) == devices for parts in plan)
+    assert limit is None or all(len(part) <= limit for parts in plan for part in parts)
+    assert len(plan) >= (0 if not rows else 1 if limit is None else -(-rows // (limit * devices)))
+    if isinstance(shares, int) and rows:
+        sizes = [sum(map(len, parts)) for parts in plan]
+        assert max(sizes) - min(sizes) <= 1
+        assert len(plan) == (1 if limit is None else -(-rows // (limit * devices)))
+
+
+@given(rows=st.integers(1, 60), factor=st.integers(1, 5), shares=st.integers(1, 6))
+def test_flattened_targets_follow_the_rows_of_the_inputs(rows, factor, shares):
+    (parts,) = equal_rows(rows, shares)
+    assert [row for part in parts if part for row in scaled(part, rows, factor * rows)] == list(range(factor * rows))
