@@ -87,13 +87,9 @@ class ByCost:
     ) -> "CostBatch":
         """Returns a batch, taken apart.
 
-        Args:
-            inputs: of the step.
-            targets: of the step.
-            mark: returns inputs and targets with marks, and the dimensions of their rows.
-            names: the arguments of the model's ``forward``.
-            unit: of a limit, ``"rows"`` or ``"cost"``.
-            is_strict: a row over the limit is an error. Otherwise it runs alone.
+        ``mark`` returns inputs and targets with marks, and the dimensions of their rows. ``names`` are the arguments of
+        ``forward``, ``unit`` that of a limit, ``"rows"`` or ``"cost"``. If it is strict, a row over the limit is an error;
+        otherwise it runs alone.
         """
         if self.collate is not None:
             batch: CostBatch = _Samples(self, inputs, targets, mark)
@@ -140,11 +136,7 @@ class CostBatch:
         limit: float | None,
         agree: Callable[[int], int],
     ) -> Iterator[list[Shard]]:
-        """Yields the shards of each micro-batch. See :meth:`Batch.plan`.
-
-        Raises:
-            ValueError: a row over the limit, or devices with weights.
-        """
+        """Yields the shards of each micro-batch. See :meth:`Batch.plan`."""
         if weights is not None:
             raise ValueError(f"split={weights} of the model and cost= were given, expected one of them")
         if not self.has_example:
@@ -276,11 +268,7 @@ def _shorten(leaf: Any, dim: int | None, length: int) -> Any:
 
 
 def _trims(whole: Shard, trim: Trim, names: Sequence[str], costs: Sequence[float]) -> list[int | None]:
-    """Returns the dimension to cut of each leaf of inputs and targets, or None.
-
-    Raises:
-        ValueError: an argument that was not passed, or costs that are not lengths.
-    """
+    """Returns the dimension to cut of each leaf of inputs and targets, or None."""
     inputs, kwargs = whole.inputs
     positions = [names[at] if at < len(names) else str(at) for at in range(len(inputs))]
     values = [*zip(positions, inputs, strict=True), *kwargs.items(), ("targets", whole.targets)]
@@ -367,11 +355,7 @@ def shard_by_cost(
 
 
 def inputs_and_targets(collated: Any) -> tuple[Any, Any]:
-    """Splits the result of a ``collate``.
-
-    Raises:
-        ValueError: it is not a pair, nor a mapping with labels.
-    """
+    """Splits the result of a ``collate``: a pair, or a mapping with labels."""
     if isinstance(collated, Mapping) and "labels" in collated:
         return collated, collated["labels"]
     if isinstance(collated, (tuple, list)) and len(collated) == 2:
@@ -383,13 +367,7 @@ def inputs_and_targets(collated: Any) -> tuple[Any, Any]:
 
 
 def as_shards(parts: Sequence[Any], sizes: Sequence[int], order: Sequence[int] | None = None) -> Any:
-    """Merges the arguments of the replicas into one structure. Each leaf becomes :class:`RowShards`, unless there is one replica.
-
-    Args:
-        parts: arguments of each replica, of the same structure.
-        sizes: number of rows of each.
-        order: position of each row in the batch, for the outputs.
-    """
+    """Merges the arguments of several replicas into one structure, whose leaves are :class:`RowShards`."""
     if len(parts) == 1:
         return parts[0]
     return containers.zip_leaves(lambda place, leaves: RowShards(leaves, sizes).in_order(order), parts)

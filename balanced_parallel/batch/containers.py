@@ -25,13 +25,7 @@ class Leaf:
 
 
 class Container(NamedTuple):
-    """A container that was taken apart.
-
-    Attributes:
-        places: key or attribute of each child as code: ``['mask']``, ``.logits``, ``[0]``.
-        children: the values, one per place.
-        rebuild: function that makes a container of the same type from new children.
-    """
+    """A container taken apart: the keys of its children as code, such as ``[0]``, the children, and how to rebuild it."""
 
     places: list[str]
     children: list[Any]
@@ -133,21 +127,6 @@ def map_leaves(function: Callable[[Any], Any], node: Any) -> Any:
     return container.rebuild([map_leaves(function, child) for child in container.children])
 
 
-def unzip_leaves(function: Callable[[Any], Sequence[Any]], node: Any, count: int) -> list[Any]:
-    """Splits each leaf into ``count`` values with ``function``, and returns ``count`` structures like ``node`` of them."""
-    if type(node) is torch.Tensor:  # as in map_leaves
-        return list(function(node))
-    if type(node) is tuple and not is_row_list(node):
-        return list(zip(*[unzip_leaves(function, child, count) for child in node], strict=True)) if node else [()] * count
-    container = open_container(node)
-    if container is None:
-        pieces = list(function(node))
-        assert len(pieces) == count
-        return pieces
-    columns = [unzip_leaves(function, child, count) for child in container.children]
-    return [container.rebuild([column[index] for column in columns]) for index in range(count)]
-
-
 _LISTS = (
     ". A list is several outputs with all rows each: if its entries are rows, join the lists instead, as in "
     "[row for output in outputs for row in output]; rows that were cut by cost are in the order outputs.order"
@@ -155,11 +134,7 @@ _LISTS = (
 
 
 def zip_leaves(function: Callable[[str, list[Any]], Any], nodes: Sequence[Any], place: str = "") -> Any:
-    """Merges structures of the same form: each leaf of the result is ``function(place, values)`` of the leaves at that place.
-
-    Raises:
-        ValueError: if the structures differ. The message has the place and both forms.
-    """
+    """Merges structures of the same form: each leaf of the result is ``function(place, values)`` of the leaves at that place."""
     first = nodes[0]
     containers = [open_container(node) for node in nodes]
     opened = [container for container in containers if container is not None]
@@ -225,17 +200,10 @@ def check_dims(dims: Any, name: str) -> None:
 
 
 def leaf_dims(node: Any, dims: Dims, default: int | None, place: str = "") -> Iterator[int | None]:
-    """Yields the dimension of the rows of each leaf of ``node``, in the order of :func:`nested.leaves`.
+    """Yields the dimension of the rows of each leaf of ``node``, in the order of :func:`leaves`.
 
-    Args:
-        node: any structure.
-        dims: one dimension for all leaves, or a sequence or mapping with one entry per entry of ``node``. ``None`` stands for a
-            leaf without rows.
-        default: dimension of the entries that a mapping does not contain.
-        place: name of ``node`` in error messages.
-
-    Raises:
-        ValueError: if the entries of ``dims`` and ``node`` differ.
+    ``dims`` is one dimension for all leaves, or a sequence or mapping with one entry per entry of ``node``. ``None`` stands for a
+    leaf without rows, and ``default`` for the entries that a mapping does not contain.
 
     Example:
         >>> list(leaf_dims({"x": 1, "state": (2, 3)}, {"state": (1, None)}, 0))
@@ -249,8 +217,7 @@ def leaf_dims(node: Any, dims: Dims, default: int | None, place: str = "") -> It
         raise ValueError(f"{place or 'the value'} is {describe(node)}, but the dimensions {dims!r} are given for a container")
     names = _names(container)
     if isinstance(dims, Mapping):
-        unknown = [key for key in dims if str(key) not in names]
-        if unknown:
+        if unknown := [key for key in dims if str(key) not in names]:
             raise ValueError(
                 f"{place or 'the value'} has entries {', '.join(names)}, but dimensions are given for {unknown[0]!r}"
             )

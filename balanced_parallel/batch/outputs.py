@@ -1,16 +1,13 @@
 """``PerReplica``: the outputs of the replicas of one forward, each on its own device, and :func:`gather`, which joins them.
 
-Gathering is the inverse of scatter, over devices and, under torchrun, over ranks. torch's ``gather`` supports no dataclasses,
-numbers or strings, and ``all_gather`` needs equal sizes. Here the ranks first exchange the layouts of their outputs. So sizes may
-differ, and a mismatch raises the same error on all ranks instead of a hang.
-
-Outputs of rows that were cut by cost have lengths of their own, and rows in another order than the batch. They are padded, and
-put in order.
+torch's ``gather`` supports no dataclasses, numbers or strings, and ``all_gather`` needs equal sizes. Here the ranks first
+exchange the layouts of their outputs. So sizes may differ, and a mismatch raises the same error on all ranks instead of a hang.
 """
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NoReturn, Self
+from typing import Any, NoReturn, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -251,7 +248,7 @@ def gather(outputs: Sequence[Any], device: DeviceLike | None = None, dim: int | 
     refusal = repeated_rows(outputs, sizes, dims) if order is None and (len(outputs) > 1 or world_size() > 1) else None
     if refusal and world_size() == 1:
         raise ValueError(refusal)
-    local = [join(outputs if order is None else pad_alike(outputs, dims), device, dims)] if outputs else []
+    local = [join(outputs, device, dims, pads=order is not None)] if outputs else []
     if order is not None:
         local = [reorder(output, order, dims, len(outputs)) for output in local]
     if world_size() == 1:
@@ -284,20 +281,21 @@ def repeated_rows(outputs: Sequence[Any], sizes: Sequence[int | None] | None, di
     return None
 
 
-def join(outputs: Sequence[Any], device: DeviceLike | None, dims: Dims) -> Any:
+def join(outputs: Sequence[Any], device: DeviceLike | None, dims: Dims, *, pads: bool = False) -> Any:
     """Gathers the outputs of this process only, as :func:`gather` does.
 
-    Args:
-        outputs: at least one output.
-        device: device of the result. ``None`` means the device of the first output.
-        dims: dimension of the rows of each leaf. ``None`` stands for a leaf that is the same in all replicas: the first is taken.
+    Dimensions that are None stand for a leaf that is the same in all replicas: the first is taken. With ``pads``, tensors that
+    are shorter than those of other replicas are padded with zeros at the end.
     """
     first = containers.first_tensor(list(outputs))
     target = resolve_device(device) if device is not None else first.device if first is not None else torch.device("cpu")
     dims_of_leaves = leaf_dims(outputs[0], dims, 0, "output")
-    return containers.zip_leaves(
-        lambda place, values: _join(place, values, target, next(dims_of_leaves)), list(outputs), "output"
-    )
+
+    def join_leaves(place: str, values: list[Any]) -> Any:
+        dim = next(dims_of_leaves)
+        return _join(place, _pad_alike(values, dim) if pads else values, target, dim)
+
+    return containers.zip_leaves(join_leaves, list(outputs), "output")
 
 
 def _join(place: str, values: list[Any], device: torch.device, dim: int | None) -> Any:
@@ -310,23 +308,15 @@ def _join(place: str, values: list[Any], device: torch.device, dim: int | None) 
     if all(containers.is_plain(value) for value in values):
         return values
     if len({type(value) for value in values}) == 1 and isinstance(values[0], Iterable):
-        return _join_as_torch(place, values, device, dim)
+        # By entries, as torch's gather does: https://github.com/huggingface/transformers/pull/36373 relies on it for caches.
+        kind, columns = cast(Any, type(values[0])), zip(*values, strict=True)
+        join_leaves = functools.partial(containers.zip_leaves, lambda at, leaves: _join(at, leaves, device, dim), place=place)
+        return kind([join_leaves(list(column)) for column in columns])
     raise TypeError(
         f"{place} is {', '.join(dict.fromkeys(map(containers.describe, values)))}: expected tensors, plain values, lists of "
         "plain values, or containers of them, of the same type in every replica; select these before gathering, as in "
         "gather([output.logits for output in outputs])"
     )
-
-
-def _join_as_torch(place: str, values: list[Any], device: torch.device, dim: int | None) -> Any:
-    """Joins iterable objects by their entries, and passes the joined entries to the constructor of their type.
-
-    torch's ``gather`` does this for every unknown type, and the caches of transformers rely on it
-    (https://github.com/huggingface/transformers/pull/36373).
-    """
-    columns = zip(*values, strict=True)
-    parts = [containers.zip_leaves(lambda at, leaves: _join(at, leaves, device, dim), list(column), place) for column in columns]
-    return type(values[0])(parts)
 
 
 def _join_tensors(place: str, tensors: list[torch.Tensor], device: torch.device, dim: int) -> torch.Tensor:
@@ -383,11 +373,7 @@ class _Header(containers.Leaf):
         return f"{self.kind} {self.layout}"
 
     def empty_leaf(self, device: torch.device) -> Any:
-        """Returns a leaf of this layout without rows.
-
-        Raises:
-            ValueError: if the leaf has no dimension of rows.
-        """
+        """Returns a leaf of this layout without rows."""
         if isinstance(self.kind, torch.dtype) and self.dim is None:
             raise ValueError(
                 f"{self} is the same in all replicas, but a rank without outputs does not have it: leave it out of the outputs"
@@ -397,24 +383,11 @@ class _Header(containers.Leaf):
         return None if self.rows is None else type(self.rows)()
 
 
-def _agree_on_layouts(ranks: list[list[_Header]]) -> None:
-    """Sets the layout of tensors that may be padded to the longest of all ranks."""
-    for headers in zip(*ranks, strict=False):
-        if any(header.pads for header in headers) and len({len(header.layout) for header in headers}) == 1:
-            longest = tuple(map(max, *(header.layout for header in headers), headers[0].layout))
-            for header in headers:
-                header.layout = longest
-
-
 def _gather_ranks(local: list[Any], dims: Dims, device: torch.device, refusal: str | None, *, pads: bool) -> Any:
     """Gathers the rows of all ranks: one exchange of layouts and plain values, then one all-gather per tensor.
 
-    Args:
-        local: list with the joined outputs of this rank; empty if it has none.
-        dims: dimensions of the rows.
-        device: device of the result on a rank without outputs.
-        refusal: error of this rank, which all ranks raise.
-        pads: the rows of this rank were cut by cost. Tensors are padded with zeros to the longest of all ranks then.
+    ``local`` has the joined outputs of this rank, if it has any. Other ranks raise ``refusal``, its error, too. With ``pads``,
+    rows were cut by cost, and tensors are padded to the longest of all ranks.
     """
     dims_of_leaves = (dim for output in local for dim in leaf_dims(output, dims, 0))
     headers_of_rank = [containers.map_leaves(lambda leaf: _Header(leaf, next(dims_of_leaves), pads), output) for output in local]
@@ -424,7 +397,11 @@ def _gather_ranks(local: list[Any], dims: Dims, device: torch.device, refusal: s
     of_ranks = [headers for rank in all_headers for headers in rank]
     if not of_ranks:
         raise ValueError("gather was given no outputs on any rank, expected at least one")
-    _agree_on_layouts([[header for _, header in containers.leaves(each)] for each in of_ranks])
+    for column in zip(*([header for _, header in containers.leaves(headers)] for headers in of_ranks), strict=False):
+        if any(header.pads for header in column) and len({len(header.layout) for header in column}) == 1:
+            longest = tuple(map(max, *(header.layout for header in column), column[0].layout))
+            for header in column:
+                header.layout = longest
     first = list(containers.leaves(of_ranks[0], "output"))
     columns: list[list[Any]] = []
     for rank, headers in enumerate(all_headers):
@@ -447,25 +424,11 @@ def _gather_ranks(local: list[Any], dims: Dims, device: torch.device, refusal: s
     return containers.map_leaves(lambda leaf: join_ranks(leaf, next(headers)[1], next(parts)), output)
 
 
-def pad_alike(outputs: Sequence[Any], dims: Dims) -> list[Any]:
-    """Returns the outputs with zeros at the end of the tensors that are shorter than those of other replicas."""
-    dims_of_leaves = leaf_dims(outputs[0], dims, 0, "output")
-
-    def pad(leaves: list[Any]) -> list[Any]:
-        dim = next(dims_of_leaves)
-        if dim is None or not all(isinstance(leaf, torch.Tensor) for leaf in leaves) or len({leaf.dim() for leaf in leaves}) > 1:
-            return leaves
-        sizes = [max(each) for each in zip(*(leaf.shape for leaf in leaves), strict=True)]
-        return [pad_to(leaf, sizes, dim) for leaf in leaves]
-
-    # a Leaf of lists: each leaf of the result is the list of that leaf of all replicas
-    columns = containers.zip_leaves(lambda place, leaves: _Column(pad(leaves)), list(outputs), "output")
-    return containers.unzip_leaves(lambda column: column.leaves, columns, len(outputs))
-
-
-class _Column(containers.Leaf):
-    def __init__(self, leaves: list[Any]) -> None:
-        self.leaves = leaves
+def _pad_alike(leaves: list[Any], dim: int | None) -> list[Any]:
+    if dim is None or not all(isinstance(leaf, torch.Tensor) for leaf in leaves) or len({leaf.dim() for leaf in leaves}) > 1:
+        return leaves
+    sizes = [max(each) for each in zip(*(leaf.shape for leaf in leaves), strict=True)]
+    return [pad_to(leaf, sizes, dim) for leaf in leaves]
 
 
 def pad_to(tensor: torch.Tensor, sizes: Sequence[int], dim: int) -> torch.Tensor:
@@ -478,15 +441,7 @@ def pad_to(tensor: torch.Tensor, sizes: Sequence[int], dim: int) -> torch.Tensor
 def reorder(gathered: Any, order: Sequence[int], dims: Dims, replicas: int) -> Any:
     """Returns gathered outputs in the order of the batch.
 
-    Args:
-        gathered: outputs of all replicas.
-        order: position in the batch of each row of the outputs.
-        dims: dimension of the rows.
-        replicas: number of outputs that were gathered. Values with one entry for each stay.
-
-    Raises:
-        ValueError: a tensor does not have one row for each row of the batch.
-        TypeError: an object whose rows are not known.
+    ``order`` is the position in the batch of each row. Values with one entry for each of the ``replicas`` stay.
     """
     positions = sorted(range(len(order)), key=order.__getitem__)
     dims_of_leaves = leaf_dims(gathered, dims, 0, "output")
@@ -517,11 +472,8 @@ def reorder(gathered: Any, order: Sequence[int], dims: Dims, replicas: int) -> A
 
 def detach_outputs(outputs: PerReplica, order: Sequence[int] | None) -> PerReplica:
     """Returns the outputs of the replicas, detached from the autograd graph. ``order`` is that of their rows."""
-
-    def detach(leaf: Any) -> Any:
-        return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
-
-    return outputs.map(lambda output: containers.map_leaves(detach, output)).in_order(order)
+    detach = functools.partial(containers.map_leaves, lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf)
+    return outputs.map(detach).in_order(order)
 
 
 def join_outputs(micro_batches: Sequence[PerReplica], dims: Dims) -> PerReplica:

@@ -22,18 +22,13 @@ __all__: list[str] = []
 
 
 def split_sizes(rows: int, shares: int | Sequence[float]) -> list[int]:
-    """Returns the number of rows of each part.
+    """Returns the number of rows of each part: equal parts, or in proportion to weights.
 
-    Args:
-        rows: total number of rows.
-        shares: number of equal parts, or the weight of each part. With weights, each part gets its proportion rounded down. The
-            remaining rows go to the parts with the largest remainders, to the first ones among equals.
+    With weights, the rows that remain go to the largest remainders, to the first ones among equals.
 
     Example:
-        >>> split_sizes(9, 4)
-        [3, 2, 2, 2]
-        >>> split_sizes(9, [2, 1])
-        [6, 3]
+        >>> split_sizes(9, 4), split_sizes(9, [2, 1])
+        ([3, 2, 2, 2], [6, 3])
     """
     if isinstance(shares, int):
         more = rows % shares if shares else 0
@@ -52,12 +47,7 @@ Plan = Sequence[Sequence[Part]]  # micro-batches x devices
 
 
 def consecutive(sizes: Sequence[int], start: int = 0) -> list[range]:
-    """Returns ranges of the given sizes, one behind the other.
-
-    Example:
-        >>> consecutive([3, 2])
-        [range(0, 3), range(3, 5)]
-    """
+    """Returns ranges of the given sizes, one behind the other."""
     return list(itertools.starmap(range, itertools.pairwise(itertools.accumulate(sizes, initial=start))))
 
 
@@ -66,11 +56,8 @@ def equal_rows(
 ) -> Plan:
     """Plans as few micro-batches as possible, whose sizes differ by at most one row. A device may get no rows.
 
-    Args:
-        rows: number of rows.
-        shares: number of equal devices, or the weight of each device.
-        limit: rows of a device at most in one micro-batch; ``None`` is no limit.
-        agree: returns the number of micro-batches to plan, for the number that is needed.
+    ``limit`` is the most rows of a device in one micro-batch. ``agree`` returns the number of micro-batches to plan, for the
+    number that is needed.
 
     Example:
         >>> equal_rows(5, 2, limit=2)
@@ -84,13 +71,7 @@ def equal_rows(
 
 
 def count_micro_batches(rows: int, micro_batch_size: int | None, shares: int | Sequence[float]) -> int:
-    """Returns the smallest number of micro-batches with at most ``micro_batch_size`` rows per device; 0 without rows.
-
-    Args:
-        rows: number of rows of the whole batch.
-        micro_batch_size: largest number of rows per device; ``None`` means no limit.
-        shares: number of equal devices, or the weight of each device.
-    """
+    """Returns the smallest number of micro-batches with at most ``micro_batch_size`` rows per device; 0 without rows."""
     if micro_batch_size is None or rows == 0:
         return min(rows, 1)
     count = -(-rows // (micro_batch_size * (shares if isinstance(shares, int) else len(shares))))
@@ -100,13 +81,7 @@ def count_micro_batches(rows: int, micro_batch_size: int | None, shares: int | S
 
 
 def proportional_sizes(rows: int, shares: Sequence[int]) -> list[int]:
-    """Splits the rows of the targets in proportion to ``shares``, the rows of the inputs.
-
-    Targets have as many rows as the inputs, or a multiple of them if they were flattened.
-
-    Raises:
-        ValueError: if a size would not be an integer.
-    """
+    """Splits the rows of the targets, a multiple if they are flattened, in proportion to the rows of the inputs."""
     total = sum(shares)
     if rows == total:
         return list(shares)
@@ -119,16 +94,7 @@ def proportional_sizes(rows: int, shares: Sequence[int]) -> list[int]:
 
 
 def scaled(part: Part, rows: int, target_rows: int) -> range:
-    """Returns the rows of the targets that belong to consecutive rows of the inputs.
-
-    Args:
-        part: rows of the inputs.
-        rows: number of all rows of the inputs.
-        target_rows: number of all rows of the targets, a multiple if they are flattened.
-
-    Raises:
-        ValueError: the part would not have a whole number of rows.
-    """
+    """Returns the rows of the targets, a multiple if they are flattened, that belong to consecutive rows of the inputs."""
     start, stop = (part[0], part[-1] + 1) if part else (0, 0)
     if rows == 0 or start * target_rows % rows or stop * target_rows % rows:
         raise ValueError(
@@ -139,11 +105,7 @@ def scaled(part: Part, rows: int, target_rows: int) -> range:
 
 
 def check_split(split: Sequence[float] | str | None, devices: int) -> tuple[float, ...] | None:
-    """Returns the weights of the devices.
-
-    Raises:
-        ValueError: unless ``split`` is None or has one finite weight per device, none negative, not all zero.
-    """
+    """Returns the weights of the devices. Raises ``ValueError`` unless ``split`` is None or has a valid weight for each."""
     if split is None:
         return None
     try:
@@ -191,9 +153,6 @@ def cut_by_cost(
     Returns:
         Indices of the rows of each shard, the longest rows first. Rows of equal cost keep their order.
 
-    Raises:
-        ValueError: if a cost is negative, infinite or nan, or if there are more rows than ``shards * most_rows``.
-
     Example:
         >>> cut_by_cost([3, 9, 2, 3, 2, 4], 3)
         [[1], [5, 0], [3, 2, 4]]
@@ -228,18 +187,7 @@ def cut_by_cost(
 
 
 def cut_to_budget(costs: Sequence[float], budget: float, combine: Combine | None = None) -> list[list[int]]:
-    """Splits rows into shards that cost at most ``budget``, as few as possible.
-
-    Args:
-        costs: one for each row.
-        budget: the largest cost of a shard.
-        combine: cost of a shard, as in :func:`cut_by_cost`.
-
-    Returns:
-        Indices of the rows of each shard, as :func:`cut_by_cost` does.
-
-    Raises:
-        ValueError: if a cost is negative, infinite or nan, or if one row costs more than the budget.
+    """Splits rows as :func:`cut_by_cost` does, into as few shards as possible that cost at most ``budget``.
 
     Example:
         >>> cut_to_budget([3, 9, 2, 3, 2, 4], 9)
@@ -255,11 +203,7 @@ def cut_to_budget(costs: Sequence[float], budget: float, combine: Combine | None
 
 
 def sorted_rows(costs: Sequence[float]) -> list[int]:
-    """Returns the indices of the rows, the largest cost first. Rows of equal cost keep their order.
-
-    Raises:
-        ValueError: if a cost is negative, infinite or nan.
-    """
+    """Returns the indices of the rows, the largest cost first. Rows of equal cost keep their order."""
     for row, cost in enumerate(costs):
         if cost is None or not 0 <= cost < math.inf:
             raise ValueError(f"the cost of row {row} is {cost}, expected a finite number that is not negative")
@@ -283,14 +227,10 @@ def _fill(ordered: Sequence[float], capacity: float, combine: Combine | None, li
             if rows * ordered[start] > capacity:
                 rows = int(capacity / ordered[start] + 1e-9) or 1
         elif combine(ordered[start : start + rows]) > capacity:
-            rows = _fitting(ordered[start : start + rows], capacity, combine) or 1
+            fits = range(1, rows)  # numbers of first rows, for a bisection
+            rows = bisect.bisect_right(fits, capacity, key=lambda count: combine(ordered[start : start + count])) or 1
         yield range(start, start + rows)
         start += rows
-
-
-def _fitting(costs: Sequence[float], capacity: float, combine: Combine) -> int:
-    """Returns the number of first rows that fit, by bisection."""
-    return bisect.bisect_right(range(1, len(costs)), capacity, key=lambda rows: combine(costs[:rows]))
 
 
 def _first_fit(ordered: Sequence[float], capacity: float, limit: int) -> list[list[int]]:

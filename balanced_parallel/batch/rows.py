@@ -107,9 +107,6 @@ def mark(arguments: Arguments, dims: Dims, function: Callable[..., Any], *, firs
         first: position in the call of ``arguments.inputs[0]``.
         unnamed: number of further arguments that the function has before ``arguments.inputs[0]``. An output that is a tuple fills
             several arguments of a criterion, but is one argument of the call.
-
-    Raises:
-        ValueError: if ``dims`` has an entry for an argument that does not exist.
     """
     if dims is None:
         return arguments
@@ -140,11 +137,7 @@ def mark(arguments: Arguments, dims: Dims, function: Callable[..., Any], *, firs
 
 
 def dims_of_method(dims: Dims, method: Callable[..., Any], name: str) -> Dims:
-    """Returns the part of ``in_dims`` for the arguments of a method other than ``forward``.
-
-    Raises:
-        ValueError: if ``in_dims`` has positions, which are those of ``forward``.
-    """
+    """Returns the part of ``in_dims`` for the arguments of a method other than ``forward``."""
     if dims is None or isinstance(dims, int):
         return dims
     if not isinstance(dims, Mapping) or any(isinstance(key, int) for key in dims):
@@ -201,17 +194,8 @@ def mark_leaves(value: Any, dims: Dims, place: str) -> Any:
 def count_rows(node: Any, dim: int = 0, expected: int | None = None, name: str = "inputs") -> int | None:
     """Returns the number of rows, which all parts of ``node`` with rows must have; None if no part has rows.
 
-    Args:
-        node: arguments, or another structure.
-        dim: dimension of the rows in tensors that are not marked.
-        expected: number of rows of the inputs that ``node`` belongs to. It decides if the entries of a list are rows or have rows
-            each.
-        name: of ``node`` in messages.
-
-    Raises:
-        ValueError: if two parts have different numbers of rows, a tensor has no dimension ``dim``, or the entries of a list may
-            be rows or have rows.
-        TypeError: for an array, a PackedSequence, or an object that holds tensors. Replicas would get them whole by mistake.
+    ``expected`` is the number of rows of the inputs that ``node`` belongs to. It decides if the entries of a list are rows or
+    have rows each. Arrays and objects that hold tensors are errors: replicas would get them whole by mistake.
     """
     only = node.inputs[0] if type(node) is Arguments and len(node.inputs) == 1 and not node.kwargs else node
     only = only[0] if type(only) is tuple and len(only) == 1 else only
@@ -335,16 +319,8 @@ def cut(node: Any, parts: Sequence[Part], dim: int = 0) -> list[Any]:
 def take(node: Any, part: Part, dim: int = 0, place: tuple[int, int] = (0, 1)) -> Any:
     """Returns some rows of ``node``. Tensors are views for a range of rows, and copies for a list of them.
 
-    Values without rows stay. Marks stay. :func:`move_leaves` removes them.
-
-    Args:
-        node: arguments, or another structure.
-        part: numbers of the rows.
-        dim: dimension of the rows in tensors that are not marked.
-        place: number of the part, and number of parts, for rows that are cut already.
-
-    Raises:
-        TypeError: a tensor is sparse or nested; or rows in another order are wanted of outputs of replicas.
+    Values without rows stay. Marks stay. :func:`move_leaves` removes them. ``place`` is the number of the part, and the number of
+    parts, for rows that are cut already.
     """
     if type(node) is Arguments:
         inputs = node.inputs
@@ -364,7 +340,11 @@ def take(node: Any, part: Part, dim: int = 0, place: tuple[int, int] = (0, 1)) -
             return Rows([leaf.entries[row] for row in part])
         if isinstance(leaf, RowShards) and len(leaf) == place[1]:
             return list.__getitem__(leaf, place[0])
-        return _rows_of_outputs(leaf, part) if isinstance(leaf, PerReplica) and None not in leaf.sizes else leaf
+        if not isinstance(leaf, PerReplica) or None in leaf.sizes:
+            return leaf
+        if not isinstance(part, range):
+            raise TypeError("rows were given as outputs of replicas, expected tensors on the host: call gather(device='cpu')")
+        return leaf.narrow(part.start, len(part))
 
     return containers.map_leaves(take_leaf, node)
 
@@ -379,12 +359,6 @@ def _rows_of_tensor(tensor: torch.Tensor, part: Part, dim: int) -> torch.Tensor:
     if isinstance(part, range):
         return tensor.narrow(dim, part.start, len(part))
     return tensor.index_select(dim, torch.tensor(part, dtype=torch.long, device=tensor.device))
-
-
-def _rows_of_outputs(outputs: PerReplica, part: Part) -> PerReplica:
-    if not isinstance(part, range):
-        raise TypeError("rows were given as outputs of replicas, expected tensors on the host: call gather(device='cpu')")
-    return outputs.narrow(part.start, len(part))
 
 
 def move_leaves(node: Any, device: torch.device | None) -> Any:
@@ -416,19 +390,6 @@ class RowShards(PerReplica):
     """One argument, or one part of it, that is cut already: one shard per replica."""
 
 
-def find_shards(arguments: Arguments) -> RowShards | None:
-    """Returns an argument that is cut already, or None. If one is, all are."""
-    for value in (*arguments.inputs, *arguments.kwargs.values()):
-        if type(value) is torch.Tensor:  # shortcut for the most frequent argument
-            return None
-        for _, leaf in containers.leaves(value):
-            if isinstance(leaf, RowShards):
-                return leaf
-            if isinstance(leaf, torch.Tensor):
-                return None
-    return None
-
-
 class Shard(NamedTuple):
     """Rows of one device in one forward. Its tensors are views of the batch, marked and not moved.
 
@@ -457,21 +418,17 @@ _NOTHING = Arguments((), {})
 
 
 class Batch:
-    """Inputs and targets of one call, taken apart once.
+    """Inputs and targets of one call, marked, and taken apart once.
 
     Args:
-        inputs: arguments of the model, marked.
-        targets: arguments of the criterion behind the outputs, marked.
+        inputs: arguments of the model.
+        targets: arguments of the criterion behind the outputs.
         dims: dimension of the rows in unmarked inputs, and in unmarked targets.
 
     Attributes:
-        rows: number of rows of the inputs; None if no input has rows.
-        target_rows: that of the targets.
+        rows, target_rows: number of rows of the inputs and of the targets; None if nothing has rows.
         cut_already: an argument that is cut already, or None. If one is, all are.
         counted_targets: the targets of the whole batch, in any number of parts.
-
-    Raises:
-        TypeError, ValueError: as :func:`count_rows` does.
     """
 
     unit = "rows"  # of a limit
@@ -483,23 +440,20 @@ class Batch:
         if self.rows == 0 and self.target_rows:
             raise ValueError(f"the targets have {self.target_rows} rows, but the inputs have none: expected the same number")
         is_plain = len(targets.inputs) == 1 and type(targets.inputs[0]) is torch.Tensor
-        is_tensor = bool(inputs.inputs) and type(inputs.inputs[0]) is torch.Tensor
-        self.cut_already = None if is_tensor else find_shards(inputs)
         self.counted_targets = [targets.inputs if is_plain else move_leaves(targets.inputs, None)]
+        self.cut_already: RowShards | None = None
+        if not inputs.inputs or type(inputs.inputs[0]) is not torch.Tensor:
+            first = next((leaf for _, leaf in containers.leaves(inputs) if isinstance(leaf, (RowShards, torch.Tensor))), None)
+            self.cut_already = first if isinstance(first, RowShards) else None
 
     def plan(
         self, devices: Sequence[torch.device], weights: Sequence[float] | None, limit: float | None, agree: Callable[[int], int]
     ) -> Iterator[list[Shard]]:
-        """Yields the shards of each micro-batch.
+        """Yields the shards of each micro-batch of at most ``limit`` rows per device.
 
         A batch without rows has no micro-batches, unless other ranks wait in a layer for every rank. Inputs that have no rows,
-        such as settings alone, are one.
-
-        Args:
-            devices: of the replicas.
-            weights: of the devices; None for equal shares.
-            limit: rows per device at most in one forward.
-            agree: returns the number of micro-batches to run, if this process needs the given one.
+        such as settings alone, are one. ``agree`` returns the number of micro-batches to run, if this process needs the given
+        one.
         """
         if self.rows is None or self.cut_already is not None:
             return iter([self.split(devices, weights)])
@@ -507,11 +461,7 @@ class Batch:
         return self._shards(plan, devices)
 
     def split(self, devices: Sequence[torch.device], weights: Sequence[float] | None) -> list[Shard]:
-        """Returns the shards of one forward. Devices without rows are left out; without any rows, the first one is used.
-
-        Raises:
-            ValueError: the rows are cut already, and there are more shards than devices, or the devices have weights.
-        """
+        """Returns the shards of one forward. Devices without rows are left out; without any rows, the first one is used."""
         if self.rows is None:
             return [Shard(self.inputs, self.targets, None, self.target_rows or 1, devices[0])]
         if (shards := self.cut_already) is None:

@@ -32,9 +32,7 @@ __all__: list[str] = []
 class CoupledLoss(abc.ABC):
     """The loss of one update, whose rows depend on each other.
 
-    Args:
-        criterion: computes the loss.
-        home: a device of this process, for collectives if it has no rows.
+    ``home`` is a device of this process, for collectives if it has no rows.
     """
 
     def __init__(self, criterion: ShardRunner, home: torch.device) -> None:
@@ -51,8 +49,7 @@ class CoupledLoss(abc.ABC):
     def differentiate(self, scaler: torch.amp.GradScaler | None) -> None:
         """Computes the loss of all parts on all ranks, and its derivative at each part. Every rank calls this.
 
-        Args:
-            scaler: scales the loss meanwhile, so that derivatives in float16 do not underflow.
+        ``scaler`` scales the loss meanwhile, so that derivatives in float16 do not underflow.
         """
 
     @abc.abstractmethod
@@ -139,12 +136,7 @@ class _HandBack(torch.autograd.Function):
 
 
 def couple(criterion: ShardRunner, home: torch.device) -> CoupledLoss:
-    """Returns the loss of one update of a criterion whose rows depend on each other.
-
-    Args:
-        criterion: with ``whole=True``, or of an :class:`AdditiveLoss`.
-        home: a device of this process, for collectives if it has no rows.
-    """
+    """Returns the loss of one update of a criterion with ``whole=True``, or of an :class:`AdditiveLoss`."""
     return WholeLoss(criterion, home) if criterion.whole else LossOfSums(criterion, home)
 
 
@@ -163,12 +155,9 @@ def check_coupled(criterion: Any, whole: bool, weight: Any, reduction: str | Non
 
 
 class Statistics(NamedTuple):
-    """The statistics of one replica's rows.
+    """The statistics of one replica's rows: tensors, None without rows, and the structure whose leaves they are.
 
-    Args:
-        tensors: in the order of the leaves of ``structure``; None without rows.
-        structure: the containers around them.
-        nothing: a zero on the device of the output, connected to it.
+    ``nothing`` is a zero on the device of the output, connected to it.
     """
 
     tensors: list[Tensor] | None
@@ -242,8 +231,7 @@ class LossOfSums(CoupledLoss):
     def _over_ranks(self, nothing: Tensor | None) -> tuple[list[Tensor], list[int]]:
         """Returns the total of all ranks, and the ranks that have rows. Every rank calls this.
 
-        Args:
-            nothing: a zero that is connected to the outputs, for a total with a graph.
+        ``nothing`` is a zero that is connected to the outputs, for a total with a graph.
         """
         local = self._total
         layouts = gather_objects((self._structure, [(tensor.shape, tensor.dtype) for tensor in local]) if local else None)
@@ -329,18 +317,14 @@ class WholeLoss(CoupledLoss):
 
     Outputs and targets of all replicas, micro-batches and ranks are gathered on the criterion's ``output_device``. An output
     without rows, such as the temperature of a model, must be the same in all parts: that of the first replica is used.
-
-    Attributes:
-        pieces: detached outputs and targets of each replica and micro-batch, marked.
-        dim: dimension of the rows in targets that are not marked.
     """
 
     def __init__(self, criterion: Any, home: torch.device) -> None:
         super().__init__(criterion, home)
-        self.pieces: list[Arguments] = []  # of all replicas and micro-batches
+        self.pieces: list[Arguments] = []  # detached outputs and targets of all replicas and micro-batches, marked
         self._refusal: str | None = None  # of joining the outputs of several pieces
         self._outputs = 1  # number of leading arguments that the outputs fill
-        self.dim = criterion.dim or 0
+        self.dim = criterion.dim or 0  # of the rows in targets that are not marked
         self._pending: list[list[Tensor | None]] = []  # derivatives of each piece
 
     def value(self, outputs: PerReplica, shards: Sequence[Shard]) -> Any:
@@ -508,12 +492,9 @@ class AdditiveLoss(nn.Module):
 
 
 def join_rows(pieces: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
-    """Returns the pieces as one structure, with its tensors on ``device``. Values without rows are those of the first piece.
+    """Returns marked pieces as one structure on ``device``. Values without rows are those of the first piece.
 
-    Args:
-        pieces: marked structures of the same form, in the order of their rows.
-        device: of the result.
-        dim: dimension of the rows in tensors that are not marked.
+    ``dim`` is the dimension of the rows in tensors that are not marked.
     """
     return containers.zip_leaves(lambda place, values: _join(place, values, device, dim), pieces, "the batch")
 
@@ -563,10 +544,7 @@ class RankRows(NamedTuple):
 def gather_ranks(batch: Any, device: torch.device, refusal: str | None = None) -> RankRows:
     """Gathers the result of :func:`join_rows` of every rank, in the order of the ranks. All ranks call this. Differentiable.
 
-    Args:
-        batch: of this rank; None without rows.
-        device: of the result.
-        refusal: error of this rank, which all ranks raise.
+    A rank without rows passes None. All ranks raise the ``refusal`` of one.
     """
     if refusal and world_size() == 1:
         raise ValueError(refusal)

@@ -1,7 +1,4 @@
-"""``DataParallelCriterion``: losses computed on the devices of the outputs, and the exact mean over the whole batch.
-
-For the micro-batches of one batch, divisors that depend on the targets alone are computed once.
-"""
+"""``DataParallelCriterion``: losses computed on the devices of the outputs, and the exact mean over the whole batch."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -147,11 +144,7 @@ class DataParallelCriterion(ShardRunner):
         return divide_once(sums, self.output_device or sums[0].total.device, self.minimum)
 
     def loss_sums(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
-        """Returns the sum and the weight of each replica's losses. :class:`TrainStep` divides them later.
-
-        Raises:
-            ValueError: there is no common divisor. The criterion returns unreduced losses, or means with different divisors.
-        """
+        """Returns the sum and the weight of each replica's losses. :class:`TrainStep` divides them later."""
         if self.reduction == "none":
             raise ValueError("the criterion has reduction='none', expected a scalar loss: use reduction='mean' or 'sum'")
         return [add_means(part) for part in self.run(self._term(self.reduction), outputs, shards)]
@@ -229,12 +222,9 @@ class BatchLosses(NamedTuple):
 
 
 def losses_of_batch(criterion: DataParallelCriterion, targets: Sequence[tuple[Any, ...]], *, is_whole: bool) -> BatchLosses:
-    """Chooses the way to compute the losses of the micro-batches of one batch.
+    """Chooses the way to compute the losses of the micro-batches of one batch, from its targets, in any number of parts.
 
-    Args:
-        criterion: the criterion.
-        targets: targets of the whole batch, in any number of parts.
-        is_whole: no other batch is added before the update. Ranks then sum the divisors of several means.
+    With ``is_whole``, no other batch is added before the update. Ranks then sum the divisors of several means.
     """
     is_mean = criterion.reduction != "sum"
     weight: Weight | None = 0.0 if targets and is_mean and criterion.weight is None else None

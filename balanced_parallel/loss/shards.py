@@ -25,13 +25,7 @@ __all__: list[str] = []
 
 
 class ShardRunner(nn.Module):
-    """A criterion with copies on the devices of the outputs, and the rows of its targets.
-
-    The base of :class:`DataParallelCriterion`, and the part of it that losses whose rows depend on each other need.
-
-    Args:
-        criterion, device_ids, output_device, dim, precision, in_dims, whole: as for :class:`DataParallelCriterion`.
-    """
+    """A criterion with copies on the devices of the outputs: the base of :class:`DataParallelCriterion`."""
 
     def __init__(
         self,
@@ -72,14 +66,8 @@ class ShardRunner(nn.Module):
     ) -> tuple[Arguments, int]:
         """Marks the arguments after the outputs with ``in_dims``. Also returns the dimension of the rows in unmarked arguments.
 
-        Args:
-            targets, kwargs: all rows of the batch.
-            dims: dimension of the rows of the outputs.
-            leading: number of the criterion's arguments that an output fills. ``None`` is the number of its required arguments
-                less the number of targets.
-
-        Raises:
-            ValueError: the rows of the outputs are not in dimension 0, and the dimension of those of the targets is not given.
+        ``leading`` is the number of the criterion's arguments that an output fills. ``None`` is the number of its required
+        arguments less the number of targets.
         """
         if dims != 0 and self.in_dims is None and self.dim is None and not is_first(dims) and _has_rows((targets, kwargs)):
             raise ValueError(
@@ -93,12 +81,7 @@ class ShardRunner(nn.Module):
         return mark(Arguments(targets, kwargs), self.in_dims, function, first=1, unnamed=leading - 1), self.dim or 0
 
     def cut(self, outputs: Any, targets: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[PerReplica, list[Shard]]:
-        """Cuts the arguments behind the outputs as the outputs' shards. Returns the outputs, and the shards.
-
-        Args:
-            outputs: one output per replica.
-            targets, kwargs: all rows of the batch.
-        """
+        """Cuts the arguments behind the outputs as the outputs' shards. Returns the outputs, and the shards."""
         entries = as_per_replica(outputs, self._output_dim)
         batch, dim = self.mark(targets, kwargs, entries.dim, len(containers.spread(entries[0])))
         expected = None if None in entries.sizes else sum(size or 0 for size in entries.sizes)
@@ -151,14 +134,9 @@ def _has_rows(node: Any) -> bool:
 
 
 def devices_of(outputs: PerReplica, allowed: Sequence[torch.device] | None) -> list[torch.device]:
-    """Returns the device of each output.
+    """Returns the device of each output, one of ``allowed`` if that is given.
 
-    Args:
-        outputs: one output per replica. An output without tensors gets the device of its number in ``allowed``, or the CPU.
-        allowed: devices that outputs may be on; ``None`` allows all.
-
-    Raises:
-        ValueError: an output is on another device.
+    An output without tensors gets the device of its number in ``allowed``, or the CPU.
     """
     devices: list[torch.device] = []
     for number, output in enumerate(outputs):
@@ -192,14 +170,8 @@ def copy_criterion(
 def as_per_replica(outputs: Any, dim: Dims = None) -> PerReplica:
     """Converts the outputs in a call of a criterion to a ``PerReplica``.
 
-    Args:
-        outputs: a ``PerReplica``, a list or tuple with one entry per replica, or a tuple of several ``PerReplica``, one per
-            leading argument of the criterion.
-        dim: dimension of the rows in a list. ``None`` is 0.
-
-    Raises:
-        TypeError: if ``outputs`` has another type, such as a tensor.
-        ValueError: if the entries of a list may be several outputs of one replica.
+    They are one already, a list or tuple with one entry per replica, whose rows are in ``dim``, or a tuple of several
+    ``PerReplica``, one per leading argument of the criterion.
     """
     if isinstance(outputs, PerReplica) and outputs:
         return outputs
@@ -255,16 +227,7 @@ def _rows(output: Any, dims: Dims) -> int | None:
 
 
 def _in_order(order: Sequence[int], parts: Sequence[Part], rows: int) -> list[Part]:
-    """Returns the rows of the targets for outputs whose rows were cut by cost.
-
-    Args:
-        order: position in the batch of each row of the outputs.
-        parts: of each output, in that order.
-        rows: number of rows of the targets.
-
-    Raises:
-        ValueError: there is not one row of the targets for each row of the outputs.
-    """
+    """Returns the rows of the targets for outputs whose rows, cut by cost, have these positions in the batch."""
     if rows != len(order):
         raise ValueError(
             f"the targets have {rows} rows, and the outputs {len(order)}, in the order of their cost, expected the same number: "
@@ -274,15 +237,7 @@ def _in_order(order: Sequence[int], parts: Sequence[Part], rows: int) -> list[Pa
 
 
 def sizes_like(outputs: PerReplica, rows: int | None) -> list[int]:
-    """Returns the number of rows of the targets for each output, in proportion to the rows of the outputs.
-
-    Args:
-        outputs: one output per replica.
-        rows: number of rows of the targets; ``None`` if they have no rows.
-
-    Raises:
-        ValueError: if a number would not be an integer.
-    """
+    """Returns the number of rows of the targets for each output, in proportion to the rows of the outputs."""
     sizes = [size for size in outputs.sizes if size is not None]
     if len(sizes) < len(outputs):
         return [1] * len(outputs) if rows is None else split_sizes(rows, len(outputs))
@@ -294,12 +249,7 @@ SEVERAL = "; several losses are one module that returns a mapping of them, with 
 
 
 def check_settings(criterion: Any, weight: Any, reduction: str | None, minimum: float) -> None:
-    """Validates the settings of a criterion.
-
-    Raises:
-        TypeError: if the criterion cannot be called.
-        ValueError: if a setting is invalid, or contradicts the reduction of a loss of torch.
-    """
+    """Raises ``TypeError`` or ``ValueError`` for settings that are invalid, or contradict the reduction of a loss of torch."""
     if isinstance(criterion, type) or not callable(criterion):
         more = SEVERAL if isinstance(criterion, (list, tuple, dict)) else ""
         raise TypeError(f"the criterion is {_described(criterion)}, expected a module or a function{more}")

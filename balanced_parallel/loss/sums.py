@@ -34,12 +34,7 @@ Weight = Tensor | float
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LossSum(Leaf):
-    """A sum of losses, and the weight to divide it by.
-
-    Args:
-        total: a scalar.
-        weight: number of elements or rows, or the sum of class weights. ``None`` if the criterion is a sum and is not divided.
-    """
+    """A sum of losses, a scalar, and the weight to divide it by: ``None`` if the criterion is a sum, and is not divided."""
 
     total: Tensor
     weight: Weight | None
@@ -99,12 +94,7 @@ def weighted_sum(mean: Tensor, weight: float) -> Tensor:
 
 
 def check_loss(loss: Any) -> Tensor:
-    """Returns a loss as a scalar in at least float32.
-
-    Raises:
-        TypeError: it is not a tensor, or is complex. Without this check, a complex loss would be trained on by its real part.
-        ValueError: it has several elements.
-    """
+    """Returns a loss as a scalar in at least float32. A complex one would be trained on by its real part: it is an error."""
     if not isinstance(loss, Tensor):
         raise TypeError(f"the criterion returned an object of type {type(loss).__name__}, expected a tensor with one element")
     if loss.is_complex():
@@ -127,11 +117,6 @@ def divide_once(sums: Sequence[LossSum], device: torch.device, minimum: float = 
     """Returns the sum of all totals over the sum of all weights, over all ranks. Sums without a weight are not divided.
 
     The result is nan, with gradients of zero, if the weights sum to zero, as torch's own losses are for a batch without targets.
-
-    Args:
-        sums: one for each replica, all with a weight or all without one.
-        device: device of the result.
-        minimum: lower bound of the divisor.
     """
     total = add_up([part.total for part in sums], device)
     weights = [part.weight for part in sums if part.weight is not None]
@@ -203,12 +188,7 @@ class _Replaced(torch.autograd.Function):
 
 
 def check_weight(weight: Any) -> float:
-    """Returns ``weight`` as a number. This waits for the device that it is on.
-
-    Raises:
-        TypeError: it is neither a number nor a tensor.
-        ValueError: it is negative, not finite, or has several elements.
-    """
+    """Returns ``weight`` as a number. This waits for the device that it is on."""
     if isinstance(weight, Tensor):
         if weight.numel() != 1:
             raise ValueError(f"a weight has shape {tuple(weight.shape)}, expected a scalar: the divisor of the mean")
@@ -307,10 +287,7 @@ def call_spread(function: Callable[..., Any], output: Any, targets: tuple[Any, .
 
 
 def loss_of(result: Any) -> Any:
-    """Returns the loss in the result of a criterion.
-
-    It is the attribute ``loss`` of a record, such as that of ``AdaptiveLogSoftmaxWithLoss``, otherwise the result itself.
-    """
+    """Returns the attribute ``loss`` of a record, such as that of ``AdaptiveLogSoftmaxWithLoss``, or the result itself."""
     return result if isinstance(result, Tensor) else getattr(result, "loss", result)
 
 
@@ -328,9 +305,7 @@ def total_of(shard: ShardLoss) -> Any:
 class MeanAndWeight:
     """A function that computes ``mean x weight`` of a shard, as :class:`LossSum`.
 
-    Args:
-        weigh: returns the weight of a shard, or a structure with one weight for each mean that the criterion returns.
-        minimum: lower bound of the criterion's divisor.
+    ``weigh`` returns the weight of a shard, or a structure with one weight for each mean that the criterion returns.
     """
 
     weigh: Callable[[ShardLoss], Any]
@@ -376,12 +351,7 @@ def sum_and_weight(shard: ShardLoss) -> LossSum:
 
 
 def merge(parts: Sequence[Any], together: Callable[[list[LossSum]], Any]) -> Any:
-    """Returns ``together(sums)`` for each loss that the criterion returns, in the same structure.
-
-    Args:
-        parts: one per replica: a :class:`LossSum`, or a structure of them.
-        together: combines the sums of all replicas.
-    """
+    """Returns ``together(sums)`` of all replicas for each loss that the criterion returns, in the same structure."""
     form = next((part for part in parts if not isinstance(part, LossSum)), None)
     if form is None:
         return together(list(parts))
