@@ -151,10 +151,7 @@ def tricks(flags: argparse.Namespace) -> int:
 
 
 def doctor(flags: argparse.Namespace) -> int:
-    """Prints problems of the model with replicas, and its waits if there are inputs.
-
-    Returns the exit code: 1 if there are any problems.
-    """
+    """Prints problems of the model with replicas, and its waits if there are inputs. Returns 1 if there are any problems."""
     problem = build_problem(flags.problem, flags.input)
     criterion = None if problem.assumed else problem.criterion
     findings = examine(problem.module, criterion)
@@ -166,11 +163,7 @@ def doctor(flags: argparse.Namespace) -> int:
 
 
 def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
-    """Returns a class of ``torch.optim`` by its name, in any case.
-
-    Raises:
-        ValueError: there is no optimizer of that name.
-    """
+    """Returns a class of ``torch.optim`` by its name, in any case."""
     base = torch.optim.Optimizer
     classes = [kind for kind in vars(torch.optim).values() if isinstance(kind, type) and issubclass(kind, base) and kind != base]
     for kind in classes:

@@ -29,14 +29,7 @@ __all__: list[str] = []
 
 
 def examine(module: nn.Module, criterion: Callable[..., Any] | None = None) -> tuple[str, ...]:
-    """Returns one line per finding, with its place and a fix. Findings for which :func:`is_note` is True need no fix.
-
-    State that forward writes is found by :func:`verify`, which runs the model.
-
-    Args:
-        module: a module on any device, including ``meta``. Its forward does not run.
-        criterion: a module or a function of output and targets, or ``None``.
-    """
+    """Returns one line per finding, with its place and a fix. Findings for which :func:`is_note` is True need no fix."""
     return (
         *_weights_without_copies(module),
         *unregistered_tensors(module),
@@ -118,12 +111,7 @@ def find_waits(
 ) -> tuple[str, ...]:
     """Returns a note for each line whose call makes the host wait for a GPU. The step runs on the CPU, with the model's memory.
 
-    Args:
-        simulate: the function of this name.
-        module, criterion: on any device, including ``meta``. They get small numbers as parameters and buffers. Without a
-            criterion, the loss is the sum of all outputs.
-        inputs, targets: a batch. Only shapes and dtypes matter.
-        dim: the dimension of the rows.
+    Parameters, buffers, inputs and targets get small numbers. Without a criterion, the loss is the sum of all outputs.
     """
     for part in (module, criterion):
         if isinstance(part, nn.Module):

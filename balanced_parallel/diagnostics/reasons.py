@@ -34,15 +34,7 @@ Wrap = Callable[[nn.Module], DataParallelModel]
 
 
 def mixed_rows(module: nn.Module, wrap: Wrap, inputs: Any, device: torch.device, limit: float) -> Iterator[str]:
-    """Yields a reason if the outputs of the halves of a batch are not those of the whole batch.
-
-    Args:
-        module: a model that draws no random numbers.
-        wrap: function that makes a model of two replicas on ``device``.
-        inputs: the batch.
-        device: device of the model.
-        limit: largest relative error that counts as equal.
-    """
+    """Yields a reason if the halves of a batch have other outputs than the whole. The model draws no random numbers."""
     if batch_norms(module, over_all_rows=False):
         return  # they have a reason of their own
     plain, split, repeated = Program(module), Program(module), Program(module)
@@ -88,18 +80,7 @@ def find_reasons(
     micro_batches: int,
     limit: float,
 ) -> tuple[str, ...]:
-    """Returns the reasons that apply.
-
-    Args:
-        plain: the plain program after its steps.
-        untouched: model and criterion before their steps.
-        batch: inputs and targets.
-        model: model of the split program.
-        losses: a copy of the criterion of the split program.
-        wrap: function that makes two replicas of a module.
-        micro_batches: number of micro-batches.
-        limit: largest relative error that counts as equal.
-    """
+    """Returns the reasons that apply, from the plain program after its steps, and model and criterion before (``untouched``)."""
     (module, criterion), (inputs, targets) = untouched, batch
     devices, device = len(model.devices), model.devices[0]
     following = move_leaves(containers.spread(targets), device)
@@ -148,12 +129,7 @@ def _reasons_of_forward(module: nn.Module, wrap: Wrap, inputs: Any, device: torc
 
 
 def batch_norms(module: nn.Module, *, over_all_rows: bool) -> dict[str, BatchNorm]:
-    """Returns the batch norms that use statistics of the batch, by name.
-
-    Args:
-        module: the model.
-        over_all_rows: if True, those that :func:`convert_sync_batchnorm` has converted, else the others.
-    """
+    """Returns the batch norms that use statistics of the batch, by name: those that are converted to use all rows, or others."""
     return {
         name or type(layer).__name__: layer
         for name, layer in module.named_modules()

@@ -29,21 +29,13 @@ __all__: list[str] = []
 
 
 class Call(NamedTuple):
-    """One forward of a module.
+    """One forward of a module."""
 
-    Attributes:
-        name: name of the module, empty for the model.
-        label: name and type of the module.
-        inputs: tensors of the inputs, without copies.
-        versions: their version counters before the forward.
-        output: copy of the first tensor of the output.
-    """
-
-    name: str
-    label: str
-    inputs: list[Tensor]
-    versions: list[int]
-    output: Tensor
+    name: str  # empty for the model
+    label: str  # name and type of the module
+    inputs: list[Tensor]  # without copies
+    versions: list[int]  # of the inputs before the forward
+    output: Tensor  # copy of the first tensor of the output
 
 
 class Program:
@@ -132,11 +124,8 @@ def _replica_index() -> int:
 def relative_error(value: Tensor, expected: Tensor, floor: float = 0.0) -> float:
     """Returns the largest absolute difference over the largest absolute value of ``expected``.
 
-    The error is infinite if only one of two elements is nan, because nan is not greater than any tolerance.
-
-    Args:
-        found, expected: tensors of the same shape.
-        floor: smallest value to divide by.
+    The error is infinite if only one of two elements is nan, because nan is not greater than any tolerance. ``floor`` is the
+    smallest value to divide by.
     """
     if expected.numel() == 0:
         return 0.0
@@ -151,17 +140,11 @@ def relative_error(value: Tensor, expected: Tensor, floor: float = 0.0) -> float
 
 
 class Difference(NamedTuple):
-    """A difference between the outputs of two programs.
+    """A difference between the outputs of two programs."""
 
-    Attributes:
-        label: name and type of the first module whose output differs.
-        effect: the difference in words.
-        parent: module whose forward computes other inputs for this module; None if the inputs are equal or not comparable.
-    """
-
-    label: str
-    effect: str
-    parent: str | None = None
+    label: str  # name and type of the first module whose output differs
+    effect: str  # in words
+    parent: str | None = None  # whose forward computes other inputs; None if the inputs are equal or not comparable
 
     @property
     def place(self) -> str:
@@ -233,11 +216,7 @@ _ROUNDING = 1e-4
 
 
 def scalar_of(result: Any) -> Tensor:
-    """Returns the loss in the result of a criterion: a tensor, the attribute ``loss``, or the sum of several terms.
-
-    Raises:
-        TypeError: if the result has another form.
-    """
+    """Returns the loss in the result of a criterion: a tensor, the attribute ``loss``, or the sum of several terms."""
     result = loss_of(result)
     if isinstance(result, Tensor):
         return result
@@ -258,14 +237,7 @@ def copy_of(criterion: Any) -> Any:
 
 
 def loss_in_parts(output: Any, criterion: Criterion, wrapped: DataParallelCriterion, targets: Any, dims: Dims) -> Iterator[str]:
-    """Yields a reason if the loss computed in parts differs from the loss of the whole batch.
-
-    Args:
-        output, targets: output and targets of the plain program.
-        criterion: criterion of the plain program.
-        wrapped: criterion of the split program.
-        dims: dimensions of the rows in the output.
-    """
+    """Yields a reason if the loss computed in parts differs from the loss of the whole batch."""
     if is_known(criterion) and wrapped.weight is None:  # a rule gives the divisor
         return
     with torch.no_grad(), warnings.catch_warnings(action="ignore"):
@@ -281,7 +253,7 @@ def loss_in_parts(output: Any, criterion: Criterion, wrapped: DataParallelCriter
 def weight_in_parts(output: Any, wrapped: DataParallelCriterion, targets: Any, dims: Dims) -> Iterator[str]:
     """Yields a reason if the results of ``weight=`` for two parts of the rows do not add up to that for all rows.
 
-    Arguments are those of :func:`loss_in_parts`. Equal parts hide a wrong divisor: the mean of their means is right.
+    Equal parts hide a wrong divisor: the mean of their means is right.
     """
     count: Any = wrapped.weight
     with torch.no_grad(), warnings.catch_warnings(action="ignore"):
@@ -311,11 +283,7 @@ def _single(value: Any) -> Any:
 
 
 class _Parts:
-    """Losses of contiguous parts of the rows.
-
-    Raises:
-        ValueError: there are not several rows.
-    """
+    """Losses of contiguous parts of the rows."""
 
     def __init__(
         self, criterion: Criterion, wrapped: DataParallelCriterion, output: Any, targets: tuple[Any, ...], dims: Dims

@@ -78,11 +78,7 @@ def _blocks_under(parent: nn.Module, prefix: str, containers: tuple[type[nn.Modu
 
 
 def checkpoint_blocks(module: nn.Module, names: Iterable[str]) -> None:
-    """Checkpoints each named module in place: it saves its inputs only, and recomputes the rest in the backward.
-
-    Raises:
-        ValueError: there is no module of that name.
-    """
+    """Checkpoints each named module in place: it saves its inputs only, and recomputes the rest in the backward."""
     for name in names:
         block = find_module(module, name)
         if not isinstance(block, Checkpointed):
@@ -90,11 +86,7 @@ def checkpoint_blocks(module: nn.Module, names: Iterable[str]) -> None:
 
 
 def find_module(module: nn.Module, name: str) -> nn.Module:
-    """Returns the submodule of that name.
-
-    Raises:
-        ValueError: there is none.
-    """
+    """Returns the submodule of that name."""
     try:
         return module.get_submodule(name)
     except AttributeError as error:
@@ -116,13 +108,9 @@ def _kind(module: Any) -> Any:
 
 
 class Checkpointed:
-    """A base class of checkpointed modules, besides their own class.
+    """A base class of checkpointed modules, besides their own class."""
 
-    Attributes:
-        made_from: the class of the module, and its segments.
-    """
-
-    made_from: tuple[Any, tuple[Segment, ...]]
+    made_from: tuple[Any, tuple[Segment, ...]]  # the class of the module, and its segments
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Returns the parts for ``pickle`` and ``copy``, which do not find a class that was made at run time."""
@@ -337,18 +325,12 @@ def run_checkpointed(
 ) -> Any:
     """Returns ``function(*args, **kwargs)``. The graph keeps the arguments only, and the backward runs the function again.
 
-    Args:
-        modules: that the function runs, whose buffers it may write to.
-        name: for errors.
-        selective: the graph also keeps the outputs of matrix multiplications, convolutions and attention.
-
-    Raises:
-        RuntimeError: the function writes to its arguments.
-        ValueError: an argument is a cache of keys and values that is not empty.
+    The function may write to buffers of ``modules``. If ``selective``, the graph also keeps the outputs of matrix
+    multiplications, convolutions and attention. ``name`` is for errors.
     """
     leaves, rebuild = torch_private.flatten((args, kwargs))
     is_training = any(module.training for module in modules)
-    if not torch.is_grad_enabled() or (not is_training and any(map(is_cache, leaves))):
+    if not torch.is_grad_enabled() or (not is_training and any(hasattr(leaf, _CACHE) for leaf in leaves)):
         return function(*args, **kwargs)
     leaves = without_empty_cache(leaves, name)
 
@@ -434,18 +416,11 @@ Part = tuple[nn.Module, Segment]
 
 
 class SavedBytes(TorchDispatchMode):
-    """Watches a forward: the storages that its graph keeps. Each counts once, whoever keeps it.
-
-    Args:
-        free: tensors that do not count, such as parameters and inputs of the model.
-
-    Attributes:
-        mutated: parts that write in place to an output of an expensive operator, which then cannot be kept.
-    """
+    """Watches a forward: the storages that its graph keeps. Each counts once, whoever keeps it; ``free`` tensors do not count."""
 
     def __init__(self, free: Iterable[Tensor]) -> None:
         super().__init__()
-        self.mutated: set[Part] = set()
+        self.mutated: set[Part] = set()  # write in place to an output of an expensive operator, which then cannot be kept
         self._storages: dict[int, torch.UntypedStorage] = {}  # keeps their ids unique
         self._keepers: defaultdict[int, set[Part | None]] = defaultdict(set)
         self._inputs: defaultdict[Part, set[int]] = defaultdict(set)
@@ -455,11 +430,7 @@ class SavedBytes(TorchDispatchMode):
         self._outputs: list[Tensor] = []  # of its expensive operators
 
     def total(self, recomputed: Mapping[Part, bool]) -> int:
-        """Returns the bytes that stay.
-
-        Args:
-            recomputed: the parts to recompute, and for each if it is selective.
-        """
+        """Returns the bytes that stay if some parts are recomputed. The values say if a part is selective."""
         storages = {storage for storage, keepers in self._keepers.items() if keepers - recomputed.keys()}
         for part, selective in recomputed.items():
             storages |= self._inputs[part] | (self._expensive[part] if selective else set())
@@ -505,11 +476,7 @@ def _tensors_in(tree: Any) -> list[Tensor]:
 
 
 def measure_saved_bytes(module: nn.Module, inputs: Any) -> SavedBytes:
-    """Runs a forward of fake tensors. The parts are those of :func:`checkpoint_module`.
-
-    Raises:
-        ValueError: the forward failed, for example because it reads values.
-    """
+    """Runs a forward of fake tensors. The parts are those of :func:`checkpoint_module`."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     state = {name: fake_like(tensor, mode) for name, tensor in (*module.named_parameters(), *module.named_buffers())}
     batch = torch_private.map_tensors(lambda tensor: fake_like(tensor, mode), inputs)
@@ -562,36 +529,27 @@ def is_expensive(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return operator in _MULTIPLICATIONS
 
 
-def keep_expensive(_context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Policy of torch's selective checkpointing."""
+def _keep_expensive(_context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if is_expensive(operator, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-_make_selective = functools.partial(create_selective_checkpoint_contexts, keep_expensive)
+_make_selective = functools.partial(create_selective_checkpoint_contexts, _keep_expensive)
 
 
-def is_cache(argument: Any) -> bool:
-    """Returns True for a cache of transformers."""
-    return hasattr(argument, "get_seq_length")
+_CACHE = "get_seq_length"  # of a cache of transformers
 
 
 def without_empty_cache(leaves: list[Any], name: str) -> list[Any]:
     """Returns the arguments of a block with None in place of a cache, to which a recomputation would append once more.
 
     transformers does the same in its own checkpointing. Keys of earlier tokens change the result, so such a cache is refused.
-
-    Args:
-        leaves: arguments of the block. The first tensor has the shape ``[rows, tokens, ...]``.
-        name: of the block.
-
-    Raises:
-        ValueError: the cache has keys of earlier tokens.
+    The first tensor has the shape ``[rows, tokens, ...]``.
     """
     hidden = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 1), None)
     tokens = 0 if hidden is None else hidden.shape[1]
     outputs: list[Any] = []
     for leaf in leaves:
-        length = leaf.get_seq_length() if is_cache(leaf) else None
+        length = leaf.get_seq_length() if hasattr(leaf, _CACHE) else None
         if length not in (None, 0, tokens):  # blocks before this one may have appended the tokens of this call
             raise ValueError(
                 f"{name} gets a cache with the keys of {length} tokens for {tokens} new ones, and a recomputation would append "

@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -90,12 +90,14 @@ class RunningLoss:
 
     def compute(self) -> float:
         """Returns the mean; nan without a loss. This reads each device once. All ranks must call it."""
-        total, weight = self._total()
-        return total / weight if weight else math.nan
+        sums = self.state_dict()
+        return sums["total"] / sums["weight"] if sums["weight"] else math.nan
 
     def state_dict(self) -> dict[str, float]:
         """Returns the sums over all ranks. All ranks must call it."""
-        total, weight = self._total()
+        pairs: list[list[float]] = [[0.0, 0.0], *(pair.tolist() for pair in self._sums.values())]
+        sums = torch.tensor([[math.fsum(column)] for column in zip(*pairs, strict=True)], dtype=torch.float64)
+        total, weight = sum_over_ranks(sums).flatten().tolist()
         return {"total": total, "weight": weight}
 
     def load_state_dict(self, state_dict: dict[str, float]) -> None:
@@ -103,11 +105,6 @@ class RunningLoss:
         self.reset()
         if rank() == 0:
             self._sums[torch.device("cpu")] = torch.tensor([state_dict["total"], state_dict["weight"]], dtype=torch.float64)
-
-    def _total(self) -> Sequence[float]:
-        pairs: list[list[float]] = [[0.0, 0.0], *(pair.tolist() for pair in self._sums.values())]
-        sums = torch.tensor([[math.fsum(column)] for column in zip(*pairs, strict=True)], dtype=torch.float64)
-        return sum_over_ranks(sums).flatten().tolist()
 
 
 def _on(value: Tensor | float, device: torch.device) -> Tensor:

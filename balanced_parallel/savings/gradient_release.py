@@ -89,13 +89,7 @@ class GradientRelease:
             RELEASES.pop(optimizer, None)
 
     def _update(self, single: Any, group: int, parameter: Tensor) -> None:
-        """Updates one parameter.
-
-        Args:
-            single: a copy of the optimizer, for this parameter alone. Device threads of the backward may run several at once.
-            group: number of its group.
-            parameter: has a gradient.
-        """
+        """Updates a parameter with its own copy of the optimizer. Device threads of the backward may run several at once."""
         optimizer = self._optimizer()
         if optimizer is None:
             return

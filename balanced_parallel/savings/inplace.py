@@ -126,16 +126,12 @@ class _InputUses(TorchDispatchMode):
     """Watches a forward: who reads, saves or keeps the input of an activation, besides the activation.
 
     Memory counts as one, whichever view of it is read. An output that is the input itself is not a use.
-
-    Attributes:
-        names: the activations that were called.
-        unsafe: those whose input is needed.
     """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.names: dict[str, None] = {}
-        self.unsafe: set[str] = set()
+        self.names: dict[str, None] = {}  # of the activations that were called
+        self.unsafe: set[str] = set()  # those whose input is needed
         self._references: dict[int, StorageReference] = {}  # so that no identity comes twice
         self._users: dict[int, set[str]] = defaultdict(set)  # activations by their input
         self._savers: dict[int, set[str]] = defaultdict(set)

@@ -134,18 +134,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Returns ``F.cross_entropy(F.linear(input, linear_weight, linear_bias), target, ...)`` without the logits of all rows.
 
-    The loss of half precision inputs is in float32.
-
-    Args:
-        input: hidden states, ``[..., features]``.
-        linear_weight: weight of the layer, ``[classes, features]``.
-        target: class indices, ``[...]``.
-        linear_bias: bias of the layer, ``[classes]``.
-        weight: weights of the classes.
-        reduction, ignore_index, label_smoothing: as in ``F.cross_entropy``.
-
-    Raises:
-        ValueError: the shapes do not fit, the targets are not class indices, or there is no such reduction.
+    The loss of half precision inputs is in float32. Targets are class indices, ``[...]`` for inputs ``[..., features]``.
     """
     _check_reduction(reduction)
     if target.shape != input.shape[:-1] or target.dtype != torch.int64:

@@ -80,19 +80,13 @@ class Link:
 
 
 class Stored:
-    """One storage of a device, with its copy on the host.
-
-    Attributes:
-        device: of the storage.
-        version: version counter when it was saved.
-        overwritten: True if it was written to before the copy was complete.
-    """
+    """One storage of a device, with its copy on the host."""
 
     def __init__(self, tensor: Tensor, stream: torch.Stream, link: Link, previous: "Callable[[], Stored | None]") -> None:
-        (self.version,) = versions([tensor])
-        self.overwritten = False
-        self.device = link.device
-        self._stream, self._link, self._previous = stream, link, previous
+        (self.version,) = versions([tensor])  # when it was saved
+        self.overwritten = False  # True if it was written to before the copy was complete
+        self.link = link
+        self._stream, self._previous = stream, previous
         self._on_device: Tensor | None = link.bytes_of(tensor)
         self._host = link.empty_on_host(tensor.untyped_storage().nbytes())
         self._copied = self._copy(self._host, self._on_device)
@@ -129,15 +123,15 @@ class Stored:
 
     def _start(self) -> Tensor:
         if self._on_device is None:
-            with on_device(self._link.device, self._stream):
-                self._on_device = torch.empty_like(self._host, device=self._link.device)
+            with on_device(self.link.device, self._stream):
+                self._on_device = torch.empty_like(self._host, device=self.link.device)
             self._loaded = self._copy(self._on_device, self._host)
-            self._link.loaded.append(weakref.ref(self))
+            self.link.loaded.append(weakref.ref(self))
         return self._on_device
 
     def _copy(self, target: Tensor, source: Tensor) -> torch.Event:
         """Copies after the work that the compute stream has been given so far."""
-        side = self._link.side
+        side = self.link.side
         side.wait_stream(self._stream)
         with side:
             target.copy_(source, non_blocking=True)
@@ -214,7 +208,10 @@ class Offload:
         (version,) = versions([tensor])
         if stream is None or self.stays(tensor):
             return _Kept(tensor.detach(), version)
-        link = self._link(tensor.device)
+        with self._lock:
+            if tensor.device not in self._links:
+                self._links[tensor.device] = self.make_link(tensor.device)
+            link = self._links[tensor.device]
         with link.lock:
             key = self.refer(tensor.untyped_storage()), version
             stored = self._stored.get(key)
@@ -228,7 +225,7 @@ class Offload:
             if versions([saved.tensor]) != [saved.version]:  # torch does not check tensors with hooks
                 raise _modified(saved.tensor.shape)
             return saved.tensor
-        link = self._link(saved.stored.device)
+        link = saved.stored.link
         with link.lock:
             if saved.stored.overwritten:
                 raise _modified(saved.size)
@@ -267,12 +264,6 @@ class Offload:
         if parameter or not plain or tensor.is_conj() or tensor.is_neg():
             return True
         return tensor.untyped_storage().nbytes() < self.min_bytes
-
-    def _link(self, device: torch.device) -> Link:
-        with self._lock:
-            if device not in self._links:
-                self._links[device] = self.make_link(device)
-            return self._links[device]
 
     def _end_with_backward(self) -> None:
         backward = torch_private.current_backward_id()

@@ -3,7 +3,7 @@
 import ctypes
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any
 
@@ -49,13 +49,11 @@ class MemoryLabels:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Installs the hooks for the duration of the block."""
-        with ExitStack() as hooks:
-            hooks.enter_context(register_module_forward_pre_hook(self._before_forward))
-            for handle in (
-                register_optimizer_step_pre_hook(self._before_step),
-                register_optimizer_step_post_hook(self._after_step),
-            ):
-                hooks.callback(handle.remove)
+        with (
+            register_module_forward_pre_hook(self._before_forward),
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ):
             yield
 
     def label_gradients(self) -> None:

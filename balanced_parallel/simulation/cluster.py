@@ -16,7 +16,7 @@ from . import device_module
 from .categories import Category, MemoryLabels
 from .compilation import load_native
 from .torch_data_parallel import comm_for_simulated_devices
-from .waits import Wait, Waits, describe_steps
+from .waits import LISTENER, Wait, Waits, describe_steps
 
 __all__: list[str] = []
 
@@ -25,8 +25,7 @@ MAX_DEVICES = 64  # kDevices of native/ledger.h
 NO_LIMIT = 2**50  # 1 PiB, more than any simulation reaches
 Memory = int | str | Sequence[int | str | None] | None
 _Numbers = tuple[list[int], list[int], Counter[tuple[str, str]], list[dict[str, int]], list[tuple[str, str]], int]  # at the end
-_entering = threading.Lock()
-_active = False
+_active = threading.Lock()
 _LEGEND = (
     "moved in, moved out: copies to and from this GPU since the start.\n"
     "waits of the host: calls for which it would wait for this GPU, listed in cluster.waits. Those after the last update are in "
@@ -227,44 +226,36 @@ def simulate(devices: int, memory: Memory = None, *, strict: bool = True) -> Ite
         >>> cluster.moved["cpu", "sim:1"]
         3072
     """
-    global _active
     limits = _limits(devices, memory)
     check_type("strict", strict, bool, "True or False")
-    with _entering:
-        if _active:
-            raise RuntimeError(
-                "simulate() inside simulate(): torch supports one type of simulated devices, leave the first block before"
-            )
-        _active = True
-    try:
-        with ExitStack() as undo:
-            native = load_native()
-            _rename_backend()
-            labels = MemoryLabels(native)
-            capacities = (ctypes.c_int64 * devices)(*(min(limit or NO_LIMIT, NO_LIMIT) for limit in limits))
-            native.simulation_start(devices, capacities, strict, torch.initial_seed() % 2**64)
-            undo.callback(native.simulation_stop)
-            dist.Backend.default_device_backend_map["sim"] = "gloo"
-            undo.callback(dist.Backend.default_device_backend_map.pop, "sim")
-            dist.Backend.backend_capability["gloo"].append("sim")
-            undo.callback(dist.Backend.backend_capability["gloo"].remove, "sim")
-            undo.enter_context(labels.watching())
-            undo.enter_context(comm_for_simulated_devices(labels))
-            waits = Waits(lambda: labels.steps)
-            undo.enter_context(waits.listening(native))
-            cluster = Cluster(limits, native, labels, waits)
-            undo.callback(cluster._end)
-            yield cluster
-    finally:
-        _active = False
+    if not _active.acquire(blocking=False):
+        raise RuntimeError(
+            "simulate() inside simulate(): torch supports one type of simulated devices, leave the first block before"
+        )
+    with ExitStack() as undo:
+        undo.callback(_active.release)
+        native = load_native()
+        _rename_backend()
+        labels = MemoryLabels(native)
+        capacities = (ctypes.c_int64 * devices)(*(min(limit or NO_LIMIT, NO_LIMIT) for limit in limits))
+        native.simulation_start(devices, capacities, strict, torch.initial_seed() % 2**64)
+        undo.callback(native.simulation_stop)
+        dist.Backend.default_device_backend_map["sim"] = "gloo"
+        undo.callback(dist.Backend.default_device_backend_map.pop, "sim")
+        dist.Backend.backend_capability["gloo"].append("sim")
+        undo.callback(dist.Backend.backend_capability["gloo"].remove, "sim")
+        undo.enter_context(labels.watching())
+        undo.enter_context(comm_for_simulated_devices(labels))
+        waits = Waits(labels)
+        undo.callback(native.simulation_listen, LISTENER())  # a null pointer
+        native.simulation_listen(waits.listener)
+        cluster = Cluster(limits, native, labels, waits)
+        undo.callback(cluster._end)
+        yield cluster
 
 
 def _limits(devices: int, memory: Memory) -> list[int | None]:
-    """Returns the capacity of each device in bytes.
-
-    Raises:
-        ValueError: as for :func:`simulate`.
-    """
+    """Returns the capacity of each device in bytes."""
     if not isinstance(devices, int) or isinstance(devices, bool) or not 1 <= devices <= MAX_DEVICES:
         raise ValueError(f"devices={devices!r}, expected an integer from 1 to {MAX_DEVICES}")
     sizes = [memory] * devices if isinstance(memory, str) or not isinstance(memory, Sequence) else list(memory)

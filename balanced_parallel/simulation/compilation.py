@@ -11,8 +11,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import torch
@@ -31,14 +30,15 @@ COMPILERS = ("c++", "g++", "clang++")
 
 @functools.cache
 def load_native() -> ctypes.CDLL:
-    """Loads the compiled library, and declares the types of its functions. Several processes that start together compile it once.
-
-    Raises:
-        RuntimeError: if there is no C++ compiler, or it fails. The message has the packages to install, or its errors.
-    """
-    path = cache_folder() / f"simulation-{fingerprint()}.so"
+    """Loads the compiled library, and declares the types of its functions. Processes that start together compile it once."""
+    parts = [torch.__version__, platform.machine(), platform.system(), *(path.read_text() for path in sorted(SOURCES.iterdir()))]
+    fingerprint = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+    path = cache_folder() / f"simulation-{fingerprint}.so"
     if not path.exists():
-        with one_process_at_a_time(path.parent):
+        import fcntl  # missing on Windows, which has none of the supported compilers either
+
+        with (path.parent / "lock").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # released if its process ends
             if not path.exists():
                 build(path)
     native = ctypes.CDLL(str(path))
@@ -56,13 +56,6 @@ def load_native() -> ctypes.CDLL:
     return native
 
 
-def fingerprint() -> str:
-    """Returns a hash of the versions of torch, of the platform and of the sources."""
-    parts = [torch.__version__, platform.machine(), platform.system()]
-    parts += [path.read_text() for path in sorted(SOURCES.iterdir())]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
-
-
 def cache_folder() -> Path:
     """Returns ``~/.cache/balanced_parallel``, or a temporary folder if that is not writable."""
     try:
@@ -75,22 +68,8 @@ def cache_folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="balanced_parallel-"))
 
 
-@contextmanager
-def one_process_at_a_time(folder: Path) -> Iterator[None]:
-    """Locks a folder. The lock is released if its process ends."""
-    import fcntl  # missing on Windows, which has none of the supported compilers either
-
-    with (folder / "lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def find_compiler() -> str:
-    """Returns the path of the first available compiler of ``COMPILERS``.
-
-    Raises:
-        RuntimeError: if there is none.
-    """
+    """Returns the path of the first available compiler of ``COMPILERS``."""
     for name in COMPILERS:
         if path := shutil.which(name):
             return path
@@ -108,34 +87,22 @@ def build(path: Path) -> None:
     flags.append(f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         objects = [f"{scratch}/{index}.o" for index in range(len(UNITS))]
-        running = [
-            subprocess.Popen(
-                [compiler, *flags, "-x", "c++", "-c", "-", "-o", output],
-                stdin=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            for output in objects
-        ]
-        messages = [
-            process.communicate("".join(f'#include "{name}.cpp"\n' for name in unit))[1]
-            for process, unit in zip(running, UNITS, strict=True)
-        ]
-        for process, message in zip(running, messages, strict=True):
-            check_status(process.returncode, message)
+        sources = ["".join(f'#include "{name}.cpp"\n' for name in unit) for unit in UNITS]
+        commands = [[compiler, *flags, "-x", "c++", "-c", "-", "-o", output] for output in objects]
+        with ThreadPoolExecutor() as pool:
+            list(pool.map(run_compiler, commands, sources))
         linked = f"{scratch}/simulation.so"
-        libraries = [f"-L{TORCH / 'lib'}", "-lc10", "-ltorch_cpu"]
-        linker = subprocess.run([compiler, "-shared", *objects, *libraries, "-o", linked], capture_output=True, text=True)
-        check_status(linker.returncode, linker.stderr)
+        run_compiler([compiler, "-shared", *objects, f"-L{TORCH / 'lib'}", "-lc10", "-ltorch_cpu", "-o", linked])
         os.replace(linked, path)
 
 
-def check_status(status: int, message: str) -> None:
-    """Raises ``RuntimeError`` with the errors in ``message`` if the exit status of a compiler is not zero."""
-    if status:
-        errors = [line for line in message.splitlines() if "error" in line] or message.splitlines()
-        first_errors = "\n".join(errors[:10])
+def run_compiler(command: list[str], source: str = "") -> None:
+    """Runs a compiler. If it fails, ``RuntimeError`` has its errors."""
+    result = subprocess.run(command, input=source, capture_output=True, text=True)
+    if result.returncode:
+        lines = result.stderr.splitlines()
+        first_errors = "\n".join([line for line in lines if "error" in line][:10] or lines[:10])
         raise RuntimeError(
-            f"simulate() could not compile its C++ extension for torch {torch.__version__} (exit status {status}); it needs a "
-            f"compiler for C++20, such as g++ 11 or clang++ 14, and 1 GiB of memory:\n{first_errors}"
+            f"simulate() could not compile its C++ extension for torch {torch.__version__} (exit status {result.returncode}); it "
+            f"needs a compiler for C++20, such as g++ 11 or clang++ 14, and 1 GiB of memory:\n{first_errors}"
         )

@@ -7,7 +7,7 @@ has them.
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -79,19 +79,14 @@ def comm_for_simulated_devices(labels: MemoryLabels) -> Iterator[None]:
         (torch._C, "_nccl_all_gather", lambda tensors, outputs, *_: transport.all_gather_in_rounds(tensors, outputs)),
         (nccl, "is_available", nccl_is_available),
     ]
-    originals = [(owner, name, getattr(owner, name, None)) for owner, name, _ in places]
-    streams, _functions._streams = _functions._streams, None  # torch caches one stream per device
-    for owner, name, function in places:
-        setattr(owner, name, _dispatch(function, getattr(owner, name, None)))
-    try:
+    with ExitStack() as undo:
+        undo.callback(setattr, _functions, "_streams", _functions._streams)
+        _functions._streams = None  # torch caches one stream per device
+        for owner, name, function in places:
+            original = getattr(owner, name, None)
+            undo.callback(*((delattr, owner, name) if original is None else (setattr, owner, name, original)))
+            setattr(owner, name, _dispatch(function, original))
         yield
-    finally:
-        _functions._streams = streams
-        for owner, name, original in originals:
-            if original is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
 
 
 def _dispatch(function: Callable[..., Any], original: Callable[..., Any] | None) -> Callable[..., Any]:

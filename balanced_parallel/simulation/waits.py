@@ -6,7 +6,7 @@ import itertools
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import NamedTuple
@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ..runtime.torch_private import current_backward_id
+from .categories import MemoryLabels
 
 __all__: list[str] = []
 
@@ -63,28 +64,15 @@ class Wait(NamedTuple):
 
 
 class Waits:
-    """A record of the last waits of one cluster, in their order.
+    """A record of the last waits of one cluster, in their order."""
 
-    Args:
-        steps: returns the number of finished steps.
-    """
-
-    def __init__(self, steps: Callable[[], int]) -> None:
+    def __init__(self, labels: MemoryLabels) -> None:
         self.record: deque[Wait] = deque(maxlen=MAX_WAITS)
         self.count = 0
         self._lock = threading.Lock()
-        self._steps = steps
+        self._labels = labels  # which know the number of finished steps
         self._forbidden = 0
-        self._listener = LISTENER(self._note)
-
-    @contextmanager
-    def listening(self, native: ctypes.CDLL) -> Iterator[None]:
-        """Records waits for the duration of the block."""
-        native.simulation_listen(self._listener)
-        try:
-            yield
-        finally:
-            native.simulation_listen(LISTENER())  # a null pointer
+        self.listener = LISTENER(self._note)
 
     @contextmanager
     def forbidding(self) -> Iterator[None]:
@@ -100,11 +88,10 @@ class Waits:
         record = self.record.copy()
         first = record[0].step + 1 if len(record) == MAX_WAITS else 1
         numbers = Counter(wait.step for wait in record if wait.device == device)
-        return [numbers[step] if step >= first else None for step in range(1, max([self._steps() + 1, *numbers]) + 1)]
+        return [numbers[step] if step >= first else None for step in range(1, max([self._labels.steps + 1, *numbers]) + 1)]
 
     def _note(self, device: int, kind: bytes, buffer: int, size: int) -> None:
-        file, line = _caller(inspect.currentframe())
-        wait = Wait(torch.device("sim", device), kind.decode(), file, line, self._steps() + 1)
+        wait = Wait(torch.device("sim", device), kind.decode(), *_caller(inspect.currentframe()), self._labels.steps + 1)
         with self._lock:
             self.record.append(wait)
             self.count += 1
