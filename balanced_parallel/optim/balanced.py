@@ -144,13 +144,10 @@ class BalancedOptimizer(torch.optim.Optimizer):
         for change in self._optimizer_load_state_dict_pre_hooks.values():
             changed = change(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        self._take_state(state_dict)
-        for finish in self._optimizer_load_state_dict_post_hooks.values():
-            finish(self)
-
-    def _take_state(self, state_dict: Mapping[str, Any]) -> None:
         self.shards.load_state_dict(state_dict)
         self.state = self.shards.inner.state
+        for finish in self._optimizer_load_state_dict_post_hooks.values():
+            finish(self)
 
 
 def _shard(
@@ -167,7 +164,7 @@ def _shard(
 
 def _rebuild(model: nn.Module, optimizer_class: Any, defaults: dict[str, Any], groups: Groups, state: Any) -> BalancedOptimizer:
     optimizer = BalancedOptimizer(model, optimizer_class, groups, **defaults)
-    optimizer._take_state(state)
+    optimizer.load_state_dict(state)  # a new optimizer has no hooks
     return optimizer
 
 
@@ -195,12 +192,7 @@ def _as_groups(params: Iterable[Any]) -> Groups:
 
 
 def refuse_closures(optimizer: torch.optim.Optimizer, caller: str) -> None:
-    """Raises ``TypeError`` if ``optimizer.step()`` needs a closure, which ``caller`` does not have.
-
-    Args:
-        optimizer: any optimizer.
-        caller: name of the class or function for the message.
-    """
+    """Raises ``TypeError`` if ``optimizer.step()`` needs a closure, which ``caller`` (a name for the message) does not have."""
     parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
     if parameters and parameters[0].default is inspect.Parameter.empty and parameters[0].name == "closure":
         raise TypeError(

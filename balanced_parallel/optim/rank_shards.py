@@ -15,13 +15,7 @@ __all__: list[str] = []
 
 
 class DTensorShards:
-    """The plain optimizer. Its state is sharded as the parameters are.
-
-    Args:
-        groups: param groups of ``DTensor``s.
-        optimizer_class: the plain optimizer.
-        defaults: settings of that optimizer.
-    """
+    """The plain optimizer over groups of ``DTensor``s. Its state is sharded as the parameters are."""
 
     def __init__(
         self, groups: list[dict[str, Any]], optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]

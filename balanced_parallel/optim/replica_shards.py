@@ -29,12 +29,8 @@ class Piece:
     """A run of one parameter's elements, in the memory of the device that owns it.
 
     ``values`` is a leaf for the optimizer to update. It shares the memory of the owner's copy. It has the shape of the parameter
-    if it is the whole parameter, and is flat otherwise. ``places`` are the same elements in the copies on all devices.
-
-    Args:
-        index: of the parameter in its bucket.
-        run: of its elements.
-        copies: of the parameter, by device.
+    if it is the whole parameter, and is flat otherwise. ``places`` are the same elements in the copies on all devices. ``index``
+    is that of the parameter in its bucket.
     """
 
     def __init__(
@@ -62,9 +58,7 @@ class Piece:
 class BucketOwners:
     """The pieces of one bucket, cut into as many bytes for each device.
 
-    Args:
-        parameters: of the bucket.
-        copies: for each parameter, its copy on each device. The devices are the owners.
+    The devices of ``copies``, which has the copies of each parameter, are the owners.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], copies: Sequence[dict[torch.device, Tensor]]) -> None:
@@ -88,11 +82,6 @@ class BucketOwners:
         """Clears the gradients of all pieces."""
         for piece in self.pieces:
             piece.values.grad = None
-
-    def scale(self, factor: float | Tensor) -> None:
-        """Multiplies the gradients of all pieces."""
-        gradients = [piece.values.grad for piece in self.pieces if piece.values.grad is not None]
-        torch_private.foreach_multiply_(gradients, factor)
 
     def take(self, replicas: Sequence[Gradients]) -> Callable[[], None]:
         """Allocates sums of the replicas' gradients on the owners. Returns a function that computes them."""
@@ -207,11 +196,8 @@ _all_shards: weakref.WeakSet["ReplicaShards"] = weakref.WeakSet()
 class ReplicaShards:
     """Shards of a :class:`DataParallelModel`, each updated on the device that owns it.
 
-    Args:
-        model: its gradients are reduced to their owners while this object exists.
-        groups: param groups. Parameters that are not the model's are updated in place.
-        optimizer_class: class of the plain optimizer.
-        defaults: settings of the plain optimizer.
+    Gradients of the model are reduced to their owners while this object exists. Parameters in ``groups`` that are not the
+    model's are updated in place.
     """
 
     def __init__(
@@ -291,11 +277,7 @@ class ReplicaShards:
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes the state of a plain optimizer over whole parameters.
-
-        Raises:
-            ValueError: the param groups have other numbers of parameters.
-        """
+        """Takes the state of a plain optimizer over whole parameters."""
         sizes = [len(group["params"]) for group in state_dict["param_groups"]]
         if sizes != [len(group["params"]) for group in self._groups]:
             raise ValueError(

@@ -46,11 +46,9 @@ Gradients = list[Tensor | None]  # one replica's, in the order of a bucket's par
 
 
 def accumulate(leaves: Sequence[Tensor], gradients: Gradients, *, is_copy: bool = False) -> None:
-    """Adds gradients to ``grad`` as autograd does, in place if both are dense.
+    """Adds gradients (empty for none) to ``grad`` as autograd does, in place if both are dense.
 
-    Args:
-        gradients: of each leaf; empty for none.
-        is_copy: ``grad`` shares no memory with ``gradients``.
+    With ``is_copy``, ``grad`` shares no memory with ``gradients``.
     """
     totals, parts = [], []
     for leaf, gradient in zip(leaves, gradients, strict=False):
@@ -87,10 +85,8 @@ class GradientSum:
 
     Memory is allocated here, on the current streams: blocks of the caching allocator belong to a stream. :meth:`compute` may run
     on side streams, and allocates nothing that stays. Gradients that some replicas do not have, sparse ones, and those with a
-    graph are added at once.
-
-    Args:
-        is_copy: the results share no memory with the gradients. Autograd may have given the same tensor to two parameters.
+    graph are added at once. With ``is_copy`` the results share no memory with the gradients: autograd may have given the same
+    tensor to two parameters.
     """
 
     def __init__(
@@ -155,9 +151,6 @@ class Owners(Protocol):
     def forget(self) -> None:
         """Clears the gradients."""
 
-    def scale(self, factor: float | Tensor) -> None:
-        """Multiplies the gradients."""
-
     def repoint(self, copies: Mapping[nn.Parameter, Mapping[torch.device, Tensor]]) -> None:
         """Takes memory from ``copies`` of some parameters, which have moved."""
 
@@ -175,11 +168,7 @@ _buckets: "weakref.WeakValueDictionary[int, Bucket]" = weakref.WeakValueDictiona
 
 
 class Bucket:
-    """Parameters whose gradients are summed together.
-
-    Args:
-        parameters: of one dtype, on one device, all with ``requires_grad``.
-    """
+    """Parameters whose gradients are summed together: of one dtype, on one device, all with ``requires_grad``."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
@@ -208,9 +197,8 @@ class Bucket:
     def collect(self, replicas: list[Gradients], wanted: Sequence[bool | None], schedule: Schedule) -> Gradients:
         """Takes over the gradients of all replicas. Returns those that autograd passes on to the parameters.
 
-        Args:
-            wanted: per parameter, True if its gradient is accumulated, None if autograd passes it on (``torch.autograd.grad``, or
-                a hook of the parameter), and False for neither.
+        ``wanted`` is True for a parameter whose gradient is accumulated, None if autograd passes it on (``torch.autograd.grad``,
+        or a hook of the parameter), and False for neither.
         """
         returned: Gradients = [None] * len(wanted)
         if None in wanted:
@@ -238,9 +226,8 @@ class Bucket:
     def _prepare(self, *, takes_local: bool) -> Callable[[], None]:
         """Returns a function that reduces the gradients that the replicas hold now, into memory of the current streams.
 
-        Args:
-            takes_local: counts ``grad`` as a gradient of the first replica, which is faster if there is no other one of it.
-                Not in a backward, where other buckets may have the same parameter.
+        With ``takes_local``, ``grad`` counts as a gradient of the first replica, which is faster if there is no other one of it.
+        Not in a backward, where other buckets may have the same parameter.
         """
         with self._lock:
             self._drop_discarded()
@@ -269,15 +256,6 @@ class Bucket:
             if before is not None and total is not None:
                 before.copy_(total)
         accumulate(self.parameters, totals)
-
-    def scale(self, factor: float | Tensor) -> None:
-        """Multiplies the gradients that the replicas and the owners hold."""
-        if self.owners is not None:
-            self.owners.scale(factor)
-        with self._lock:
-            for device, gradients in self.held.items():
-                local = move(factor, device) if isinstance(factor, Tensor) else factor
-                gradients[:] = [None if gradient is None else gradient * local for gradient in gradients]
 
     def drop(self) -> None:
         """Forgets the gradients that the replicas hold."""
@@ -373,17 +351,13 @@ BUCKET_BYTES = 25 * 2**20  # as in torch's DistributedDataParallel
 
 
 class GradientBuckets:
-    """The gradient buckets of all parameters of one module.
-
-    Args:
-        side: streams for sums that overlap with the backward; made on first use where devices have streams.
-    """
+    """The gradient buckets of all parameters of one module."""
 
     def __init__(self, side: SideStreams | None = None) -> None:
         self.buckets: list[Bucket] = []
         self.deferring = 0  # blocks that defer the reduction of the forwards that run now
         self.is_sharded = False  # owners receive the gradients, until the sharding is undone
-        self.side = side
+        self.side = side  # for sums that overlap with the backward; made on first use where devices have streams
 
     def reduce(self) -> None:
         """Sums the gradients that the replicas hold, after those of other modules that wait for a ``grad`` that owners take."""
@@ -396,11 +370,6 @@ class GradientBuckets:
                     bucket.reduce()
         for bucket in self.buckets:
             bucket.reduce()
-
-    def scale(self, factor: float | Tensor) -> None:
-        """Multiplies the gradients that the replicas and the owners hold."""
-        for bucket in self.buckets:
-            bucket.scale(factor)
 
     def drop(self) -> None:
         """Forgets the gradients that the replicas hold."""

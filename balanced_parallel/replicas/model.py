@@ -208,12 +208,7 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         return self._gather(outputs) if self.gather_outputs else outputs
 
     def _run_shards(self, shards: Sequence[Shard], method: str | None) -> PerReplica:
-        """Runs a replica on each shard of one forward. Returns their outputs.
-
-        Args:
-            shards: each on one of the ``devices``, in their order.
-            method: of the module; ``None`` is ``forward``.
-        """
+        """Runs a replica on each shard of one forward, which are in the order of the ``devices``. Returns their outputs."""
         devices: list[torch.device] = []
         sizes: list[int | None] = []
         for shard in shards:

@@ -43,12 +43,7 @@ Skeletons = list[tuple[Part, nn.Module, dict[str, nn.Module | None]]]  # with th
 
 
 class ModuleTree:
-    """The modules and parameters of a tree, each listed once. Tied parameters and shared modules stay tied in the skeletons.
-
-    Raises:
-        TypeError: a module is a ``ScriptModule``, which cannot be copied part by part; or it was compiled.
-        ValueError: a parameter or buffer is not initialised (lazy modules).
-    """
+    """The modules and parameters of a tree, each listed once. Tied parameters and shared modules stay tied in the skeletons."""
 
     def __init__(self, root: nn.Module) -> None:
         refuse_lazy(root)
@@ -113,10 +108,7 @@ class ModuleTree:
     def fill(self, skeletons: Skeletons, tensors: list[Tensor] | None, buffers: Mapping[int, Tensor]) -> nn.Module:
         """Gives the skeletons the modules' current modes, hooks and attributes, and returns the root's skeleton.
 
-        Args:
-            skeletons: result of :meth:`make_skeletons`.
-            tensors: replacements of the parameters, in the order of the tree. ``None`` keeps the parameters.
-            buffers: replacements of the buffers, by the id of the buffer.
+        ``tensors`` replace the parameters, in the order of the tree (``None`` keeps them), and ``buffers`` those with their ids.
         """
         for part, skeleton, children in skeletons:
             state = part.module.__dict__.copy()
@@ -193,9 +185,7 @@ class ModuleTree:
 def flatten_weights(rnns: Sequence[tuple[nn.RNNBase, list[int]]], tensors: Sequence[Tensor]) -> None:
     """Moves new copies of the weights of each RNN to one buffer, as cuDNN needs them. Otherwise every forward would do so.
 
-    Args:
-        rnns: each with the places of its weights among ``tensors``.
-        tensors: copies of all parameters on one device.
+    Each of ``rnns`` has the places of its weights among ``tensors``, the copies of all parameters on one device.
     """
     with torch.inference_mode(False):
         for rnn, places in rnns:

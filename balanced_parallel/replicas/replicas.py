@@ -46,9 +46,7 @@ class Replicas:
     buffers of the first replica are copied back. The other replicas have copies of the buffers: writes to them are lost, as in
     ``nn.DataParallel``. Replicas on one device share the values of the parameters.
 
-    Args:
-        side: streams for sums that overlap with the backward; made on first use where devices have streams.
-        workers: runs the replicas of a forward; ``None`` runs them in the threads of :func:`shared_pool`.
+    ``workers`` runs the replicas of a forward. ``None`` runs them in the threads of :func:`shared_pool`.
     """
 
     def __init__(self, *, side: SideStreams | None = None, workers: Workers | None = None) -> None:
@@ -65,16 +63,9 @@ class Replicas:
 
     @contextmanager
     def of(self, module: nn.Module, devices: Sequence[torch.device], home: torch.device) -> Iterator[list[nn.Module]]:
-        """Yields one replica of ``module`` for each of ``devices``, for one forward.
+        """Yields one replica of ``module``, which is on ``home``, for each of ``devices``, for one forward.
 
-        Args:
-            module: all on ``home``; the first replica is the module itself if this is the first of the devices.
-
-        Raises:
-            ValueError: a parameter or buffer is not on ``home``, or is not initialised (lazy modules); or a trained embedding has
-                ``max_norm``, on several devices.
-            TypeError: the module is a ``ScriptModule``, which cannot be copied part by part; or it was compiled.
-            RuntimeError: the module is running already, further up among the callers.
+        The first replica is the module itself if ``home`` is the first of the devices.
         """
         modules = [module] if devices[0] == home else []
         others = devices[len(modules) :]
@@ -105,11 +96,9 @@ class Replicas:
         return window(self, deferred=True)
 
     def prepare(self, module: nn.Module, devices: Sequence[torch.device], *, all_values: bool = True) -> ModuleTree:
-        """Brings skeletons and copies up to date with the module, and returns its tree.
+        """Brings skeletons and copies up to date with the module, which is on the first of ``devices``, and returns its tree.
 
-        Args:
-            module: all on the first of ``devices``.
-            all_values: copies the values of all parameters, not only of those whose version counters moved.
+        With ``all_values`` the values of all parameters are copied, not only of those whose version counters moved.
         """
         with self.in_turn():
             return self._follow(module, devices, all_values=all_values)
@@ -121,18 +110,10 @@ class Replicas:
     def shard(
         self, module: nn.Module, devices: Sequence[torch.device], parameters: Sequence[Tensor]
     ) -> list[tuple[Bucket, list[dict[torch.device, Tensor]]]]:
-        """Makes buckets for gradients that owners receive, until ``gradients.unshard()``.
+        """Makes buckets for gradients of ``parameters`` that owners receive, until ``gradients.unshard()``.
 
-        Args:
-            module: the module, with its parameters on the first of ``devices``.
-            devices: devices of the replicas.
-            parameters: parameters to shard. Other parameters of the module keep their gradients.
-
-        Returns:
-            The buckets, which need owners, and the copies by device of each of their parameters.
-
-        Raises:
-            ValueError: the gradients have owners already.
+        Returns the buckets, which need owners, and the copies by device of each of their parameters. Other parameters of the
+        module keep their gradients.
         """
         if self.gradients.is_sharded:
             raise ValueError("the model has a BalancedOptimizer already, expected one: give it all param groups, or delete it")

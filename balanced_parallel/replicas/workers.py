@@ -126,9 +126,6 @@ class Meeting:
 
         lane 0 | replica 0 up to its exchange | replica 2 up to its exchange | replica 0 to its end | replica 2 to its end
         lane 1 | replica 1 up to its exchange | waits                        | replica 1 to its end
-
-    Args:
-        lanes: the lane of each replica.
     """
 
     def __init__(self, lanes: Sequence[Hashable]) -> None:
@@ -149,11 +146,7 @@ class Meeting:
             return index not in self._ended
 
     def exchange(self, index: int, number: int, value: Any) -> list[Any]:
-        """Adds ``value`` to round ``number``, waits for the other replicas, and returns all values in their order.
-
-        Raises:
-            RuntimeError: a replica has ended without a value for this round.
-        """
+        """Adds ``value`` to round ``number``, waits for the other replicas, and returns all values in their order."""
         with self._changed:
             values = self._rounds.setdefault(number, {})
             values[index] = value
@@ -237,14 +230,8 @@ def run_replicas(
     A single replica runs in the calling thread. Several run in one thread each, with the caller's :class:`ThreadState`, context
     variables, and current stream of every device. Replicas on one device share its random numbers, so they take turns. All
     replicas take turns under modes of torch (:attr:`ThreadState.needs_turns`). On the CPU they run one after the other in the
-    calling thread unless they exchange values (``together``).
-
-    Args:
-        together: replicas exchange values while they run.
-        pool: returns the threads. It is called only if there are several.
-
-    Raises:
-        BaseException: the first failure (in time), of its own type, with the replica and its device added to the message.
+    calling thread unless they exchange values (``together``). The first failure (in time) is raised, of its own type, with the
+    replica and its device added to the message. ``pool`` returns the threads. It is called only if there are several.
     """
     if len(work) == 1 or (not together and set(devices) == _CPU):
         return run_in_turn(work, devices, Apart())

@@ -39,12 +39,7 @@ MANIFEST, PARTIAL, OLD, REMOVED = "checkpoint.json", ".partial", ".old", ".remov
 class Writer(HuggingFaceStorageWriter):
     """Writes one checkpoint. Every rank has one; the methods run in a thread, and in the order that DCP gives them.
 
-    Args:
-        folder: of the complete checkpoint.
-        tree: of this rank, without tensors.
-        rank, ranks: this process and the number of processes.
-        keep: undamaged checkpoints that stay.
-        damaged: numbers of the damaged ones.
+    ``tree`` is that of this rank, without tensors; ``keep``, how many undamaged checkpoints stay.
     """
 
     def __init__(self, folder: Path, tree: Any, rank: int, ranks: int, keep: int, damaged: Collection[int] = ()) -> None:
@@ -145,12 +140,7 @@ def digests(folder: Path, names: Iterable[str]) -> dict[str, list[Any]]:
 def damage(folder: Path, rank: int, ranks: int) -> str:
     """Returns a sentence about damaged files, or nothing. Each rank looks at its part of them.
 
-    Args:
-        folder: of a complete checkpoint.
-        rank, ranks: this process and the number of processes now.
-
-    Raises:
-        OSError: a file could not be read. It may be undamaged.
+    A file that could not be read raises ``OSError``: it may be undamaged.
     """
     try:
         with _open_plain(folder, MANIFEST) as file:

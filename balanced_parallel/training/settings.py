@@ -34,29 +34,19 @@ _SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of an update. Another process may have others.
-
-    Attributes:
-        is_auto: ``micro_batch_size="auto"``.
-        unit: of the limit of micro-batches.
-        failure: of the update before, on this rank: its optimizers are those of an earlier update, or in between.
-    """
+    """The settings of an update. Another process may have others."""
 
     criterion: DataParallelCriterion
     optimizers: Sequence[torch.optim.Optimizer]
     schedulers: Sequence[LRScheduler]
     precision: str
     max_grad_norm: float | None
-    is_auto: bool
-    unit: str
-    failure: str
+    is_auto: bool  # micro_batch_size="auto"
+    unit: str  # of the limit of micro-batches
+    failure: str  # of the update before, on this rank: its optimizers are those of an earlier update, or in between
 
     def compare(self, expected: str = "the same settings on all of them") -> None:
-        """Compares all settings. All ranks call this.
-
-        Raises:
-            ValueError: on every rank, if they differ.
-        """
+        """Compares all settings, and raises ``ValueError`` on every rank if they differ. All ranks call this."""
         compare_ranks(self._facts(), expected)
 
     def digest(self) -> list[float]:
@@ -72,11 +62,7 @@ class Settings:
         return [float(number), float(number * number)]
 
     def check(self, total: float, squares: float) -> None:
-        """Checks the sums over all ranks of what :meth:`digest` returns.
-
-        Raises:
-            ValueError: on every rank, if they are not of equal numbers.
-        """
+        """Raises ``ValueError`` on every rank if these sums over all ranks of :meth:`digest` are not of equal numbers."""
         if world_size() * int(squares) != int(total) ** 2:
             self.compare(
                 "the same settings on all of them. Nothing was updated: set them alike, or go on from a checkpoint on all ranks"
@@ -174,12 +160,7 @@ def check_micro_batch_size(rows: Any, otherwise: str) -> None:
 
 
 def check_optimizers(update: Update, schedulers: Sequence[LRScheduler]) -> None:
-    """Checks that the optimizers update parameters of the model or of the criterion, and the schedulers these optimizers.
-
-    Raises:
-        TypeError: an optimizer needs a closure.
-        ValueError: an optimizer has parameters, but none of them is trained; a scheduler is that of another optimizer.
-    """
+    """Checks that the optimizers update parameters of the model or of the criterion, and the schedulers these optimizers."""
     for scheduler in schedulers:  # a wrapper of an optimizer shares its groups
         if not any(scheduler.optimizer.param_groups is optimizer.param_groups for optimizer in update.optimizers):
             raise ValueError(

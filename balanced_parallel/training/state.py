@@ -32,25 +32,19 @@ _ENTRIES = {"model", "criterion", "optimizers", "schedulers", "scaler", "random"
 
 
 class TrainedState(NamedTuple):
-    """The objects of a training step that have state.
-
-    Args:
-        model, criterion: of the step.
-        optimizers, schedulers: of the step.
-        precision: has the scaler.
-        trained: the parameters by name.
-    """
+    """The objects of a training step that have state."""
 
     model: Any
     criterion: DataParallelCriterion
     optimizers: Sequence[Optimizer]
     schedulers: Sequence[LRScheduler]
-    precision: Precision
-    trained: Mapping[str, Tensor]
+    precision: Precision  # has the scaler
+    trained: Mapping[str, Tensor]  # the parameters by name
 
     def save(self) -> dict[str, Any]:
         """Returns the state. Every rank calls this. Tensors are not copied."""
         scaler = self.precision.scaler
+        name, keys, *others = np.random.get_state(legacy=True)
         return {
             "model": _module_state(self.model.module),
             "criterion": dict(self.criterion.state_dict()),
@@ -59,13 +53,15 @@ class TrainedState(NamedTuple):
             "scaler": None if scaler is None else scaler.state_dict(),
             "random": {f"rank{collectives.rank()}": generator_states(self.model.devices)},
             "python": random.getstate(),
-            "numpy": _numpy_state(),
+            "numpy": (name, np.asarray(keys).tolist(), *others),
             "layout": self._layout(),
         }
 
     def load(self, state_dict: Mapping[str, Any]) -> None:
         """Takes a state that :meth:`check` has accepted."""
-        _load_module_state(self.model.module, state_dict["model"])
+        from torch.distributed.checkpoint.state_dict import set_model_state_dict
+
+        set_model_state_dict(self.model.module, state_dict["model"])
         self.criterion.load_state_dict(state_dict["criterion"])
         for optimizer, state in zip(self.optimizers, state_dict["optimizers"], strict=True):
             optimizer.load_state_dict(numbered_state(optimizer, self.trained, state))
@@ -121,24 +117,8 @@ def _module_state(module: nn.Module) -> dict[str, Any]:
     return dict(get_model_state_dict(module))
 
 
-def _load_module_state(module: nn.Module, state: dict[str, Any]) -> None:
-    from torch.distributed.checkpoint.state_dict import set_model_state_dict
-
-    set_model_state_dict(module, state)
-
-
-def _numpy_state() -> tuple[Any, ...]:
-    name, keys, *others = np.random.get_state(legacy=True)
-    return (name, np.asarray(keys).tolist(), *others)
-
-
 def state_by_name(optimizer: Optimizer, trained: Mapping[str, Tensor]) -> dict[str, Any]:
-    """Returns the state of an optimizer, with names where ``torch.optim`` has numbers.
-
-    Args:
-        optimizer: of torch, or a :class:`BalancedOptimizer`.
-        trained: the parameters by name. Others are called by their number.
-    """
+    """Returns the state of an optimizer, with names where ``torch.optim`` has numbers. Parameters without one keep theirs."""
     names, state = _names(optimizer, trained), optimizer.state_dict()
     return {
         "class": class_name(optimizer),
@@ -148,11 +128,7 @@ def state_by_name(optimizer: Optimizer, trained: Mapping[str, Tensor]) -> dict[s
 
 
 def numbered_state(optimizer: Optimizer, trained: Mapping[str, Tensor], state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a state from :func:`state_by_name` as the optimizer's ``load_state_dict()`` takes it.
-
-    Raises:
-        ValueError: the param groups have other parameters.
-    """
+    """Returns a state from :func:`state_by_name` as the optimizer's ``load_state_dict()`` takes it."""
     names, groups = _names(optimizer, trained), _whole_groups(optimizer)
     numbers = {name: number for number, name in enumerate(names)}
     loaded, first = [], 0
@@ -198,13 +174,9 @@ _STORED |= {torch.float8_e4m3fn, torch.float8_e5m2, torch.float16, torch.bfloat1
 
 
 def split_tensors(tree: Any) -> tuple[Any, dict[str, Tensor]]:
-    """Splits nested state into a tree for JSON and its tensors.
+    """Splits nested state into a tree for JSON, and its tensors by key: ``"step/model/0.weight"``.
 
-    Returns:
-        The tree, in which each tensor is its path, shape and dtype, and the tensors by key: ``"step/model/0.weight"``.
-
-    Raises:
-        TypeError: a value that would not come back as it is. The message names its place.
+    A tensor is its path, shape and dtype in the tree. A value that would not come back as it is raises ``TypeError``.
     """
     tensors: dict[str, Tensor] = {}
 
@@ -240,9 +212,7 @@ def split_tensors(tree: Any) -> tuple[Any, dict[str, Tensor]]:
 def join_tensors(tree: Any, find: Callable[[Path, torch.Size, torch.dtype], Tensor]) -> Any:
     """Returns the nested state of a tree from :func:`split_tensors`.
 
-    Args:
-        tree: as JSON has it.
-        find: returns the stored tensor of a path, or memory for it, which may be filled afterwards.
+    ``find`` returns the stored tensor of a path, or memory for it, which may be filled afterwards.
     """
     if isinstance(tree, list):
         return [join_tensors(entry, find) for entry in tree]
