@@ -75,12 +75,7 @@ class ByCost:
             raise ValueError("collate= and trim= were given: expected collate= for lists of samples, trim= for padded batches")
         check_limit("limit", limit)
         self.cost, self.collate, self.trim, self.combine, self.limit = cost, collate, trim, combine, limit
-        self._example: list[Any] = []  # of an earlier batch, in place of no samples
-
-    def example_of(self, samples: Sequence[Any]) -> list[Any]:
-        """Returns the first sample in a list, of this batch or of an earlier one."""
-        self._example = list(samples[:1]) or self._example
-        return self._example
+        self.example: list[Any] = []  # the first sample of a batch, in place of no samples in a later one
 
     def open(
         self, inputs: Any, targets: tuple[Any, ...], mark: Mark, names: Sequence[str], *, unit: str, is_strict: bool
@@ -107,34 +102,23 @@ def check_limit(name: str, cost: Any) -> None:
 
 
 class CostBatch:
-    """A batch that is cut by cost.
-
-    Attributes:
-        inputs, targets: as they were passed.
-        costs: one for each row.
-        counted_targets: targets of the planned shards.
-        weighed: the targets of all rows, if shards could lack some of what the criterion counts in them.
-    """
+    """A batch that is cut by cost."""
 
     unit = "cost"  # of a limit
     is_strict = True  # a row over the limit is an error; otherwise it runs alone
     has_example = True  # a shard without rows can be made
-    weighed: tuple[Any, ...] | None = None
+    weighed: tuple[Any, ...] | None = None  # all targets, if shards could lack some of what the criterion counts in them
 
     def __init__(self, cut: ByCost, inputs: Any, targets: Any, costs: list[float]) -> None:
         self.inputs, self.targets, self.costs, self._combine = inputs, targets, costs, cut.combine
-        self.counted_targets: list[tuple[Any, ...]] = []
+        self.counted_targets: list[tuple[Any, ...]] = []  # of the planned shards
 
     def shard(self, rows: Part, device: torch.device) -> Shard:
         """Returns copies of some rows."""
         raise NotImplementedError
 
     def plan(
-        self,
-        devices: Sequence[torch.device],
-        weights: Sequence[float] | None,
-        limit: float | None,
-        agree: Callable[[int], int],
+        self, devices: Sequence[torch.device], weights: Sequence[float] | None, limit: float | None, agree: Callable[[int], int]
     ) -> Iterator[list[Shard]]:
         """Yields the shards of each micro-batch. See :meth:`Batch.plan`."""
         if weights is not None:
@@ -199,7 +183,8 @@ class _Samples(CostBatch):
         if targets not in ((), (None,)):
             raise TypeError("step was given targets beside a list of samples, expected step(samples): collate= makes the targets")
         super().__init__(cut, samples, targets, [cut.cost(sample) for sample in samples])
-        self._collate, self._mark, self._example = cut.collate, mark, cut.example_of(samples)
+        cut.example = list(samples[:1]) or cut.example
+        self._collate, self._mark, self._example = cut.collate, mark, cut.example
         self.has_example = bool(self._example)
 
     def shard(self, rows: Part, device: torch.device) -> Shard:

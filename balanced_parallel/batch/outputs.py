@@ -23,11 +23,7 @@ __all__: list[str] = []
 
 def _operator(symbol: str) -> Any:
     """Returns a method for an operator that a list does not have, with an error that explains it."""
-
-    def refuse(self: Any, *others: Any) -> NoReturn:
-        _refuse(symbol, TypeError)
-
-    return refuse
+    return lambda self, *others: _refuse(symbol, TypeError)
 
 
 class PerReplica(list[Any], containers.Leaf):
@@ -300,7 +296,7 @@ def join(outputs: Sequence[Any], device: DeviceLike | None, dims: Dims, *, pads:
 
 def _join(place: str, values: list[Any], device: torch.device, dim: int | None) -> Any:
     if all(isinstance(value, torch.Tensor) for value in values):
-        return move(values[0], device) if dim is None else _join_tensors(place, values, device, dim)
+        return move(values[0], device) if dim is None else join_tensors(place, values, device, dim, _ADVICE)
     if all(value is None for value in values):
         return None
     if all(containers.is_row_list(value) for value in values):
@@ -319,16 +315,19 @@ def _join(place: str, values: list[Any], device: torch.device, dim: int | None) 
     )
 
 
-def _join_tensors(place: str, tensors: list[torch.Tensor], device: torch.device, dim: int) -> torch.Tensor:
+_ADVICE = (
+    ": select the outputs that have rows before, as in outputs.map(lambda output: output.logits), or leave it out of the outputs"
+)
+
+
+def join_tensors(place: str, tensors: list[torch.Tensor], device: torch.device, dim: int, advice: str = "") -> torch.Tensor:
+    """Concatenates tensors on ``device`` along ``dim``; 0-dim tensors are stacked."""
     if all(tensor.dim() == 0 for tensor in tensors):
         return torch.stack([move(tensor, device) for tensor in tensors])
     layouts = {_layout(tensor, dim) for tensor in tensors}
     if len(layouts) > 1:
-        shapes = " and ".join(str(tuple(tensor.shape)) for tensor in tensors)
-        raise ValueError(
-            f"{place} has shapes {shapes}, expected shapes that differ in dimension {dim} only: select the "
-            "outputs that have rows before, as in outputs.map(lambda output: output.logits), or leave it out of the outputs"
-        )
+        shapes = " and ".join(dict.fromkeys(str(tuple(tensor.shape)) for tensor in tensors))
+        raise ValueError(f"{place} has shapes {shapes}, expected shapes that differ in dimension {dim} only{advice}")
     if not -tensors[0].dim() <= dim < tensors[0].dim():
         raise ValueError(
             f"{place} has shape {tuple(tensors[0].shape)}, expected rows in dimension {dim}: give the dimension of the rows as "
@@ -346,27 +345,21 @@ def _layout(tensor: torch.Tensor, dim: int) -> tuple[int, ...]:
 
 
 class _Header(containers.Leaf):
-    """Description of a leaf of one rank's outputs, which the ranks exchange before the rows.
-
-    Attributes:
-        kind: dtype of a tensor, name of another type.
-        dim: dimension of the rows; None if the leaf is the same in all replicas.
-        layout: shape with -1 in place of the number of rows.
-        pads: its tensor may be padded to the layout of another rank.
-        rows: number of rows of a tensor, or the list itself. Ranks may differ in it.
-    """
+    """Description of a leaf of one rank's outputs, which the ranks exchange before the rows."""
 
     def __init__(self, leaf: Any, dim: int | None, pads: bool) -> None:
         if not (leaf is None or isinstance(leaf, torch.Tensor) or containers.is_row_list(leaf)):
             raise TypeError(
                 f"{containers.describe(leaf)} cannot be gathered over ranks: select tensors first, as in outputs.logits.gather()"
             )
-        self.kind: Any = leaf.dtype if isinstance(leaf, torch.Tensor) else type(leaf).__name__
-        self.dim = dim if not isinstance(leaf, torch.Tensor) or leaf.dim() > 1 or dim is None else 0
-        self.layout = _layout(leaf, len(leaf.shape) if self.dim is None else self.dim) if isinstance(leaf, torch.Tensor) else ()
-        self.pads = pads
-        self.rows: Any = leaf
+        self.kind: Any = type(leaf).__name__  # or the dtype of a tensor
+        self.dim = dim  # of the rows; None if the leaf is the same in all replicas
+        self.layout: tuple[int, ...] = ()  # shape with -1 in place of the number of rows
+        self.pads = pads  # its tensor may be padded to the layout of another rank
+        self.rows: Any = leaf  # the number of rows of a tensor, or the list itself; ranks may differ in it
         if isinstance(leaf, torch.Tensor):
+            self.kind, self.dim = leaf.dtype, dim if leaf.dim() > 1 or dim is None else 0
+            self.layout = _layout(leaf, leaf.dim() if self.dim is None else self.dim)
             self.rows = 0 if self.dim is None else leaf.size(self.dim)
 
     def __repr__(self) -> str:

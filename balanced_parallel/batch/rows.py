@@ -15,7 +15,7 @@ each shard, and a :class:`Shard` has views of them. 14 rows of at most 3 per dev
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -285,11 +285,8 @@ def _holds_tensors(value: Any, depth: int) -> bool:
         return True
     if depth == 0 or isinstance(value, (*MARKS, torch.nn.Module, type, functools.partial)) or inspect.isroutine(value):
         return False
-    if isinstance(value, Mapping):
-        children = list(value.values())
-    elif isinstance(value, (list, tuple)):
-        children = list(value)
-    else:
+    children: Iterable[Any] = value.values() if isinstance(value, Mapping) else value
+    if not isinstance(value, (Mapping, list, tuple)):
         children = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in _slots(value.__class__))]
     return any(_holds_tensors(child, depth - 1) for child in children)
 
@@ -322,11 +319,9 @@ def take(node: Any, part: Part, dim: int = 0, place: tuple[int, int] = (0, 1)) -
     Values without rows stay. Marks stay. :func:`move_leaves` removes them. ``place`` is the number of the part, and the number of
     parts, for rows that are cut already.
     """
-    if type(node) is Arguments:
-        inputs = node.inputs
-        if len(inputs) == 1 and type(inputs[0]) is torch.Tensor and inputs[0].dim():  # shortcut for the most frequent arguments
-            return Arguments((_rows_of_tensor(inputs[0], part, dim),), take(node.kwargs, part, dim, place) if node.kwargs else {})
-        return Arguments(take(inputs, part, dim, place), take(node.kwargs, part, dim, place))
+    if type(node) is Arguments and len(node.inputs) == 1 and not node.kwargs and type(node.inputs[0]) is torch.Tensor:
+        tensor = node.inputs[0]  # shortcut for the most frequent arguments
+        return Arguments((_rows_of_tensor(tensor, part, dim) if tensor.dim() else tensor,), {})
 
     def take_leaf(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -391,20 +386,12 @@ class RowShards(PerReplica):
 
 
 class Shard(NamedTuple):
-    """Rows of one device in one forward. Its tensors are views of the batch, marked and not moved.
+    """Rows of one device in one forward. Its tensors are views of the batch, marked and not moved."""
 
-    Args:
-        inputs: arguments of the model.
-        targets: arguments of the criterion behind the outputs.
-        rows: their places in the effective batch of this process; None if the batch has no rows.
-        target_rows: number of rows of the targets, a multiple if they are flattened.
-        device: where they run.
-    """
-
-    inputs: Arguments
-    targets: Arguments
-    rows: Part | None
-    target_rows: int
+    inputs: Arguments  # of the model
+    targets: Arguments  # of the criterion behind the outputs
+    rows: Part | None  # their places in the effective batch of this process; None if the batch has no rows
+    target_rows: int  # a multiple of the rows if the targets are flattened
     device: torch.device
 
 
@@ -420,28 +407,21 @@ _NOTHING = Arguments((), {})
 class Batch:
     """Inputs and targets of one call, marked, and taken apart once.
 
-    Args:
-        inputs: arguments of the model.
-        targets: arguments of the criterion behind the outputs.
-        dims: dimension of the rows in unmarked inputs, and in unmarked targets.
-
-    Attributes:
-        rows, target_rows: number of rows of the inputs and of the targets; None if nothing has rows.
-        cut_already: an argument that is cut already, or None. If one is, all are.
-        counted_targets: the targets of the whole batch, in any number of parts.
+    ``dims`` are the dimensions of the rows in unmarked inputs and in unmarked targets.
     """
 
     unit = "rows"  # of a limit
 
     def __init__(self, inputs: Arguments, targets: Arguments = _NOTHING, dims: tuple[int, int] = (0, 0)) -> None:
         self.inputs, self.targets, self.dims = inputs, targets, dims
-        self.rows = count_rows(inputs, dims[0])
+        self.rows = count_rows(inputs, dims[0])  # None if no input has rows
         self.target_rows = None if targets is _NOTHING else count_rows(targets, dims[1], self.rows, "targets")
         if self.rows == 0 and self.target_rows:
             raise ValueError(f"the targets have {self.target_rows} rows, but the inputs have none: expected the same number")
         is_plain = len(targets.inputs) == 1 and type(targets.inputs[0]) is torch.Tensor
+        # targets of the whole batch, in any number of parts
         self.counted_targets = [targets.inputs if is_plain else move_leaves(targets.inputs, None)]
-        self.cut_already: RowShards | None = None
+        self.cut_already: RowShards | None = None  # an argument; if one is cut already, all are
         if not inputs.inputs or type(inputs.inputs[0]) is not torch.Tensor:
             first = next((leaf for _, leaf in containers.leaves(inputs) if isinstance(leaf, (RowShards, torch.Tensor))), None)
             self.cut_already = first if isinstance(first, RowShards) else None
@@ -502,11 +482,7 @@ class Batch:
 
 
 def scatter(
-    inputs: Any,
-    device_ids: Sequence[DeviceLike] | None = None,
-    dim: int = 0,
-    *,
-    split: Sequence[float] | None = None,
+    inputs: Any, device_ids: Sequence[DeviceLike] | None = None, dim: int = 0, *, split: Sequence[float] | None = None
 ) -> list[Any]:
     """Splits ``inputs`` by rows over devices.
 

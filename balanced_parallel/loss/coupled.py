@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..batch import containers
-from ..batch.outputs import PerReplica, gather, repeated_rows
+from ..batch.outputs import PerReplica, gather, join_tensors, repeated_rows
 from ..batch.rows import Along, Arguments, Rows, Shard, Whole, mark_leaves, move_leaves
 from ..runtime.collectives import gather_objects, rank, sum_over_ranks, world_size
 from ..runtime.devices import move
@@ -127,10 +127,9 @@ class _HandBack(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        pairs = zip(ctx.derivatives, ctx.dtypes, strict=True)
         results = [
             None if slope is None else (slope * move(gradients[0], slope.device).to(slope.dtype)).to(dtype)
-            for slope, dtype in pairs
+            for slope, dtype in zip(ctx.derivatives, ctx.dtypes, strict=True)
         ]
         return None, None, *results
 
@@ -279,10 +278,6 @@ class LossOfSums(CoupledLoss):
             )
 
 
-class _Place(containers.Leaf):
-    """Stands for a tensor in a structure."""
-
-
 def _statistics_of(shard: ShardLoss) -> Statistics:
     nothing = shard.nothing()
     if not shard.rows:
@@ -290,7 +285,7 @@ def _statistics_of(shard: ShardLoss) -> Statistics:
     criterion: Any = shard.criterion
     result = call_spread(criterion.statistics, shard.output, shard.targets, shard.kwargs)
     tensors = [_as_tensor(leaf, nothing.device) for _, leaf in containers.leaves(result)]
-    return Statistics(tensors, containers.map_leaves(lambda _: _Place(), result), nothing)
+    return Statistics(tensors, containers.map_leaves(lambda _: containers.Leaf(), result), nothing)
 
 
 def _as_tensor(leaf: Any, device: torch.device) -> Tensor:
@@ -389,17 +384,19 @@ class WholeLoss(CoupledLoss):
         return [(_tensor(leaf), derivative) for leaf, derivative in zip(leaves, derivatives, strict=True)]
 
     def _join(self) -> tuple[Any, torch.device]:
-        """Returns all pieces of this rank as one, and the device of the loss. The pieces are forgotten."""
+        """Returns all pieces of this rank as one, None without any, and the device of the loss. The pieces are forgotten."""
         pieces, self.pieces = self.pieces, []
         self._refusal = self._refusal if len(pieces) > 1 or world_size() > 1 else None
-        tensor = (
-            None if not pieces else containers.first_tensor([_tensor(leaf) for leaf in _output_leaves(pieces[0], self._outputs)])
-        )
+        tensor = containers.first_tensor([_tensor(leaf) for piece in pieces[:1] for leaf in _output_leaves(piece, self._outputs)])
         if len(pieces) > 1 and not self.criterion.is_checked:
             self.criterion.is_checked = True
             _check_constants([_output_leaves(piece, self._outputs) for piece in pieces])
         device = self.criterion.output_device or (self.home if tensor is None else tensor.device)
-        return (join_rows(pieces, device, self.dim) if pieces else None), device
+        if not pieces:
+            return None, device
+        return containers.zip_leaves(
+            lambda place, values: _join_rows(place, values, device, self.dim), pieces, "the batch"
+        ), device
 
     def _call(self, batch: Arguments, device: torch.device) -> Any:
         inputs, kwargs = move_leaves(batch.inputs, device), move_leaves(batch.kwargs, device)
@@ -491,20 +488,13 @@ class AdditiveLoss(nn.Module):
         return self.finish(self.statistics(*arguments, **kwargs))
 
 
-def join_rows(pieces: Sequence[Any], device: torch.device, dim: int = 0) -> Any:
-    """Returns marked pieces as one structure on ``device``. Values without rows are those of the first piece.
-
-    ``dim`` is the dimension of the rows in tensors that are not marked.
-    """
-    return containers.zip_leaves(lambda place, values: _join(place, values, device, dim), pieces, "the batch")
-
-
-def _join(place: str, values: list[Any], device: torch.device, dim: int) -> Any:
+def _join_rows(place: str, values: list[Any], device: torch.device, dim: int) -> Any:
+    """Returns the rows of marked values as one on ``device``, or the first value if they have no rows."""
     first = values[0]
     if isinstance(first, torch.Tensor) and first.dim():
-        return Along(_concatenate(place, values, device, dim), dim)
+        return Along(join_tensors(place, values, device, dim), dim)
     if isinstance(first, Along) and isinstance(first.leaf, torch.Tensor):
-        return Along(_concatenate(place, [value.leaf for value in values], device, first.dim), first.dim)
+        return Along(join_tensors(place, [value.leaf for value in values], device, first.dim), first.dim)
     if isinstance(first, PerReplica):
         sizes = [size for value in values for size in value.sizes]
         outputs = PerReplica([entry for value in values for entry in value], sizes, first.dim)
@@ -519,30 +509,16 @@ def _join(place: str, values: list[Any], device: torch.device, dim: int) -> Any:
     return move(first, device) if isinstance(first, torch.Tensor) else first
 
 
-def _concatenate(place: str, tensors: list[torch.Tensor], device: torch.device, dim: int) -> torch.Tensor:
-    layouts = {(tensor.dim(), *tensor.shape[:dim], *tensor.shape[dim:][1:]) for tensor in tensors}
-    if len(layouts) > 1:
-        shapes = " and ".join(dict.fromkeys(str(tuple(tensor.shape)) for tensor in tensors))
-        raise ValueError(f"{place} has shapes {shapes}, expected shapes that differ in dimension {dim} only")
-    return torch.cat([move(tensor, device) for tensor in tensors], dim)
-
-
 class RankRows(NamedTuple):
-    """The rows of all ranks.
+    """The rows of all ranks."""
 
-    Args:
-        batch: all rows; None on a rank that has passed none.
-        starts: the place of this rank's rows in each tensor with rows, in the order of the leaves.
-        ranks: the ranks that have rows.
-    """
-
-    batch: Any
-    starts: list[int]
-    ranks: list[int]
+    batch: Any  # None on a rank that has passed none
+    starts: list[int]  # place of this rank's rows in each tensor with rows, in the order of the leaves
+    ranks: list[int]  # that have rows
 
 
 def gather_ranks(batch: Any, device: torch.device, refusal: str | None = None) -> RankRows:
-    """Gathers the result of :func:`join_rows` of every rank, in the order of the ranks. All ranks call this. Differentiable.
+    """Gathers the joined pieces of every rank, in the order of the ranks. All ranks call this. Differentiable.
 
     A rank without rows passes None. All ranks raise the ``refusal`` of one.
     """

@@ -10,21 +10,13 @@ from torch import nn
 from ..batch import containers
 from ..batch.containers import Dims
 from ..batch.outputs import PerReplica
-from ..batch.rows import Shard, without_mark
+from ..batch.rows import Shard
 from ..runtime.collectives import sum_over_ranks
 from ..runtime.devices import DeviceLike
 from ..runtime.values import Precision
 from .coupled import AdditiveLoss, check_coupled, couple
 from .rules import find_torch_loss, has_sum, is_known, reduction_in, reduction_of, refuse_coupled, weight_of_targets
-from .shards import (
-    Divisor,
-    ShardRunner,
-    call_weight,
-    check_settings,
-    keywords_of,
-    warn_unknown,
-    weights_of_targets,
-)
+from .shards import Divisor, ShardRunner, call_weight, check_settings, keywords_of, warn_unknown, weights_of_targets
 from .sums import (
     Criterion,
     LossSum,
@@ -138,10 +130,8 @@ class DataParallelCriterion(ShardRunner):
         reduction = kwargs.get("reduction", self.reduction)
         if reduction == "none":
             return PerReplica(self.run(ShardLoss.call, entries, shards), entries.sizes, entries.dim)
-        return merge(self.run(self._term(reduction), entries, shards), self._divide)
-
-    def _divide(self, sums: list[LossSum]) -> torch.Tensor:
-        return divide_once(sums, self.output_device or sums[0].total.device, self.minimum)
+        parts = self.run(self._term(reduction), entries, shards)
+        return merge(parts, lambda sums: divide_once(sums, self.output_device or sums[0].total.device, self.minimum))
 
     def loss_sums(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
         """Returns the sum and the weight of each replica's losses. :class:`TrainStep` divides them later."""
@@ -156,15 +146,6 @@ class DataParallelCriterion(ShardRunner):
         if self.weight is None and has_sum(self.module):
             return sum_and_weight
         return MeanAndWeight(self._weigh(), self.minimum)
-
-    @property
-    def has_divisors_of_targets(self) -> bool:
-        """True if ``weight=`` has a function of the targets for each of several means."""
-        return isinstance(self.weight, (Mapping, list, tuple)) and self.reduction != "sum"
-
-    def divisors_of_targets(self, *targets: Any) -> list[float]:
-        """Returns the divisors of several means over a whole batch."""
-        return flat_weights(weights_of_targets(self.weight, tuple(map(without_mark, targets))))
 
     def divided_sums(self, divisors: Sequence[float], outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
         """Returns :meth:`loss_sums` of several means, each divided by its entry of ``divisors``, those of the whole batch."""
@@ -181,10 +162,6 @@ class DataParallelCriterion(ShardRunner):
         if self.weight is not None or self.reduction != "mean":
             return None
         return weight_of_targets(self.module, targets)
-
-    def weighed_sums(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
-        """Returns :meth:`loss_sums` with weights of zero, for targets whose weight was added before."""
-        return self.run(weighed_sum, outputs, shards)
 
     def _modern(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Returns keyword arguments with ``reduction=`` in place of ``size_average=`` and ``reduce=``, which torch deprecated."""
@@ -208,17 +185,11 @@ class DataParallelCriterion(ShardRunner):
 
 
 class BatchLosses(NamedTuple):
-    """A way to compute the losses of the micro-batches of one batch.
+    """A way to compute the losses of the micro-batches of one batch."""
 
-    Args:
-        compute: returns one :class:`LossSum` per replica of a micro-batch's outputs and targets.
-        weight: weight of the whole batch on this rank, if ``compute`` returns sums without weights.
-        is_mean: the sum of all is to be divided by the sum of their weights.
-    """
-
-    compute: Callable[..., list[LossSum]]
-    weight: Weight = 0.0
-    is_mean: bool = True
+    compute: Callable[..., list[LossSum]]  # one per replica, of a micro-batch's outputs and shards
+    weight: Weight = 0.0  # of the whole batch on this rank, if ``compute`` returns sums without weights
+    is_mean: bool = True  # the sum of all is to be divided by the sum of their weights
 
 
 def losses_of_batch(criterion: DataParallelCriterion, targets: Sequence[tuple[Any, ...]], *, is_whole: bool) -> BatchLosses:
@@ -232,9 +203,9 @@ def losses_of_batch(criterion: DataParallelCriterion, targets: Sequence[tuple[An
         of_part = None if weight is None else criterion.weigh_targets(*part)
         weight = None if weight is None or of_part is None else weight + of_part
     if weight is not None:
-        return BatchLosses(criterion.weighed_sums, weight)
-    if not (is_whole and targets and criterion.has_divisors_of_targets):
+        return BatchLosses(functools.partial(criterion.run, weighed_sum), weight)
+    if not (is_whole and targets and is_mean and isinstance(criterion.weight, (Mapping, list, tuple))):
         return BatchLosses(criterion.loss_sums, is_mean=is_mean)
-    parts = [criterion.divisors_of_targets(*part) for part in targets]
+    parts = [flat_weights(weights_of_targets(criterion.weight, part)) for part in targets]
     total = sum_over_ranks(torch.tensor(parts, dtype=torch.float64).sum(0)).clamp(min=criterion.minimum)
     return BatchLosses(functools.partial(criterion.divided_sums, total.tolist()), is_mean=False)

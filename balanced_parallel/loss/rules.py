@@ -8,7 +8,7 @@ import inspect
 import re
 import types
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -151,35 +151,33 @@ def _sequences(*, log_probs: Tensor, target_lengths: Tensor | tuple[int, ...] | 
     return _count(1 if log_probs.dim() == 2 else lengths)
 
 
-Targets = Literal["classes", "like the output"]
-# Each loss: its module, its function, the divisor of its mean, and the plainest targets for one output.
-LOSSES: list[tuple[type[nn.Module], Callable[..., Tensor], Rule, Targets | None]] = [
-    (nn.CrossEntropyLoss, F.cross_entropy, _classes, "classes"),
-    (nn.NLLLoss, F.nll_loss, _classes, "classes"),
-    (nn.BCELoss, F.binary_cross_entropy, _elements, "like the output"),
-    (nn.BCEWithLogitsLoss, F.binary_cross_entropy_with_logits, _elements, "like the output"),
-    (nn.MSELoss, F.mse_loss, _weighted_elements, "like the output"),
-    (nn.L1Loss, F.l1_loss, _weighted_elements, "like the output"),
-    (nn.SmoothL1Loss, F.smooth_l1_loss, _elements, "like the output"),
-    (nn.HuberLoss, F.huber_loss, _elements, "like the output"),
-    (nn.PoissonNLLLoss, F.poisson_nll_loss, _elements, "like the output"),
-    (nn.GaussianNLLLoss, F.gaussian_nll_loss, _gaussian, None),
-    (nn.KLDivLoss, F.kl_div, _divergence, "like the output"),
-    (nn.SoftMarginLoss, F.soft_margin_loss, _elements, "like the output"),
-    (nn.HingeEmbeddingLoss, F.hinge_embedding_loss, _elements, None),
-    (nn.MultiLabelMarginLoss, F.multilabel_margin_loss, _rows, None),
-    (nn.MultiLabelSoftMarginLoss, F.multilabel_soft_margin_loss, _rows, "like the output"),
-    (nn.MultiMarginLoss, F.multi_margin_loss, _rows, None),
-    (nn.CosineEmbeddingLoss, F.cosine_embedding_loss, _pairs, None),
-    (nn.MarginRankingLoss, F.margin_ranking_loss, _ranking, None),
-    (nn.TripletMarginLoss, F.triplet_margin_loss, _triplets, None),
-    (nn.TripletMarginWithDistanceLoss, F.triplet_margin_with_distance_loss, _triplets, None),
-    (nn.CTCLoss, F.ctc_loss, _sequences, None),
+# Each loss: its module, its function, and the divisor of its mean.
+_LOSSES: list[tuple[type[nn.Module], Callable[..., Tensor], Rule]] = [
+    (nn.CrossEntropyLoss, F.cross_entropy, _classes),
+    (nn.NLLLoss, F.nll_loss, _classes),
+    (nn.BCELoss, F.binary_cross_entropy, _elements),
+    (nn.BCEWithLogitsLoss, F.binary_cross_entropy_with_logits, _elements),
+    (nn.MSELoss, F.mse_loss, _weighted_elements),
+    (nn.L1Loss, F.l1_loss, _weighted_elements),
+    (nn.SmoothL1Loss, F.smooth_l1_loss, _elements),
+    (nn.HuberLoss, F.huber_loss, _elements),
+    (nn.PoissonNLLLoss, F.poisson_nll_loss, _elements),
+    (nn.GaussianNLLLoss, F.gaussian_nll_loss, _gaussian),
+    (nn.KLDivLoss, F.kl_div, _divergence),
+    (nn.SoftMarginLoss, F.soft_margin_loss, _elements),
+    (nn.HingeEmbeddingLoss, F.hinge_embedding_loss, _elements),
+    (nn.MultiLabelMarginLoss, F.multilabel_margin_loss, _rows),
+    (nn.MultiLabelSoftMarginLoss, F.multilabel_soft_margin_loss, _rows),
+    (nn.MultiMarginLoss, F.multi_margin_loss, _rows),
+    (nn.CosineEmbeddingLoss, F.cosine_embedding_loss, _pairs),
+    (nn.MarginRankingLoss, F.margin_ranking_loss, _ranking),
+    (nn.TripletMarginLoss, F.triplet_margin_loss, _triplets),
+    (nn.TripletMarginWithDistanceLoss, F.triplet_margin_with_distance_loss, _triplets),
+    (nn.CTCLoss, F.ctc_loss, _sequences),
 ]
 if hasattr(nn, "LinearCrossEntropyLoss"):  # new in torch 2.13
-    LOSSES.append((nn.LinearCrossEntropyLoss, F.linear_cross_entropy, _classes, None))
+    _LOSSES.append((nn.LinearCrossEntropyLoss, F.linear_cross_entropy, _classes))
 RULES: dict[Callable[..., Tensor], Rule] = {}
-TARGETS: dict[Callable[..., Tensor], Targets | None] = {}
 # Handlers of these losses. A handler that a user registers for one of them replaces it here.
 _FORMS: dict[Callable[..., Tensor], tuple[type[nn.Module], Callable[..., Tensor]]] = {}
 _MISSING, _TENSOR = object(), torch.empty(0)
@@ -218,11 +216,9 @@ def _divisor(rule: Rule, criterion: Any, arguments: dict[str, Any]) -> Tensor:
     return rule(**arguments).detach()  # faster than torch.no_grad()
 
 
-def add_loss(
-    module: type[nn.Module], function: Callable[..., Tensor], rule: Rule = _classes, targets: Targets | None = None
-) -> None:
+def add_loss(module: type[nn.Module], function: Callable[..., Tensor], rule: Rule = _classes) -> None:
     """Adds a loss to those that are computed as sums: its module, its function, and the divisor of its mean."""
-    RULES[function], TARGETS[function] = rule, targets
+    RULES[function] = rule
     arguments = _signature(module.forward).parameters
     names = [name for name in _signature(rule).parameters if name in _signature(function).parameters and name not in arguments]
 
@@ -240,7 +236,7 @@ def add_loss(
     _FORMS[weigh] = module, function
 
 
-for _loss in LOSSES:
+for _loss in _LOSSES:
     add_loss(*_loss)
 
 
@@ -330,20 +326,11 @@ def reduction_in(settings: dict[str, Any]) -> str:
     return "sum" if settings.get("size_average") is False else "mean"
 
 
-def targets_of(criterion: Any) -> Targets | None:
-    """Returns the kind of targets that a loss of torch takes: class indices, or tensors shaped like the output.
-
-    None for losses with several targets or with targets that the output does not determine, and for other criteria.
-    """
-    function = find_torch_loss(criterion)
-    return None if function is None else TARGETS[function]
-
-
 def weight_of_targets(criterion: Any, targets: tuple[Any, ...]) -> Tensor | None:
     """Returns :func:`loss_weight` if it depends on the targets alone, otherwise None."""
     loss = find_torch_loss(criterion)
     unwrapped, arguments, settings = unwrap(criterion)
-    if loss is None or TARGETS[loss] != "classes" or arguments or len(targets) != 1:
+    if loss is None or loss not in (F.cross_entropy, F.nll_loss) or arguments or len(targets) != 1:
         return None
     class_weights = settings.get("weight", getattr(unwrapped, "weight", None))
     if class_weights is not None or not isinstance(targets[0], Tensor) or targets[0].is_floating_point():

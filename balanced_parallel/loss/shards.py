@@ -69,11 +69,13 @@ class ShardRunner(nn.Module):
         ``leading`` is the number of the criterion's arguments that an output fills. ``None`` is the number of its required
         arguments less the number of targets.
         """
-        if dims != 0 and self.in_dims is None and self.dim is None and not is_first(dims) and _has_rows((targets, kwargs)):
-            raise ValueError(
-                f"the rows of the outputs are in dimension {dims!r}; say where those of the targets are: "
-                "DataParallelCriterion(..., dim=) or in_dims="
-            )
+        if dims != 0 and self.in_dims is None and self.dim is None and not is_first(dims):
+            tensors = [leaf for _, leaf in containers.leaves((targets, kwargs)) if isinstance(leaf, torch.Tensor)]
+            if any(tensor.dim() for tensor in tensors):
+                raise ValueError(
+                    f"the rows of the outputs are in dimension {dims!r}; say where those of the targets are: "
+                    "DataParallelCriterion(..., dim=) or in_dims="
+                )
         if self.in_dims is None:
             return Arguments(targets, kwargs), self.dim or 0
         function = self.module.forward if isinstance(self.module, nn.Module) else self.module
@@ -91,7 +93,13 @@ class ShardRunner(nn.Module):
         sizes = sizes_like(entries, rows)
         parts: list[Part] = [*consecutive(sizes)]
         if entries.order is not None and rows is not None:
-            parts = _in_order(entries.order, parts, rows)
+            order = entries.order  # the rows of the outputs were cut by cost
+            if rows != len(order):
+                raise ValueError(
+                    f"the targets have {rows} rows, and the outputs {len(order)}, in the order of their cost, expected the same "
+                    "number: call criterion([outputs.gather()], targets)"
+                )
+            parts = [[order[place] for place in part] for part in parts]
         is_whole = rows is None or (len(parts) == 1 and entries.order is None)
         batches = [batch] * len(parts) if is_whole else cut(batch, parts, dim)
         cells = zip(batches, parts, sizes, devices_of(entries, self.devices), strict=True)
@@ -127,10 +135,6 @@ def _run(
 ) -> Any:
     targets, kwargs = move_arguments(shard.targets, device)
     return term(ShardLoss(criterion, shard.target_rows, output, targets, kwargs, weights))
-
-
-def _has_rows(node: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) and leaf.dim() > 0 for _, leaf in containers.leaves(node))
 
 
 def devices_of(outputs: PerReplica, allowed: Sequence[torch.device] | None) -> list[torch.device]:
@@ -181,7 +185,12 @@ def as_per_replica(outputs: Any, dim: Dims = None) -> PerReplica:
             "one output per replica; for the output of one replica write criterion([output], ...)"
         )
     if all(isinstance(part, PerReplica) for part in outputs):
-        return _zipped(outputs)
+        if len({part.sizes for part in outputs}) > 1:
+            rows = " and ".join(dict.fromkeys(str(list(part.sizes)) for part in outputs))
+            raise ValueError(
+                f"the criterion was given outputs with {rows} rows per replica, expected the same numbers of rows in each"
+            )
+        return PerReplica(zip(*outputs, strict=True), outputs[0].sizes, tuple(part.dim for part in outputs))
     dim = 0 if dim is None else dim
     sizes = [_rows(output, dim) for output in outputs]
     devices = {tensor.device for output in outputs if (tensor := containers.first_tensor(output)) is not None}
@@ -209,31 +218,11 @@ def check_rows_of_list(outputs: PerReplica, rows: int | None) -> None:
         )
 
 
-def _zipped(parts: Sequence[PerReplica]) -> PerReplica:
-    sizes = {part.sizes for part in parts}
-    if len(sizes) > 1:
-        raise ValueError(
-            f"the criterion was given outputs with {' and '.join(str(list(each)) for each in sizes)} rows per replica, expected "
-            "the same numbers of rows in each"
-        )
-    return PerReplica(zip(*parts, strict=True), parts[0].sizes, tuple(part.dim for part in parts))
-
-
 def _rows(output: Any, dims: Dims) -> int | None:
     tensor = containers.first_tensor(output)
     if tensor is None or not isinstance(dims, int) or not -tensor.dim() <= dims < tensor.dim():
         return None
     return tensor.size(dims)
-
-
-def _in_order(order: Sequence[int], parts: Sequence[Part], rows: int) -> list[Part]:
-    """Returns the rows of the targets for outputs whose rows, cut by cost, have these positions in the batch."""
-    if rows != len(order):
-        raise ValueError(
-            f"the targets have {rows} rows, and the outputs {len(order)}, in the order of their cost, expected the same number: "
-            "call criterion([outputs.gather()], targets)"
-        )
-    return [[order[place] for place in part] for part in parts]
 
 
 def sizes_like(outputs: PerReplica, rows: int | None) -> list[int]:

@@ -216,12 +216,6 @@ def check_weights(weights: Sequence[Any]) -> list[float]:
     return [check_weight(number) for number in numbers]
 
 
-def read_weights(weights: Any) -> Any:
-    """Returns a weight as a number, and weights in a sequence, mapping or dataclass as a list or dict of numbers."""
-    numbers = iter(flat_weights(weights))
-    return map_weights(lambda _: next(numbers), weights)
-
-
 def map_weights(function: Callable[[Any], Any], weights: Any) -> Any:
     """Applies ``function`` to each weight. Sequences become lists, and mappings and dataclasses dicts."""
     if dataclasses.is_dataclass(weights) and not isinstance(weights, type):
@@ -322,7 +316,9 @@ class MeanAndWeight:
     @torch.no_grad()
     def read(self, shards: Sequence[ShardLoss]) -> list[Any]:
         """Returns the weights of several shards as numbers. The host waits once at most."""
-        weights: list[Any] = read_weights([self.weigh(shard) for shard in shards])
+        weighed = [self.weigh(shard) for shard in shards]
+        numbers = iter(flat_weights(weighed))
+        weights: list[Any] = map_weights(lambda _: next(numbers), weighed)
         return weights
 
 
@@ -360,6 +356,10 @@ def merge(parts: Sequence[Any], together: Callable[[list[LossSum]], Any]) -> Any
     return containers.zip_leaves(lambda place, sums: None if None in sums else together(sums), filled, "the loss")
 
 
+def _repeated(part: LossSum, form: Any) -> Any:
+    return containers.map_leaves(lambda _: part, form)
+
+
 def add_means(part: Any) -> LossSum:
     """Returns the sum of all losses of one replica, whose sums have one weight."""
     sums = [leaf for _, leaf in containers.leaves(part) if leaf is not None]
@@ -370,10 +370,6 @@ def add_means(part: Any) -> LossSum:
             "len(target), ...}; or, in place of TrainStep, call criterion(outputs, targets), add up the losses, and call backward"
         )
     return LossSum(functools.reduce(torch.add, [mean.total for mean in sums]), sums[0].weight)
-
-
-def _repeated(part: LossSum, form: Any) -> Any:
-    return containers.map_leaves(lambda _: part, form)
 
 
 def weighed_sum(shard: ShardLoss) -> LossSum:
