@@ -167,10 +167,8 @@ def is_in_place(func: Any, *, is_of_node: bool) -> bool:
     """Returns True if autograd calls ``func``, one of ``IN_PLACE``, in place, provided nothing else has its first argument.
 
     The engine adds gradients, those of earlier nodes or of two edges to one tensor. All else are writes of a node to its own
-    zeros. Other calls are not in place: the formula of :func:`torch.var_mean` is a sum, that of ``index_put`` a copy.
-
-    Args:
-        is_of_node: the node that runs made the first argument.
+    zeros (``is_of_node``). Other calls are not in place: the formula of :func:`torch.var_mean` is a sum, that of ``index_put`` a
+    copy.
     """
     if (node := current_node()) is None or torch.is_grad_enabled() or _caller().co_name != "_engine_run_backward":
         return False

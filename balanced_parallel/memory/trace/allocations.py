@@ -30,11 +30,7 @@ _OPTIMIZERS = (f"{_TORCH}/optim", f"{_TORCH}/amp")
 
 @dataclass
 class Block:
-    """The memory of one storage: device, bytes, purpose, and the operator, module and line that allocated it.
-
-    Attributes:
-        stream: 0 for a compute stream, 1 for a side stream. Only that stream reuses the memory.
-    """
+    """The memory of one storage: device, bytes, purpose, and the operator, module and line that allocated it."""
 
     device: str
     size: int
@@ -42,7 +38,7 @@ class Block:
     operator: str
     module: str
     line: str
-    stream: int = 0
+    stream: int = 0  # 1 for a side stream: only that stream reuses the memory
 
 
 _DEVICE = torch.ops.prim.device.default
@@ -52,18 +48,13 @@ _COMMUNICATES = ("fsdp", "c10d", "_c10d_functional")
 class Count(TorchDispatchMode):
     """Records allocations and releases of storages, real or fake, while it is active. It is entered after the fake mode.
 
-    Args:
-        names: of modules, by :func:`shared_id`.
-        scalar: the result of every read of a tensor's value in the model. ``None`` makes it an error.
-
-    Attributes:
-        events: numbers of blocks, counted from 1: positive for an allocation, negative for a release.
+    Events are numbers of blocks, counted from 1: positive for an allocation, negative for a release.
     """
 
     def __init__(self, names: dict[int, str], scalar: int | float | bool | None = None) -> None:
         super().__init__()
-        self.scalar = scalar
-        self.names = names
+        self.scalar = scalar  # the result of every read of a tensor's value in the model; None makes it an error
+        self.names = names  # of modules, by shared_id
         self.blocks: list[Block] = []
         self.events: list[int] = []
         self.operators: list[str] = []

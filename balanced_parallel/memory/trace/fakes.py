@@ -105,24 +105,18 @@ def host_of(count: int) -> torch.device:
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Turns the garbage collector off. Its runs depend on earlier objects, and equal traces must have equal events."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Turns off warnings, the log of fake tensors, the garbage collector, and compilation, which refuses dispatch modes."""
     eager = torch.compiler.set_stance("force_eager")
     log = logging.getLogger("torch._subclasses.fake_tensor")  # torch raises an error and logs it too, with a traceback
-    with warnings.catch_warnings(action="ignore"), _replaced(log, "disabled", True), _no_collection(), eager:
-        yield
+    collects = gc.isenabled()
+    with warnings.catch_warnings(action="ignore"), _replaced(log, "disabled", True), eager:
+        gc.disable()  # its runs depend on earlier objects, and equal traces must have equal events
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
 
 
 @contextlib.contextmanager
@@ -223,9 +217,6 @@ def start_in_child(function: Callable[[], T]) -> Callable[[], T | BaseException]
     Autograd refuses to run in a process that was forked after a backward on an accelerator. In that case, and on platforms
     other than Linux, ``function`` runs in this process. So it does if the child hangs: a fork copies locks that other threads
     hold, and nothing releases them in the child.
-
-    Raises:
-        RuntimeError: the process ended without a result. Raised by the returned function.
     """
     if sys.platform != "linux":
         return function

@@ -40,7 +40,7 @@ from .fakes import (
     start_in_child,
     undisturbed,
 )
-from .layouts import Layout, MicroBatch, Request
+from .layouts import MicroBatch, Request, SingleDevice
 from .optimizers import refuse_merges
 from .savings import around_update, change_module
 
@@ -54,13 +54,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Trace:
-    """The result of one trace.
+    """The result of one trace: the rows of each of its micro-batches, its events as in :class:`Count`, and their blocks.
 
-    Attributes:
-        rows: of each micro-batch.
-        micro_batches: how many were traced.
-        events: as in :class:`Count`. The second update begins at ``marks["second"]``.
-        flops: operations of the second update.
+    The second update begins at ``marks["second"]``, and has ``flops`` operations.
     """
 
     rows: int
@@ -73,12 +69,7 @@ class Trace:
 
 
 def run_traces(jobs: Sequence[Job]) -> list[Trace]:
-    """Returns one trace for each request and number of rows in a micro-batch. Uses as many processes as there are cores.
-
-    Raises:
-        UnknownMemory: the memory of an operator depends on values.
-        BaseException: the module, the criterion or the optimizer raised it.
-    """
+    """Returns one trace for each request and number of rows in a micro-batch. Uses as many processes as there are cores."""
     return _run_in_children(jobs, _trace)
 
 
@@ -166,7 +157,7 @@ def _run(request: Request, count: Count, module: Any, criterion: Any, batch: Mic
             layout.close()
 
 
-def _update(layout: Layout, count: Count, micro_batches: list[MicroBatch], host: torch.device | None) -> None:
+def _update(layout: SingleDevice, count: Count, micro_batches: list[MicroBatch], host: torch.device | None) -> None:
     count.see_all(layout.buckets, "communication buckets")
     layout.zero_grad()
     losses = layout.losses(micro_batches)
