@@ -1,10 +1,7 @@
 """The savings that a plan can apply: the one list that ``plan``, ``fit`` and the table of tricks read.
 
-Each changes the request of a step, which is then traced and compared with the plain one. Optimizers with less state are
-alternatives: another optimizer makes another result.
-
-:func:`measure_tricks` measures each of them alone, with micro-batches, and with a :class:`LinearCrossEntropy` for a model that
-ends in a linear layer before a cross-entropy loss, which is a change of the user's code.
+Each changes the request of a step, which is then traced and compared with the plain one. The table has also micro-batches, and a
+:class:`LinearCrossEntropy` for a model that ends in a linear layer before a cross-entropy loss: a change of the user's code.
 """
 
 import copy

@@ -85,7 +85,11 @@ class Count(TorchDispatchMode):
             return NotImplemented  # its local tensor is dispatched again
         if self._is_paused:
             return func(*args, **(kwargs or {}))
-        self._start()
+        node = current_node()
+        number = None if node is None else number_of(node)
+        if number != self._node:
+            self._node, self._older = number, len(self.blocks)
+        self._reused = None
         result = answer(func, args, kwargs or {}, self.scalar, _user_line)
         result = func(*args, **(kwargs or {})) if result is NotImplemented else result
         keep_elements(func, args, result)
@@ -97,8 +101,9 @@ class Count(TorchDispatchMode):
                 self.see(leaf, "communication buckets" if func.namespace in _COMMUNICATES else "temporaries", str(func))
         if func in IN_PLACE:
             self._reuse(func, args[0], result)
-        if size := selected(func, args):
-            self._borrow(args[0], size, str(func))
+        if size := selected(func, args):  # memory that the operator allocates and releases before it returns
+            self.blocks.append(Block(str(args[0].device), size, "temporaries", str(func), *_where(self.names)))
+            self.events += [len(self.blocks), -len(self.blocks)]
         return result
 
     def see(self, tensor: Tensor, kind: str, operator: str = "") -> None:
@@ -138,18 +143,6 @@ class Count(TorchDispatchMode):
     def mark(self, name: str) -> None:
         """Names the next event."""
         self.marks[name] = len(self.events)
-
-    def _borrow(self, tensor: Tensor, size: int, operator: str) -> None:
-        """Records memory that an operator allocates and releases before it returns."""
-        self.blocks.append(Block(str(tensor.device), size, "temporaries", operator, *_where(self.names)))
-        self.events += [len(self.blocks), -len(self.blocks)]
-
-    def _start(self) -> None:
-        node = current_node()
-        number = None if node is None else number_of(node)
-        if number != self._node:
-            self._node, self._older = number, len(self.blocks)
-        self._reused = None
 
     def _reuse(self, func: Any, argument: Tensor, result: Tensor) -> None:
         """Takes the memory of ``argument`` for ``result`` if it is released before the next operator."""

@@ -1,7 +1,6 @@
 """Surroundings of a trace: fake copies of modules and batches, fake devices, changes to torch, and a process of its own.
 
-Fake tensors have shapes but no memory. Each change to torch and transformers gives its reason. A forked process has every object
-of the caller without sending it, and leaves nothing behind.
+A forked process has every object of the caller without sending it, and leaves nothing behind.
 """
 
 import contextlib
@@ -252,16 +251,11 @@ def _answers(receiver: Connection, child: int) -> bool:
     """Waits for data or the end of the child. Returns False if it uses no processor for ``PATIENCE`` seconds."""
     used = -1
     while not receiver.poll(PATIENCE):
-        before, used = used, _ticks(child)
+        fields = Path(f"/proc/{child}/stat").read_text().rpartition(") ")[2].split()
+        before, used = used, int(fields[11]) + int(fields[12])  # utime and stime in proc(5)
         if used == before:
             return False
     return True
-
-
-def _ticks(child: int) -> int:
-    """Returns the processor time of a process, in ticks of the clock."""
-    fields = Path(f"/proc/{child}/stat").read_text().rpartition(") ")[2].split()
-    return int(fields[11]) + int(fields[12])  # utime and stime in proc(5)
 
 
 def runs_in_parent_only(error: BaseException) -> bool:

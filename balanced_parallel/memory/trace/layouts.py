@@ -45,25 +45,12 @@ __all__: list[str] = []
 
 @dataclass(frozen=True)
 class Request:
-    """One update to trace.
-
-    Attributes:
-        inputs, targets: a batch of ``rows`` rows along dimension ``dim``: the arguments of the module, and those of the
-            criterion after the output.
-        micro_batches: how many make the update.
-        batches: how many batches make the update. Each is cut into an equal part of the micro-batches.
-        balanced: the optimizer is a :class:`BalancedOptimizer`.
-        blocks: names of the modules to checkpoint.
-        savings: functions of ``balanced_parallel.savings`` to apply to the traced copies.
-        split: the weight of each device; None for equal shares.
-        scalar: the result of every read of a tensor's value in the module.
-        update_rows: rows of an update over all devices of a process; None for those of ``batches``.
-    """
+    """One update to trace, of ``batches`` batches of ``rows`` rows. Each is cut into an equal part of the micro-batches."""
 
     module: torch.nn.Module
     criterion: Callable[..., Any]
     inputs: Arguments
-    targets: tuple[Any, ...]
+    targets: tuple[Any, ...]  # the arguments of the criterion after the output
     rows: int
     optimizer: OptimizerChoice | ExistingOptimizers
     precision: str
@@ -72,13 +59,13 @@ class Request:
     layout: "type[SingleDevice]"
     devices: int
     balanced: bool
-    blocks: tuple[str, ...]
+    blocks: tuple[str, ...]  # names of the modules to checkpoint
     split: tuple[float, ...] | None
     kind: DeviceKind
     dim: int
-    scalar: int | float | bool | None
+    scalar: int | float | bool | None  # the result of every read of a tensor's value in the module
     savings: tuple[str, ...] = ()
-    update_rows: int | None = None
+    update_rows: int | None = None  # over all devices of a process; None for those of the batches
 
     @property
     def rows_per_micro_batch(self) -> int:
@@ -188,27 +175,15 @@ class TracedModel(DataParallelModel):
 
 
 class SingleDevice:
-    """The plain program on one device, and the base of the other layouts. An instance runs one update on fake tensors.
-
-    Attributes:
-        name: the ``layout=`` of :func:`estimate`.
-        is_distributed: one process per device. The trace is that of one rank, which stands for all.
-        batch_on_host: the batch is on the host, and each device receives its rows.
-        takes_several_devices: ``devices=`` may be more than one.
-        takes_balanced_optimizer: ``balanced_optimizer=True`` is allowed.
-        is_sharded: the parameters are ``DTensor``s.
-        parameters: those of the module and of the criterion, each once.
-        buckets: flat tensors of the communication, allocated once.
-        replicas: those of the model and of the criterion.
-    """
+    """The plain program on one device, and the base of the other layouts. An instance runs one update on fake tensors."""
 
     name: ClassVar[str] = "single"
-    is_distributed: ClassVar[bool] = False
-    batch_on_host: ClassVar[bool] = False
+    is_distributed: ClassVar[bool] = False  # the trace is that of one rank, which stands for all
+    batch_on_host: ClassVar[bool] = False  # each device receives its rows from there
     takes_several_devices: ClassVar[bool] = False
     takes_balanced_optimizer: ClassVar[bool] = False
-    is_sharded: ClassVar[bool] = False
-    replicas: Sequence[Replicas] = ()
+    is_sharded: ClassVar[bool] = False  # the parameters are DTensors
+    replicas: Sequence[Replicas] = ()  # of the model and of the criterion
 
     @classmethod
     def devices_per_process(cls, devices: int) -> int:
@@ -221,7 +196,7 @@ class SingleDevice:
         self.criterion = criterion
         of_criterion: Iterable[Tensor] = criterion.parameters() if isinstance(criterion, nn.Module) else ()
         self.parameters = list(dict.fromkeys((*module.parameters(), *of_criterion)))
-        self.buckets: list[Tensor] = []
+        self.buckets: list[Tensor] = []  # flat tensors of the communication, allocated once
         self.optimizers = self.make_optimizers()
 
     def make_optimizers(self) -> list[torch.optim.Optimizer]:
