@@ -6,8 +6,7 @@ Combinations of savings are traced in stages, the cheapest first, until one of t
         |
         '-- each of them also with BalancedOptimizer, on several devices
 
-If nothing fits, the plan says what would: larger devices, more of them, or an optimizer with less state. Each stage is logged
-before it starts (``logging``, level ``INFO``), since a search may take long.
+Each stage is logged before it starts (``logging``, level ``INFO``), since a search may take long.
 """
 
 import dataclasses

@@ -163,17 +163,14 @@ def measure_tricks(module: Any, criterion: Any, inputs: Any, targets: Any, *, de
     options = [(saving, saving.apply(request)) for saving in _savings_of(request)]
     jobs = [(option, option.round_up(option.rows_per_micro_batch)) for _, option in options if option]
     traces = iter(try_traces(jobs))
-    tricks = [_trick(saving, (option, next(traces)) if option else None, peak) for saving, option in options]
+    tricks = []
+    for saving, option in options:
+        trace = next(traces) if option else ""
+        if option and isinstance(trace, Trace):
+            tricks.append(Trick(saving.name, peak - max(Lines(option, trace).peaks()), saving.cost))
+        else:
+            tricks.append(Trick(saving.name, None, f"not for this model: {str(trace)[:80]}" if option else "not for this model"))
     return TrickTable(peak, tuple(tricks), report)
-
-
-def _trick(saving: Saving, result: tuple[Request, Trace | str] | None, peak: int) -> Trick:
-    if result is None:
-        return Trick(saving.name, None, "not for this model")
-    request, trace = result
-    if isinstance(trace, str):
-        return Trick(saving.name, None, f"not for this model: {trace[:80]}")
-    return Trick(saving.name, peak - max(Lines(request, trace).peaks()), saving.cost)
 
 
 def _savings_of(request: Request) -> Iterator[Saving]:

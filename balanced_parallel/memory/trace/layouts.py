@@ -426,9 +426,10 @@ def largest_partition(parameters: Sequence[Tensor], ranks: int) -> list[Tensor]:
     It assigns parameters by size, the largest first, each to the rank with the fewest elements so far.
     """
     partitions: list[list[Tensor]] = [[] for _ in range(ranks)]
-    sizes = [0] * ranks
-    for parameter in sorted(parameters, key=lambda parameter: parameter.numel(), reverse=True):
-        rank = sizes.index(min(sizes))
-        partitions[rank].append(parameter)
-        sizes[rank] += parameter.numel()
-    return partitions[sizes.index(max(sizes))]
+    for parameter in sorted(parameters, key=Tensor.numel, reverse=True):
+        min(partitions, key=_elements).append(parameter)
+    return max(partitions, key=_elements)
+
+
+def _elements(tensors: Sequence[Tensor]) -> int:
+    return sum(map(Tensor.numel, tensors))
