@@ -35,13 +35,9 @@ class Segment(NamedTuple):
 
 
 class CachingAllocator:
-    """Segments, and the free blocks in them.
+    """Segments, in the order of their addresses, and the free blocks in them.
 
-    Args:
-        capacity: total bytes of all segments. Free segments are released before a new one exceeds it.
-
-    Attributes:
-        segments: all that were taken from the device, in the order of their addresses.
+    Free segments are released before the total of all segments exceeds ``capacity`` bytes.
     """
 
     def __init__(self, capacity: int | None = None) -> None:
@@ -135,10 +131,7 @@ def replay(
 ) -> int | None:
     """Returns the maximum of reserved bytes over a sequence of events; None if ``capacity`` does not suffice.
 
-    Args:
-        events: ``+n`` allocates block ``n``, counted from 1, and ``-n`` releases it.
-        sizes: bytes of each block.
-        streams: number of the stream of each block. By default all have one.
+    The event ``+n`` allocates block ``n``, counted from 1, and ``-n`` releases it. By default all blocks have one stream.
     """
     allocator = CachingAllocator(capacity)
     for event in events:

@@ -16,7 +16,6 @@ from ..batch.plan import count_micro_batches, split_sizes
 from ..diagnostics.reasons import batch_norms
 from ..runtime.values import format_bytes
 from .errors import UnknownMemory
-from .lengths import trace_lengths
 from .lines import Lines, most_that_fit
 from .remedies import OFFLOAD, Saving
 from .trace.layouts import Request, is_coupled
@@ -74,30 +73,20 @@ class Choice:
 
 
 def row_of(choice: Choice) -> list[str]:
-    """Returns the cells of a choice in the table of a plan."""
+    """Returns the cells of a choice in the table of a plan: sizes of each of unequal devices, or the largest."""
+    differences = ["other arithmetic"] * choice.changes_result + ["another optimizer"] * (choice.optimizer is not None)
+    differences += [f"batch norm by {choice.statistics}"] if choice.statistics else []
     rows = " + ".join(f"{weight:.0f}" for weight in choice.split) if choice.split else f"{choice.micro_batch_size} per device"
     return [
         choice.name,
         f"{rows} x {choice.micro_batches}" if choice.micro_batches else "not one row",
-        _of_devices(choice.peak, choice.split),
-        _of_devices(choice.reserved, choice.split),
+        *(" + ".join(map(format_bytes, sizes if choice.split else [max(sizes)])) for sizes in (choice.peak, choice.reserved)),
         format_bytes(choice.saved),
         f"{choice.recomputed:.0%}",
         format_bytes(choice.traffic),
-        _result_of(choice),
+        ", ".join(differences) or "exact",
         "yes" if choice.fits else "no",
     ]
-
-
-def _of_devices(sizes: tuple[int, ...], split: tuple[float, ...] | None) -> str:
-    """Returns the size of each of unequal devices, or the largest."""
-    return " + ".join(map(format_bytes, sizes)) if split else format_bytes(max(sizes))
-
-
-def _result_of(choice: Choice) -> str:
-    differences = ["other arithmetic"] * choice.changes_result + ["another optimizer"] * (choice.optimizer is not None)
-    differences += [f"batch norm by {choice.statistics}"] if choice.statistics else []
-    return ", ".join(differences) or "exact"
 
 
 SCALARS = 4096  # bytes for the loss sums and weights of TrainStep, which no trace has
@@ -114,24 +103,16 @@ def statistics_of(module: nn.Module, devices: int, micro_batches: int) -> str | 
 
 
 class Option:
-    """Savings that are applied together. Their memory is lines in the rows: for one micro-batch per update, and for several.
+    """Savings that are applied together to updates of ``batch_size`` rows, on devices of ``capacity`` bytes.
 
-    Args:
-        request: with the savings.
-        capacity: bytes of each device.
-        batch_size: rows per update.
-
-    Attributes:
-        limits: bytes of each device for what a trace has.
-        share: rows of a device per update.
-        traced: the lines for one micro-batch and for several (1 and 2), as far as they were traced.
+    Their memory is lines in the rows: for one micro-batch per update and for several (1 and 2 in ``traced``).
     """
 
     def __init__(self, savings: Sequence[Saving], request: Request, capacity: Sequence[int], batch_size: int) -> None:
         self.savings, self.batch_size = savings, batch_size
         self.request = dataclasses.replace(request, micro_batches=1, update_rows=batch_size)
-        self.limits = [size - SCALARS for size in capacity]
-        self.share = -(-batch_size // request.devices)
+        self.limits = [size - SCALARS for size in capacity]  # bytes for what a trace has
+        self.share = -(-batch_size // request.devices)  # rows of a device per update
         self.traced: dict[int, Lines] = {}
 
     @property
@@ -186,10 +167,6 @@ class Option:
         """Returns True if the whole batch fits equal devices in one micro-batch."""
         return self.lines(1).fit(self.limits, self.share * self.request.devices)
 
-    def largest_cost(self, dim: int, lengths: tuple[int, int]) -> int:
-        """Returns the largest ``rows x longest`` of a device in one forward, for rows with lengths along ``dim``."""
-        return trace_lengths(dataclasses.replace(self.request, micro_batches=2), dim, lengths).largest_cost(self.limits)
-
     def _rows(self) -> tuple[list[int], bool]:
         """Returns the most rows of each device in a forward, in as few micro-batches as fit, and True for unequal shares."""
         unequal = len(set(self.limits)) > 1
@@ -219,6 +196,11 @@ class Option:
         lines = self.lines(count or 2)
         read = [(device, max(rows, 1) * devices) for device, rows in enumerate(largest)]
         operations = plain.flops(1)  # 0 if all operators are fused, which are not counted
+        parameters: int = sum(parameter.nbytes for parameter in self.request.module.parameters())
+        # a reduce-scatter and an all-gather, or the first device's copies and gradients of the others
+        traffic = 4 * (devices - 1) * parameters // devices if self.request.balanced else 2 * (devices - 1) * parameters
+        if fits and OFFLOAD in self.savings:  # to the host and back
+            traffic += 2 * count * lines.bytes_on_host(max(largest) * devices)
         return Choice(
             name=self.name,
             precision=self.request.precision,
@@ -231,17 +213,13 @@ class Option:
             reserved=tuple(lines.reserved(device, at) or 0 for device, at in read),
             saved=0,
             recomputed=max(0.0, self.flops(count or 2) / operations - 1) if operations else 0.0,
-            traffic=_traffic(self.request) + (self._offloaded(largest, count) if fits else 0),
+            traffic=traffic,
             changes_result=any(saving.result == "other arithmetic" for saving in self.savings),
             fits=fits,
             statistics=statistics_of(self.request.module, devices, count),
             optimizer=self.optimizer,
             savings=self.request.savings,
         )
-
-    def _offloaded(self, rows: Sequence[int], count: int) -> int:
-        """Returns the bytes per update from the busiest device to the host and back."""
-        return 2 * count * self.lines(count).bytes_on_host(max(rows) * len(rows)) if OFFLOAD in self.savings else 0
 
 
 def measure_what_decides(options: Sequence[Option], plain: Option) -> None:
@@ -250,9 +228,6 @@ def measure_what_decides(options: Sequence[Option], plain: Option) -> None:
     One micro-batch comes first if the batch may fit at once, and several only if it does not. Several come first on unequal
     devices, where the rows of each depend on the traces. The same holds if plain replicas did not fit and are not among
     ``options``: the whole batch is unlikely to fit then.
-
-    Args:
-        plain: the option without any saving.
     """
     if len(set(plain.limits)) > 1 or plain not in options:
         measure(options, 2)
@@ -264,11 +239,7 @@ def measure_what_decides(options: Sequence[Option], plain: Option) -> None:
 
 
 def measure(options: Sequence[Option], several: int) -> None:
-    """Traces all of ``options`` together, for ``several`` micro-batches (1 or 2) per update.
-
-    Raises:
-        ValueError: an option does not run with these rows, or its memory is not affine in them.
-    """
+    """Traces all of ``options`` together, for ``several`` micro-batches (1 or 2) per update."""
     if not options:
         return
     requests = [dataclasses.replace(option.request, micro_batches=several) for option in options]
@@ -289,12 +260,3 @@ def measure(options: Sequence[Option], several: int) -> None:
                 "with twice the rows the module runs other operators, so that no plan can be made: see memory.estimate for each "
                 "number of rows"
             )
-
-
-def _traffic(request: Request) -> int:
-    """Returns bytes per update: ``4 (n - 1) / n`` times the parameters for a reduce-scatter and an all-gather.
-
-    Without a balanced optimizer, the first device sends ``n - 1`` copies and receives as many gradients."""
-    size: int = sum(parameter.nbytes for parameter in request.module.parameters())
-    n = request.devices
-    return 4 * (n - 1) * size // n if request.balanced else 2 * (n - 1) * size

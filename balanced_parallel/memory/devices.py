@@ -39,12 +39,11 @@ class DeviceKind:
         """Bytes that no tensor holds."""
         return self.workspace + self.context
 
-    def sources(self) -> dict[str, str]:
-        """Returns the sources of the constants, by name."""
-        return {
-            "workspace": "assumed: cuBLAS's default of torch's CUDABlas.cpp; seen by others, discuss.pytorch.org/t/178671",
-            "context": "assumed: no document has a number; state free bytes from torch.cuda.mem_get_info where there is a GPU",
-        }
+
+SOURCES = {
+    "workspace": "assumed: cuBLAS's default of torch's CUDABlas.cpp; seen by others, discuss.pytorch.org/t/178671",
+    "context": "assumed: no document has a number; state free bytes from torch.cuda.mem_get_info where there is a GPU",
+}
 
 
 _HOPPER = 4096 * 1024 * 8  # CUDABlas.cpp, ":4096:8" from compute capability 9.0 on
@@ -72,11 +71,7 @@ KINDS = {
 
 
 def find_kind(name: str | None) -> DeviceKind:
-    """Returns the kind of that name. ``None`` is the kind of this machine's accelerator, else an H200.
-
-    Raises:
-        ValueError: no kind has that name.
-    """
+    """Returns the kind of that name. ``None`` is the kind of this machine's accelerator, else an H200."""
     if name is None:
         device = visible_devices()[0]
         if device.type == "sim":

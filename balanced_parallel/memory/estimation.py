@@ -1,8 +1,6 @@
 """``memory.estimate``: the memory of an update on each device, predicted without a device.
 
-The arguments become a :class:`Request`, two numbers of rows are traced, and :class:`Lines` through both give the report:
-
-    module, criterion, batch  ->  Request  ->  traces of n and 2 n rows  ->  Lines  ->  MemoryReport
+module, criterion, batch  ->  Request  ->  traces of n and 2 n rows  ->  Lines  ->  MemoryReport
 """
 
 import dataclasses
@@ -18,13 +16,13 @@ from ..batch.rows import Arguments, as_arguments, count_rows
 from ..replicas.module_tree import check_module
 from ..runtime.values import Precision, check_number
 from ..savings.checkpointing import find_blocks
-from .devices import find_kind
+from .devices import SOURCES, find_kind
 from .errors import UnknownMemory
 from .lengths import trace_lengths
 from .lines import Lines
 from .operators.recurrent import SOURCE as RECURRENCE
 from .report import PARTS, MemoryReport, OtherBatches, holders_of
-from .trace.layouts import LAYOUTS, Layout, Request, is_coupled, plain_criterion
+from .trace.layouts import LAYOUTS, Request, is_coupled, plain_criterion
 from .trace.optimizers import OptimizerChoice
 from .trace.savings import check_savings
 from .trace.tracer import Trace, run_traces
@@ -145,11 +143,7 @@ def make_request(
     split: Sequence[float] | None = None,
     savings: Iterable[str] = (),
 ) -> Request:
-    """Checks the arguments of :func:`estimate`, and makes a request of them.
-
-    Raises:
-        ValueError: a setting is out of its range, or the inputs have no rows.
-    """
+    """Checks the arguments of :func:`estimate`, and makes a request of them."""
     check_module(module)
     for name, function in {"criterion": criterion, "optimizer": optimizer}.items():
         if not callable(function):
@@ -162,10 +156,10 @@ def make_request(
         raise ValueError(f"layout={layout!r}, expected one of {', '.join(LAYOUTS)}")
     chosen = LAYOUTS[layout]
     if devices > 1 and not chosen.takes_several_devices:
-        others = _layouts(lambda other: other.takes_several_devices)
+        others = " or ".join(repr(name) for name, other in LAYOUTS.items() if other.takes_several_devices)
         raise ValueError(f"devices={devices} with layout={layout!r}, expected one device, or layout={others}")
     if balanced_optimizer and not chosen.takes_balanced_optimizer:
-        others = _layouts(lambda other: other.takes_balanced_optimizer)
+        others = " or ".join(repr(name) for name, other in LAYOUTS.items() if other.takes_balanced_optimizer)
         raise ValueError(f"balanced_optimizer=True with layout={layout!r}, expected {others}")
     arguments = as_arguments(inputs)
     rows = rows_of(arguments, dim)
@@ -193,18 +187,10 @@ def make_request(
 
 
 def rows_of(arguments: Arguments, dim: int) -> int:
-    """Returns the number of rows of a batch.
-
-    Raises:
-        ValueError: the inputs have no rows.
-    """
+    """Returns the number of rows of a batch, which has some."""
     if rows := count_rows(arguments, dim):
         return rows
     raise ValueError(f"the inputs have no rows, expected tensors with rows along dimension {dim}")
-
-
-def _layouts(suits: Callable[[type[Layout]], bool]) -> str:
-    return " or ".join(repr(name) for name, layout in LAYOUTS.items() if suits(layout))
 
 
 def _names_to_checkpoint(module: torch.nn.Module, checkpoint: str | Iterable[str] | None) -> tuple[str, ...]:
@@ -251,15 +237,15 @@ def _trace_lines(request: Request, counts: Sequence[int]) -> tuple[list[Trace], 
 
 
 def make_report(request: Request, rows: int, exact: Lines, lines: Lines, asked: Sequence[int] | None = None) -> MemoryReport:
-    """Makes the report of micro-batches of ``rows`` rows.
+    """Makes the report of micro-batches of ``rows`` rows from the lines of this number, and those for other numbers.
 
-    Args:
-        exact: the lines of this number of rows.
-        lines: for other numbers of rows.
-        asked: for each device, the rows at which to read ``exact``. ``None`` reads at the rows that were traced.
+    ``asked`` has, for each device, the rows at which to read ``exact``. ``None`` reads at the rows that were traced.
     """
     rows_to_read: Sequence[int | None] = asked or [None] * request.devices
     read = list(zip(request.traced_devices, rows_to_read, strict=True))
+    assumed = SOURCES if request.kind.context else {}
+    if assumed and any("recurrence" in operator for operator in exact.first.operators):
+        assumed = assumed | {"recurrent layers": RECURRENCE}
     return MemoryReport(
         layout=request.layout.name,
         device_kind=request.kind.name,
@@ -270,7 +256,7 @@ def make_report(request: Request, rows: int, exact: Lines, lines: Lines, asked: 
         peak=tuple(exact.peak(i, at) for i, at in read),
         reserved=tuple(exact.reserved(i, at) or 0 for i, at in read),
         parts=tuple(_parts(exact, i, at) for i, at in read),
-        assumed=_assumed(exact),
+        assumed=assumed,
         timeline=tuple(tuple(exact.levels(i, at)[exact.start :].tolist()) for i, at in read),
         where=tuple(holders_of(exact, i, at) for i, at in read),
         phases={name: exact.first.marks[name] - exact.start for name in ("backward", "update")},
@@ -278,14 +264,6 @@ def make_report(request: Request, rows: int, exact: Lines, lines: Lines, asked: 
         affine=lines.is_affine,
         _batches=OtherBatches(request, exact, lines, read),
     )
-
-
-def _assumed(lines: Lines) -> dict[str, str]:
-    kind = lines.request.kind
-    if not kind.context:
-        return {}
-    has_recurrence = any("recurrence" in operator for operator in lines.first.operators)
-    return kind.sources() | ({"recurrent layers": RECURRENCE} if has_recurrence else {})
 
 
 def _parts(lines: Lines, device: int, rows: int | None) -> dict[str, int]:

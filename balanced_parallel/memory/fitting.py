@@ -1,8 +1,4 @@
-"""``memory.fit``: the most rows of a micro-batch with which an existing step fits its devices.
-
-The step becomes a :class:`Request`, as the arguments of ``memory.estimate`` do. If not one row fits, the error names the largest
-holders of memory, and the saving that would help most.
-"""
+"""``memory.fit``: the most rows of a micro-batch with which an existing step fits its devices."""
 
 import dataclasses
 from collections import Counter
@@ -164,11 +160,7 @@ def _per_device(rows: int, shares: int | Sequence[float]) -> int:
 
 
 def explain(request: Request, limits: Sequence[int]) -> str:
-    """Returns what one row per device needs, the largest holders of it, and the saving that would help most.
-
-    Args:
-        limits: bytes of each device.
-    """
+    """Returns what one row per device needs, the largest holders of it, and the saving that would help most."""
     rows = request.row_step
     plain = trace_exactly(request, rows)
     options = {each.name: changed for each in SAVINGS if each.result == "exact" and (changed := each.apply(request))}
@@ -196,11 +188,7 @@ def _place(holder: Holder) -> str:
 
 
 def request_of_step(step: TrainStep, inputs: Any, targets: Any) -> Request:
-    """Returns the request of one update of a step, with the whole batch in one micro-batch.
-
-    Raises:
-        ValueError: the inputs have no rows, or rows in different dimensions; the model is sharded.
-    """
+    """Returns the request of one update of a step, with the whole batch in one micro-batch."""
     model: Any = step.model
     criterion = step.criterion
     is_local = isinstance(model, DataParallelModel)

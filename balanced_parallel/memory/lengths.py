@@ -32,14 +32,7 @@ CONFIRMED = 5  # shards of the budget that are traced in the end
 
 @dataclass(frozen=True, eq=False)
 class LengthTraces:
-    """Lines in the rows at both ends of the lengths.
-
-    Attributes:
-        request: the update that was traced.
-        dim: the dimension of the lengths.
-        shortest, longest: the lengths of the rows to come.
-        lines: of the shortest and of the longest rows.
-    """
+    """Lines in the rows at both ends of the lengths, the shortest and the longest along ``dim``."""
 
     request: Request
     dim: int
@@ -52,14 +45,7 @@ class LengthTraces:
         return trace_exactly(with_length(self.request, self.dim, length), rows).peaks()
 
     def largest_cost(self, limits: Sequence[int]) -> int:
-        """Returns the largest budget that fits, in whole rows of the longest; 0 if one of them does not fit.
-
-        Args:
-            limits: bytes of each device.
-
-        Raises:
-            ValueError: the memory depends on neither the rows nor their length.
-        """
+        """Returns the largest budget that fits, in whole rows of the longest; 0 if one of them does not fit."""
 
         def ends_fit(rows: int) -> bool:
             counts = rows * self.longest // self.shortest, rows
@@ -79,11 +65,7 @@ class LengthTraces:
 
 
 def trace_lengths(request: Request, dim: int, lengths: tuple[int, int]) -> LengthTraces:
-    """Traces two numbers of rows of the shortest and of the longest rows.
-
-    Raises:
-        ValueError: the lengths are out of their range; the module runs other operators with other numbers of rows.
-    """
+    """Traces two numbers of rows of the shortest and of the longest rows."""
     shortest, longest = check_lengths(request, dim, lengths)
     counts = ROWS * request.row_step, 2 * ROWS * request.row_step
     traces = run_traces([(with_length(request, dim, length), count) for length in (shortest, longest) for count in counts])
@@ -97,11 +79,7 @@ def trace_lengths(request: Request, dim: int, lengths: tuple[int, int]) -> Lengt
 
 
 def check_lengths(request: Request, dim: int, lengths: tuple[int, int]) -> tuple[int, int]:
-    """Returns the shortest and the longest length.
-
-    Raises:
-        ValueError: they are not two different lengths; no tensor has the dimension; devices have unequal shares.
-    """
+    """Returns the shortest and the longest length, if they suit the request."""
     if len(lengths) != 2 or lengths[0] < 1 or lengths[0] + 2 > lengths[1]:
         raise ValueError(f"lengths={lengths!r}, expected (shortest, longest), such as (1, 512), with a difference of 2 or more")
     if dim == request.dim or not _with_dim(request, dim):

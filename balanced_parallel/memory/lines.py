@@ -6,7 +6,6 @@ lines. It is convex and piecewise linear, so one line through two peaks would be
 
 import bisect
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -28,11 +27,7 @@ Numbers = NDArray[np.int64]
 
 
 def most_that_fit(fits: Callable[[int], bool], limit: int | None = None) -> int:
-    """Returns the largest number of rows, at most ``limit``, that fits, as all smaller ones do; 0 if not even 1 fits.
-
-    Raises:
-        ValueError: any number fits, and there is no limit.
-    """
+    """Returns the largest number of rows, at most ``limit``, that fits, as all smaller ones do; 0 if not even 1 fits."""
     if limit is None:
         limit = 1
         while fits(limit):
@@ -46,12 +41,7 @@ def most_that_fit(fits: Callable[[int], bool], limit: int | None = None) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Lines:
-    """Two traces of the same events.
-
-    Args:
-        request: the update that was traced. Rows are rounded up, so that all its devices have as many.
-        second: with more rows than ``first``. ``None`` allows only the rows of ``first``.
-    """
+    """Two traces of the same events, the second with more rows; without it, only the rows of the first are known."""
 
     request: Request
     first: Trace
@@ -93,11 +83,8 @@ class Lines:
         unit = self.request.kind.rounds_to
         rounded = -(-self.sizes(rows) // unit) * unit
         is_here = np.array([block.device == self.device_name(device) for block in self.first.blocks])
-        return np.cumsum(np.where(self._events > 0, 1, -1) * (rounded * is_here)[np.abs(self._events) - 1])
-
-    def peak_event(self, device: int, rows: int | None = None) -> int:
-        """Returns the event of the second update after which the most bytes are in use."""
-        return self.start + int(self.levels(device, rows)[self.start :].argmax())
+        events = np.array(self.first.events, dtype=np.int64)
+        return np.cumsum(np.sign(events) * (rounded * is_here)[np.abs(events) - 1])
 
     def peak(self, device: int, rows: int | None = None) -> int:
         """Returns the maximum of bytes in use in the second update, with the workspace of cuBLAS and the context."""
@@ -141,24 +128,17 @@ class Lines:
 
     def blocks_at_peak(self, device: int, rows: int | None = None) -> list[Block]:
         """Returns the blocks in use at the peak of a device, with their sizes for ``rows`` rows."""
-        live: set[int] = set()
-        for number in self.first.events[: self.peak_event(device, rows) + 1]:
-            if number > 0:
-                live.add(number)
-            else:
-                live.discard(-number)
+        peak = self.start + int(self.levels(device, rows)[self.start :].argmax())
+        events = self.first.events[: peak + 1]
+        live = set(events) - {-event for event in events if event < 0}
         name, sizes = self.device_name(device), self.sizes(rows)
-        numbers = [number for number in sorted(live) if self.first.blocks[number - 1].device == name]
+        numbers = [number for number in sorted(live) if number > 0 and self.first.blocks[number - 1].device == name]
         return [dataclasses.replace(self.first.blocks[n - 1], size=int(sizes[n - 1])) for n in numbers]
 
     @property
     def start(self) -> int:
         """The first event of the second update."""
         return self.first.marks["second"]
-
-    @functools.cached_property
-    def _events(self) -> Numbers:
-        return np.array(self.first.events, dtype=np.int64)
 
 
 def trace_exactly(request: Request, rows: int) -> Lines:

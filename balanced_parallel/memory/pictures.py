@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from ..runtime.values import UNITS, format_bytes, parse_each
-from .report import PARTS, MemoryReport, rows_to_show, titled_phases, unit_of
+from .report import PARTS, MemoryReport, rows_to_show, title_of, titled_phases, unit_of
 
 __all__: list[str] = []
 
@@ -14,11 +14,7 @@ Capacity = int | str | Sequence[int | str] | None
 
 
 def load_pyplot() -> Any:
-    """Returns matplotlib's pyplot, set to draw into files.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Returns matplotlib's pyplot, set to draw into files."""
     try:
         import matplotlib
     except ImportError as error:
@@ -32,15 +28,7 @@ def load_pyplot() -> Any:
 def draw_report(path: Path | str, report: MemoryReport, capacity: Capacity = None) -> None:
     """Writes one figure: the parts of each device's peak, device 0 over the step, and the peak against the batch size.
 
-    Args:
-        path: of the file. Its ending selects the format.
-        report: a result of :func:`estimate`, not read from a file.
-        capacity: bytes or text such as ``"24GiB"``, for each device or one for all. It is drawn as a line, and the batch sizes
-            extend 20 % beyond the largest that fits.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-        ValueError: not a size of memory, a wrong number of sizes, or a format that matplotlib does not know.
+    ``capacity`` is drawn as a line, and the batch sizes extend 20 % beyond the largest that fits.
     """
     pyplot = load_pyplot()
     limits = () if capacity is None else parse_each(capacity, report.devices)
@@ -49,8 +37,7 @@ def draw_report(path: Path | str, report: MemoryReport, capacity: Capacity = Non
         _draw_parts(bars, report, limits)
         _draw_step(step, report)
         _draw_batches(batches, report, limits)
-        size = f"{report.micro_batches} micro-batch(es) of {report.rows} rows"
-        figure.suptitle(f"{report.layout} on {report.devices} x {report.device_kind}, {report.precision}, {size}")
+        figure.suptitle(title_of(report))
         figure.savefig(path, dpi=120)
     finally:
         pyplot.close(figure)

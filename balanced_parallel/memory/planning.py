@@ -6,8 +6,7 @@ Combinations of savings are traced in stages, the cheapest first, until one of t
         |
         '-- each of them also with BalancedOptimizer, on several devices
 
-If nothing fits, the plan says what would: larger devices, more of them, or an optimizer with less state. Each stage is logged
-before it starts (``logging``, level ``INFO``), since a search may take long.
+Each stage is logged before it starts (``logging``, level ``INFO``), since a search may take long.
 """
 
 import dataclasses
@@ -35,9 +34,8 @@ from ..savings.checkpointing import checkpoint_blocks
 from ..savings.offloading import offload_activations
 from ..training.step import TrainStep
 from .candidates import SCALARS, Choice, Option, measure_what_decides, row_of
-from .devices import DeviceKind
 from .estimation import make_report, make_request, report_of
-from .lengths import check_lengths, with_length
+from .lengths import check_lengths, trace_lengths, with_length
 from .remedies import BALANCED, BF16, CHECKPOINT, LOGITS, OFFLOAD, Saving, other_optimizers, with_savings
 from .report import MemoryReport, write_page
 from .trace.layouts import Request, plain_criterion
@@ -300,7 +298,9 @@ def plan(
     )
     if lengths is not None:
         request = with_length(request, trim, check_lengths(request, trim, lengths)[1])
-    limits = _capacities(capacity, devices, request.kind)
+    if capacity is None and (capacity := request.kind.capacity) is None:
+        raise ValueError(f"capacity=None with device_kind={request.kind.name!r}, which has none: expected a size, as '24GiB'")
+    limits = parse_each(capacity, devices)
     check_number("batch_size", batch_size, "a positive number of rows per update", at_least=1, whole=True)
     stages = [options for options in stages_of(request, limits, batch_size) if options]
     plain = stages[0][0]
@@ -323,6 +323,9 @@ def plan(
         zip(choices, measured, strict=True), key=lambda pair: (pair[0].optimizer is not None, not pair[0].fits, pair[0].cost)
     )
     best, how = ranked[0]
+    cost = None
+    if lengths is not None and best.fits:
+        cost = trace_lengths(dataclasses.replace(how.request, micro_batches=2), trim, lengths).largest_cost(how.limits)
     return MemoryPlan(
         batch_size=batch_size,
         capacity=limits,
@@ -332,19 +335,11 @@ def plan(
         needs=None if best.fits else what_would_fit([option for option in measured if option.optimizer is None], max(limits)),
         dim=dim,
         untried=tuple(option.name for stage in stages for option in stage),
-        micro_batch_cost=how.largest_cost(trim, lengths) if lengths is not None and best.fits else None,
+        micro_batch_cost=cost,
         trim=trim,
         unknown_divisor=_has_unknown_divisor(criterion),
         report=_report(how, best, batch_size) if best.fits else None,
     )
-
-
-def _capacities(capacity: int | str | Sequence[int | str] | None, devices: int, kind: DeviceKind) -> tuple[int, ...]:
-    if capacity is None:
-        if kind.capacity is None:
-            raise ValueError(f"capacity=None with device_kind={kind.name!r}, which has none: expected a size, as '24GiB'")
-        capacity = kind.capacity
-    return parse_each(capacity, devices)
 
 
 def _has_unknown_divisor(criterion: Any) -> bool:
@@ -374,18 +369,14 @@ def stages_of(request: Request, capacity: tuple[int, ...], batch_size: int) -> I
         requests = [(savings, with_savings(request, savings)) for savings in combinations]
         return [Option(savings, changed, capacity, batch_size) for savings, changed in requests if changed is not None]
 
-    logits = [LOGITS] if _can_leave_logits_out(request) else []
+    # a language model that computes its loss, and of which nothing reads the logits
+    changed = with_savings(request, [LOGITS])
+    logits = [LOGITS] if changed and isinstance(try_traces([(changed, 2 * request.row_step)])[0], Trace) else []
     blocks = [CHECKPOINT] if with_savings(request, [CHECKPOINT]) else []
     combinations = [(*logits, *blocks[:count], *rest) for count, rest in ((0, ()), (1, ()), (1, (OFFLOAD,)))]
     for savings in dict.fromkeys([(), *combinations, *((*savings, BF16) for savings in combinations)]):
         yield options([savings, (BALANCED, *savings)])
     yield options([other, *logits, *blocks] for other in other_optimizers(request.optimizer))
-
-
-def _can_leave_logits_out(request: Request) -> bool:
-    """Returns True if the module is a language model that computes its loss, and nothing reads its logits."""
-    changed = with_savings(request, [LOGITS])
-    return changed is not None and isinstance(try_traces([(changed, 2 * request.row_step)])[0], Trace)
 
 
 TRACED_DEVICES = 16  # more take long to trace

@@ -30,12 +30,7 @@ _EXPECTED = "expected (module, criterion, inputs, targets), or a module together
 
 @dataclass(frozen=True)
 class Problem:
-    """Arguments of :func:`estimate` and :func:`plan`.
-
-    Attributes:
-        inputs: a batch; None if neither the function nor ``--input`` gave one, which the doctor accepts.
-        assumed: what neither of them gave, as text.
-    """
+    """Arguments of :func:`estimate` and :func:`plan`. The doctor accepts None for the inputs. ``assumed`` is text."""
 
     module: nn.Module
     criterion: Callable[..., Any] | None
@@ -70,11 +65,7 @@ def build_problem(place: str, shape: str | None = None) -> Problem:
         place: ``my_file.py:build`` or ``package.module:build``: a function without required arguments that returns
             ``(module, criterion, inputs, targets)``. It may return a module if ``shape`` is given, and a module or
             ``(module, criterion)`` for the doctor.
-        shape: of the only input with its rows, such as ``"4,3,224,224"`` or ``"4,128:int64"``. The loss is then the mean of the
-            output.
-
-    Raises:
-        ValueError: the place does not exist, the function fails or returns something else, or the shape is malformed.
+        shape: of the only input with its rows, as for :func:`parse_input`. The loss is then the mean of the output.
     """
     result = _make(place, _find(place))
     parts = result if isinstance(result, tuple) else (result,)
@@ -91,11 +82,7 @@ def build_problem(place: str, shape: str | None = None) -> Problem:
 
 
 def parse_input(text: str) -> Tensor:
-    """Returns a tensor on the meta device from its shape, such as ``"4,128"`` for float32 or ``"4,128:int64"``.
-
-    Raises:
-        ValueError: the text is not a shape, or torch has no such dtype.
-    """
+    """Returns a tensor on the meta device from its shape, such as ``"4,128"`` for float32 or ``"4,128:int64"``."""
     sizes, colon, name = text.partition(":")
     dtype = getattr(torch, name, None) if colon else torch.float32
     if not re.fullmatch(r"[1-9]\d*(,[1-9]\d*)*", sizes) or not isinstance(dtype, torch.dtype):

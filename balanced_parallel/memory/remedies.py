@@ -1,10 +1,7 @@
 """The savings that a plan can apply: the one list that ``plan``, ``fit`` and the table of tricks read.
 
-Each changes the request of a step, which is then traced and compared with the plain one. Optimizers with less state are
-alternatives: another optimizer makes another result.
-
-:func:`measure_tricks` measures each of them alone, with micro-batches, and with a :class:`LinearCrossEntropy` for a model that
-ends in a linear layer before a cross-entropy loss, which is a change of the user's code.
+Each changes the request of a step, which is then traced and compared with the plain one. The table has also micro-batches, and a
+:class:`LinearCrossEntropy` for a model that ends in a linear layer before a cross-entropy loss: a change of the user's code.
 """
 
 import copy
@@ -36,14 +33,9 @@ __all__: list[str] = []
 
 @dataclass(frozen=True)
 class Saving:
-    """A way to need less memory.
+    """A way to need less memory: ``name`` is the function, the class or the setting, ``option`` its name in a plan.
 
-    Attributes:
-        name: of the function, the class or the setting that does it.
-        option: its name in the options of a plan.
-        cost: what is lost.
-        apply: returns the request with it, or None if it does not suit the request or is applied already.
-        result: of an update: exact, up to rounding, or what differs.
+    ``apply`` returns the request with it, or None if it does not suit the request or is applied already.
     """
 
     name: str
@@ -97,14 +89,11 @@ SAVINGS = (LOGITS, BALANCED, CHECKPOINT, OFFLOAD, BF16)
 
 def other_optimizers(choice: Any) -> list[Saving]:
     """Returns optimizers with less state than that of a request, the smallest first, as savings."""
-
-    def saving(other: OptimizerChoice) -> Saving:
-        def apply(request: Request) -> Request:
-            return dataclasses.replace(request, optimizer=other)
-
-        return Saving(f"another optimizer: {other.name}", other.name, "another result", apply, "another optimizer")
-
-    return [saving(other) for other in smaller_optimizers(choice)] if isinstance(choice, OptimizerChoice) else []
+    savings = []
+    for other in smaller_optimizers(choice) if isinstance(choice, OptimizerChoice) else ():
+        change = functools.partial(dataclasses.replace, optimizer=other)
+        savings.append(Saving(f"another optimizer: {other.name}", other.name, "another result", change, "another optimizer"))
+    return savings
 
 
 def AdamW8bit(parameters: Any, **settings: Any) -> torch.optim.Optimizer:
@@ -132,12 +121,7 @@ def smaller_optimizers(choice: OptimizerChoice) -> list[OptimizerChoice]:
 
 @dataclass(frozen=True)
 class Trick:
-    """One row of the table.
-
-    Attributes:
-        saves: bytes of the busiest device at its peak; None if the trick does not apply to this model.
-        cost: what is lost.
-    """
+    """One row of the table: bytes of the busiest device at its peak, or None if the trick does not apply to this model."""
 
     name: str
     saves: int | None
@@ -146,12 +130,7 @@ class Trick:
 
 @dataclass(frozen=True)
 class TrickTable:
-    """The tricks for one model.
-
-    Attributes:
-        peak: bytes of the plain program, on the busiest device.
-        report: of the plain program.
-    """
+    """The tricks for one model. ``peak`` (bytes of the busiest device) and ``report`` are those of the plain program."""
 
     peak: int
     tricks: tuple[Trick, ...]
@@ -173,15 +152,9 @@ class TrickTable:
 
 
 def measure_tricks(module: Any, criterion: Any, inputs: Any, targets: Any, *, devices: int = 1, **settings: Any) -> TrickTable:
-    """Traces a step of the plain program, and the same step with each saving.
+    """Traces a step of the plain program, and the same step with each saving. Several devices are replicas.
 
-    Args:
-        module, criterion, inputs, targets: as for :func:`estimate`.
-        devices: more than one are replicas.
-        settings: ``optimizer``, ``precision``, ``device_kind``, ``dim`` and ``scalar``, as for :func:`estimate`.
-
-    Raises:
-        ValueError: :func:`estimate` refuses the plain program.
+    ``settings`` are ``optimizer``, ``precision``, ``device_kind``, ``dim`` and ``scalar``, as for :func:`estimate`.
     """
     layout = (SingleDevice if devices == 1 else ReplicaLayout).name
     request = make_request(module, plain_criterion(criterion), inputs, targets, layout=layout, devices=devices, **settings)
@@ -190,17 +163,14 @@ def measure_tricks(module: Any, criterion: Any, inputs: Any, targets: Any, *, de
     options = [(saving, saving.apply(request)) for saving in _savings_of(request)]
     jobs = [(option, option.round_up(option.rows_per_micro_batch)) for _, option in options if option]
     traces = iter(try_traces(jobs))
-    tricks = [_trick(saving, (option, next(traces)) if option else None, peak) for saving, option in options]
+    tricks = []
+    for saving, option in options:
+        trace = next(traces) if option else ""
+        if option and isinstance(trace, Trace):
+            tricks.append(Trick(saving.name, peak - max(Lines(option, trace).peaks()), saving.cost))
+        else:
+            tricks.append(Trick(saving.name, None, f"not for this model: {str(trace)[:80]}" if option else "not for this model"))
     return TrickTable(peak, tuple(tricks), report)
-
-
-def _trick(saving: Saving, result: tuple[Request, Trace | str] | None, peak: int) -> Trick:
-    if result is None:
-        return Trick(saving.name, None, "not for this model")
-    request, trace = result
-    if isinstance(trace, str):
-        return Trick(saving.name, None, f"not for this model: {trace[:80]}")
-    return Trick(saving.name, peak - max(Lines(request, trace).peaks()), saving.cost)
 
 
 def _savings_of(request: Request) -> Iterator[Saving]:

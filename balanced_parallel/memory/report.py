@@ -6,7 +6,6 @@ A :class:`MemoryReport` is plain data, and :class:`OtherBatches` behind it has t
 
 import collections
 import dataclasses
-import functools
 import html
 import json
 import operator
@@ -41,11 +40,7 @@ class Holder:
 
 
 def holders_of(lines: Lines, device: int, rows: int | None) -> tuple[Holder, ...]:
-    """Returns the largest holders of a device's peak.
-
-    Args:
-        rows: number of rows; None for the traced one.
-    """
+    """Returns the largest holders of a device's peak."""
     sizes: collections.Counter[tuple[str, str, str]] = collections.Counter()
     for block in lines.blocks_at_peak(device, rows):
         sizes[block.kind, block.module, block.line or block.operator] += block.size
@@ -60,19 +55,16 @@ def holders_table(holders: Sequence[Holder], style: str) -> str:
 
 @dataclass(frozen=True, eq=False)
 class OtherBatches:
-    """The traces of a report.
+    """The traces of a report: the lines of its number of rows, and those for others.
 
-    Args:
-        request: the step.
-        exact: the lines of the report's number of rows.
-        lines: for other numbers of rows.
-        read: for each device, its place in the trace, and the rows at which to read ``exact``; None for the traced ones.
+    ``read`` has, for each device, its place in the trace, and the rows at which to read ``exact``; None for the traced ones.
     """
 
     request: Request
     exact: Lines
     lines: Lines
     read: Sequence[tuple[int, int | None]]
+    traces: dict[int, Lines] = dataclasses.field(default_factory=dict)
 
     def peak_at(self, rows: int) -> tuple[int, ...]:
         """Returns the peak of each device for ``rows`` rows."""
@@ -99,14 +91,10 @@ class OtherBatches:
         lines, at = self.at(rows)
         return lines.fit(limits, at)
 
-    @functools.cached_property
-    def _traces(self) -> dict[int, Lines]:
-        return {}
-
     def _trace(self, rows: int) -> Lines:
-        if rows not in self._traces:
-            self._traces[rows] = trace_exactly(self.request, rows)
-        return self._traces[rows]
+        if rows not in self.traces:
+            self.traces[rows] = trace_exactly(self.request, rows)
+        return self.traces[rows]
 
 
 PARTS = (
@@ -278,17 +266,12 @@ class MemoryReport:
     def __str__(self) -> str:
         notes = "".join(f"\n{name}: {source}" for name, source in self.assumed.items())
         where = holders_table(self.where[0], "simple")
-        return f"{self._title}\n\n{self._table('simple')}\n\nWhere it goes, on device 0:\n\n{where}\n{notes}"
+        return f"{title_of(self)}\n\n{self._table('simple')}\n\nWhere it goes, on device 0:\n\n{where}\n{notes}"
 
     def _repr_html_(self) -> str:
         """Returns the report as HTML, for notebooks."""
         where = holders_table(self.where[0], "html")
-        return f"<p>{self._title}</p>{self._table('html')}<p>Where it goes, on device 0:</p>{where}"
-
-    @property
-    def _title(self) -> str:
-        size = f"{self.micro_batches} micro-batch(es) of {self.rows} rows"
-        return f"{self.layout} on {self.devices} x {self.device_kind}, {self.precision}, {size}"
+        return f"<p>{title_of(self)}</p>{self._table('html')}<p>Where it goes, on device 0:</p>{where}"
 
     def _table(self, style: str) -> str:
         names = [part for part in PARTS if any(parts[part] for parts in self.parts)]
@@ -340,22 +323,11 @@ def write_page(
     capacity: int | str | Sequence[int | str] | None = None,
     options: str = "",
 ) -> None:
-    """Writes the page: memory of each device over the step with its phases, a slider for rows, the holders, and the options.
-
-    Args:
-        path: of the file.
-        report: a result of :func:`estimate`, not read from a file.
-        capacity: bytes or text such as ``"24GiB"``, for each device or one for all. It is drawn as a line.
-        options: HTML of the options of a plan, added as a section.
-
-    Raises:
-        ImportError: plotly is not installed.
-        ValueError: not a size of memory, or a wrong number of sizes.
-    """
+    """Writes the page of :meth:`MemoryReport.save_html`, with the options of a plan (HTML) as a section."""
     limits = () if capacity is None else parse_each(capacity, report.devices)
     rows = rows_to_show(report, limits, STEPS)[0] if report.affine else [report.rows]  # another number would be traced
     pages = [_page(report, count, limits) for count in rows]
-    title = f"{report.layout} on {report.devices} x {report.device_kind}, {report.precision}"
+    title = title_of(report).rpartition(", ")[0]  # the slider changes the rows
     options = options and f"<h2>Options of the plan</h2>\n{options}"
     first = pages[rows.index(report.rows)]
     figure = _figure(report, rows, limits).to_html(full_html=False, include_plotlyjs=True, div_id="memory")
@@ -364,6 +336,12 @@ def write_page(
         assumed=assumed, title=html.escape(title), figure=figure, options=options, pages=json.dumps(pages), **first
     )
     Path(path).write_text(text, encoding="utf-8")
+
+
+def title_of(report: MemoryReport) -> str:
+    """Returns the layout, the devices, the precision and the rows, as text."""
+    size = f"{report.micro_batches} micro-batch(es) of {report.rows} rows"
+    return f"{report.layout} on {report.devices} x {report.device_kind}, {report.precision}, {size}"
 
 
 def titled_phases(report: MemoryReport) -> dict[str, int]:
@@ -452,11 +430,7 @@ def _thinned(line: Sequence[int], unit: int) -> tuple[list[int], list[float]]:
 
 
 def load_plotly() -> Any:
-    """Returns plotly's graph objects.
-
-    Raises:
-        ImportError: plotly is not installed.
-    """
+    """Returns plotly's graph objects."""
     try:
         from plotly import graph_objects
     except ImportError as error:

@@ -13,11 +13,7 @@ __all__: list[str] = []
 
 
 def make_snapshot(lines: Lines, read: Sequence[tuple[int, int | None]]) -> dict[str, Any]:
-    """Returns a snapshot of two updates.
-
-    Args:
-        read: for each device, its place in the trace, and its rows; None for the traced ones.
-    """
+    """Returns a snapshot of two updates. ``read`` has each device's place in the trace, and its rows (None: the traced ones)."""
     snapshot: dict[str, Any] = {"segments": [], "device_traces": []}
     for number, (device, rows) in enumerate(read):
         allocator = CachingAllocator()

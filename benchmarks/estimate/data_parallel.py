@@ -13,11 +13,12 @@ from torch._utils import _flatten_dense_tensors, _reorder_tensors_as, _take_tens
 from balanced_parallel import Precision, gather
 from balanced_parallel.batch.plan import split_sizes
 from balanced_parallel.batch.rows import Arguments, count_rows, cut, move_leaves
+from balanced_parallel.loss.sums import ShardLoss
 from balanced_parallel.memory.trace.fakes import HOME, fake_devices
-from balanced_parallel.memory.trace.layouts import LAYOUTS, Layout, compute_loss
+from balanced_parallel.memory.trace.layouts import LAYOUTS, SingleDevice
 
 
-class TorchDataParallel(Layout):
+class TorchDataParallel(SingleDevice):
     """``nn.DataParallel``, the layout that the others are measured against.
 
     Parameters are copied at each forward and outputs are gathered on the first device. The loss, the gradients and the
@@ -26,13 +27,15 @@ class TorchDataParallel(Layout):
 
     name = "torch_data_parallel"
     batch_on_host = True
+    takes_several_devices = True
 
     def loss(self, arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
         """Runs the forward of one micro-batch."""
         devices, dim = fake_devices(self.request.devices), self.request.dim
         with Precision(self.request.precision).autocast([HOME]):
             output = gather(run_replicas(self.module, arguments, devices, dim), HOME, dim)
-            return compute_loss(self.criterion, output, move_leaves(targets, HOME))
+            loss: Tensor = ShardLoss(self.criterion, 1, output, move_leaves(targets, HOME), {}).call()
+            return loss
 
 
 BUFFER = 10 * 2**20  # bytes: torch/nn/parallel/_functions.py, comm.py

@@ -9,7 +9,6 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import CodeType
 from typing import Any
 
 import torch
@@ -39,16 +38,10 @@ _FP32_UNLESS_TOLD = (  # noqa: SIM905
 def cuda_choices(fuses: bool) -> Iterator[None]:
     """Gives fake CPU tensors in this block the operators of CUDA, also for attention and recurrent layers if ``fuses``."""
     fused: dict[str, Callable[..., Any]] = {"scaled_dot_product_attention": _attention, **RECURRENCE}
-    with _cuda_autocast(), autograd_kernels({"dropout": _dropout, **(fused if fuses else REFUSED)}):
-        yield
-
-
-@contextlib.contextmanager
-def _cuda_autocast() -> Iterator[None]:
-    """Gives autocast of the CPU the lists of CUDA. No public function reads or changes the lists."""
-    registrations = torch._C._dispatch_get_registrations_for_dispatch_key  # as above
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key  # as above
-    with aten_kernels() as library:
+    # no public function reads or changes the lists of autocast
+    registrations = torch._C._dispatch_get_registrations_for_dispatch_key
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    with aten_kernels() as library, autograd_kernels({"dropout": _dropout, **(fused if fuses else REFUSED)}):
         for name in (*_FP32, *_FP32_UNLESS_TOLD):
             base, _, overload = name.partition(".")
             packet = getattr(torch.ops.aten, base, None)
@@ -167,24 +160,18 @@ def is_in_place(func: Any, *, is_of_node: bool) -> bool:
     """Returns True if autograd calls ``func``, one of ``IN_PLACE``, in place, provided nothing else has its first argument.
 
     The engine adds gradients, those of earlier nodes or of two edges to one tensor. All else are writes of a node to its own
-    zeros. Other calls are not in place: the formula of :func:`torch.var_mean` is a sum, that of ``index_put`` a copy.
-
-    Args:
-        is_of_node: the node that runs made the first argument.
+    zeros (``is_of_node``). Other calls are not in place: the formula of :func:`torch.var_mean` is a sum, that of ``index_put`` a
+    copy.
     """
-    if (node := current_node()) is None or torch.is_grad_enabled() or _caller().co_name != "_engine_run_backward":
+    if (node := current_node()) is None or torch.is_grad_enabled():
+        return False
+    frame: Any = sys._getframe()  # the caller of the operator is the innermost frame that does not belong to a dispatch mode
+    while frame.f_code.co_filename.startswith(_MODES):
+        frame = frame.f_back
+    if frame.f_code.co_name != "_engine_run_backward":
         return False
     edges = node.next_functions
     return not is_of_node or len(set(edges)) < len(edges) if func is _aten.add.Tensor else is_of_node
-
-
-def _caller() -> CodeType:
-    """Returns the code that called the running operator: the innermost that does not belong to a dispatch mode."""
-    frame: Any = sys._getframe()
-    while frame.f_code.co_filename.startswith(_MODES):
-        frame = frame.f_back
-    code: CodeType = frame.f_code
-    return code
 
 
 def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -34,14 +34,7 @@ def answer(
     """Returns the result if there is a rule for this call, else ``NotImplemented``.
 
     Selections (boolean masks, ``nonzero``, ``unique``) select every element: no batch needs more memory. A value that an
-    optimizer or this package reads is one. A value that the model reads is ``scalar``.
-
-    Args:
-        user_line: returns the line of the model that reads a value; empty for an optimizer or this package.
-
-    Raises:
-        UnknownMemory: the model reads a value without ``scalar``; or it packs sequences, whose lengths are values; or it is
-            oneDNN's LSTM.
+    optimizer or this package reads is one. A value that the model reads is ``scalar``: ``user_line`` returns the line that does.
     """
     if func in _SCALARS:
         line = user_line()

@@ -30,11 +30,7 @@ _OPTIMIZERS = (f"{_TORCH}/optim", f"{_TORCH}/amp")
 
 @dataclass
 class Block:
-    """The memory of one storage: device, bytes, purpose, and the operator, module and line that allocated it.
-
-    Attributes:
-        stream: 0 for a compute stream, 1 for a side stream. Only that stream reuses the memory.
-    """
+    """The memory of one storage: device, bytes, purpose, and the operator, module and line that allocated it."""
 
     device: str
     size: int
@@ -42,7 +38,7 @@ class Block:
     operator: str
     module: str
     line: str
-    stream: int = 0
+    stream: int = 0  # 1 for a side stream: only that stream reuses the memory
 
 
 _DEVICE = torch.ops.prim.device.default
@@ -52,18 +48,13 @@ _COMMUNICATES = ("fsdp", "c10d", "_c10d_functional")
 class Count(TorchDispatchMode):
     """Records allocations and releases of storages, real or fake, while it is active. It is entered after the fake mode.
 
-    Args:
-        names: of modules, by :func:`shared_id`.
-        scalar: the result of every read of a tensor's value in the model. ``None`` makes it an error.
-
-    Attributes:
-        events: numbers of blocks, counted from 1: positive for an allocation, negative for a release.
+    Events are numbers of blocks, counted from 1: positive for an allocation, negative for a release.
     """
 
     def __init__(self, names: dict[int, str], scalar: int | float | bool | None = None) -> None:
         super().__init__()
-        self.scalar = scalar
-        self.names = names
+        self.scalar = scalar  # the result of every read of a tensor's value in the model; None makes it an error
+        self.names = names  # of modules, by shared_id
         self.blocks: list[Block] = []
         self.events: list[int] = []
         self.operators: list[str] = []
@@ -94,7 +85,11 @@ class Count(TorchDispatchMode):
             return NotImplemented  # its local tensor is dispatched again
         if self._is_paused:
             return func(*args, **(kwargs or {}))
-        self._start()
+        node = current_node()
+        number = None if node is None else number_of(node)
+        if number != self._node:
+            self._node, self._older = number, len(self.blocks)
+        self._reused = None
         result = answer(func, args, kwargs or {}, self.scalar, _user_line)
         result = func(*args, **(kwargs or {})) if result is NotImplemented else result
         keep_elements(func, args, result)
@@ -106,8 +101,9 @@ class Count(TorchDispatchMode):
                 self.see(leaf, "communication buckets" if func.namespace in _COMMUNICATES else "temporaries", str(func))
         if func in IN_PLACE:
             self._reuse(func, args[0], result)
-        if size := selected(func, args):
-            self._borrow(args[0], size, str(func))
+        if size := selected(func, args):  # memory that the operator allocates and releases before it returns
+            self.blocks.append(Block(str(args[0].device), size, "temporaries", str(func), *_where(self.names)))
+            self.events += [len(self.blocks), -len(self.blocks)]
         return result
 
     def see(self, tensor: Tensor, kind: str, operator: str = "") -> None:
@@ -147,18 +143,6 @@ class Count(TorchDispatchMode):
     def mark(self, name: str) -> None:
         """Names the next event."""
         self.marks[name] = len(self.events)
-
-    def _borrow(self, tensor: Tensor, size: int, operator: str) -> None:
-        """Records memory that an operator allocates and releases before it returns."""
-        self.blocks.append(Block(str(tensor.device), size, "temporaries", operator, *_where(self.names)))
-        self.events += [len(self.blocks), -len(self.blocks)]
-
-    def _start(self) -> None:
-        node = current_node()
-        number = None if node is None else number_of(node)
-        if number != self._node:
-            self._node, self._older = number, len(self.blocks)
-        self._reused = None
 
     def _reuse(self, func: Any, argument: Tensor, result: Tensor) -> None:
         """Takes the memory of ``argument`` for ``result`` if it is released before the next operator."""

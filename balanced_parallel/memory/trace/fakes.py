@@ -1,7 +1,6 @@
 """Surroundings of a trace: fake copies of modules and batches, fake devices, changes to torch, and a process of its own.
 
-Fake tensors have shapes but no memory. Each change to torch and transformers gives its reason. A forked process has every object
-of the caller without sending it, and leaves nothing behind.
+A forked process has every object of the caller without sending it, and leaves nothing behind.
 """
 
 import contextlib
@@ -105,24 +104,18 @@ def host_of(count: int) -> torch.device:
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Turns the garbage collector off. Its runs depend on earlier objects, and equal traces must have equal events."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
-
-
-@contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
     """Turns off warnings, the log of fake tensors, the garbage collector, and compilation, which refuses dispatch modes."""
     eager = torch.compiler.set_stance("force_eager")
     log = logging.getLogger("torch._subclasses.fake_tensor")  # torch raises an error and logs it too, with a traceback
-    with warnings.catch_warnings(action="ignore"), _replaced(log, "disabled", True), _no_collection(), eager:
-        yield
+    collects = gc.isenabled()
+    with warnings.catch_warnings(action="ignore"), _replaced(log, "disabled", True), eager:
+        gc.disable()  # its runs depend on earlier objects, and equal traces must have equal events
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
 
 
 @contextlib.contextmanager
@@ -223,9 +216,6 @@ def start_in_child(function: Callable[[], T]) -> Callable[[], T | BaseException]
     Autograd refuses to run in a process that was forked after a backward on an accelerator. In that case, and on platforms
     other than Linux, ``function`` runs in this process. So it does if the child hangs: a fork copies locks that other threads
     hold, and nothing releases them in the child.
-
-    Raises:
-        RuntimeError: the process ended without a result. Raised by the returned function.
     """
     if sys.platform != "linux":
         return function
@@ -261,16 +251,11 @@ def _answers(receiver: Connection, child: int) -> bool:
     """Waits for data or the end of the child. Returns False if it uses no processor for ``PATIENCE`` seconds."""
     used = -1
     while not receiver.poll(PATIENCE):
-        before, used = used, _ticks(child)
+        fields = Path(f"/proc/{child}/stat").read_text().rpartition(") ")[2].split()
+        before, used = used, int(fields[11]) + int(fields[12])  # utime and stime in proc(5)
         if used == before:
             return False
     return True
-
-
-def _ticks(child: int) -> int:
-    """Returns the processor time of a process, in ticks of the clock."""
-    fields = Path(f"/proc/{child}/stat").read_text().rpartition(") ")[2].split()
-    return int(fields[11]) + int(fields[12])  # utime and stime in proc(5)
 
 
 def runs_in_parent_only(error: BaseException) -> bool:

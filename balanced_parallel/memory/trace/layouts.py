@@ -2,17 +2,15 @@
 
 ::
 
-    Request      a step as data: module, criterion, batch, optimizer, layout, devices
-    Layout       runs the micro-batches of one update: loss, gradients, optimizer state
-      SingleDevice    the plain program
-        DDP           one rank; its reducer is written in C++ and does not run on fake tensors, so DDPBuckets imitates it
-        FSDP          one rank of torch's FSDP2, on a process group that sends nothing
+    Request           a step as data: module, criterion, batch, optimizer, layout, devices
+    SingleDevice      the plain program, and what all layouts share
+      DDP             one rank; its reducer is written in C++ and does not run on fake tensors, so this class imitates it
+      FSDP            one rank of torch's FSDP2, on a process group that sends nothing
       ReplicaLayout   the model and the criterion of this package
 
 A loss whose rows depend on each other runs in two passes, or in one, as in :class:`TrainStep`.
 """
 
-import abc
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,40 +45,27 @@ __all__: list[str] = []
 
 @dataclass(frozen=True)
 class Request:
-    """One update to trace.
-
-    Attributes:
-        inputs, targets: a batch of ``rows`` rows along dimension ``dim``: the arguments of the module, and those of the
-            criterion after the output.
-        micro_batches: how many make the update.
-        batches: how many batches make the update. Each is cut into an equal part of the micro-batches.
-        balanced: the optimizer is a :class:`BalancedOptimizer`.
-        blocks: names of the modules to checkpoint.
-        savings: functions of ``balanced_parallel.savings`` to apply to the traced copies.
-        split: the weight of each device; None for equal shares.
-        scalar: the result of every read of a tensor's value in the module.
-        update_rows: rows of an update over all devices of a process; None for those of ``batches``.
-    """
+    """One update to trace, of ``batches`` batches of ``rows`` rows. Each is cut into an equal part of the micro-batches."""
 
     module: torch.nn.Module
     criterion: Callable[..., Any]
     inputs: Arguments
-    targets: tuple[Any, ...]
+    targets: tuple[Any, ...]  # the arguments of the criterion after the output
     rows: int
     optimizer: OptimizerChoice | ExistingOptimizers
     precision: str
     micro_batches: int
     batches: int
-    layout: "type[Layout]"
+    layout: "type[SingleDevice]"
     devices: int
     balanced: bool
-    blocks: tuple[str, ...]
+    blocks: tuple[str, ...]  # names of the modules to checkpoint
     split: tuple[float, ...] | None
     kind: DeviceKind
     dim: int
-    scalar: int | float | bool | None
+    scalar: int | float | bool | None  # the result of every read of a tensor's value in the module
     savings: tuple[str, ...] = ()
-    update_rows: int | None = None
+    update_rows: int | None = None  # over all devices of a process; None for those of the batches
 
     @property
     def rows_per_micro_batch(self) -> int:
@@ -134,12 +119,22 @@ def traced_criterion(criterion: Any, replicas: Replicas, request: "Request") -> 
 
 def fill(loss: CoupledLoss, rows: int) -> None:
     """Collects outputs and targets of further rows, on the devices of the last ones, without a forward."""
+
+    def more(leaf: Any, count: int, dim: int, present: int) -> Any:
+        if isinstance(leaf, Along) and isinstance(leaf.leaf, Tensor):
+            return Along(more(leaf.leaf, count, leaf.dim, present), leaf.dim)
+        if not isinstance(leaf, Tensor) or not leaf.dim():
+            return leaf
+        shape = list(leaf.shape)
+        shape[dim] = shape[dim] * count // max(present, 1)
+        return leaf.new_empty(shape)
+
     if not isinstance(loss, WholeLoss):
         return
     missing = max(rows - sum(map(_rows, loss.pieces)), 0)
     last = list({_along(piece).leaf.device: piece for piece in loss.pieces}.values())
     for piece, count in zip(last, split_sizes(missing, len(last)), strict=True):
-        loss.pieces.append(map_leaves(functools.partial(_more, count, loss.dim, _rows(piece)), piece))
+        loss.pieces.append(map_leaves(functools.partial(more, count=count, dim=loss.dim, present=_rows(piece)), piece))
 
 
 def _along(piece: Arguments) -> Along:
@@ -148,17 +143,6 @@ def _along(piece: Arguments) -> Along:
 
 def _rows(piece: Arguments) -> int:
     return int(_along(piece).leaf.size(_along(piece).dim))
-
-
-def _more(count: int, dim: int, rows: int, leaf: Any) -> Any:
-    """Returns a leaf like another one of ``rows`` rows, with ``count`` rows."""
-    if isinstance(leaf, Along) and isinstance(leaf.leaf, Tensor):
-        return Along(_more(count, leaf.dim, rows, leaf.leaf), leaf.dim)
-    if not isinstance(leaf, Tensor) or not leaf.dim():
-        return leaf
-    shape = list(leaf.shape)
-    shape[dim] = shape[dim] * count // max(rows, 1)
-    return leaf.new_empty(shape)
 
 
 T = TypeVar("T")
@@ -190,50 +174,41 @@ class TracedModel(DataParallelModel):
         self.module = module
 
 
-class Layout(abc.ABC):
-    """One way to use the devices. An instance runs micro-batches of one update on fake tensors.
+class SingleDevice:
+    """The plain program on one device, and the base of the other layouts. An instance runs one update on fake tensors."""
 
-    Attributes:
-        name: the ``layout=`` of :func:`estimate`.
-        is_distributed: one process per device. The trace is that of one rank, which stands for all.
-        batch_on_host: the batch is on the host, and each device receives its rows.
-        takes_several_devices: ``devices=`` may be more than one.
-        takes_balanced_optimizer: ``balanced_optimizer=True`` is allowed.
-        is_sharded: the parameters are ``DTensor``s.
-        parameters: those of the module and of the criterion, each once.
-        buckets: flat tensors of the communication, allocated once.
-        replicas: those of the model and of the criterion.
-    """
-
-    name: ClassVar[str]
-    is_distributed: ClassVar[bool] = False
-    batch_on_host: ClassVar[bool] = False
-    takes_several_devices: ClassVar[bool] = True
+    name: ClassVar[str] = "single"
+    is_distributed: ClassVar[bool] = False  # the trace is that of one rank, which stands for all
+    batch_on_host: ClassVar[bool] = False  # each device receives its rows from there
+    takes_several_devices: ClassVar[bool] = False
     takes_balanced_optimizer: ClassVar[bool] = False
-    is_sharded: ClassVar[bool] = False
-    replicas: Sequence[Replicas] = ()
+    is_sharded: ClassVar[bool] = False  # the parameters are DTensors
+    replicas: Sequence[Replicas] = ()  # of the model and of the criterion
 
     @classmethod
     def devices_per_process(cls, devices: int) -> int:
         """Returns the number of devices over which a process divides the rows of its batch."""
         return 1 if cls.is_distributed else devices
 
-    def __init__(self, request: "Request", module: nn.Module, criterion: Any) -> None:
+    def __init__(self, request: Request, module: nn.Module, criterion: Any) -> None:
         self.request = request
         self.module = module
         self.criterion = criterion
         of_criterion: Iterable[Tensor] = criterion.parameters() if isinstance(criterion, nn.Module) else ()
         self.parameters = list(dict.fromkeys((*module.parameters(), *of_criterion)))
-        self.buckets: list[Tensor] = []
+        self.buckets: list[Tensor] = []  # flat tensors of the communication, allocated once
         self.optimizers = self.make_optimizers()
 
     def make_optimizers(self) -> list[torch.optim.Optimizer]:
         """Makes the optimizers of the request."""
         return self.request.optimizer.plain(self.parameters)
 
-    @abc.abstractmethod
     def loss(self, arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
         """Runs the forward of one micro-batch."""
+        with Precision(self.request.precision).autocast([HOME]):
+            output = self.module(*arguments.inputs, **arguments.kwargs)
+            result: Tensor = ShardLoss(self.criterion, 1, output, targets, {}).call()
+            return result
 
     def losses(self, micro_batches: Sequence[MicroBatch]) -> list[Callable[[], Tensor]]:
         """Begins an update. Returns a function for the loss of each micro-batch."""
@@ -309,26 +284,15 @@ class Layout(abc.ABC):
             for state in optimizer.state.values():
                 yield from state.values()
 
-    def close(self) -> None:  # noqa: B027 - most layouts have none
+    def close(self) -> None:
         """Ends the process group of the layout, if it has one."""
 
 
-class SingleDevice(Layout):
-    """The plain program: ``criterion(module(inputs), targets).backward()``, ``optimizer.step()``."""
-
-    name = "single"
-    takes_several_devices = False
-
-    def loss(self, arguments: Arguments, targets: tuple[Any, ...]) -> Tensor:
-        """Runs the forward of one micro-batch."""
-        with Precision(self.request.precision).autocast([HOME]):
-            return compute_loss(self.criterion, self.module(*arguments.inputs, **arguments.kwargs), targets)
-
-
-class ReplicaLayout(Layout):
+class ReplicaLayout(SingleDevice):
     """:class:`DataParallelModel` and :class:`DataParallelCriterion` of this package."""
 
     name = "replicas"
+    takes_several_devices = True
     batch_on_host = True
     takes_balanced_optimizer = True
 
@@ -367,6 +331,9 @@ class DDP(SingleDevice):
     """One rank of ``DistributedDataParallel(gradient_as_bucket_view=True)``, as :func:`parallelize` makes it.
 
     With a balanced optimizer (``ZeroRedundancyOptimizer``) it is the rank with the most state. A single rank has no reducer.
+
+    The buckets are one flat tensor per dtype. Without accumulation, autograd makes a gradient, and the hook of the reducer copies
+    it into the bucket. With accumulation, micro-batches add to the bucket itself, so gradients exist once (``DDPSync``).
     """
 
     name = "ddp"
@@ -376,8 +343,15 @@ class DDP(SingleDevice):
 
     def __init__(self, request: "Request", module: nn.Module, criterion: Any) -> None:
         super().__init__(request, module, criterion)
-        self.reducer = DDPBuckets(self._trained if request.devices > 1 else [])
-        self.buckets = self.reducer.tensors
+        self._views: dict[Tensor, Tensor] = {}
+        parameters = self._trained if request.devices > 1 else []
+        for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
+            group = [parameter for parameter in parameters if parameter.dtype == dtype]
+            flat = torch.zeros(sum(parameter.numel() for parameter in group), dtype=dtype, device=group[0].device)
+            self.buckets.append(flat)
+            for parameter, piece in zip(group, flat.split([parameter.numel() for parameter in group]), strict=True):
+                self._views[parameter] = view = piece.view(parameter.shape)
+                parameter.register_post_accumulate_grad_hook(functools.partial(copy_gradient, view))
 
     def make_optimizers(self) -> list[torch.optim.Optimizer]:
         """Makes the optimizers of the layout."""
@@ -386,8 +360,11 @@ class DDP(SingleDevice):
         return self.request.optimizer.plain(largest_partition(self._trained, self.request.devices))
 
     def accumulating(self) -> contextlib.AbstractContextManager[Any]:
-        """Accumulates gradients in the buckets during a micro-batch."""
-        return self.reducer.no_sync()
+        """Makes the gradients of a micro-batch accumulate in the buckets. Nothing is reduced."""
+        for parameter, view in self._views.items():
+            if parameter.grad is None:
+                parameter.grad = view.zero_()
+        return contextlib.nullcontext()
 
     def zero_grad(self) -> None:
         """Clears the gradients of all parameters."""
@@ -402,6 +379,13 @@ class DDP(SingleDevice):
     @property
     def _trained(self) -> list[Tensor]:
         return [parameter for parameter in self.parameters if parameter.requires_grad]
+
+
+def copy_gradient(view: Tensor, parameter: Tensor) -> None:
+    """Copies a new gradient into its view of a bucket, as the hook of the reducer."""
+    if parameter.grad is not None and parameter.grad is not view:
+        view.copy_(parameter.grad)
+        parameter.grad = view
 
 
 class FSDP(SingleDevice):
@@ -433,59 +417,7 @@ class FSDP(SingleDevice):
         torch.distributed.destroy_process_group()
 
 
-LAYOUTS: dict[str, type[Layout]] = {layout.name: layout for layout in (SingleDevice, ReplicaLayout, DDP, FSDP)}
-
-
-def compute_loss(criterion: Any, output: Any, targets: tuple[Any, ...]) -> Tensor:
-    """Returns the loss of an output, whose entries are spread over the criterion's arguments if it is a tuple."""
-    result: Tensor = ShardLoss(criterion, 1, output, targets, {}).call()
-    return result
-
-
-class DDPBuckets:
-    """One flat tensor per dtype, as with ``gradient_as_bucket_view=True``.
-
-    Without accumulation, autograd makes a gradient, and the hook of the reducer copies it into the bucket. With accumulation,
-    micro-batches add to the bucket itself, so gradients exist once (``DDPSync``).
-
-    Args:
-        parameters: parameters that require a gradient.
-    """
-
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self.tensors: list[Tensor] = []
-        self._views: dict[Tensor, Tensor] = {}
-        self._is_reducing = True
-        for dtype in dict.fromkeys(parameter.dtype for parameter in parameters):
-            group = [parameter for parameter in parameters if parameter.dtype == dtype]
-            flat = torch.zeros(sum(parameter.numel() for parameter in group), dtype=dtype, device=group[0].device)
-            self.tensors.append(flat)
-            start = 0
-            for parameter in group:
-                view = flat[start : start + parameter.numel()].view(parameter.shape)
-                parameter.register_post_accumulate_grad_hook(self._copy_into(view))
-                self._views[parameter] = view
-                start += parameter.numel()
-
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Makes gradients in this block accumulate in the buckets. Nothing is reduced."""
-        for parameter, view in self._views.items():
-            if parameter.grad is None:
-                parameter.grad = view.zero_()
-        self._is_reducing = False
-        try:
-            yield
-        finally:
-            self._is_reducing = True
-
-    def _copy_into(self, view: Tensor) -> Callable[[Tensor], None]:
-        def copy(parameter: Tensor) -> None:
-            if self._is_reducing and parameter.grad is not None and parameter.grad is not view:
-                view.copy_(parameter.grad)
-                parameter.grad = view
-
-        return copy
+LAYOUTS: dict[str, type[SingleDevice]] = {layout.name: layout for layout in (SingleDevice, ReplicaLayout, DDP, FSDP)}
 
 
 def largest_partition(parameters: Sequence[Tensor], ranks: int) -> list[Tensor]:
@@ -494,9 +426,10 @@ def largest_partition(parameters: Sequence[Tensor], ranks: int) -> list[Tensor]:
     It assigns parameters by size, the largest first, each to the rank with the fewest elements so far.
     """
     partitions: list[list[Tensor]] = [[] for _ in range(ranks)]
-    sizes = [0] * ranks
-    for parameter in sorted(parameters, key=lambda parameter: parameter.numel(), reverse=True):
-        rank = sizes.index(min(sizes))
-        partitions[rank].append(parameter)
-        sizes[rank] += parameter.numel()
-    return partitions[sizes.index(max(sizes))]
+    for parameter in sorted(parameters, key=Tensor.numel, reverse=True):
+        min(partitions, key=_elements).append(parameter)
+    return max(partitions, key=_elements)
+
+
+def _elements(tensors: Sequence[Tensor]) -> int:
+    return sum(map(Tensor.numel, tensors))

@@ -17,11 +17,9 @@ __all__: list[str] = []
 
 @dataclass(frozen=True)
 class OptimizerChoice:
-    """The optimizer of an update.
+    """The optimizer of an update: a class of ``torch.optim``, a ``functools.partial`` of one, or a function of the parameters.
 
-    Args:
-        make: a class of ``torch.optim``, a ``functools.partial`` of one, or a function of the parameters.
-        foreach: selects torch's multi-tensor kernels, the default of torch for parameters on a GPU.
+    ``foreach`` selects torch's multi-tensor kernels, the default of torch for parameters on a GPU.
     """
 
     make: Callable[..., torch.optim.Optimizer]
@@ -30,9 +28,7 @@ class OptimizerChoice:
     @property
     def name(self) -> str:
         """The name of the class or the function, without the settings of a ``functools.partial``."""
-        make: Any = self.make
-        while isinstance(make, functools.partial):
-            make = make.func
+        make = self.make.func if isinstance(self.make, functools.partial) else self.make  # a partial of a partial is flat
         return getattr(make, "__name__", repr(make))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "OptimizerChoice":
@@ -46,15 +42,11 @@ class OptimizerChoice:
         return [optimizer]
 
     def balanced(self, model: DataParallelModel, parameters: Iterable[Tensor]) -> list[torch.optim.Optimizer]:
-        """Makes a :class:`BalancedOptimizer` for ``model``.
-
-        Raises:
-            TypeError: the optimizer was given as a function, not as a class.
-        """
-        settings: dict[str, Any] = {}
+        """Makes a :class:`BalancedOptimizer` for ``model``."""
         make: Any = self.make
-        while isinstance(make, functools.partial):
-            make, settings = make.func, make.keywords | settings
+        settings: dict[str, Any] = {}
+        if isinstance(make, functools.partial):
+            make, settings = make.func, make.keywords
         if not isinstance(make, type):
             raise TypeError(f"optimizer={self.make!r}, expected a class, or a functools.partial of one, with BalancedOptimizer")
         optimizer = BalancedOptimizer(model, make, parameters, **settings)
@@ -95,10 +87,6 @@ class ExistingOptimizers:
 
     A fake copy of it, made together with the module, has fake copies of the optimizers, of their settings and of the state that
     they have. A :class:`BalancedOptimizer` is made anew, for the traced model.
-
-    Args:
-        optimizers: real ones, over parameters of the module and of the criterion.
-        foreach: selects torch's multi-tensor kernels, the default of torch for parameters on a GPU.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], foreach: bool) -> None:
@@ -118,11 +106,7 @@ class ExistingOptimizers:
         return self._suited(optimizers)
 
     def balanced(self, model: DataParallelModel, parameters: Iterable[Tensor]) -> list[torch.optim.Optimizer]:
-        """Returns all optimizers, with a :class:`BalancedOptimizer` for ``model``. If there was none, the first becomes one.
-
-        Raises:
-            TypeError: the first optimizer is not elementwise.
-        """
+        """Returns all optimizers, with a :class:`BalancedOptimizer` for ``model``. If there was none, the first becomes one."""
         others, recipes = self.others, self.recipes
         if not recipes:
             first, *others = others

@@ -24,11 +24,7 @@ SAVINGS = ("replace_lm_head", "checkpoint_activations", "offload_activations")  
 
 
 def check_savings(names: Iterable[str]) -> tuple[str, ...]:
-    """Returns the names in the order in which they are applied.
-
-    Raises:
-        ValueError: a name is not that of a saving.
-    """
+    """Returns the names in the order in which they are applied."""
     requested = [names] if isinstance(names, str) else list(names)
     for name in requested:
         if name not in SAVINGS:
@@ -46,11 +42,7 @@ def change_module(module: nn.Module, names: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def around_update(names: Iterable[str], host: torch.device) -> Iterator[None]:
-    """Applies the savings that surround an update.
-
-    Args:
-        host: the fake device of the host.
-    """
+    """Applies the savings that surround an update. ``host`` is the fake device of the host."""
     if "offload_activations" not in names:
         yield
         return

@@ -24,23 +24,10 @@ from ...savings.checkpointing import checkpoint_blocks
 from ..errors import HINT, UnknownMemory
 from ..operators import cuda, values
 from ..operators.recurrent import autograd_kernels
+from . import fakes
 from .allocations import Block, Count
-from .fakes import (
-    HOME,
-    counting_random_states,
-    counting_resizes,
-    devices_that_mix,
-    fake_batch,
-    fake_copy,
-    host_of,
-    names_of,
-    rows_of_one_sequence,
-    runs_in_parent_only,
-    shapes_of_shards_uncounted,
-    start_in_child,
-    undisturbed,
-)
-from .layouts import Layout, MicroBatch, Request
+from .fakes import HOME, host_of, start_in_child
+from .layouts import MicroBatch, Request, SingleDevice
 from .optimizers import refuse_merges
 from .savings import around_update, change_module
 
@@ -54,13 +41,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Trace:
-    """The result of one trace.
+    """The result of one trace: the rows of each of its micro-batches, its events as in :class:`Count`, and their blocks.
 
-    Attributes:
-        rows: of each micro-batch.
-        micro_batches: how many were traced.
-        events: as in :class:`Count`. The second update begins at ``marks["second"]``.
-        flops: operations of the second update.
+    The second update begins at ``marks["second"]``, and has ``flops`` operations.
     """
 
     rows: int
@@ -73,12 +56,7 @@ class Trace:
 
 
 def run_traces(jobs: Sequence[Job]) -> list[Trace]:
-    """Returns one trace for each request and number of rows in a micro-batch. Uses as many processes as there are cores.
-
-    Raises:
-        UnknownMemory: the memory of an operator depends on values.
-        BaseException: the module, the criterion or the optimizer raised it.
-    """
+    """Returns one trace for each request and number of rows in a micro-batch. Uses as many processes as there are cores."""
     return _run_in_children(jobs, _trace)
 
 
@@ -107,26 +85,26 @@ def _trace_or_reason(request: Request, rows: int) -> Trace | str:
     try:
         return _trace(request, rows)
     except Exception as error:
-        if runs_in_parent_only(error):
+        if fakes.runs_in_parent_only(error):
             raise
         return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def _trace(request: Request, rows: int) -> Trace:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    module, criterion, optimizer = fake_copy((request.module, request.criterion, request.optimizer), mode, HOME)
+    module, criterion, optimizer = fakes.fake_copy((request.module, request.criterion, request.optimizer), mode, HOME)
     request = dataclasses.replace(request, optimizer=optimizer)
     change_module(module, request.savings)
     checkpoint_blocks(module, request.blocks)
     whole = rows * (request.micro_batches // request.batches)
     place = host_of(request.devices) if request.layout.batch_on_host else HOME
-    batch = fake_batch((request.inputs, request.targets), whole, request.rows, mode, place, request.dim)
-    count = Count(names_of({"": module, "criterion": criterion}), request.scalar)
+    batch = fakes.fake_batch((request.inputs, request.targets), whole, request.rows, mode, place, request.dim)
+    count = Count(fakes.names_of({"": module, "criterion": criterion}), request.scalar)
     choices = cuda.cuda_choices(request.kind.fuses) if request.kind.like_cuda else contextlib.nullcontext()
     with (
-        undisturbed(),
-        devices_that_mix(),
-        rows_of_one_sequence(),
+        fakes.undisturbed(),
+        fakes.devices_that_mix(),
+        fakes.rows_of_one_sequence(),
         autograd_kernels(cuda.KERNELS | values.KERNELS),
         choices,
         mode,
@@ -148,9 +126,9 @@ def _run(request: Request, count: Count, module: Any, criterion: Any, batch: Mic
     micro_batches = (pieces * request.batches)[:TRACED]
     with (
         count,
-        counting_resizes(count),
-        contextlib.nullcontext() if request.kind.like_cuda else counting_random_states(count),
-        shapes_of_shards_uncounted(count) if request.layout.is_sharded else contextlib.nullcontext(),
+        fakes.counting_resizes(count),
+        contextlib.nullcontext() if request.kind.like_cuda else fakes.counting_random_states(count),
+        fakes.shapes_of_shards_uncounted(count) if request.layout.is_sharded else contextlib.nullcontext(),
     ):
         layout = request.layout(request, module, criterion)
         count.see_all(layout.parameters, "parameters")  # those that sharding replaced
@@ -166,7 +144,7 @@ def _run(request: Request, count: Count, module: Any, criterion: Any, batch: Mic
             layout.close()
 
 
-def _update(layout: Layout, count: Count, micro_batches: list[MicroBatch], host: torch.device | None) -> None:
+def _update(layout: SingleDevice, count: Count, micro_batches: list[MicroBatch], host: torch.device | None) -> None:
     count.see_all(layout.buckets, "communication buckets")
     layout.zero_grad()
     losses = layout.losses(micro_batches)
