@@ -240,13 +240,8 @@ def loss_in_parts(output: Any, criterion: Criterion, wrapped: DataParallelCriter
     """Yields a reason if the loss computed in parts differs from the loss of the whole batch."""
     if is_known(criterion) and wrapped.weight is None:  # a rule gives the divisor
         return
-    with torch.no_grad(), warnings.catch_warnings(action="ignore"):
-        try:
-            tensors = _single((output, containers.spread(targets)))
-            kind = _Parts(_single(criterion), _single(wrapped), tensors[0], tensors[1], dims).kind()
-        except Exception:  # noqa: BLE001 - a criterion may raise any error
-            return
-    if kind:
+    single_output, single_targets = _single((output, containers.spread(targets)))
+    if kind := _Parts(_single(criterion), _single(wrapped), single_output, single_targets, dims).kind():
         yield kind
 
 

@@ -4,7 +4,7 @@ import ctypes
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -48,6 +48,7 @@ class Cluster:
         self._labels = labels
         self._waits = waits
         self._ended: _Numbers | None = None
+        self._names = {**dict(enumerate(map(str, self.devices))), MAX_DEVICES: "cpu"}
 
     @property
     def live(self) -> list[int]:
@@ -64,7 +65,7 @@ class Cluster:
         """Bytes copied so far, by source and target: ``moved["cpu", "sim:0"]``. Subtract two values to measure a section."""
         if self._ended:
             return self._ended[2]
-        places = [*enumerate(map(str, self.devices)), (MAX_DEVICES, "cpu")]
+        places = self._names.items()
         moved = {(source, target): self._native.simulation_moved(i, j) for i, source in places for j, target in places}
         return Counter({ends: count for ends, count in moved.items() if count})
 
@@ -76,8 +77,7 @@ class Cluster:
         size = self._native.simulation_copies(0, 0, None)
         codes = (ctypes.c_int * size)()
         self._native.simulation_copies(0, size, codes)
-        names = {MAX_DEVICES: "cpu", **dict(enumerate(map(str, self.devices)))}
-        return [(names[ends // (MAX_DEVICES + 1)], names[ends % (MAX_DEVICES + 1)]) for ends in codes]
+        return [(self._names[ends // (MAX_DEVICES + 1)], self._names[ends % (MAX_DEVICES + 1)]) for ends in codes]
 
     @property
     def waits(self) -> list[Wait]:
@@ -89,12 +89,17 @@ class Cluster:
         """Number of all these calls so far. Subtract two values to measure a section."""
         return self._waits.count
 
-    def forbidding_waits(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def forbidding_waits(self) -> Iterator[None]:
         """Returns a context manager that raises ``RuntimeError`` at a wait, like ``torch.cuda.set_sync_debug_mode("error")``.
 
         The message has the kind of the wait, its file and line, and a way to avoid it.
         """
-        return self._waits.forbidding()
+        self._waits.forbidding_blocks += 1
+        try:
+            yield
+        finally:
+            self._waits.forbidding_blocks -= 1
 
     @property
     def allocations(self) -> int:
