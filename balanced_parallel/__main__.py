@@ -14,11 +14,12 @@ success, 1 if nothing fits or the doctor finds a problem, and 2, with one line o
 
 import argparse
 import contextlib
+import functools
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -48,19 +49,15 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
-def whole_number(at_least: int, expected: str) -> Callable[[str], int]:
-    """Returns a parser of whole numbers."""
-
-    def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < at_least:
-            raise argparse.ArgumentTypeError(f"{text!r} was given, expected {expected}")
-        return int(text)
-
-    return parse
+def whole_number(at_least: int, expected: str, text: str) -> int:
+    """Parses a whole number."""
+    if not text.isdecimal() or int(text) < at_least:
+        raise argparse.ArgumentTypeError(f"{text!r} was given, expected {expected}")
+    return int(text)
 
 
-positive = whole_number(1, "a whole number of at least 1")
-dimension = whole_number(0, "a dimension: 0, 1, ...")
+positive = functools.partial(whole_number, 1, "a whole number of at least 1")
+dimension = functools.partial(whole_number, 0, "a dimension: 0, 1, ...")
 
 
 def make_parser() -> OneLineParser:
@@ -233,17 +230,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def logs_of_a_command() -> Iterator[None]:
     """Prints what a plan tries to a terminal. Hides torch's log, a traceback for each shape that does not suit."""
     planner, fakes = (logging.getLogger(name) for name in ("balanced_parallel.memory.planning", "torch._subclasses.fake_tensor"))
-    levels = planner.level, fakes.level
     handler = logging.StreamHandler(sys.stderr) if sys.stderr.isatty() else logging.NullHandler()
-    planner.addHandler(handler)
-    planner.setLevel(logging.INFO)
-    fakes.setLevel(logging.CRITICAL)
-    try:
+    with contextlib.ExitStack() as undo:
+        for logger, level in ((planner, logging.INFO), (fakes, logging.CRITICAL)):
+            undo.callback(logger.setLevel, logger.level)
+            logger.setLevel(level)
+        undo.callback(planner.removeHandler, handler)
+        planner.addHandler(handler)
         yield
-    finally:
-        planner.removeHandler(handler)
-        planner.setLevel(levels[0])
-        fakes.setLevel(levels[1])
 
 
 def run_console_script() -> int:

@@ -252,9 +252,8 @@ def buffer_errors(plain: Program, split: Program, limit: float) -> dict[str, flo
         buffers = dict(other.named_buffers(recurse=False))
         for key, expected in layer.named_buffers(recurse=False):
             buffer = buffers.get(key)
-            if buffer is None or buffer.shape != expected.shape:
-                errors[f"{name}{key}"] = math.inf
-            elif (error := relative_error(buffer, expected)) > limit:
+            error = math.inf if buffer is None or buffer.shape != expected.shape else relative_error(buffer, expected)
+            if error > limit:
                 errors[f"{name}{key}"] = error
     return errors
 

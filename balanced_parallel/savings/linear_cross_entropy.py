@@ -162,7 +162,9 @@ class _Chunked(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Labels, is_sum: bool, keeps_gradients: bool
     ) -> Tensor:
-        ctx.labels, ctx.is_sum, ctx.dtype = labels, is_sum, _dtype_of_products(hidden)
+        kind = hidden.device.type
+        autocasts = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64  # which autocast leaves as it is
+        ctx.labels, ctx.is_sum, ctx.dtype = labels, is_sum, torch.get_autocast_dtype(kind) if autocasts else hidden.dtype
         wanted = ctx.needs_input_grad[:3] if is_sum and keeps_gradients else (False,) * 3
         losses, gradients = _run(hidden, weight, bias, labels, ctx.dtype, wanted, None)
         ctx.save_for_backward(*(gradients if is_sum else (hidden, weight, bias)))
@@ -182,12 +184,6 @@ class _Chunked(torch.autograd.Function):
         multiply = torch.mul if keeps_graph() else Tensor.mul_
         scaled = [None if gradient is None else multiply(gradient, gradients[0]) for gradient in (first, second, third)]
         return (*scaled, None, None, None)
-
-
-def _dtype_of_products(hidden: Tensor) -> torch.dtype:
-    kind = hidden.device.type
-    autocasts = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64  # which autocast leaves as it is
-    return torch.get_autocast_dtype(kind) if autocasts else hidden.dtype
 
 
 def _run(

@@ -171,8 +171,7 @@ class Cluster:
             rows.append([device, "no limit" if memory is None else format_bytes(memory), *map(format_bytes, counts), waits])
         headers = ["device", "memory", "now", "peak", *(category.title for category in Category), "moved in", "moved out"]
         headers.append("waits of the host")
-        table: str = tabulate(rows, headers, tablefmt=style, stralign="right")
-        return table
+        return str(tabulate(rows, headers, tablefmt=style, stralign="right"))
 
     def _must_run(self, numbers: str) -> None:
         if self._ended:
