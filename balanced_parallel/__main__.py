@@ -106,7 +106,7 @@ def _add_step(parser: OneLineParser) -> None:
 def estimate(flags: argparse.Namespace) -> int:
     """Prints the memory of one update. Returns the exit code."""
     layout = flags.layout or (SingleDevice.name if flags.devices == 1 else ReplicaLayout.name)
-    problem, rows = _build(flags)
+    problem, rows, settings = _build(flags)
     ranks = flags.devices if LAYOUTS[layout].is_distributed else 1
     report = memory.estimate(
         problem.module,
@@ -116,7 +116,7 @@ def estimate(flags: argparse.Namespace) -> int:
         layout=layout,
         balanced_optimizer=flags.balanced_optimizer,
         checkpoint=flags.checkpoint if flags.checkpoint in (None, "blocks") else flags.checkpoint.split(","),
-        **_settings(flags),
+        **settings,
     )
     _show(flags, problem, report, report, find_kind(report.device_kind).capacity)
     return 0
@@ -124,7 +124,7 @@ def estimate(flags: argparse.Namespace) -> int:
 
 def plan(flags: argparse.Namespace) -> int:
     """Prints the plan. Returns the exit code: 1 if nothing fits."""
-    problem, rows = _build(flags)
+    problem, rows, settings = _build(flags)
     sizes: list[Any] = flags.memory.split(",") if flags.memory else [None]
     result = memory.plan(
         problem.module,
@@ -133,7 +133,7 @@ def plan(flags: argparse.Namespace) -> int:
         problem.targets,
         batch_size=rows,
         capacity=sizes[0] if len(sizes) == 1 else sizes,
-        **_settings(flags),
+        **settings,
     )
     _show(flags, problem, result, result.report, result.capacity)
     return 0 if result.fits else 1
@@ -141,8 +141,8 @@ def plan(flags: argparse.Namespace) -> int:
 
 def tricks(flags: argparse.Namespace) -> int:
     """Prints the table of tricks. Returns the exit code."""
-    problem, rows = _build(flags)
-    result = measure_tricks(problem.module, problem.criterion, *problem.with_rows(rows, flags.dim), **_settings(flags))
+    problem, rows, settings = _build(flags)
+    result = measure_tricks(problem.module, problem.criterion, *problem.with_rows(rows, flags.dim), **settings)
     _show(flags, problem, result, result.report, find_kind(result.report.device_kind).capacity)
     return 0
 
@@ -169,14 +169,10 @@ def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
     raise ValueError(f"torch.optim has no {name!r}, expected one of {', '.join(kind.__name__ for kind in classes)}")
 
 
-def _settings(flags: argparse.Namespace) -> dict[str, Any]:
-    names = ("devices", "precision", "device_kind", "dim")
-    return {"optimizer": find_optimizer(flags.optimizer), **{name: getattr(flags, name) for name in names}}
-
-
-def _build(flags: argparse.Namespace) -> tuple[Any, int]:
-    """Returns the problem, and the rows of an update."""
-    find_optimizer(flags.optimizer)  # fail before the model is built
+def _build(flags: argparse.Namespace) -> tuple[Any, int, dict[str, Any]]:
+    """Returns the problem, the rows of an update, and the settings of the step. Wrong flags fail before the model is built."""
+    settings = {"optimizer": find_optimizer(flags.optimizer)}
+    settings |= {name: getattr(flags, name) for name in ("devices", "precision", "device_kind", "dim")}
     find_kind(flags.device_kind)
     for path, load in ((flags.plot, load_pyplot), (flags.html, load_plotly)):
         if path:
@@ -185,7 +181,7 @@ def _build(flags: argparse.Namespace) -> tuple[Any, int]:
     problem = build_problem(flags.problem, flags.input)
     if problem.inputs is None or problem.criterion is None:
         raise ValueError(f"{flags.problem} returned no inputs: expected (module, criterion, inputs, targets), or --input")
-    return problem, flags.batch_size or problem.rows(flags.dim)
+    return problem, flags.batch_size or problem.rows(flags.dim), settings
 
 
 def _show(flags: argparse.Namespace, problem: Problem, result: Any, report: Any, capacity: Any) -> None:

@@ -253,10 +253,9 @@ def _wrap_criterion(
 
 
 def _run_plain(program: Program, inputs: Any, targets: Any, device: torch.device) -> Tensor:
-    following = move_leaves(containers.spread(targets), device)
     program.forward(inputs, device, seed=0)
     criterion = program.criterion.to(device) if isinstance(program.criterion, nn.Module) else program.criterion
-    loss = scalar_of(call_spread(criterion, program.output, following, {}))
+    loss = scalar_of(call_spread(criterion, program.output, move_leaves(containers.spread(targets), device), {}))
     loss.backward()
     return loss.detach()
 

@@ -41,12 +41,12 @@ class Cluster:
         memory: capacity of each device in bytes; ``None`` means no limit.
     """
 
-    def __init__(self, memory: Sequence[int | None], native: ctypes.CDLL, labels: MemoryLabels, waits: Waits) -> None:
+    def __init__(self, memory: Sequence[int | None], native: ctypes.CDLL) -> None:
         self.devices = [torch.device("sim", index) for index in range(len(memory))]
         self.memory = list(memory)
         self._native = native
-        self._labels = labels
-        self._waits = waits
+        self._labels = MemoryLabels(native)
+        self._waits = Waits(self._labels)
         self._ended: _Numbers | None = None
         self._names = {**dict(enumerate(map(str, self.devices))), MAX_DEVICES: "cpu"}
 
@@ -240,7 +240,7 @@ def simulate(devices: int, memory: Memory = None, *, strict: bool = True) -> Ite
         undo.callback(_active.release)
         native = load_native()
         _rename_backend()
-        labels = MemoryLabels(native)
+        cluster = Cluster(limits, native)
         capacities = (ctypes.c_int64 * devices)(*(min(limit or NO_LIMIT, NO_LIMIT) for limit in limits))
         native.simulation_start(devices, capacities, strict, torch.initial_seed() % 2**64)
         undo.callback(native.simulation_stop)
@@ -248,12 +248,10 @@ def simulate(devices: int, memory: Memory = None, *, strict: bool = True) -> Ite
         undo.callback(dist.Backend.default_device_backend_map.pop, "sim")
         dist.Backend.backend_capability["gloo"].append("sim")
         undo.callback(dist.Backend.backend_capability["gloo"].remove, "sim")
-        undo.enter_context(labels.watching())
-        undo.enter_context(comm_for_simulated_devices(labels))
-        waits = Waits(labels)
+        undo.enter_context(cluster._labels.watching())
+        undo.enter_context(comm_for_simulated_devices(cluster._labels))
         undo.callback(native.simulation_listen, LISTENER())  # a null pointer
-        native.simulation_listen(waits.listener)
-        cluster = Cluster(limits, native, labels, waits)
+        native.simulation_listen(cluster._waits.listener)
         undo.callback(cluster._end)
         yield cluster
 
