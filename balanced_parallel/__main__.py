@@ -14,11 +14,12 @@ success, 1 if nothing fits or the doctor finds a problem, and 2, with one line o
 
 import argparse
 import contextlib
+import functools
 import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -48,19 +49,15 @@ class OneLineParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {' '.join(message.split())}\n")
 
 
-def whole_number(at_least: int, expected: str) -> Callable[[str], int]:
-    """Returns a parser of whole numbers."""
-
-    def parse(text: str) -> int:
-        if not text.isdecimal() or int(text) < at_least:
-            raise argparse.ArgumentTypeError(f"{text!r} was given, expected {expected}")
-        return int(text)
-
-    return parse
+def whole_number(at_least: int, expected: str, text: str) -> int:
+    """Parses a whole number."""
+    if not text.isdecimal() or int(text) < at_least:
+        raise argparse.ArgumentTypeError(f"{text!r} was given, expected {expected}")
+    return int(text)
 
 
-positive = whole_number(1, "a whole number of at least 1")
-dimension = whole_number(0, "a dimension: 0, 1, ...")
+positive = functools.partial(whole_number, 1, "a whole number of at least 1")
+dimension = functools.partial(whole_number, 0, "a dimension: 0, 1, ...")
 
 
 def make_parser() -> OneLineParser:
@@ -109,7 +106,7 @@ def _add_step(parser: OneLineParser) -> None:
 def estimate(flags: argparse.Namespace) -> int:
     """Prints the memory of one update. Returns the exit code."""
     layout = flags.layout or (SingleDevice.name if flags.devices == 1 else ReplicaLayout.name)
-    problem, rows = _build(flags)
+    problem, rows, settings = _build(flags)
     ranks = flags.devices if LAYOUTS[layout].is_distributed else 1
     report = memory.estimate(
         problem.module,
@@ -119,7 +116,7 @@ def estimate(flags: argparse.Namespace) -> int:
         layout=layout,
         balanced_optimizer=flags.balanced_optimizer,
         checkpoint=flags.checkpoint if flags.checkpoint in (None, "blocks") else flags.checkpoint.split(","),
-        **_settings(flags),
+        **settings,
     )
     _show(flags, problem, report, report, find_kind(report.device_kind).capacity)
     return 0
@@ -127,7 +124,7 @@ def estimate(flags: argparse.Namespace) -> int:
 
 def plan(flags: argparse.Namespace) -> int:
     """Prints the plan. Returns the exit code: 1 if nothing fits."""
-    problem, rows = _build(flags)
+    problem, rows, settings = _build(flags)
     sizes: list[Any] = flags.memory.split(",") if flags.memory else [None]
     result = memory.plan(
         problem.module,
@@ -136,7 +133,7 @@ def plan(flags: argparse.Namespace) -> int:
         problem.targets,
         batch_size=rows,
         capacity=sizes[0] if len(sizes) == 1 else sizes,
-        **_settings(flags),
+        **settings,
     )
     _show(flags, problem, result, result.report, result.capacity)
     return 0 if result.fits else 1
@@ -144,8 +141,8 @@ def plan(flags: argparse.Namespace) -> int:
 
 def tricks(flags: argparse.Namespace) -> int:
     """Prints the table of tricks. Returns the exit code."""
-    problem, rows = _build(flags)
-    result = measure_tricks(problem.module, problem.criterion, *problem.with_rows(rows, flags.dim), **_settings(flags))
+    problem, rows, settings = _build(flags)
+    result = measure_tricks(problem.module, problem.criterion, *problem.with_rows(rows, flags.dim), **settings)
     _show(flags, problem, result, result.report, find_kind(result.report.device_kind).capacity)
     return 0
 
@@ -172,14 +169,10 @@ def find_optimizer(name: str) -> type[torch.optim.Optimizer]:
     raise ValueError(f"torch.optim has no {name!r}, expected one of {', '.join(kind.__name__ for kind in classes)}")
 
 
-def _settings(flags: argparse.Namespace) -> dict[str, Any]:
-    names = ("devices", "precision", "device_kind", "dim")
-    return {"optimizer": find_optimizer(flags.optimizer), **{name: getattr(flags, name) for name in names}}
-
-
-def _build(flags: argparse.Namespace) -> tuple[Any, int]:
-    """Returns the problem, and the rows of an update."""
-    find_optimizer(flags.optimizer)  # fail before the model is built
+def _build(flags: argparse.Namespace) -> tuple[Any, int, dict[str, Any]]:
+    """Returns the problem, the rows of an update, and the settings of the step. Wrong flags fail before the model is built."""
+    settings = {"optimizer": find_optimizer(flags.optimizer)}
+    settings |= {name: getattr(flags, name) for name in ("devices", "precision", "device_kind", "dim")}
     find_kind(flags.device_kind)
     for path, load in ((flags.plot, load_pyplot), (flags.html, load_plotly)):
         if path:
@@ -188,7 +181,7 @@ def _build(flags: argparse.Namespace) -> tuple[Any, int]:
     problem = build_problem(flags.problem, flags.input)
     if problem.inputs is None or problem.criterion is None:
         raise ValueError(f"{flags.problem} returned no inputs: expected (module, criterion, inputs, targets), or --input")
-    return problem, flags.batch_size or problem.rows(flags.dim)
+    return problem, flags.batch_size or problem.rows(flags.dim), settings
 
 
 def _show(flags: argparse.Namespace, problem: Problem, result: Any, report: Any, capacity: Any) -> None:
@@ -233,17 +226,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def logs_of_a_command() -> Iterator[None]:
     """Prints what a plan tries to a terminal. Hides torch's log, a traceback for each shape that does not suit."""
     planner, fakes = (logging.getLogger(name) for name in ("balanced_parallel.memory.planning", "torch._subclasses.fake_tensor"))
-    levels = planner.level, fakes.level
     handler = logging.StreamHandler(sys.stderr) if sys.stderr.isatty() else logging.NullHandler()
-    planner.addHandler(handler)
-    planner.setLevel(logging.INFO)
-    fakes.setLevel(logging.CRITICAL)
-    try:
+    with contextlib.ExitStack() as undo:
+        for logger, level in ((planner, logging.INFO), (fakes, logging.CRITICAL)):
+            undo.callback(logger.setLevel, logger.level)
+            logger.setLevel(level)
+        undo.callback(planner.removeHandler, handler)
+        planner.addHandler(handler)
         yield
-    finally:
-        planner.removeHandler(handler)
-        planner.setLevel(levels[0])
-        fakes.setLevel(levels[1])
 
 
 def run_console_script() -> int:

@@ -116,7 +116,8 @@ def find_waits(
     for part in (module, criterion):
         if isinstance(part, nn.Module):
             part.to_empty(device="cpu")
-            _fill([*part.parameters(), *part.buffers()])
+            for tensor in (*part.parameters(), *part.buffers()):
+                _fill(tensor)
     try:
         with warnings.catch_warnings(action="ignore"), simulate(2) as cluster:
             model = DataParallelModel(module, dim=dim)
@@ -140,15 +141,9 @@ def _sum(*outputs: Any) -> Any:
     return functools.reduce(torch.add, [tensor.real.sum() for tensor in tensors])
 
 
-@torch.no_grad()
-def _fill(tensors: list[Tensor]) -> None:
-    for tensor in tensors:
-        tensor.fill_(0.01 if tensor.is_floating_point() else 0)
+def _fill(tensor: Tensor) -> Tensor:
+    return tensor.detach().fill_(0.01 if tensor.is_floating_point() else 0)
 
 
 def _pinned(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    tensor = torch.empty(leaf.shape, dtype=leaf.dtype)
-    _fill([tensor])
-    return tensor.pin_memory()
+    return _fill(torch.empty(leaf.shape, dtype=leaf.dtype)).pin_memory() if isinstance(leaf, Tensor) else leaf

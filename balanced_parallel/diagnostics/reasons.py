@@ -1,10 +1,6 @@
-"""Known reasons for a difference between the split and the plain program. All but a few are found by running.
+"""Known reasons for a difference between the split and the plain program: layers, rows, random numbers, the loss, written state.
 
-- Layers: batch norm, dropout, tensors and modules in plain attributes, which all replicas share.
-- Rows that forward mixes or reorders: the plain model runs on the whole batch, and on its halves.
-- Random numbers: the plain program runs with two seeds, and is compared with itself.
-- The loss: its values for parts of the batch tell a mean from a sum, and a wrong divisor.
-- State that a model or a criterion writes: what has changed, and what the split program keeps of it.
+All but a few are found by running: on the halves of a batch, with two seeds, and the loss on parts of the rows.
 """
 
 import inspect
@@ -89,9 +85,9 @@ def find_reasons(
         reasons += _without_errors(_reasons_of_forward(module, wrap, inputs, device, limit))
         loss = list(state_of_criterion(criterion, plain.criterion, devices))
         loss = loss or _without_errors(loss_draws(criterion, plain.output, following, limit))
-    if not loss and not losses.is_coupled:  # a coupled loss is computed from all rows, in one piece
-        loss = [*weight_in_parts(plain.output, losses, targets, model.out_dims)]
-        loss += loss_in_parts(plain.output, criterion, losses, targets, model.out_dims)
+        if not loss and not losses.is_coupled:  # a coupled loss is computed from all rows, in one piece
+            loss = [*weight_in_parts(plain.output, losses, targets, model.out_dims)]
+            loss += _without_errors(loss_in_parts(plain.output, criterion, losses, targets, model.out_dims))
     reasons += [*loss, *state_of_model(module, plain.module, devices)]
     return tuple(reasons) or tuple(_own_loss(plain.output, is_weighted=losses.weight is not None))
 
@@ -169,13 +165,11 @@ def random_place(module: nn.Module, inputs: Any, device: torch.device, limit: fl
 
 def output_error(expected: Any, output: Any) -> float:
     """Returns the largest relative error over the floating-point tensors of two outputs that have the same shape."""
-    pairs = zip(containers.leaves(expected), containers.leaves(output), strict=False)
-    return max((relative_error(right, left) for (_, left), (_, right) in pairs if _is_comparable(left, right)), default=0.0)
-
-
-def _is_comparable(left: Any, right: Any) -> bool:
-    tensors = isinstance(left, Tensor) and isinstance(right, Tensor)
-    return tensors and left.shape == right.shape and is_differentiable(left)
+    errors = [0.0]
+    for (_, left), (_, right) in zip(containers.leaves(expected), containers.leaves(output), strict=False):
+        if isinstance(left, Tensor) and isinstance(right, Tensor) and left.shape == right.shape and is_differentiable(left):
+            errors.append(relative_error(right, left))
+    return max(errors)
 
 
 def loss_draws(criterion: Criterion, output: Any, targets: Any, limit: float) -> Iterator[str]:
@@ -258,9 +252,8 @@ def buffer_errors(plain: Program, split: Program, limit: float) -> dict[str, flo
         buffers = dict(other.named_buffers(recurse=False))
         for key, expected in layer.named_buffers(recurse=False):
             buffer = buffers.get(key)
-            if buffer is None or buffer.shape != expected.shape:
-                errors[f"{name}{key}"] = math.inf
-            elif (error := relative_error(buffer, expected)) > limit:
+            error = math.inf if buffer is None or buffer.shape != expected.shape else relative_error(buffer, expected)
+            if error > limit:
                 errors[f"{name}{key}"] = error
     return errors
 
@@ -300,18 +293,14 @@ def unregistered_tensors(module: nn.Module) -> Iterator[str]:
         for key, value in layer.__dict__.items():
             entries = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else [value]
             unregistered = [] if key.startswith("_") else [entry for entry in entries if id(entry) not in registered]
-            if any(_is_trained(entry) for entry in unregistered):
+            plain = [entry for entry in unregistered if isinstance(entry, Tensor) and not isinstance(entry, nn.Parameter)]
+            if any(entry.requires_grad and entry.is_leaf for entry in plain):
                 yield f"unregistered: {key} of {described(name, layer)} holds tensors that require gradients: use nn.Parameter"
                 continue
             for kind, finding in _FINDINGS:
                 if any(isinstance(entry, kind) for entry in unregistered):
                     yield f"unregistered: {key} of {described(name, layer)} {finding}"
                     break
-
-
-def _is_trained(entry: object) -> bool:
-    is_plain = isinstance(entry, Tensor) and not isinstance(entry, nn.Parameter)
-    return is_plain and entry.requires_grad and entry.is_leaf  # type: ignore[attr-defined]
 
 
 def described(name: str, layer: nn.Module) -> str:

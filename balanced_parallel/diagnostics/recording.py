@@ -193,18 +193,14 @@ def _inputs_equal(call: Call, shards: Sequence[Call], dim: int, tolerance: float
 
 
 def _joined_error(shards: Sequence[Tensor], expected: Tensor, dim: int) -> float | None:
-    joined = _join([shard.to(expected.device) for shard in shards], expected.shape, dim)
-    return None if joined is None else relative_error(joined, expected)
-
-
-def _join(shards: list[Tensor], shape: torch.Size, dim: int) -> Tensor | None:
-    """Concatenates shards along the first dimension that gives ``shape``, ``dim`` before others; None if there is none."""
+    """Joins shards along the first dimension that gives the expected shape, ``dim`` before others; None if there is none."""
+    shape = expected.shape
     if not shape:
         return None  # a loss inside of the model
     for along in dict.fromkeys([dim % len(shape), *range(len(shape))]):
         rests = {(*shard.shape[:along], *shard.shape[along + 1 :]) for shard in shards if shard.dim() == len(shape)}
         if rests == {(*shape[:along], *shape[along + 1 :])} and sum(shard.size(along) for shard in shards) == shape[along]:
-            return torch.cat(shards, along)
+            return relative_error(torch.cat([shard.to(expected.device) for shard in shards], along), expected)
     return None
 
 
@@ -240,13 +236,8 @@ def loss_in_parts(output: Any, criterion: Criterion, wrapped: DataParallelCriter
     """Yields a reason if the loss computed in parts differs from the loss of the whole batch."""
     if is_known(criterion) and wrapped.weight is None:  # a rule gives the divisor
         return
-    with torch.no_grad(), warnings.catch_warnings(action="ignore"):
-        try:
-            tensors = _single((output, containers.spread(targets)))
-            kind = _Parts(_single(criterion), _single(wrapped), tensors[0], tensors[1], dims).kind()
-        except Exception:  # noqa: BLE001 - a criterion may raise any error
-            return
-    if kind:
+    single_output, single_targets = _single((output, containers.spread(targets)))
+    if kind := _Parts(_single(criterion), _single(wrapped), single_output, single_targets, dims).kind():
         yield kind
 
 
@@ -359,11 +350,9 @@ class _Parts:
         then be the loss of the whole batch.
         """
         part, rest = self.rows // 4, self.rows - 2 * (self.rows // 4)
-        for sizes in ((rest, part, part), (part, rest, part), (part, part, rest)) if part else ():
-            answer = self._is_mean_of(sizes, whole)
-            if answer is not None:
-                return answer
-        return None
+        cuts = ((rest, part, part), (part, rest, part), (part, part, rest)) if part else ()
+        answers = (self._is_mean_of(sizes, whole) for sizes in cuts)
+        return next((answer for answer in answers if answer is not None), None)
 
     def _is_mean_of(self, sizes: Sequence[int], whole: Tensor) -> bool | None:
         loss_1, loss_2, loss_3 = map(float, self.losses(sizes))

@@ -166,7 +166,10 @@ def verify(
         number, equal = 0, True
         while equal and number < 2:
             number += 1
-            loss, split_loss = _run_plain(plain, inputs, targets, wrapped.devices[0]), _run_split(split, step, inputs, targets)
+            loss = _run_plain(plain, inputs, targets, wrapped.devices[0])
+            split.begin()
+            torch.manual_seed(1)
+            split_loss = step(inputs, targets)
             errors = {"": relative_error(split_loss, loss)} | _gradient_errors(plain.gradients(), split.gradients())
             equal = max(errors.values()) <= limit
         state, count = buffer_errors(plain, split, limit), len(wrapped.devices)
@@ -250,18 +253,11 @@ def _wrap_criterion(
 
 
 def _run_plain(program: Program, inputs: Any, targets: Any, device: torch.device) -> Tensor:
-    following = move_leaves(containers.spread(targets), device)
     program.forward(inputs, device, seed=0)
     criterion = program.criterion.to(device) if isinstance(program.criterion, nn.Module) else program.criterion
-    loss = scalar_of(call_spread(criterion, program.output, following, {}))
+    loss = scalar_of(call_spread(criterion, program.output, move_leaves(containers.spread(targets), device), {}))
     loss.backward()
     return loss.detach()
-
-
-def _run_split(program: Program, step: TrainStep, inputs: Any, targets: Any) -> Tensor:
-    program.begin()
-    torch.manual_seed(1)
-    return step(inputs, targets)
 
 
 def _gradient_errors(expected: dict[str, Tensor], gradients: dict[str, Tensor]) -> dict[str, float]:

@@ -5,13 +5,13 @@ the same random numbers, and reads the buffers that the first has read: ``torch.
 statistics of batch norms twice. With a budget, a forward of fake tensors counts the bytes that each block keeps.
 """
 
-import contextlib
 import functools
 import itertools
 import math
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
@@ -317,9 +317,6 @@ def _text(name: str, segment: Segment) -> str:
     return f"{name}{place}{' (selective)' if segment.selective else ''}"
 
 
-Contexts = tuple[contextlib.AbstractContextManager[Any], contextlib.AbstractContextManager[Any]]
-
-
 def run_checkpointed(
     modules: Sequence[nn.Module], function: Callable[..., Any], args: Any, kwargs: Any, *, name: str, selective: bool = False
 ) -> Any:
@@ -358,7 +355,7 @@ def run_checkpointed(
     return outputs
 
 
-def _contexts(owners: list[nn.Module], devices: list[torch.device], selective: bool) -> Contexts:
+def _contexts(owners: list[nn.Module], devices: list[torch.device], selective: bool) -> tuple[Any, "_Again"]:
     """Returns the contexts of the first run of a forward, and of each further one."""
     first, again = _make_selective() if selective else noop_context_fn()
     if selective:  # hooks of saved tensors do not get the outputs that it keeps, as before torch 2.15
@@ -370,17 +367,15 @@ def _contexts(owners: list[nn.Module], devices: list[torch.device], selective: b
 class _Again:
     """A context of each further run of a forward. One graph may enter it several times (``retain_graph=True``)."""
 
-    def __init__(
-        self, owners: list[nn.Module], devices: list[torch.device], inner: contextlib.AbstractContextManager[Any]
-    ) -> None:
+    def __init__(self, owners: list[nn.Module], devices: list[torch.device], inner: AbstractContextManager[Any]) -> None:
         self._owners = [(owner, buffers_of(owner)) for owner in owners if buffers_of(owner)]
         self._random = RandomState(devices)
         self._inner = inner
         self._written: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
-        self._entered: list[contextlib.ExitStack] = []
+        self._entered: list[ExitStack] = []
 
-    @contextlib.contextmanager
-    def first_run(self, inner: contextlib.AbstractContextManager[Any]) -> Iterator[None]:
+    @contextmanager
+    def first_run(self, inner: AbstractContextManager[Any]) -> Iterator[None]:
         """Records the buffers that the block writes to, with their values before."""
         before = []
         for owner, buffers in self._owners:
@@ -398,7 +393,7 @@ class _Again:
         self._random.end()
 
     def __enter__(self) -> None:
-        with contextlib.ExitStack() as stack:
+        with ExitStack() as stack:
             stack.enter_context(self._random.again())
             for buffers, name, value in self._written:
                 current = buffers[name]
@@ -510,15 +505,7 @@ def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device | None 
         return copied.requires_grad_(tensor.requires_grad)
 
 
-_aten = torch.ops.aten
-_MULTIPLICATIONS = {
-    _aten.mm.default,
-    _aten.addmm.default,
-    _aten.bmm.default,
-    _aten.baddbmm.default,
-    _aten.linear.default,
-    _aten.convolution.default,
-}
+_MULTIPLICATIONS = {getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution")}
 
 
 def is_expensive(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

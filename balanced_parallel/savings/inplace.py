@@ -27,6 +27,7 @@ __all__: list[str] = []
 
 # Their backward in place needs the output alone. Others copy their input then, and dropout keeps a wider mask on a GPU.
 _ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.RReLU)
+_RUNS = ((True, True), (True, False), (False, True))  # in training or not, with checkpoints or not
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -55,9 +56,8 @@ def inplace_activations(module: nn.Module, inputs: Any) -> tuple[str, ...]:
     batch = torch_private.map_tensors(lambda tensor: move(tensor.detach(), device).requires_grad_(tensor.requires_grad), inputs)
     call: Call = ((), dict(batch)) if isinstance(batch, Mapping) else (batch if isinstance(batch, tuple) else (batch,), {})
     # A checkpoint keeps the input of its block, and its second forward saves what the plain block saves.
-    settings = [{"training": True}, {"training": True, "checkpointed": False}, {"training": False}]
     with keep_random_state():
-        watched = [_watch(module, call, **choice) for choice in settings]
+        watched = [_watch(module, call, training, checkpointed) for training, checkpointed in _RUNS]
         unsafe = set().union(*(uses.unsafe for uses in watched))
         names = [name for name in watched[0].names if name not in unsafe]
         if not _runs(module, call, names):  # in place on views that torch refuses
@@ -73,12 +73,13 @@ def _set_inplace(module: nn.Module, names: Any) -> None:
         module.get_submodule(name).inplace = True  # type: ignore[assignment]
 
 
-def _watch(module: nn.Module, call: Call, training: bool, checkpointed: bool = True) -> "_InputUses":
+def _watch(module: nn.Module, call: Call, training: bool, checkpointed: bool) -> "_InputUses":
     """Watches a forward. Autograd keeps copies, so that what is alive afterwards is kept by others."""
-    net = _copy(module).train(training)
+    net, (args, kwargs) = _copies(module, call)
+    net.train(training)
     for child in [] if checkpointed else net.modules():
         restore_module(child)
-    uses, (args, kwargs) = _InputUses(net), _fresh(call)
+    uses = _InputUses(net)
     with uses, torch.autograd.graph.saved_tensors_hooks(uses.save, lambda copied: copied):
         outputs = net(*args, **kwargs)
     uses.end()
@@ -88,9 +89,8 @@ def _watch(module: nn.Module, call: Call, training: bool, checkpointed: bool = T
 
 def _runs(module: nn.Module, call: Call, names: list[str]) -> bool:
     """Returns False if torch refuses a step with these activations in place."""
-    net = _copy(module).train()
-    _set_inplace(net, names)
-    args, kwargs = _fresh(call)
+    net, (args, kwargs) = _copies(module, call)
+    _set_inplace(net.train(), names)
     try:
         sums = [tensor.abs().sum() for tensor in _all_tensors(net(*args, **kwargs)) if tensor.requires_grad]
         torch.autograd.backward(sums)
@@ -99,16 +99,12 @@ def _runs(module: nn.Module, call: Call, names: list[str]) -> bool:
     return True
 
 
-def _fresh(call: Call) -> Any:
-    return torch_private.map_tensors(lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), call)
-
-
-def _copy(module: nn.Module) -> nn.Module:
-    """Returns a copy in which every parameter is trained, also those that are frozen for now."""
+def _copies(module: nn.Module, call: Call) -> tuple[nn.Module, Any]:
+    """Returns copies of both. Every parameter is trained, also those that are frozen for now."""
     net = copy.deepcopy(module)
     for parameter in net.parameters():
         parameter.requires_grad_(is_differentiable(parameter))
-    return net
+    return net, torch_private.map_tensors(lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), call)
 
 
 def _all_tensors(value: Any) -> list[Tensor]:

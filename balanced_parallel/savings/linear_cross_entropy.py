@@ -101,9 +101,6 @@ def _check_reduction(reduction: str) -> None:
         raise ValueError(f"reduction={reduction!r}, expected 'mean', 'sum' or 'none'")
 
 
-Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]  # of the hidden states, the weight and the bias
-
-
 class Labels(NamedTuple):
     """Targets of all rows, and the settings of their cross entropy."""
 
@@ -146,16 +143,11 @@ def linear_cross_entropy(
     hidden = input.reshape(-1, input.size(-1))
     keeps_gradients = torch.is_grad_enabled()
     losses: Tensor = _Chunked.apply(hidden, linear_weight, linear_bias, labels, reduction != "none", keeps_gradients)
-    if reduction == "none":
-        return losses.view(target.shape)
-    return losses if reduction == "sum" else _divide(losses, labels)
-
-
-def _divide(total: Tensor, labels: Labels) -> Tensor:
-    """Returns the mean; nan with gradients of zero if no target counts, as ``F.cross_entropy`` does."""
-    divisor = _weights_of_rows(labels, total.dtype).sum()
-    counted = divisor != 0
-    return torch.where(counted, total / torch.where(counted, divisor, 1), torch.nan)
+    if reduction != "mean":
+        return losses.view(target.shape) if reduction == "none" else losses
+    divisor = _weights_of_rows(labels, losses.dtype).sum()
+    counted = divisor != 0  # the mean is nan with gradients of zero if no target counts, as in F.cross_entropy
+    return torch.where(counted, losses / torch.where(counted, divisor, 1), torch.nan)
 
 
 def _weights_of_rows(labels: Labels, dtype: torch.dtype) -> Tensor:
@@ -170,7 +162,9 @@ class _Chunked(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Labels, is_sum: bool, keeps_gradients: bool
     ) -> Tensor:
-        ctx.labels, ctx.is_sum, ctx.dtype = labels, is_sum, _dtype_of_products(hidden)
+        kind = hidden.device.type
+        autocasts = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64  # which autocast leaves as it is
+        ctx.labels, ctx.is_sum, ctx.dtype = labels, is_sum, torch.get_autocast_dtype(kind) if autocasts else hidden.dtype
         wanted = ctx.needs_input_grad[:3] if is_sum and keeps_gradients else (False,) * 3
         losses, gradients = _run(hidden, weight, bias, labels, ctx.dtype, wanted, None)
         ctx.save_for_backward(*(gradients if is_sum else (hidden, weight, bias)))
@@ -192,12 +186,6 @@ class _Chunked(torch.autograd.Function):
         return (*scaled, None, None, None)
 
 
-def _dtype_of_products(hidden: Tensor) -> torch.dtype:
-    kind = hidden.device.type
-    autocasts = torch.is_autocast_enabled(kind) and hidden.dtype != torch.float64  # which autocast leaves as it is
-    return torch.get_autocast_dtype(kind) if autocasts else hidden.dtype
-
-
 def _run(
     hidden: Tensor,
     weight: Tensor,
@@ -206,8 +194,11 @@ def _run(
     dtype: torch.dtype,
     wanted: tuple[bool, ...],
     factors: Tensor | None,
-) -> tuple[Tensor, Gradients]:
-    """Returns the losses of all rows, and the wanted gradients of their sum. Each row may have a factor in that sum."""
+) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    """Returns the losses of all rows, and the wanted gradients of their sum: of the hidden states, the weight and the bias.
+
+    Each row may have a factor in that sum.
+    """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     losses = torch.empty(len(hidden), dtype=wide, device=hidden.device)
     of_hidden = torch.empty_like(hidden) if wanted[0] else None
@@ -234,11 +225,8 @@ def _run(
             if of_bias is not None:
                 of_bias += gradient.sum(0, dtype=wide)
             del gradient  # before the next logits are made
-    return losses, (of_hidden, _like(of_weight, weight), _like(of_bias, bias))
-
-
-def _like(gradient: Tensor | None, parameter: Tensor | None) -> Tensor | None:
-    return None if gradient is None or parameter is None else gradient.to(parameter.dtype)
+    sums = (of_weight, weight), (of_bias, bias)
+    return losses, (of_hidden, *(None if total is None or like is None else total.to(like.dtype) for total, like in sums))
 
 
 def _loss_and_gradient_(logits: Tensor, labels: Labels, makes_gradient: bool, factors: Tensor | None) -> Tensor:

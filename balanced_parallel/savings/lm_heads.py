@@ -7,6 +7,7 @@ loss function computes both layers at once.
 import contextvars
 import functools
 import inspect
+from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
@@ -63,14 +64,14 @@ class WithoutLogits:
     """A base class of models that compute their loss without logits, besides their own class."""
 
 
+@dataclass
 class _Call:
     """One forward with labels: the head that ran, its hidden states, and whether the loss was computed from them."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.head: nn.Linear | None = None
-        self.hidden: Tensor | None = None
-        self.has_loss = False
+    name: str
+    head: nn.Linear | None = None
+    hidden: Tensor | None = None
+    has_loss: bool = False
 
     def loss(
         self,

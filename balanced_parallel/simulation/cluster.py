@@ -4,7 +4,7 @@ import ctypes
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 import torch.distributed as dist
@@ -41,13 +41,14 @@ class Cluster:
         memory: capacity of each device in bytes; ``None`` means no limit.
     """
 
-    def __init__(self, memory: Sequence[int | None], native: ctypes.CDLL, labels: MemoryLabels, waits: Waits) -> None:
+    def __init__(self, memory: Sequence[int | None], native: ctypes.CDLL) -> None:
         self.devices = [torch.device("sim", index) for index in range(len(memory))]
         self.memory = list(memory)
         self._native = native
-        self._labels = labels
-        self._waits = waits
+        self._labels = MemoryLabels(native)
+        self._waits = Waits(self._labels)
         self._ended: _Numbers | None = None
+        self._names = {**dict(enumerate(map(str, self.devices))), MAX_DEVICES: "cpu"}
 
     @property
     def live(self) -> list[int]:
@@ -64,7 +65,7 @@ class Cluster:
         """Bytes copied so far, by source and target: ``moved["cpu", "sim:0"]``. Subtract two values to measure a section."""
         if self._ended:
             return self._ended[2]
-        places = [*enumerate(map(str, self.devices)), (MAX_DEVICES, "cpu")]
+        places = self._names.items()
         moved = {(source, target): self._native.simulation_moved(i, j) for i, source in places for j, target in places}
         return Counter({ends: count for ends, count in moved.items() if count})
 
@@ -76,8 +77,7 @@ class Cluster:
         size = self._native.simulation_copies(0, 0, None)
         codes = (ctypes.c_int * size)()
         self._native.simulation_copies(0, size, codes)
-        names = {MAX_DEVICES: "cpu", **dict(enumerate(map(str, self.devices)))}
-        return [(names[ends // (MAX_DEVICES + 1)], names[ends % (MAX_DEVICES + 1)]) for ends in codes]
+        return [(self._names[ends // (MAX_DEVICES + 1)], self._names[ends % (MAX_DEVICES + 1)]) for ends in codes]
 
     @property
     def waits(self) -> list[Wait]:
@@ -89,12 +89,17 @@ class Cluster:
         """Number of all these calls so far. Subtract two values to measure a section."""
         return self._waits.count
 
-    def forbidding_waits(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def forbidding_waits(self) -> Iterator[None]:
         """Returns a context manager that raises ``RuntimeError`` at a wait, like ``torch.cuda.set_sync_debug_mode("error")``.
 
         The message has the kind of the wait, its file and line, and a way to avoid it.
         """
-        return self._waits.forbidding()
+        self._waits.forbidding_blocks += 1
+        try:
+            yield
+        finally:
+            self._waits.forbidding_blocks -= 1
 
     @property
     def allocations(self) -> int:
@@ -166,8 +171,7 @@ class Cluster:
             rows.append([device, "no limit" if memory is None else format_bytes(memory), *map(format_bytes, counts), waits])
         headers = ["device", "memory", "now", "peak", *(category.title for category in Category), "moved in", "moved out"]
         headers.append("waits of the host")
-        table: str = tabulate(rows, headers, tablefmt=style, stralign="right")
-        return table
+        return str(tabulate(rows, headers, tablefmt=style, stralign="right"))
 
     def _must_run(self, numbers: str) -> None:
         if self._ended:
@@ -236,7 +240,7 @@ def simulate(devices: int, memory: Memory = None, *, strict: bool = True) -> Ite
         undo.callback(_active.release)
         native = load_native()
         _rename_backend()
-        labels = MemoryLabels(native)
+        cluster = Cluster(limits, native)
         capacities = (ctypes.c_int64 * devices)(*(min(limit or NO_LIMIT, NO_LIMIT) for limit in limits))
         native.simulation_start(devices, capacities, strict, torch.initial_seed() % 2**64)
         undo.callback(native.simulation_stop)
@@ -244,12 +248,10 @@ def simulate(devices: int, memory: Memory = None, *, strict: bool = True) -> Ite
         undo.callback(dist.Backend.default_device_backend_map.pop, "sim")
         dist.Backend.backend_capability["gloo"].append("sim")
         undo.callback(dist.Backend.backend_capability["gloo"].remove, "sim")
-        undo.enter_context(labels.watching())
-        undo.enter_context(comm_for_simulated_devices(labels))
-        waits = Waits(labels)
+        undo.enter_context(cluster._labels.watching())
+        undo.enter_context(comm_for_simulated_devices(cluster._labels))
         undo.callback(native.simulation_listen, LISTENER())  # a null pointer
-        native.simulation_listen(waits.listener)
-        cluster = Cluster(limits, native, labels, waits)
+        native.simulation_listen(cluster._waits.listener)
         undo.callback(cluster._end)
         yield cluster
 

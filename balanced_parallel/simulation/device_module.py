@@ -1,7 +1,6 @@
 """The module ``torch.sim``, with the functions that torch expects from the module of any device type."""
 
 import contextlib
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -47,11 +46,9 @@ def device_count() -> int:
     return int(load_native().simulation_device_count())  # torch.accelerator would call this function
 
 
-@contextlib.contextmanager
-def device(device: DeviceLike) -> Iterator[None]:
+def device(device: DeviceLike) -> contextlib.AbstractContextManager[Any]:
     """Sets the current device for the duration of the block."""
-    with torch.accelerator.device_index(_index(device)):
-        yield
+    return torch.accelerator.device_index(_index(device))
 
 
 class Stream(torch.Stream):

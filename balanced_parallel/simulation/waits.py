@@ -6,8 +6,6 @@ import itertools
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import FrameType
 from typing import NamedTuple
 
@@ -71,17 +69,8 @@ class Waits:
         self.count = 0
         self._lock = threading.Lock()
         self._labels = labels  # which know the number of finished steps
-        self._forbidden = 0
+        self.forbidding_blocks = 0
         self.listener = LISTENER(self._note)
-
-    @contextmanager
-    def forbidding(self) -> Iterator[None]:
-        """Raises an error at each wait in the block."""
-        self._forbidden += 1
-        try:
-            yield
-        finally:
-            self._forbidden -= 1
 
     def per_step(self, device: torch.device) -> list[int | None]:
         """Returns the number of waits for a device in each step, None for steps that the record no longer has in full."""
@@ -95,7 +84,7 @@ class Waits:
         with self._lock:
             self.record.append(wait)
             self.count += 1
-        if self._forbidden:
+        if self.forbidding_blocks:
             message = (
                 f"the host would wait for a GPU, which forbidding_waits() does not allow: {wait}. To avoid it, {wait.advice}"
             )
