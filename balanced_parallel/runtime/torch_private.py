@@ -278,18 +278,15 @@ def foreach_add_(tensors: Tensors, others: Tensors) -> None:
 
 def foreach_multiply_(tensors: Tensors, factor: float | Tensor) -> None:
     """Multiplies all tensors by one factor in place. A factor with one element moves to each of their devices."""
-    if not isinstance(factor, Tensor):
-        if tensors:
-            torch._foreach_mul_(tensors, factor)
-        return
     for device in dict.fromkeys(tensor.device for tensor in tensors):
-        torch._foreach_mul_([tensor for tensor in tensors if tensor.device == device], move(factor, device))
+        local = move(factor, device) if isinstance(factor, Tensor) else factor
+        torch._foreach_mul_([tensor for tensor in tensors if tensor.device == device], local)
 
 
-def foreach_copy_(targets: Tensors, sources: Tensors, *, non_blocking: bool = False) -> None:
+def foreach_copy_(targets: Tensors, sources: Tensors) -> None:
     """Copies ``sources[i]`` into ``targets[i]``, which may be on another device."""
     if targets:
-        torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
+        torch._foreach_copy_(targets, sources)
 
 
 def foreach_zero_(tensors: Tensors) -> None:
