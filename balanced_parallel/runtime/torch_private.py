@@ -179,22 +179,12 @@ def storage_id(storage: torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
-class StorageReference:
+class StorageReference(StorageWeakRef):
     """A key for a storage, which does not keep its memory. Its number is given to no other storage as long as the key exists."""
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._number = storage_id(storage)
-        self._reference = StorageWeakRef(storage)
 
     def is_alive(self) -> bool:
         """Returns True if a tensor still has the storage."""
-        return not self._reference.expired()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, StorageReference) and other._number == self._number
-
-    def __hash__(self) -> int:
-        return hash(self._number)
+        return not self.expired()
 
 
 # Modules: no public function returns entries that are None, the second name of a child, or a dictionary to change.
