@@ -17,7 +17,6 @@ from .replica_shards import Groups, ReplicaShards
 
 __all__: list[str] = []
 
-
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
 
 

@@ -21,7 +21,6 @@ from ..runtime import torch_private, transport
 
 __all__: list[str] = []
 
-
 T = TypeVar("T", Tensor, Tensor | None)
 
 

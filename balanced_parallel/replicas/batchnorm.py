@@ -159,8 +159,9 @@ class AllRowsBatchNorm(BatchNorm):
         self._check_input_dim(input)
         replica = current_replica()
         uses_batch = self.training or self.running_mean is None
-        if uses_batch and replica is None:
-            self._refuse_recomputation()
+        if uses_batch and replica is None and self.__dict__.get("_was_replica") and current_backward_id() is not None:
+            # activation checkpointing runs the forward again, without the other replicas
+            raise RuntimeError("a synchronised batch norm cannot be recomputed in the backward: keep it out of checkpointing")
         if not uses_batch or (replica is None and world_size() == 1):
             return BatchNorm.forward(self, input)  # not nn.SyncBatchNorm's, which refuses the CPU
         dims = [0, *range(2, input.dim())]
@@ -175,11 +176,6 @@ class AllRowsBatchNorm(BatchNorm):
         scale = scale if self.weight is None else scale * self.weight
         shift = -mean * scale if self.bias is None else self.bias - mean * scale
         return (values * scale.view(shape) + shift.view(shape)).to(input.dtype)
-
-    def _refuse_recomputation(self) -> None:
-        """Raises ``RuntimeError`` if activation checkpointing runs the forward again, without the other replicas."""
-        if self.__dict__.get("_was_replica") and current_backward_id() is not None:
-            raise RuntimeError("a synchronised batch norm cannot be recomputed in the backward: keep it out of checkpointing")
 
     def _update_running(self, mean: Tensor, variance: Tensor) -> None:
         if not self.training or self.running_mean is None or self.running_var is None:

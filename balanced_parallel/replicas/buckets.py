@@ -41,7 +41,6 @@ from ..runtime.torch_private import (
 
 __all__: list[str] = []
 
-
 Gradients = list[Tensor | None]  # one replica's, in the order of a bucket's parameters
 
 
@@ -189,11 +188,6 @@ class Bucket:
             run_first(parts[i][0].grad_fn)
         return parts
 
-    def goes_to_autograd(self, schedule: Schedule) -> bool:
-        """Returns True if autograd accumulates the sums into the parameters, as it would without replicas."""
-        on_side_stream = schedule.side is not None and schedule.overlaps and not torch.is_grad_enabled()
-        return not (schedule.deferred or self.owners or self.held or on_side_stream)
-
     def collect(self, replicas: list[Gradients], wanted: Sequence[bool | None], schedule: Schedule) -> Gradients:
         """Takes over the gradients of all replicas. Returns those that autograd passes on to the parameters.
 
@@ -315,7 +309,8 @@ class _Broadcast(torch.autograd.Function):
         with on_streams(schedule.streams):
             if schedule.side is not None:
                 schedule.side.begin()
-            if bucket.goes_to_autograd(schedule):
+            on_side_stream = schedule.side is not None and schedule.overlaps and not torch.is_grad_enabled()
+            if not (schedule.deferred or bucket.owners or bucket.held or on_side_stream):  # autograd accumulates the sums
                 sums = GradientSum(bucket.parameters, replicas, bucket.parameters[0].device)
                 return (None, None, None, *sums.compute())
             nodes = [node for node, _ in ctx.next_functions]
@@ -411,13 +406,5 @@ class GradientBuckets:
 
 def make_buckets(parameters: Sequence[nn.Parameter]) -> list[Bucket]:
     """Returns buckets of at most 25 MiB (or one parameter) and one dtype. The last parameters come first, as in the backward."""
-    buckets: list[Bucket] = []
-    open_buckets: dict[torch.dtype, tuple[Bucket, int]] = {}
-    for parameter in reversed(parameters):
-        bucket, size = open_buckets.get(parameter.dtype, (None, 0))
-        if bucket is None or size + parameter.nbytes > BUCKET_BYTES:
-            bucket, size = Bucket([]), 0
-            buckets.append(bucket)
-        bucket.parameters.append(parameter)
-        open_buckets[parameter.dtype] = bucket, size + parameter.nbytes
-    return buckets
+    last_first = parameters[::-1]
+    return [Bucket([last_first[i] for i in chunk]) for chunk in sorted(transport.chunks(last_first, BUCKET_BYTES))]

@@ -92,17 +92,12 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         check_dims(in_dims, "in_dims")
         check_dims(out_dims, "out_dims")
         devices = resolve_devices(device_ids)
-        self._set_up(
-            devices,
-            Replicas(),
-            dim=dim,
-            precision=precision,
-            split=split,
-            in_dims=in_dims,
-            out_dims=out_dims,
-            gather_outputs=gather_outputs,
-            gather_device=None if output_device is None else resolve_device(output_device),
-        )
+        self._set_up(devices, Replicas(), dim=dim, precision=precision, split=split)
+        self.in_dims = in_dims
+        self.out_dims = dim if out_dims is None else out_dims
+        self.gather_outputs = gather_outputs
+        self._gathers_on = devices[0] if output_device is None else resolve_device(output_device)
+        self.output_device = 0 if self._gathers_on.index is None else self._gathers_on.index
         self.module = module.to(devices[0])
 
     def _set_up(
@@ -113,24 +108,18 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         dim: int,
         precision: str | Precision | None,
         split: Sequence[float] | str | None,
-        in_dims: Dims = None,
-        out_dims: Dims = None,
-        gather_outputs: bool = False,
-        gather_device: torch.device | None = None,
     ) -> None:
-        """Sets every attribute but ``module``. A subclass passes its own devices and replicas."""
+        """Sets what a forward needs, but for ``module``. A subclass passes its own devices and replicas."""
         self.devices = devices
         # the weight of each device; None for equal parts
         self.split = share_by_memory(devices) if split == "memory" else check_split(split, len(devices))
         self.precision = Precision("fp32" if precision is None else precision)
         self.dim = dim
-        self.in_dims = in_dims
-        self.out_dims = dim if out_dims is None else out_dims
-        self.gather_outputs = gather_outputs
+        self.in_dims = None
+        self.out_dims = dim
+        self.gather_outputs = False
         self.replicas = replicas
         self.device_ids = [0 if device.index is None else device.index for device in devices]
-        self._gathers_on = gather_device or devices[0]
-        self.output_device = 0 if self._gathers_on.index is None else self._gathers_on.index
         self._warned = False
         self.src_device_obj = devices[0]
 

@@ -20,7 +20,7 @@ import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,6 @@ from .module_tree import ModuleTree, Skeletons, check_device, flatten_weights, r
 from .workers import Workers, run_replicas, shared_pool
 
 __all__: list[str] = []
-
 
 # Replicas whose forward has called the code that runs here. Workers carry it.
 _running: contextvars.ContextVar[tuple["Replicas", ...]] = contextvars.ContextVar("running", default=())
@@ -83,13 +82,6 @@ class Replicas:
                 raise
             if devices[0] != home:
                 tree.take_buffers(self._skeletons[0])
-
-    def window(self) -> AbstractContextManager[None]:
-        """Promises that the parameters are written to in ways that torch's version counters record, or not at all.
-
-        In this block the copies are refreshed by the first forward, and after writes that the counters record.
-        """
-        return window(self)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Opens a window, in which gradients stay with the replicas."""
@@ -150,7 +142,7 @@ class Replicas:
             if self.tree is None or not self.tree.has_parameters_of(tree):
                 self._refuse_sharded()
                 self.gradients.rebuild()
-                self.copies.forget()
+                self.copies = ParameterCopies()
             self.tree, self._skeletons = tree, []
         if tree.parameters and len(set(devices)) > 1:
             self._follow_parameters(tree, devices, all_values)
@@ -159,19 +151,20 @@ class Replicas:
         return tree
 
     def _follow_parameters(self, tree: ModuleTree, devices: Sequence[torch.device], all_values: bool) -> None:
-        changes, copies = self.copies.find_changes(tree.parameters), self.copies
-        if changes.moved or changes.frozen:
+        copies = self.copies
+        written, moved, frozen = copies.find_changes(tree.parameters)
+        if moved or frozen:
             check_device(tree.modules[0], devices[0])
-            self._follow_buckets(tree, is_frozen=bool(changes.frozen))
-        is_renewed = copies.refresh(tree.parameters, changes.written, all_values=all_values and not copies.are_fresh)
+            self._follow_buckets(tree, is_frozen=bool(frozen))
+        is_renewed = copies.refresh(tree.parameters, written, all_values=all_values and not copies.are_fresh)
         renewed = [*copies.by_device] if is_renewed else []
         copies.are_fresh = self._windows > 0 and (all_values or copies.are_fresh)
         if not copies.by_device.keys() >= {*devices[1:]} - {devices[0]}:
             renewed += copies.extend_to(devices[1:], tree.parameters)
         for device in renewed:
             flatten_weights(tree.rnns, copies.by_device[device])
-        if changes.moved and self.gradients.is_sharded:
-            self.gradients.repoint({tree.parameters[i]: copies.everywhere(tree.parameters[i], i) for i in changes.moved})
+        if moved and self.gradients.is_sharded:
+            self.gradients.repoint({tree.parameters[i]: copies.everywhere(tree.parameters[i], i) for i in moved})
 
     def _follow_buckets(self, tree: ModuleTree, *, is_frozen: bool) -> None:
         """Makes new buckets where parameters were frozen, unfrozen, resized or converted."""
@@ -229,7 +222,11 @@ class Replicas:
 
 @contextmanager
 def window(*replicas: Replicas, deferred: bool = False) -> Iterator[None]:
-    """Opens a :meth:`Replicas.window` of each of ``replicas``, or with ``deferred`` a :meth:`Replicas.no_sync`."""
+    """Promises that the parameters are written to in ways that torch's version counters record, or not at all.
+
+    In this block the copies of ``replicas`` are refreshed by the first forward, and after writes that the counters record. With
+    ``deferred``, gradients stay with the replicas.
+    """
     for each in replicas:
         each._windows += 1
         each.gradients.deferring += deferred
@@ -243,7 +240,7 @@ def window(*replicas: Replicas, deferred: bool = False) -> Iterator[None]:
 
 
 def parameter_window(*modules: Any) -> AbstractContextManager[None]:
-    """Opens a :meth:`Replicas.window` of each of those modules that have replicas."""
+    """Opens a :func:`window` of those modules that have replicas."""
     replicas = []
     for module in modules:
         if isinstance(each := getattr(module, "replicas", None), Replicas):
@@ -254,14 +251,6 @@ def parameter_window(*modules: Any) -> AbstractContextManager[None]:
 _UNKNOWN = (0, torch.Size([-1]), 0, False)  # state of a parameter
 
 
-class Changes(NamedTuple):
-    """Places of the parameters that changed since the last look, as far as torch records it."""
-
-    written: Sequence[int] = ()  # with the version counter, or moved
-    moved: Sequence[int] = ()  # to another address, or resized
-    frozen: Sequence[int] = ()  # or unfrozen
-
-
 class ParameterCopies:
     """Copies of parameters, one list per device, in the order of the parameters."""
 
@@ -269,27 +258,23 @@ class ParameterCopies:
         self.by_device: dict[torch.device, list[Tensor]] = {}
         self.forget_values()
 
-    def forget(self) -> None:
-        """Drops all copies."""
-        self.by_device.clear()
-        self.forget_values()
-
     def forget_values(self) -> None:
         """Marks every copy as outdated."""
         self._states: list[ParameterState] = []
         self.are_fresh = False  # in the window that is open
 
-    def find_changes(self, parameters: Sequence[nn.Parameter]) -> Changes:
-        """Returns the changes since the last call."""
+    def find_changes(self, parameters: Sequence[nn.Parameter]) -> tuple[list[int], list[int], list[int]]:
+        """Returns the places of the parameters that changed since the last call, as far as torch records it.
+
+        First those that were written to or moved, then those that were moved or resized, then those that were frozen or unfrozen.
+        """
         before, self._states = self._states, parameter_states(parameters)
         if before == self._states:
-            return Changes()
+            return [], [], []
         pairs = list(enumerate(zip(self._states, before or itertools.repeat(_UNKNOWN), strict=False)))
-        return Changes(
-            written=[i for i, (now, then) in pairs if now[:3] != then[:3]],
-            moved=[i for i, (now, then) in pairs if now[:2] != then[:2]],
-            frozen=[i for i, (now, then) in pairs if now[3] != then[3]],
-        )
+        written = [i for i, (now, then) in pairs if now[:3] != then[:3]]
+        moved = [i for i, (now, then) in pairs if now[:2] != then[:2]]
+        return written, moved, [i for i, (now, then) in pairs if now[3] != then[3]]
 
     @torch.no_grad()
     def refresh(self, parameters: Sequence[nn.Parameter], written: Sequence[int], *, all_values: bool) -> bool:

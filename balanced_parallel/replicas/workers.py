@@ -31,7 +31,6 @@ from ..runtime.torch_private import DeviceContext, TorchDispatchMode
 
 __all__: list[str] = []
 
-
 _JOIN_SECONDS = 5.0  # at exit, for a thread whose call does not end
 Call = Callable[[], object]
 
@@ -175,27 +174,21 @@ class Meeting:
             self._changed.notify_all()
 
 
-class Apart:
-    """Refuses exchanges: the replicas run one after the other."""
-
-    def exchange(self, index: int, number: int, value: Any) -> list[Any]:
-        """Raises ``RuntimeError``."""
-        raise RuntimeError(
-            f"replica {index} waits for the others in a synchronised layer, and they run one after the other: expected such "
-            "layers in the model, not in the criterion"
-        )
-
-
 @dataclass
 class Replica:
     """The replica that a thread runs, if it is one of several."""
 
     index: int
-    meeting: Exchange
+    meeting: Exchange | None  # None if the replicas run one after the other
     exchanges: int = 0
 
     def exchange(self, value: Any) -> list[Any]:
         """Returns ``value`` of every replica, in their order. All replicas must call this equally often."""
+        if self.meeting is None:
+            raise RuntimeError(
+                f"replica {self.index} waits for the others in a synchronised layer, and they run one after the other: expected "
+                "such layers in the model, not in the criterion"
+            )
         self.exchanges += 1
         return self.meeting.exchange(self.index, self.exchanges, value)
 
@@ -234,7 +227,7 @@ def run_replicas(
     replica and its device added to the message. ``pool`` returns the threads. It is called only if there are several.
     """
     if len(work) == 1 or (not together and set(devices) == _CPU):
-        return run_in_turn(work, devices, Apart())
+        return run_in_turn(work, devices, None)
     # A copy between devices runs on the current stream of its source, so each worker needs the caller's stream of every device.
     streams = current_streams(accelerators())
     others = {device: stream for device, stream in streams.items() if stream is not None and stream.stream_id != 0}
@@ -289,7 +282,7 @@ def _run_in_workers(calls: Sequence[Call], devices: Sequence[torch.device], meet
         raise  # a worker that still runs is not given back: it ends after its call
 
 
-def run_in_turn(work: Sequence[Callable[[], T]], devices: Sequence[torch.device], meeting: Exchange) -> list[T]:
+def run_in_turn(work: Sequence[Callable[[], T]], devices: Sequence[torch.device], meeting: Exchange | None) -> list[T]:
     """Calls ``work[i]()`` for each replica ``i``, one after the other in the calling thread, and returns the results."""
     before, results = _thread.replica, []
     try:

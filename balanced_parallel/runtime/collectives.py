@@ -31,22 +31,15 @@ from .devices import is_accelerator
 
 __all__: list[str] = []
 
-
 Number = TypeVar("Number", int, float)
 Group: TypeAlias = "dist.ProcessGroup | None"  # None: of the ranks that share a batch
 _second_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]]" = weakref.WeakKeyDictionary()
-
-
 _batch_group: Group = None  # None: all ranks
 _has_batch_group = False
 
 
 def share_batches(group: Group) -> None:
-    """Makes ``group`` the ranks that share a batch; ``None`` keeps those of a call before, or takes all ranks.
-
-    Raises:
-        ValueError: a call before has taken other ranks.
-    """
+    """Makes ``group`` the ranks that share a batch; ``None`` keeps those of a call before, or takes all ranks."""
     global _batch_group, _has_batch_group
     if group is not None:
         ranks, before = dist.get_process_group_ranks(group), dist.get_process_group_ranks(_batch_group)
@@ -88,12 +81,8 @@ def host_group(group: Group = None) -> Group:
 
 
 def checkpoint_group(group: Group = None) -> Group:
-    """Returns a process group of all ranks for the thread that writes checkpoints, with the CPU's backend: it moves objects.
-
-    Raises:
-        ValueError: only some ranks share a batch. Each of their groups would write to the same files.
-    """
-    if _batch_group is not None:
+    """Returns a process group of all ranks for the thread that writes checkpoints, with the CPU's backend: it moves objects."""
+    if _batch_group is not None:  # each group of ranks would write to the same files
         raise ValueError(
             f"Checkpoints with mesh= of {world_size()} of {dist.get_world_size()} ranks, expected all ranks: save "
             "step.state_dict() with torch.distributed.checkpoint"
@@ -148,13 +137,9 @@ def gather_objects(value: Any, group: Group = None) -> list[Any]:
 
 
 def gather_rows(tensor: torch.Tensor, sizes: list[int], dim: int, group: Group = None) -> torch.Tensor:
-    """Concatenates the rows of all ranks on the device of ``tensor``. The result is differentiable.
+    """Concatenates the rows of all ranks along ``dim``, on the device of ``tensor``. The result is differentiable.
 
-    Args:
-        tensor: the rows of this rank.
-        sizes: number of rows of each rank along ``dim``.
-        dim: dimension of the rows.
-        group: runs the collectives of forward and backward.
+    ``sizes`` are the numbers of rows of the ranks.
     """
     gathered: torch.Tensor = _GatherRows.apply(tensor, sizes, dim, group)
     return gathered
@@ -204,16 +189,10 @@ def compare_ranks(
     explain: Callable[[str, list[str | None]], Sequence[str | None]] | None = None,
     group: Group = None,
 ) -> None:
-    """Compares the facts of all ranks in one small all-gather. A fact that a rank does not have is not compared.
+    """Compares the facts of all ranks in one small all-gather, and raises ``ValueError`` on every rank if one differs.
 
-    Args:
-        facts: of this rank, with values that can be pickled.
-        expected: a phrase for the message.
-        explain: replaces the values of the ranks in the message. It may communicate: all ranks call it for the same facts.
-        group: of the ranks.
-
-    Raises:
-        ValueError: on every rank, if a fact differs.
+    A fact that a rank does not have is not compared. ``explain`` replaces the values of the ranks in the message. It may
+    communicate: all ranks call it for the same facts.
     """
     ranks = gather_objects(dict(facts), group)
     messages = []

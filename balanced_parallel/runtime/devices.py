@@ -16,7 +16,6 @@ from .values import check_type
 
 __all__: list[str] = []
 
-
 DeviceLike = int | str | torch.device
 HOSTS = ("cpu", "meta")  # types of devices without streams, a generator and memory of their own
 
@@ -27,20 +26,15 @@ def is_accelerator(device: torch.device) -> bool:
 
 
 def visible_devices() -> list[torch.device]:
-    """Returns all accelerators that this process can see, or the CPU if there is none.
-
-    Raises:
-        RuntimeError: if there are GPUs, but torch still takes simulated devices from before for its accelerator.
-    """
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        if torch.cuda.is_available():
-            raise RuntimeError(
-                "this process has simulated devices, which torch still takes for its accelerator, so its GPUs cannot be used: "
-                "use them in a new process"
-            )
-        return [torch.device("cpu")]
-    return accelerators()
+    """Returns all accelerators that this process can see, or the CPU if there is none."""
+    if torch.accelerator.is_available():
+        return accelerators()
+    if torch.cuda.is_available():
+        raise RuntimeError(
+            "this process has simulated devices, which torch still takes for its accelerator, so its GPUs cannot be used: "
+            "use them in a new process"
+        )
+    return [torch.device("cpu")]
 
 
 def accelerators() -> list[torch.device]:
@@ -51,14 +45,7 @@ def accelerators() -> list[torch.device]:
 
 
 def resolve_devices(device_ids: Sequence[DeviceLike] | None) -> list[torch.device]:
-    """Converts ``device_ids`` to devices with an index.
-
-    ``None`` means :func:`visible_devices`. Devices may repeat.
-
-    Raises:
-        TypeError: if ``device_ids`` is one device instead of a list, or an entry is not a device.
-        ValueError: if the list is empty, or this machine does not have a device.
-    """
+    """Converts ``device_ids`` to devices with an index. They may repeat. ``None`` means :func:`visible_devices`."""
     if device_ids is None:
         return visible_devices()
     if isinstance(device_ids, (int, str, torch.device)):
@@ -174,17 +161,14 @@ def without_tf32() -> Iterator[None]:
         old_way = None
     try:
         if old_way is not None:
-            _set_old_way("highest", False)
+            torch.set_float32_matmul_precision("highest")
+            backends.cudnn.allow_tf32 = False
         for switch in switches:
             switch.fp32_precision = "ieee"
         yield
     finally:
         if old_way is not None:
-            _set_old_way(*old_way)
+            torch.set_float32_matmul_precision(old_way[0])
+            backends.cudnn.allow_tf32 = old_way[1]
         for switch, precision in zip(switches, before, strict=True):
             switch.fp32_precision = precision
-
-
-def _set_old_way(matmul: str, cudnn: bool) -> None:
-    torch.set_float32_matmul_precision(matmul)
-    torch.backends.cudnn.allow_tf32 = cudnn

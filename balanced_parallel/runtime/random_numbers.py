@@ -13,7 +13,6 @@ from .devices import is_accelerator, on_device
 
 __all__: list[str] = []
 
-
 _cpu_generator = threading.RLock()
 
 
@@ -22,11 +21,7 @@ def offset_seeds(devices: Sequence[torch.device], first: int = 0) -> None:
 
     A generator is changed only if its seed is that of ``torch.manual_seed``, or that of a device before it. So a forward after
     ``torch.manual_seed(s)`` begins anew, one without it goes on, and states that were set by hand or from a checkpoint stay.
-    The CPU's generator is not changed.
-
-    Args:
-        devices: devices of the replicas, or of this rank.
-        first: number of the first device. Number 0 keeps its seed.
+    The CPU's generator is not changed. ``first`` is the number of the first device. Number 0 keeps its seed.
     """
     seeds = {torch.initial_seed()}
     for number, device in _accelerators(devices):
@@ -72,10 +67,7 @@ def set_generators(states: Mapping[str, torch.Tensor], devices: Sequence[torch.d
 def seed_anew(of_cpu: torch.Tensor, devices: Sequence[torch.device], first: int) -> None:
     """Sets the CPU's generator, and gives ``devices`` seeds that follow from it: all different, and others than before.
 
-    Args:
-        of_cpu: state of the CPU's generator, the same on all ranks.
-        devices: devices of the replicas, or of this rank.
-        first: number of the first device among those of all ranks.
+    The state of the CPU's generator is the same on all ranks. ``first`` is the first device's number among those of all ranks.
     """
     torch.set_rng_state(of_cpu)
     seed = int(torch.empty((), dtype=torch.int64).random_())
@@ -95,9 +87,6 @@ class RandomState:
     torch's checkpointing sets and restores the one generator of the CPU in each recomputation. Those of several devices run at
     once, in one thread per device, and would leave the generator in the middle of the forward. Here it is set if the forward
     has drawn from it, by one thread at a time.
-
-    Args:
-        devices: devices of the forward.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:

@@ -24,7 +24,6 @@ from .devices import HOSTS, current_stream
 
 __all__: list[str] = []
 
-
 Streams = Mapping[torch.device, torch.Stream | None]  # None for a device without streams
 
 
@@ -74,8 +73,7 @@ class SideStreams:
     def entered(self, computing: Streams, uses: list[Any]) -> Iterator[None]:
         """Runs the kernels of the block on the side streams, after the work that ``computing`` have been given so far.
 
-        Args:
-            uses: tensors of the compute streams, kept alive until these have waited for the side streams.
+        The compute streams' tensors in ``uses`` are kept alive until these have waited for the side streams.
         """
         sides = {device: self._side_stream(device, stream) for device, stream in computing.items()}
         token = _beside.set(True)
@@ -87,11 +85,7 @@ class SideStreams:
             self.expect(computing, sides, uses)
 
     def expect(self, computing: Streams, working: Streams, uses: list[Any]) -> None:
-        """Makes the compute streams and the current streams wait for what ``working`` do now, by the end of the backward.
-
-        Args:
-            uses: tensors to keep alive until then.
-        """
+        """Makes the compute streams and the current streams wait for what ``working`` do now, by the end of the backward."""
         pairs = [(device, stream, working[device]) for device, stream in computing.items()]
         self._pending.append(([(device, stream, work.record_event()) for device, stream, work in pairs if stream and work], uses))
         torch_private.run_after_backward(self.join)

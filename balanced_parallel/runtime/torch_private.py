@@ -179,22 +179,12 @@ def storage_id(storage: torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
-class StorageReference:
+class StorageReference(StorageWeakRef):
     """A key for a storage, which does not keep its memory. Its number is given to no other storage as long as the key exists."""
-
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._number = storage_id(storage)
-        self._reference = StorageWeakRef(storage)
 
     def is_alive(self) -> bool:
         """Returns True if a tensor still has the storage."""
-        return not self._reference.expired()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, StorageReference) and other._number == self._number
-
-    def __hash__(self) -> int:
-        return hash(self._number)
+        return not self.expired()
 
 
 # Modules: no public function returns entries that are None, the second name of a child, or a dictionary to change.
@@ -278,18 +268,15 @@ def foreach_add_(tensors: Tensors, others: Tensors) -> None:
 
 def foreach_multiply_(tensors: Tensors, factor: float | Tensor) -> None:
     """Multiplies all tensors by one factor in place. A factor with one element moves to each of their devices."""
-    if not isinstance(factor, Tensor):
-        if tensors:
-            torch._foreach_mul_(tensors, factor)
-        return
     for device in dict.fromkeys(tensor.device for tensor in tensors):
-        torch._foreach_mul_([tensor for tensor in tensors if tensor.device == device], move(factor, device))
+        local = move(factor, device) if isinstance(factor, Tensor) else factor
+        torch._foreach_mul_([tensor for tensor in tensors if tensor.device == device], local)
 
 
-def foreach_copy_(targets: Tensors, sources: Tensors, *, non_blocking: bool = False) -> None:
+def foreach_copy_(targets: Tensors, sources: Tensors) -> None:
     """Copies ``sources[i]`` into ``targets[i]``, which may be on another device."""
     if targets:
-        torch._foreach_copy_(targets, sources, non_blocking=non_blocking)
+        torch._foreach_copy_(targets, sources)
 
 
 def foreach_zero_(tensors: Tensors) -> None:

@@ -23,7 +23,6 @@ from .devices import is_accelerator, move
 
 __all__: list[str] = []
 
-
 # NCCL copies these dtypes in every version. It knows neither int16 nor complex numbers.
 _BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 # torch has one communicator for each list of devices, and NCCL takes one call at a time on it.
@@ -137,10 +136,9 @@ def unpack(layouts: Sequence[MemoryLayout], flat: Tensor) -> list[Tensor]:
 def copy_coalesced(targets: Sequence[Sequence[Tensor]], sources: Sequence[Tensor], buffer_bytes: int | None = None) -> None:
     """Copies ``sources[i]`` to ``targets[d][i]`` of each other device ``d``, all dense tensors.
 
-    Args:
-        buffer_bytes: size of the buffers, 25 MiB by default. With 0 no buffer is needed where strides are equal.
+    With ``buffer_bytes=0`` no buffer is needed where strides are equal. The default is 25 MiB.
     """
-    for chunk in _chunks(sources, BUFFER_BYTES if buffer_bytes is None else buffer_bytes):
+    for chunk in chunks(sources, BUFFER_BYTES if buffer_bytes is None else buffer_bytes):
         layouts = [layout_of(sources[i]) for i in chunk]
         flat = pack(layouts, [sources[i] for i in chunk])
         chosen = [[tensors[i] for i in chunk] for tensors in targets]
@@ -158,7 +156,7 @@ def copy_coalesced(targets: Sequence[Sequence[Tensor]], sources: Sequence[Tensor
 def copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
     """Returns copies of dense tensors for each of ``devices``, which may repeat. Copies from one buffer share its memory."""
     copied: list[list[Any]] = [[None] * len(tensors) for _ in devices]
-    for chunk in _chunks(tensors, BUFFER_BYTES) if devices else ():
+    for chunk in chunks(tensors, BUFFER_BYTES) if devices else ():
         layouts = [layout_of(tensors[i]) for i in chunk]
         flat = pack(layouts, [tensors[i] for i in chunk])
         others = [device for device in dict.fromkeys(devices) if device != flat.device]
@@ -174,7 +172,7 @@ def copies(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list[l
     return copied
 
 
-def _chunks(tensors: Sequence[Tensor], limit: int) -> Iterator[list[int]]:
+def chunks(tensors: Sequence[Tensor], limit: int) -> Iterator[list[int]]:
     """Yields indices of tensors of one dtype with at most ``limit`` bytes, or of one larger tensor."""
     open_chunks: dict[torch.dtype, tuple[list[int], int]] = {}
     for i, tensor in enumerate(tensors):

@@ -12,20 +12,12 @@ import torch
 
 __all__: list[str] = []
 
-
 UNITS: dict[str, int] = {"": 1, "B": 1, **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)}}
 UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
 
 
 def parse_bytes(size: int | str) -> int:
-    """Returns the number of bytes in ``size``.
-
-    Args:
-        size: a positive integer, or text such as ``"24GiB"`` or ``"1.5 GB"``.
-
-    Raises:
-        ValueError: if ``size`` is neither, or its unit is unknown.
-    """
+    """Returns the number of bytes in ``size``, a positive integer, or text such as ``"24GiB"`` or ``"1.5 GB"``."""
     expected = "expected a positive number of bytes, or text with a unit, such as '24GiB', '512MiB' or '80GB'"
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
@@ -46,11 +38,7 @@ def format_bytes(count: int) -> str:
 
 
 def parse_each(capacity: int | str | Sequence[int | str], devices: int) -> tuple[int, ...]:
-    """Returns the number of bytes of each of ``devices`` devices, from one size for all of them, or one per device.
-
-    Raises:
-        ValueError: if a size is invalid, or the number of sizes differs from the number of devices.
-    """
+    """Returns the number of bytes of each of ``devices`` devices, from one size for all of them, or one per device."""
     sizes = [capacity] * devices if isinstance(capacity, (int, str)) else list(capacity)
     if len(sizes) != devices:
         raise ValueError(f"capacity has {len(sizes)} sizes for {devices} devices, expected one size, or one per device")
@@ -64,12 +52,7 @@ def check_type(name: str, value: Any, kinds: Any, expected: str) -> None:
 
 
 def check_number(name: str, value: Any, expected: str, *, at_least: float = -math.inf, whole: bool = False) -> None:
-    """Checks that the value of the argument ``name`` is a finite number, as ``expected`` describes. ``True`` is not one here.
-
-    Raises:
-        TypeError: it is not a number, or not ``whole``.
-        ValueError: it is too small, infinite or nan.
-    """
+    """Checks that the value of the argument ``name`` is a finite number, as ``expected`` describes. ``True`` is not one here."""
     if isinstance(value, bool):
         raise TypeError(f"{name}={value}, expected {expected}")
     check_type(name, value, numbers.Integral if whole else numbers.Real, expected)
@@ -116,7 +99,6 @@ class Precision:
         if scaler is not None and name != "fp16":
             raise ValueError(f"precision {name!r} was given a gradient scaler, expected none: only 'fp16' needs one")
         self.name = name
-        self.dtype: torch.dtype | None = _DTYPES[name]  # of autocast; None without autocast
         self.scaler = scaler
         self.dtype = _DTYPES[name]  # of autocast; None without autocast
 

@@ -32,7 +32,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 __all__: list[str] = []
 
-
 MANIFEST, PARTIAL, OLD, REMOVED = "checkpoint.json", ".partial", ".old", ".removed"
 
 

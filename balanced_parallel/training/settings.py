@@ -28,7 +28,6 @@ from .update import Update, each_scheduler
 
 __all__: list[str] = []
 
-
 _SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
 
 

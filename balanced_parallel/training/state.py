@@ -27,7 +27,6 @@ from ..runtime.values import Precision
 
 __all__: list[str] = []
 
-
 _ENTRIES = {"model", "criterion", "optimizers", "schedulers", "scaler", "random", "python", "numpy", "layout"}
 
 

@@ -28,7 +28,7 @@ from balanced_parallel import (
     savings,
     simulate,
 )
-from balanced_parallel.replicas.replicas import Replicas
+from balanced_parallel.replicas.replicas import Replicas, window
 
 CPUS = ["cpu"] * 3
 CHANGES = {
@@ -415,7 +415,7 @@ def test_gradients_and_parameters_of_a_bucket_go_in_rounds(count):
         copies.take()
         torch.autograd.backward(losses)
         gradients = copies.take()
-        with model.replicas.window():
+        with window(model.replicas):
             model(torch.randn(2 * count, 4))
             copies.take()
             optimizer.step()  # with values that are fresh
