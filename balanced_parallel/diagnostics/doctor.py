@@ -1,8 +1,4 @@
-"""Checks of a model before it trains as replicas.
-
-:func:`examine` reads modules and runs nothing, so it works on ``meta``. What only values show, :func:`verify` finds by running.
-:func:`find_waits` runs a training step on simulated devices, and finds the lines that would make the host wait for a GPU.
-"""
+"""Checks of a model before it trains as replicas. What only values show, such as written state, :func:`verify` finds."""
 
 import collections
 import functools
@@ -29,7 +25,7 @@ __all__: list[str] = []
 
 
 def examine(module: nn.Module, criterion: Callable[..., Any] | None = None) -> tuple[str, ...]:
-    """Returns one line per finding, with its place and a fix. Findings for which :func:`is_note` is True need no fix."""
+    """Returns one line per finding, with its place and a fix, except for notes. Runs nothing, so it works on ``meta``."""
     return (
         *_weights_without_copies(module),
         *unregistered_tensors(module),
@@ -109,7 +105,7 @@ def find_waits(
     targets: Any = (),
     dim: int = 0,
 ) -> tuple[str, ...]:
-    """Returns a note for each line whose call makes the host wait for a GPU. The step runs on the CPU, with the model's memory.
+    """Runs a step on simulated devices. Returns a note for each line whose call would make the host wait for a GPU.
 
     Parameters, buffers, inputs and targets get small numbers. Without a criterion, the loss is the sum of all outputs.
     """

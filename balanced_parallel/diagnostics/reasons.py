@@ -189,11 +189,11 @@ def state_of_criterion(before: Criterion, after: Criterion, devices: int) -> Ite
     """Yields a reason for each attribute and buffer that the criterion has written."""
     effect = "each replica writes its own state, from its own rows" if devices > 1 else _EACH_MICRO_BATCH
     if isinstance(before, nn.Module) and isinstance(after, nn.Module):
-        for key, _ in _changes(before, after):
-            yield f"state written by the criterion: {key}; {effect}"
-    elif not inspect.isroutine(before):
-        for key in _changed_attributes(before, after):
-            yield f"state written by the criterion: {key}; {effect}"
+        keys = [key for key, _ in _changes(before, after)]
+    else:
+        keys = [] if inspect.isroutine(before) else list(_changed_attributes(before, after))
+    for key in keys:
+        yield f"state written by the criterion: {key}; {effect}"
 
 
 def state_of_model(before: nn.Module, after: nn.Module, devices: int) -> Iterator[str]:
@@ -276,7 +276,6 @@ def _pairs(plain: Program, split: Program) -> Iterator[tuple[str, nn.Module, nn.
                 yield f"{kind}{name}." if name else kind, layer, others[name]
 
 
-OWN_PACKAGES = ("torch.", "balanced_parallel.")  # packages whose modules run as replicas
 _FINDINGS = (
     (nn.Parameter, "holds parameters that are not registered: make it an nn.ParameterList or an nn.ParameterDict"),
     (Tensor, "holds tensors, which stay on the first device: use register_buffer"),
@@ -288,7 +287,7 @@ def unregistered_tensors(module: nn.Module) -> Iterator[str]:
     """Yields plain attributes with tensors or modules. All replicas share them, whatever their device."""
     registered = {id(entry) for entry in (*module.parameters(), *module.buffers(), *module.modules())}
     for name, layer in module.named_modules():
-        if type(layer).__module__.startswith(OWN_PACKAGES):
+        if type(layer).__module__.startswith(("torch.", "balanced_parallel.")):  # they run as replicas
             continue
         for key, value in layer.__dict__.items():
             entries = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else [value]

@@ -118,8 +118,7 @@ class Stored:
             self._stream.wait_event(self._loaded)  # the copy may not have been used
             self._on_device = self._loaded = None
 
-    def __del__(self) -> None:
-        self.drop()
+    __del__ = drop
 
     def _start(self) -> Tensor:
         if self._on_device is None:
