@@ -35,9 +35,6 @@ from .memory.report import load_plotly, write_page
 from .memory.trace.layouts import LAYOUTS, ReplicaLayout, SingleDevice
 from .simulation import simulate
 
-__all__: list[str] = []
-
-
 _UNCHECKED = "; random numbers, and rows that forward mixes, are not checked: compare with balanced_parallel.verify"
 
 

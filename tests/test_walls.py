@@ -308,6 +308,18 @@ def test_pronouns_are_found():
     assert pronouns(source) == {"given", "one", "_found"}
 
 
+def test_names_of_classes_and_types_have_one_owner():
+    owners = {}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            names = [node.name] if isinstance(node, ast.ClassDef) else [each.id for each in targets if isinstance(each, ast.Name)]
+            for name in names:
+                if name[0].isupper() and len(name) > 1:  # not a type variable
+                    owners.setdefault(name, set()).add(str(path.relative_to(PACKAGE)))
+    assert {name: files for name, files in owners.items() if len(files) > 1} == {}
+
+
 SINGLE_IMPORTER = {  # with the reason why a module is not part of its only importer, in its own folder
     "memory.fitting": "a public function",
     "memory.planning": "a public function",

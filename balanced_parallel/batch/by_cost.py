@@ -22,11 +22,8 @@ from torch import Tensor
 
 from ..runtime.values import check_number, check_type
 from . import containers
-from .plan import Combine, Part, Plan, cost_of_shard, count_micro_batches, cut_by_cost, cut_to_budget
+from .plan import Combine, Plan, RowNumbers, cost_of_shard, count_micro_batches, cut_by_cost, cut_to_budget
 from .rows import Along, Arguments, Rows, RowShards, Shard, count_rows, cut, move_leaves
-
-__all__: list[str] = []
-
 
 Mark = Callable[[Any, tuple[Any, ...]], tuple[Arguments, Arguments, tuple[int, int]]]
 Trim = int | Mapping[str, int]
@@ -113,7 +110,7 @@ class CostBatch:
         self.inputs, self.targets, self.costs, self._combine = inputs, targets, costs, cut.combine
         self.counted_targets: list[tuple[Any, ...]] = []  # of the planned shards
 
-    def shard(self, rows: Part, device: torch.device) -> Shard:
+    def shard(self, rows: RowNumbers, device: torch.device) -> Shard:
         """Returns copies of some rows."""
         raise NotImplementedError
 
@@ -187,7 +184,7 @@ class _Samples(CostBatch):
         self._collate, self._mark, self._example = cut.collate, mark, cut.example
         self.has_example = bool(self._example)
 
-    def shard(self, rows: Part, device: torch.device) -> Shard:
+    def shard(self, rows: RowNumbers, device: torch.device) -> Shard:
         """Returns what ``collate`` makes of some samples, which must have one row for each."""
         assert self._collate is not None
         chosen = [self.inputs[row] for row in rows] or self._example
@@ -226,7 +223,7 @@ class _Padded(CostBatch):
         self._trims = [] if cut.trim is None else _trims(self._whole, cut.trim, names, self.costs)
         self.weighed = targets if self._trims else None
 
-    def shard(self, rows: Part, device: torch.device) -> Shard:
+    def shard(self, rows: RowNumbers, device: torch.device) -> Shard:
         """Returns copies of some rows, cut to the longest of them."""
         shard = self._whole._replace(device=device)
         if self._trims:
@@ -236,7 +233,7 @@ class _Padded(CostBatch):
         return _rows_of(shard, rows, self._dims)
 
 
-def _rows_of(shard: Shard, rows: Part, dims: tuple[int, int]) -> Shard:
+def _rows_of(shard: Shard, rows: RowNumbers, dims: tuple[int, int]) -> Shard:
     """Returns copies of some rows of a shard."""
     rows = list(rows)
     (inputs,), (targets,) = cut(shard.inputs, [rows], dims[0]), cut(shard.targets, [rows], dims[1])

@@ -17,8 +17,6 @@ from torch.nn.utils.rnn import PackedSequence
 
 from ..runtime.values import check_number
 
-__all__: list[str] = []
-
 
 class Leaf:
     """Base class of containers that count as one leaf."""

@@ -18,8 +18,6 @@ from ..runtime.values import check_type
 from . import containers
 from .containers import Dims, check_dim, check_dims, dims_at, leaf_dims
 
-__all__: list[str] = []
-
 
 def _operator(symbol: str) -> Any:
     """Returns a method for an operator that a list does not have, with an error that explains it."""

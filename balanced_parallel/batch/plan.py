@@ -18,8 +18,6 @@ import torch
 
 from ..runtime.devices import free_bytes
 
-__all__: list[str] = []
-
 
 def split_sizes(rows: int, shares: int | Sequence[float]) -> list[int]:
     """Returns the number of rows of each part: equal parts, or in proportion to weights.
@@ -42,8 +40,8 @@ def split_sizes(rows: int, shares: int | Sequence[float]) -> list[int]:
     return sizes
 
 
-Part = Sequence[int]  # numbers of rows: a range, or a list of them
-Plan = Sequence[Sequence[Part]]  # micro-batches x devices
+RowNumbers = Sequence[int]  # numbers of rows: a range, or a list of them
+Plan = Sequence[Sequence[RowNumbers]]  # micro-batches x devices
 
 
 def consecutive(sizes: Sequence[int], start: int = 0) -> list[range]:
@@ -93,7 +91,7 @@ def proportional_sizes(rows: int, shares: Sequence[int]) -> list[int]:
     return [rows * share // total for share in shares]
 
 
-def scaled(part: Part, rows: int, target_rows: int) -> range:
+def scaled(part: RowNumbers, rows: int, target_rows: int) -> range:
     """Returns the rows of the targets, a multiple if they are flattened, that belong to consecutive rows of the inputs."""
     start, stop = (part[0], part[-1] + 1) if part else (0, 0)
     if rows == 0 or start * target_rows % rows or stop * target_rows % rows:

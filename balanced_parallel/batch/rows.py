@@ -25,9 +25,7 @@ from ..runtime.devices import DeviceLike, move, resolve_devices
 from . import containers
 from .containers import Dims, check_dim, leaf_dims, spread
 from .outputs import PerReplica
-from .plan import Part, Plan, check_split, consecutive, equal_rows, scaled, split_sizes
-
-__all__: list[str] = []
+from .plan import Plan, RowNumbers, check_split, consecutive, equal_rows, scaled, split_sizes
 
 
 class Arguments(NamedTuple):
@@ -308,12 +306,12 @@ def _tensor_rows(tensor: torch.Tensor, dim: int, place: str) -> int | None:
     return tensor.size(dim)
 
 
-def cut(node: Any, parts: Sequence[Part], dim: int = 0) -> list[Any]:
+def cut(node: Any, parts: Sequence[RowNumbers], dim: int = 0) -> list[Any]:
     """Returns the rows of each part of ``node``. See :func:`take`."""
     return [take(node, part, dim, (number, len(parts))) for number, part in enumerate(parts)]
 
 
-def take(node: Any, part: Part, dim: int = 0, place: tuple[int, int] = (0, 1)) -> Any:
+def take(node: Any, part: RowNumbers, dim: int = 0, place: tuple[int, int] = (0, 1)) -> Any:
     """Returns some rows of ``node``. Tensors are views for a range of rows, and copies for a list of them.
 
     Values without rows stay. Marks stay. :func:`move_leaves` removes them. ``place`` is the number of the part, and the number of
@@ -344,7 +342,7 @@ def take(node: Any, part: Part, dim: int = 0, place: tuple[int, int] = (0, 1)) -
     return containers.map_leaves(take_leaf, node)
 
 
-def _rows_of_tensor(tensor: torch.Tensor, part: Part, dim: int) -> torch.Tensor:
+def _rows_of_tensor(tensor: torch.Tensor, part: RowNumbers, dim: int) -> torch.Tensor:
     if tensor.layout != torch.strided or tensor.is_nested:
         layout = "nested" if tensor.is_nested else str(tensor.layout)
         raise TypeError(
@@ -390,7 +388,7 @@ class Shard(NamedTuple):
 
     inputs: Arguments  # of the model
     targets: Arguments  # of the criterion behind the outputs
-    rows: Part | None  # their places in the effective batch of this process; None if the batch has no rows
+    rows: RowNumbers | None  # their places in the effective batch of this process; None if the batch has no rows
     target_rows: int  # a multiple of the rows if the targets are flattened
     device: torch.device
 
@@ -468,7 +466,7 @@ class Batch:
                     shards.append(self._shard(part, device, (number, len(parts))))
             yield shards
 
-    def _shard(self, part: Part, device: torch.device, place: tuple[int, int]) -> Shard:
+    def _shard(self, part: RowNumbers, device: torch.device, place: tuple[int, int]) -> Shard:
         rows, target_rows = self.rows or 0, self.target_rows
         if len(part) == rows:
             return Shard(self.inputs, self.targets, part, rows if target_rows is None else target_rows, device)

@@ -14,9 +14,6 @@ from ..runtime import collectives
 from ..runtime.values import check_number, check_type
 from .plan import cut_by_cost, sorted_rows, split_sizes
 
-__all__: list[str] = []
-
-
 _begun = "no RankBatchSampler"
 
 

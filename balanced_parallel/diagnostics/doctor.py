@@ -21,8 +21,6 @@ from ..runtime.torch_private import is_differentiable
 from ..training.step import TrainStep
 from .reasons import batch_norms, described, unregistered_tensors
 
-__all__: list[str] = []
-
 
 def examine(module: nn.Module, criterion: Callable[..., Any] | None = None) -> tuple[str, ...]:
     """Returns one line per finding, with its place and a fix, except for notes. Runs nothing, so it works on ``meta``."""

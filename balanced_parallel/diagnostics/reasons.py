@@ -23,9 +23,6 @@ from ..replicas.model import DataParallelModel
 from ..runtime.torch_private import BatchNorm, Dropout, is_differentiable
 from .recording import Program, copy_of, first_difference, loss_in_parts, relative_error, scalar_of, weight_in_parts
 
-__all__: list[str] = []
-
-
 Wrap = Callable[[nn.Module], DataParallelModel]
 
 

@@ -25,10 +25,8 @@ from ..loss.sums import Criterion, ShardLoss, flat_weights, loss_of
 from ..replicas.workers import current_replica
 from ..runtime.torch_private import versions
 
-__all__: list[str] = []
 
-
-class Call(NamedTuple):
+class RecordedCall(NamedTuple):
     """One forward of a module."""
 
     name: str  # empty for the model
@@ -53,7 +51,7 @@ class Program:
 
     def begin(self) -> None:
         """Deletes the calls and gradients of the previous step."""
-        self.calls: dict[tuple[int, int], list[Call]] = {}
+        self.calls: dict[tuple[int, int], list[RecordedCall]] = {}
         self._open: dict[int, list[tuple[str, list[Tensor], list[int]]]] = {}  # calls that have not ended, per running replica
         self._forwards: collections.Counter[int] = collections.Counter()  # per replica
         for tensor in self.learning().values():
@@ -90,7 +88,7 @@ class Program:
                 opened = self._open[replica].pop()
             if tensor is not None:
                 calls = self.calls.setdefault((self._forwards[replica], replica), [])
-                calls.append(Call(name, label, *opened[1:], tensor.detach().clone()))
+                calls.append(RecordedCall(name, label, *opened[1:], tensor.detach().clone()))
 
         return hook
 
@@ -179,7 +177,7 @@ def first_difference(plain: Program, split: Program, dim: int, tolerance: float)
     return None
 
 
-def _inputs_equal(call: Call, shards: Sequence[Call], dim: int, tolerance: float) -> bool:
+def _inputs_equal(call: RecordedCall, shards: Sequence[RecordedCall], dim: int, tolerance: float) -> bool:
     """Returns True if no input differs. Inputs that were overwritten, or whose shards do not join, are not compared."""
     if not all(len(shard.inputs) == len(call.inputs) for shard in shards):
         return True

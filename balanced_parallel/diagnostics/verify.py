@@ -25,9 +25,6 @@ from ..training.step import TrainStep
 from .reasons import buffer_errors, find_reasons, number_changes, state_of_criterion, state_of_model, unregistered_tensors
 from .recording import Program, copy_of, first_difference, relative_error, scalar_of, weight_in_parts
 
-__all__: list[str] = []
-
-
 _MAX_GRADIENTS = 10  # gradients in the table
 
 

@@ -26,8 +26,6 @@ from ..runtime.values import scaled
 from .shards import ShardRunner, copy_criterion
 from .sums import LossSum, ShardLoss, call_spread, loss_of, replace_value, weighted_sum, widen
 
-__all__: list[str] = []
-
 
 class CoupledLoss(abc.ABC):
     """The loss of one update, whose rows depend on each other.
@@ -153,7 +151,7 @@ def check_coupled(criterion: Any, whole: bool, weight: Any, reduction: str | Non
             )
 
 
-class Statistics(NamedTuple):
+class ShardStatistics(NamedTuple):
     """The statistics of one replica's rows: tensors, None without rows, and the structure whose leaves they are.
 
     ``nothing`` is a zero on the device of the output, connected to it.
@@ -195,18 +193,18 @@ class LossOfSums(CoupledLoss):
         derivatives = [next(gradients) if is_differentiable(tensor) else None for tensor in total]
         self._derivatives_on = {total[0].device: derivatives}
 
-    def _parts(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[Statistics]:
-        parts: list[Statistics] = self.criterion.run(_statistics_of, outputs, shards)
+    def _parts(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[ShardStatistics]:
+        parts: list[ShardStatistics] = self.criterion.run(_statistics_of, outputs, shards)
         if not self.criterion.is_checked:
             with torch.no_grad():
                 self._check(parts[0], outputs, shards)
         return parts
 
-    def _collect(self, parts: list[Statistics]) -> None:
+    def _collect(self, parts: list[ShardStatistics]) -> None:
         with torch.no_grad():
             self._add(parts)
 
-    def _add(self, parts: list[Statistics]) -> None:
+    def _add(self, parts: list[ShardStatistics]) -> None:
         for part in parts:
             if part.tensors is None:
                 continue
@@ -219,7 +217,7 @@ class LossOfSums(CoupledLoss):
             pairs = zip(self._total, part.tensors, strict=True)
             self._total = [total + move(widen(tensor), total.device) for total, tensor in pairs]
 
-    def _take(self, part: Statistics) -> list[tuple[Tensor, Tensor | None]]:
+    def _take(self, part: ShardStatistics) -> list[tuple[Tensor, Tensor | None]]:
         if part.tensors is None:
             return [(part.nothing, None)]
         by_device, device = self._derivatives_on, part.nothing.device
@@ -258,7 +256,7 @@ class LossOfSums(CoupledLoss):
             (loss,) = self.criterion.replicas.workers([finish], [device], together=False)
         return move(weighted_sum(loss, 1), self.criterion.output_device or device)
 
-    def _check(self, part: Statistics, outputs: PerReplica, shards: Sequence[Shard]) -> None:
+    def _check(self, part: ShardStatistics, outputs: PerReplica, shards: Sequence[Shard]) -> None:
         """Raises ``ValueError`` if the statistics of the first shard are not the sum of those of its halves."""
         output, rows = outputs[:1], outputs.sizes[0]
         if part.tensors is None or rows is None or rows < 2:
@@ -278,14 +276,14 @@ class LossOfSums(CoupledLoss):
             )
 
 
-def _statistics_of(shard: ShardLoss) -> Statistics:
+def _statistics_of(shard: ShardLoss) -> ShardStatistics:
     nothing = shard.nothing()
     if not shard.rows:
-        return Statistics(None, None, nothing)
+        return ShardStatistics(None, None, nothing)
     criterion: Any = shard.criterion
     result = call_spread(criterion.statistics, shard.output, shard.targets, shard.kwargs)
     tensors = [_as_tensor(leaf, nothing.device) for _, leaf in containers.leaves(result)]
-    return Statistics(tensors, containers.map_leaves(lambda _: containers.Leaf(), result), nothing)
+    return ShardStatistics(tensors, containers.map_leaves(lambda _: containers.Leaf(), result), nothing)
 
 
 def _as_tensor(leaf: Any, device: torch.device) -> Tensor:

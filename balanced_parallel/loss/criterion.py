@@ -32,8 +32,6 @@ from .sums import (
     weighed_sum,
 )
 
-__all__: list[str] = []
-
 
 class DataParallelCriterion(ShardRunner):
     """Computes a criterion on each replica's output, on its device, and returns the loss of the whole batch as one scalar.

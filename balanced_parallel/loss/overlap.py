@@ -7,8 +7,6 @@ from ..runtime.values import check_number
 from .coupled import AdditiveLoss
 from .sums import widen
 
-__all__: list[str] = []
-
 
 class TverskyLoss(AdditiveLoss):
     r"""One minus the Tversky index of predictions and targets, over all rows, in the mean over classes.

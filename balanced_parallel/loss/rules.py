@@ -14,9 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__: list[str] = []
-
-
 Rule = Callable[..., Tensor]
 # Parts of the names of losses whose rows depend on each other. Their value on the batch is not a mean over shards.
 _COUPLED = re.compile(

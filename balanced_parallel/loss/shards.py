@@ -13,15 +13,13 @@ from torch import nn
 from ..batch import containers
 from ..batch.containers import Dims, check_dim, check_dims, is_first
 from ..batch.outputs import PerReplica
-from ..batch.plan import Part, consecutive, proportional_sizes, split_sizes
+from ..batch.plan import RowNumbers, consecutive, proportional_sizes, split_sizes
 from ..batch.rows import Arguments, Shard, count_rows, cut, mark, move_arguments, move_leaves
 from ..replicas.replicas import Replicas
 from ..runtime.devices import DeviceLike, pin, resolve_device, resolve_devices
 from ..runtime.values import Precision
 from .rules import find_torch_loss, reduction_of
 from .sums import Criterion, MeanAndWeight, ShardLoss, call_spread, check_minimum, map_weights
-
-__all__: list[str] = []
 
 
 class ShardRunner(nn.Module):
@@ -91,7 +89,7 @@ class ShardRunner(nn.Module):
         if not isinstance(outputs, PerReplica) and not all(isinstance(part, PerReplica) for part in outputs):
             check_rows_of_list(entries, rows)
         sizes = sizes_like(entries, rows)
-        parts: list[Part] = [*consecutive(sizes)]
+        parts: list[RowNumbers] = [*consecutive(sizes)]
         if entries.order is not None and rows is not None:
             order = entries.order  # the rows of the outputs were cut by cost
             if rows != len(order):

@@ -26,9 +26,6 @@ from ..runtime.values import check_number, check_type
 from ..savings.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
 from .rules import add_loss, loss_weight
 
-__all__: list[str] = []
-
-
 Weight = Tensor | float
 
 

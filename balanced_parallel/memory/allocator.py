@@ -15,9 +15,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-__all__: list[str] = []
-
-
 MIB = 2**20
 _SMALL, _MEDIUM = MIB, 10 * MIB
 _SMALL_SEGMENT, _MEDIUM_SEGMENT, _ROUND = 2 * MIB, 20 * MIB, 2 * MIB

@@ -21,8 +21,6 @@ from .remedies import OFFLOAD, Saving
 from .trace.layouts import Request, is_coupled
 from .trace.tracer import run_traces
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True)
 class Choice:

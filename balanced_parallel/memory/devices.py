@@ -9,8 +9,6 @@ import torch
 
 from ..runtime.devices import visible_devices
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True)
 class DeviceKind:
@@ -40,7 +38,7 @@ class DeviceKind:
         return self.workspace + self.context
 
 
-SOURCES = {
+KIND_SOURCES = {
     "workspace": "assumed: cuBLAS's default of torch's CUDABlas.cpp; seen by others, discuss.pytorch.org/t/178671",
     "context": "assumed: no document has a number; state free bytes from torch.cuda.mem_get_info where there is a GPU",
 }

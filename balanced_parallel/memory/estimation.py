@@ -16,7 +16,7 @@ from ..batch.rows import Arguments, as_arguments, count_rows
 from ..replicas.module_tree import check_module
 from ..runtime.values import Precision, check_number
 from ..savings.checkpointing import find_blocks
-from .devices import SOURCES, find_kind
+from .devices import KIND_SOURCES, find_kind
 from .errors import UnknownMemory
 from .lengths import trace_lengths
 from .lines import Lines
@@ -26,8 +26,6 @@ from .trace.layouts import LAYOUTS, Request, is_coupled, plain_criterion
 from .trace.optimizers import OptimizerChoice
 from .trace.savings import check_savings
 from .trace.tracer import Trace, run_traces
-
-__all__: list[str] = []
 
 
 def estimate(
@@ -243,7 +241,7 @@ def make_report(request: Request, rows: int, exact: Lines, lines: Lines, asked: 
     """
     rows_to_read: Sequence[int | None] = asked or [None] * request.devices
     read = list(zip(request.traced_devices, rows_to_read, strict=True))
-    assumed = SOURCES if request.kind.context else {}
+    assumed = KIND_SOURCES if request.kind.context else {}
     if assumed and any("recurrence" in operator for operator in exact.first.operators):
         assumed = assumed | {"recurrent layers": RECURRENCE}
     return MemoryReport(

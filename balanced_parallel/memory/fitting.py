@@ -30,8 +30,6 @@ from .trace.layouts import Request, is_coupled
 from .trace.optimizers import ExistingOptimizers, inner_optimizers
 from .trace.tracer import Trace, try_traces
 
-__all__: list[str] = []
-
 
 def fit(
     step: TrainStep,

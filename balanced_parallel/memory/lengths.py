@@ -23,9 +23,6 @@ from .lines import Lines, most_that_fit, trace_exactly
 from .trace.layouts import Request
 from .trace.tracer import run_traces
 
-__all__: list[str] = []
-
-
 ROWS = 2  # per device in the first of two traces: one row is a special case for torch
 CONFIRMED = 5  # shards of the budget that are traced in the end
 

@@ -19,9 +19,6 @@ from .trace.fakes import host_of
 from .trace.layouts import Request
 from .trace.tracer import Trace, run_traces
 
-__all__: list[str] = []
-
-
 _UNBOUNDED = 2**40  # rows
 Numbers = NDArray[np.int64]
 

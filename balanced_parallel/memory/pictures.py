@@ -7,9 +7,6 @@ from typing import Any
 from ..runtime.values import UNITS, format_bytes, parse_each
 from .report import PARTS, MemoryReport, rows_to_show, title_of, titled_phases, unit_of
 
-__all__: list[str] = []
-
-
 Capacity = int | str | Sequence[int | str] | None
 
 

@@ -43,9 +43,6 @@ from .trace.optimizers import OptimizerChoice
 from .trace.savings import change_module
 from .trace.tracer import Trace, try_traces
 
-__all__: list[str] = []
-
-
 _log = logging.getLogger(__name__)
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 _NOTES = {

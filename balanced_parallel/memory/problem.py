@@ -20,9 +20,6 @@ from ..batch.rows import as_arguments
 from ..loss.criterion import DataParallelCriterion
 from .estimation import rows_of
 
-__all__: list[str] = []
-
-
 # Files of torch, of this package and of Python: their lines do not show the mistake of a user
 _NOT_THE_USERS = (*(str(Path(place).parent) for place in (torch.__file__, Path(__file__).parent, traceback.__file__)), "<")
 _EXPECTED = "expected (module, criterion, inputs, targets), or a module together with --input"

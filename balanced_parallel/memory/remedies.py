@@ -28,8 +28,6 @@ from .trace.layouts import ReplicaLayout, Request, SingleDevice, plain_criterion
 from .trace.optimizers import OptimizerChoice
 from .trace.tracer import Trace, try_traces
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True)
 class Saving:

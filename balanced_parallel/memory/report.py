@@ -23,9 +23,6 @@ from .lines import Lines, most_that_fit, trace_exactly
 from .snapshots import make_snapshot
 from .trace.layouts import Request
 
-__all__: list[str] = []
-
-
 _HOLDERS = 12  # of a peak, the largest
 
 

@@ -9,8 +9,6 @@ from typing import Any
 from .allocator import CachingAllocator
 from .lines import Lines
 
-__all__: list[str] = []
-
 
 def make_snapshot(lines: Lines, read: Sequence[tuple[int, int | None]]) -> dict[str, Any]:
     """Returns a snapshot of two updates. ``read`` has each device's place in the trace, and its rows (None: the traced ones)."""

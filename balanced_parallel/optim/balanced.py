@@ -15,8 +15,6 @@ from ..runtime.values import check_type
 from .rank_shards import DTensorShards, RankShards
 from .replica_shards import Groups, ReplicaShards
 
-__all__: list[str] = []
-
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
 
 

@@ -11,8 +11,6 @@ import torch.distributed as dist
 
 from ..runtime.torch_private import is_sharded, map_tensors
 
-__all__: list[str] = []
-
 
 class DTensorShards:
     """The plain optimizer over groups of ``DTensor``s. Its state is sharded as the parameters are."""

@@ -19,8 +19,6 @@ from ..replicas.buckets import Gradients, accumulate
 from ..replicas.model import DataParallelModel
 from ..runtime import torch_private, transport
 
-__all__: list[str] = []
-
 T = TypeVar("T", Tensor, Tensor | None)
 
 

@@ -22,8 +22,6 @@ from ..runtime.torch_private import BatchNorm, current_backward_id
 from .module_tree import check_is_module
 from .workers import current_replica
 
-__all__: list[str] = []
-
 
 def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
     """Converts all batch norms in ``module`` to use statistics over the rows of all devices and ranks, and returns ``module``.

@@ -39,8 +39,6 @@ from ..runtime.torch_private import (
     will_run,
 )
 
-__all__: list[str] = []
-
 Gradients = list[Tensor | None]  # one replica's, in the order of a bucket's parameters
 
 

@@ -20,8 +20,6 @@ from .batchnorm import has_layers_over_all_rows
 from .module_tree import check_method, check_module, refuse_meta
 from .replicas import Replicas
 
-__all__: list[str] = []
-
 
 class DataParallelModel(nn.DataParallel[nn.Module]):
     """Runs a module on rows of the batch on every device, and returns the list of their outputs, each on its own device.

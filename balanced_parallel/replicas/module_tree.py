@@ -25,10 +25,8 @@ from ..runtime.torch_private import (
     parameters_of,
 )
 
-__all__: list[str] = []
 
-
-class Part(NamedTuple):
+class TreePart(NamedTuple):
     """A module of a tree, as it was when the tree was made."""
 
     module: nn.Module
@@ -39,7 +37,7 @@ class Part(NamedTuple):
     size: int  # number of its attributes
 
 
-Skeletons = list[tuple[Part, nn.Module, dict[str, nn.Module | None]]]  # with the children of each skeleton
+Skeletons = list[tuple[TreePart, nn.Module, dict[str, nn.Module | None]]]  # with the children of each skeleton
 
 
 class ModuleTree:
@@ -57,12 +55,12 @@ class ModuleTree:
         flat = [(rnn, [*map(id, rnn._flat_weights)]) for rnn in self.modules if isinstance(rnn, nn.RNNBase)]
         self.rnns = [(rnn, [self.place[key] for key in keys]) for rnn, keys in flat if self.place.keys() >= {*keys}]
 
-    def _part(self, module: nn.Module) -> Part:
+    def _part(self, module: nn.Module) -> TreePart:
         refuse_compiled(module)
         parameters = parameters_of(module)
         places = {name: self.place.get(id(parameter)) for name, parameter in parameters.items()}
         lists = [name for name, value in module.__dict__.items() if type(value) is list]
-        return Part(module, {**children_of(module)}, places, [*map(id, parameters.values())], lists, len(module.__dict__))
+        return TreePart(module, {**children_of(module)}, places, [*map(id, parameters.values())], lists, len(module.__dict__))
 
     def still_is(self, root: nn.Module) -> bool:
         """Returns True if the tree under ``root`` still has the same modules and the same parameters."""

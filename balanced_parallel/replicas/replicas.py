@@ -32,8 +32,6 @@ from .buckets import Bucket, GradientBuckets
 from .module_tree import ModuleTree, Skeletons, check_device, flatten_weights, refuse_rescaled
 from .workers import Workers, run_replicas, shared_pool
 
-__all__: list[str] = []
-
 # Replicas whose forward has called the code that runs here. Workers carry it.
 _running: contextvars.ContextVar[tuple["Replicas", ...]] = contextvars.ContextVar("running", default=())
 

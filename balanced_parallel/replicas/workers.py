@@ -29,8 +29,6 @@ from ..runtime.devices import accelerators, on_device
 from ..runtime.streams import current_streams, on_streams
 from ..runtime.torch_private import DeviceContext, TorchDispatchMode
 
-__all__: list[str] = []
-
 _JOIN_SECONDS = 5.0  # at exit, for a thread whose call does not end
 Call = Callable[[], object]
 

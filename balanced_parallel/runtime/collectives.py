@@ -29,8 +29,6 @@ import torch.distributed as dist
 from . import torch_private
 from .devices import is_accelerator
 
-__all__: list[str] = []
-
 Number = TypeVar("Number", int, float)
 Group: TypeAlias = "dist.ProcessGroup | None"  # None: of the ranks that share a batch
 _second_groups: "weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, dist.ProcessGroup]]" = weakref.WeakKeyDictionary()

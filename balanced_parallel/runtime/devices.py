@@ -14,8 +14,6 @@ from torch import Tensor
 
 from .values import check_type
 
-__all__: list[str] = []
-
 DeviceLike = int | str | torch.device
 HOSTS = ("cpu", "meta")  # types of devices without streams, a generator and memory of their own
 

@@ -11,8 +11,6 @@ import torch
 
 from .devices import is_accelerator, on_device
 
-__all__: list[str] = []
-
 _cpu_generator = threading.RLock()
 
 

@@ -22,8 +22,6 @@ import torch
 from . import torch_private
 from .devices import HOSTS, current_stream
 
-__all__: list[str] = []
-
 Streams = Mapping[torch.device, torch.Stream | None]  # None for a device without streams
 
 

@@ -21,8 +21,6 @@ from torch.cuda import nccl
 from . import torch_private
 from .devices import is_accelerator, move
 
-__all__: list[str] = []
-
 # NCCL copies these dtypes in every version. It knows neither int16 nor complex numbers.
 _BITS = {1: torch.uint8, 2: torch.float16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 # torch has one communicator for each list of devices, and NCCL takes one call at a time on it.

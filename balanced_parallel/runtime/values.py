@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-__all__: list[str] = []
-
 UNITS: dict[str, int] = {"": 1, "B": 1, **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)}}
 UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
 

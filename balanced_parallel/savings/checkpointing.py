@@ -32,10 +32,8 @@ from ..runtime.torch_private import (
 )
 from ..runtime.values import check_number, check_type, format_bytes, parse_bytes
 
-__all__: list[str] = []
 
-
-class Segment(NamedTuple):
+class LayerSegment(NamedTuple):
     """A run of the modules of an ``nn.Sequential``, from ``start`` to before ``end``, or all of a module."""
 
     start: int = 0
@@ -45,7 +43,7 @@ class Segment(NamedTuple):
 
 
 # Runs a segment instead of checkpointing it: ``run(module, segment, function, args, kwargs)``.
-Runner = Callable[[nn.Module, Segment, Callable[..., Any], Any, Any], Any]
+Runner = Callable[[nn.Module, LayerSegment, Callable[..., Any], Any, Any], Any]
 runner: ContextVar[Runner | None] = ContextVar("runner", default=None)
 
 
@@ -82,7 +80,7 @@ def checkpoint_blocks(module: nn.Module, names: Iterable[str]) -> None:
     for name in names:
         block = find_module(module, name)
         if not isinstance(block, Checkpointed):
-            checkpoint_module(block, (Segment(),))
+            checkpoint_module(block, (LayerSegment(),))
 
 
 def find_module(module: nn.Module, name: str) -> nn.Module:
@@ -93,7 +91,7 @@ def find_module(module: nn.Module, name: str) -> nn.Module:
         raise ValueError(f"there is no module {name!r} to checkpoint, expected names of named_modules()") from error
 
 
-def checkpoint_module(module: nn.Module, segments: tuple[Segment, ...]) -> None:
+def checkpoint_module(module: nn.Module, segments: tuple[LayerSegment, ...]) -> None:
     """Checkpoints a module in place, as one segment or, an ``nn.Sequential``, as several."""
     module.__class__ = _checkpointed(_kind(module), segments)
 
@@ -110,7 +108,7 @@ def _kind(module: Any) -> Any:
 class Checkpointed:
     """A base class of checkpointed modules, besides their own class."""
 
-    made_from: tuple[Any, tuple[Segment, ...]]  # the class of the module, and its segments
+    made_from: tuple[Any, tuple[LayerSegment, ...]]  # the class of the module, and its segments
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Returns the parts for ``pickle`` and ``copy``, which do not find a class that was made at run time."""
@@ -118,13 +116,13 @@ class Checkpointed:
         return _new, self.made_from, *parts[2:]
 
 
-def _new(kind: Any, segments: tuple[Segment, ...]) -> Any:
+def _new(kind: Any, segments: tuple[LayerSegment, ...]) -> Any:
     checkpointed = _checkpointed(kind, segments)
     return checkpointed.__new__(checkpointed)
 
 
 @functools.cache
-def _checkpointed(kind: Any, segments: tuple[Segment, ...]) -> Any:
+def _checkpointed(kind: Any, segments: tuple[LayerSegment, ...]) -> Any:
     """Returns a checkpointed subclass. A ``forward`` set on the instance would still run the original after a copy."""
 
     @functools.wraps(kind.forward)
@@ -142,7 +140,7 @@ def _checkpointed(kind: Any, segments: tuple[Segment, ...]) -> Any:
 
 
 def _run(
-    module: nn.Module, segment: Segment, layers: list[nn.Module], function: Callable[..., Any], args: Any, kwargs: Any
+    module: nn.Module, segment: LayerSegment, layers: list[nn.Module], function: Callable[..., Any], args: Any, kwargs: Any
 ) -> Any:
     if not torch.compiler.is_compiling() and (run := runner.get()) is not None:
         return run(module, segment, function, args, kwargs)
@@ -261,9 +259,9 @@ def _names(module: nn.Module, blocks: str | Iterable[str]) -> list[str]:
     return names
 
 
-def _segments(module: nn.Module, count: int | None, cut: bool) -> tuple[Segment, ...]:
+def _segments(module: nn.Module, count: int | None, cut: bool) -> tuple[LayerSegment, ...]:
     if not cut and count is None:
-        return (Segment(),)
+        return (LayerSegment(),)
     if type(module).forward is not nn.Sequential.forward:
         raise ValueError(f"segments={count}, but {type(module).__name__} is not an nn.Sequential: leave segments out")
     length = len(children_of(module))
@@ -274,12 +272,12 @@ def _segments(module: nn.Module, count: int | None, cut: bool) -> tuple[Segment,
         raise ValueError(f"segments={count}, expected a number from 2 to the {length} modules of the nn.Sequential")
     size = length // count
     places = [*range(0, size * count, size), length]
-    return tuple(Segment(start, end, recomputed=end < length) for start, end in itertools.pairwise(places))
+    return tuple(LayerSegment(start, end, recomputed=end < length) for start, end in itertools.pairwise(places))
 
 
 def _choose(
-    module: nn.Module, segments_of: dict[str, tuple[Segment, ...]], budget: int, inputs: Any
-) -> tuple[dict[str, tuple[Segment, ...]], int]:
+    module: nn.Module, segments_of: dict[str, tuple[LayerSegment, ...]], budget: int, inputs: Any
+) -> tuple[dict[str, tuple[LayerSegment, ...]], int]:
     """Returns ``segments_of`` with as few recomputed segments as the budget allows, and the bytes that stay."""
     if inputs is None:
         raise ValueError("budget needs inputs: give a batch of as many rows as one device gets in one forward")
@@ -291,8 +289,8 @@ def _choose(
     finally:
         for child in modules.values():
             restore_module(child)
-    waiting: list[Part] = [(modules[name], segment) for name, cuts in segments_of.items() for segment in cuts]
-    chosen: dict[Part, bool] = {}
+    waiting: list[ModulePart] = [(modules[name], segment) for name, cuts in segments_of.items() for segment in cuts]
+    chosen: dict[ModulePart, bool] = {}
     while (size := saved.total(chosen)) > budget:
         # The first of several equal ones: the last ones are recomputed while the activations of all others are still there.
         best = min(waiting, key=lambda part: saved.total({**chosen, part: False}), default=None)
@@ -312,7 +310,7 @@ def _choose(
     }, size
 
 
-def _text(name: str, segment: Segment) -> str:
+def _text(name: str, segment: LayerSegment) -> str:
     place = "" if segment.end is None else f"[{segment.start}:{segment.end}]"
     return f"{name}{place}{' (selective)' if segment.selective else ''}"
 
@@ -407,7 +405,7 @@ class _Again:
         self._entered.pop().__exit__(*exception)
 
 
-Part = tuple[nn.Module, Segment]
+ModulePart = tuple[nn.Module, LayerSegment]
 
 
 class SavedBytes(TorchDispatchMode):
@@ -415,23 +413,23 @@ class SavedBytes(TorchDispatchMode):
 
     def __init__(self, free: Iterable[Tensor]) -> None:
         super().__init__()
-        self.mutated: set[Part] = set()  # write in place to an output of an expensive operator, which then cannot be kept
+        self.mutated: set[ModulePart] = set()  # write in place to an output of an expensive operator, which then cannot be kept
         self._storages: dict[int, torch.UntypedStorage] = {}  # keeps their ids unique
-        self._keepers: defaultdict[int, set[Part | None]] = defaultdict(set)
-        self._inputs: defaultdict[Part, set[int]] = defaultdict(set)
-        self._expensive: defaultdict[Part, set[int]] = defaultdict(set)
+        self._keepers: defaultdict[int, set[ModulePart | None]] = defaultdict(set)
+        self._inputs: defaultdict[ModulePart, set[int]] = defaultdict(set)
+        self._expensive: defaultdict[ModulePart, set[int]] = defaultdict(set)
         self._free = self._note(free)
-        self._part: Part | None = None  # that runs
+        self._part: ModulePart | None = None  # that runs
         self._outputs: list[Tensor] = []  # of its expensive operators
 
-    def total(self, recomputed: Mapping[Part, bool]) -> int:
+    def total(self, recomputed: Mapping[ModulePart, bool]) -> int:
         """Returns the bytes that stay if some parts are recomputed. The values say if a part is selective."""
         storages = {storage for storage, keepers in self._keepers.items() if keepers - recomputed.keys()}
         for part, selective in recomputed.items():
             storages |= self._inputs[part] | (self._expensive[part] if selective else set())
         return sum(self._storages[storage].nbytes() for storage in storages - self._free)
 
-    def run(self, module: nn.Module, segment: Segment, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def run(self, module: nn.Module, segment: LayerSegment, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs one part. A part inside another one belongs to the outer one."""
         if self._part is not None:
             return function(*args, **kwargs)

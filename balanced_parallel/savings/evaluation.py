@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from ..replicas.replicas import parameter_window
 from ..runtime.collectives import rank, sum_over_ranks
 
-__all__: list[str] = []
-
 
 @contextlib.contextmanager
 def inference(*modules: nn.Module) -> Iterator[None]:

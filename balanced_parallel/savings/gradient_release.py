@@ -11,9 +11,6 @@ from torch.optim import Optimizer
 
 from ..runtime.collectives import world_size
 
-__all__: list[str] = []
-
-
 RELEASES: "weakref.WeakKeyDictionary[Optimizer, GradientRelease]" = weakref.WeakKeyDictionary()
 
 

@@ -22,13 +22,10 @@ from ..runtime.devices import keep_random_state, move
 from ..runtime.torch_private import StorageReference, TorchDispatchMode, is_differentiable, storage_id
 from .checkpointing import restore_module
 
-__all__: list[str] = []
-
-
 # Their backward in place needs the output alone. Others copy their input then, and dropout keeps a wider mask on a GPU.
 _ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.RReLU)
 _RUNS = ((True, True), (True, False), (False, True))  # in training or not, with checkpoints or not
-Call = tuple[tuple[Any, ...], dict[str, Any]]
+ModuleCall = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def inplace_activations(module: nn.Module, inputs: Any) -> tuple[str, ...]:
@@ -54,7 +51,7 @@ def inplace_activations(module: nn.Module, inputs: Any) -> tuple[str, ...]:
     """
     device = next((tensor.device for tensor in (*module.parameters(), *module.buffers())), torch.device("cpu"))
     batch = torch_private.map_tensors(lambda tensor: move(tensor.detach(), device).requires_grad_(tensor.requires_grad), inputs)
-    call: Call = ((), dict(batch)) if isinstance(batch, Mapping) else (batch if isinstance(batch, tuple) else (batch,), {})
+    call: ModuleCall = ((), dict(batch)) if isinstance(batch, Mapping) else (batch if isinstance(batch, tuple) else (batch,), {})
     # A checkpoint keeps the input of its block, and its second forward saves what the plain block saves.
     with keep_random_state():
         watched = [_watch(module, call, training, checkpointed) for training, checkpointed in _RUNS]
@@ -73,7 +70,7 @@ def _set_inplace(module: nn.Module, names: Any) -> None:
         module.get_submodule(name).inplace = True  # type: ignore[assignment]
 
 
-def _watch(module: nn.Module, call: Call, training: bool, checkpointed: bool) -> "_InputUses":
+def _watch(module: nn.Module, call: ModuleCall, training: bool, checkpointed: bool) -> "_InputUses":
     """Watches a forward. Autograd keeps copies, so that what is alive afterwards is kept by others."""
     net, (args, kwargs) = _copies(module, call)
     net.train(training)
@@ -87,7 +84,7 @@ def _watch(module: nn.Module, call: Call, training: bool, checkpointed: bool) ->
     return uses
 
 
-def _runs(module: nn.Module, call: Call, names: list[str]) -> bool:
+def _runs(module: nn.Module, call: ModuleCall, names: list[str]) -> bool:
     """Returns False if torch refuses a step with these activations in place."""
     net, (args, kwargs) = _copies(module, call)
     _set_inplace(net.train(), names)
@@ -99,7 +96,7 @@ def _runs(module: nn.Module, call: Call, names: list[str]) -> bool:
     return True
 
 
-def _copies(module: nn.Module, call: Call) -> tuple[nn.Module, Any]:
+def _copies(module: nn.Module, call: ModuleCall) -> tuple[nn.Module, Any]:
     """Returns copies of both. Every parameter is trained, also those that are frozen for now."""
     net = copy.deepcopy(module)
     for parameter in net.parameters():

@@ -16,8 +16,6 @@ from torch import Tensor, nn
 
 from ..runtime.torch_private import keeps_graph
 
-__all__: list[str] = []
-
 
 class LinearCrossEntropy(nn.Module):
     """A linear layer and its cross entropy, without the logits of the whole batch.

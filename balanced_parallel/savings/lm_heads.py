@@ -15,8 +15,6 @@ from torch import Tensor, nn
 
 from .linear_cross_entropy import linear_cross_entropy
 
-__all__: list[str] = []
-
 
 def replace_lm_head(model: Any) -> None:
     """Makes a causal language model compute its loss without the logits of all positions, in place.

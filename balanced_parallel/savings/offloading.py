@@ -25,9 +25,6 @@ from ..runtime.devices import current_stream, on_device
 from ..runtime.torch_private import StorageReference, base_of, versions
 from ..runtime.values import parse_bytes
 
-__all__: list[str] = []
-
-
 AHEAD = 2
 
 

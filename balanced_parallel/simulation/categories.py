@@ -14,8 +14,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from ..runtime.torch_private import buffers_of, get_gradient, leaves_of_tree, local_tensors, parameters_of, storage_id
 
-__all__: list[str] = []
-
 
 class Category(IntEnum):
     """Category of an allocation. The numbers are those of ``native/ledger.h``."""

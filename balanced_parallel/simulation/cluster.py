@@ -18,9 +18,6 @@ from .compilation import load_native
 from .torch_data_parallel import comm_for_simulated_devices
 from .waits import LISTENER, Wait, Waits, describe_steps
 
-__all__: list[str] = []
-
-
 MAX_DEVICES = 64  # kDevices of native/ledger.h
 NO_LIMIT = 2**50  # 1 PiB, more than any simulation reaches
 Memory = int | str | Sequence[int | str | None] | None

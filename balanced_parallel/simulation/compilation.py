@@ -18,9 +18,6 @@ import torch
 
 from .waits import LISTENER
 
-__all__: list[str] = []
-
-
 SOURCES = Path(__file__).parent / "native"
 TORCH = Path(torch.__file__).parent
 # Parsing torch's headers takes most of the time. Two translation units, compiled in parallel, parse them twice only.

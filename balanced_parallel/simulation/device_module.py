@@ -6,13 +6,10 @@ from typing import Any
 
 import torch
 
+from ..runtime.devices import DeviceLike
 from .compilation import load_native
 
-__all__: list[str] = []
-
-
 _initialized = True  # torch.utils.checkpoint saves the random state of a device if its module has this flag
-DeviceLike = int | str | torch.device | None
 
 
 # as torch.cuda calls them
@@ -26,7 +23,7 @@ max_memory_allocated = torch.accelerator.max_memory_allocated
 reset_peak_memory_stats = torch.accelerator.reset_peak_memory_stats
 
 
-def _index(device: DeviceLike) -> int:
+def _index(device: DeviceLike | None) -> int:
     if isinstance(device, int):
         return device
     index = None if device is None else torch.device(device).index
@@ -46,7 +43,7 @@ def device_count() -> int:
     return int(load_native().simulation_device_count())  # torch.accelerator would call this function
 
 
-def device(device: DeviceLike) -> contextlib.AbstractContextManager[Any]:
+def device(device: DeviceLike | None) -> contextlib.AbstractContextManager[Any]:
     """Sets the current device for the duration of the block."""
     return torch.accelerator.device_index(_index(device))
 
@@ -54,7 +51,7 @@ def device(device: DeviceLike) -> contextlib.AbstractContextManager[Any]:
 class Stream(torch.Stream):
     """A stream of a simulated device. Priorities are ignored."""
 
-    def __new__(cls, device: DeviceLike = None, priority: int = 0) -> "Stream":
+    def __new__(cls, device: DeviceLike | None = None, priority: int = 0) -> "Stream":
         """Makes a stream of the current device, or of another one."""
         return super().__new__(cls, device=torch.device("sim", _index(device)), priority=priority)
 
@@ -67,13 +64,13 @@ def stream(stream: torch.Stream | None) -> contextlib.AbstractContextManager[Any
     return contextlib.nullcontext() if stream is None else stream
 
 
-def get_device_properties(device: DeviceLike = None) -> SimpleNamespace:
+def get_device_properties(device: DeviceLike | None = None) -> SimpleNamespace:
     """Returns the name, the total memory and the number of multiprocessors of a device."""
     total = torch.accelerator.get_memory_info(_index(device))[1]
     return SimpleNamespace(name="simulated accelerator", total_memory=total, multi_processor_count=1)
 
 
-def get_device_name(device: DeviceLike = None) -> str:
+def get_device_name(device: DeviceLike | None = None) -> str:
     """Returns the name of a device."""
     return str(get_device_properties(device).name)
 
@@ -87,13 +84,13 @@ def empty_cache() -> None:
     """Does nothing: simulated devices have no cache."""
 
 
-def get_rng_state(device: DeviceLike = None) -> torch.Tensor:
+def get_rng_state(device: DeviceLike | None = None) -> torch.Tensor:
     """Returns the random state of a device."""
     state: torch.Tensor = torch.ops.balanced_parallel_simulation.random_state(_index(device))
     return state
 
 
-def set_rng_state(state: torch.Tensor, device: DeviceLike = None) -> None:
+def set_rng_state(state: torch.Tensor, device: DeviceLike | None = None) -> None:
     """Sets the random state of a device."""
     torch.ops.balanced_parallel_simulation.set_random_state(_index(device), state)
 

@@ -19,8 +19,6 @@ from torch.nn.parallel import _functions
 from ..runtime import transport
 from .categories import Category, MemoryLabels
 
-__all__: list[str] = []
-
 
 def broadcast_coalesced(
     labels: MemoryLabels, tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int

@@ -14,9 +14,6 @@ import torch
 from ..runtime.torch_private import current_backward_id
 from .categories import MemoryLabels
 
-__all__: list[str] = []
-
-
 # Arguments: device, kind, and a buffer of some size for the message of an error. An empty message allows the wait.
 LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p, ctypes.c_int)
 MAX_WAITS = 10_000  # that are kept, about 3 MB

@@ -44,10 +44,9 @@ from ..runtime import collectives, torch_private
 from ..runtime.devices import is_accelerator
 from ..runtime.torch_private import CHILDREN, base_of, children_of, current_backward_id, is_differentiable, run_after_backward
 from ..runtime.values import Precision
-from ..training.strategy import GradientSync, Settings, gradient_sync, run_backward
+from ..training.settings import Settings
+from ..training.strategy import GradientSync, gradient_sync, run_backward
 from .ranks import RankModel, RankSync, first_row, forget_unused, shared_gradients, undone
-
-__all__: list[str] = []
 
 
 class DistributedModel(RankModel, DistributedDataParallel):

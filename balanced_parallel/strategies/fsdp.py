@@ -57,10 +57,9 @@ from ..runtime.torch_private import (
 )
 from ..runtime.values import Precision
 from ..savings.checkpointing import find_blocks
-from ..training.strategy import GradientSync, Settings, gradient_sync, run_backward
+from ..training.settings import Settings
+from ..training.strategy import GradientSync, gradient_sync, run_backward
 from .ranks import RankModel, RankSync, copied, first_row, forget_unused, shared_gradients, undone
-
-__all__: list[str] = []
 
 
 class ShardedModel(RankModel):

@@ -29,9 +29,6 @@ from ..runtime import collectives
 from ..runtime.collectives import compare_ranks, gather_objects
 from ..runtime.devices import DeviceLike, is_accelerator, resolve_devices, visible_devices
 
-__all__: list[str] = []
-
-
 _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 
 

@@ -27,9 +27,6 @@ from .ddp import DistributedModel
 from .fsdp import ShardedModel
 from .launch import TorchrunEnvironment, check_agreement, join_process_group, rank_device
 
-__all__: list[str] = []
-
-
 Strategy = Literal["auto", "replicas", "ddp", "fsdp"]
 STRATEGIES = ("auto", "replicas", "ddp", "fsdp")
 _log = logging.getLogger(__name__)

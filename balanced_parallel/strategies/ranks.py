@@ -25,8 +25,6 @@ from ..runtime.values import Precision
 from ..training.accumulation import power_of_two
 from ..training.strategy import GradientSync
 
-__all__: list[str] = []
-
 
 class RankModel(nn.Module):
     """The model of one rank. It returns a list with this rank's output, as :class:`DataParallelModel` does."""

@@ -12,10 +12,9 @@ from ..replicas.model import DataParallelModel
 from ..replicas.replicas import window
 from ..runtime.collectives import world_size
 from ..training.accumulation import larger, power_of_two
-from ..training.strategy import GradientSync, Settings, gradient_sync, run_backward
+from ..training.settings import Settings
+from ..training.strategy import GradientSync, gradient_sync, run_backward
 from ..training.update import scale_gradients
-
-__all__: list[str] = []
 
 
 class ReplicaSync(GradientSync):

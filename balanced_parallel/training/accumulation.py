@@ -20,9 +20,8 @@ from ..loss.sums import LossSum, Weight, add_up
 from ..runtime.collectives import begin_reduction
 from ..runtime.devices import move, start_copy
 from ..runtime.values import Precision, scaled
-from .strategy import GradientSync, Settings
-
-__all__: list[str] = []
+from .settings import Settings
+from .strategy import GradientSync
 
 
 class Accumulation:

@@ -18,8 +18,6 @@ from ..runtime.values import check_number, check_type
 from .state import Path as TreePath
 from .state import check_same_tensors, join_tensors, split_tensors, tensor_key
 
-__all__: list[str] = []
-
 T = TypeVar("T")
 _unreported: dict[Future[Any], Path] = {}  # saves of this process that nobody has waited for, and their folders
 

@@ -30,9 +30,6 @@ from ..runtime.random_numbers import RandomState
 from ..runtime.torch_private import TorchDispatchMode, buffers_of, versions
 from .strategy import GradientSync
 
-__all__: list[str] = []
-
-
 _log = logging.getLogger(__name__)
 _NO_LIMIT = 2**62
 

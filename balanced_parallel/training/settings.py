@@ -15,18 +15,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from ..batch.by_cost import ByCost
 from ..batch.samplers import begun_batches
 from ..loss.criterion import DataParallelCriterion
 from ..loss.rules import unwrap
-from ..loss.shards import SEVERAL
-from ..optim.balanced import BalancedOptimizer, refuse_closures
+from ..optim.balanced import BalancedOptimizer
 from ..runtime.collectives import compare_ranks, world_size
 from ..runtime.torch_private import buffers_of
-from ..runtime.values import check_type
-from .update import Update, each_scheduler
-
-__all__: list[str] = []
 
 _SCHEDULED = ("lr", "momentum", "betas", "weight_decay")
 
@@ -135,46 +129,3 @@ def _number(value: Any) -> float:
     """Returns a number on the host, otherwise 0."""
     is_on_host = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.is_cpu and value.numel() == 1)
     return float(value) if is_on_host else 0.0
-
-
-def check_arguments(criterion: Any, micro_batch_size: Any, max_grad_norm: float | None, scheduler: Any, cut: Any) -> None:
-    """Raises ``TypeError`` for a criterion or a scheduler of another kind, ``ValueError`` for settings out of their range."""
-    each_scheduler(scheduler)
-    if not isinstance(criterion, DataParallelCriterion):
-        more = SEVERAL if isinstance(criterion, (list, tuple, dict)) else ""
-        raise TypeError(f"the criterion is a {type(criterion).__name__}, expected a DataParallelCriterion: wrap it in one{more}")
-    if micro_batch_size != "auto":
-        check_micro_batch_size(micro_batch_size, "None or 'auto'")
-    check_type("cut", cut, ByCost | None, "ByCost(...), or None for equal rows")
-    if cut is not None and cut.limit is not None and micro_batch_size is not None:
-        raise ValueError(f"micro_batch_size={micro_batch_size!r} and ByCost(limit=...) were given, expected one of them")
-    if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
-        raise ValueError(f"max_grad_norm={max_grad_norm!r}, expected a positive number, or None for no clipping")
-
-
-def check_micro_batch_size(rows: Any, otherwise: str) -> None:
-    """Raises ``ValueError`` unless ``rows`` is a positive integer or None. ``otherwise`` names what else is possible."""
-    if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 1):
-        raise ValueError(f"micro_batch_size={rows!r}, expected a positive number of rows per device, {otherwise}")
-
-
-def check_optimizers(update: Update, schedulers: Sequence[LRScheduler]) -> None:
-    """Checks that the optimizers update parameters of the model or of the criterion, and the schedulers these optimizers."""
-    for scheduler in schedulers:  # a wrapper of an optimizer shares its groups
-        if not any(scheduler.optimizer.param_groups is optimizer.param_groups for optimizer in update.optimizers):
-            raise ValueError(
-                f"{type(scheduler).__name__} was made for another {type(scheduler.optimizer).__name__}, expected the optimizer "
-                "of this step: its learning rate would never change"
-            )
-    trained = {id(tensor) for tensor in update.trained.values()}
-    for number, optimizer in enumerate(update.optimizers):
-        refuse_closures(optimizer, "TrainStep")
-        if isinstance(optimizer, BalancedOptimizer):  # its groups have the shards
-            continue
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if parameters and not any(id(parameter) in trained for parameter in parameters):
-            name = f"{type(optimizer).__name__} (optimizer {number})" if number else type(optimizer).__name__
-            raise ValueError(
-                f"{name} has {len(parameters)} parameter(s), and none is a parameter of the model or the criterion: nothing "
-                "would be trained. Make the optimizer of model.parameters(), after the model was wrapped, moved or sharded"
-            )

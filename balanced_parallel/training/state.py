@@ -25,8 +25,6 @@ from ..runtime.random_numbers import generator_states, seed_anew, set_generators
 from ..runtime.torch_private import is_sharded, uncompiled_name
 from ..runtime.values import Precision
 
-__all__: list[str] = []
-
 _ENTRIES = {"model", "criterion", "optimizers", "schedulers", "scaler", "random", "python", "numpy", "layout"}
 
 

@@ -33,7 +33,7 @@ from ..runtime import collectives
 from ..runtime.values import Precision
 from .accumulation import Accumulation
 from .recovery import Recovery, Snapshot
-from .settings import Settings, check_arguments, check_micro_batch_size, check_optimizers
+from .settings import Settings
 from .state import TrainedState
 from .strategy import gradient_sync
 from .two_passes import TwoPasses
@@ -41,12 +41,13 @@ from .update import (
     Optimizers,
     Schedulers,
     Update,
+    check_arguments,
+    check_micro_batch_size,
+    check_optimizers,
     each_optimizer,
     each_scheduler,
     trained_tensors,
 )
-
-__all__: list[str] = []
 
 
 class BatchRun(NamedTuple):

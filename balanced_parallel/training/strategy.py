@@ -11,7 +11,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,18 +19,7 @@ from torch import Tensor
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight
 from ..runtime.devices import move
-
-__all__: list[str] = []
-
-
-class Settings(Protocol):
-    """Settings that must be the same in all processes."""
-
-    def digest(self) -> list[float]:
-        """Returns numbers to be summed over all processes."""
-
-    def check(self, total: float, squares: float) -> None:
-        """Checks the sums. All processes raise an error, or none."""
+from .settings import Settings
 
 
 class GradientSync(abc.ABC):

@@ -21,8 +21,6 @@ from ..runtime.values import Precision
 from .recovery import ElsewhereOutOfMemory, Originals, Snapshot, retrying_allocations
 from .strategy import GradientSync
 
-__all__: list[str] = []
-
 
 class TwoPasses:
     """The first pass of one update, and the agreement of the ranks behind it.

@@ -1,8 +1,8 @@
 """Operators that fake CPU tensors would run otherwise: those of CUDA, and those in place.
 
 On CUDA autocast has other lists, dropout keeps a mask of bytes, and attention is fused. On every device torch avoids operators in
-place under a dispatch mode, and so in a trace (``isTensorSubclassLike`` in ATen): ``IN_PLACE`` and ``KERNELS`` are the places
-where it writes to an argument without one.
+place under a dispatch mode, and so in a trace (``isTensorSubclassLike`` in ATen): ``IN_PLACE`` and ``CUDA_KERNELS`` are the
+places where it writes to an argument without one.
 """
 
 import contextlib
@@ -16,9 +16,6 @@ from torch import Tensor
 
 from ...runtime.torch_private import current_node, map_tensors
 from .recurrent import RECURRENCE, REFUSED, aten_kernels, autograd_kernels
-
-__all__: list[str] = []
-
 
 # torch/include/ATen/autocast_mode.h: AT_FORALL_FP32, and AT_FORALL_FP32_SET_OPT_DTYPE, without those that the CPU's has too
 _FP32 = (  # noqa: SIM905
@@ -182,4 +179,4 @@ def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
     return torch.matmul(input, weight.t()).add_(bias)
 
 
-KERNELS = {"linear": _linear}
+CUDA_KERNELS = {"linear": _linear}

@@ -15,9 +15,6 @@ from torch import Tensor
 
 from ..errors import UnknownMemory
 
-__all__: list[str] = []
-
-
 KEPT = {"lstm": 5, "gru": 6, "rnn_tanh": 2, "rnn_relu": 2}  # sizes of plain layers are not published: the gate, twice
 SOURCE = (
     "assumed: recurrent layers save as much as cuDNN printed in pytorch#2895, 5 (LSTM) or 6 (GRU) values per step, layer and unit"

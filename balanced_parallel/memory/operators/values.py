@@ -12,9 +12,6 @@ from torch import Tensor
 
 from ..errors import HINT, UnknownMemory
 
-__all__: list[str] = []
-
-
 _aten = torch.ops.aten
 
 
@@ -24,7 +21,7 @@ def _ctc_of_lists(scores: Tensor, targets: Tensor, steps: Sequence[int], lengths
     return loss
 
 
-KERNELS = {"ctc_loss.IntList": _ctc_of_lists}
+VALUE_KERNELS = {"ctc_loss.IntList": _ctc_of_lists}
 _SCALARS = {_aten._local_scalar_dense.default, _aten.is_nonzero.default}
 
 

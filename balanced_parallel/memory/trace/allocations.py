@@ -20,9 +20,6 @@ from ...runtime.torch_private import current_node, is_sharded, leaves_of_tree, n
 from ..operators.cuda import IN_PLACE, is_in_place
 from ..operators.values import answer, keep_elements, selected
 
-__all__: list[str] = []
-
-
 _TORCH = str(Path(torch.__file__).parent)
 _MEMORY, _HERE = str(Path(__file__).parents[1]), str(Path(__file__).parents[2])
 _OPTIMIZERS = (f"{_TORCH}/optim", f"{_TORCH}/amp")

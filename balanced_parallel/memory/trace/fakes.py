@@ -27,8 +27,6 @@ from ...runtime.torch_private import leaves_of_tree, shared_id
 from ...savings.checkpointing import fake_like
 from .allocations import Count
 
-__all__: list[str] = []
-
 
 def fake_copy(thing: Any, mode: FakeTensorMode, device: torch.device) -> Any:
     """Returns a deep copy of ``thing`` (a module, a function, a tuple of them) with fake tensors on ``device``.

@@ -40,8 +40,6 @@ from ..errors import UnknownMemory
 from .fakes import HOME, fake_devices
 from .optimizers import ExistingOptimizers, OptimizerChoice, inner_optimizers
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True)
 class Request:
@@ -93,7 +91,7 @@ class Request:
         return [0] * self.devices if self.layout.is_distributed else list(range(self.devices))
 
 
-MicroBatch = tuple[Arguments, tuple[Any, ...]]
+TracedBatch = tuple[Arguments, tuple[Any, ...]]
 
 
 def plain_criterion(criterion: Any) -> Any:
@@ -210,7 +208,7 @@ class SingleDevice:
             result: Tensor = ShardLoss(self.criterion, 1, output, targets, {}).call()
             return result
 
-    def losses(self, micro_batches: Sequence[MicroBatch]) -> list[Callable[[], Tensor]]:
+    def losses(self, micro_batches: Sequence[TracedBatch]) -> list[Callable[[], Tensor]]:
         """Begins an update. Returns a function for the loss of each micro-batch."""
         if not is_coupled(self.criterion):
             return [functools.partial(self.loss, *micro_batch) for micro_batch in micro_batches]

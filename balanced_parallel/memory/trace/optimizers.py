@@ -12,8 +12,6 @@ from ...optim.balanced import BalancedOptimizer, refuse_closures
 from ...replicas.model import DataParallelModel
 from ..errors import UnknownMemory
 
-__all__: list[str] = []
-
 
 @dataclass(frozen=True)
 class OptimizerChoice:

@@ -17,19 +17,18 @@ from ...savings.checkpointing import checkpoint_activations
 from ...savings.lm_heads import replace_lm_head
 from ...savings.offloading import MIN_BYTES, Link, Offload, Offloaded
 
-__all__: list[str] = []
-
-
-SAVINGS = ("replace_lm_head", "checkpoint_activations", "offload_activations")  # in the order in which they are applied
+TRACED_SAVINGS = ("replace_lm_head", "checkpoint_activations", "offload_activations")  # in the order in which they are applied
 
 
 def check_savings(names: Iterable[str]) -> tuple[str, ...]:
     """Returns the names in the order in which they are applied."""
     requested = [names] if isinstance(names, str) else list(names)
     for name in requested:
-        if name not in SAVINGS:
-            raise ValueError(f"savings has {name!r}, expected functions of balanced_parallel.savings: {', '.join(SAVINGS)}")
-    return tuple(name for name in SAVINGS if name in requested)
+        if name not in TRACED_SAVINGS:
+            raise ValueError(
+                f"savings has {name!r}, expected functions of balanced_parallel.savings: {', '.join(TRACED_SAVINGS)}"
+            )
+    return tuple(name for name in TRACED_SAVINGS if name in requested)
 
 
 def change_module(module: nn.Module, names: Iterable[str]) -> None:

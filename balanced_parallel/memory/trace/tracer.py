@@ -27,12 +27,9 @@ from ..operators.recurrent import autograd_kernels
 from . import fakes
 from .allocations import Block, Count
 from .fakes import HOME, host_of, start_in_child
-from .layouts import MicroBatch, Request, SingleDevice
+from .layouts import Request, SingleDevice, TracedBatch
 from .optimizers import refuse_merges
 from .savings import around_update, change_module
-
-__all__: list[str] = []
-
 
 TRACED = 3  # micro-batches: a first, one that adds, one that reduces; more of them need no more memory
 Job = tuple[Request, int]  # the rows of a micro-batch
@@ -105,7 +102,7 @@ def _trace(request: Request, rows: int) -> Trace:
         fakes.undisturbed(),
         fakes.devices_that_mix(),
         fakes.rows_of_one_sequence(),
-        autograd_kernels(cuda.KERNELS | values.KERNELS),
+        autograd_kernels(cuda.CUDA_KERNELS | values.VALUE_KERNELS),
         choices,
         mode,
         _unknown_memory(),
@@ -115,7 +112,7 @@ def _trace(request: Request, rows: int) -> Trace:
     return Trace(rows, traced, count.blocks, _ordered(count.events), count.operators, count.marks, count.flops)
 
 
-def _run(request: Request, count: Count, module: Any, criterion: Any, batch: MicroBatch, rows: int) -> None:
+def _run(request: Request, count: Count, module: Any, criterion: Any, batch: TracedBatch, rows: int) -> None:
     arguments, targets = batch
     count.see_all((leaf for _, leaf in leaves((arguments, targets))), "inputs")
     for part in (module, criterion):
@@ -144,7 +141,7 @@ def _run(request: Request, count: Count, module: Any, criterion: Any, batch: Mic
             layout.close()
 
 
-def _update(layout: SingleDevice, count: Count, micro_batches: list[MicroBatch], host: torch.device | None) -> None:
+def _update(layout: SingleDevice, count: Count, micro_batches: list[TracedBatch], host: torch.device | None) -> None:
     count.see_all(layout.buckets, "communication buckets")
     layout.zero_grad()
     losses = layout.losses(micro_batches)
