@@ -68,6 +68,7 @@ def test_an_error_would_be_seen(benchmark):
     assert benchmark.error("training", scaled) > 1e-9
 
 
+@pytest.mark.slow
 def test_a_head_needs_a_fifth_of_the_memory(benchmark):
     plain, *others = benchmark.head_numbers(words=4096, tokens=4096, width=64, rounds=1)
     assert plain[1] >= 3 * 4096 * 4096 * 4 * 0.99

@@ -116,6 +116,7 @@ class OtherOperators(LanguageModel):
         return logits.relu() if tokens.shape[1] > 16 else logits
 
 
+@pytest.mark.slow
 def test_other_operators_at_other_lengths_count(one_trace):
     settings = {"lengths": (1, LONGEST), "device_kind": "sim"}
     reports = [

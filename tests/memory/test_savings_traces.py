@@ -136,6 +136,7 @@ def sequences(rows):
     return torch.randn(rows, 4096, 128), torch.randn(rows, 4096, 10)
 
 
+@pytest.mark.slow
 def test_plans_offload_where_less_does_not_fit():
     capacity = "30MiB"
     settings = {"batch_size": 2, "optimizer": torch.optim.SGD, "device_kind": "sim", "capacity": capacity}

@@ -549,7 +549,7 @@ ENDS = {
 }
 
 
-@pytest.mark.parametrize("end", slow_but(list(ENDS), "after a forward", "beside forwards"))
+@pytest.mark.parametrize("end", slow_but(list(ENDS), "after a forward"))
 def test_no_thread_holds_up_the_end_of_the_interpreter(end):
     source, code = ENDS[end]
     command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", EXIT + source]

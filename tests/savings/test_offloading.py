@@ -41,6 +41,7 @@ def step_of(net):
     return TrainStep(DataParallelModel(net), DataParallelCriterion(nn.MSELoss()), torch.optim.SGD(net.parameters(), lr=0.1))
 
 
+@pytest.mark.slow
 def test_replicas_peak_lower_and_the_host_never_waits():
     peaks = []
     batch = torch.ones(8192, 256), torch.zeros(8192, 256)

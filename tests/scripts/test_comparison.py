@@ -6,6 +6,7 @@ import pytest
 from helpers.scripts import run, train
 
 
+@pytest.mark.slow
 def test_simulated_gpus_print_losses_and_memory_and_write_the_plot(tmp_path):
     flags = ["--simulate", 4, "--memory", "2GiB", "--steps", 3, "--batch-size", 8, "--vocabulary", 500]
     output, lines, summary = train(tmp_path / "sim", *flags, "--plot", tmp_path / "plots" / "peak.png")

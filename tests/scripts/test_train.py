@@ -41,6 +41,7 @@ def test_digits_task_reaches_95_percent_accuracy(tmp_path):
     assert "waiting for data" in output
 
 
+@pytest.mark.slow
 def test_custom_text_and_short_last_batch(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text(SENTENCES)
@@ -51,6 +52,7 @@ def test_custom_text_and_short_last_batch(tmp_path):
     assert summary["steps"] == 2 * -(-35 // 13)
 
 
+@pytest.mark.slow
 def test_simulated_gpus_under_torchrun_report_all_ranks(tmp_path):
     flags = ["--task", "digits", "--steps", 3, "--precision", "bf16"]
     output, _, summary = train(tmp_path / "sim", "--simulate", 2, *flags, "--html", tmp_path / "page.html", ranks=2)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.processes import run_script
 from helpers.scripts import SCRIPT, TORCHRUN, run, train
+from helpers.slow import slow
 from helpers.torchrun import run_torchrun
 
 FAULTS = SCRIPT.parents[1] / "benchmarks" / "faults" / "inject.py"
@@ -57,7 +58,7 @@ def losses_of(lines):
     return [(line["step"], line["loss"]) for line in map(json.loads, lines) if "loss" in line]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, slow(signal.SIGINT)])
 def test_a_signal_saves_and_exits_with_0_and_the_run_goes_on(undisturbed, tmp_path, number):
     """After Ctrl-C the steps since the last checkpoint were lost, with a traceback."""
     command = list(map(str, [sys.executable, SCRIPT, "--out", tmp_path, *FLAGS, "--workers", 1]))
@@ -163,6 +164,7 @@ def processes_of(session):
     return found
 
 
+@pytest.mark.slow
 def test_resumed_run_on_two_ranks_stays_within_tolerance(undisturbed, tmp_path):
     assert run_fault("between", 8, tmp_path).returncode != 0
     done = run_torchrun(SCRIPT, "--out", tmp_path, *FLAGS, "--resume")

@@ -131,6 +131,7 @@ def test_fewer_devices_than_ranks_are_an_error_that_names_both():
 TEXT = " ".join(str(number * number % 61) for number in range(2600))  # rows that differ
 
 
+@pytest.mark.slow
 def test_losses_on_two_hosts_equal_those_of_one_process(tmp_path):
     (tmp_path / "text.txt").write_text(TEXT)
     flags = ["--data", tmp_path / "text.txt", "--steps", 4, "--batch-size", 13, "--devices", "cpu"]

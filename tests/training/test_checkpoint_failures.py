@@ -76,6 +76,7 @@ def save_on_rank_0(rank, folder):
     return caught.value.__notes__
 
 
+@pytest.mark.slow
 def test_save_by_one_rank_alone_ends_after_the_timeout_of_the_group(tmp_path):
     """It waited for 30 minutes: a further group has torch's own timeout."""
     notes, _ = run_ranks(2, save_on_rank_0, tmp_path, fresh=True)
