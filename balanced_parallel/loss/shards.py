@@ -110,7 +110,8 @@ class ShardRunner(nn.Module):
             weights: list[Any] = [None] * len(shards)
             if isinstance(term, MeanAndWeight) and any(device.type != "cpu" for device in devices):
                 weights = self._weights_in_place(term, outputs, shards)
-            work = list(map(functools.partial(functools.partial, _run, term), criteria, outputs, shards, weights, devices))
+            replicas = zip(criteria, outputs, shards, weights, devices, strict=True)
+            work = [functools.partial(_run, term, *replica) for replica in replicas]
             return self.replicas.workers(work, devices, together=False)
 
     def _weights_in_place(self, term: MeanAndWeight, outputs: PerReplica, shards: Sequence[Shard]) -> list[Any]:

@@ -204,7 +204,7 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         if len(devices) > 1:
             offset_seeds(self.devices)
         with self.precision.autocast(devices), self.replicas.of(self.module, devices, self.devices[0]) as modules:
-            work = list(map(functools.partial(functools.partial, _call, method), modules, shards))
+            work = [functools.partial(_call, method, *replica) for replica in zip(modules, shards, strict=True)]
             together = len(work) > 1 and has_layers_over_all_rows(self.replicas.modules_of(self.module))
             outputs = self.replicas.workers(work, devices, together=together)
         return PerReplica(outputs, sizes, self.out_dims)

@@ -43,9 +43,10 @@ class ReplicaSync(GradientSync):
         """Runs one backward. The last one sums the gradients of the replicas."""
         if losses:
             run_backward(losses, divisor)
+        # The model comes last: a BalancedOptimizer takes the gradients of parameters that both share from there.
         for replicas in (self._criterion.replicas, self._model.replicas) if local is not None else ():
-            if replicas.gradients.buckets:  # several devices. The model is the last: a BalancedOptimizer takes gradients of
-                replicas.gradients.reduce()  # parameters that they share from there
+            if replicas.gradients.buckets:  # only with several devices
+                replicas.gradients.reduce()
 
     def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
         """Returns ``local``."""

@@ -75,8 +75,8 @@ class TrainStep:
     micro-batches, and ``add`` keeps its rows until ``apply``.
 
     Under torchrun each rank passes its own rows, or none. Ranks compare their settings, and make the same sequence of
-    ``step(...)`` or ``apply()`` calls. Gradients are reduced once per update, shards (FSDP) in every micro-batch. A failure of
-    DDP raises on every rank.
+    ``step(...)`` or ``apply()`` calls. Gradients are reduced once per update. Shards (FSDP) are reduced in every
+    micro-batch where whole gradients do not fit. A failure of DDP raises on every rank.
 
     Args:
         model: a :class:`DataParallelModel`, or the model of :func:`parallelize`.
@@ -305,15 +305,13 @@ class TrainStep:
         passes = TwoPasses(loss, self._sync, self.precision, self.model.devices, is_auto=self._is_auto)
         with passes.telling_ranks():
             is_single = len(batches) == 1 and self._runs[0].is_whole and len(self._plan(batches[0])) == 1
-            passes.is_single = bool(self._sync.smallest(is_single))  # on every rank
-            if passes.is_single:
+            if passes.takes_one(is_single):
                 self._run(self._runs[0], BatchLosses(passes.at_once, is_mean=False))
                 return
             self._begin()
             with passes.undone(batches, self._before):
                 for shards in itertools.chain.from_iterable(map(self._plan, batches)):
-                    passes.has_run = True
-                    self._forward(shards, loss.collect, None)
+                    self._forward(shards, passes.collect, None)
             passes.differentiate()
         for run in self._runs:
             self._run(run, BatchLosses(loss.hand_back, is_mean=False))

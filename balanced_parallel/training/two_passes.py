@@ -9,6 +9,7 @@ Batches are kept until the update, since their rows are needed twice. An update 
 import contextlib
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -37,9 +38,19 @@ class TwoPasses:
         self, loss: CoupledLoss, sync: GradientSync, precision: Precision, devices: Sequence[torch.device], *, is_auto: bool
     ) -> None:
         self.loss, self._sync, self._precision, self._devices, self._is_auto = loss, sync, precision, devices, is_auto
-        self.has_run = False  # a forward
-        self.is_single = False  # there is one pass
+        self._has_run = False  # a forward of the first pass
+        self._is_single = False  # there is one pass
         self._has_agreed = False  # with the other ranks, on going on
+
+    def takes_one(self, is_single: bool) -> bool:
+        """Returns True if every rank has a single micro-batch, so that one pass is enough. All ranks call this."""
+        self._is_single = bool(self._sync.smallest(is_single))
+        return self._is_single
+
+    def collect(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[Any]:
+        """Collects the parts of a micro-batch in the first pass."""
+        self._has_run = True
+        return self.loss.collect(outputs, shards)
 
     @contextlib.contextmanager
     def undone(self, batches: Sequence[Batch | CostBatch], before: Snapshot) -> Iterator[None]:
@@ -54,7 +65,7 @@ class TwoPasses:
             originals.add(batch)
         with torch.no_grad():
             yield
-            for _ in self._sync.forwards_without_rows(is_reduced=self.has_run):
+            for _ in self._sync.forwards_without_rows(is_reduced=self._has_run):
                 pass
         before.restore()
         if writes := originals.explain_writes():
@@ -87,7 +98,7 @@ class TwoPasses:
         except torch.OutOfMemoryError as error:
             if self._is_auto and not self._has_agreed:
                 self._sync.abandon()  # raises if the other ranks cannot be told
-                with torch.set_grad_enabled(self.is_single):  # others may wait for this rank in their first forward
+                with torch.set_grad_enabled(self._is_single):  # others may wait for this rank in their first forward
                     for _ in self._sync.forwards_without_rows(is_reduced=False):
                         pass
                 self._agree(str(error))

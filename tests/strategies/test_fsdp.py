@@ -526,7 +526,7 @@ def test_blocks_that_differ_between_ranks_raise_an_error():
 
 
 def check_one_rank_changes(rank):
-    """In the third update, one rank runs its experts in another order. The other one waits for its shards."""
+    """Runs the experts of one rank in another order in the third update. The other rank waits for its shards."""
     torch.distributed.init_process_group("gloo", timeout=datetime.timedelta(seconds=4))
     net = Experts()
     model, criterion = parallelize(net, nn.CrossEntropyLoss(), strategy="fsdp")

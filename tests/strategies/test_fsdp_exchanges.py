@@ -104,7 +104,7 @@ class Branch(nn.Module):
 
 
 def check_whole_gradients(rank, precision):
-    """From the third update on, gradients are reduced once. Rank 1 has no rows in the last micro-batches."""
+    """Reduces gradients once in each update from the third on. Rank 1 has no rows in the last micro-batches."""
     torch.manual_seed(1)
     inputs, targets = torch.randn(10, 4), class_targets(10)
     inputs[:, 0] = inputs[:, 0].abs() * torch.tensor([1, 1, -1, -1, -1, -1, 1, 1, -1, -1])
