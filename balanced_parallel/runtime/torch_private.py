@@ -1,14 +1,6 @@
 """Private names of torch: the one file to read when torch changes. The tracer and the simulator have their own.
 
-Each name is behind a function or an alias, with the reason and, where there is one, torch's issue about a public name::
-
-    autograd        order of a running backward, its end, the nodes that it will run, hooks of saved tensors
-    tensors         version counters, bases of views, gradients, hooks, storages, flat buffers
-    modules         their dictionaries, base classes, compiled modules
-    trees           nested containers as torch flattens them
-    foreach         elementwise operations on lists of tensors
-    modes           fake tensors, the stacks of function and dispatch modes, kernels of attention
-    distributed     the store, the groups and their backends, NCCL
+Each name is behind a function or an alias, with the reason and, where there is one, torch's issue about a public name.
 """
 
 import contextlib
@@ -30,13 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from .devices import move
 
-__all__ = [
-    "BatchNorm",
-    "DeviceContext",
-    "Dropout",
-    "FakeTensorMode",
-    "TorchDispatchMode",
-]
+__all__ = ["BatchNorm", "DeviceContext", "Dropout", "FakeTensorMode", "TorchDispatchMode"]
 
 # Autograd: control over a running backward. DistributedDataParallel and FSDP2 use the same private functions.
 
@@ -108,8 +94,6 @@ def saved_tensor_hooks() -> Hooks | None:
 
 # Properties of tensors.
 
-_gradient_slot: Any = torch.Tensor.grad
-
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:
     """Returns the version counter of each tensor, which every write in place increments; 0 for inference tensors.
@@ -158,17 +142,6 @@ def mark_as_parameters(tensors: Iterable[Tensor]) -> None:
         tensor._is_param = True
 
 
-def get_gradient(tensor: Tensor) -> Tensor | None:
-    """Returns the gradient that autograd has accumulated in a leaf, past a property in the place of ``grad``."""
-    gradient: Tensor | None = _gradient_slot.__get__(tensor)
-    return gradient
-
-
-def set_gradient(tensor: Tensor, gradient: Tensor | None) -> None:
-    """Sets the gradient of a leaf as autograd does. See :func:`get_gradient`."""
-    _gradient_slot.__set__(tensor, gradient)
-
-
 def has_gradient_hooks(tensor: Tensor) -> bool:
     """Returns True if a hook was registered on a tensor. There is no public way to list hooks."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
@@ -179,12 +152,7 @@ def storage_id(storage: torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
-class StorageReference(StorageWeakRef):
-    """A key for a storage, which does not keep its memory. Its number is given to no other storage as long as the key exists."""
-
-    def is_alive(self) -> bool:
-        """Returns True if a tensor still has the storage."""
-        return not self.expired()
+StorageReference = StorageWeakRef  # a key that does not keep the memory; while it exists, no other storage gets its number
 
 
 # Modules: no public function returns entries that are None, the second name of a child, or a dictionary to change.
@@ -232,7 +200,6 @@ def uncompiled_name(name: str) -> str:
 
 # Nested containers as torch flattens them, such as the state of an optimizer. Batches have ``batch.containers``, which supports
 # dataclasses and mappings of other types.
-
 
 leaves_of_tree = tree_leaves  # all values of nested lists, tuples and dictionaries that are not containers
 

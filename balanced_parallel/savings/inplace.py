@@ -147,7 +147,7 @@ class _InputUses(TorchDispatchMode):
         """Finds the inputs that something keeps, while the outputs are alive."""
         gc.collect()
         for identity, names in self._users.items():
-            is_alive = self._references[identity].is_alive()
+            is_alive = not self._references[identity].expired()
             self.unsafe |= {name for name in names if is_alive or self._savers[identity] - {name}}
 
     def _identity(self, tensor: Tensor) -> int:

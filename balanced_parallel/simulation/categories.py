@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..runtime.torch_private import buffers_of, get_gradient, leaves_of_tree, local_tensors, parameters_of, storage_id
+from ..runtime.torch_private import buffers_of, leaves_of_tree, local_tensors, parameters_of, storage_id
 
 
 class Category(IntEnum):
@@ -58,7 +58,7 @@ class MemoryLabels:
         """Labels the gradients of all modules that ran, for a peak before the first step of an optimizer."""
         for module in list(self.modules.values()):
             leaves = [parameter for parameter in parameters_of(module).values() if parameter is not None and parameter.is_leaf]
-            self.label(map(get_gradient, leaves), Category.GRADIENTS)  # reading .grad may gather it
+            self.label([leaf.grad for leaf in leaves], Category.GRADIENTS)
 
     def label(self, tensors: Iterable[Any], category: Category) -> None:
         """Labels the memory of all tensors on simulated devices, of a sharded one its shard. Other values are ignored."""

@@ -122,15 +122,6 @@ def test_marked_results_of_operators_are_parameters_to_isinstance():
     assert result.grad_fn is not None
 
 
-def test_gradients_are_read_and_set_past_a_property(monkeypatch):
-    parameter = nn.Parameter(torch.ones(2))
-    parameter.sum().backward()
-    monkeypatch.setattr(nn.Parameter, "grad", property(lambda _: pytest.fail("the property was called")), raising=False)
-    assert torch_private.get_gradient(parameter).tolist() == [1, 1]
-    torch_private.set_gradient(parameter, None)
-    assert torch_private.get_gradient(parameter) is None
-
-
 @pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
 def test_gradient_hooks_are_found_until_they_are_removed(register):
     parameter = nn.Parameter(torch.ones(2))
