@@ -1,8 +1,7 @@
-"""``torch.cuda.comm`` and ``torch.cuda.nccl`` on simulated devices, which this library and ``torch.nn.DataParallel`` use.
+"""``torch.cuda.comm`` on simulated devices, which ``torch.nn.DataParallel`` uses.
 
-torch implements them for CUDA only (torch/csrc/cuda/comm.cpp and nccl.cpp). The functions here copy the same bytes between the
-same devices, and sum in the order of the tensors. Tensors of other devices go to torch's own functions, if this build of torch
-has them.
+torch implements it for CUDA only (torch/csrc/cuda/comm.cpp). The functions here copy the same bytes between the same devices.
+Tensors of other devices go to torch's own functions, if this build of torch has them.
 """
 
 import functools
@@ -16,7 +15,6 @@ from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense
 from torch.cuda import nccl
 from torch.nn.parallel import _functions
 
-from ..runtime import transport
 from .categories import Category, MemoryLabels
 
 
@@ -54,14 +52,6 @@ def gather(tensors: Sequence[Tensor], dim: int, device: int | None) -> Tensor:
     return result
 
 
-def nccl_is_available(tensors: Sequence[Tensor]) -> bool:
-    """Returns True for tensors that NCCL accepts: dense, contiguous, each on another device."""
-    places = {tensor.device for tensor in tensors}
-    return len(places) == len(tensors) and all(
-        tensor.device.type == "sim" and not tensor.is_sparse and tensor.is_contiguous() for tensor in tensors
-    )
-
-
 @contextmanager
 def comm_for_simulated_devices(labels: MemoryLabels) -> Iterator[None]:
     """Replaces torch's functions by these for the duration of the block."""
@@ -70,12 +60,7 @@ def comm_for_simulated_devices(labels: MemoryLabels) -> Iterator[None]:
         (torch._C, "_broadcast", lambda tensor, devices: [tensor.to(f"sim:{device}") for device in devices]),
         (torch._C, "_scatter", scatter),
         (torch._C, "_gather", gather),
-        # NCCL also gets the root, which torch ignores in a broadcast, the operator, streams and communicators
-        (torch._C, "_nccl_broadcast", lambda tensors, *_: transport.broadcast_in_chain(tensors[0], tensors[1:])),
-        (torch._C, "_nccl_reduce", lambda tensors, output, *_: transport.reduce_in_rounds(tensors, output)),
-        (torch._C, "_nccl_reduce_scatter", lambda tensors, outputs, *_: transport.reduce_scatter_in_rounds(tensors, outputs)),
-        (torch._C, "_nccl_all_gather", lambda tensors, outputs, *_: transport.all_gather_in_rounds(tensors, outputs)),
-        (nccl, "is_available", nccl_is_available),
+        (nccl, "is_available", lambda tensors: False),  # gradients are added by copies
     ]
     with ExitStack() as undo:
         undo.callback(setattr, _functions, "_streams", _functions._streams)

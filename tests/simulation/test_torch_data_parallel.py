@@ -40,21 +40,3 @@ def test_nn_data_parallel_runs_in_clusters_of_different_sizes():
             assert nn.DataParallel(net.to("sim:0"))(torch.ones(8, 2)).shape == (8, 2)
         net.cpu()
     assert nn.parallel._functions._streams is None
-
-
-def test_functions_of_nccl_run_on_simulated_devices():
-    nccl = torch.cuda.nccl
-    with simulate(3) as cluster:
-        tensors = [torch.arange(6.0).to(device) * (device.index + 1) for device in cluster.devices]
-        assert nccl.is_available(tensors)
-        assert not nccl.is_available([tensors[0], tensors[0]])
-        assert not nccl.is_available([tensors[0], torch.ones(6)])
-        assert not nccl.is_available([tensors[0][::2], tensors[1]])
-        nccl.reduce(tensors, output=(total := torch.empty_like(tensors[1])), root=1)
-        assert total.tolist() == [0, 6, 12, 18, 24, 30]
-        nccl.reduce_scatter(tensors, (shards := [tensor.new_empty(2) for tensor in tensors]))
-        assert [shard.tolist() for shard in shards] == [[0, 6], [12, 18], [24, 30]]
-        nccl.all_gather(shards, (gathered := [torch.empty_like(tensor) for tensor in tensors]))
-        assert all(torch.equal(one.cpu(), total.cpu()) for one in gathered)
-        nccl.broadcast(tensors)
-        assert all(torch.equal(tensor.cpu(), torch.arange(6.0)) for tensor in tensors)
