@@ -22,7 +22,7 @@ from ..replicas.module_tree import check_is_module
 from ..runtime.devices import DeviceLike, keep_random_state, without_tf32
 from ..runtime.values import Precision, check_number
 from ..training.step import TrainStep
-from .reasons import buffer_errors, find_reasons, number_changes, state_of_criterion, state_of_model, unregistered_tensors
+from .reasons import compare_state, find_reasons, state_of_criterion, state_of_model, unregistered_tensors
 from .recording import Program, copy_of, first_difference, relative_error, scalar_of, weight_in_parts
 
 _MAX_GRADIENTS = 10  # gradients in the table
@@ -169,8 +169,9 @@ def verify(
             split_loss = step(inputs, targets)
             errors = {"": relative_error(split_loss, loss)} | _gradient_errors(plain.gradients(), split.gradients())
             equal = max(errors.values()) <= limit
-        state, count = buffer_errors(plain, split, limit), len(wrapped.devices)
-        hidden = number_changes(plain, split, count), weight_in_parts(plain.output, losses, targets, wrapped.out_dims)
+        count = len(wrapped.devices)
+        state, numbers = compare_state(plain, split, count, limit)
+        hidden = numbers, weight_in_parts(plain.output, losses, targets, wrapped.out_dims)
         reasons = () if equal or state else _rounding(dtype, max(errors.values()))
         if (equal and state) or reasons:
             reasons += (*state_of_criterion(inner, plain.criterion, count), *state_of_model(module, plain.module, count))
