@@ -5,9 +5,10 @@ The values of a loss on parts of a batch tell a sum from a mean, and from a loss
 
 import collections
 import copy
+import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,8 +45,8 @@ class Program:
         self.output: Any = None
         self.module.register_forward_pre_hook(self._start_forward)
         for name, layer in self.module.named_modules():
-            layer.register_forward_pre_hook(self._input_hook(name), with_kwargs=True)
-            layer.register_forward_hook(self._output_hook(name, f"{name or 'the model'} ({type(layer).__name__})"))
+            layer.register_forward_pre_hook(functools.partial(self._begin_call, name), with_kwargs=True)
+            layer.register_forward_hook(functools.partial(self._end_call, name))
         self.module.register_forward_hook(self._end_forward)
         self.begin()
 
@@ -70,27 +71,22 @@ class Program:
     def _end_forward(self, *_: Any) -> None:
         self._open.pop(_replica_index(), None)
 
-    def _input_hook(self, name: str) -> Callable[..., None]:
-        def hook(layer: nn.Module, *inputs: Any) -> None:
-            if (replica := _replica_index()) in self._open:  # False for recomputation by a checkpoint in the backward
-                tensors = [leaf for _, leaf in containers.leaves(inputs) if isinstance(leaf, Tensor)]
-                self._open[replica].append((name, tensors, versions(tensors)))
+    def _begin_call(self, name: str, layer: nn.Module, *inputs: Any) -> None:
+        if (replica := _replica_index()) in self._open:  # False for recomputation by a checkpoint in the backward
+            tensors = [leaf for _, leaf in containers.leaves(inputs) if isinstance(leaf, Tensor)]
+            self._open[replica].append((name, tensors, versions(tensors)))
 
-        return hook
-
-    def _output_hook(self, name: str, label: str) -> Callable[..., None]:
-        def hook(layer: nn.Module, inputs: Any, output: Any) -> None:
-            tensor, replica = containers.first_tensor(output), _replica_index()
-            if replica not in self._open:
-                return
-            opened = self._open[replica].pop()
-            while opened[0] != name:  # a call that failed, and whose error the model has caught
-                opened = self._open[replica].pop()
-            if tensor is not None:
-                calls = self.calls.setdefault((self._forwards[replica], replica), [])
-                calls.append(RecordedCall(name, label, *opened[1:], tensor.detach().clone()))
-
-        return hook
+    def _end_call(self, name: str, layer: nn.Module, inputs: Any, output: Any) -> None:
+        tensor, replica = containers.first_tensor(output), _replica_index()
+        if replica not in self._open:
+            return
+        begun = self._open[replica].pop()
+        while begun[0] != name:  # a call that failed, and whose error the model has caught
+            begun = self._open[replica].pop()
+        if tensor is not None:
+            calls = self.calls.setdefault((self._forwards[replica], replica), [])
+            label = f"{name or 'the model'} ({type(layer).__name__})"
+            calls.append(RecordedCall(name, label, *begun[1:], tensor.detach().clone()))
 
     def forward(self, inputs: Any, device: torch.device, seed: int) -> Any:
         """Runs the model on all rows, on one device."""
@@ -166,9 +162,8 @@ def first_difference(plain: Program, split: Program, dim: int, tolerance: float)
         error = _joined_error([shard.output for shard in shards], call.output, dim)
         if error is not None and error > tolerance:
             effect = f": relative error {error:.1e}"
-            if _inputs_equal(call, shards, dim, tolerance):
-                return Difference(call.label, effect)
-            for later, other in enumerate(calls[index + 1 :], index + 1):  # a caller ends after its callees
+            is_cause = _inputs_equal(call, shards, dim, tolerance)
+            for later, other in () if is_cause else enumerate(calls[index + 1 :], index + 1):  # a caller ends after its callees
                 is_caller = not other.name or call.name.startswith(f"{other.name}.")
                 others = [part[later] for part in parts if later < len(part) and part[later].name == other.name]
                 if is_caller and (not other.name or _inputs_equal(other, others, dim, tolerance)):
@@ -179,10 +174,9 @@ def first_difference(plain: Program, split: Program, dim: int, tolerance: float)
 
 def _inputs_equal(call: RecordedCall, shards: Sequence[RecordedCall], dim: int, tolerance: float) -> bool:
     """Returns True if no input differs. Inputs that were overwritten, or whose shards do not join, are not compared."""
-    if not all(len(shard.inputs) == len(call.inputs) for shard in shards):
-        return True
-    for index, expected in enumerate(call.inputs):
-        records = [call, *shards]
+    records = [call, *shards]
+    is_comparable = len({len(record.inputs) for record in records}) == 1
+    for index, expected in enumerate(call.inputs if is_comparable else ()):
         if all(versions([record.inputs[index]]) == [record.versions[index]] for record in records):
             error = _joined_error([shard.inputs[index].detach() for shard in shards], expected.detach(), dim)
             if error is not None and error > tolerance:
@@ -232,11 +226,10 @@ def copy_of(criterion: Any) -> Any:
 
 def loss_in_parts(output: Any, criterion: Criterion, wrapped: DataParallelCriterion, targets: Any, dims: Dims) -> Iterator[str]:
     """Yields a reason if the loss computed in parts differs from the loss of the whole batch."""
-    if is_known(criterion) and wrapped.weight is None:  # a rule gives the divisor
-        return
-    single_output, single_targets = _single((output, containers.spread(targets)))
-    if kind := _Parts(_single(criterion), _single(wrapped), single_output, single_targets, dims).kind():
-        yield kind
+    if not is_known(criterion) or wrapped.weight is not None:  # else a rule gives the divisor
+        single_output, single_targets = _single((output, containers.spread(targets)))
+        if kind := _Parts(_single(criterion), _single(wrapped), single_output, single_targets, dims).kind():
+            yield kind
 
 
 def weight_in_parts(output: Any, wrapped: DataParallelCriterion, targets: Any, dims: Dims) -> Iterator[str]:
@@ -296,9 +289,8 @@ class _Parts:
 
     def losses(self, sizes: Sequence[int]) -> list[Tensor]:
         """Returns the loss of each part of ``sizes[i]`` rows, computed separately."""
-        return [
-            scalar_of(copy_of(self.criterion)(*containers.spread(output), *targets)) for output, targets in self.arguments(sizes)
-        ]
+        parts = self.arguments(sizes)
+        return [scalar_of(copy_of(self.criterion)(*containers.spread(output), *targets)) for output, targets in parts]
 
     def kind(self) -> str | None:
         """Returns the reason for a difference, or None if the split program has the loss of the whole batch."""

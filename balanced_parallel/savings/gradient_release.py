@@ -17,13 +17,10 @@ RELEASES: "weakref.WeakKeyDictionary[Optimizer, GradientRelease]" = weakref.Weak
 def release_gradients_in_backward(optimizer: Optimizer) -> "GradientRelease":
     """Updates each parameter in the backward, as soon as its gradient is final, and frees the gradient.
 
-    A loop stays as it is, and so does its result. ``optimizer.step()`` has nothing left to update, but marks the end of the step,
-    so it must follow each backward. Schedulers and ``optimizer.state_dict()`` are those of the plain optimizer.
-
-    The gradient must be final when the backward makes it. Two backwards before a step raise ``RuntimeError``. Gradients cannot be
-    clipped, unscaled or read after the backward: use no ``clip_grad_norm_`` and no ``GradScaler``. It is for loops by hand;
-    :class:`TrainStep` raises ``TypeError``. A backward that fails has updated some of the parameters. With several devices, a
-    replica that runs ahead keeps its gradients until the others have theirs.
+    A loop by hand stays as it is, and so do its result, schedulers and ``optimizer.state_dict()``. ``optimizer.step()`` updates
+    nothing more, but marks the end of the step: two backwards before it raise ``RuntimeError``. Gradients cannot be clipped,
+    unscaled or read after the backward. :class:`TrainStep` raises ``TypeError``. A backward that fails has updated some of the
+    parameters.
 
     Args:
         optimizer: one of ``torch.optim``, except LBFGS. Parameters that are frozen now or added later are updated by ``step()``.
@@ -51,9 +48,7 @@ def release_gradients_in_backward(optimizer: Optimizer) -> "GradientRelease":
             f"the optimizer is a {type(optimizer).__name__}, expected one of torch.optim: it updates each parameter alone"
         )
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise TypeError(
-            "LBFGS needs the gradients of all parameters at once, expected an optimizer that updates each parameter alone"
-        )
+        raise TypeError("LBFGS needs the gradients of all parameters at once, expected an optimizer that updates each alone")
     if optimizer in RELEASES:
         raise ValueError("the gradients of this optimizer are released already: call this once, or handle.remove() before")
     _refuse_ranks()

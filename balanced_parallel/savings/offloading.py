@@ -142,10 +142,7 @@ def offload_activations(*, min_bytes: int | str = MIN_BYTES) -> Iterator[None]:
     """Moves what the forward saves for the backward to pinned memory of the host, in every replica.
 
     Copies run on a side stream, and the host waits for none. A storage is copied once, however many tensors share it.
-    Parameters stay, and so do tensors on the CPU. The backward copies tensors back shortly before it needs them. It may run
-    inside or after the block. Loss and gradients stay the same.
-
-    Unlike ``torch.autograd.graph.save_on_cpu``, the block does not copy parameters, nor copy on the compute stream.
+    Parameters stay, and so do tensors on the CPU. The backward may run inside or after the block. Loss and gradients stay.
 
     Args:
         min_bytes: smaller storages stay on the device.

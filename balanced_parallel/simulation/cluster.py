@@ -183,15 +183,12 @@ class Cluster:
 def simulate(devices: int, memory: Memory = None, *, strict: bool = True) -> Iterator[Cluster]:
     """Simulates accelerators ``sim:0`` to ``sim:N-1`` in this process. Kernels run on the CPU, and memory is counted in bytes.
 
-    Simulated devices behave like GPUs in placement, memory and traffic. So a program for several GPUs can be run, tested and
-    measured without a GPU. torch treats them as its accelerator: ``DataParallelModel(net)``, ``torch.accelerator`` and
-    ``torch.nn.DataParallel`` find them. Results are bitwise equal to those of the CPU.
+    Simulated devices behave like GPUs in placement, memory and traffic. torch treats them as its accelerator:
+    ``DataParallelModel(net)``, ``torch.accelerator`` and ``torch.nn.DataParallel`` find them. Results are bitwise equal to those
+    of the CPU. Under torchrun, each rank has its own cluster.
 
-    Speed is not simulated: kernels run one after the other on the CPU. Instead, streams are checked. It is an error to use or
-    free memory on a stream that has not waited for another stream that uses it, because a GPU might do it too early. Workspaces
-    inside a kernel (such as cuDNN's) and fragmentation are not counted. :attr:`Cluster.waits` lists the calls for which a GPU
-    would make the host wait. Under torchrun, each rank has its own cluster. torch.distributed communicates through gloo, and
-    :attr:`Cluster.moved` does not count that traffic.
+    Streams are checked: it is an error to use or free memory on a stream that has not waited for another stream that uses it.
+    Speed, workspaces inside a kernel (such as cuDNN's), fragmentation and the traffic of torch.distributed are not simulated.
 
     On first use a C++ extension is compiled, in about fifteen seconds, and cached in ``~/.cache/balanced_parallel``.
 
@@ -206,11 +203,9 @@ def simulate(devices: int, memory: Memory = None, *, strict: bool = True) -> Ite
         A context manager that returns a :class:`Cluster`. After the block, tensors on its devices can only be freed or copied to
         the CPU.
 
-    The end of the block removes the devices, the patches of ``nn.DataParallel`` and all hooks, and restores the random state of
-    torch. torch cannot undo the following. The name ``sim`` of its one out-of-tree device type (``privateuse1``) remains, so
-    ``torch.accelerator.current_accelerator()`` returns it from then on, on a machine with GPUs too (with ``check_available=True``
-    it returns None). The module ``torch.sim`` remains, which that function needs. So do the operators registered for such
-    devices, and one idle autograd thread per device. On a machine with GPUs, simulate in a process of its own.
+    The end of the block removes the devices and all hooks, and restores the random state of torch. The device type ``sim`` and
+    the module ``torch.sim`` remain, so ``torch.accelerator.current_accelerator()`` returns it from then on. On a machine with
+    GPUs, simulate in a process of its own.
 
     Raises:
         ValueError: if ``devices`` or ``memory`` is invalid.
