@@ -32,8 +32,8 @@ _MAX_GRADIENTS = 10  # gradients in the table
 class VerificationReport:
     """Relative errors of the split program. ``print(report)`` prints a table.
 
-    The error of a gradient is its largest absolute difference over the largest entry of the plain gradient. The divisor is at
-    least a thousandth of the largest entry of all gradients, so rounding errors in a gradient near zero do not count.
+    The error of a gradient is its largest difference over the largest entry of the plain gradient, or over a thousandth of the
+    largest entry of all gradients, if that is more.
 
     Attributes:
         devices: one device per replica.
@@ -114,27 +114,22 @@ def verify(
 ) -> VerificationReport:
     """Runs the plain and the split program on the same batch, and compares losses and gradients.
 
-    Each program runs two steps, without updates of parameters. The second step shows state of the model or the criterion that the
-    first step has written. Both programs run on copies, so the caller's model and criterion do not change. The programs start
-    with different random states, so a model that draws random numbers in forward is not equal by chance. Use float64
-    (``model.double()``) for the clearest result. TF32 is off while the programs run, because it rounds to 10 bits, which is more
-    than the tolerance of float32.
+    Each program runs two steps on copies, without updates of parameters. The second step shows state that the first has written.
+    The programs start with different random states, so a model that draws random numbers is not equal by chance. TF32 is off. Use
+    float64 (``model.double()``) for the clearest result.
 
     Args:
         model: a module, or a :class:`DataParallelModel`, whose devices and dimensions are then used.
         criterion: a module, a function, or a :class:`DataParallelCriterion`. Several terms are added up.
         inputs, targets: a batch, as for :class:`TrainStep`. Targets are ``()`` for a model that computes its own loss.
-        device_ids: devices, as in :class:`DataParallelModel`.
+        device_ids, in_dims, weight: as in :class:`DataParallelModel` and :class:`DataParallelCriterion`.
         micro_batch_size: number of rows per device in one forward. ``None`` means the whole batch in one forward.
-        weight: as in :class:`DataParallelCriterion`.
         dim: dimension of the rows in inputs, outputs and targets. ``None`` means that of the given wrappers, else 0.
-        in_dims: as in :class:`DataParallelModel`.
         tolerance: relative tolerance. ``None`` means 1e-10 for float64, 1e-4 for float32, 2e-2 for float16 and 5e-2 for bfloat16.
 
     Returns:
         A :class:`VerificationReport` with the errors of loss and gradients, and of buffers that end with other values. If they
-        exceed the tolerance, it has the first module whose output differs, and the known reasons that apply. To find them, the
-        model and the criterion run again: with other random numbers, and on half of the batch.
+        exceed the tolerance, it has the first module whose output differs, and the known reasons that apply.
 
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)).double()

@@ -1,8 +1,4 @@
-"""Devices of this machine, with their streams and their memory. No other file asks torch for the accelerator.
-
-A list of devices may repeat a device and may contain the CPU. ``["cpu"] * 3`` runs three replicas on a laptop, through the same
-code as three GPUs.
-"""
+"""Devices of this machine, with their streams and their memory. No other file asks torch for the accelerator."""
 
 import contextlib
 import os
@@ -121,10 +117,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def start_copy(tensor: Tensor) -> Callable[[], Tensor]:
-    """Starts to copy a tensor to the host. Returns a function that waits for the copy, and returns it.
-
-    ``tensor.item()`` would wait until the device has finished everything that it was given, such as a backward.
-    """
+    """Starts to copy a tensor to the host. Returns a function that waits for the copy alone, and returns it."""
     stream = current_stream(tensor.device)
     copy = tensor.detach().to("cpu", non_blocking=stream is not None)  # torch pins the memory of such a copy
     event = None if stream is None else stream.record_event()
@@ -146,8 +139,8 @@ def pin(tensor: Tensor) -> Tensor:
 def without_tf32() -> Iterator[None]:
     """Computes products of float32 tensors with all bits of float32 in this block, in all threads.
 
-    cuDNN uses 10 bits of mantissa by default (TF32). torch has an old and a new way to set this. A program may read either, and
-    the old one raises an error if it differs from the new one. So both are set, and put back.
+    cuDNN uses 10 bits of mantissa by default (TF32). torch has an old and a new way to set this, and raises an error if they
+    differ. So both are set, and put back.
     """
     backends: Any = torch.backends
     # on the CPU, torch.set_float32_matmul_precision("medium") rounds to bfloat16

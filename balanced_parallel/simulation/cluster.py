@@ -88,10 +88,7 @@ class Cluster:
 
     @contextmanager
     def forbidding_waits(self) -> Iterator[None]:
-        """Returns a context manager that raises ``RuntimeError`` at a wait, like ``torch.cuda.set_sync_debug_mode("error")``.
-
-        The message has the kind of the wait, its file and line, and a way to avoid it.
-        """
+        """Returns a context manager that raises ``RuntimeError`` at a wait, with its file and line and a way to avoid it."""
         self._waits.forbidding_blocks += 1
         try:
             yield
@@ -104,14 +101,10 @@ class Cluster:
         return self._ended[5] if self._ended else self._native.simulation_allocations()
 
     def fail_allocation(self, number: int) -> None:
-        """Makes one allocation fail: it raises ``torch.OutOfMemoryError``, whatever the capacity. Those after it succeed.
+        """Makes one allocation fail with ``torch.OutOfMemoryError``, whatever the capacity. Those after it succeed.
 
         Args:
             number: of the allocation, counted from now on over all devices. 1 is the next.
-
-        Raises:
-            ValueError: the number is not positive.
-            RuntimeError: after the :func:`simulate` block.
         """
         if not isinstance(number, int) or number < 1:
             raise ValueError(f"fail_allocation({number!r}), expected 1 for the next allocation, or a larger number")
@@ -119,11 +112,7 @@ class Cluster:
         self._native.simulation_fail_allocation(number)
 
     def reset_peak(self) -> None:
-        """Restarts the measurement of :attr:`peak` and :meth:`categories`.
-
-        Raises:
-            RuntimeError: after the :func:`simulate` block.
-        """
+        """Restarts the measurement of :attr:`peak` and :meth:`categories`. After the block it raises ``RuntimeError``."""
         self._must_run("peaks")
         self._native.simulation_reset_peak()
 
@@ -136,9 +125,6 @@ class Cluster:
 
         Args:
             device: index of the device.
-
-        Raises:
-            IndexError: if there is no such device.
         """
         index = range(len(self.devices))[device]
         if self._ended:

@@ -11,7 +11,6 @@ from .compilation import load_native
 
 _initialized = True  # torch.utils.checkpoint saves the random state of a device if its module has this flag
 
-
 # as torch.cuda calls them
 current_device = torch.accelerator.current_device_index
 set_device = torch.accelerator.set_device_index
@@ -86,8 +85,7 @@ def empty_cache() -> None:
 
 def get_rng_state(device: DeviceLike | None = None) -> torch.Tensor:
     """Returns the random state of a device."""
-    state: torch.Tensor = torch.ops.balanced_parallel_simulation.random_state(_index(device))
-    return state
+    return torch.ops.balanced_parallel_simulation.random_state(_index(device))  # type: ignore[no-any-return]
 
 
 def set_rng_state(state: torch.Tensor, device: DeviceLike | None = None) -> None:
@@ -97,7 +95,8 @@ def set_rng_state(state: torch.Tensor, device: DeviceLike | None = None) -> None
 
 def initial_seed() -> int:
     """Returns the seed of the random number generator of the current device."""
-    return torch.Generator().set_state(get_rng_state()).initial_seed()
+    state = torch.ops.balanced_parallel_simulation.random_state(current_device())
+    return torch.Generator().set_state(state).initial_seed()
 
 
 def manual_seed(seed: int) -> None:

@@ -36,18 +36,16 @@ class Stateful(Protocol):
 class Checkpoints:
     """Checkpoints of a run in one folder, by ``torch.distributed.checkpoint``.
 
-    :meth:`save` copies the state to the host and writes it in the background. The folder of a checkpoint gets its name when it is
-    complete. A damaged one is recognised when it is read, and the one before it is used. The files are safetensors and JSON, so
-    reading them runs no code. A run may go on in another layout: one device, replicas, or any number of ranks. Every rank makes
-    the same calls, and all see the same folder.
+    :meth:`save` copies the state to the host and writes it in the background. A checkpoint is complete or not there. A damaged
+    one is passed over. The files are safetensors and JSON, so reading them runs no code. A run may go on in another layout: one
+    device, replicas, or any number of ranks. Every rank makes the same calls, and all see the same folder.
 
     Args:
         folder: has a subfolder for each checkpoint.
         keep: complete checkpoints that stay, the newest ones.
         parts: objects with ``state_dict()`` and ``load_state_dict()``, by a name of your choice: a :class:`TrainStep`, which has
-            model, optimizers, schedulers and random numbers; a :class:`RankBatchSampler`; objects of your own. Numbers and
-            strings of a part may differ between ranks, tensors are the same on all. A part may have a ``check_state_dict()`` that
-            refuses a state: it is called before any part is changed.
+            model, optimizers, schedulers and random numbers; a :class:`RankBatchSampler`; objects of your own. Their tensors are
+            the same on all ranks. ``check_state_dict()`` of a part may refuse a state, before any part is changed.
 
     Raises:
         ImportError: the package safetensors is missing.
