@@ -21,7 +21,7 @@ from ..loss.sums import Criterion
 from ..replicas.batchnorm import AllRowsBatchNorm, advice
 from ..replicas.model import DataParallelModel
 from ..runtime.torch_private import BatchNorm, Dropout, is_differentiable
-from .recording import Program, copy_of, first_difference, loss_in_parts, relative_error, scalar_of, weight_in_parts
+from .recording import Difference, Program, copy_of, first_difference, loss_in_parts, relative_error, scalar_of, weight_in_parts
 
 Wrap = Callable[[nn.Module], DataParallelModel]
 
@@ -40,17 +40,17 @@ def mixed_rows(module: nn.Module, wrap: Wrap, inputs: Any, device: torch.device,
     joined = join(outputs, device, outputs.dim)  # gather refuses rows that may be in another order
     if output_error(whole, joined) <= limit:
         return
-    difference = first_difference(plain, split, model.dim, limit)
-    place = f"the model ({type(module).__name__})" if difference is None else difference.place
+    root = Difference(f"the model ({type(module).__name__})", "", "the inputs")
+    difference = first_difference(plain, split, model.dim, limit) or root
     if output_error(_sorted(whole, model.out_dims), _sorted(joined, model.out_dims)) <= limit:
         yield (
-            f"the rows of the output are in another order than those of the inputs, from {place} on: flatten the output in the "
-            "criterion, not in forward; for rows in another dimension give dim="
+            f"the rows of the output are in another order than those of the inputs, from {difference.label} on: flatten the "
+            "output in the criterion, not in forward; for rows in another dimension give dim="
         )
     else:
         yield (
-            f"forward mixes rows, in {place}: the output of a row depends on the other rows of its batch: move this part into "
-            "the criterion, with whole=True; for a batch norm use convert_sync_batchnorm(module)"
+            f"forward mixes rows, in {difference.place}: the output of a row depends on the other rows of its batch: move this "
+            "part into the criterion, with whole=True; for a batch norm use convert_sync_batchnorm(module)"
         )
 
 

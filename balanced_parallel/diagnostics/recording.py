@@ -24,16 +24,12 @@ from ..loss.rules import is_known
 from ..loss.shards import call_weight
 from ..loss.sums import Criterion, ShardLoss, flat_weights, loss_of
 from ..replicas.workers import current_replica
-from ..runtime.torch_private import versions
 
 
 class RecordedCall(NamedTuple):
     """One forward of a module."""
 
-    name: str  # empty for the model
     label: str  # name and type of the module
-    inputs: list[Tensor]  # without copies
-    versions: list[int]  # of the inputs before the forward
     output: Tensor  # copy of the first tensor of the output
 
 
@@ -45,15 +41,15 @@ class Program:
         self.output: Any = None
         self.module.register_forward_pre_hook(self._start_forward)
         for name, layer in self.module.named_modules():
-            layer.register_forward_pre_hook(functools.partial(self._begin_call, name), with_kwargs=True)
-            layer.register_forward_hook(functools.partial(self._end_call, name))
+            label = f"{name or 'the model'} ({type(layer).__name__})"
+            layer.register_forward_hook(functools.partial(self._record, label))
         self.module.register_forward_hook(self._end_forward)
         self.begin()
 
     def begin(self) -> None:
         """Deletes the calls and gradients of the previous step."""
         self.calls: dict[tuple[int, int], list[RecordedCall]] = {}
-        self._open: dict[int, list[tuple[str, list[Tensor], list[int]]]] = {}  # calls that have not ended, per running replica
+        self._running: set[int] = set()  # replicas in a forward, not in a recomputation by a checkpoint
         self._forwards: collections.Counter[int] = collections.Counter()  # per replica
         for tensor in self.learning().values():
             tensor.grad = None
@@ -66,27 +62,16 @@ class Program:
     def _start_forward(self, *_: Any) -> None:
         replica = _replica_index()
         self._forwards[replica] += 1
-        self._open[replica] = []
+        self._running.add(replica)
 
     def _end_forward(self, *_: Any) -> None:
-        self._open.pop(_replica_index(), None)
+        self._running.discard(_replica_index())
 
-    def _begin_call(self, name: str, layer: nn.Module, *inputs: Any) -> None:
-        if (replica := _replica_index()) in self._open:  # False for recomputation by a checkpoint in the backward
-            tensors = [leaf for _, leaf in containers.leaves(inputs) if isinstance(leaf, Tensor)]
-            self._open[replica].append((name, tensors, versions(tensors)))
-
-    def _end_call(self, name: str, layer: nn.Module, inputs: Any, output: Any) -> None:
+    def _record(self, label: str, layer: nn.Module, inputs: Any, output: Any) -> None:
         tensor, replica = containers.first_tensor(output), _replica_index()
-        if replica not in self._open:
-            return
-        begun = self._open[replica].pop()
-        while begun[0] != name:  # a call that failed, and whose error the model has caught
-            begun = self._open[replica].pop()
-        if tensor is not None:
+        if tensor is not None and replica in self._running:
             calls = self.calls.setdefault((self._forwards[replica], replica), [])
-            label = f"{name or 'the model'} ({type(layer).__name__})"
-            calls.append(RecordedCall(name, label, *begun[1:], tensor.detach().clone()))
+            calls.append(RecordedCall(label, tensor.detach().clone()))
 
     def forward(self, inputs: Any, device: torch.device, seed: int) -> Any:
         """Runs the model on all rows, on one device."""
@@ -138,50 +123,30 @@ class Difference(NamedTuple):
 
     label: str  # name and type of the first module whose output differs
     effect: str  # in words
-    parent: str | None = None  # whose forward computes other inputs; None if the inputs are equal or not comparable
+    previous: str  # the last module before it whose output is equal
 
     @property
     def place(self) -> str:
-        """Name of the module, or of the part of a forward, where the difference begins."""
-        return self.label if self.parent is None else f"{self.parent}, before {self.label.rpartition(' (')[0]}"
+        """Part of the forward in which the difference begins."""
+        return f"{self.label}, or between it and {self.previous}"
 
     def __str__(self) -> str:
-        if self.parent is None:
-            return f"{self.label}{self.effect}"
-        return f"{self.label}: its inputs differ already, so the cause is in forward of {self.place}{self.effect}"
+        return f"{self.label}{self.effect}; equal up to {self.previous}"
 
 
 def first_difference(plain: Program, split: Program, dim: int, tolerance: float) -> Difference | None:
     """Returns the first module, in the order in which forwards end, whose joined outputs differ from the plain output."""
     parts = [split.calls[key] for key in sorted(split.calls)]
-    calls = plain.calls.get((1, 0), [])
-    for index, call in enumerate(calls):
-        shards = [part[index] for part in parts if index < len(part) and part[index].label == call.label]
+    previous = "the inputs"
+    for index, (label, expected) in enumerate(plain.calls.get((1, 0), [])):
+        shards = [part[index].output for part in parts if index < len(part) and part[index].label == label]
         if len(shards) < len(parts):
-            return Difference(call.label, ", which the replicas did not run in the same order")
-        error = _joined_error([shard.output for shard in shards], call.output, dim)
+            return Difference(label, ", which the replicas did not run in the same order", previous)
+        error = _joined_error(shards, expected, dim)
         if error is not None and error > tolerance:
-            effect = f": relative error {error:.1e}"
-            is_cause = _inputs_equal(call, shards, dim, tolerance)
-            for later, other in () if is_cause else enumerate(calls[index + 1 :], index + 1):  # a caller ends after its callees
-                is_caller = not other.name or call.name.startswith(f"{other.name}.")
-                others = [part[later] for part in parts if later < len(part) and part[later].name == other.name]
-                if is_caller and (not other.name or _inputs_equal(other, others, dim, tolerance)):
-                    return Difference(call.label, effect, other.label)
-            return Difference(call.label, effect)
+            return Difference(label, f": relative error {error:.1e}", previous)
+        previous = previous if error is None else label
     return None
-
-
-def _inputs_equal(call: RecordedCall, shards: Sequence[RecordedCall], dim: int, tolerance: float) -> bool:
-    """Returns True if no input differs. Inputs that were overwritten, or whose shards do not join, are not compared."""
-    records = [call, *shards]
-    is_comparable = len({len(record.inputs) for record in records}) == 1
-    for index, expected in enumerate(call.inputs if is_comparable else ()):
-        if all(versions([record.inputs[index]]) == [record.versions[index]] for record in records):
-            error = _joined_error([shard.inputs[index].detach() for shard in shards], expected.detach(), dim)
-            if error is not None and error > tolerance:
-                return False
-    return True
 
 
 def _joined_error(shards: Sequence[Tensor], expected: Tensor, dim: int) -> float | None:

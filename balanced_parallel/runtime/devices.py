@@ -25,8 +25,7 @@ def visible_devices() -> list[torch.device]:
         return accelerators()
     if torch.cuda.is_available():
         raise RuntimeError(
-            "this process has simulated devices, which torch still takes for its accelerator, so its GPUs cannot be used: "
-            "use them in a new process"
+            "torch still takes the simulated devices of this process for its accelerator: use GPUs in a new process"
         )
     return [torch.device("cpu")]
 

@@ -290,8 +290,7 @@ def _choose(
         best = min(waiting, key=lambda part: saved.total({**chosen, part: False}), default=None)
         if best is None or saved.total({**chosen, best: False}) >= size:
             raise ValueError(
-                f"the activations do not fit into budget={format_bytes(budget)}: at least {format_bytes(size)} ({size} bytes) "
-                "stay for the backward. Use fewer rows, or offload_activations"
+                f"the activations do not fit into budget={format_bytes(budget)}: {format_bytes(size)} ({size} bytes) stay"
             )
         waiting.remove(best)
         chosen[best] = best not in saved.mutated and saved.total({**chosen, best: True}) <= budget
@@ -475,8 +474,7 @@ def measure_saved_bytes(module: nn.Module, inputs: Any) -> SavedBytes:
             torch.func.functional_call(module, state, args, dict(kwargs))
     except Exception as error:
         raise ValueError(
-            f"the bytes of a forward of {type(module).__name__} cannot be counted without its values, so budget cannot be used: "
-            f"choose blocks by name. The error was {type(error).__name__}: {error}"
+            f"the bytes of {type(module).__name__} cannot be counted without its values: choose blocks by name ({error!r})"
         ) from error
     finally:
         runner.reset(token)
@@ -530,8 +528,8 @@ def without_empty_cache(leaves: list[Any], name: str) -> list[Any]:
         length = leaf.get_seq_length() if hasattr(leaf, _CACHE) else None
         if length not in (None, 0, tokens):  # blocks before this one may have appended the tokens of this call
             raise ValueError(
-                f"{name} gets a cache with the keys of {length} tokens for {tokens} new ones, and a recomputation would append "
-                "to it again: train without past_key_values, or do not checkpoint this block"
+                f"{name} gets a cache with the keys of {length} tokens for {tokens} new ones, to which a recomputation would "
+                "append: train without past_key_values, or do not checkpoint this block"
             )
         outputs.append(leaf if length is None else None)
     return outputs

@@ -44,9 +44,7 @@ def release_gradients_in_backward(optimizer: Optimizer) -> "GradientRelease":
     """
     step = getattr(type(optimizer), "step", None)
     if not isinstance(optimizer, Optimizer) or not str(step.__module__).startswith("torch.optim."):
-        raise TypeError(
-            f"the optimizer is a {type(optimizer).__name__}, expected one of torch.optim: it updates each parameter alone"
-        )
+        raise TypeError(f"the optimizer is a {type(optimizer).__name__}, expected one of torch.optim")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise TypeError("LBFGS needs the gradients of all parameters at once, expected an optimizer that updates each alone")
     if optimizer in RELEASES:
@@ -88,9 +86,8 @@ class GradientRelease:
         _refuse_ranks()
         if id(parameter) in self._updated:
             raise RuntimeError(
-                f"a parameter of shape {tuple(parameter.shape)} got a second gradient before optimizer.step(), but its first "
-                "one is applied and freed: call optimizer.step() after each backward. To accumulate gradients, leave out "
-                "release_gradients_in_backward"
+                f"a parameter of shape {tuple(parameter.shape)} got a second gradient before optimizer.step(): call this after "
+                "each backward. To accumulate gradients, leave out release_gradients_in_backward"
             )
         self._updated.add(id(parameter))
         single.state = optimizer.state  # load_state_dict() replaces it
@@ -111,6 +108,5 @@ class GradientRelease:
 def _refuse_ranks() -> None:
     if world_size() > 1:
         raise RuntimeError(
-            f"{world_size()} ranks are running, and their gradients are reduced after the backward has made them: "
-            "release_gradients_in_backward needs one process"
+            f"release_gradients_in_backward needs one process, {world_size()} ranks reduce their gradients after the backward"
         )

@@ -252,6 +252,5 @@ def _rename_backend() -> None:
         torch._register_device_module("sim", device_module)
     elif name != "sim":
         raise RuntimeError(
-            f"another library uses the out-of-tree device type of torch, with the name {name!r}: call simulate() in a process "
-            "that does not import it"
+            f"another library uses torch's out-of-tree device type, {name!r}: simulate in a process that does not import it"
         )

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from ..runtime.values import check_number, check_type
 from .state import Path as TreePath
 from .state import check_same_tensors, join_tensors, split_tensors, tensor_key
 
-T = TypeVar("T")
 _unreported: dict[Future[Any], Path] = {}  # saves of this process that nobody has waited for, and their folders
 
 
@@ -79,9 +78,7 @@ class Checkpoints:
         self._damaged: set[int] = set()
 
     def save(self, number: int) -> None:
-        """Saves the present state in the background, after the save before has ended.
-
-        A checkpoint with the same number is replaced, and counts until the new one is complete.
+        """Saves the present state in the background, after the save before. One of the same number is then replaced.
 
         Args:
             number: of the updates so far, for the name of the folder and the return value of :meth:`load_latest`.
@@ -184,9 +181,8 @@ class Checkpoints:
         tensors: dict[str, Tensor] = {}
 
         def memory(path: TreePath, size: torch.Size, dtype: torch.dtype) -> Tensor:
-            """Returns memory for a saved tensor: the part's own idea of it, or on the host."""
-            place: Callable[..., Tensor | None] | None = getattr(self.parts[path[0]], "load_target", None)
-            target = None if place is None else place(path[1:], size, dtype)
+            load_target = getattr(self.parts[path[0]], "load_target", None)
+            target = None if load_target is None else load_target(path[1:], size, dtype)
             return tensors.setdefault(tensor_key(path), torch.empty(size, dtype=dtype) if target is None else target)
 
         state = join_tensors(tree, memory)
@@ -204,7 +200,7 @@ class Checkpoints:
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
 
-    def _on_all_ranks(self, find: Callable[[], T]) -> list[T]:
+    def _on_all_ranks(self, find: Callable[[], Any]) -> list[Any]:
         """Returns the result of each rank. If one cannot read the files, all raise an error."""
         result, problem = None, ""
         try:
