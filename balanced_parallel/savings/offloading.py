@@ -20,7 +20,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..runtime import torch_private
 from ..runtime.devices import current_stream, on_device
 from ..runtime.torch_private import StorageReference, base_of, versions
 from ..runtime.values import parse_bytes
@@ -36,7 +35,6 @@ class Link:
         self.side = self.make_side_stream()
         self.lock = threading.RLock()  # replicas on one device run in several threads
         self._leaving: deque[tuple[Stored, Tensor]] = deque()
-        self.loaded: list[weakref.ref[Stored]] = []  # that are on the device again
         self._last: Callable[[], Stored | None] = lambda: None
 
     def make_side_stream(self) -> torch.Stream:
@@ -67,19 +65,12 @@ class Link:
                 stored.leave(overwritten=versions([tensor]) != [stored.version])
                 del tensor
 
-    def end_backward(self) -> None:
-        """Gives back all memory of the device that a backward has needed, also if the graph stays."""
-        with self.lock:
-            self.settle()
-            while self.loaded:
-                if (stored := self.loaded.pop()()) is not None:
-                    stored.drop()
-
 
 class Stored:
     """One storage of a device, with its copy on the host."""
 
     def __init__(self, tensor: Tensor, stream: torch.Stream, link: Link, previous: "Callable[[], Stored | None]") -> None:
+        self._loaded: torch.Event | None = None
         (self.version,) = versions([tensor])  # when it was saved
         self.overwritten = False  # True if it was written to before the copy was complete
         self.link = link
@@ -87,7 +78,6 @@ class Stored:
         self._on_device: Tensor | None = link.bytes_of(tensor)
         self._host = link.empty_on_host(tensor.untyped_storage().nbytes())
         self._copied = self._copy(self._host, self._on_device)
-        self._loaded: torch.Event | None = None
 
     def leave(self, *, overwritten: bool) -> None:
         """Gives the memory of the device back."""
@@ -109,20 +99,15 @@ class Stored:
                 following = following._previous()
         return started
 
-    def drop(self) -> None:
-        """Gives the memory of the device back after a backward."""
+    def __del__(self) -> None:
         if self._loaded is not None:
             self._stream.wait_event(self._loaded)  # the copy may not have been used
-            self._on_device = self._loaded = None
-
-    __del__ = drop
 
     def _start(self) -> Tensor:
         if self._on_device is None:
             with on_device(self.link.device, self._stream):
                 self._on_device = torch.empty_like(self._host, device=self.link.device)
             self._loaded = self._copy(self._on_device, self._host)
-            self.link.loaded.append(weakref.ref(self))
         return self._on_device
 
     def _copy(self, target: Tensor, source: Tensor) -> torch.Event:
@@ -193,7 +178,6 @@ class Offload:
         self._lock = threading.Lock()
         self._links: dict[torch.device, Link] = {}
         self._stored: weakref.WeakValueDictionary[tuple[Hashable, int], Stored] = weakref.WeakValueDictionary()
-        self._backwards: set[int] = set()
 
     def pack(self, tensor: Tensor) -> _Kept | Offloaded:
         """Hook that autograd calls with each tensor that it saves."""
@@ -225,7 +209,6 @@ class Offload:
             stream = self.stream_of(link.device)
             assert stream is not None
             loaded = saved.stored.load(stream)
-        self._end_with_backward()
         return self.restore(loaded, saved)
 
     def settle(self) -> None:
@@ -257,20 +240,6 @@ class Offload:
         if parameter or not plain or tensor.is_conj() or tensor.is_neg():
             return True
         return tensor.untyped_storage().nbytes() < self.min_bytes
-
-    def _end_with_backward(self) -> None:
-        backward = torch_private.current_backward_id()
-        with self._lock:
-            if backward is None or backward in self._backwards:
-                return
-            self._backwards.add(backward)
-
-        def end() -> None:
-            self._backwards.discard(backward)
-            for link in self._links.values():
-                link.end_backward()
-
-        torch_private.run_after_backward(end)
 
 
 def _modified(shape: torch.Size) -> RuntimeError:

@@ -1,21 +1,26 @@
 """``simulate``: devices ``sim:0``, ``sim:1``, ... for the duration of a ``with`` block, with their memory and traffic."""
 
 import ctypes
+import functools
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from tabulate import tabulate
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
+from torch.cuda import nccl
+from torch.nn.parallel import _functions
 from torch.utils.backend_registration import rename_privateuse1_backend
 
 from ..runtime.values import check_type, format_bytes, parse_bytes
 from . import device_module
 from .categories import Category, MemoryLabels
 from .compilation import load_native
-from .torch_data_parallel import comm_for_simulated_devices
 from .waits import LISTENER, Wait, Waits, describe_steps
 
 MAX_DEVICES = 64  # kDevices of native/ledger.h
@@ -227,7 +232,7 @@ def simulate(devices: int, memory: Memory = None, *, strict: bool = True) -> Ite
         dist.Backend.backend_capability["gloo"].append("sim")
         undo.callback(dist.Backend.backend_capability["gloo"].remove, "sim")
         undo.enter_context(cluster._labels.watching())
-        undo.enter_context(comm_for_simulated_devices(cluster._labels))
+        undo.enter_context(_comm_for_simulated_devices(cluster._labels))
         undo.callback(native.simulation_listen, LISTENER())  # a null pointer
         native.simulation_listen(cluster._waits.listener)
         undo.callback(cluster._end)
@@ -254,3 +259,59 @@ def _rename_backend() -> None:
         raise RuntimeError(
             f"another library uses torch's out-of-tree device type, {name!r}: simulate in a process that does not import it"
         )
+
+
+def _broadcast_coalesced(
+    labels: MemoryLabels, tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int
+) -> list[list[Tensor]]:
+    """Copies tensors to all devices through buffers of ``buffer_size`` bytes. Copies from one buffer share its memory."""
+    results: list[list[Tensor]] = [list(tensors)]
+    for device in devices[1:]:
+        copies: dict[int, Tensor] = {}
+        for chunk in _take_tensors(tensors, buffer_size):
+            flat = _flatten_dense_tensors(chunk).to(f"sim:{device}")
+            labels.label([flat], Category.PARAMETERS)
+            # .data: a write to one copy does not move the version counter of the others
+            pieces = [piece.data for piece in _unflatten_dense_tensors(flat, chunk)]
+            copies.update(zip(map(id, chunk), pieces, strict=True))
+        results.append([copies[id(tensor)] for tensor in tensors])
+    return results
+
+
+def _scatter(
+    tensor: Tensor, devices: Sequence[int], sizes: Sequence[int] | None, dim: int, streams: object
+) -> tuple[Tensor, ...]:
+    """Splits a tensor over the devices."""
+    shards = tensor.split(list(sizes), dim) if sizes else tensor.chunk(len(devices), dim)
+    return tuple(shard.to(f"sim:{device}") for shard, device in zip(shards, devices, strict=False))
+
+
+def _gather(tensors: Sequence[Tensor], dim: int, device: int | None) -> Tensor:
+    """Concatenates tensors on a device, or on the CPU for -1."""
+    size = list(tensors[0].shape)
+    size[dim] = sum(tensor.shape[dim] for tensor in tensors)
+    target = "cpu" if device == -1 else "sim" if device is None else f"sim:{device}"
+    result = torch.empty(size, dtype=tensors[0].dtype, device=target)
+    for view, tensor in zip(result.split([tensor.shape[dim] for tensor in tensors], dim), tensors, strict=True):
+        view.copy_(tensor)
+    return result
+
+
+@contextmanager
+def _comm_for_simulated_devices(labels: MemoryLabels) -> Iterator[None]:
+    """Replaces ``torch.cuda.comm``, which ``torch.nn.DataParallel`` uses. The same bytes go between the same devices."""
+    places: list[tuple[Any, str, Callable[..., Any]]] = [
+        (torch._C, "_broadcast_coalesced", functools.partial(_broadcast_coalesced, labels)),
+        (torch._C, "_broadcast", lambda tensor, devices: [tensor.to(f"sim:{device}") for device in devices]),
+        (torch._C, "_scatter", _scatter),
+        (torch._C, "_gather", _gather),
+        (nccl, "is_available", lambda tensors: False),  # gradients are added by copies
+    ]
+    with ExitStack() as undo:
+        undo.callback(setattr, _functions, "_streams", _functions._streams)
+        _functions._streams = None  # torch caches one stream per device
+        for owner, name, function in places:
+            original = getattr(owner, name, None)
+            undo.callback(*((delattr, owner, name) if original is None else (setattr, owner, name, original)))
+            setattr(owner, name, function)
+        yield

@@ -114,5 +114,4 @@ def _is_in_bad_fork() -> bool:
     return False
 
 
-def _lazy_init() -> None:
-    """Does nothing: devices are initialized with the cluster."""
+_lazy_init = empty_cache  # devices are initialized with the cluster

@@ -5,14 +5,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from balanced_parallel import simulate
-from balanced_parallel.simulation import torch_data_parallel
-
-
-def test_functions_of_data_parallel_dispatch_by_device():
-    dispatched = torch_data_parallel._dispatch(lambda tensors: "simulated", lambda tensors: "original")
-    with simulate(1):
-        assert dispatched([torch.ones(1, device="sim:0")]) == "simulated"
-        assert dispatched(torch.ones(1, device="meta")) == "original"
 
 
 def test_nn_data_parallel_has_the_gradients_of_the_plain_program():
