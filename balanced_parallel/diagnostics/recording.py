@@ -22,15 +22,8 @@ from ..batch.rows import as_arguments, count_rows, cut, move_leaves
 from ..loss.criterion import DataParallelCriterion
 from ..loss.rules import is_known
 from ..loss.shards import call_weight
-from ..loss.sums import Criterion, ShardLoss, flat_weights, loss_of
+from ..loss.sums import Criterion, ShardLoss, call_spread, flat_weights, loss_of
 from ..replicas.workers import current_replica
-
-
-class RecordedCall(NamedTuple):
-    """One forward of a module."""
-
-    label: str  # name and type of the module
-    output: Tensor  # copy of the first tensor of the output
 
 
 class Program:
@@ -48,7 +41,7 @@ class Program:
 
     def begin(self) -> None:
         """Deletes the calls and gradients of the previous step."""
-        self.calls: dict[tuple[int, int], list[RecordedCall]] = {}
+        self.calls: dict[tuple[int, int], list[tuple[str, Tensor]]] = {}  # name and type of each module, with its first tensor
         self._running: set[int] = set()  # replicas in a forward, not in a recomputation by a checkpoint
         self._forwards: collections.Counter[int] = collections.Counter()  # per replica
         for tensor in self.learning().values():
@@ -71,7 +64,7 @@ class Program:
         tensor, replica = containers.first_tensor(output), _replica_index()
         if tensor is not None and replica in self._running:
             calls = self.calls.setdefault((self._forwards[replica], replica), [])
-            calls.append(RecordedCall(label, tensor.detach().clone()))
+            calls.append((label, tensor.detach().clone()))
 
     def forward(self, inputs: Any, device: torch.device, seed: int) -> Any:
         """Runs the model on all rows, on one device."""
@@ -80,6 +73,13 @@ class Program:
         arguments = move_leaves(as_arguments(inputs), device)
         self.output = self.module.to(device)(*arguments.inputs, **arguments.kwargs)
         return self.output
+
+    def backward(self, targets: Any, device: torch.device) -> Tensor:
+        """Computes the loss of the last output, and its gradients."""
+        criterion = self.criterion.to(device) if isinstance(self.criterion, nn.Module) else self.criterion
+        loss = scalar_of(call_spread(criterion, self.output, move_leaves(containers.spread(targets), device), {}))
+        loss.backward()
+        return loss.detach()
 
     def gradients(self) -> dict[str, Tensor]:
         """Returns the gradients of all parameters and buffers that require them, with zeros for a gradient that is None."""
@@ -139,7 +139,7 @@ def first_difference(plain: Program, split: Program, dim: int, tolerance: float)
     parts = [split.calls[key] for key in sorted(split.calls)]
     previous = "the inputs"
     for index, (label, expected) in enumerate(plain.calls.get((1, 0), [])):
-        shards = [part[index].output for part in parts if index < len(part) and part[index].label == label]
+        shards = [shard for part in parts for name, shard in part[index : index + 1] if name == label]
         if len(shards) < len(parts):
             return Difference(label, ", which the replicas did not run in the same order", previous)
         error = _joined_error(shards, expected, dim)

@@ -11,19 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..batch import containers
 from ..batch.containers import Dims
-from ..batch.rows import count_rows, move_leaves
+from ..batch.rows import count_rows
 from ..loss.criterion import DataParallelCriterion
 from ..loss.rules import is_known, refuse_coupled
-from ..loss.sums import Criterion, call_spread
+from ..loss.sums import Criterion
 from ..replicas.model import DataParallelModel
 from ..replicas.module_tree import check_is_module
 from ..runtime.devices import DeviceLike, keep_random_state, without_tf32
 from ..runtime.values import Precision, check_number
 from ..training.step import TrainStep
 from .reasons import compare_state, find_reasons, state_of_criterion, state_of_model, unregistered_tensors
-from .recording import Program, copy_of, first_difference, relative_error, scalar_of, weight_in_parts
+from .recording import Program, copy_of, first_difference, relative_error, weight_in_parts
 
 _MAX_GRADIENTS = 10  # gradients in the table
 
@@ -158,11 +157,15 @@ def verify(
         number, equal = 0, True
         while equal and number < 2:
             number += 1
-            loss = _run_plain(plain, inputs, targets, wrapped.devices[0])
+            plain.forward(inputs, wrapped.devices[0], seed=0)
+            loss = plain.backward(targets, wrapped.devices[0])
             split.begin()
             torch.manual_seed(1)
             split_loss = step(inputs, targets)
-            errors = {"": relative_error(split_loss, loss)} | _gradient_errors(plain.gradients(), split.gradients())
+            expected, gradients = plain.gradients(), split.gradients()
+            largest = max((float(gradient.abs().max()) for gradient in expected.values() if gradient.numel()), default=0.0)
+            errors = {name: relative_error(gradients[name], expected[name], largest / 1000) for name in expected}
+            errors[""] = relative_error(split_loss, loss)
             equal = max(errors.values()) <= limit
         count = len(wrapped.devices)
         state, numbers = compare_state(plain, split, count, limit)
@@ -243,16 +246,3 @@ def _wrap_criterion(
     except TypeError:  # a loss whose rows depend on each other: the report shows its error
         wrapped.weight = lambda output, *targets: count_rows(targets, wrapped.dim or 0) or 1
     return wrapped
-
-
-def _run_plain(program: Program, inputs: Any, targets: Any, device: torch.device) -> Tensor:
-    program.forward(inputs, device, seed=0)
-    criterion = program.criterion.to(device) if isinstance(program.criterion, nn.Module) else program.criterion
-    loss = scalar_of(call_spread(criterion, program.output, move_leaves(containers.spread(targets), device), {}))
-    loss.backward()
-    return loss.detach()
-
-
-def _gradient_errors(expected: dict[str, Tensor], gradients: dict[str, Tensor]) -> dict[str, float]:
-    largest = max((float(gradient.abs().max()) for gradient in expected.values() if gradient.numel()), default=0.0)
-    return {name: relative_error(gradients[name], gradient, largest / 1000) for name, gradient in expected.items()}

@@ -24,9 +24,7 @@ def visible_devices() -> list[torch.device]:
     if torch.accelerator.is_available():
         return accelerators()
     if torch.cuda.is_available():
-        raise RuntimeError(
-            "torch still takes the simulated devices of this process for its accelerator: use GPUs in a new process"
-        )
+        raise RuntimeError("this process has simulated devices, which hide its GPUs from torch: use them in a new process")
     return [torch.device("cpu")]
 
 
@@ -54,9 +52,7 @@ def resolve_device(device: DeviceLike) -> torch.device:
     """Converts one device to a ``torch.device`` with an index (the CPU has none). Raises as :func:`resolve_devices` does."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     count = 0 if accelerator is None else torch.accelerator.device_count()
-    available = (
-        f"this machine has {count} {accelerator.type} devices" if accelerator else "this machine has no accelerator, only the CPU"
-    )
+    available = f"this machine has {count} {accelerator.type} devices" if accelerator else "this machine has no accelerator"
     if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
         raise TypeError(f"{device!r} is not a device, expected an integer, a string such as 'cuda:1' or 'cpu', or a torch.device")
     if isinstance(device, int):

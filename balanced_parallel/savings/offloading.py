@@ -30,16 +30,11 @@ AHEAD = 2
 class Link:
     """The copies between one device and the host."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.side = self.make_side_stream()
+    def __init__(self, device: torch.device, side: torch.Stream) -> None:
+        self.device, self.side = device, side
         self.lock = threading.RLock()  # replicas on one device run in several threads
         self._leaving: deque[tuple[Stored, Tensor]] = deque()
         self._last: Callable[[], Stored | None] = lambda: None
-
-    def make_side_stream(self) -> torch.Stream:
-        """Makes the stream of the copies."""
-        return torch.Stream(self.device)
 
     def bytes_of(self, tensor: Tensor) -> Tensor:
         """Returns a storage as bytes: all its views come back with it, in one copy."""
@@ -231,7 +226,7 @@ class Offload:
 
     def make_link(self, device: torch.device) -> Link:
         """Makes the copies between a device and the host."""
-        return Link(device)
+        return Link(device, torch.Stream(device))
 
     def stays(self, tensor: Tensor) -> bool:
         """Returns True for a tensor that is not worth a copy, or cannot be copied as bytes."""
