@@ -219,14 +219,11 @@ def _wrap_model(
     module: nn.Module, like: nn.Module, device_ids: Sequence[DeviceLike] | None, dim: int | None, in_dims: Dims
 ) -> DataParallelModel:
     """Wraps ``module`` with the settings of ``like``, if that is wrapped. Settings of the caller take precedence."""
-    split = None
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {} if in_dims is None else {"in_dims": in_dims}
     if isinstance(like, DataParallelModel):
-        split = like.split if device_ids is None else None
+        settings = {"split": None if device_ids else like.split, "in_dims": like.in_dims, "out_dims": like.out_dims, **settings}
         device_ids, dim = device_ids or like.devices, like.dim if dim is None else dim
-        settings = {"in_dims": like.in_dims, "out_dims": like.out_dims}
-    settings |= {} if in_dims is None else {"in_dims": in_dims}
-    return DataParallelModel(module, device_ids, dim=dim or 0, split=split, **settings)
+    return DataParallelModel(module, device_ids, dim=dim or 0, **settings)
 
 
 def _wrap_criterion(
