@@ -73,8 +73,8 @@ class VerificationReport:
         state = [(f"buffer {name}", error) for name, error in self.state_errors.items()]
         width = max(len(name) for name, _ in (*shown, *state))
         lines = [
-            f"{'equal' if self.equal else 'DIFFERENT'} within {self.tolerance:.0e}: {_counted(len(self.devices), 'replica')} "
-            f"({', '.join(self.devices)}), {_counted(self.micro_batches, 'micro-batch')}",
+            f"{'equal' if self.equal else 'DIFFERENT'} within {self.tolerance:.0e}: replicas on {', '.join(self.devices)}; "
+            f"micro-batches: {self.micro_batches}",
             f"loss in step {self.step} on the same batch: {self.plain_loss:.8g} (plain), {self.split_loss:.8g} (split)",
             f"{'':{width}}  relative error",
             *(f"{name:{width}}  {error:.1e}{'' if error <= self.tolerance else '  <-'}" for name, error in shown),
@@ -88,10 +88,6 @@ class VerificationReport:
             lines.append("no known reason: `python -m balanced_parallel doctor`, and docs/exactness.md")
         lines += [f"warning: {warning}" for warning in self.warnings]
         return "\n".join(lines)
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}

@@ -95,7 +95,7 @@ def _have_nccl(tensors: Sequence[Tensor]) -> bool:
 
 
 def _have_equal_sizes(tensors: Sequence[Tensor]) -> bool:
-    return len({tensor.numel() for tensor in tensors}) == 1 and tensors[0].numel() > 0
+    return len({tensor.numel() for tensor in tensors}) == 1
 
 
 def _run(collective: Callable[..., None], *arguments: object, **settings: object) -> None:
