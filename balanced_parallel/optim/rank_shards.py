@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..runtime.collectives import batch_group, rank
 from ..runtime.torch_private import is_sharded, map_tensors
 
 
@@ -60,20 +61,22 @@ class DTensorShards:
 
 
 class RankShards(DTensorShards):
-    """State sharded over the ranks of the running process group. A step broadcasts the updated parameters."""
+    """State sharded over the ranks that share a batch. A step broadcasts the updated parameters."""
 
     def __init__(
         self, groups: list[dict[str, Any]], optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]
     ) -> None:
         from torch.distributed.optim import ZeroRedundancyOptimizer  # imports torch._dynamo, which takes seconds
 
-        self.inner: Any = ZeroRedundancyOptimizer(groups, optimizer_class, **defaults)
+        group = batch_group()
+        self.inner: Any = ZeroRedundancyOptimizer(groups, optimizer_class, process_group=group, **defaults)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the whole state on every rank, its tensors on the CPU. Rank 0 collects and broadcasts it."""
+        """Returns the whole state on every rank, its tensors on the CPU. The first rank collects and broadcasts it."""
+        group, is_first = batch_group(), rank() == 0
         self.inner.consolidate_state_dict(to=0)
-        shared: list[Any] = [super().state_dict() if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(shared, src=0)
+        shared: list[Any] = [super().state_dict() if is_first else None]
+        dist.broadcast_object_list(shared, group=group, group_src=0)
         whole: dict[str, Any] = shared[0]
         return whole
 
