@@ -111,7 +111,8 @@ class ShardRunner(nn.Module):
             if isinstance(term, MeanAndWeight) and any(device.type != "cpu" for device in devices):
                 weights = self._weights_in_place(term, outputs, shards)
             replicas = zip(criteria, outputs, shards, weights, devices, strict=True)
-            work = [functools.partial(_run, term, *replica) for replica in replicas]
+            run = _run if shards[0].random is None else _run_by_row
+            work = [functools.partial(run, term, *replica) for replica in replicas]
             return self.replicas.workers(work, devices, together=False)
 
     def _weights_in_place(self, term: MeanAndWeight, outputs: PerReplica, shards: Sequence[Shard]) -> list[Any]:
@@ -134,6 +135,14 @@ def _run(
 ) -> Any:
     targets, kwargs = move_arguments(shard.targets, device)
     return term(ShardLoss(criterion, shard.target_rows, output, targets, kwargs, weights))
+
+
+def _run_by_row(
+    term: Callable[[ShardLoss], Any], criterion: Criterion, output: Any, shard: Shard, weights: Any, device: torch.device
+) -> Any:
+    assert shard.random is not None
+    with shard.random.drawing("criterion", shard.rows, device):
+        return _run(term, criterion, output, shard, weights, device)
 
 
 def devices_of(outputs: PerReplica, allowed: Sequence[torch.device] | None) -> list[torch.device]:

@@ -204,7 +204,8 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         if len(devices) > 1:
             offset_seeds(self.devices)
         with self.precision.autocast(devices), self.replicas.of(self.module, devices, self.devices[0]) as modules:
-            work = [functools.partial(_call, method, *replica) for replica in zip(modules, shards, strict=True)]
+            call = _call if shards[0].random is None else _call_by_row
+            work = [functools.partial(call, method, *replica) for replica in zip(modules, shards, strict=True)]
             together = len(work) > 1 and has_layers_over_all_rows(self.replicas.modules_of(self.module))
             outputs = self.replicas.workers(work, devices, together=together)
         return PerReplica(outputs, sizes, self.out_dims)
@@ -236,6 +237,12 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
 def _call(method: str | None, replica: nn.Module, shard: Shard) -> Any:
     inputs, kwargs = move_arguments(shard.inputs, shard.device)
     return (replica if method is None else getattr(replica, method))(*inputs, **kwargs)
+
+
+def _call_by_row(method: str | None, replica: nn.Module, shard: Shard) -> Any:
+    assert shard.random is not None
+    with shard.random.drawing("model", shard.rows, shard.device):
+        return _call(method, replica, shard)
 
 
 def mark_inputs(arguments: Arguments, dims: Dims, module: nn.Module, method: str | None) -> Arguments:

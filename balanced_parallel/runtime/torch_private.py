@@ -219,6 +219,15 @@ def is_compiled(module: nn.Module) -> bool:
     return _COMPILED in module._modules or module._compiled_call_impl is not None
 
 
+def draws_in_compiled_code(module: nn.Module) -> bool:
+    """Returns True if a module is compiled so that its random numbers are not drawn by torch's kernels."""
+    if not any(is_compiled(part) for part in module.modules()):
+        return False
+    from torch._inductor import config  # imports for seconds
+
+    return not config.fallback_random
+
+
 def without_compilation(module: nn.Module) -> nn.Module:
     """Returns the module inside of ``torch.compile(module)``, or ``module`` itself."""
     inner = getattr(module, _COMPILED, module)
@@ -321,6 +330,21 @@ ATTENTION_KERNELS = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default: 5,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default: 5,
 }
+
+# Random numbers: kernels that draw, by operator and dispatch key.
+
+
+def has_kernel(name: str, kind: str) -> bool:
+    """Returns True if an operator of ``aten`` has a kernel for a type of device. There is no public name."""
+    key = {"cpu": "CPU", "cuda": "CUDA"}.get(kind, "PrivateUse1")
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
+
+
+def fill_by_keys(result: Tensor, keys: Tensor) -> Tensor:
+    """Fills lines with stateless uniform numbers. torch 2.13's ``torch.func._random`` is not public yet (pytorch#177229)."""
+    filled: Tensor = torch.ops.aten._philox_uniform_(result, keys)
+    return filled
+
 
 # Process groups.
 

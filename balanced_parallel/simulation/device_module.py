@@ -95,6 +95,36 @@ def set_rng_state(state: torch.Tensor, device: DeviceLike | None = None) -> None
     torch.ops.balanced_parallel_simulation.set_random_state(_index(device), state)
 
 
+class _DeviceGenerator:
+    """The random number generator of a device, as an entry of ``torch.cuda.default_generators``."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+
+    def get_state(self) -> torch.Tensor:
+        return get_rng_state(self._index)
+
+    def set_state(self, state: torch.Tensor) -> None:
+        set_rng_state(state, self._index)
+
+    def clone_state(self) -> torch.Generator:
+        return torch.Generator().set_state(self.get_state())
+
+    def initial_seed(self) -> int:
+        return self.clone_state().initial_seed()
+
+    def manual_seed(self, seed: int) -> None:
+        load_native().simulation_seed(self._index, seed % 2**64)
+
+
+class _DefaultGenerators:
+    def __getitem__(self, index: int) -> _DeviceGenerator:
+        return _DeviceGenerator(index)
+
+
+default_generators = _DefaultGenerators()
+
+
 def initial_seed() -> int:
     """Returns the seed of the random number generator of the current device."""
     return torch.Generator().set_state(get_rng_state()).initial_seed()
