@@ -17,6 +17,7 @@ from ..batch.plan import RowNumbers, consecutive, proportional_sizes, split_size
 from ..batch.rows import Arguments, Shard, count_rows, cut, mark, move_arguments, move_leaves
 from ..replicas.replicas import Replicas
 from ..runtime.devices import DeviceLike, pin, resolve_device, resolve_devices
+from ..runtime.row_random import by_row
 from ..runtime.values import Precision
 from .rules import find_torch_loss, reduction_of
 from .sums import Criterion, MeanAndWeight, ShardLoss, call_spread, check_minimum, map_weights
@@ -111,8 +112,9 @@ class ShardRunner(nn.Module):
             if isinstance(term, MeanAndWeight) and any(device.type != "cpu" for device in devices):
                 weights = self._weights_in_place(term, outputs, shards)
             replicas = zip(criteria, outputs, shards, weights, devices, strict=True)
-            run = _run if shards[0].random is None else _run_by_row
-            work = [functools.partial(run, term, *replica) for replica in replicas]
+            work = [functools.partial(_run, term, *replica) for replica in replicas]
+            if shards[0].random is not None:
+                work = by_row("criterion", work, shards)
             return self.replicas.workers(work, devices, together=False)
 
     def _weights_in_place(self, term: MeanAndWeight, outputs: PerReplica, shards: Sequence[Shard]) -> list[Any]:
@@ -135,14 +137,6 @@ def _run(
 ) -> Any:
     targets, kwargs = move_arguments(shard.targets, device)
     return term(ShardLoss(criterion, shard.target_rows, output, targets, kwargs, weights))
-
-
-def _run_by_row(
-    term: Callable[[ShardLoss], Any], criterion: Criterion, output: Any, shard: Shard, weights: Any, device: torch.device
-) -> Any:
-    assert shard.random is not None
-    with shard.random.drawing("criterion", shard.rows, device):
-        return _run(term, criterion, output, shard, weights, device)
 
 
 def devices_of(outputs: PerReplica, allowed: Sequence[torch.device] | None) -> list[torch.device]:

@@ -15,6 +15,7 @@ from ..batch.plan import check_split, share_by_memory
 from ..batch.rows import Arguments, Batch, MicroBatch, Shard, dims_of_method, mark, move_arguments, move_leaves
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.random_numbers import offset_seeds
+from ..runtime.row_random import by_row
 from ..runtime.values import Precision, check_type
 from .batchnorm import has_layers_over_all_rows
 from .module_tree import check_method, check_module, refuse_meta
@@ -204,8 +205,9 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         if len(devices) > 1:
             offset_seeds(self.devices)
         with self.precision.autocast(devices), self.replicas.of(self.module, devices, self.devices[0]) as modules:
-            call = _call if shards[0].random is None else _call_by_row
-            work = [functools.partial(call, method, *replica) for replica in zip(modules, shards, strict=True)]
+            work = [functools.partial(_call, method, *replica) for replica in zip(modules, shards, strict=True)]
+            if shards[0].random is not None:
+                work = by_row("model", work, shards)
             together = len(work) > 1 and has_layers_over_all_rows(self.replicas.modules_of(self.module))
             outputs = self.replicas.workers(work, devices, together=together)
         return PerReplica(outputs, sizes, self.out_dims)
@@ -237,12 +239,6 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
 def _call(method: str | None, replica: nn.Module, shard: Shard) -> Any:
     inputs, kwargs = move_arguments(shard.inputs, shard.device)
     return (replica if method is None else getattr(replica, method))(*inputs, **kwargs)
-
-
-def _call_by_row(method: str | None, replica: nn.Module, shard: Shard) -> Any:
-    assert shard.random is not None
-    with shard.random.drawing("model", shard.rows, shard.device):
-        return _call(method, replica, shard)
 
 
 def mark_inputs(arguments: Arguments, dims: Dims, module: nn.Module, method: str | None) -> Arguments:

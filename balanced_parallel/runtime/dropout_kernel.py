@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _dropout(x, out, mask, seeds, keep, scale, lines, length, LINES: tl.constexpr, QUADS: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
+def _dropout(x, out, mask, seeds, keep, scale, lines, length, LINES: tl.constexpr, QUADS: tl.constexpr):  # type: ignore[no-untyped-def]
     line = (tl.program_id(0) * LINES + tl.arange(0, LINES))[:, None]
     quad = (tl.program_id(1) * QUADS + tl.arange(0, QUADS))[None, :]
     seed = tl.load(seeds + line, line < lines, other=0).to(tl.uint64, bitcast=True)

@@ -334,15 +334,19 @@ ATTENTION_KERNELS = {
 # Random numbers: kernels that draw, by operator and dispatch key.
 
 
-def has_kernel(name: str, kind: str) -> bool:
-    """Returns True if an operator of ``aten`` has a kernel for a type of device. There is no public name."""
-    key = {"cpu": "CPU", "cuda": "CUDA"}.get(kind, "PrivateUse1")
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
+def has_kernel(name: str, key: str) -> bool:
+    """Returns True if an operator of ``aten`` has a kernel for a dispatch key. There is no public name."""
+    is_known = hasattr(torch.ops.aten, name.partition(".")[0])
+    return (
+        is_known
+        and key in ("CPU", "CUDA", "PrivateUse1")
+        and torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
+    )
 
 
 def fill_by_keys(result: Tensor, keys: Tensor) -> Tensor:
     """Fills lines with stateless uniform numbers. torch 2.13's ``torch.func._random`` is not public yet (pytorch#177229)."""
-    filled: Tensor = torch.ops.aten._philox_uniform_(result, keys)
+    filled: Tensor = torch.ops.aten._philox_uniform_(result, keys.view(torch.uint64))
     return filled
 
 

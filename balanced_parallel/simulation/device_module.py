@@ -96,16 +96,16 @@ def set_rng_state(state: torch.Tensor, device: DeviceLike | None = None) -> None
 
 
 class _DeviceGenerator:
-    """The random number generator of a device, as an entry of ``torch.cuda.default_generators``."""
+    """The random number generator of a device."""
 
     def __init__(self, index: int) -> None:
-        self._index = index
+        self.index = index
 
     def get_state(self) -> torch.Tensor:
-        return get_rng_state(self._index)
+        return get_rng_state(self.index)
 
     def set_state(self, state: torch.Tensor) -> None:
-        set_rng_state(state, self._index)
+        set_rng_state(state, self.index)
 
     def clone_state(self) -> torch.Generator:
         return torch.Generator().set_state(self.get_state())
@@ -114,15 +114,10 @@ class _DeviceGenerator:
         return self.clone_state().initial_seed()
 
     def manual_seed(self, seed: int) -> None:
-        load_native().simulation_seed(self._index, seed % 2**64)
+        load_native().simulation_seed(self.index, seed % 2**64)
 
 
-class _DefaultGenerators:
-    def __getitem__(self, index: int) -> _DeviceGenerator:
-        return _DeviceGenerator(index)
-
-
-default_generators = _DefaultGenerators()
+default_generators = [_DeviceGenerator(index) for index in range(64)]
 
 
 def initial_seed() -> int:
