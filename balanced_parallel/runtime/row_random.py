@@ -69,7 +69,7 @@ def number_lines(shape: Sequence[int], rows: Tensor | None, dim: int, device: to
     numbers = torch.zeros((), dtype=torch.int64, device=device)
     if rows is not None:
         numbers = numbers + (rows * signed(_ROW)).view([-1] + [1] * (len(sizes) - 1 - dim))
-    for factor, axis in zip(_COORDINATES, [axis for axis in inner if sizes[axis] > 1], strict=False):
+    for factor, axis in zip(_COORDINATES, inner, strict=False):
         numbers = numbers + (torch.arange(sizes[axis], device=device) * signed(factor)).view([-1] + [1] * (len(sizes) - 1 - axis))
     return numbers.expand(*sizes[:-1], 1), sizes[-1]
 
@@ -93,7 +93,8 @@ def uniform(seeds: Tensor, length: int, dtype: torch.dtype) -> Tensor:
         return fill_by_keys(result, torch.stack([seeds, torch.zeros_like(seeds)], -1))
     if dtype == torch.float64:
         pairs = philox(seeds, 2 * length).unflatten(-1, (length, 2))
-        return (((pairs[..., 0] << 32) | pairs[..., 1]) & (2**53 - 1)).to(dtype).mul_(2.0**-53)
+        bits: Tensor = ((pairs[..., 0] << 32) | pairs[..., 1]) & (2**53 - 1)
+        return bits.to(dtype).mul_(2.0**-53)
     return (philox(seeds, length) & 0xFFFFFF).to(dtype).mul_(2.0**-24)
 
 
@@ -126,6 +127,7 @@ class BatchRandom(NamedTuple):
     update: UpdateRandom
     first: int  # number in the effective batch of its first row
     draws: Mapping[str, Sequence[Draw]] | None  # of the model and of the criterion; None where they are not known
+    shared: dict[Any, tuple[int, ...]] | None = None  # shapes without rows; None if they may differ, as padding by cost does
 
     @contextlib.contextmanager
     def drawing(self, part: str, rows: Sequence[int] | None, device: torch.device) -> Iterator[None]:
@@ -141,8 +143,7 @@ class BatchRandom(NamedTuple):
             RuntimeError: an operator has drawn that is not replaced.
         """
         numbers = None if rows is None else torch.tensor(rows, dtype=torch.int64, device=device) + self.first
-        expected = None if self.draws is None else self.draws.get(part, ())
-        forward = Forward(part, self.update.seed, numbers, device, expected)
+        forward = Forward(self, part, numbers, device)
         _forwards[forward.ticket] = forward
         self.update.forwards.append(forward)
         generator = _generator(device)
@@ -170,17 +171,18 @@ def by_row(part: str, work: Sequence[Callable[[], Any]], shards: Sequence[Any]) 
 
 
 class Forward:
-    """One forward of one replica. ``rows`` are on its device, and ``expected`` the draws that two small forwards have shown."""
+    """One forward of one replica, with the numbers of its rows on its device."""
 
-    def __init__(self, part: str, seed: int, rows: Tensor | None, device: torch.device, expected: Sequence[Draw] | None) -> None:
-        self.part, self.device, self.expected = part, device, expected
+    def __init__(self, batch: BatchRandom, part: str, rows: Tensor | None, device: torch.device) -> None:
+        self.batch, self.part, self.device = batch, part, device
+        self.expected = None if batch.draws is None else batch.draws.get(part, ())
         self.rows = {} if rows is None else {device: rows}
         self.count = 0 if rows is None else len(rows)
         self.shapes: list[tuple[str, tuple[int, ...]]] = []  # operator and shape of each draw
         self.lines: dict[Any, tuple[Tensor, int]] = {}  # by shape
         self.ticket, self.next_draw = next(_tickets), 0
         self.state_before: Any = None  # of the generator
-        self._seed = seed + len(part)
+        self._seed = batch.update.seed + len(part)
 
     def seeds(self, operator: str, draw: int, shape: Sequence[int], device: torch.device) -> tuple[Tensor, int]:
         """Returns the seed of each line of a tensor that is drawn, and the length of a line."""
@@ -201,9 +203,11 @@ class Forward:
         if self.expected is None or not self.count:
             return None
         if draw < len(self.expected):
-            expected = self.expected[draw]
-            if (operator, len(shape)) == expected[:2] and (expected.dim is None or shape[expected.dim] % self.count == 0):
-                return expected.dim
+            (*kind, dim), size = self.expected[draw], tuple(shape)
+            shared = self.batch.shared if dim is None else None
+            is_same = shared is None or shared.setdefault((self.part, draw), size) == size
+            if [operator, len(shape)] == kind and is_same and (dim is None or shape[dim] % self.count == 0):
+                return dim
         raise ValueError(
             f"draw {draw} of the {self.part} is {operator} of shape {tuple(shape)} for {self.count} rows, expected the draws of "
             f"a forward of two rows{_AS_ROWS}"

@@ -4,8 +4,9 @@ An update takes one number from the CPU's generator, as its seed. Rows are numbe
 before come first, then those that ``add`` has brought, then the rows of a batch in their order. So ranks exchange their numbers
 of rows in each update, with the seed of the first rank.
 
-A shape does not tell which dimension has the rows: ``(6, 3, 7)`` with 3 rows is 3 x 2 parts, or time-major. So the first batch of
-each kind runs in two small forwards, of its first row twice and three times. The dimension that grows is that of the rows.
+A shape does not tell which dimension has the rows: ``(6, 3, 7)`` with 3 rows is 3 x 2 parts, or time-major. So the first batch
+of each kind runs in two small forwards, of its first two and three rows. The dimension that grows is that of the rows. Where rows
+are cut by cost, these are the first one twice and three times, which has one length.
 """
 
 from collections.abc import Callable, Hashable
@@ -69,7 +70,9 @@ class RandomByRow:
         if not is_known:
             self._find_draws(kind, batch, run)
         self._rows += rows
-        return BatchRandom(self._update, self._rows - rows, self._draws.get(kind, {}))
+        return BatchRandom(
+            self._update, self._rows - rows, self._draws.get(kind, {}), None if isinstance(batch, CostBatch) else {}
+        )
 
     def end(self) -> None:
         """Ends the update."""
@@ -80,18 +83,19 @@ class RandomByRow:
     def _find_draws(self, kind: Hashable, batch: Batch | CostBatch, run: Callable[[list[Shard]], Any]) -> None:
         """Finds the draws of the model and of the criterion in two small forwards. All ranks run them."""
         assert self._update is not None
-        random, row = BatchRandom(self._update, 0, None), [0] if batch.rows else []
+        random, distinct = BatchRandom(self._update, 0, None), 1 if isinstance(batch, CostBatch) else batch.rows or 0
         self._before.take()
         with torch.no_grad():
-            for count in (2, 3):
-                run([batch.shard(row * count, self._model.devices[0])._replace(random=random)])
+            for count in (2, 3) if batch.rows else (0, 0):
+                rows = [row % distinct for row in range(count)]
+                run([batch.shard(rows, self._model.devices[0])._replace(random=random)])
         self._before.restore()
         self._sync.begin()
         parts: dict[str, list[Forward]] = {}
         for forward in self._update.forwards:
             if forward.expected is None:
                 parts.setdefault(forward.part, []).append(forward)
-        if row:
+        if batch.rows:
             self._draws[kind] = {part: find_draws(forwards[-2:]) for part, forwards in parts.items()}
 
     def __getstate__(self) -> dict[str, Any]:
