@@ -81,14 +81,7 @@ def count_micro_batches(rows: int, micro_batch_size: int | None, shares: int | S
 def proportional_sizes(rows: int, shares: Sequence[int]) -> list[int]:
     """Splits the rows of the targets, a multiple if they are flattened, in proportion to the rows of the inputs."""
     total = sum(shares)
-    if rows == total:
-        return list(shares)
-    if total == 0 or any(rows * share % total for share in shares):
-        raise ValueError(
-            f"the targets have {rows} rows, but the inputs have {total} (split into {', '.join(map(str, shares))}): expected the "
-            "same number, or a multiple"
-        )
-    return [rows * share // total for share in shares]
+    return list(shares) if rows == total else [len(scaled(part, total, rows)) for part in consecutive(shares)]
 
 
 def scaled(part: RowNumbers, rows: int, target_rows: int) -> range:
@@ -253,28 +246,21 @@ def _use_all(
 ) -> list[Sequence[int]]:
     """Splits the runs of the highest cost until there is one for each shard."""
 
+    def cost(run: Sequence[int]) -> float:
+        return cost_of_shard([ordered[place] for place in run], combine)
+
     def entry(run: Sequence[int]) -> tuple[bool, float, int, int, Sequence[int]]:
-        return len(run) == 1, -cost_of_shard([ordered[place] for place in run], combine), -len(run), run[0], run
+        return len(run) == 1, -cost(run), -len(run), run[0], run
 
     heap = [entry(run) for run in runs]
     heapq.heapify(heap)
     while len(heap) < shards:
         run = heap[0][-1]
-        rows = _middle([ordered[place] for place in run], combine)
+        firsts = range(1, len(run) - 1)
+        above = (
+            bisect.bisect_left(firsts, True, key=lambda rows: (cost(run[:rows]), 2 * rows) >= (cost(run[rows:]), len(run))) + 1
+        )
+        rows = min(max(above - 1, 1), above, key=lambda rows: (max(cost(run[:rows]), cost(run[rows:])), abs(2 * rows - len(run))))
         heapq.heapreplace(heap, entry(run[:rows]))
         heapq.heappush(heap, entry(run[rows:]))
     return sorted((run for *_, run in heap), key=lambda run: run[0])
-
-
-def _middle(costs: Sequence[float], combine: Combine | None) -> int:
-    """Returns a number of first rows that cost about as much as the others."""
-
-    def parts(rows: int) -> tuple[float, float]:
-        return cost_of_shard(costs[:rows], combine), cost_of_shard(costs[rows:], combine)
-
-    def is_more(rows: int) -> bool:
-        first, others = parts(rows)
-        return first > others or (first == others and 2 * rows >= len(costs))
-
-    above = bisect.bisect_left(range(1, len(costs) - 1), True, key=is_more) + 1
-    return min(max(above - 1, 1), above, key=lambda rows: (max(parts(rows)), abs(2 * rows - len(costs))))
