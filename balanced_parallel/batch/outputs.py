@@ -5,7 +5,6 @@ exchange the layouts of their outputs. So sizes may differ, and a mismatch raise
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, Self, cast
 
@@ -17,6 +16,7 @@ from ..runtime.devices import DeviceLike, move, resolve_device, visible_devices
 from ..runtime.values import check_type
 from . import containers
 from .containers import Dims, check_dim, check_dims, dims_at, leaf_dims
+from .plan import consecutive
 
 
 def _operator(symbol: str) -> Any:
@@ -106,13 +106,11 @@ class PerReplica(list[Any], containers.Leaf):
             raise ValueError("outputs of rows that were cut by cost have another order than the batch: call gather() first")
         entries: list[Any] = []
         sizes: list[int] = []
-        ends = list(itertools.accumulate(size or 0 for size in self.sizes))
-        for entry, size, end in zip(self, self.sizes, ends, strict=True):
-            first, last = max(start, end - (size or 0)), min(start + rows, end)
-            if first < last or (rows == 0 and not entries):
-                offset = min(max(first - end + (size or 0), 0), size or 0)
-                entries.append(_narrow(entry, offset, max(last - first, 0), self.dim, size or 0))
-                sizes.append(max(last - first, 0))
+        for entry, part in zip(self, consecutive([size or 0 for size in self.sizes]), strict=True):
+            first, count = max(start, part.start), max(min(start + rows, part.stop) - max(start, part.start), 0)
+            if count or (rows == 0 and not entries):
+                entries.append(_narrow(entry, first - part.start if count else 0, count, self.dim, len(part)))
+                sizes.append(count)
         return PerReplica(entries, sizes, self.dim)
 
     def on(self, device: torch.device) -> Any:
@@ -287,7 +285,11 @@ def join(outputs: Sequence[Any], device: DeviceLike | None, dims: Dims, *, pads:
 
     def join_leaves(place: str, values: list[Any]) -> Any:
         dim = next(dims_of_leaves)
-        return _join(place, _pad_alike(values, dim) if pads else values, target, dim)
+        shapes = [value.shape for value in values if pads and isinstance(value, torch.Tensor)]
+        if dim is not None and len(shapes) == len(values) and len(set(map(len, shapes))) == 1:
+            longest = [max(sizes) for sizes in zip(*shapes, strict=True)]
+            values = [pad_to(value, longest, dim) for value in values]
+        return _join(place, values, target, dim)
 
     return containers.zip_leaves(join_leaves, list(outputs), "output")
 
@@ -363,15 +365,15 @@ class _Header(containers.Leaf):
     def __repr__(self) -> str:
         return f"{self.kind} {self.layout}"
 
-    def empty_leaf(self, device: torch.device) -> Any:
+    def make_empty(self, device: torch.device) -> Any:
         """Returns a leaf of this layout without rows."""
-        if isinstance(self.kind, torch.dtype) and self.dim is None:
+        if not isinstance(self.kind, torch.dtype):
+            return None if self.rows is None else type(self.rows)()
+        if self.dim is None:
             raise ValueError(
                 f"{self} is the same in all replicas, but a rank without outputs does not have it: leave it out of the outputs"
             )
-        if isinstance(self.kind, torch.dtype):
-            return torch.empty([max(size, 0) for size in self.layout], dtype=self.kind, device=device)
-        return None if self.rows is None else type(self.rows)()
+        return torch.empty([max(size, 0) for size in self.layout], dtype=self.kind, device=device)
 
 
 def _gather_ranks(local: list[Any], dims: Dims, device: torch.device, refusal: str | None, *, pads: bool) -> Any:
@@ -380,46 +382,41 @@ def _gather_ranks(local: list[Any], dims: Dims, device: torch.device, refusal: s
     ``local`` has the joined outputs of this rank, if it has any. Other ranks raise ``refusal``, its error, too. With ``pads``,
     rows were cut by cost, and tensors are padded to the longest of all ranks.
     """
-    dims_of_leaves = (dim for output in local for dim in leaf_dims(output, dims, 0))
-    headers_of_rank = [containers.map_leaves(lambda leaf: _Header(leaf, next(dims_of_leaves), pads), output) for output in local]
-    all_headers, refusals = zip(*gather_objects((headers_of_rank, refusal)), strict=True)
+
+    def make_headers(output: Any) -> Any:
+        dims_of_leaves = leaf_dims(output, dims, 0)
+        return containers.map_leaves(lambda leaf: _Header(leaf, next(dims_of_leaves), pads), output)
+
+    all_headers, refusals = zip(*gather_objects(([*map(make_headers, local)], refusal)), strict=True)
     for message in filter(None, refusals):
         raise ValueError(message)
-    of_ranks = [headers for rank in all_headers for headers in rank]
-    if not of_ranks:
+    first = next((headers[0] for headers in all_headers if headers), None)
+    if first is None:
         raise ValueError("gather was given no outputs on any rank, expected at least one")
-    for column in zip(*([header for _, header in containers.leaves(headers)] for headers in of_ranks), strict=False):
+    columns: list[list[_Header]] = []  # by leaf, the headers of all ranks
+
+    def compare(place: str, column: list[_Header]) -> None:
         if any(header.pads for header in column) and len({len(header.layout) for header in column}) == 1:
-            longest = tuple(map(max, *(header.layout for header in column), column[0].layout))
+            longest = tuple(map(max, zip(*(header.layout for header in column), strict=True)))
             for header in column:
                 header.layout = longest
-    first = list(containers.leaves(of_ranks[0], "output"))
-    columns: list[list[Any]] = []
-    for rank, headers in enumerate(all_headers):
-        other = list(containers.leaves(headers[0], "output")) if headers else first
-        if [(place, str(header)) for place, header in other] != [(place, str(header)) for place, header in first]:
-            raise ValueError(
-                f"the outputs of the ranks differ: {first} on rank 0, {other} on rank {rank}; expected the same layout"
-            )
-        columns.append([header.rows if headers else header.empty_leaf(device) for _, header in other])
-    parts = zip(*columns, strict=True)
+        if len(layouts := dict.fromkeys(map(str, column))) > 1:
+            raise ValueError(f"the outputs of the ranks differ: {place} is {' and '.join(layouts)}; expected the same layout")
+        columns.append(column)
 
-    def join_ranks(leaf: Any, header: _Header, rows: tuple[Any, ...]) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            sizes = [0 if isinstance(size, torch.Tensor) else size for size in rows]
-            return leaf if header.dim is None else gather_rows(pad_to(leaf, header.layout, header.dim), sizes, header.dim)
-        return None if leaf is None else type(leaf)(entry for part in rows for entry in part)
+    without_rows = functools.partial(containers.map_leaves, lambda header: header.make_empty(device), first)
+    headers = [headers[0] if headers else make_headers(without_rows()) for headers in all_headers]
+    containers.zip_leaves(compare, headers, "output")
+    in_order = iter(columns)
 
-    output = local[0] if local else containers.map_leaves(lambda header: header.empty_leaf(device), of_ranks[0])
-    headers = iter(first)
-    return containers.map_leaves(lambda leaf: join_ranks(leaf, next(headers)[1], next(parts)), output)
+    def join_ranks(leaf: Any) -> Any:
+        column = next(in_order)
+        if isinstance(leaf, torch.Tensor) and (dim := column[0].dim) is not None:
+            return gather_rows(pad_to(leaf, column[0].layout, dim), [header.rows for header in column], dim)
+        kind: Any = type(leaf)
+        return kind(entry for header in column for entry in header.rows) if containers.is_row_list(leaf) else leaf
 
-
-def _pad_alike(leaves: list[Any], dim: int | None) -> list[Any]:
-    if dim is None or not all(isinstance(leaf, torch.Tensor) for leaf in leaves) or len({leaf.dim() for leaf in leaves}) > 1:
-        return leaves
-    sizes = [max(each) for each in zip(*(leaf.shape for leaf in leaves), strict=True)]
-    return [pad_to(leaf, sizes, dim) for leaf in leaves]
+    return containers.map_leaves(join_ranks, local[0] if local else without_rows())
 
 
 def pad_to(tensor: torch.Tensor, sizes: Sequence[int], dim: int) -> torch.Tensor:
