@@ -71,7 +71,7 @@ class DataParallelCriterion(ShardRunner):
     Raises:
         TypeError: outputs are not a list with one entry per replica; the rows of a loss depend on each other.
         ValueError: targets and outputs have different numbers of rows, a loss is not a scalar, or a setting is invalid.
-        BaseException: the first failure of a replica, of its own type, with the replica and its device in the message.
+        BaseException: the first failure of a replica. Its message, or a note, names the replica and its device.
 
     Example:
         >>> criterion = DataParallelCriterion(torch.nn.CrossEntropyLoss())

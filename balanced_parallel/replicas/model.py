@@ -58,7 +58,7 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
     Raises:
         TypeError: the module is a class, or not a module, or is wrapped already.
         ValueError: this machine does not have one of the devices; at the call, inputs have different numbers of rows.
-        BaseException: the first failure of a replica, of its own type, with the replica and its device in the message.
+        BaseException: the first failure of a replica. Its message, or a note, names the replica and its device.
 
     Example:
         >>> model = DataParallelModel(torch.nn.Linear(4, 2), ["cpu"] * 3)
