@@ -213,7 +213,7 @@ def leaf_dims(node: Any, dims: Dims, default: int | None, place: str = "") -> It
         return
     if container is None:
         raise ValueError(f"{place or 'the value'} is {describe(node)}, but the dimensions {dims!r} are given for a container")
-    names = _names(container)
+    names = entry_names(container)
     if isinstance(dims, Mapping):
         if unknown := [key for key in dims if str(key) not in names]:
             raise ValueError(
@@ -239,11 +239,11 @@ def dims_at(node: Any, dims: Dims, key: Any) -> Dims:
         part: Dims = dims.get(key, 0)
         return part
     container = open_container(node)
-    names = [] if container is None else _names(container)
+    names = [] if container is None else entry_names(container)
     return dims[names.index(str(key))] if str(key) in names else 0
 
 
-def _names(container: Container) -> list[str]:
+def entry_names(container: Container) -> list[str]:
     """Returns the names of the entries as a user writes them in ``dims``: ``logits`` for ``.logits``, ``0`` for ``[0]``."""
     return [place.strip(".[]'\"") for place in container.places]
 

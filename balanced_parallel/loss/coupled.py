@@ -24,7 +24,7 @@ from ..runtime.devices import move
 from ..runtime.torch_private import is_differentiable
 from ..runtime.values import scaled
 from .shards import ShardRunner, copy_criterion
-from .sums import LossSum, ShardLoss, call_spread, loss_of, replace_value, weighted_sum, widen
+from .sums import LossSum, ShardLoss, call_spread, hand_back, loss_of, replace_value, weighted_sum, widen
 
 
 class CoupledLoss(abc.ABC):
@@ -89,7 +89,7 @@ class CoupledLoss(abc.ABC):
         device = pairs[0][0].device if pairs else torch.device("cpu") if loss is None else loss.device
         value = torch.zeros((), device=device) if loss is None else move(loss, device)
         tensors, derivatives = [tensor for tensor, _ in learning], [derivative for _, derivative in learning]
-        return LossSum(_HandBack.apply(value, derivatives, *tensors), None)
+        return LossSum(hand_back(value, derivatives, tensors), None)
 
     def _derivatives(
         self, loss: Tensor, at: Sequence[Tensor], ranks: Sequence[int], scaler: torch.amp.GradScaler | None
@@ -112,24 +112,6 @@ class CoupledLoss(abc.ABC):
     def _share(self, derivative: Tensor | None, ranks: Sequence[int]) -> Tensor | None:
         """Returns this rank's share of a derivative that all of ``ranks`` have."""
         return None if derivative is None or rank() not in ranks else derivative / len(ranks)
-
-
-class _HandBack(torch.autograd.Function):
-    """Returns ``value`` in the forward. The backward gives each tensor its derivative, times the gradient of the value."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, derivatives: list[Tensor | None], *tensors: Tensor) -> Tensor:
-        ctx.derivatives = derivatives
-        ctx.dtypes = [tensor.dtype for tensor in tensors]
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        results = [
-            None if slope is None else (slope * move(gradients[0], slope.device).to(slope.dtype)).to(dtype)
-            for slope, dtype in zip(ctx.derivatives, ctx.dtypes, strict=True)
-        ]
-        return None, None, *results
 
 
 def couple(criterion: ShardRunner, home: torch.device) -> CoupledLoss:

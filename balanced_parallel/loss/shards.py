@@ -17,9 +17,9 @@ from ..batch.plan import RowNumbers, consecutive, proportional_sizes, split_size
 from ..batch.rows import Arguments, Shard, count_rows, cut, mark, move_arguments, move_leaves
 from ..replicas.replicas import Replicas
 from ..runtime.devices import DeviceLike, pin, resolve_device, resolve_devices
-from ..runtime.values import Precision
+from ..runtime.values import Precision, check_number
 from .rules import find_torch_loss, reduction_of
-from .sums import Criterion, MeanAndWeight, ShardLoss, call_spread, check_minimum, map_weights
+from .sums import MINIMUM, Criterion, MeanAndWeight, ShardLoss, call_spread, map_weights
 
 
 class ShardRunner(nn.Module):
@@ -249,7 +249,7 @@ def check_settings(criterion: Any, weight: Any, reduction: str | None, minimum: 
             f"weight={weight!r}, expected a function (output, *targets) -> scalar, or 'rows', or for several means a mapping or "
             "a list with a function (*targets) -> scalar for each"
         )
-    check_minimum(minimum)
+    check_number("minimum", minimum, MINIMUM, at_least=0)
     if reduction not in (None, "sum", "mean", "none"):
         raise ValueError(f"reduction={reduction!r}, expected 'sum', 'mean' or 'none'")
     if reduction is not None and find_torch_loss(criterion) is not None and reduction_of(criterion) != reduction:
