@@ -23,7 +23,7 @@ from torch import Tensor
 from ..runtime.values import check_number, check_type
 from . import containers
 from .plan import Combine, Plan, RowNumbers, cost_of_shard, count_micro_batches, cut_by_cost, cut_to_budget
-from .rows import Along, Arguments, Rows, RowShards, Shard, count_rows, cut, move_leaves
+from .rows import Along, Arguments, RowShards, Shard, count_rows, cut, map_marked, move_leaves, without_mark
 
 Mark = Callable[[Any, tuple[Any, ...]], tuple[Arguments, Arguments, tuple[int, int]]]
 Trim = int | Mapping[str, int]
@@ -264,7 +264,7 @@ def _trims(whole: Shard, trim: Trim, names: Sequence[str], costs: Sequence[float
     for name, value in values:
         dim = trim.get(name) if isinstance(trim, Mapping) else trim
         for _, leaf in containers.leaves(value):
-            tensor = leaf.leaf if type(leaf) is Along else leaf
+            tensor = without_mark(leaf)
             has_dim = dim is not None and isinstance(tensor, Tensor) and tensor.dim() > dim
             length = tensor.size(dim) if has_dim and length is None else length
             dims.append(dim if has_dim and (isinstance(trim, Mapping) or tensor.size(dim) == length) else None)
@@ -280,13 +280,10 @@ def pinned(node: Any) -> Any:
     """Returns ``node`` with tensors of the host in page-locked memory, so that copies to a device do not wait."""
 
     def pin(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return leaf.pin_memory() if leaf.is_cpu and leaf.layout == torch.strided else leaf
-        if type(leaf) is Along:
-            return Along(pinned(leaf.leaf), leaf.dim)
-        return Rows([pinned(entry) for entry in leaf.entries]) if isinstance(leaf, Rows) else leaf
+        can_pin = isinstance(leaf, Tensor) and leaf.is_cpu and leaf.layout == torch.strided
+        return leaf.pin_memory() if can_pin else leaf
 
-    return containers.map_leaves(pin, node)
+    return map_marked(pin, node)
 
 
 def shard_by_cost(

@@ -95,16 +95,23 @@ def without_mark(value: Any) -> Any:
     return value.value if isinstance(value, Whole) else value
 
 
-def mark(arguments: Arguments, dims: Dims, function: Callable[..., Any], *, first: int = 0, unnamed: int = 0) -> Arguments:
-    """Marks ``arguments`` with the dimensions of their rows.
+def map_marked(function: Callable[[Any], Any], node: Any) -> Any:
+    """Returns a copy of ``node`` with ``function`` applied to each leaf, also to those inside of marks, which stay."""
 
-    Args:
-        arguments: arguments of a call.
-        dims: a sequence by position, a mapping by position or name, or one dimension for all. ``None`` marks nothing.
-        function: the function that is called. Its signature gives the position of a name.
-        first: position in the call of ``arguments.inputs[0]``.
-        unnamed: number of further arguments that the function has before ``arguments.inputs[0]``. An output that is a tuple fills
-            several arguments of a criterion, but is one argument of the call.
+    def apply(leaf: Any) -> Any:
+        if isinstance(leaf, (Whole, Rows)):
+            return type(leaf)(map_marked(function, without_mark(leaf)))
+        return Along(map_marked(function, leaf.leaf), leaf.dim) if type(leaf) is Along else function(leaf)
+
+    return containers.map_leaves(apply, node)
+
+
+def mark(arguments: Arguments, dims: Dims, function: Callable[..., Any], *, first: int = 0, unnamed: int = 0) -> Arguments:
+    """Marks arguments of ``function`` with the dimensions of their rows: a sequence by position, a mapping by position or name.
+
+    One dimension is that of all arguments, and ``None`` marks nothing. ``first`` is the position in the call of
+    ``arguments.inputs[0]``, and ``unnamed`` the number of further arguments that the function has before. An output that is a
+    tuple fills several arguments of a criterion, but is one argument of the call.
     """
     if dims is None:
         return arguments
@@ -162,13 +169,18 @@ def _place_of(key: Any, names: list[str] | None, unnamed: int, count: int, kwarg
 
 def _names(function: Callable[..., Any]) -> list[str] | None:
     """Returns the names of a function's arguments, or None if it accepts any arguments or has no signature."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return None
-    if any(parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL) for parameter in parameters):
+    parameters = parameters_of(function)
+    if parameters is None or any(each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL) for each in parameters):
         return None
     return [parameter.name for parameter in parameters]
+
+
+def parameters_of(function: Any) -> list[inspect.Parameter] | None:
+    """Returns the arguments in the signature of a function, or None if it has none."""
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return None
 
 
 def mark_leaves(value: Any, dims: Dims, place: str) -> Any:
@@ -248,19 +260,19 @@ def _may_be_rows(entries: list[Any]) -> bool:
 
 
 def _described(leaf: Any) -> str:
-    leaf = leaf.leaf if type(leaf) is Along else leaf
     if isinstance(leaf, Rows):
         return f"Rows of {len(leaf.entries)} entries"
+    leaf = without_mark(leaf)
     return f"outputs of {len(leaf)} replicas" if isinstance(leaf, PerReplica) else containers.describe(leaf)
 
 
 def _leaf_rows(leaf: Any, dim: int, place: str) -> int | None:
     if isinstance(leaf, torch.Tensor):
         return _tensor_rows(leaf, dim, place)
-    if type(leaf) is Along:
-        return _tensor_rows(leaf.leaf, leaf.dim, place) if isinstance(leaf.leaf, torch.Tensor) else len(leaf.leaf)
-    if isinstance(leaf, Rows):
-        return len(leaf.entries)
+    if type(leaf) is Along and isinstance(leaf.leaf, torch.Tensor):
+        return _tensor_rows(leaf.leaf, leaf.dim, place)
+    if isinstance(leaf, (Along, Rows)):
+        return len(without_mark(leaf))
     if isinstance(leaf, PerReplica):
         return None if None in leaf.sizes else sum(size or 0 for size in leaf.sizes)
     if containers.is_row_list(leaf):

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from ..batch import containers
 from ..batch.outputs import PerReplica, gather, join_tensors, repeated_rows
-from ..batch.rows import Along, Arguments, Rows, Shard, Whole, mark_leaves, move_leaves
+from ..batch.rows import Along, Arguments, Rows, Shard, map_marked, mark_leaves, move_leaves, without_mark
 from ..runtime.collectives import gather_objects, rank, sum_over_ranks, world_size
 from ..runtime.devices import move
 from ..runtime.torch_private import is_differentiable
 from ..runtime.values import scaled
 from .shards import ShardRunner, copy_criterion
-from .sums import LossSum, ShardLoss, call_spread, hand_back, loss_of, replace_value, weighted_sum, widen
+from .sums import LossSum, ShardLoss, add_up, call_spread, hand_back, loss_of, replace_value, weighted_sum, widen
 
 
 class CoupledLoss(abc.ABC):
@@ -36,8 +36,7 @@ class CoupledLoss(abc.ABC):
     def __init__(self, criterion: ShardRunner, home: torch.device) -> None:
         self.criterion, self.home = criterion, home
         self._loss: Tensor | None = None  # of all ranks, until a part has handed it back
-        self._parameters: list[Tensor] = []
-        self._of_parameters: list[Tensor | None] = []
+        self._of_parameters: list[tuple[Tensor, Tensor | None]] = []  # with the derivatives of the loss
 
     @abc.abstractmethod
     def value(self, outputs: PerReplica, shards: Sequence[Shard]) -> Any:
@@ -63,7 +62,7 @@ class CoupledLoss(abc.ABC):
         """Returns the tensors of a replica's part with the derivatives of the loss. Parts come in the order of the first pass."""
 
     def collect(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[Any]:
-        """Collects the parts of a micro-batch in the first pass, and returns them, for a single pass."""
+        """Collects the parts of a micro-batch in the first pass. Returns them with their graph."""
         parts = self._parts(outputs, shards)
         self._collect(parts)
         return parts
@@ -83,13 +82,11 @@ class CoupledLoss(abc.ABC):
         pairs = self._take(part)
         loss, self._loss = self._loss, None
         if loss is not None:
-            pairs += zip(self._parameters, self._of_parameters, strict=True)
-            self._parameters = []
+            pairs += self._of_parameters
         learning = [(tensor, derivative) for tensor, derivative in pairs if is_differentiable(tensor)]
         device = pairs[0][0].device if pairs else torch.device("cpu") if loss is None else loss.device
         value = torch.zeros((), device=device) if loss is None else move(loss, device)
-        tensors, derivatives = [tensor for tensor, _ in learning], [derivative for _, derivative in learning]
-        return LossSum(hand_back(value, derivatives, tensors), None)
+        return LossSum(hand_back(value, [slope for _, slope in learning], [tensor for tensor, _ in learning]), None)
 
     def _derivatives(
         self, loss: Tensor, at: Sequence[Tensor], ranks: Sequence[int], scaler: torch.amp.GradScaler | None
@@ -105,8 +102,8 @@ class CoupledLoss(abc.ABC):
         if scale is not None:
             gradients = tuple(slope if slope is None else widen(slope) / move(scale, slope.device) for slope in gradients)
         self._loss = loss.detach() if ranks[0] == rank() else torch.zeros_like(loss, requires_grad=False)
-        self._parameters = [*parameters]
-        self._of_parameters = [self._share(gradient, ranks) for gradient in gradients[len(at) :]]
+        shares = [self._share(gradient, ranks) for gradient in gradients[len(at) :]]
+        self._of_parameters = list(zip(parameters, shares, strict=True))
         return list(gradients[: len(at)])
 
     def _share(self, derivative: Tensor | None, ranks: Sequence[int]) -> Tensor | None:
@@ -249,9 +246,14 @@ class LossOfSums(CoupledLoss):
         parts = self.criterion.run(_statistics_of, *self.criterion.cut(halves, *shards[0].targets))
         if None in (half.tensors for half in parts):
             return
-        for place, (whole, first, last) in enumerate(zip(part.tensors, *(half.tensors for half in parts), strict=True)):
-            if whole.shape == first.shape == last.shape and _adds_up(widen(whole), widen(first), widen(last)):
-                continue
+        for place, tensors in enumerate(zip(part.tensors, *(half.tensors for half in parts), strict=True)):
+            whole, first, last = map(widen, tensors)
+            if whole.shape == first.shape == last.shape:
+                size = torch.stack([whole, first, last]).abs().max()
+                if not bool(
+                    (whole - first - last).abs().max() > 5e-2 * size
+                ):  # a mean is off by its own size; nan is the caller's
+                    continue
             raise ValueError(
                 f"statistics do not add up: number {place} of {rows} rows is {_shown(whole)}, but of their halves "
                 f"{_shown(first)} and {_shown(last)}; expected sums over the rows, so return .sum() in place of .mean()"
@@ -270,17 +272,12 @@ def _statistics_of(shard: ShardLoss) -> ShardStatistics:
 
 def _as_tensor(leaf: Any, device: torch.device) -> Tensor:
     if isinstance(leaf, (int, float)):
-        return torch.full((), leaf, dtype=torch.int64 if isinstance(leaf, int) else torch.float64, device=device)
+        return add_up([leaf], device)
     if not isinstance(leaf, Tensor):
         raise TypeError(
             f"the statistics contain {containers.describe(leaf)}, expected tensors and numbers that add up over the rows"
         )
     return leaf
-
-
-def _adds_up(whole: Tensor, first: Tensor, other: Tensor) -> bool:
-    difference, size = (whole - first - other).abs().max(), torch.stack([whole, first, other]).abs().max()
-    return not bool(difference > 5e-2 * size)  # a mean is off by its own size; nan is the caller's
 
 
 def _shown(tensor: Tensor) -> str:
@@ -317,14 +314,14 @@ class WholeLoss(CoupledLoss):
         if whole is None:
             return
         leaves = _output_leaves(rows.batch, self._outputs)
-        at = [_tensor(leaf) for leaf in leaves if is_differentiable(_tensor(leaf))]
+        at = [without_mark(leaf) for leaf in leaves if is_differentiable(without_mark(leaf))]
         for tensor in at:
             tensor.requires_grad_()
         with torch.enable_grad():
             loss = self._call(rows.batch, device)
             total = sum(weighted_sum(leaf, 1) for _, leaf in containers.leaves(loss) if leaf is not None)
         gradients = iter(self._derivatives(total, at, rows.ranks, scaler))  # type: ignore[arg-type]
-        derivatives = [next(gradients) if is_differentiable(_tensor(leaf)) else None for leaf in leaves]
+        derivatives = [next(gradients) if is_differentiable(without_mark(leaf)) else None for leaf in leaves]
         starts = iter(rows.starts)
         columns = [
             self._cut(leaf, derivative, [_output_leaves(piece, self._outputs)[place] for piece in pieces], starts, rows.ranks)
@@ -357,17 +354,19 @@ class WholeLoss(CoupledLoss):
         return parts
 
     def _collect(self, parts: list[Arguments]) -> None:
-        self.pieces += [containers.map_leaves(_detached, part) for part in parts]
+        self.pieces += map_marked(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, parts)
 
     def _take(self, part: Arguments) -> list[tuple[Tensor, Tensor | None]]:
         leaves, derivatives = _output_leaves(part, self._outputs), self._pending.pop(0)
-        return [(_tensor(leaf), derivative) for leaf, derivative in zip(leaves, derivatives, strict=True)]
+        return [(without_mark(leaf), derivative) for leaf, derivative in zip(leaves, derivatives, strict=True)]
 
     def _join(self) -> tuple[Any, torch.device]:
         """Returns all pieces of this rank as one, None without any, and the device of the loss. The pieces are forgotten."""
         pieces, self.pieces = self.pieces, []
         self._refusal = self._refusal if len(pieces) > 1 or world_size() > 1 else None
-        tensor = containers.first_tensor([_tensor(leaf) for piece in pieces[:1] for leaf in _output_leaves(piece, self._outputs)])
+        tensor = containers.first_tensor(
+            [without_mark(leaf) for piece in pieces[:1] for leaf in _output_leaves(piece, self._outputs)]
+        )
         if len(pieces) > 1 and not self.criterion.is_checked:
             self.criterion.is_checked = True
             _check_constants([_output_leaves(piece, self._outputs) for piece in pieces])
@@ -390,29 +389,20 @@ class WholeLoss(CoupledLoss):
 def _output_leaves(part: Arguments, outputs: int) -> list[Any]:
     """Returns the tensors of the outputs, those with rows in their marks."""
     leaves = [leaf for _, leaf in containers.leaves(part.inputs[:outputs])]
-    return [leaf for leaf in leaves if isinstance(_tensor(leaf), Tensor)]
+    return [leaf for leaf in leaves if isinstance(without_mark(leaf), Tensor)]
 
 
 def _check_constants(pieces: list[list[Any]]) -> None:
     """Raises ``ValueError`` if outputs without rows differ between replicas or micro-batches."""
     for first, *others in zip(*pieces, strict=True):
-        tensor = _tensor(first)
-        if not isinstance(first, Along) and not all(torch.equal(tensor, move(_tensor(other), tensor.device)) for other in others):
+        tensor = without_mark(first)
+        if not isinstance(first, Along) and not all(
+            torch.equal(tensor, move(without_mark(other), tensor.device)) for other in others
+        ):
             raise ValueError(
                 f"an output of shape {tuple(tensor.shape)} has no rows and differs between replicas or micro-batches, expected "
                 "the same everywhere, as a temperature is: return a value per row, and reduce it in the criterion"
             )
-
-
-def _tensor(leaf: Any) -> Any:
-    return leaf.leaf if isinstance(leaf, Along) else leaf.value if isinstance(leaf, Whole) else leaf
-
-
-def _detached(leaf: Any) -> Any:
-    if isinstance(leaf, (Along, Whole)):
-        inner = _detached(_tensor(leaf))
-        return Along(inner, leaf.dim) if isinstance(leaf, Along) else Whole(inner)
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 class AdditiveLoss(nn.Module):

@@ -187,21 +187,10 @@ def _signature(function: Callable[..., Tensor]) -> inspect.Signature:
 
 def _bind(function: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Returns the arguments of a call by name."""
-    names, required = _positional_names(function)
-    if not kwargs and required <= len(args) <= len(names):  # the common case; inspect takes ten times as long
-        return dict(zip(names, args, strict=False))
     try:
         return _signature(function).bind(*args, **kwargs).arguments
     except TypeError as error:
         raise TypeError(f"{function.__qualname__}: {error}; pass targets after outputs: criterion(outputs, targets)") from error
-
-
-@functools.cache
-def _positional_names(function: Callable[..., Tensor]) -> tuple[list[str], int]:
-    """Returns the names of the arguments that may be given by position, and the number of those without a default."""
-    parameters = _signature(function).parameters.values()
-    positional = [parameter for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
-    return [parameter.name for parameter in positional], sum(parameter.default is parameter.empty for parameter in positional)
 
 
 def _divisor(rule: Rule, criterion: Any, arguments: dict[str, Any]) -> Tensor:

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from ..batch import containers
 from ..batch.containers import Dims, check_dim, check_dims, is_first
 from ..batch.outputs import PerReplica
 from ..batch.plan import RowNumbers, consecutive, proportional_sizes, split_sizes
-from ..batch.rows import Arguments, Shard, count_rows, cut, mark, move_arguments, move_leaves
+from ..batch.rows import Arguments, Shard, count_rows, cut, mark, move_arguments, move_leaves, parameters_of
 from ..replicas.replicas import Replicas
 from ..runtime.devices import DeviceLike, pin, resolve_device, resolve_devices
 from ..runtime.values import Precision, check_number
@@ -52,12 +51,10 @@ class ShardRunner(nn.Module):
     @property
     def _output_dim(self) -> Dims:
         """The dimension of the rows in outputs that are not a ``PerReplica``."""
-        if isinstance(self.in_dims, Mapping):
-            of_outputs: Dims = self.in_dims.get(0, self.dim)
-            return of_outputs
-        if isinstance(self.in_dims, Sequence):
-            return self.in_dims[0] if self.in_dims else self.dim
-        return self.dim if self.in_dims is None else self.in_dims
+        if self.in_dims is None or isinstance(self.in_dims, int):
+            return self.dim if self.in_dims is None else self.in_dims
+        first: Dims = self.in_dims.get(0, self.dim) if isinstance(self.in_dims, Mapping) else (*self.in_dims, self.dim)[0]
+        return first
 
     def mark(
         self, targets: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims, leading: int | None = None
@@ -226,9 +223,9 @@ def _rows(output: Any, dims: Dims) -> int | None:
 
 def sizes_like(outputs: PerReplica, rows: int | None) -> list[int]:
     """Returns the number of rows of the targets for each output, in proportion to the rows of the outputs."""
-    sizes = [size for size in outputs.sizes if size is not None]
-    if len(sizes) < len(outputs):
+    if None in outputs.sizes:
         return [1] * len(outputs) if rows is None else split_sizes(rows, len(outputs))
+    sizes = [size or 0 for size in outputs.sizes]
     return sizes if rows is None else proportional_sizes(rows, sizes)
 
 
@@ -261,15 +258,9 @@ def check_settings(criterion: Any, weight: Any, reduction: str | None, minimum: 
 
 def keywords_of(weight: Any) -> set[str] | None:
     """Returns the names of the keyword arguments that a weight function accepts, or None if it accepts any."""
-    if not callable(weight):
-        return None
-    try:
-        parameters = inspect.signature(weight).parameters.values()
-    except (TypeError, ValueError):
-        return None
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return {parameter.name for parameter in parameters}
+    parameters = parameters_of(weight)
+    is_open = parameters is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return None if parameters is None or is_open else {parameter.name for parameter in parameters}
 
 
 def weights_of_targets(weight: Any, targets: tuple[Any, ...]) -> Any:
@@ -287,10 +278,7 @@ def call_weight(weight: Any, takes: set[str] | None, shard: ShardLoss) -> Any:
 
 def count_leading(function: Callable[..., Any], targets: int) -> int:
     """Returns the number of required arguments of ``function`` before its last ``targets`` ones. An output fills them."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return 1
+    parameters = parameters_of(function) or []
     positional = [parameter for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     required = [parameter for parameter in positional if parameter.default is parameter.empty]
     return max(len(required) - targets, 1)
