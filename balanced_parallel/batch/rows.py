@@ -1,8 +1,7 @@
 """Rows of the arguments of a call: marks for them, their number, and shards of them.
 
-torch's ``scatter`` leaves devices idle (9 rows on 4 devices: 3, 3, 3), silently drops samples if a second input has fewer rows,
-and passes objects of unknown types whole to every device. Here sizes differ by at most one row, and inputs with different numbers
-of rows are an error. So are ambiguous inputs, unless :class:`Whole`, :class:`Rows` or ``in_dims`` tell where the rows are.
+torch's ``scatter`` leaves devices idle (9 rows on 4 devices: 3, 3, 3) and silently drops samples if a second input has fewer
+rows. Here sizes differ by at most one row. Inputs with different numbers of rows, and ambiguous ones, are errors.
 
 The effective batch is a table of shards, micro-batches x devices. A :class:`Batch` is taken apart once, a plan gives the rows of
 each shard, and a :class:`Shard` has views of them. 14 rows of at most 3 per device, on two devices::
@@ -53,15 +52,10 @@ class Whole:
 
 
 class Rows:
-    """Marks a list with one entry per row: images of different sizes, one mapping per image, names.
-
-    Each replica gets a list of its entries.
+    """Marks a list with one entry per row: images of different sizes, one mapping per image, names. It is split by entries.
 
     Args:
-        entries: one entry per row, of any type.
-
-    Raises:
-        TypeError: if ``entries`` is a tensor or not a sequence.
+        entries: a sequence, with one entry of any type per row.
 
     Example:
         >>> images = [torch.zeros(3, 20, 30), torch.zeros(3, 40, 40), torch.zeros(3, 10, 60)]
@@ -121,23 +115,20 @@ def mark(arguments: Arguments, dims: Dims, function: Callable[..., Any], *, firs
         of_place = dict.fromkeys([*range(first, count), *arguments.kwargs], dims)
     elif isinstance(dims, Mapping):
         names = _names(function)
-        for key, of_argument in dims.items():
-            of_place[_place_of(key, names, unnamed, count, arguments.kwargs)] = of_argument
-    elif len(dims) > count:
+        of_place = {_place_of(key, names, unnamed, count, arguments.kwargs): entry for key, entry in dims.items()}
+    elif len(dims) <= count:
+        of_place = dict(enumerate(dims))
+    else:
         raise ValueError(
             f"the dimensions {dims!r} are given for {len(dims)} arguments, but {count} were passed by position; give the others "
             "by name, as in {'mask': None}"
         )
-    else:
-        of_place = dict(enumerate(dims))
-    inputs = [
-        mark_leaves(value, of_place[place], f"inputs[{place - first}]") if place in of_place else value
-        for place, value in enumerate(arguments.inputs, first)
-    ]
-    kwargs = {
-        name: mark_leaves(value, of_place[name], f"kwargs[{name!r}]") if name in of_place else value
-        for name, value in arguments.kwargs.items()
-    }
+
+    def mark_value(value: Any, place: int | str, name: str) -> Any:
+        return mark_leaves(value, of_place[place], name) if place in of_place else value
+
+    inputs = [mark_value(value, first + place, f"inputs[{place}]") for place, value in enumerate(arguments.inputs)]
+    kwargs = {name: mark_value(value, name, f"kwargs[{name!r}]") for name, value in arguments.kwargs.items()}
     return Arguments(tuple(inputs), kwargs)
 
 
@@ -204,8 +195,7 @@ def mark_leaves(value: Any, dims: Dims, place: str) -> Any:
 def count_rows(node: Any, dim: int = 0, expected: int | None = None, name: str = "inputs") -> int | None:
     """Returns the number of rows, which all parts of ``node`` with rows must have; None if no part has rows.
 
-    ``expected`` is the number of rows of the inputs that ``node`` belongs to. It decides if the entries of a list are rows or
-    have rows each. Arrays and objects that hold tensors are errors: replicas would get them whole by mistake.
+    ``expected`` is the number of rows of the inputs that ``node`` belongs to, which tells if the entries of a list are rows.
     """
     only = node.inputs[0] if type(node) is Arguments and len(node.inputs) == 1 and not node.kwargs else node
     only = only[0] if type(only) is tuple and len(only) == 1 else only
@@ -324,10 +314,9 @@ def cut(node: Any, parts: Sequence[RowNumbers], dim: int = 0) -> list[Any]:
 
 
 def take(node: Any, part: RowNumbers, dim: int = 0, place: tuple[int, int] = (0, 1)) -> Any:
-    """Returns some rows of ``node``. Tensors are views for a range of rows, and copies for a list of them.
+    """Returns some rows of ``node``. Tensors are views for a range of rows, and copies for a list of them. Marks stay.
 
-    Values without rows stay. Marks stay. :func:`move_leaves` removes them. ``place`` is the number of the part, and the number of
-    parts, for rows that are cut already.
+    ``place`` is the number of the part, and the number of parts, for rows that are cut already.
     """
     if type(node) is Arguments and len(node.inputs) == 1 and not node.kwargs and type(node.inputs[0]) is torch.Tensor:
         tensor = node.inputs[0]  # shortcut for the most frequent arguments
@@ -372,12 +361,8 @@ def move_leaves(node: Any, device: torch.device | None) -> Any:
     def move_leaf(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return leaf if device is None else move(leaf, device)
-        if isinstance(leaf, Whole):
-            return move_leaves(leaf.value, device)
-        if isinstance(leaf, Rows):
-            return [move_leaves(entry, device) for entry in leaf.entries]
-        if type(leaf) is Along:
-            return move_leaves(leaf.leaf, device)
+        if isinstance(leaf, MARKS):
+            return move_leaves(without_mark(leaf), device)
         return leaf.on(device) if isinstance(leaf, PerReplica) and device is not None else leaf
 
     return containers.map_leaves(move_leaf, node)
@@ -441,9 +426,8 @@ class Batch:
     ) -> Iterator[list[Shard]]:
         """Yields the shards of each micro-batch of at most ``limit`` rows per device.
 
-        A batch without rows has no micro-batches, unless other ranks wait in a layer for every rank. Inputs that have no rows,
-        such as settings alone, are one. ``agree`` returns the number of micro-batches to run, if this process needs the given
-        one.
+        ``agree`` returns the number of micro-batches to run, if this process needs the given one. Inputs that have no rows, such
+        as settings alone, are one micro-batch.
         """
         if self.rows is None or self.cut_already is not None:
             return iter([self.split(devices, weights)])
@@ -485,20 +469,17 @@ class Batch:
         inputs = take(self.inputs, part, self.dims[0], place)
         if target_rows is None:
             return Shard(inputs, self.targets, part, len(part), device)
-        if target_rows != rows:
-            part_of_targets = scaled(part, rows, target_rows)
-            return Shard(inputs, take(self.targets, part_of_targets, self.dims[1], place), part, len(part_of_targets), device)
-        return Shard(inputs, take(self.targets, part, self.dims[1], place), part, len(part), device)
+        of_targets = part if target_rows == rows else scaled(part, rows, target_rows)
+        return Shard(inputs, take(self.targets, of_targets, self.dims[1], place), part, len(of_targets), device)
 
 
 def scatter(
     inputs: Any, device_ids: Sequence[DeviceLike] | None = None, dim: int = 0, *, split: Sequence[float] | None = None
 ) -> list[Any]:
-    """Splits ``inputs`` by rows over devices.
+    """Splits ``inputs`` by rows over devices, and moves the shards there. Gradients flow back.
 
-    Tensors with at least one dimension are split along ``dim``, and their shards are moved to the devices. Gradients flow back
-    to ``inputs``. Lists of strings or numbers are split in the same way, one entry per row. 0-dim tensors, plain values and other
-    objects go to every replica. Containers keep their type.
+    Lists of strings or numbers have one entry per row. 0-dim tensors, plain values and other objects go to every replica.
+    Containers keep their type.
 
     Args:
         inputs: a tensor, or tuples, named tuples, lists, mappings and dataclasses of tensors.
@@ -511,14 +492,12 @@ def scatter(
 
     Raises:
         TypeError: ``device_ids`` is not a list of devices, or ``dim`` not an integer.
-        ValueError: if inputs have different numbers of rows. The message names both inputs and their shapes.
+        ValueError: inputs have different numbers of rows.
 
     Example:
         >>> shards = scatter({"x": torch.zeros(9, 5), "scale": 2.0}, ["cpu"] * 4)
         >>> [shard["x"].shape[0] for shard in shards]
         [3, 2, 2, 2]
-        >>> shards[3]["x"].shape, shards[3]["scale"]
-        (torch.Size([2, 5]), 2.0)
         >>> [shard.shape for shard in scatter(torch.zeros(8, 5), ["cpu", "cpu"], split=[3, 1])]
         [torch.Size([6, 5]), torch.Size([2, 5])]
     """
