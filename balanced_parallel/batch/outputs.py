@@ -29,16 +29,13 @@ class PerReplica(list[Any], containers.Leaf):
 
     ``len``, ``for``, ``zip`` and indexing with a number work as for any list. A key or an attribute applies to each entry:
     ``outputs["logits"]`` and ``outputs.logits`` return a ``PerReplica`` of the logits. Operators and functions of tensors raise
-    an error. :class:`DataParallelCriterion` accepts a ``PerReplica``. So does another :class:`DataParallelModel`, without moving
-    rows that are on the right device already.
+    an error. A :class:`DataParallelCriterion` accepts it, and another :class:`DataParallelModel`, whose replicas use rows that
+    are on the right device in place.
 
     Args:
         entries: one entry per replica that had rows.
         sizes: number of rows of each entry; None if the batch had no rows.
         dim: dimension of the rows in the entries, or one dimension per part of an entry.
-
-    Raises:
-        ValueError: there is not one size for each entry, or the parts of an entry are not those of ``dim``.
 
     Example:
         >>> outputs = PerReplica([torch.zeros(3, 10), torch.zeros(2, 10)], [3, 2])
@@ -76,14 +73,9 @@ class PerReplica(list[Any], containers.Leaf):
         return gather(self, device)
 
     def map(self, function: Callable[[Any], Any], dim: Dims = None) -> "PerReplica":
-        """Returns a ``PerReplica`` of ``function(entry)`` for each entry, with the same rows.
+        """Returns a ``PerReplica`` of ``function(entry)`` for each entry, with the same rows in the same order.
 
-        Args:
-            function: must keep the order of the rows.
-            dim: dimension of the rows in the results; ``None`` means that of the entries.
-
-        Raises:
-            ValueError: if ``dim`` is needed: entries have several dimensions, and the results another structure.
+        ``dim`` is the dimension of the rows in the results. ``None`` means that of the entries.
         """
         return PerReplica(map(function, self), self.sizes, self.dim if dim is None else dim).in_order(self.order)
 
@@ -200,8 +192,8 @@ def gather(outputs: Sequence[Any], device: DeviceLike | None = None, dim: int | 
     type. Gradients flow back to all replicas. Outputs of rows that were cut by cost come in the order of the batch, padded with
     zeros to the longest. Several rows for each row of the batch, such as views or flattened tokens, need an order.
 
-    In a process group with several ranks, the outputs of all ranks are gathered on every rank, in the order of the ranks. All
-    ranks must call this function. Sizes may differ, nothing is padded. A rank without rows passes an empty list.
+    In a process group, the outputs of all ranks are gathered on every rank, in the order of the ranks. All ranks must call this
+    function. Sizes may differ. A rank without rows passes an empty list.
 
     Args:
         outputs: one output per replica, as :class:`DataParallelModel` returns them.
@@ -210,9 +202,8 @@ def gather(outputs: Sequence[Any], device: DeviceLike | None = None, dim: int | 
         dim: dimension of the rows. ``None`` means the ``out_dims`` of the model, which a :class:`PerReplica` carries, else 0.
 
     Raises:
-        TypeError: if ``outputs`` is not a list or tuple, or contains an object that cannot be concatenated.
-        ValueError: if there are no outputs, or their structures or shapes differ. Also if a :class:`PerReplica` has several rows
-            for each row of the batch, whose order is unknown.
+        TypeError: ``outputs`` is not a list or tuple, or contains an object that cannot be concatenated.
+        ValueError: there are no outputs, their structures or shapes differ, or the order of their rows is unknown.
 
     Example:
         >>> gather([torch.zeros(3, 10), torch.zeros(2, 10)]).shape
@@ -252,7 +243,7 @@ def gather(outputs: Sequence[Any], device: DeviceLike | None = None, dim: int | 
 def repeated_rows(outputs: Sequence[Any], sizes: Sequence[int | None] | None, dims: Dims) -> str | None:
     """Returns an error for outputs with several rows for each of the ``sizes`` rows of their replica, and None for others.
 
-    With two views, a and b, of rows 0, 1 and 2 on two replicas, ``a0 a1 b0 b1 a2 b2`` would be joined, not ``a0 a1 a2 b0 b1 b2``.
+    Views a and b of rows 0, 1 and 2 on two replicas would be joined as ``a0 a1 b0 b1 a2 b2``, not ``a0 a1 a2 b0 b1 b2``.
     """
     if not sizes or not sizes[0]:
         return None
@@ -296,7 +287,7 @@ def join(outputs: Sequence[Any], device: DeviceLike | None, dims: Dims, *, pads:
 
 def _join(place: str, values: list[Any], device: torch.device, dim: int | None) -> Any:
     if all(isinstance(value, torch.Tensor) for value in values):
-        return move(values[0], device) if dim is None else join_tensors(place, values, device, dim, _ADVICE)
+        return move(values[0], device) if dim is None else join_tensors(place, values, device, dim)
     if all(value is None for value in values):
         return None
     if all(containers.is_row_list(value) for value in values):
@@ -315,19 +306,17 @@ def _join(place: str, values: list[Any], device: torch.device, dim: int | None) 
     )
 
 
-_ADVICE = (
-    ": select the outputs that have rows before, as in outputs.map(lambda output: output.logits), or leave it out of the outputs"
-)
-
-
-def join_tensors(place: str, tensors: list[torch.Tensor], device: torch.device, dim: int, advice: str = "") -> torch.Tensor:
+def join_tensors(place: str, tensors: list[torch.Tensor], device: torch.device, dim: int) -> torch.Tensor:
     """Concatenates tensors on ``device`` along ``dim``; 0-dim tensors are stacked."""
     if all(tensor.dim() == 0 for tensor in tensors):
         return torch.stack([move(tensor, device) for tensor in tensors])
     layouts = {_layout(tensor, dim) for tensor in tensors}
     if len(layouts) > 1:
         shapes = " and ".join(dict.fromkeys(str(tuple(tensor.shape)) for tensor in tensors))
-        raise ValueError(f"{place} has shapes {shapes}, expected shapes that differ in dimension {dim} only{advice}")
+        raise ValueError(
+            f"{place} has shapes {shapes}, expected shapes that differ in dimension {dim} only: select the outputs that have "
+            "rows before, as in outputs.map(lambda output: output.logits)"
+        )
     if not -tensors[0].dim() <= dim < tensors[0].dim():
         raise ValueError(
             f"{place} has shape {tuple(tensors[0].shape)}, expected rows in dimension {dim}: give the dimension of the rows as "
@@ -338,10 +327,7 @@ def join_tensors(place: str, tensors: list[torch.Tensor], device: torch.device, 
 
 def _layout(tensor: torch.Tensor, dim: int) -> tuple[int, ...]:
     """Returns the shape with -1 in place of the number of rows."""
-    shape = list(tensor.shape)
-    if -len(shape) <= dim < len(shape):
-        shape[dim] = -1
-    return tuple(shape)
+    return tuple(-1 if at in (dim, dim + tensor.dim()) else size for at, size in enumerate(tensor.shape))
 
 
 class _Header(containers.Leaf):
@@ -427,10 +413,7 @@ def pad_to(tensor: torch.Tensor, sizes: Sequence[int], dim: int) -> torch.Tensor
 
 
 def reorder(gathered: Any, order: Sequence[int], dims: Dims, replicas: int) -> Any:
-    """Returns gathered outputs in the order of the batch.
-
-    ``order`` is the position in the batch of each row. Values with one entry for each of the ``replicas`` stay.
-    """
+    """Returns gathered outputs in the order of the batch. Values with one entry for each of the ``replicas`` stay."""
     positions = sorted(range(len(order)), key=order.__getitem__)
     dims_of_leaves = leaf_dims(gathered, dims, 0, "output")
 

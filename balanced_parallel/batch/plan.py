@@ -1,7 +1,5 @@
 """Plans of a batch: numbers of rows and costs in, the rows of each shard out. No tensors.
 
-Equal shares differ by at most one row; shares by weight follow the devices.
-
 A cut by cost gives each shard rows of about the same cost. A shard is padded to its longest row, so it costs rows x longest. Rows
 are sorted by cost, and each shard is a run of this order. No other partition has a lower maximum: exchange its rows for runs of
 the same sizes, and no shard gets a longer longest row.
@@ -130,7 +128,7 @@ def cut_by_cost(
     budget: float | None = None,
     together: int = 1,
 ) -> list[list[int]]:
-    """Splits rows into shards whose largest cost is as small as possible.
+    """Splits rows into shards whose largest cost is as small as possible. Returns the rows of each, the longest first.
 
     Args:
         costs: one for each row.
@@ -139,10 +137,7 @@ def cut_by_cost(
             the size of a padded shard. With ``sum`` nothing is padded, and a shard may have rows of any cost.
         most_rows: of a shard.
         budget: the largest cost of a shard. The number of shards suffices for it, as :func:`cut_to_budget` finds.
-        together: number of shards that run at the same time, as on so many devices. The last of them may then be smaller.
-
-    Returns:
-        Indices of the rows of each shard, the longest rows first. Rows of equal cost keep their order.
+        together: number of shards that run at the same time. The last of them may then be smaller.
 
     Example:
         >>> cut_by_cost([3, 9, 2, 3, 2, 4], 3)

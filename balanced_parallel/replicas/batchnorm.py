@@ -1,9 +1,8 @@
 """Batch norm with statistics over the rows of all replicas and ranks.
 
-torch's ``SyncBatchNorm`` needs a process group, falls back to local statistics without one (pytorch#38940) and refuses the
-CPU. Here the replicas exchange statistics in the forward. Each computes the count, mean and sum of squares of its own rows, and
-all combine them (Chan, Golub and LeVeque 1979). The graph of each replica then includes the statistics of the others, so the
-backward is an ordinary one without synchronisation.
+torch's ``SyncBatchNorm`` needs a process group (pytorch#38940) and refuses the CPU. Here each replica computes the count, mean
+and sum of squares of its own rows in the forward, and all combine them (Chan, Golub and LeVeque 1979). The graph of each replica
+then includes the statistics of the others, so the backward is an ordinary one without synchronisation.
 """
 
 import functools
@@ -26,18 +25,14 @@ from .workers import current_replica
 def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
     """Converts all batch norms in ``module`` to use statistics over the rows of all devices and ranks, and returns ``module``.
 
-    Layers are converted in place. They keep their identity, parameters, buffers, hooks and names in the ``state_dict()``, and
-    those of a subclass what their ``forward`` adds to ``super().forward(...)``, such as an activation. Outputs, gradients and
-    running statistics equal those of the plain program on the same rows, also for uneven shards and for shards with one row or
-    none. Under torchrun on CUDA, :func:`parallelize` replaces these layers by ``nn.SyncBatchNorm``.
+    Layers are converted in place. They keep their parameters, buffers, hooks and names in the ``state_dict()``, and those of a
+    subclass what their ``forward`` adds to ``super().forward(...)``, such as an activation. Outputs, gradients and running
+    statistics equal those of the plain program on the same rows, also for uneven shards and for shards with one row or none.
+    Under torchrun on CUDA, :func:`parallelize` replaces these layers by ``nn.SyncBatchNorm``.
 
-    Statistics are computed over the rows of one forward. With micro-batches, they are the statistics of each micro-batch over all
-    devices and ranks, as in the plain program with the same micro-batches. Under torchrun, all ranks take part in every forward,
-    without rows if they have none left. ``TrainStep`` takes care of this in ``step(...)``, but ``step.add(...)`` must be called
-    equally often on all ranks.
-
-    Args:
-        module: a module, on any device.
+    Statistics are those of one forward: of each micro-batch, over all devices and ranks. Under torchrun, all ranks take part in
+    every forward, without rows if they have none left. ``TrainStep`` takes care of this in ``step(...)``, but ``step.add(...)``
+    must be called equally often on all ranks.
 
     Raises:
         TypeError: if the ``forward`` of a subclass computes the statistics itself.
@@ -138,11 +133,6 @@ def use_torch_sync_batchnorm(module: nn.Module) -> None:
 def meets_other_ranks(layers: Iterable[nn.Module]) -> bool:
     """Returns True if a forward of these layers waits for the same forward on every other rank."""
     return any(isinstance(layer, (AllRowsBatchNorm, nn.SyncBatchNorm)) for layer in layers)
-
-
-def has_layers_over_all_rows(layers: Iterable[nn.Module]) -> bool:
-    """Returns True if the replicas of a module with these layers wait for each other in their forward."""
-    return any(isinstance(layer, AllRowsBatchNorm) for layer in layers)
 
 
 class AllRowsBatchNorm(BatchNorm):

@@ -1,7 +1,7 @@
 """The tree of a module's submodules, and its skeletons: copies that share everything except parameters and buffers.
 
 torch's ``replicate`` walks and copies the tree at every forward. Here it is compared with what it was, and the skeletons are
-filled again. The errors for modules and methods that cannot run as replicas are at the end.
+filled again.
 """
 
 import weakref
@@ -69,9 +69,7 @@ class ModuleTree:
         for module, children, places, identities, _, size in self._parts:
             state = module.__dict__
             parameters = state[PARAMETERS]  # without a call for each: this runs in every forward
-            if len(state) != size or state[CHILDREN] != children:
-                return False
-            if parameters.keys() != places.keys():
+            if len(state) != size or state[CHILDREN] != children or parameters.keys() != places.keys():
                 return False
             if parameters and [*map(id, parameters.values())] != identities:  # == on parameters would compare their values
                 return False
@@ -143,17 +141,15 @@ class ModuleTree:
     def parameters_replaced(self, tensors: list[Tensor]) -> Iterator[None]:
         """Replaces the parameters of the modules by ``tensors`` in this block."""
         changes: list[tuple[dict[str, Any], str, Any, Any]] = []  # dictionary, name, new value, old value
+        for part in self._parts:
+            attributes = part.module.__dict__
+            for name, at in part.places.items():
+                if at is not None:
+                    changes.append((attributes[PARAMETERS], name, tensors[at], self.parameters[at]))
+            for name in part.lists:
+                before = attributes.get(name)
+                changes.append((attributes, name, self._swapped(before, tensors), before))
         try:
-            for part in self._parts:
-                attributes = part.module.__dict__
-                for name, at in part.places.items():
-                    if at is not None:
-                        changes.append((attributes[PARAMETERS], name, tensors[at], self.parameters[at]))
-                for name in part.lists:
-                    before = attributes.get(name)
-                    swapped = self._swapped(before, tensors)
-                    if swapped is not before:
-                        changes.append((attributes, name, swapped, before))
             for attributes, name, value, _ in changes:
                 attributes[name] = value
             yield
@@ -208,16 +204,6 @@ def check_is_module(module: Any, name: str = "module") -> None:
         raise TypeError(f"the {name} is an object of type {kind}, expected a torch.nn.Module")
 
 
-def refuse_meta(module: nn.Module) -> None:
-    """Raises ``ValueError`` if a parameter or buffer is on the meta device."""
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.is_meta:
-            raise ValueError(
-                f"{name} is on the meta device and has no data: call module.to_empty(device=...) and initialise it or load a "
-                "state_dict before it is wrapped"
-            )
-
-
 def check_device(module: nn.Module, device: torch.device) -> None:
     """Raises ``ValueError`` if a parameter or buffer is on another device."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -228,17 +214,8 @@ def check_device(module: nn.Module, device: torch.device) -> None:
             )
 
 
-def check_method(module: nn.Module, name: str) -> None:
-    """Raises ``ValueError`` if ``module`` has no method ``name``."""
-    if not callable(getattr(module, name, None)):
-        raise ValueError(f"{type(module).__name__} has no method {name!r} to call")
-
-
 def refuse_compiled(module: nn.Module) -> None:
-    """Raises ``TypeError`` if a module is a ``ScriptModule``, or compiled.
-
-    Compiled code belongs to one module on one device, and torch's compiler does not run in several threads at once.
-    """
+    """Raises ``TypeError`` if a module is a ``ScriptModule``, or compiled: its code belongs to one module on one device."""
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(f"{type(module).__name__} cannot be replicated: pass the module that it was made from")
     if is_compiled(module):
@@ -262,15 +239,11 @@ def rescaled_embeddings(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def refuse_rescaled(embeddings: Mapping[str, Any]) -> None:
-    """Raises ``ValueError`` if one of ``embeddings`` is trained, where devices or ranks have weights of their own.
-
-    Each device would rescale the rows that it sees, and the weights would differ.
-    """
+    """Raises ``ValueError`` if one of ``embeddings`` is trained, where devices or ranks have weights of their own."""
     for name, embedding in embeddings.items():
         if embedding.weight.requires_grad:
             rescaling = f"embedding.weight.copy_(embedding.weight.renorm({embedding.norm_type:g}, 0, {embedding.max_norm:g}))"
             raise ValueError(
-                f"the embedding {name!r} has max_norm={embedding.max_norm:g}: its forward rescales rows of its weight, on each "
-                "device those that this device sees, and the devices would differ. Expected max_norm=None; rescale all rows "
-                f"after each update: with torch.no_grad(): {rescaling}"
+                f"the embedding {name!r} has max_norm={embedding.max_norm:g}: each device would rescale the rows that it sees. "
+                f"Expected max_norm=None; rescale all rows after each update: with torch.no_grad(): {rescaling}"
             )

@@ -1,10 +1,9 @@
 """Workers that run the replicas of one forward, each in its own thread.
 
 The first failure is raised, and names the replica. All other threads have finished before, and none waits forever.
-torch's ``parallel_apply`` falls short in two ways. It runs each forward in new threads, in which cuDNN searches for plans again
-and leaks them: here a replica's forward, its criterion and the next forward run in the same thread. And it passes only the
-autocast flag of CUDA, no dtype, so bfloat16 around ``nn.DataParallel`` computes in float16 (pytorch#105682, #125186): here the
-state of the calling thread is captured and entered in the workers.
+torch's ``parallel_apply`` runs each forward in new threads, in which cuDNN searches for plans again and leaks them, and passes
+only the autocast flag of CUDA, no dtype (pytorch#105682, #125186). Here a replica's forward, its criterion and the next forward
+run in the same thread, with the state of the calling thread.
 """
 
 import atexit
@@ -32,10 +31,7 @@ Call = Callable[[], object]
 
 
 class Worker:
-    """A thread that makes one call after the other. It ends with the last reference to this object.
-
-    It keeps no reference to a call that has returned.
-    """
+    """A thread that makes one call after the other. It ends with the last reference to this object."""
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[tuple[Call, Call] | None] = SimpleQueue()
@@ -77,10 +73,7 @@ def _end_workers() -> None:
 
 
 class WorkerPool:
-    """Idle workers. Each belongs to a slot, such as the second replica on a device.
-
-    A slot has several workers if a forward runs inside of another one, or in several threads at once. No method waits.
-    """
+    """Idle workers by slot, such as the second replica on a device. Forwards at the same time need several of a slot."""
 
     def __init__(self) -> None:
         self._idle: dict[Hashable, list[Worker]] = {}
@@ -213,9 +206,9 @@ def run_replicas(
     """Calls ``work[i]()`` for replica ``i`` with ``devices[i]`` current, all at once, and returns the results in order.
 
     A single replica runs in the calling thread. Several run in one thread each, with the caller's :class:`ThreadState`, context
-    variables, and current stream of every device. Replicas on one device share its random numbers, so they take turns. All
-    replicas take turns under modes of torch (:attr:`ThreadState.needs_turns`). On the CPU they run one after the other in the
-    calling thread unless they exchange values (``together``). The first failure (in time) is raised, and
+    variables, and current stream of every device. Replicas on one device share its random numbers, so they take turns, and under
+    modes of torch all do. On the CPU they run one after the other in the calling thread unless they exchange values
+    (``together``). The first failure (in time) is raised, and
     names the replica and its device. ``pool`` returns the threads. It is called only if there are several.
     """
     if len(work) == 1 or (not together and set(devices) == _CPU):
@@ -337,8 +330,7 @@ class ThreadState:
     @property
     def needs_turns(self) -> bool:
         """True if a mode sees the operators of all replicas, and may expect one module to run at a time."""
-        modes = (*self.function_modes, *self.dispatch_modes)
-        return bool(modes) and not all(isinstance(mode, DeviceContext) for mode in modes)
+        return not all(isinstance(mode, DeviceContext) for mode in (*self.function_modes, *self.dispatch_modes))
 
     @contextlib.contextmanager
     def enter(self) -> Iterator[None]:

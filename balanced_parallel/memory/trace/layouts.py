@@ -160,7 +160,7 @@ class TracedModel(DataParallelModel):
     def __init__(self, module: nn.Module, replicas: Replicas, request: "Request") -> None:
         nn.Module.__init__(self)
         devices = fake_devices(request.devices)
-        self._set_up(devices, replicas, dim=request.dim, precision=request.precision, split=request.split)
+        self._set_up(devices, replicas, request.dim, request.precision, request.split)
         self.module = module
 
 
