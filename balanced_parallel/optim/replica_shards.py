@@ -25,9 +25,8 @@ T = TypeVar("T", Tensor, Tensor | None)
 class Piece:
     """A run of one parameter's elements, in the memory of the device that owns it.
 
-    ``values`` is a leaf for the optimizer to update. It shares the memory of the owner's copy. It has the shape of the parameter
-    if it is the whole parameter, and is flat otherwise. ``places`` are the same elements in the copies on all devices. ``index``
-    is that of the parameter in its bucket.
+    ``values`` is a leaf for the optimizer to update, in the memory of the owner's copy. It is flat if it is not the whole
+    parameter. ``places`` are the same elements on all devices. ``index`` is that of the parameter in its bucket.
     """
 
     def __init__(
@@ -90,12 +89,9 @@ class BucketOwners:
         flat = []
         for gradients in replicas:
             dense = [_check_dense(gradients[i]) for i in chosen]
-            first = next((gradient for gradient in dense if gradient is not None), None)
-            if first is not None:
-                filled = [
-                    first.new_zeros(layout.shape) if gradient is None else gradient
-                    for layout, gradient in zip(layouts, dense, strict=True)
-                ]
+            if (first := next((gradient for gradient in dense if gradient is not None), None)) is not None:
+                pairs = zip(layouts, dense, strict=True)
+                filled = [first.new_zeros(layout.shape) if gradient is None else gradient for layout, gradient in pairs]
                 flat.append(transport.pack(layouts, filled, sum(sizes)))
         sums = [flat[0].new_empty(size, device=device) for device, size in zip(self._devices, sizes, strict=True)] if flat else []
 
@@ -262,15 +258,14 @@ class ReplicaShards:
         tensors = itertools.chain.from_iterable(group["params"] for group in self.inner.param_groups)
         number = {id(tensor): i for i, tensor in enumerate(tensors)}
         inner = self.inner.state_dict()
-        state, groups, index = {}, [], 0
+        state, groups, places = {}, [], itertools.count()
         for group, saved in zip(self._groups, inner["param_groups"], strict=True):
-            first = index
-            for parameter in group["params"]:
+            numbered = {index: parameter for parameter, index in zip(group["params"], places, strict=False)}
+            for index, parameter in numbered.items():
                 states = [inner["state"].get(number[id(tensor)]) for tensor in self._updated([parameter])]
                 if any(states):
                     state[index] = _join(parameter, states)
-                index += 1
-            groups.append({**saved, "params": list(range(first, index))})
+            groups.append({**saved, "params": list(numbered)})
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -299,17 +294,14 @@ class ReplicaShards:
 
     def _updated(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Returns the tensors that the optimizer updates: the pieces of a parameter, or the parameter."""
-        tensors: list[Tensor] = []
-        for parameter in parameters:
-            tensors += [piece.values for piece in self._pieces[parameter]] if parameter in self._pieces else [parameter]
-        return tensors
+        pieces = ((parameter, self._pieces.get(parameter)) for parameter in parameters)
+        return [tensor for parameter, owned in pieces for tensor in ([p.values for p in owned] if owned else [parameter])]
 
     def _shard(self) -> None:
         model = self._model
         parameters = [parameter for group in self._groups for parameter in group["params"]]
         if not model.replicas.gradients.is_sharded and any(p in shards._pieces for shards in _all_shards for p in parameters):
             raise ValueError("the module's parameters belong to another BalancedOptimizer, expected one: delete it first")
-
         for bucket, copies in model.replicas.shard(model.module, model.devices, parameters):
             bucket.owners = owners = BucketOwners(bucket.parameters, copies)
             self._owners.append(owners)
