@@ -213,10 +213,7 @@ def gather(outputs: Sequence[Any], device: DeviceLike | None = None, dim: int | 
         {'loss': tensor([1., 2.]), 'names': ['a', 'b', 'c']}
     """
     if not isinstance(outputs, (list, tuple)) or containers.is_named_tuple(outputs):
-        raise TypeError(
-            f"gather was given {containers.describe(outputs)}, expected a list with one output per replica; "
-            "for the output of one replica write gather([output])"
-        )
+        raise TypeError(f"gather was given {containers.describe(outputs)}, expected a list: gather([output]) for one replica")
     if any(isinstance(output, containers.Leaf) for output in outputs):
         raise TypeError(
             f"gather was given a list of the outputs of {len(outputs)} calls of a model, expected those of one call: gather "

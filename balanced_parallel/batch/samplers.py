@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 
 from ..runtime import collectives
 from ..runtime.values import check_number, check_type
-from .plan import cut_by_cost, sorted_rows, split_sizes
+from .plan import Combine, cut_by_cost, sorted_rows, split_sizes
 
 _begun = "no RankBatchSampler"
 
@@ -83,9 +83,8 @@ class RankBatchSampler(Sampler[list[int]]):
             raise RuntimeError("the rest of this epoch was yielded already, expected sampler.advance() after each batch")
         if self._follows_group:
             global _begun
-            _begun = (
-                f"{type(self).__name__} of {self.rows} rows, batch_size={self.batch_size}, seed={self.seed}, {begin} batches done"
-            )
+            settings = f"{self.rows} rows, batch_size={self.batch_size}, seed={self.seed}, {begin} batches done"
+            _begun = f"{type(self).__name__} of {settings}"
         for start in range(begin % len(self) * self.batch_size, self.rows, self.batch_size):
             yield self.share(list(order[start : start + self.batch_size]))
         self._yielded_from = begin
@@ -105,11 +104,7 @@ class RankBatchSampler(Sampler[list[int]]):
         return {"batches": self.batches, **self._data()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes to a position, which any number of ranks may have saved.
-
-        Raises:
-            ValueError: the position is one in other batches.
-        """
+        """Goes to a position, which any number of ranks may have saved."""
         saved = {name: state_dict[name] for name in self._data()}
         if saved != self._data():
             raise ValueError(f"the position was saved with {saved}, expected {self._data()}: the batches would be others")
@@ -154,7 +149,7 @@ class BalancedBatchSampler(RankBatchSampler):
         batch_size: int,
         seed: int | None = None,
         *,
-        combine: Callable[[Sequence[float]], float] | None = None,
+        combine: Combine | None = None,
         rank: int | None = None,
         ranks: int | None = None,
     ) -> None:

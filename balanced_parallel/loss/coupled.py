@@ -28,10 +28,7 @@ from .sums import LossSum, ShardLoss, add_up, call_spread, hand_back, loss_of, r
 
 
 class CoupledLoss(abc.ABC):
-    """The loss of one update, whose rows depend on each other.
-
-    ``home`` is a device of this process, for collectives if it has no rows.
-    """
+    """The loss of one update, whose rows depend on each other. ``home`` is a device for a process without rows."""
 
     def __init__(self, criterion: ShardRunner, home: torch.device) -> None:
         self.criterion, self.home = criterion, home
@@ -44,10 +41,7 @@ class CoupledLoss(abc.ABC):
 
     @abc.abstractmethod
     def differentiate(self, scaler: torch.amp.GradScaler | None) -> None:
-        """Computes the loss of all parts on all ranks, and its derivative at each part. Every rank calls this.
-
-        ``scaler`` scales the loss meanwhile, so that derivatives in float16 do not underflow.
-        """
+        """Computes the loss of all parts on all ranks, and its derivative at each, from a scaled loss. Every rank calls this."""
 
     @abc.abstractmethod
     def _parts(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[Any]:
@@ -89,22 +83,26 @@ class CoupledLoss(abc.ABC):
         return LossSum(hand_back(value, [slope for _, slope in learning], [tensor for tensor, _ in learning]), None)
 
     def _derivatives(
-        self, loss: Tensor, at: Sequence[Tensor], ranks: Sequence[int], scaler: torch.amp.GradScaler | None
+        self, compute: Callable[[], Any], at: Sequence[Tensor], ranks: Sequence[int], scaler: torch.amp.GradScaler | None
     ) -> list[Tensor | None]:
-        """Keeps the loss and its derivatives at the criterion's parameters. Returns those at other tensors.
+        """Computes the loss, and keeps it and its derivatives at the criterion's parameters. Returns those at other tensors.
 
         The ranks of ``ranks`` compute the same loss. The first reports it, and each adds its share to gradients of parameters.
         """
         parameters = [parameter for parameter in self.criterion.parameters() if parameter.requires_grad]
-        scale = None if scaler is None else scaled(torch.ones((), device=loss.device), scaler)
-        whole = loss if scale is None else loss * scale
-        gradients = torch.autograd.grad(whole, [*at, *parameters], allow_unused=True)
+        variables = [tensor.requires_grad_() for tensor in at if is_differentiable(tensor)]
+        with torch.enable_grad():
+            loss = compute()
+            scale = None if scaler is None else scaled(torch.ones((), device=loss.device), scaler)
+            whole = loss if scale is None else loss * scale
+        gradients = torch.autograd.grad(whole, [*variables, *parameters], allow_unused=True)
         if scale is not None:
             gradients = tuple(slope if slope is None else widen(slope) / move(scale, slope.device) for slope in gradients)
         self._loss = loss.detach() if ranks[0] == rank() else torch.zeros_like(loss, requires_grad=False)
-        shares = [self._share(gradient, ranks) for gradient in gradients[len(at) :]]
-        self._of_parameters = list(zip(parameters, shares, strict=True))
-        return list(gradients[: len(at)])
+        slopes = iter(gradients)
+        derivatives = [next(slopes) if is_differentiable(tensor) else None for tensor in at]
+        self._of_parameters = [(parameter, self._share(next(slopes), ranks)) for parameter in parameters]
+        return derivatives
 
     def _share(self, derivative: Tensor | None, ranks: Sequence[int]) -> Tensor | None:
         """Returns this rank's share of a derivative that all of ``ranks`` have."""
@@ -131,14 +129,11 @@ def check_coupled(criterion: Any, whole: bool, weight: Any, reduction: str | Non
 
 
 class ShardStatistics(NamedTuple):
-    """The statistics of one replica's rows: tensors, None without rows, and the structure whose leaves they are.
+    """The statistics of one replica's rows."""
 
-    ``nothing`` is a zero on the device of the output, connected to it.
-    """
-
-    tensors: list[Tensor] | None
-    structure: Any
-    nothing: Tensor
+    tensors: list[Tensor] | None  # None without rows
+    structure: Any  # whose leaves the tensors are
+    nothing: Tensor  # a zero on the device of the output, connected to it
 
 
 class LossOfSums(CoupledLoss):
@@ -163,14 +158,9 @@ class LossOfSums(CoupledLoss):
         """Computes the loss of the total of all ranks, and its derivative at the total."""
         has_rows = bool(self._total)
         total, ranks = self._over_ranks(None)
-        if not has_rows:
-            return
-        at = [tensor.requires_grad_() for tensor in total if is_differentiable(tensor)]
-        with torch.enable_grad():
-            loss = self._finish(total)
-        gradients = iter(self._derivatives(loss, at, ranks, scaler))
-        derivatives = [next(gradients) if is_differentiable(tensor) else None for tensor in total]
-        self._derivatives_on = {total[0].device: derivatives}
+        if has_rows:
+            derivatives = self._derivatives(functools.partial(self._finish, total), total, ranks, scaler)
+            self._derivatives_on = {total[0].device: derivatives}
 
     def _parts(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[ShardStatistics]:
         parts: list[ShardStatistics] = self.criterion.run(_statistics_of, outputs, shards)
@@ -250,9 +240,8 @@ class LossOfSums(CoupledLoss):
             whole, first, last = map(widen, tensors)
             if whole.shape == first.shape == last.shape:
                 size = torch.stack([whole, first, last]).abs().max()
-                if not bool(
-                    (whole - first - last).abs().max() > 5e-2 * size
-                ):  # a mean is off by its own size; nan is the caller's
+                # a mean is off by its own size; nan is the caller's
+                if not bool((whole - first - last).abs().max() > 5e-2 * size):
                     continue
             raise ValueError(
                 f"statistics do not add up: number {place} of {rows} rows is {_shown(whole)}, but of their halves "
@@ -285,10 +274,9 @@ def _shown(tensor: Tensor) -> str:
 
 
 class WholeLoss(CoupledLoss):
-    """The loss of all outputs of an update.
+    """The loss of all outputs of an update, which are gathered on the criterion's ``output_device``.
 
-    Outputs and targets of all replicas, micro-batches and ranks are gathered on the criterion's ``output_device``. An output
-    without rows, such as the temperature of a model, must be the same in all parts: that of the first replica is used.
+    An output without rows, such as the temperature of a model, must be the same in all parts: the first is used.
     """
 
     def __init__(self, criterion: Any, home: torch.device) -> None:
@@ -314,14 +302,12 @@ class WholeLoss(CoupledLoss):
         if whole is None:
             return
         leaves = _output_leaves(rows.batch, self._outputs)
-        at = [without_mark(leaf) for leaf in leaves if is_differentiable(without_mark(leaf))]
-        for tensor in at:
-            tensor.requires_grad_()
-        with torch.enable_grad():
+
+        def compute() -> Any:
             loss = self._call(rows.batch, device)
-            total = sum(weighted_sum(leaf, 1) for _, leaf in containers.leaves(loss) if leaf is not None)
-        gradients = iter(self._derivatives(total, at, rows.ranks, scaler))  # type: ignore[arg-type]
-        derivatives = [next(gradients) if is_differentiable(without_mark(leaf)) else None for leaf in leaves]
+            return sum(weighted_sum(leaf, 1) for _, leaf in containers.leaves(loss) if leaf is not None)
+
+        derivatives = self._derivatives(compute, [without_mark(leaf) for leaf in leaves], rows.ranks, scaler)
         starts = iter(rows.starts)
         columns = [
             self._cut(leaf, derivative, [_output_leaves(piece, self._outputs)[place] for piece in pieces], starts, rows.ranks)
@@ -336,13 +322,9 @@ class WholeLoss(CoupledLoss):
             return [None] * len(pieces)
         if not isinstance(leaf, Along):
             return [self._share(derivative, ranks), *[None] * (len(pieces) - 1)]
-        derivatives: list[Tensor | None] = []
-        for piece in pieces:
-            rows = piece.leaf.size(leaf.dim)
-            # a copy, so that the whole can be freed
-            derivatives.append(derivative.narrow(leaf.dim, start, rows).to(piece.leaf.device, copy=True))
-            start += rows
-        return derivatives
+        sizes = [piece.leaf.size(leaf.dim) for piece in pieces]
+        parts = zip(pieces, derivative.narrow(leaf.dim, start, sum(sizes)).split(sizes, leaf.dim), strict=True)
+        return [part.to(piece.leaf.device, copy=True) for piece, part in parts]  # copies, so that the whole can be freed
 
     def _parts(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[Any]:
         self._refusal = self._refusal or repeated_rows(outputs, outputs.sizes, outputs.dim)
@@ -364,18 +346,13 @@ class WholeLoss(CoupledLoss):
         """Returns all pieces of this rank as one, None without any, and the device of the loss. The pieces are forgotten."""
         pieces, self.pieces = self.pieces, []
         self._refusal = self._refusal if len(pieces) > 1 or world_size() > 1 else None
-        tensor = containers.first_tensor(
-            [without_mark(leaf) for piece in pieces[:1] for leaf in _output_leaves(piece, self._outputs)]
-        )
+        outputs = _output_leaves(pieces[0], self._outputs) if pieces else []
         if len(pieces) > 1 and not self.criterion.is_checked:
             self.criterion.is_checked = True
             _check_constants([_output_leaves(piece, self._outputs) for piece in pieces])
-        device = self.criterion.output_device or (self.home if tensor is None else tensor.device)
-        if not pieces:
-            return None, device
-        return containers.zip_leaves(
-            lambda place, values: _join_rows(place, values, device, self.dim), pieces, "the batch"
-        ), device
+        device = self.criterion.output_device or (without_mark(outputs[0]).device if outputs else self.home)
+        join = functools.partial(_join_rows, device=device, dim=self.dim)
+        return containers.zip_leaves(join, pieces, "the batch") if pieces else None, device
 
     def _call(self, batch: Arguments, device: torch.device) -> Any:
         inputs, kwargs = move_leaves(batch.inputs, device), move_leaves(batch.kwargs, device)
@@ -396,9 +373,8 @@ def _check_constants(pieces: list[list[Any]]) -> None:
     """Raises ``ValueError`` if outputs without rows differ between replicas or micro-batches."""
     for first, *others in zip(*pieces, strict=True):
         tensor = without_mark(first)
-        if not isinstance(first, Along) and not all(
-            torch.equal(tensor, move(without_mark(other), tensor.device)) for other in others
-        ):
+        equal = (torch.equal(tensor, move(without_mark(other), tensor.device)) for other in others)
+        if not isinstance(first, Along) and not all(equal):
             raise ValueError(
                 f"an output of shape {tuple(tensor.shape)} has no rows and differs between replicas or micro-batches, expected "
                 "the same everywhere, as a temperature is: return a value per row, and reduce it in the criterion"
@@ -409,10 +385,8 @@ class AdditiveLoss(nn.Module):
     """A loss that is a function of statistics, which add up over the rows.
 
     ``loss(output, *targets)`` is ``finish(statistics(output, *targets))``, as in a plain program. In a
-    :class:`DataParallelCriterion` each replica computes the statistics of its own rows. Only statistics are moved and summed,
-    over replicas, ranks and micro-batches. ``finish`` is called once per process with the total, and its derivative is handed
-    back. So the loss is exact, and no device stores the outputs of others.
-
+    :class:`DataParallelCriterion` each replica computes the statistics of its own rows. Only these are moved and summed, over
+    replicas, ranks and micro-batches. ``finish`` is called once per process with the total, and its derivative is handed back.
     Subclasses may override the methods ``statistics`` and ``finish`` instead.
 
     Args:
@@ -421,7 +395,6 @@ class AdditiveLoss(nn.Module):
         finish: a function or a module that computes the loss of a total in the same structure, a scalar.
 
     Raises:
-        TypeError: ``statistics`` or ``finish`` is not a function, and no method of a subclass either.
         ValueError: the statistics of a shard are not the sum of those of its halves. The first batch is checked.
 
     Example:
@@ -471,11 +444,9 @@ def _join_rows(place: str, values: list[Any], device: torch.device, dim: int) ->
         return mark_leaves(outputs.on(device), outputs.dim, place)
     if isinstance(first, Rows):
         return Rows([entry for value in values for entry in value.entries])
-    if isinstance(first, Along):
-        first, values = first.leaf, [value.leaf for value in values]
-    if containers.is_row_list(first):
-        kind: Any = type(first)
-        return kind(entry for value in values for entry in value)
+    if containers.is_row_list(without_mark(first)):
+        kind: Any = type(without_mark(first))
+        return kind(entry for value in values for entry in without_mark(value))
     return move(first, device) if isinstance(first, torch.Tensor) else first
 
 
@@ -498,7 +469,7 @@ def gather_ranks(batch: Any, device: torch.device, refusal: str | None = None) -
     along = [leaf for leaf in leaves if isinstance(leaf, Along)]
     if world_size() == 1:
         return RankRows(batch, [0] * len(along), [0])
-    lists = [leaf.entries if isinstance(leaf, Rows) else leaf for leaf in leaves if _is_list(leaf)]
+    lists = [without_mark(leaf) for leaf in leaves if _is_list(leaf)]
     layout = None if batch is None else ([leaf.leaf.size(leaf.dim) for leaf in along], lists)
     layouts, refusals = zip(*gather_objects((layout, refusal)), strict=True)
     for message in filter(None, refusals):
@@ -519,9 +490,7 @@ def gather_ranks(batch: Any, device: torch.device, refusal: str | None = None) -
     def replace(leaf: Any) -> Any:
         if isinstance(leaf, Along):
             return Along(next(joined), leaf.dim)
-        if _is_list(leaf):
-            return Rows(next(entries)) if isinstance(leaf, Rows) else type(leaf)(next(entries))
-        return leaf
+        return type(leaf)(next(entries)) if _is_list(leaf) else leaf
 
     return RankRows(containers.map_leaves(replace, batch), starts, ranks)
 

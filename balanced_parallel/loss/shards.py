@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 from ..batch import containers
-from ..batch.containers import Dims, check_dim, check_dims, is_first
+from ..batch.containers import Dims, is_first
 from ..batch.outputs import PerReplica
 from ..batch.plan import RowNumbers, consecutive, proportional_sizes, split_sizes
 from ..batch.rows import Arguments, Shard, count_rows, cut, mark, move_arguments, move_leaves, parameters_of
 from ..replicas.replicas import Replicas
-from ..runtime.devices import DeviceLike, pin, resolve_device, resolve_devices
+from ..runtime.devices import pin
 from ..runtime.values import Precision, check_number
 from .rules import find_torch_loss, reduction_of
 from .sums import MINIMUM, Criterion, MeanAndWeight, ShardLoss, call_spread, map_weights
@@ -24,29 +24,15 @@ from .sums import MINIMUM, Criterion, MeanAndWeight, ShardLoss, call_spread, map
 class ShardRunner(nn.Module):
     """A criterion with copies on the devices of the outputs: the base of :class:`DataParallelCriterion`."""
 
-    def __init__(
-        self,
-        criterion: Criterion,
-        device_ids: Sequence[DeviceLike] | None,
-        output_device: DeviceLike | None,
-        dim: int | None,
-        *,
-        precision: str | Precision | None,
-        in_dims: Dims,
-        whole: bool,
-    ) -> None:
-        super().__init__()
-        check_dim(dim)
-        check_dims(in_dims, "in_dims")
-        self.module = criterion
-        self.whole = whole
-        self.is_checked = False  # parts of a coupled loss are checked in the first batch
-        self.devices = None if device_ids is None else resolve_devices(device_ids)
-        self.output_device = None if output_device is None else resolve_device(output_device)
-        self.dim = dim
-        self.in_dims = in_dims
-        self.precision = Precision("fp32" if precision is None else precision)
-        self.replicas = Replicas()
+    module: Criterion
+    whole: bool  # the loss is computed once, of all outputs
+    is_checked = False  # parts of a coupled loss are checked in the first batch
+    devices: list[torch.device] | None  # that outputs may be on
+    output_device: torch.device | None
+    dim: int | None
+    in_dims: Dims
+    precision: Precision
+    replicas: Replicas
 
     @property
     def _output_dim(self) -> Dims:
@@ -61,12 +47,11 @@ class ShardRunner(nn.Module):
     ) -> tuple[Arguments, int]:
         """Marks the arguments after the outputs with ``in_dims``. Also returns the dimension of the rows in unmarked arguments.
 
-        ``leading`` is the number of the criterion's arguments that an output fills. ``None`` is the number of its required
-        arguments less the number of targets.
+        ``leading`` is the number of the criterion's arguments that an output fills; ``None`` asks the criterion's signature.
         """
         if dims != 0 and self.in_dims is None and self.dim is None and not is_first(dims):
-            tensors = [leaf for _, leaf in containers.leaves((targets, kwargs)) if isinstance(leaf, torch.Tensor)]
-            if any(tensor.dim() for tensor in tensors):
+            unmarked = containers.leaves((targets, kwargs))
+            if any(isinstance(leaf, torch.Tensor) and leaf.dim() for _, leaf in unmarked):
                 raise ValueError(
                     f"the rows of the outputs are in dimension {dims!r}; say where those of the targets are: "
                     "DataParallelCriterion(..., dim=) or in_dims="
@@ -112,10 +97,7 @@ class ShardRunner(nn.Module):
             return self.replicas.workers(work, devices, together=False)
 
     def _weights_in_place(self, term: MeanAndWeight, outputs: PerReplica, shards: Sequence[Shard]) -> list[Any]:
-        """Returns the weights of all shards, from targets that are not moved, or None for those that the replicas compute.
-
-        Targets on the host are counted there, and the host waits once for targets on a device.
-        """
+        """Returns the weights of all shards, from targets that are not moved, or None for those that the replicas compute."""
         unmoved = [
             ShardLoss(self.module, shard.target_rows, output, *move_leaves(tuple(shard.targets), None))
             for output, shard in zip(outputs, shards, strict=True)
@@ -134,10 +116,7 @@ def _run(
 
 
 def devices_of(outputs: PerReplica, allowed: Sequence[torch.device] | None) -> list[torch.device]:
-    """Returns the device of each output, one of ``allowed`` if that is given.
-
-    An output without tensors gets the device of its number in ``allowed``, or the CPU.
-    """
+    """Returns the device of each output. One without tensors gets that of its number in ``allowed``, or the CPU."""
     devices: list[torch.device] = []
     for number, output in enumerate(outputs):
         tensor = output if type(output) is torch.Tensor else containers.first_tensor(output)
@@ -168,11 +147,7 @@ def copy_criterion(
 
 
 def as_per_replica(outputs: Any, dim: Dims = None) -> PerReplica:
-    """Converts the outputs in a call of a criterion to a ``PerReplica``.
-
-    They are one already, a list or tuple with one entry per replica, whose rows are in ``dim``, or a tuple of several
-    ``PerReplica``, one per leading argument of the criterion.
-    """
+    """Converts outputs to a ``PerReplica``: a list with one entry per replica, or a ``PerReplica`` per leading argument."""
     if isinstance(outputs, PerReplica) and outputs:
         return outputs
     if not isinstance(outputs, (list, tuple)) or containers.is_named_tuple(outputs) or not outputs:
@@ -238,9 +213,7 @@ def check_settings(criterion: Any, weight: Any, reduction: str | None, minimum: 
     if isinstance(criterion, type) or not callable(criterion):
         more = SEVERAL if isinstance(criterion, (list, tuple, dict)) else ""
         raise TypeError(f"the criterion is {_described(criterion)}, expected a module or a function{more}")
-    functions = (
-        list(weight.values()) if isinstance(weight, Mapping) else weight if isinstance(weight, (list, tuple)) else [weight]
-    )
+    functions: Any = weight.values() if isinstance(weight, Mapping) else weight if isinstance(weight, (list, tuple)) else [weight]
     if weight is not None and weight != "rows" and not (functions and all(map(callable, functions))):
         raise ValueError(
             f"weight={weight!r}, expected a function (output, *targets) -> scalar, or 'rows', or for several means a mapping or "
@@ -256,23 +229,19 @@ def check_settings(criterion: Any, weight: Any, reduction: str | None, minimum: 
         )
 
 
-def keywords_of(weight: Any) -> set[str] | None:
-    """Returns the names of the keyword arguments that a weight function accepts, or None if it accepts any."""
-    parameters = parameters_of(weight)
-    is_open = parameters is None or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    return None if parameters is None or is_open else {parameter.name for parameter in parameters}
-
-
 def weights_of_targets(weight: Any, targets: tuple[Any, ...]) -> Any:
     """Calls each function of a mapping or sequence with the targets."""
     return map_weights(lambda count: count(*targets), weight)
 
 
-def call_weight(weight: Any, takes: set[str] | None, shard: ShardLoss) -> Any:
+def call_weight(weight: Any, shard: ShardLoss) -> Any:
     """Calls a weight function with the arguments of the criterion, without the keyword arguments that it does not accept."""
     if not callable(weight):
         return weights_of_targets(weight, shard.targets)
-    kwargs = {name: value for name, value in shard.kwargs.items() if takes is None or name in takes}
+    kwargs, parameters = shard.kwargs, parameters_of(weight) if shard.kwargs else None
+    if parameters is not None and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        names = {parameter.name for parameter in parameters}
+        kwargs = {name: value for name, value in kwargs.items() if name in names}
     return call_spread(weight, shard.output, shard.targets, kwargs)
 
 

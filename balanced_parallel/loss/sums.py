@@ -1,10 +1,8 @@
 """Sums of losses and their weights, added over replicas and divided once.
 
 The mean of the replicas' means is the mean of the batch only if every replica has the same weight. Uneven shards, ignored labels
-and class weights give different weights, and a replica without a counted label makes the mean of means nan.
-
-There are three ways to compute one replica's part. A criterion that is a sum is called as it is. The mean of any criterion is
-multiplied by its weight. A loss of torch is called with ``reduction="sum"``.
+and class weights give different weights. There are three ways to compute one replica's part. A criterion that is a sum is called
+as it is. The mean of any criterion is multiplied by its weight. A loss of torch is called with ``reduction="sum"``.
 """
 
 import dataclasses
@@ -39,30 +37,24 @@ class LossSum(Leaf):
 
 
 def weighted_mean(
-    losses: Sequence[Tensor],
-    weights: Sequence[Weight],
-    device: DeviceLike | None = None,
-    *,
-    minimum: float = 0.0,
+    losses: Sequence[Tensor], weights: Sequence[Weight], device: DeviceLike | None = None, *, minimum: float = 0.0
 ) -> Tensor:
     """Returns the exact mean of means: the sum of ``weight x loss``, divided by the sum of the weights.
 
     For a model that computes its own loss, this is ``weighted_mean([o.loss for o in outputs], weights)``. A loss with weight zero
-    is ignored, even if it is nan. So the host waits, once, for weights that are on devices. The result is nan if all weights are
-    zero. If a process group with several ranks is running, the mean is over all ranks, and each of them must call this function.
-    Gradients are then correct after they are averaged over ranks, as DistributedDataParallel does.
+    is ignored, even if it is nan, so the host waits once for weights that are on devices. The result is nan if all weights are
+    zero. In a process group, the mean is over all ranks, and each must call this function. Gradients are then correct after they
+    are averaged over ranks, as DistributedDataParallel does.
 
     Args:
         losses: one scalar per replica, each on its own device.
         weights: the divisor of each loss: scalars, on any device.
         device: device of the result; ``None`` is the device of the first loss.
-        minimum: lower bound of the divisor, for losses that divide by ``max(count, minimum)``, such as those of detectors. Each
-            loss is multiplied by ``max(weight, minimum)``, and the sum is divided by ``max(sum of weights, minimum)``.
+        minimum: lower bound of the divisor, for losses that divide by ``max(count, minimum)``, such as those of detectors.
 
     Raises:
         TypeError: losses or weights are not lists.
-        ValueError: there are no losses, or not one weight per loss; a loss is not a scalar; or a weight is negative, not finite
-            or not a scalar.
+        ValueError: there is not one weight per loss; a loss is not a scalar; a weight is negative, not finite or not a scalar.
 
     Example:
         >>> weighted_mean([torch.tensor(1.0), torch.tensor(4.0)], [2, 1])
@@ -74,8 +66,7 @@ def weighted_mean(
     check_number("minimum", minimum, MINIMUM, at_least=0)
     if len(losses) != len(weights) or not len(losses):
         raise ValueError(
-            f"weighted_mean was given {len(losses)} losses and {len(weights)} weights, expected one weight "
-            "per loss and at least one"
+            f"weighted_mean was given {len(losses)} losses and {len(weights)} weights, expected one weight per loss, at least one"
         )
     values = check_weights(weights)
     pairs = zip(losses, values, strict=True)
@@ -153,21 +144,22 @@ def zero_of(*tensors: Tensor) -> Tensor:
     A gradient of zero could become nan in a loss that is 0 / 0. Without a graph there would be no backward, which the reducers
     of other ranks wait for.
     """
-    zero = tensors[0].new_zeros((), dtype=tensors[0].dtype.to_real())  # a backward begins at a real number
-    return hand_back(widen(zero), [None] * len(tensors), tensors)
+    return hand_back(None, [None] * len(tensors), tensors)
 
 
-def hand_back(value: Tensor, derivatives: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> Tensor:
-    """Returns ``value``. Its backward gives each tensor its derivative, times the gradient of the value."""
+def hand_back(value: Tensor | None, derivatives: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> Tensor:
+    """Returns ``value``, or zero. Its backward gives each tensor its derivative, times the gradient of the value."""
     result: Tensor = _HandBack.apply(value, derivatives, *tensors)
     return result
 
 
 class _HandBack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, value: Tensor, derivatives: Sequence[Tensor | None], *tensors: Tensor) -> Tensor:
+    def forward(ctx: Any, value: Tensor | None, derivatives: Sequence[Tensor | None], *tensors: Tensor) -> Tensor:
         ctx.derivatives = derivatives
         ctx.dtypes = [tensor.dtype for tensor in tensors]
+        if value is None:  # a backward begins at a real number
+            return widen(tensors[0].new_zeros((), dtype=tensors[0].dtype.to_real()))
         return value.clone()
 
     @staticmethod
