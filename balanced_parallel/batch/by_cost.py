@@ -213,9 +213,7 @@ class _Padded(CostBatch):
             raise ValueError(f"cost= returned {len(self.costs)} costs for {rows or 'no'} rows, expected one number for each row")
         target_rows = count_rows(marked_targets, self._dims[1], rows)
         if target_rows not in (None, rows):
-            raise ValueError(
-                f"the targets have {target_rows} rows and the inputs {rows}, expected the same number where rows are cut by cost"
-            )
+            raise ValueError(f"the targets have {target_rows} rows and the inputs {rows}, expected as many for a cut by cost")
         self._whole = Shard(arguments, marked_targets, range(rows), rows, torch.device("cpu"))
         self._trims = [] if cut.trim is None else _trims(self._whole, cut.trim, names, self.costs)
         self.weighed = targets if self._trims else None
@@ -266,7 +264,7 @@ def _trims(whole: Shard, trim: Trim, names: Sequence[str], costs: Sequence[float
     for row, cost in enumerate(costs):
         if cost != int(cost) or length is None or cost > length:
             raise ValueError(
-                f"the cost of row {row} is {cost}, expected a number of entries, at most {length}: trim={trim!r} keeps so many"
+                f"the cost of row {row} is {cost}, expected a number of entries, at most {length}, for trim={trim!r}"
             )
     return dims
 

@@ -202,14 +202,10 @@ def leaf_dims(node: Any, dims: Dims, default: int | None, place: str = "") -> It
     if isinstance(dims, Mapping):
         by_name = {str(key): entry for key, entry in dims.items()}
         if unknown := by_name.keys() - set(names):
-            raise ValueError(
-                f"{place or 'the value'} has entries {', '.join(names)}, but dimensions are given for {min(unknown)!r}"
-            )
+            raise ValueError(f"{place or 'the value'} has entries {', '.join(names)}, but dims are given for {min(unknown)!r}")
         entries = [by_name.get(name, default) for name in names]
     elif len(dims) != len(names):
-        raise ValueError(
-            f"{place or 'the value'} has {len(names)} entries, but the dimensions {dims!r} are given for {len(dims)}"
-        )
+        raise ValueError(f"{place or 'the value'} has {len(names)} entries, but the dimensions {dims!r} are for {len(dims)}")
     else:
         entries = list(dims)
     for key, child, entry in zip(container.places, container.children, entries, strict=True):

@@ -353,9 +353,7 @@ class _Header(containers.Leaf):
         if not isinstance(self.kind, torch.dtype):
             return None if self.rows is None else type(self.rows)()
         if self.dim is None:
-            raise ValueError(
-                f"{self} is the same in all replicas, but a rank without outputs does not have it: leave it out of the outputs"
-            )
+            raise ValueError(f"{self} is the same in all replicas, but a rank without outputs does not have it: leave it out")
         return torch.empty([max(size, 0) for size in self.layout], dtype=self.kind, device=device)
 
 
@@ -422,9 +420,7 @@ def reorder(gathered: Any, order: Sequence[int], dims: Dims, replicas: int) -> A
             kind: Any = type(leaf)
             return kind(leaf[position] for position in positions) if len(leaf) == len(order) else leaf
         if not isinstance(leaf, torch.Tensor):
-            raise TypeError(
-                f"{containers.describe(leaf)} cannot be put in order: select tensors first, as in outputs.logits.gather()"
-            )
+            raise TypeError(f"{containers.describe(leaf)} cannot be put in order: select tensors, as in outputs.logits.gather()")
         if leaf.dim() == 1 and len(leaf) == replicas != len(order):
             return leaf
         if leaf.size(dim) != len(order):

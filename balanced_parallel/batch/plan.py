@@ -38,6 +38,7 @@ def split_sizes(rows: int, shares: int | Sequence[float]) -> list[int]:
     return sizes
 
 
+Combine = Callable[[Sequence[float]], float]  # cost of a shard, from the costs of its rows
 RowNumbers = Sequence[int]  # numbers of rows: a range, or a list of them
 Plan = Sequence[Sequence[RowNumbers]]  # micro-batches x devices
 
@@ -115,7 +116,6 @@ def share_by_memory(devices: Sequence[torch.device]) -> tuple[float, ...] | None
     return tuple(part / sum(free) for part in free) if any(free) else None
 
 
-Combine = Callable[[Sequence[float]], float]  # cost of a shard, from the costs of its rows
 _PRECISION = 1e-4  # of the largest cost, relative to the optimum
 
 
@@ -182,9 +182,7 @@ def cut_to_budget(costs: Sequence[float], budget: float, combine: Combine | None
     order = sorted_rows(costs)
     ordered = [float(costs[row]) for row in order]
     if order and (alone := cost_of_shard(ordered[:1], combine)) > budget:
-        raise ValueError(
-            f"row {order[0]} alone costs {alone:g}, expected at most the budget of {budget:g}: raise it or shorten the row"
-        )
+        raise ValueError(f"row {order[0]} alone costs {alone:g}, expected at most the budget of {budget:g}: raise it")
     return [[order[place] for place in run] for run in _fill(ordered, budget, combine, len(order))]
 
 
@@ -236,9 +234,7 @@ def _first_fit(ordered: Sequence[float], capacity: float, limit: int) -> list[li
     return runs
 
 
-def _use_all(
-    runs: Sequence[Sequence[int]], shards: int, ordered: Sequence[float], combine: Combine | None
-) -> list[Sequence[int]]:
+def _use_all(runs: Sequence[RowNumbers], shards: int, ordered: Sequence[float], combine: Combine | None) -> list[RowNumbers]:
     """Splits the runs of the highest cost until there is one for each shard."""
 
     def cost(run: Sequence[int]) -> float:
@@ -251,10 +247,8 @@ def _use_all(
     heapq.heapify(heap)
     while len(heap) < shards:
         run = heap[0][-1]
-        firsts = range(1, len(run) - 1)
-        above = (
-            bisect.bisect_left(firsts, True, key=lambda rows: (cost(run[:rows]), 2 * rows) >= (cost(run[rows:]), len(run))) + 1
-        )
+        parts = range(1, len(run) - 1)
+        above = 1 + bisect.bisect_left(parts, 1, key=lambda rows: (cost(run[:rows]), 2 * rows) >= (cost(run[rows:]), len(run)))
         rows = min(max(above - 1, 1), above, key=lambda rows: (max(cost(run[:rows]), cost(run[rows:])), abs(2 * rows - len(run))))
         heapq.heapreplace(heap, entry(run[:rows]))
         heapq.heappush(heap, entry(run[rows:]))

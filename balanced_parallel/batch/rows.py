@@ -132,17 +132,18 @@ def mark(arguments: Arguments, dims: Dims, function: Callable[..., Any], *, firs
     return Arguments(tuple(inputs), kwargs)
 
 
-def dims_of_method(dims: Dims, method: Callable[..., Any], name: str) -> Dims:
-    """Returns the part of ``in_dims`` for the arguments of a method other than ``forward``."""
-    if dims is None or isinstance(dims, int):
-        return dims
-    if not isinstance(dims, Mapping) or any(isinstance(key, int) for key in dims):
-        raise ValueError(
-            f"in_dims={dims!r} has positions of arguments of forward, which do not apply to {name!r}: give in_dims by name, as "
-            "in {'mask': None}, or wrap arguments in Whole(...) or Rows(...) at the call"
-        )
-    names = _names(method)
-    return {key: of_argument for key, of_argument in dims.items() if names is None or key in names}
+def mark_inputs(arguments: Arguments, dims: Dims, module: torch.nn.Module, method: str | None) -> Arguments:
+    """Returns the arguments of a module's ``forward``, or of another method, marked with the ``in_dims`` of ``forward``."""
+    function = getattr(module, method or "forward")
+    if method is not None and dims is not None and not isinstance(dims, int):
+        if not isinstance(dims, Mapping) or any(isinstance(key, int) for key in dims):
+            raise ValueError(
+                f"in_dims={dims!r} has positions of arguments of forward, which do not apply to {method!r}: give them by name, "
+                "as in {'mask': None}, or wrap arguments in Whole(...) or Rows(...) at the call"
+            )
+        names = _names(function)
+        dims = {key: of_argument for key, of_argument in dims.items() if names is None or key in names}
+    return mark(arguments, dims, function)
 
 
 def _place_of(key: Any, names: list[str] | None, unnamed: int, count: int, kwargs: Mapping[str, Any]) -> int | str:

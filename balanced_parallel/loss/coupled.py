@@ -70,17 +70,18 @@ class CoupledLoss(abc.ABC):
 
     def hand_back_parts(self, parts: list[Any]) -> list[LossSum]:
         """Returns the result of :meth:`hand_back` for parts with a graph."""
-        return [self._handed(part) for part in parts]
-
-    def _handed(self, part: Any) -> LossSum:
-        pairs = self._take(part)
-        loss, self._loss = self._loss, None
-        if loss is not None:
-            pairs += self._of_parameters
-        learning = [(tensor, derivative) for tensor, derivative in pairs if is_differentiable(tensor)]
-        device = pairs[0][0].device if pairs else torch.device("cpu") if loss is None else loss.device
-        value = torch.zeros((), device=device) if loss is None else move(loss, device)
-        return LossSum(hand_back(value, [slope for _, slope in learning], [tensor for tensor, _ in learning]), None)
+        losses = []
+        for part in parts:
+            pairs = self._take(part)
+            loss, self._loss = self._loss, None
+            if loss is not None:
+                pairs += self._of_parameters
+            learning = [(tensor, derivative) for tensor, derivative in pairs if is_differentiable(tensor)]
+            device = pairs[0][0].device if pairs else torch.device("cpu") if loss is None else loss.device
+            value = torch.zeros((), device=device) if loss is None else move(loss, device)
+            total = hand_back(value, [slope for _, slope in learning], [tensor for tensor, _ in learning])
+            losses.append(LossSum(total, None))
+        return losses
 
     def _derivatives(
         self, compute: Callable[[], Any], at: Sequence[Tensor], ranks: Sequence[int], scaler: torch.amp.GradScaler | None
@@ -263,9 +264,7 @@ def _as_tensor(leaf: Any, device: torch.device) -> Tensor:
     if isinstance(leaf, (int, float)):
         return add_up([leaf], device)
     if not isinstance(leaf, Tensor):
-        raise TypeError(
-            f"the statistics contain {containers.describe(leaf)}, expected tensors and numbers that add up over the rows"
-        )
+        raise TypeError(f"the statistics contain {containers.describe(leaf)}, expected tensors and numbers that add up over rows")
     return leaf
 
 

@@ -70,7 +70,10 @@ class ShardRunner(nn.Module):
         rows = count_rows(batch, dim, expected, "targets")
         if not isinstance(outputs, PerReplica) and not all(isinstance(part, PerReplica) for part in outputs):
             check_rows_of_list(entries, rows)
-        sizes = sizes_like(entries, rows)
+        if expected is None:
+            sizes = [1] * len(entries) if rows is None else split_sizes(rows, len(entries))
+        else:
+            sizes = proportional_sizes(expected if rows is None else rows, [size or 0 for size in entries.sizes])
         parts: list[RowNumbers] = [*consecutive(sizes)]
         if entries.order is not None and rows is not None:
             order = entries.order  # the rows of the outputs were cut by cost
@@ -108,9 +111,7 @@ class ShardRunner(nn.Module):
             return [None] * len(shards)
 
 
-def _run(
-    term: Callable[[ShardLoss], Any], criterion: Criterion, output: Any, shard: Shard, weights: Any, device: torch.device
-) -> Any:
+def _run(term: Callable[..., Any], criterion: Criterion, output: Any, shard: Shard, weights: Any, device: torch.device) -> Any:
     targets, kwargs = move_arguments(shard.targets, device)
     return term(ShardLoss(criterion, shard.target_rows, output, targets, kwargs, weights))
 
@@ -158,13 +159,15 @@ def as_per_replica(outputs: Any, dim: Dims = None) -> PerReplica:
     if all(isinstance(part, PerReplica) for part in outputs):
         if len({part.sizes for part in outputs}) > 1:
             rows = " and ".join(dict.fromkeys(str(list(part.sizes)) for part in outputs))
-            raise ValueError(
-                f"the criterion was given outputs with {rows} rows per replica, expected the same numbers of rows in each"
-            )
+            raise ValueError(f"the criterion was given outputs with {rows} rows per replica, expected the same numbers in each")
         return PerReplica(zip(*outputs, strict=True), outputs[0].sizes, tuple(part.dim for part in outputs))
     dim = 0 if dim is None else dim
-    sizes = [_rows(output, dim) for output in outputs]
-    devices = {tensor.device for output in outputs if (tensor := containers.first_tensor(output)) is not None}
+    tensors = [containers.first_tensor(output) for output in outputs]
+    devices = {tensor.device for tensor in tensors if tensor is not None}
+    sizes = [
+        tensor.size(dim) if tensor is not None and isinstance(dim, int) and -tensor.dim() <= dim < tensor.dim() else None
+        for tensor in tensors
+    ]
     if len(outputs) > 1 and len(devices) == 1 and len({*sizes}) == 1 and None not in sizes:
         raise ValueError(
             f"the criterion was given a {type(outputs).__name__} of {len(outputs)} outputs with {sizes[0]} rows each, all on "
@@ -187,21 +190,6 @@ def check_rows_of_list(outputs: PerReplica, rows: int | None) -> None:
             f"the criterion was given a list of {len(outputs)} outputs with {sum(sizes) or 'no'} rows in all, and targets with "
             f"{rows}: the rows of each replica are unknown. {_ADVICE}"
         )
-
-
-def _rows(output: Any, dims: Dims) -> int | None:
-    tensor = containers.first_tensor(output)
-    if tensor is None or not isinstance(dims, int) or not -tensor.dim() <= dims < tensor.dim():
-        return None
-    return tensor.size(dims)
-
-
-def sizes_like(outputs: PerReplica, rows: int | None) -> list[int]:
-    """Returns the number of rows of the targets for each output, in proportion to the rows of the outputs."""
-    if None in outputs.sizes:
-        return [1] * len(outputs) if rows is None else split_sizes(rows, len(outputs))
-    sizes = [size or 0 for size in outputs.sizes]
-    return sizes if rows is None else proportional_sizes(rows, sizes)
 
 
 Divisor = Callable[..., Any] | str | Mapping[Any, Callable[..., Any]] | Sequence[Callable[..., Any]]

@@ -65,9 +65,7 @@ def weighted_mean(
         check_type(name, value, () if is_scalar else (Sequence, Tensor), "a list with one entry per replica")
     check_number("minimum", minimum, MINIMUM, at_least=0)
     if len(losses) != len(weights) or not len(losses):
-        raise ValueError(
-            f"weighted_mean was given {len(losses)} losses and {len(weights)} weights, expected one weight per loss, at least one"
-        )
+        raise ValueError(f"weighted_mean was given {len(losses)} losses and {len(weights)} weights, expected one for each loss")
     values = check_weights(weights)
     pairs = zip(losses, values, strict=True)
     sums = [LossSum(weighted_sum(loss, max(weight, minimum)), weight) for loss, weight in pairs]
@@ -186,9 +184,7 @@ def check_weights(weights: Sequence[Any]) -> list[float]:
             values[i] = float(number)
     for i, weight in enumerate(values):
         if isinstance(weight, bool) or not isinstance(weight, (numbers.Real, Tensor)):
-            raise TypeError(
-                f"a weight is an object of type {type(weight).__name__}, expected a number or a tensor with one element"
-            )
+            raise TypeError(f"a weight is an object of type {type(weight).__name__}, expected a number or a scalar tensor")
         if isinstance(weight, Tensor) and weight.numel() != 1:
             raise ValueError(f"a weight has shape {tuple(weight.shape)}, expected a scalar: the divisor of the mean")
         values[i] = float(weight)

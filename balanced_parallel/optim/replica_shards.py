@@ -6,7 +6,6 @@ Each device owns an equal part of the elements: it reduces their gradients, keep
     owners       | device 0    | device 1    | device 2    |        reduce-scatter -> update of a piece -> all-gather
 """
 
-import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -73,6 +72,8 @@ class BucketOwners:
                 start, position = stop, position + stop - start
                 if size == 0:
                     break
+        self._owned = [[piece for piece in self.pieces if piece.owner == device] for device in devices]
+        self._is_cut = {piece.index for piece in self.pieces if not piece.is_whole}  # parameters of which no piece is the whole
 
     def forget(self) -> None:
         """Clears the gradients of all pieces."""
@@ -136,16 +137,6 @@ class BucketOwners:
         for device, row, packed in zip(self._devices, places, unpacked, strict=True):
             others = [i for i, piece in enumerate(self.pieces) if piece.owner != device]
             torch_private.foreach_copy_([row[i] for i in others], [packed[i] for i in others])
-
-    @functools.cached_property
-    def _owned(self) -> list[list[Piece]]:
-        """The pieces of each device."""
-        return [[piece for piece in self.pieces if piece.owner == device] for device in self._devices]
-
-    @functools.cached_property
-    def _is_cut(self) -> set[int]:
-        """Indices of the parameters of which no piece is the whole."""
-        return {piece.index for piece in self.pieces if not piece.is_whole}
 
     def _layout(self, index: int) -> transport.MemoryLayout:
         parameter = self._parameters[index]
@@ -270,11 +261,9 @@ class ReplicaShards:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes the state of a plain optimizer over whole parameters."""
-        sizes = [len(group["params"]) for group in state_dict["param_groups"]]
-        if sizes != [len(group["params"]) for group in self._groups]:
-            raise ValueError(
-                f"the state has param groups of {sizes} parameters, expected {[len(group['params']) for group in self._groups]}"
-            )
+        sizes, expected = ([len(group["params"]) for group in groups] for groups in (state_dict["param_groups"], self._groups))
+        if sizes != expected:
+            raise ValueError(f"the state has param groups of {sizes} parameters, expected {expected}")
         state, groups, at = {}, [], 0
         for group, saved in zip(self._groups, state_dict["param_groups"], strict=True):
             first = at

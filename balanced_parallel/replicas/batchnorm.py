@@ -154,7 +154,7 @@ class AllRowsBatchNorm(BatchNorm):
             return BatchNorm.forward(self, input)  # not nn.SyncBatchNorm's, which refuses the CPU
         dims = [0, *range(2, input.dim())]
         values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
-        count, mean, squares = _combine(_gather_statistics(_local_statistics(values, dims)))
+        count, mean, squares = _combine(_gather_statistics(values, dims))
         self.__dict__["_was_replica"] = replica is not None
         if count <= 1:
             raise ValueError(f"batch norm was given {tuple(input.shape)}, expected more than 1 value per channel in training")
@@ -194,15 +194,12 @@ class Statistics(NamedTuple):
     stream: torch.Stream | None = None  # that the moments are computed on, in the thread of their replica
 
 
-def _local_statistics(values: Tensor, dims: list[int]) -> Statistics:
+def _gather_statistics(values: Tensor, dims: list[int]) -> list[Statistics]:
+    """Returns the statistics of every replica and rank, on the device of ``values``, the rows of this replica."""
     count = values.numel() // max(values.size(1), 1)
     mean = values.sum(dims) / max(count, 1)
     squares = (values - mean.view(1, -1, *(1 for _ in dims[1:]))).square().sum(dims)
-    return Statistics(count, torch.stack([mean, squares]), current_stream(values.device))
-
-
-def _gather_statistics(local: Statistics) -> list[Statistics]:
-    """Returns the statistics of every replica and rank, on the device of ``local``."""
+    local = Statistics(count, torch.stack([mean, squares]), current_stream(values.device))
     replica = current_replica()
     parts: list[Statistics] = [local] if replica is None else replica.exchange(local)
     for part in parts:

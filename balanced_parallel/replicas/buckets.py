@@ -230,9 +230,8 @@ class Bucket:
             for place in local:
                 set_gradient(self.parameters[place], None)
             return self.owners.take(list(held.values()))
-        return functools.partial(
-            self._accumulate, GradientSum(self.parameters, list(held.values()), self._home, is_copy=True), local
-        )
+        sums = GradientSum(self.parameters, list(held.values()), self._home, is_copy=True)
+        return functools.partial(self._accumulate, sums, local)
 
     @torch.no_grad()
     def _accumulate(self, sums: GradientSum, included: Mapping[int, Tensor | None]) -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from ..batch.containers import Dims, check_dim, check_dims, leaf_dims, leaves
 from ..batch.outputs import PerReplica, join, repeated_rows
 from ..batch.plan import check_split, share_by_memory
-from ..batch.rows import Arguments, Batch, MicroBatch, Shard, dims_of_method, mark, move_arguments, move_leaves
+from ..batch.rows import Arguments, Batch, MicroBatch, Shard, mark_inputs, move_arguments, move_leaves
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.random_numbers import offset_seeds
 from ..runtime.values import Precision, check_type
@@ -217,9 +217,3 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
 def _call(method: str | None, replica: nn.Module, shard: Shard) -> Any:
     inputs, kwargs = move_arguments(shard.inputs, shard.device)
     return (replica if method is None else getattr(replica, method))(*inputs, **kwargs)
-
-
-def mark_inputs(arguments: Arguments, dims: Dims, module: nn.Module, method: str | None) -> Arguments:
-    """Returns the arguments of a module's ``forward``, or of another method, marked with ``dims``."""
-    function = getattr(module, method or "forward")
-    return mark(arguments, dims if method is None else dims_of_method(dims, function, method), function)

@@ -44,7 +44,9 @@ class ModuleTree:
     """The modules and parameters of a tree, each listed once. Tied parameters and shared modules stay tied in the skeletons."""
 
     def __init__(self, root: nn.Module) -> None:
-        refuse_lazy(root)
+        for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+            if nn.parameter.is_lazy(tensor):
+                raise ValueError(f"{name} is not initialised yet: run the module once on a few rows before it is wrapped")
         self.modules = list(root.modules())
         self.rescaled = rescaled_embeddings(root)
         parameters = [parameter for module in self.modules for parameter in parameters_of(module).values()]
@@ -223,13 +225,6 @@ def refuse_compiled(module: nn.Module) -> None:
             f"{type(module).__name__} is compiled, which binds it to one replica: pass the module without torch.compile, or "
             "use one process per device (torchrun)"
         )
-
-
-def refuse_lazy(module: nn.Module) -> None:
-    """Raises ``ValueError`` if a layer is lazy and has not run yet."""
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if nn.parameter.is_lazy(tensor):
-            raise ValueError(f"{name} is not initialised yet: run the module once on a few rows before it is wrapped")
 
 
 def rescaled_embeddings(module: nn.Module) -> dict[str, nn.Module]:

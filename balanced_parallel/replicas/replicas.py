@@ -121,9 +121,7 @@ class Replicas:
         """Makes other threads wait: skeletons, and parameters that are replaced, belong to one forward."""
         running = _running.get()
         if self in running:
-            raise RuntimeError(
-                "a model was called inside of its own forward, expected one forward at a time: call the module itself there"
-            )
+            raise RuntimeError("a model was called inside of its own forward, expected one at a time: call the module itself")
         with self._lock:
             token = _running.set((*running, self))
             try:

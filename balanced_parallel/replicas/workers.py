@@ -178,16 +178,12 @@ class Replica:
         return self.meeting(self.index, self.exchanges, value)
 
 
-class _Thread(threading.local):
-    replica: Replica | None = None
-
-
-_thread = _Thread()
+_thread = threading.local()
 
 
 def current_replica() -> Replica | None:
     """Returns the replica that this thread runs, or None if it is the only one or none runs."""
-    return _thread.replica
+    return getattr(_thread, "replica", None)
 
 
 INTERRUPTED_SECONDS = 5.0  # after Ctrl-C, for replicas that do not end
@@ -270,7 +266,7 @@ def _run_in_workers(calls: Sequence[Call], devices: Sequence[torch.device], meet
 
 def run_in_turn(work: Sequence[Callable[[], T]], devices: Sequence[torch.device], meeting: Exchange | None) -> list[T]:
     """Calls ``work[i]()`` for each replica ``i``, one after the other in the calling thread, and returns the results."""
-    before, results = _thread.replica, []
+    before, results = getattr(_thread, "replica", None), []
     try:
         for index, (call, device) in enumerate(zip(work, devices, strict=True)):
             if len(work) > 1:

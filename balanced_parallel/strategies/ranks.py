@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from ..batch.containers import Dims, map_leaves
 from ..batch.outputs import PerReplica
-from ..batch.rows import Arguments, MicroBatch, count_rows, cut
+from ..batch.rows import Arguments, MicroBatch, count_rows, cut, mark_inputs
 from ..loss.sums import LossSum, Weight, add_up
 from ..replicas.batchnorm import meets_other_ranks
-from ..replicas.model import mark_inputs
 from ..runtime import collectives, devices
 from ..runtime.devices import is_accelerator
 from ..runtime.random_numbers import RandomState, cpu_numbers_of_rank, offset_seeds
