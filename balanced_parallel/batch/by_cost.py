@@ -74,11 +74,10 @@ class ByCost:
     def open(
         self, inputs: Any, targets: tuple[Any, ...], mark: Mark, names: Sequence[str], *, unit: str, is_strict: bool
     ) -> "CostBatch":
-        """Returns a batch, taken apart.
+        """Returns a batch. ``mark`` returns inputs and targets with marks, and the dimensions of their rows.
 
-        ``mark`` returns inputs and targets with marks, and the dimensions of their rows. ``names`` are the arguments of
-        ``forward``, ``unit`` that of a limit, ``"rows"`` or ``"cost"``. If it is strict, a row over the limit is an error;
-        otherwise it runs alone.
+        ``names`` are the arguments of ``forward``, ``unit`` that of a limit, ``"rows"`` or ``"cost"``. If strict, a row over
+        the limit is an error; otherwise it runs alone.
         """
         batch: CostBatch
         is_list = self.collate is not None

@@ -262,11 +262,7 @@ def repeated_rows(outputs: Sequence[Any], sizes: Sequence[int | None] | None, di
 
 
 def join(outputs: Sequence[Any], device: DeviceLike | None, dims: Dims, *, pads: bool = False) -> Any:
-    """Gathers the outputs of this process only, as :func:`gather` does.
-
-    Dimensions that are None stand for a leaf that is the same in all replicas: the first is taken. With ``pads``, tensors that
-    are shorter than those of other replicas are padded with zeros at the end.
-    """
+    """Gathers the outputs of this process only, as :func:`gather` does. With ``pads``, shorter tensors are padded with zeros."""
     first = containers.first_tensor(list(outputs))
     target = resolve_device(device) if device is not None else first.device if first is not None else torch.device("cpu")
     dims_of_leaves = leaf_dims(outputs[0], dims, 0, "output")
@@ -360,8 +356,7 @@ class _Header(containers.Leaf):
 def _gather_ranks(local: list[Any], dims: Dims, device: torch.device, refusal: str | None, *, pads: bool) -> Any:
     """Gathers the rows of all ranks: one exchange of layouts and plain values, then one all-gather per tensor.
 
-    ``local`` has the joined outputs of this rank, if it has any. Other ranks raise ``refusal``, its error, too. With ``pads``,
-    rows were cut by cost, and tensors are padded to the longest of all ranks.
+    ``local`` has the joined outputs of this rank, if it has any. All ranks raise the ``refusal`` of one.
     """
 
     def make_headers(output: Any) -> Any:

@@ -194,10 +194,7 @@ def mark_leaves(value: Any, dims: Dims, place: str) -> Any:
 
 
 def count_rows(node: Any, dim: int = 0, expected: int | None = None, name: str = "inputs") -> int | None:
-    """Returns the number of rows, which all parts of ``node`` with rows must have; None if no part has rows.
-
-    ``expected`` is the number of rows of the inputs that ``node`` belongs to, which tells if the entries of a list are rows.
-    """
+    """Returns the number of rows, that of all parts with rows, or None. ``expected`` is that of the inputs of ``node``."""
     only = node.inputs[0] if type(node) is Arguments and len(node.inputs) == 1 and not node.kwargs else node
     only = only[0] if type(only) is tuple and len(only) == 1 else only
     if type(only) is torch.Tensor and 0 <= dim < only.dim():  # shortcut for the most frequent input

@@ -62,10 +62,7 @@ class CoupledLoss(abc.ABC):
         return parts
 
     def hand_back(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
-        """Returns a loss per replica of a micro-batch in the second pass.
-
-        Their sum over all micro-batches and ranks is the loss, and their gradients sum to its gradient.
-        """
+        """Returns a loss per replica of a micro-batch in the second pass. Their sum over everything is the loss."""
         return self.hand_back_parts(self._parts(outputs, shards))
 
     def hand_back_parts(self, parts: list[Any]) -> list[LossSum]:
@@ -196,10 +193,7 @@ class LossOfSums(CoupledLoss):
         return list(zip(part.tensors, by_device[device], strict=True))
 
     def _over_ranks(self, nothing: Tensor | None) -> tuple[list[Tensor], list[int]]:
-        """Returns the total of all ranks, and the ranks that have rows. Every rank calls this.
-
-        ``nothing`` is a zero that is connected to the outputs, for a total with a graph.
-        """
+        """Returns the total of all ranks, with the graph of ``nothing``, and the ranks that have rows. Every rank calls this."""
         local = self._total
         layouts = gather_objects((self._structure, [(tensor.shape, tensor.dtype) for tensor in local]) if local else None)
         by_rank = {number: layout for number, layout in enumerate(layouts) if layout is not None}
@@ -273,10 +267,7 @@ def _shown(tensor: Tensor) -> str:
 
 
 class WholeLoss(CoupledLoss):
-    """The loss of all outputs of an update, which are gathered on the criterion's ``output_device``.
-
-    An output without rows, such as the temperature of a model, must be the same in all parts: the first is used.
-    """
+    """The loss of all outputs of an update. The first of outputs without rows is used, which must be the same in all parts."""
 
     def __init__(self, criterion: Any, home: torch.device) -> None:
         super().__init__(criterion, home)
@@ -458,10 +449,7 @@ class RankRows(NamedTuple):
 
 
 def gather_ranks(batch: Any, device: torch.device, refusal: str | None = None) -> RankRows:
-    """Gathers the joined pieces of every rank, in the order of the ranks. All ranks call this. Differentiable.
-
-    A rank without rows passes None. All ranks raise the ``refusal`` of one.
-    """
+    """Gathers the joined pieces of every rank, or None, in the order of the ranks. All ranks call this. Differentiable."""
     if refusal and world_size() == 1:
         raise ValueError(refusal)
     leaves = [] if batch is None else [leaf for _, leaf in containers.leaves(batch)]

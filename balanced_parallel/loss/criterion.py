@@ -186,7 +186,7 @@ class BatchLosses(NamedTuple):
 
 
 def losses_of_batch(criterion: DataParallelCriterion, targets: Sequence[tuple[Any, ...]], *, is_whole: bool) -> BatchLosses:
-    """Chooses the way to compute the losses of the micro-batches of one batch, from its targets, in any number of parts.
+    """Chooses the way to compute the losses of one batch, from its targets in any number of parts.
 
     With ``is_whole``, no other batch is added before the update. Ranks then sum the divisors of several means.
     """

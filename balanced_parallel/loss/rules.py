@@ -275,8 +275,7 @@ def _name(criterion: Any) -> str:
 def reduction_of(criterion: Any) -> str:
     """Returns the reduction of a criterion: ``"mean"``, ``"batchmean"``, ``"sum"`` or ``"none"``.
 
-    It is the keyword argument of a partial, the default of a function, or the attribute of a loss of torch or of a registered
-    loss. The attribute of another module does not determine the result of its ``forward``, which is assumed to be a mean.
+    The attribute of an unknown module does not determine the result of its ``forward``, which is assumed to be a mean.
     """
     function, _, settings = unwrap(criterion)
     if "reduction" in settings or "size_average" in settings or "reduce" in settings:

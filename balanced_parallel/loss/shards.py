@@ -47,7 +47,7 @@ class ShardRunner(nn.Module):
     ) -> tuple[Arguments, int]:
         """Marks the arguments after the outputs with ``in_dims``. Also returns the dimension of the rows in unmarked arguments.
 
-        ``leading`` is the number of the criterion's arguments that an output fills; ``None`` asks the criterion's signature.
+        An output fills ``leading`` arguments of the criterion; ``None`` asks its signature.
         """
         if dims != 0 and self.in_dims is None and self.dim is None and not is_first(dims):
             unmarked = containers.leaves((targets, kwargs))

@@ -103,7 +103,7 @@ def widen(tensor: Tensor) -> Tensor:
 def divide_once(sums: Sequence[LossSum], device: torch.device, minimum: float = 0.0) -> Tensor:
     """Returns the sum of all totals over the sum of all weights, over all ranks. Sums without a weight are not divided.
 
-    The result is nan, with gradients of zero, if the weights sum to zero, as torch's own losses are for a batch without targets.
+    The result is nan, with gradients of zero, if the weights sum to zero, as torch's own losses are.
     """
     total = add_up([part.total for part in sums], device)
     weights = [part.weight for part in sums if part.weight is not None]
@@ -137,10 +137,9 @@ def _as_scalar(value: Weight, device: torch.device) -> Tensor:
 
 
 def zero_of(*tensors: Tensor) -> Tensor:
-    """Returns a zero that is real and connected to ``tensors``. Its backward gives them no gradient.
+    """Returns a zero that is real and connected to ``tensors``: reducers of other ranks wait for a backward.
 
-    A gradient of zero could become nan in a loss that is 0 / 0. Without a graph there would be no backward, which the reducers
-    of other ranks wait for.
+    The backward gives no gradient. One of zero could become nan in a loss that is 0 / 0.
     """
     return hand_back(None, [None] * len(tensors), tensors)
 
@@ -263,10 +262,7 @@ def loss_of(result: Any) -> Any:
 
 
 def total_of(shard: ShardLoss) -> Any:
-    """Returns the :class:`LossSum` of a criterion that is a sum, or a structure of them.
-
-    Without rows, the criterion is not called, because some losses raise an error then.
-    """
+    """Returns the :class:`LossSum` of a criterion that is a sum, or a structure of them. It is not called without rows."""
     if not shard.rows:
         return LossSum(shard.nothing(), None)
     return containers.map_leaves(lambda leaf: leaf if leaf is None else LossSum(weighted_sum(leaf, 1), None), shard.call())
@@ -274,10 +270,7 @@ def total_of(shard: ShardLoss) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class MeanAndWeight:
-    """A function that computes ``mean x weight`` of a shard, as :class:`LossSum`.
-
-    ``weigh`` returns the weight of a shard, or a structure with one weight for each mean that the criterion returns.
-    """
+    """A function that computes ``mean x weight`` of a shard. ``weigh`` returns a weight, or one for each mean."""
 
     weigh: Callable[[ShardLoss], Any]
     minimum: float

@@ -157,10 +157,7 @@ def _shard(
 
 
 class _DTensorShards:
-    """The plain optimizer over groups of ``DTensor``s. Its state is sharded as the parameters are. Every rank calls each method.
-
-    A state dict has whole tensors, as that of the plain optimizer.
-    """
+    """The plain optimizer over groups of ``DTensor``s, sharded as the parameters are. A state dict has whole tensors."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner

@@ -22,10 +22,10 @@ T = TypeVar("T", Tensor, Tensor | None)
 
 
 class Piece:
-    """A run of one parameter's elements, in the memory of the device that owns it.
+    """A run of one parameter's elements, the ``index``-th of a bucket, in the memory of the device that owns it.
 
-    ``values`` is a leaf for the optimizer to update, in the memory of the owner's copy. It is flat if it is not the whole
-    parameter. ``places`` are the same elements on all devices. ``index`` is that of the parameter in its bucket.
+    ``values`` is a leaf for the optimizer to update, flat if it is not the whole parameter. ``places`` are the same elements on
+    all devices.
     """
 
     def __init__(
@@ -51,10 +51,7 @@ class Piece:
 
 
 class BucketOwners:
-    """The pieces of one bucket, cut into as many bytes for each device.
-
-    The devices of ``copies``, which has the copies of each parameter, are the owners.
-    """
+    """The pieces of one bucket, cut into as many bytes for each of the devices in ``copies``, the copies of each parameter."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], copies: Sequence[dict[torch.device, Tensor]]) -> None:
         self._parameters = parameters
@@ -147,10 +144,7 @@ class BucketOwners:
 
 
 def _sizes(pieces: Sequence[Sequence[Piece]], parameters: int) -> list[int]:
-    """Returns the number of elements on each owner: equal numbers if padding of the last owners suffices.
-
-    A single parameter may be large and is not copied, so it cannot be padded.
-    """
+    """Returns the number of elements on each owner: equal numbers if padding suffices. A single parameter is not padded."""
     owned = [sum(piece.values.numel() for piece in run) for run in pieces]
     total, count = sum(owned), len(owned)
     share = -(-total // count)
@@ -178,11 +172,7 @@ _all_shards: weakref.WeakSet["ReplicaShards"] = weakref.WeakSet()
 
 
 class ReplicaShards:
-    """Shards of a :class:`DataParallelModel`, each updated on the device that owns it.
-
-    Gradients of the model are reduced to their owners while this object exists. Parameters in ``groups`` that are not the
-    model's are updated in place.
-    """
+    """Shards of a :class:`DataParallelModel`, each updated on the device that owns it. Other parameters are updated in place."""
 
     def __init__(
         self, model: DataParallelModel, groups: Groups, optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]
@@ -223,10 +213,7 @@ class ReplicaShards:
         return whole
 
     def step(self) -> None:
-        """Updates each shard on its owner, and copies it to the other devices. A forward in another thread ends before.
-
-        The update begins with the values of the model's own parameters, which a user may have written to.
-        """
+        """Updates each shard on its owner, from the values of the model's own parameters, and copies it to the other devices."""
         self._prepare()
         self.collect()
         with self._model.replicas.in_turn():

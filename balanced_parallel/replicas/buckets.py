@@ -281,10 +281,7 @@ class Bucket:
 
 
 class _Broadcast(torch.autograd.Function):
-    """Broadcasts a bucket in the forward, and reduces its gradients in the backward.
-
-    The schedule is on ``ctx``: each backward follows the forward that it belongs to, in whatever order they run.
-    """
+    """Broadcasts a bucket in the forward, and reduces its gradients in the backward, as the schedule of the forward says."""
 
     @staticmethod
     def forward(

@@ -104,10 +104,7 @@ class ModuleTree:
         return list(by_id.values())
 
     def fill(self, skeletons: Skeletons, tensors: list[Tensor] | None, buffers: Mapping[int, Tensor]) -> nn.Module:
-        """Gives the skeletons the modules' current modes, hooks and attributes, and returns the root's skeleton.
-
-        ``tensors`` replace the parameters, in the order of the tree (``None`` keeps them), and ``buffers`` those with their ids.
-        """
+        """Gives the skeletons the modules' attributes, with ``tensors`` (``None`` keeps parameters) and ``buffers`` by id."""
         for part, skeleton, children in skeletons:
             state = part.module.__dict__.copy()
             if children:
@@ -163,7 +160,7 @@ class ModuleTree:
     def _swapped(self, value: Any, tensors: list[Tensor]) -> Any:
         """Returns a list of parameters, or of weak references to them, with the parameters replaced. Other values stay.
 
-        An RNN has both lists. It flattens its weights again in every forward in which they do not agree with its parameters.
+        An RNN has both, and flattens its weights again in every forward in which they do not agree with its parameters.
         """
         if type(value) is not list:
             return value
@@ -179,10 +176,7 @@ class ModuleTree:
 
 
 def flatten_weights(rnns: Sequence[tuple[nn.RNNBase, list[int]]], tensors: Sequence[Tensor]) -> None:
-    """Moves new copies of the weights of each RNN to one buffer, as cuDNN needs them. Otherwise every forward would do so.
-
-    Each of ``rnns`` has the places of its weights among ``tensors``, the copies of all parameters on one device.
-    """
+    """Moves the copies of the weights of each RNN, at its places among ``tensors``, to one buffer, as cuDNN needs them."""
     with torch.inference_mode(False):
         for rnn, places in rnns:
             # the method reads sizes and ``_flat_weights`` of its object, and nothing else

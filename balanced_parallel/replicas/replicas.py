@@ -59,10 +59,7 @@ class Replicas:
 
     @contextmanager
     def of(self, module: nn.Module, devices: Sequence[torch.device], home: torch.device) -> Iterator[list[nn.Module]]:
-        """Yields one replica of ``module``, which is on ``home``, for each of ``devices``, for one forward.
-
-        The first replica is the module itself if ``home`` is the first of the devices.
-        """
+        """Yields one replica of ``module``, which is on ``home``, for each of ``devices``. The first may be the module itself."""
         modules = [module] if devices[0] == home else []
         others = devices[len(modules) :]
         with self.in_turn() if others or self.tree is not None else nullcontext():
@@ -85,10 +82,7 @@ class Replicas:
         return window(self, deferred=True)
 
     def prepare(self, module: nn.Module, devices: Sequence[torch.device], *, all_values: bool = True) -> ModuleTree:
-        """Brings skeletons and copies up to date with the module, which is on the first of ``devices``, and returns its tree.
-
-        Without ``all_values``, only parameters whose version counters moved are copied.
-        """
+        """Returns the tree, with skeletons and copies up to date. Without ``all_values``, only recorded writes are copied."""
         with self.in_turn():
             return self._follow(module, devices, all_values=all_values)
 
@@ -99,10 +93,7 @@ class Replicas:
     def shard(
         self, module: nn.Module, devices: Sequence[torch.device], parameters: Sequence[Tensor]
     ) -> list[tuple[Bucket, list[dict[torch.device, Tensor]]]]:
-        """Makes buckets for gradients of ``parameters`` that owners receive, until ``gradients.unshard()``.
-
-        Returns the buckets, which need owners, and the copies by device of each of their parameters.
-        """
+        """Makes buckets for ``parameters`` that need owners. Returns them, with the copies by device of each of their parameters."""
         if self.gradients.is_sharded:
             raise ValueError("the model has a BalancedOptimizer already, expected one: give it all param groups, or delete it")
         tree = self.prepare(module, devices)
@@ -197,7 +188,8 @@ class Replicas:
     def _connected_parameters(self, tree: ModuleTree, places: list[torch.device]) -> dict[torch.device, list[Tensor]]:
         """Returns the tensors of each device, in the order of the tree's parameters, connected to them by the buckets.
 
-        Empty if all devices are the module's own: the engine has one thread per device, which adds up gradients in order."""
+        Empty if all devices are the module's own: the engine has one thread per device, which adds up gradients in order.
+        """
         if not tree.parameters or (len(places) == 1 and places[0] not in self.copies.by_device):
             return {}
         tensors = {place: [*self.copies.by_device.get(place, tree.parameters)] for place in places}
