@@ -146,20 +146,12 @@ def _rows(piece: Arguments) -> int:
 T = TypeVar("T")
 
 
-class OwnValues:
-    """An exchange in which a replica receives its own value in the place of each other value: one of the same size."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def exchange(self, index: int, number: int, value: Any) -> list[Any]:
-        """Returns ``value`` once per replica."""
-        return [value] * self.size
-
-
 def run_in_this_thread(work: Sequence[Callable[[], T]], devices: Sequence[torch.device], *, together: bool = True) -> list[T]:
-    """Runs replicas one after the other: a fake mode belongs to one thread."""
-    return run_in_turn(work, devices, OwnValues(len(work)))
+    """Runs replicas one after the other: a fake mode belongs to one thread.
+
+    In an exchange, a replica receives its own value in the place of each other value: one of the same size.
+    """
+    return run_in_turn(work, devices, lambda index, number, value: [value] * len(work))
 
 
 class TracedModel(DataParallelModel):
@@ -168,7 +160,7 @@ class TracedModel(DataParallelModel):
     def __init__(self, module: nn.Module, replicas: Replicas, request: "Request") -> None:
         nn.Module.__init__(self)
         devices = fake_devices(request.devices)
-        self._set_up(devices, replicas, dim=request.dim, precision=request.precision, split=request.split)
+        self._set_up(devices, replicas, request.dim, request.precision, request.split)
         self.module = module
 
 
