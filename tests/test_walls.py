@@ -329,7 +329,6 @@ SINGLE_IMPORTER = {  # with the reason why a module is not part of its only impo
     "savings.inplace": "a public function",
     "simulation.cluster": "the public name",
     "simulation.device_module": "the module that torch asks for the devices",
-    "simulation.torch_data_parallel": "functions of torch for simulated devices",
     "strategies.launch": "the environment of torchrun",
     "strategies.replicas": "one file per strategy",
     "training.checkpoint_files": "imported at the first use: its imports take seconds",

@@ -11,7 +11,6 @@ from .compilation import load_native
 
 _initialized = True  # torch.utils.checkpoint saves the random state of a device if its module has this flag
 
-
 # as torch.cuda calls them
 current_device = torch.accelerator.current_device_index
 set_device = torch.accelerator.set_device_index
@@ -86,8 +85,7 @@ def empty_cache() -> None:
 
 def get_rng_state(device: DeviceLike | None = None) -> torch.Tensor:
     """Returns the random state of a device."""
-    state: torch.Tensor = torch.ops.balanced_parallel_simulation.random_state(_index(device))
-    return state
+    return torch.ops.balanced_parallel_simulation.random_state(_index(device))  # type: ignore[no-any-return]
 
 
 def set_rng_state(state: torch.Tensor, device: DeviceLike | None = None) -> None:
@@ -122,7 +120,8 @@ default_generators = [_DeviceGenerator(index) for index in range(64)]
 
 def initial_seed() -> int:
     """Returns the seed of the random number generator of the current device."""
-    return torch.Generator().set_state(get_rng_state()).initial_seed()
+    state = torch.ops.balanced_parallel_simulation.random_state(current_device())
+    return torch.Generator().set_state(state).initial_seed()
 
 
 def manual_seed(seed: int) -> None:
@@ -140,5 +139,4 @@ def _is_in_bad_fork() -> bool:
     return False
 
 
-def _lazy_init() -> None:
-    """Does nothing: devices are initialized with the cluster."""
+_lazy_init = empty_cache  # devices are initialized with the cluster

@@ -32,7 +32,6 @@ from ...replicas.replicas import Replicas, parameter_window
 from ...replicas.workers import run_in_turn
 from ...runtime.collectives import world_size
 from ...runtime.streams import SideStreams
-from ...runtime.torch_private import get_gradient
 from ...runtime.values import Precision
 from ...strategies.fsdp import shard
 from ..devices import DeviceKind
@@ -257,8 +256,7 @@ class SingleDevice:
         """Yields every gradient that exists, those that the replicas hold too."""
         groups = (group for optimizer in inner_optimizers(self.optimizers) for group in optimizer.param_groups)
         updated = [parameter for group in groups for parameter in group["params"]]
-        # the plain attribute of torch: reading the grad of a sharded parameter would gather it
-        yield from (get_gradient(parameter) for parameter in (*self.parameters, *updated) if parameter.is_leaf)
+        yield from (parameter.grad for parameter in (*self.parameters, *updated) if parameter.is_leaf)
         for bucket in (bucket for replicas in self.replicas for bucket in replicas.gradients.buckets):
             for gradients in bucket.held.values():
                 yield from gradients
