@@ -1,6 +1,7 @@
 """Constants of GPUs."""
 
 import functools
+import types
 
 import pytest
 import torch
@@ -9,6 +10,70 @@ from torch import nn
 from torch.nn import functional as F
 
 from balanced_parallel import memory
+from balanced_parallel.memory import devices
+
+GIB = 2**30
+NAMES = {
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA A100 80GB PCIe": "a100",
+    "NVIDIA A100-SXM4-40GB": "a100-40gb",
+    "NVIDIA A100-PCIE-40GB": "a100-40gb",
+    "Tesla V100-SXM2-16GB": "v100-16gb",
+    "Tesla V100-SXM2-32GB": "v100",
+    "Tesla T4": "t4",
+    "NVIDIA A10G": "a10g",
+    "NVIDIA L4": "l4",
+    "NVIDIA RTX A6000": "a6000",
+    "NVIDIA RTX 6000 Ada Generation": "rtx6000-ada",
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": "rtxpro6000",
+    "Quadro RTX 6000": "rtx6000",
+    "NVIDIA GeForce RTX 5090": "rtx5090",
+    "NVIDIA GeForce RTX 3060": "rtx3060",
+    "NVIDIA GeForce GTX 1080 Ti": "gtx1080-ti",
+    "NVIDIA TITAN RTX": "titan-rtx",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H100 PCIe": "h100-pcie",
+    "NVIDIA H200": "h200",
+    "NVIDIA GH200 480GB": "gh200",
+    "NVIDIA GB200": "gb200",
+    "AMD Instinct MI300X": "mi300x",
+    "RTX 4090": "rtx4090",
+    "A100": "a100",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_name_of_a_gpu_is_recognised_and_its_larger_sister_is_not(name):
+    assert devices.find_kind(name).name == NAMES[name]
+    assert devices.find_kind(NAMES[name]) == devices.find_kind(name)
+
+
+@pytest.mark.parametrize("name", ["gtx480", "NVIDIA A100-SXM-64GB", "NVIDIA GeForce RTX 3060 Ti", "RTX 4090 Laptop GPU", ""])
+def test_unknown_name_is_an_error_that_lists_the_others(name):
+    with pytest.raises(
+        ValueError, match=r"device_kind='.*', expected one of gb200, .*, cpu, .*capacity='24GiB', or --memory 24GiB"
+    ):
+        devices.find_kind(name)
+
+
+def test_context_grows_with_the_multiprocessors_and_the_workspace_with_the_generation():
+    assert devices.find_kind("t4").context == 140 * 2**20
+    assert devices.find_kind("rtx5090").context == 595 * 2**20
+    sizes = {name: devices.find_kind(name).workspace for name in ("a100", "h100", "rtx5090", "mi300x")}
+    assert sizes == {"a100": 8519680, "h100": 2**25, "rtx5090": 2**25, "mi300x": 0}
+
+
+@pytest.mark.parametrize("name", ["NVIDIA A100-SXM4-40GB", "NVIDIA Thor"])
+def test_memory_of_a_gpu_of_this_machine_is_its_own(monkeypatch, name):
+    properties = types.SimpleNamespace(name=name, total_memory=17 * GIB, multi_processor_count=20, major=11)
+    monkeypatch.setattr(devices, "visible_devices", lambda: [torch.device("cuda", 0)])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    kind = devices.find_kind(None)
+    assert (kind.capacity, kind.context, kind.workspace) == (17 * GIB, 70 * 2**20, 2**25)
+    assert devices.find_kind(name) == devices.find_kind(kind.name) == kind
+    assert devices.find_kind("h200").capacity == 139.5 * GIB
+    monkeypatch.setattr(devices, "visible_devices", lambda: [torch.device("cpu")])
+    assert devices.find_kind(None).name == "h200"
 
 
 @pytest.mark.usefixtures("one_trace")
