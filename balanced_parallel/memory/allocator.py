@@ -1,8 +1,9 @@
-"""A replay of torch's caching allocator: the memory that it reserves for a sequence of allocations.
+"""A replay of torch's caching allocator: the memory that it allocates and reserves for a sequence of allocations.
 
 The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` with its defaults. Sizes are rounded to 512 bytes. Free blocks are
-chosen by best fit, split, and merged with free neighbours. A segment belongs to the stream that needed it first, and only that
-stream reuses its blocks. Not compared with a GPU yet.
+chosen by best fit, split, and merged with free neighbours. A block above 1 MiB keeps a remainder of up to 1 MiB, which
+``torch.cuda.max_memory_allocated`` counts. A segment belongs to the stream that needed it first, and only that stream reuses its
+blocks.
 
     size of a block      segment
     up to 1 MiB          2 MiB
@@ -39,7 +40,7 @@ class CachingAllocator:
 
     def __init__(self, capacity: int | None = None) -> None:
         self.capacity = capacity
-        self.reserved = self.peak = 0
+        self.allocated = self.reserved = self.max_reserved = 0
         self._free: defaultdict[Pool, list[Free]] = defaultdict(list)
         self._starts: dict[tuple[int, int], Free] = {}
         self._ends: dict[tuple[int, int], Free] = {}
@@ -62,6 +63,7 @@ class CachingAllocator:
             self._insert(pool, (rest, segment, offset + size))
             length = size
         self._used[key] = (length, segment, offset)
+        self.allocated += length
         return True
 
     def place(self, key: int) -> tuple[int, int]:
@@ -75,6 +77,7 @@ class CachingAllocator:
         if block is None:
             return
         size, segment, offset = block
+        self.allocated -= size
         pool = self.segments[segment].pool
         before, after = self._ends.get((segment, offset)), self._starts.get((segment, offset + size))
         if before is not None:
@@ -113,7 +116,7 @@ class CachingAllocator:
         address = sum(self.segments[-1][:2]) if self.segments else _FIRST_ADDRESS
         self.segments.append(Segment(address, length, pool))
         self.reserved += length
-        self.peak = max(self.peak, self.reserved)
+        self.max_reserved = max(self.max_reserved, self.reserved)
         return length, len(self.segments) - 1, 0
 
     def _release_free_segments(self) -> None:
@@ -123,17 +126,26 @@ class CachingAllocator:
                 self.reserved -= block[0]
 
 
+class Replay(NamedTuple):
+    """The bytes of blocks in use after each event, and the maximum of the reserved bytes."""
+
+    allocated: list[int]
+    reserved: int
+
+
 def replay(
     events: Iterable[int], sizes: Sequence[int], capacity: int | None = None, streams: Sequence[int] | None = None
-) -> int | None:
-    """Returns the maximum of reserved bytes over a sequence of events; None if ``capacity`` does not suffice.
+) -> Replay | None:
+    """Replays a sequence of events. Returns None if ``capacity`` does not suffice.
 
     The event ``+n`` allocates block ``n``, counted from 1, and ``-n`` releases it. By default all blocks have one stream.
     """
     allocator = CachingAllocator(capacity)
+    levels = []
     for event in events:
         if event < 0:
             allocator.release(-event)
         elif not allocator.allocate(event, sizes[event - 1], streams[event - 1] if streams else 0):
             return None
-    return allocator.peak
+        levels.append(allocator.allocated)
+    return Replay(levels, allocator.max_reserved)

@@ -39,11 +39,6 @@ class DeviceKind:
     like_cuda: bool = True
     fuses: bool = True
 
-    @property
-    def beside_tensors(self) -> int:
-        """Bytes that no tensor holds."""
-        return self.workspace + self.context
-
 
 KIND_SOURCES = {
     "workspace": "assumed: cuBLAS's default of torch's CUDABlas.cpp, for the thread of the forward and that of the backward",

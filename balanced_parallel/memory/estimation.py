@@ -241,6 +241,7 @@ def make_report(request: Request, rows: int, exact: Lines, lines: Lines, asked: 
     """
     rows_to_read: Sequence[int | None] = asked or [None] * request.devices
     read = list(zip(request.traced_devices, rows_to_read, strict=True))
+    reserved = tuple(exact.reserved(i, at) or 0 for i, at in read)
     assumed = KIND_SOURCES if request.kind.context else {}
     if assumed and any("recurrence" in operator for operator in exact.first.operators):
         assumed = assumed | {"recurrent layers": RECURRENCE}
@@ -251,8 +252,9 @@ def make_report(request: Request, rows: int, exact: Lines, lines: Lines, asked: 
         devices=request.devices,
         rows=rows,
         micro_batches=request.micro_batches,
-        peak=tuple(exact.peak(i, at) for i, at in read),
-        reserved=tuple(exact.reserved(i, at) or 0 for i, at in read),
+        allocated=tuple(exact.allocated(i, at) for i, at in read),
+        reserved=reserved,
+        nvidia_smi=tuple(size + request.kind.context for size in reserved),
         parts=tuple(_parts(exact, i, at) for i, at in read),
         assumed=assumed,
         timeline=tuple(tuple(exact.levels(i, at)[exact.start :].tolist()) for i, at in read),
@@ -268,4 +270,4 @@ def _parts(lines: Lines, device: int, rows: int | None) -> dict[str, int]:
     kind, parts = lines.request.kind, dict.fromkeys(PARTS, 0)
     for block in lines.blocks_at_peak(device, rows):
         parts[block.kind] += -(-block.size // kind.rounds_to) * kind.rounds_to
-    return parts | {"workspace": kind.workspace, "context": kind.context}
+    return parts | {"rounding": lines.allocated(device, rows) - sum(parts.values())}

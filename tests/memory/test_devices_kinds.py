@@ -81,10 +81,12 @@ def test_gpu_estimate_has_smaller_activations_and_assumed_workspace():
     build, batch = functools.partial(LanguageModel, 0.1), PROBLEMS["language model"][1]
     reports = {kind: memory.estimate(build(), F.cross_entropy, *batch(24), device_kind=kind) for kind in ("cpu", "sim", "h200")}
     assert reports["h200"].parts[0]["saved activations"] < 0.8 * reports["cpu"].parts[0]["saved activations"]  # masks, attention
-    assert reports["h200"].parts[0]["workspace"] == 4096 * 8 * 1024
+    assert reports["h200"].parts[0]["workspace"] == 2 * 4096 * 8 * 1024  # a handle in the forward, another in the backward
+    assert reports["h200"].nvidia_smi[0] == reports["h200"].reserved[0] + 462 * 2**20
+    assert reports["cpu"].nvidia_smi == reports["cpu"].reserved == reports["cpu"].allocated
     assert set(reports["h200"].assumed) == {"workspace", "context"}
     assert all("assumed" in source for source in reports["h200"].assumed.values())
-    assert reports["h200"].reserved[0] >= reports["h200"].peak[0]
+    assert reports["h200"].reserved[0] >= reports["h200"].allocated[0]
     assert not reports["cpu"].assumed
 
 
@@ -110,4 +112,16 @@ def test_learned_bias_of_fused_attention_has_a_gradient_and_a_state():
         for one in (True, False)
     )
     assert learned.parts[0]["optimizer state"] == frozen.parts[0]["optimizer state"] + matrix
-    assert learned.peak[0] == frozen.peak[0] + matrix + 8 * matrix  # the kernel's gradient has the rows of the batch
+    assert learned.allocated[0] == frozen.allocated[0] + matrix + 8 * matrix  # the kernel's gradient has the rows of the batch
+
+
+@pytest.mark.usefixtures("one_trace")
+def test_allocated_is_what_torch_counts():
+    """Blocks of 16,000,000 bytes are 16 MiB, and a model without a matrix product has no workspace of cuBLAS."""
+    net, inputs = nn.Sequential(nn.LayerNorm(2000), nn.Linear(2000, 2000, bias=False)), torch.zeros(4, 2000)
+    report = memory.estimate(net, torch.sum, inputs, (), device_kind="a100", optimizer=torch.optim.SGD)
+    assert sum(report.parts[0].values()) == report.allocated[0] == max(report.timeline[0])
+    assert report.parts[0]["workspace"] == 2 * 8519680
+    assert report.parts[0]["rounding"] == pytest.approx(2 * (2**24 - 16_000_000), rel=0.1)
+    norm = memory.estimate(net[0], torch.sum, inputs, (), device_kind="a100", optimizer=torch.optim.SGD)
+    assert norm.parts[0]["workspace"] == 0

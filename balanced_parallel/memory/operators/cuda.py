@@ -141,6 +141,10 @@ def _kernel_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 _aten = torch.ops.aten
+MATRIX_PRODUCTS = {  # of cuBLAS: the first one of a thread allocates the workspace of its handle
+    *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default),
+    *(_aten.mv.default, _aten.addmv.default, _aten.dot.default),
+}
 _TORCH = str(Path(torch.__file__).parent)
 _MODES = str(Path(__file__).parents[1]), f"{_TORCH}/_compile", f"{_TORCH}/_dynamo"  # torch wraps modes against compilation
 IN_PLACE = {

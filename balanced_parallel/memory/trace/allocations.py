@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ...runtime.streams import on_side_stream
 from ...runtime.torch_private import current_node, is_sharded, leaves_of_tree, number_of, shared_id, storage_id
-from ..operators.cuda import IN_PLACE, is_in_place
+from ..operators.cuda import IN_PLACE, MATRIX_PRODUCTS, is_in_place
 from ..operators.values import answer, keep_elements, selected
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -48,8 +48,10 @@ class Count(TorchDispatchMode):
     Events are numbers of blocks, counted from 1: positive for an allocation, negative for a release.
     """
 
-    def __init__(self, names: dict[int, str], scalar: int | float | bool | None = None) -> None:
+    def __init__(self, names: dict[int, str], scalar: int | float | bool | None = None, workspace: int = 0) -> None:
         super().__init__()
+        self.workspace = workspace  # bytes of a handle of cuBLAS
+        self._handles: set[tuple[str, bool]] = set()  # by device, for the threads of the forward and of the backward
         self.scalar = scalar  # the result of every read of a tensor's value in the model; None makes it an error
         self.names = names  # of modules, by shared_id
         self.blocks: list[Block] = []
@@ -65,12 +67,12 @@ class Count(TorchDispatchMode):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Records nothing in the block. Its tensors must not outlive it."""
-        self._is_paused = True
+        """Records nothing in the block. Tensors that outlive it must be seen afterwards."""
+        before, self._is_paused = self._is_paused, True
         try:
             yield
         finally:
-            self._is_paused = False
+            self._is_paused = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:  # every access to .device: two thirds of all calls
@@ -98,6 +100,14 @@ class Count(TorchDispatchMode):
                 self.see(leaf, "communication buckets" if func.namespace in _COMMUNICATES else "temporaries", str(func))
         if func in IN_PLACE:
             self._reuse(func, args[0], result)
+        if (
+            func in MATRIX_PRODUCTS
+            and self.workspace
+            and (handle := (str(args[0].device), node is not None)) not in self._handles
+        ):
+            self._handles.add(handle)
+            self.blocks.append(Block(handle[0], self.workspace, "workspace", str(func), *_where(self.names)))
+            self.events.append(len(self.blocks))
         if size := selected(func, args):  # memory that the operator allocates and releases before it returns
             self.blocks.append(Block(str(args[0].device), size, "temporaries", str(func), *_where(self.names)))
             self.events += [len(self.blocks), -len(self.blocks)]
