@@ -26,6 +26,7 @@ class DeviceKind:
             that of the forward, and that of the backward.
         context: memory of the driver and of kernels, outside of the allocator.
         segments: the allocator hands out parts of larger segments, which may stay partly empty.
+        expandable: segments grow, by the allocator's setting ``expandable_segments``.
         like_cuda: autocast, dropout and optimizers choose the same operators as on CUDA.
         fuses: attention and recurrent layers use fused kernels, as on CUDA.
     """
@@ -36,6 +37,7 @@ class DeviceKind:
     workspace: int = 0
     context: int = 0
     segments: bool = True
+    expandable: bool = False
     like_cuda: bool = True
     fuses: bool = True
 

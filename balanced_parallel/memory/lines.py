@@ -104,7 +104,7 @@ class Lines:
             limit = None if capacity is None else capacity - kind.context
             if kind.segments:
                 streams = [block.stream for block in self.first.blocks]
-                self._replays[key] = replay(self.first.events, sizes.tolist(), limit, streams)
+                self._replays[key] = replay(self.first.events, sizes.tolist(), limit, streams, kind.expandable)
             else:
                 events = np.array(self.first.events, dtype=np.int64)
                 rounded = -(-sizes // kind.rounds_to) * kind.rounds_to

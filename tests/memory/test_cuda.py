@@ -39,7 +39,9 @@ FUNCTIONS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(FUNCTIONS, "a sum of gradients", "a tied weight", "a sum within an operator", "maximum", "index"))
+@pytest.mark.parametrize(
+    "name", slow_but(FUNCTIONS, "a sum of gradients", "a tied weight", "a sum within an operator", "maximum", "index")
+)
 @pytest.mark.usefixtures("one_trace")
 def test_results_in_the_memory_of_an_argument_equal_the_allocator(name):
     def batch():
