@@ -20,6 +20,7 @@ from .devices import KIND_SOURCES, find_kind
 from .errors import UnknownMemory
 from .lengths import trace_lengths
 from .lines import Lines
+from .operators.cuda import CONVOLUTIONS
 from .operators.recurrent import SOURCE as RECURRENCE
 from .report import PARTS, MemoryReport, OtherBatches, holders_of
 from .trace.layouts import LAYOUTS, Request, is_coupled, plain_criterion
@@ -257,8 +258,11 @@ def make_report(request: Request, rows: int, exact: Lines, lines: Lines, asked: 
     read = list(zip(request.traced_devices, rows_to_read, strict=True))
     reserved = tuple(exact.reserved(i, at) or 0 for i, at in read)
     assumed = KIND_SOURCES if request.kind.context else {}
-    if assumed and any("recurrence" in operator for operator in exact.first.operators):
-        assumed = assumed | {"recurrent layers": RECURRENCE}
+    if assumed:
+        sources = {"recurrence": {"recurrent layers": RECURRENCE}, "aten.convolution": {"convolutions": CONVOLUTIONS}}
+        for name, source in sources.items():
+            if any(name in operator for operator in exact.first.operators):
+                assumed = assumed | source
     return MemoryReport(
         layout=request.layout.name,
         device_kind=request.kind.name,
@@ -269,6 +273,7 @@ def make_report(request: Request, rows: int, exact: Lines, lines: Lines, asked: 
         allocated=tuple(exact.allocated(i, at) for i, at in read),
         reserved=reserved,
         nvidia_smi=tuple(size + request.kind.context for size in reserved),
+        at_most=tuple((exact.reserved(i, at, upper=True) or 0) + request.kind.context for i, at in read),
         parts=tuple(_parts(exact, i, at) for i, at in read),
         assumed=assumed,
         timeline=tuple(tuple(exact.levels(i, at)[exact.start :].tolist()) for i, at in read),

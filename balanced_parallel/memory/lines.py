@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ..batch.plan import split_sizes
 from .allocator import Replay, replay
-from .trace.allocations import Block
+from .trace.allocations import MAYBE, Block
 from .trace.fakes import host_of
 from .trace.layouts import Request
 from .trace.tracer import Trace, run_traces
@@ -43,7 +43,7 @@ class Lines:
     request: Request
     first: Trace
     second: Trace | None = None
-    _replays: dict[tuple[int, int | None, int | None], Replay | None] = dataclasses.field(default_factory=dict, init=False)
+    _replays: dict[tuple[int, int | None, int | None, bool], Replay | None] = dataclasses.field(default_factory=dict, init=False)
 
     @property
     def is_affine(self) -> bool:
@@ -90,16 +90,19 @@ class Lines:
         """Returns the maximum of bytes in use on each device."""
         return tuple(self.allocated(device, rows) for device in self.request.traced_devices)
 
-    def reserved(self, device: int, rows: int | None = None, capacity: int | None = None) -> int | None:
-        """Returns the bytes that the allocator reserves; None if these and the context are more than ``capacity``."""
-        replayed = self._replay(device, rows, capacity)
+    def reserved(self, device: int, rows: int | None = None, capacity: int | None = None, *, upper: bool = False) -> int | None:
+        """Returns the bytes that the allocator reserves; None if these and the context are more than ``capacity``.
+
+        With ``upper`` it is an upper bound, with memory that operators may take or not.
+        """
+        replayed = self._replay(device, rows, capacity, upper)
         return None if replayed is None else replayed.reserved
 
-    def _replay(self, device: int, rows: int | None, capacity: int | None = None) -> Replay | None:
-        key = device, rows, capacity
+    def _replay(self, device: int, rows: int | None, capacity: int | None = None, upper: bool = False) -> Replay | None:
+        key = device, rows, capacity, upper
         if key not in self._replays:
             name, kind = self.device_name(device), self.request.kind
-            is_here = np.array([block.device == name for block in self.first.blocks])
+            is_here = np.array([block.device == name and (upper or block.kind != MAYBE) for block in self.first.blocks])
             sizes = self.sizes(rows) * is_here
             limit = None if capacity is None else capacity - kind.context
             if kind.segments:

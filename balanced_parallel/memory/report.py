@@ -117,6 +117,7 @@ class MemoryReport:
             ``torch.cuda.max_memory_allocated`` returns. The sum of ``parts``.
         reserved: memory that torch's allocator takes from the device for it, in segments: ``torch.cuda.max_memory_reserved``.
         nvidia_smi: memory of the process: ``reserved``, and the context of the driver.
+        at_most: ``nvidia_smi`` if cuDNN chooses the method with the largest workspace for 3 x 3 convolutions in float32.
         parts: the allocated bytes by purpose. ``workspace`` is that of cuBLAS, and ``rounding`` the rest of blocks that the
             allocator does not split. ``assumed`` has the sources of constants.
         timeline: bytes in use after every allocation and release of the second update.
@@ -145,6 +146,7 @@ class MemoryReport:
     allocated: tuple[int, ...]
     reserved: tuple[int, ...]
     nvidia_smi: tuple[int, ...]
+    at_most: tuple[int, ...]
     parts: tuple[Mapping[str, int], ...]
     assumed: Mapping[str, str]
     timeline: tuple[tuple[int, ...], ...]
@@ -278,6 +280,7 @@ class MemoryReport:
     def _table(self, style: str) -> str:
         names = [part for part in PARTS if any(parts[part] for parts in self.parts)]
         columns = {"allocated": self.allocated, "reserved": self.reserved, "nvidia-smi": self.nvidia_smi}
+        columns |= {"at most": self.at_most} if self.at_most != self.nvidia_smi else {}
         columns |= {name: tuple(parts[name] for parts in self.parts) for name in names}
         rows = [[f"device {i}", *(format_bytes(sizes[i]) for sizes in columns.values())] for i in range(self.devices)]
         return str(tabulate(rows, ["", *columns], style, disable_numparse=True, stralign="right"))

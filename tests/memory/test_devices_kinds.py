@@ -125,3 +125,45 @@ def test_allocated_is_what_torch_counts():
     assert report.parts[0]["rounding"] == pytest.approx(2 * (2**24 - 16_000_000), rel=0.1)
     norm = memory.estimate(net[0], torch.sum, inputs, (), device_kind="a100", optimizer=torch.optim.SGD)
     assert norm.parts[0]["workspace"] == 0
+
+
+class GroupedAttention(nn.Module):
+    """Attention of 8 heads with 2 heads of keys and values."""
+
+    def __init__(self):
+        super().__init__()
+        self.projections = nn.ModuleList(nn.Linear(96, width) for width in (8 * 40, 2 * 40, 2 * 40))
+
+    def forward(self, inputs):
+        heads = [projection(inputs).unflatten(-1, (-1, 40)).transpose(1, 2) for projection in self.projections]
+        return F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+
+
+@pytest.mark.usefixtures("one_trace")
+@pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, 3), (torch.float32, 0)])
+def test_backward_of_flash_attention_takes_memory_for_itself(dtype, expected):
+    """The query's gradient in float32, and those of keys and values for each head; lengths and widths are rounded."""
+    report = memory.estimate(
+        GroupedAttention().to(dtype), torch.sum, torch.zeros(3, 100, 96, dtype=dtype), (), device_kind="a100"
+    )
+    blocks = report._batches.exact.first.blocks
+    sizes = [block.size for block in blocks if "fused_attention_backward" in block.operator]
+    sums, per_head = 4 * 3 * 8 * 128, 3 * 8 * 100 * 40 * 2
+    assert sums in sizes
+    assert sum(sizes.count(size) for size in (64 * sums, per_head)) == 2 * (expected + (expected > 0))  # two updates, and dq
+    assert sizes.count(64 * sums) == 2 * (expected > 0)
+
+
+@pytest.mark.usefixtures("one_trace")
+def test_convolutions_have_an_upper_bound_and_a_note():
+    def estimated(kernel, kind="a100", **settings):
+        net = nn.Sequential(nn.Conv2d(8, 64, kernel, padding=1, **settings), nn.Flatten(), nn.Linear(64 * 32 * 32, 2))
+        batch = torch.zeros(64, 8, 32, 32), torch.zeros(64, dtype=torch.int64)
+        return memory.estimate(net, F.cross_entropy, *batch, device_kind=kind)
+
+    dense, grouped, on_cpu = estimated(3), estimated(3, groups=8), estimated(3, "cpu")
+    assert dense.at_most[0] - dense.nvidia_smi[0] == pytest.approx(9 / 4 * 64 * 72 * 32 * 32 * 4, rel=0.2)
+    assert grouped.at_most == grouped.nvidia_smi
+    assert on_cpu.at_most == on_cpu.allocated
+    assert "cuDNN" in dense.assumed["convolutions"]
+    assert "at most" in str(dense)

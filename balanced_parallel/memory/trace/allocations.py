@@ -17,7 +17,8 @@ from torch.utils.flop_counter import flop_registry
 
 from ...runtime.streams import on_side_stream
 from ...runtime.torch_private import current_node, is_sharded, leaves_of_tree, number_of, shared_id, storage_id
-from ..operators.cuda import IN_PLACE, MATRIX_PRODUCTS, is_in_place
+from ..devices import DeviceKind
+from ..operators.cuda import IN_PLACE, MATRIX_PRODUCTS, attention_buffers, convolution_workspace, is_in_place
 from ..operators.values import answer, keep_elements, selected
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -38,6 +39,7 @@ class Block:
     stream: int = 0  # 1 for a side stream: only that stream reuses the memory
 
 
+MAYBE = "workspace of cuDNN"  # memory that is taken or not: not part of a report but of its upper bound
 _DEVICE = torch.ops.prim.device.default
 _COMMUNICATES = ("fsdp", "c10d", "_c10d_functional")
 
@@ -48,9 +50,9 @@ class Count(TorchDispatchMode):
     Events are numbers of blocks, counted from 1: positive for an allocation, negative for a release.
     """
 
-    def __init__(self, names: dict[int, str], scalar: int | float | bool | None = None, workspace: int = 0) -> None:
+    def __init__(self, names: dict[int, str], kind: DeviceKind, scalar: int | float | bool | None = None) -> None:
         super().__init__()
-        self.workspace = workspace  # bytes of a handle of cuBLAS
+        self.workspace, self.fuses = kind.workspace, kind.fuses
         self._handles: set[tuple[str, bool]] = set()  # by device, for the threads of the forward and of the backward
         self.scalar = scalar  # the result of every read of a tensor's value in the model; None makes it an error
         self.names = names  # of modules, by shared_id
@@ -108,10 +110,15 @@ class Count(TorchDispatchMode):
             self._handles.add(handle)
             self.blocks.append(Block(handle[0], self.workspace, "workspace", str(func), *_where(self.names)))
             self.events.append(len(self.blocks))
-        if size := selected(func, args):  # memory that the operator allocates and releases before it returns
-            self.blocks.append(Block(str(args[0].device), size, "temporaries", str(func), *_where(self.names)))
-            self.events += [len(self.blocks), -len(self.blocks)]
+        self._take([selected(func, args), *attention_buffers(func, args)], "temporaries", func, args)
+        self._take([convolution_workspace(func, args, result) if self.fuses else 0], MAYBE, func, args)
         return result
+
+    def _take(self, sizes: list[int], kind: str, func: Any, args: Any) -> None:
+        """Records memory that an operator allocates, and releases before it returns."""
+        numbers = range(len(self.blocks) + 1, len(self.blocks) + 1 + sum(map(bool, sizes)))
+        self.blocks += [Block(str(args[0].device), size, kind, str(func), *_where(self.names)) for size in sizes if size]
+        self.events += [*numbers, *(-number for number in numbers)]
 
     def see(self, tensor: Tensor, kind: str, operator: str = "") -> None:
         """Records the storage of a tensor once. A known storage only changes its kind, unless ``kind`` is ``"temporaries"``."""

@@ -96,7 +96,7 @@ def _trace(request: Request, rows: int) -> Trace:
     whole = rows * (request.micro_batches // request.batches)
     place = host_of(request.devices) if request.layout.batch_on_host else HOME
     batch = fakes.fake_batch((request.inputs, request.targets), whole, request.rows, mode, place, request.dim)
-    count = Count(fakes.names_of({"": module, "criterion": criterion}), request.scalar, request.kind.workspace)
+    count = Count(fakes.names_of({"": module, "criterion": criterion}), request.kind, request.scalar)
     choices = cuda.cuda_choices(request.kind.fuses) if request.kind.like_cuda else contextlib.nullcontext()
     with (
         fakes.undisturbed(),
