@@ -133,6 +133,7 @@ LONG = 700
 SHORT = 80
 SHORT_FILES: dict[str, str] = {  # with the reason
     "memory.errors": "seven importers",
+    "runtime.dropout_kernel": "imports Triton, which is optional",
     "strategies.replicas": "one file per strategy",
 }
 
@@ -331,8 +332,10 @@ SINGLE_IMPORTER = {  # with the reason why a module is not part of its only impo
     "simulation.cluster": "the public name",
     "simulation.device_module": "the module that torch asks for the devices",
     "strategies.launch": "the environment of torchrun",
+    "runtime.dropout_kernel": "imports Triton, which is optional",
     "strategies.replicas": "one file per strategy",
     "training.checkpoint_files": "imported at the first use: its imports take seconds",
+    "training.reproducible": "a public argument",
     "training.settings": "the settings of ranks",
     "training.two_passes": "another way to run an update",
 }

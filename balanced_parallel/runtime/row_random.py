@@ -25,12 +25,12 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from .torch_private import fill_by_keys, has_kernel
+from .torch_private import DRAWS_OF_ONE_FORM, attention_in_parts, has_kernel, remove_kernels, uniform_of_keys
 
 _LOW = 2**32 - 1
 _DRAW_BITS = 24  # of a ticket, for the number of a draw
@@ -88,9 +88,8 @@ def philox(seeds: Tensor, words: int) -> Tensor:
 
 def uniform(seeds: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     """Returns numbers in [0, 1), ``[..., length]`` for seeds ``[..., 1]``, in float32 (24 bits) or float64 (53 bits)."""
-    if has_kernel("_philox_uniform_", seeds.device.type.upper()):
-        result = torch.empty(*seeds.shape[:-1], length, dtype=dtype, device=seeds.device)
-        return fill_by_keys(result, torch.stack([seeds, torch.zeros_like(seeds)], -1))
+    if (numbers := uniform_of_keys(seeds, length, dtype)) is not None:
+        return numbers
     if dtype == torch.float64:
         pairs = philox(seeds, 2 * length).unflatten(-1, (length, 2))
         bits: Tensor = ((pairs[..., 0] << 32) | pairs[..., 1]) & (2**53 - 1)
@@ -98,12 +97,7 @@ def uniform(seeds: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     return (philox(seeds, length) & 0xFFFFFF).to(dtype).mul_(2.0**-24)
 
 
-class Draw(NamedTuple):
-    """One draw of a forward: its operator, the number of its dimensions, and that of the rows, None if it has no rows."""
-
-    operator: str
-    ndim: int
-    dim: int | None
+Draw: TypeAlias = tuple[str, int, int | None]  # operator, number of dimensions, and that of the rows; None if it has no rows
 
 
 class UpdateRandom:
@@ -131,12 +125,9 @@ class BatchRandom(NamedTuple):
 
     @contextlib.contextmanager
     def drawing(self, part: str, rows: Sequence[int] | None, device: torch.device) -> Iterator[None]:
-        """Surrounds a forward in this thread, whose draws follow the rows. The generator's state is put back.
+        """Surrounds a forward of ``"model"`` or ``"criterion"`` in this thread. The generator's state is put back.
 
-        Args:
-            part: ``"model"`` or ``"criterion"``, which draw other numbers.
-            rows: their numbers in the batch; None if the arguments have no rows.
-            device: of the replica.
+        ``rows`` are their numbers in the batch; None if the arguments have no rows.
 
         Raises:
             ValueError: the forward has drawn other numbers than expected.
@@ -236,7 +227,7 @@ def find_draws(forwards: Sequence[Forward]) -> list[Draw]:
         ValueError: draws follow the data, or the size of one is not a multiple of the rows.
     """
     two, three = (forward.shapes for forward in forwards)
-    draws = []
+    draws: list[Draw] = []
     for number, ((name, small), (other, large)) in enumerate(itertools.zip_longest(two, three, fillvalue=("nothing", ()))):
         grown = [axis for axis in range(len(small)) if len(small) == len(large) and small[axis] != large[axis]]
         is_even = all(3 * small[axis] == 2 * large[axis] for axis in grown)
@@ -245,7 +236,7 @@ def find_draws(forwards: Sequence[Forward]) -> list[Draw]:
                 f"draw {number} of the {forwards[0].part} is {name} of shape {small} for 2 rows, and {other} of shape {large} "
                 f"for 3, expected one dimension of rows{_AS_ROWS}"
             )
-        draws.append(Draw(name, len(small), grown[0] if grown else None))
+        draws.append((name, len(small), grown[0] if grown else None))
     return draws
 
 
@@ -274,19 +265,22 @@ class _Begun(NamedTuple):
         return numbers.view(*like.shape, per_element) if per_element > 1 else numbers.view(like.shape)
 
 
+def _find_forward(device: torch.device) -> tuple[Forward | None, int]:
+    """Returns the forward that draws on a device, or runs again, and the number of its next draw; None if there is none."""
+    forward = running.get()  # a replica may draw on the host too
+    ticket, draw = divmod(_generator(device if forward is None else forward.device).initial_seed(), 2**_DRAW_BITS)
+    if forward is None:
+        return _forwards.get(ticket), draw  # one that runs again, in whatever thread
+    return forward, draw if ticket == forward.ticket else forward.next_draw  # unless another replica has had its turn
+
+
 def _begin_draw(operator: str, device: torch.device) -> _Begun | None:
     """Returns the draw that begins on a device, or None if no forward draws by row."""
-    forward = running.get()
-    generator = _generator(device if forward is None else forward.device)  # a replica may draw on the host too
-    ticket, draw = divmod(generator.initial_seed(), 2**_DRAW_BITS)
-    if forward is None:  # perhaps a forward that runs again, in whatever thread
-        forward = _forwards.get(ticket)
-        if forward is None:
-            return None
-    elif ticket != forward.ticket:  # another replica of the device has had its turn
-        draw = forward.next_draw
+    forward, draw = _find_forward(device)
+    if forward is None:
+        return None
     forward.next_draw = max(forward.next_draw, draw + 1)  # a part that runs again draws earlier numbers
-    generator.manual_seed((forward.ticket << _DRAW_BITS) + draw + 1)
+    _generator(forward.device if running.get() else device).manual_seed((forward.ticket << _DRAW_BITS) + draw + 1)
     return _Begun(forward, draw, operator)
 
 
@@ -359,8 +353,7 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "multinomial": _multinomial,
     "randperm.generator_out": lambda begun, n, *, out: out.copy_(begun.uniform(out.resize_(n), torch.float64).argsort()),
     "rrelu_with_noise": _rrelu,
-    **dict.fromkeys(("poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "_cudnn_rnn", "_fused_dropout"), _refuse),
-    **dict.fromkeys(("geometric_", "cauchy_", "log_normal_"), _refuse),
+    **dict.fromkeys((*DRAWS_OF_ONE_FORM, "geometric_", "cauchy_", "log_normal_"), _refuse),
 }
 _lock = threading.Lock()
 _library: torch.library.Library | None = None
@@ -374,7 +367,7 @@ def _replace_kernels(change: int) -> None:
         warnings.filterwarnings("ignore", "Warning only once for all operators")
         _updates += change
         if _library is not None and not _updates:
-            _library._destroy()
+            remove_kernels(_library)
             _library = None
         elif _library is None:
             _library = torch.library.Library("aten", "IMPL")
@@ -407,17 +400,10 @@ def _attention(key: str) -> Callable[..., Any]:
     kernel = torch.library.get_kernel("aten::scaled_dot_product_attention", key)
 
     def attend(
-        keys: Any,
-        query: Tensor,
-        k: Tensor,
-        value: Tensor,
-        mask: Any = None,
-        p: float = 0.0,
-        is_causal: bool = False,
-        **kwargs: Any,
+        keys: Any, query: Tensor, k: Tensor, value: Tensor, mask: Any = None, p: float = 0.0, causal: bool = False, **kwargs: Any
     ) -> Any:
-        if p > 0 and running.get() is not None:
-            return torch.ops.aten._scaled_dot_product_attention_math(query, k, value, mask, p, is_causal, None, **kwargs)[0]
-        return kernel.call_boxed(keys, query, k, value, mask, p, is_causal, **kwargs)
+        if p > 0 and _find_forward(query.device)[0] is not None:
+            return attention_in_parts(query, k, value, mask, p, causal, None, **kwargs)
+        return kernel.call_boxed(keys, query, k, value, mask, p, causal, **kwargs)
 
     return attend

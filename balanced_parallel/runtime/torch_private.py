@@ -293,10 +293,29 @@ def has_kernel(name: str, key: str) -> bool:
     )
 
 
-def fill_by_keys(result: Tensor, keys: Tensor) -> Tensor:
-    """Fills lines with stateless uniform numbers. torch 2.13's ``torch.func._random`` is not public yet (pytorch#177229)."""
-    filled: Tensor = torch.ops.aten._philox_uniform_(result, keys.view(torch.uint64))
+# operators that draw in ways that have no other form; dropout between the layers of an LSTM is inside of cuDNN
+DRAWS_OF_ONE_FORM = ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "_cudnn_rnn", "_fused_dropout")
+
+
+def uniform_of_keys(keys: Tensor, length: int, dtype: torch.dtype) -> Tensor | None:
+    """Returns lines of stateless uniform numbers, or None if torch has no kernel. Not public yet (pytorch#177229)."""
+    if not has_kernel("_philox_uniform_", keys.device.type.upper()):
+        return None
+    lines = torch.empty(*keys.shape[:-1], length, dtype=dtype, device=keys.device)
+    keys = torch.cat([keys, torch.zeros_like(keys)], -1).view(torch.uint64)
+    filled: Tensor = torch.ops.aten._philox_uniform_(lines, keys)
     return filled
+
+
+def attention_in_parts(*arguments: Any, **settings: Any) -> Tensor:
+    """Computes scaled dot product attention in operators of its own. The public function chooses a fused kernel."""
+    output: Tensor = torch.ops.aten._scaled_dot_product_attention_math(*arguments, **settings)[0]
+    return output
+
+
+def remove_kernels(library: torch.library.Library) -> None:
+    """Makes kernels torch's own again. The public way is to delete the last reference."""
+    library._destroy()
 
 
 # Process groups.

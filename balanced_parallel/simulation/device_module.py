@@ -1,6 +1,7 @@
 """The module ``torch.sim``, with the functions that torch expects from the module of any device type."""
 
 import contextlib
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,29 +94,22 @@ def set_rng_state(state: torch.Tensor, device: DeviceLike | None = None) -> None
     torch.ops.balanced_parallel_simulation.set_random_state(_index(device), state)
 
 
-class _DeviceGenerator:
-    """The random number generator of a device."""
+def _generator(index: int) -> SimpleNamespace:
+    """Returns the random number generator of a device, with the methods of a ``torch.Generator``."""
 
-    def __init__(self, index: int) -> None:
-        self.index = index
+    def clone() -> torch.Generator:
+        return torch.Generator().set_state(get_rng_state(index))
 
-    def get_state(self) -> torch.Tensor:
-        return get_rng_state(self.index)
-
-    def set_state(self, state: torch.Tensor) -> None:
-        set_rng_state(state, self.index)
-
-    def clone_state(self) -> torch.Generator:
-        return torch.Generator().set_state(self.get_state())
-
-    def initial_seed(self) -> int:
-        return self.clone_state().initial_seed()
-
-    def manual_seed(self, seed: int) -> None:
-        load_native().simulation_seed(self.index, seed % 2**64)
+    return SimpleNamespace(
+        get_state=functools.partial(get_rng_state, index),
+        set_state=functools.partial(set_rng_state, device=index),
+        clone_state=clone,
+        initial_seed=lambda: clone().initial_seed(),
+        manual_seed=lambda seed: load_native().simulation_seed(index, seed % 2**64),
+    )
 
 
-default_generators = [_DeviceGenerator(index) for index in range(64)]
+default_generators = [_generator(index) for index in range(64)]  # the most that simulate() makes
 
 
 def initial_seed() -> int:

@@ -26,12 +26,7 @@ from .strategy import GradientSync
 
 
 class RandomByRow:
-    """The random numbers of a :class:`TrainStep` with ``reproducible=True``.
-
-    Args:
-        model: with ``devices``.
-        sync: of the gradients.
-        before: of the buffers and generators that the small forwards change.
+    """The random numbers of a :class:`TrainStep` with ``reproducible=True``. ``before`` is for what the small forwards change.
 
     Raises:
         ValueError: the model is compiled to code that draws its own numbers.
@@ -61,7 +56,7 @@ class RandomByRow:
         if self._update is None:
             everyone = gather_objects((int(torch.empty((), dtype=torch.int64).random_()), rows, is_known))
             self._update, self._rows = UpdateRandom(everyone[0][0]), sum(count for _, count, _ in everyone[: rank()])
-            is_known = all(known for _, _, known in everyone)
+            is_known = all(is_known for _, _, is_known in everyone)
         elif world_size() > 1:
             raise ValueError(
                 "reproducible=True with several add() calls on several ranks, where the places of the rows would not be known: "
