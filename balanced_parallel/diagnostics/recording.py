@@ -204,7 +204,7 @@ def weight_in_parts(output: Any, wrapped: DataParallelCriterion, targets: Any, d
             parts = _Parts(count, wrapped, output, containers.spread(targets), dims)
             shards = [shard for sizes in ([parts.rows], [1, parts.rows - 1]) for shard in parts.arguments(sizes)]
             whole, first, others = (
-                sum(flat_weights(call_weight(count, None, ShardLoss(wrapped, 0, output, rows, {})))) for output, rows in shards
+                sum(flat_weights(call_weight(count, ShardLoss(wrapped, 0, output, rows, {})))) for output, rows in shards
             )
         except Exception:  # noqa: BLE001 - no function, or one that may raise any error
             return

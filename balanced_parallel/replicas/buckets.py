@@ -10,11 +10,11 @@ copies on each device. Its backward runs once, when every replica has its gradie
                  +--> aliases, replica 2 --> ...                    +-- gradients, replica 2 <-- ...
 
 A node of a device has one stream: autograd makes it wait for the streams on which its gradients were computed. So on devices
-with streams another function stands between the broadcast and the aliases of each replica. A module may use streams of its own.
+with streams another function stands between the broadcast and the aliases of each replica.
 
-Sums are taken in the order of the replicas, except by NCCL. Under ``no_sync()`` there is no sum. The gradient of the first
-replica goes to ``parameter.grad``, as in DDP. Those of the others wait here for the next backward that reduces. They are dropped
-if ``parameter.grad`` was cleared or set in between, as by ``optimizer.zero_grad()``.
+Sums are taken in the order of the replicas, except by NCCL. Under ``no_sync()`` the gradient of the first replica goes to
+``parameter.grad``, as in DDP, and those of the others wait here for the next backward that reduces. They are dropped if
+``parameter.grad`` was cleared or set in between, as by ``optimizer.zero_grad()``.
 """
 
 import functools
@@ -35,10 +35,7 @@ Gradients = list[Tensor | None]  # one replica's, in the order of a bucket's par
 
 
 def accumulate(leaves: Sequence[Tensor], gradients: Gradients, *, is_copy: bool = False) -> None:
-    """Adds gradients (empty for none) to ``grad`` as autograd does, in place if both are dense.
-
-    With ``is_copy``, ``grad`` shares no memory with ``gradients``.
-    """
+    """Adds gradients to ``grad`` as autograd does, in place if both are dense. With ``is_copy``, no memory is shared."""
     totals, parts = [], []
     for leaf, gradient in zip(leaves, gradients, strict=False):
         if gradient is None:
@@ -73,9 +70,8 @@ class GradientSum:
     """The sum of a bucket's gradients over the replicas, on ``device``, with the strides of ``leaves``.
 
     Memory is allocated here, on the current streams: blocks of the caching allocator belong to a stream. :meth:`compute` may run
-    on side streams, and allocates nothing that stays. Gradients that some replicas do not have, sparse ones, and those with a
-    graph are added at once. With ``is_copy`` the results share no memory with the gradients: autograd may have given the same
-    tensor to two parameters.
+    on side streams. Gradients that some replicas do not have, sparse ones, and those with a graph are added at once. With
+    ``is_copy`` no memory is shared with the gradients: autograd may have given the same tensor to two parameters.
     """
 
     def __init__(
@@ -113,16 +109,14 @@ def _add_in_turn(gradients: Gradients, device: torch.device, is_copy: bool) -> T
 
 
 def _merged(fresh: Gradients, before: Gradients | None) -> Gradients:
-    """Returns elementwise sums, in one call if all tensors are dense. No argument is changed."""
+    """Returns elementwise sums. No argument is changed."""
     if before is None:
         return fresh
+    merged = [right if left is None else left for left, right in zip(before, fresh, strict=True)]
     both = [i for i, (left, right) in enumerate(zip(before, fresh, strict=True)) if left is not None and right is not None]
     lefts: list[Any] = [before[i] for i in both]
     rights: list[Any] = [fresh[i] for i in both]
-    is_dense = all(map(_is_dense, (*lefts, *rights)))
-    sums = foreach_add(lefts, rights) if is_dense else [left + right for left, right in zip(lefts, rights, strict=True)]
-    merged = [right if left is None else left for left, right in zip(before, fresh, strict=True)]
-    for i, total in zip(both, sums, strict=True):
+    for i, total in zip(both, foreach_add(lefts, rights), strict=True):
         merged[i] = total
     return merged
 
@@ -228,9 +222,8 @@ class Bucket:
             for place in local:
                 self.parameters[place].grad = None
             return self.owners.take(list(held.values()))
-        return functools.partial(
-            self._accumulate, GradientSum(self.parameters, list(held.values()), self._home, is_copy=True), local
-        )
+        sums = GradientSum(self.parameters, list(held.values()), self._home, is_copy=True)
+        return functools.partial(self._accumulate, sums, local)
 
     @torch.no_grad()
     def _accumulate(self, sums: GradientSum, included: Mapping[int, Tensor | None]) -> None:
@@ -242,9 +235,11 @@ class Bucket:
         accumulate(self.parameters, totals)
 
     def drop(self) -> None:
-        """Forgets the gradients that the replicas hold."""
+        """Forgets the gradients that the replicas and the owners hold."""
         with self._lock:
             self.held, self._local = {}, {}
+            if self.owners is not None:
+                self.owners.forget()
 
     @property
     def _home(self) -> torch.device:
@@ -278,10 +273,7 @@ class Bucket:
 
 
 class _Broadcast(torch.autograd.Function):
-    """Broadcasts a bucket in the forward, and reduces its gradients in the backward.
-
-    The schedule is on ``ctx``: each backward follows the forward that it belongs to, in whatever order they run.
-    """
+    """Broadcasts a bucket in the forward, and reduces its gradients in the backward, as the schedule of the forward says."""
 
     @staticmethod
     def forward(
@@ -347,27 +339,19 @@ class GradientBuckets:
     def reduce(self) -> None:
         """Sums the gradients that the replicas hold, after those of other modules that wait for a ``grad`` that owners take."""
         if self.is_sharded:
-            buckets = [bucket for reference in _buckets.valuerefs() if (bucket := reference()) is not None]
-            waiting = [bucket for bucket in buckets if bucket.held and bucket.owners is None]
-            owned = {id(p) for bucket in self.buckets if bucket.owners for p in bucket.parameters} if waiting else set()
-            for bucket in waiting:
-                if not owned.isdisjoint(map(id, bucket.parameters)):
+            owned = {id(parameter) for bucket in self.buckets if bucket.owners for parameter in bucket.parameters}
+            for bucket in filter(None, (reference() for reference in _buckets.valuerefs())):
+                if bucket.held and bucket.owners is None and not owned.isdisjoint(map(id, bucket.parameters)):
                     bucket.reduce()
         for bucket in self.buckets:
             bucket.reduce()
 
     def drop(self) -> None:
-        """Forgets the gradients that the replicas hold."""
+        """Forgets the gradients that the replicas and the owners hold."""
         for bucket in self.buckets:
             bucket.drop()
         if self.side is not None:  # a backward that failed did not join
             self.side.join()
-
-    def forget_owned(self) -> None:
-        """Clears the gradients that owners hold."""
-        for bucket in self.buckets:
-            if bucket.owners is not None:
-                bucket.owners.forget()
 
     def rebuild(self, *groups: Sequence[nn.Parameter]) -> None:
         """Makes new buckets of those parameters in each of ``groups`` that require a gradient."""

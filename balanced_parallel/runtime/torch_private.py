@@ -180,6 +180,15 @@ def is_compiled(module: nn.Module) -> bool:
     return _COMPILED in module._modules or module._compiled_call_impl is not None
 
 
+def draws_in_compiled_code(module: nn.Module) -> bool:
+    """Returns True if a module is compiled so that its random numbers are not drawn by torch's kernels."""
+    if not any(is_compiled(part) for part in module.modules()):
+        return False
+    from torch._inductor import config  # imports for seconds
+
+    return not config.fallback_random
+
+
 def without_compilation(module: nn.Module) -> nn.Module:
     """Returns the module inside of ``torch.compile(module)``, or ``module`` itself."""
     inner = getattr(module, _COMPILED, module)
@@ -270,6 +279,44 @@ ATTENTION_KERNELS = {
     torch.ops.aten._scaled_dot_product_efficient_attention.default: 5,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default: 5,
 }
+
+# Random numbers: kernels that draw, by operator and dispatch key.
+
+
+def has_kernel(name: str, key: str) -> bool:
+    """Returns True if an operator of ``aten`` has a kernel for a dispatch key. There is no public name."""
+    is_known = hasattr(torch.ops.aten, name.partition(".")[0])
+    return (
+        is_known
+        and key in ("CPU", "CUDA", "PrivateUse1")
+        and torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
+    )
+
+
+# operators that draw in ways that have no other form; dropout between the layers of an LSTM is inside of cuDNN
+DRAWS_OF_ONE_FORM = ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "_cudnn_rnn", "_fused_dropout")
+
+
+def uniform_of_keys(keys: Tensor, length: int, dtype: torch.dtype) -> Tensor | None:
+    """Returns lines of stateless uniform numbers, or None if torch has no kernel. Not public yet (pytorch#177229)."""
+    if not has_kernel("_philox_uniform_", keys.device.type.upper()):
+        return None
+    lines = torch.empty(*keys.shape[:-1], length, dtype=dtype, device=keys.device)
+    keys = torch.cat([keys, torch.zeros_like(keys)], -1).view(torch.uint64)
+    filled: Tensor = torch.ops.aten._philox_uniform_(lines, keys)
+    return filled
+
+
+def attention_in_parts(*arguments: Any, **settings: Any) -> Tensor:
+    """Computes scaled dot product attention in operators of its own. The public function chooses a fused kernel."""
+    output: Tensor = torch.ops.aten._scaled_dot_product_attention_math(*arguments, **settings)[0]
+    return output
+
+
+def remove_kernels(library: torch.library.Library) -> None:
+    """Makes kernels torch's own again. The public way is to delete the last reference."""
+    library._destroy()
+
 
 # Process groups.
 

@@ -1,6 +1,7 @@
 """The module ``torch.sim``, with the functions that torch expects from the module of any device type."""
 
 import contextlib
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -91,6 +92,24 @@ def get_rng_state(device: DeviceLike | None = None) -> torch.Tensor:
 def set_rng_state(state: torch.Tensor, device: DeviceLike | None = None) -> None:
     """Sets the random state of a device."""
     torch.ops.balanced_parallel_simulation.set_random_state(_index(device), state)
+
+
+def _generator(index: int) -> SimpleNamespace:
+    """Returns the random number generator of a device, with the methods of a ``torch.Generator``."""
+
+    def clone() -> torch.Generator:
+        return torch.Generator().set_state(get_rng_state(index))
+
+    return SimpleNamespace(
+        get_state=functools.partial(get_rng_state, index),
+        set_state=functools.partial(set_rng_state, device=index),
+        clone_state=clone,
+        initial_seed=lambda: clone().initial_seed(),
+        manual_seed=lambda seed: load_native().simulation_seed(index, seed % 2**64),
+    )
+
+
+default_generators = [_generator(index) for index in range(64)]  # the most that simulate() makes
 
 
 def initial_seed() -> int:

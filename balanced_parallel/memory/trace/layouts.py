@@ -63,6 +63,7 @@ class Request:
     scalar: int | float | bool | None  # the result of every read of a tensor's value in the module
     savings: tuple[str, ...] = ()
     update_rows: int | None = None  # over all devices of a process; None for those of the batches
+    whole_gradients: bool = False  # of FSDP, until the last micro-batch
 
     @property
     def rows_per_micro_batch(self) -> int:
@@ -145,20 +146,12 @@ def _rows(piece: Arguments) -> int:
 T = TypeVar("T")
 
 
-class OwnValues:
-    """An exchange in which a replica receives its own value in the place of each other value: one of the same size."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def exchange(self, index: int, number: int, value: Any) -> list[Any]:
-        """Returns ``value`` once per replica."""
-        return [value] * self.size
-
-
 def run_in_this_thread(work: Sequence[Callable[[], T]], devices: Sequence[torch.device], *, together: bool = True) -> list[T]:
-    """Runs replicas one after the other: a fake mode belongs to one thread."""
-    return run_in_turn(work, devices, OwnValues(len(work)))
+    """Runs replicas one after the other: a fake mode belongs to one thread.
+
+    In an exchange, a replica receives its own value in the place of each other value: one of the same size.
+    """
+    return run_in_turn(work, devices, lambda index, number, value: [value] * len(work))
 
 
 class TracedModel(DataParallelModel):
@@ -167,7 +160,7 @@ class TracedModel(DataParallelModel):
     def __init__(self, module: nn.Module, replicas: Replicas, request: "Request") -> None:
         nn.Module.__init__(self)
         devices = fake_devices(request.devices)
-        self._set_up(devices, replicas, dim=request.dim, precision=request.precision, split=request.split)
+        self._set_up(devices, replicas, request.dim, request.precision, request.split)
         self.module = module
 
 
@@ -405,8 +398,17 @@ class FSDP(SingleDevice):
         with _disable_current_modes():
             dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.devices)
             mesh = init_device_mesh("cpu", (request.devices,))
-        shard(module, mesh, Precision(request.precision), lambda unit: None)
+        self._units: list[Any] = shard(module, mesh, Precision(request.precision), lambda unit: None)
         super().__init__(request, module, criterion)
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Leaves gradients whole in the block if the request says so, as ``FSDPSync`` does where they fit."""
+        for unit in self._units:
+            unit.set_requires_gradient_sync(not self.request.whole_gradients, recurse=False)
+        yield
+        for unit in self._units:
+            unit.set_requires_gradient_sync(True, recurse=False)
 
     def close(self) -> None:
         """Ends the process group."""
