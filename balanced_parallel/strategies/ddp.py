@@ -13,16 +13,15 @@ may be fewer: a branch was not taken, an output is not in the loss, a rank has n
 parameters::
 
     parameters ---> module ---> output --+
-        |                                +--> _Connect ---> output
+        |                                +--> _Watch ---> output
         +---> _Reach ---> zero ----------+
 
-The backward of ``_Connect`` passes the gradient of each output on, and ``None`` to the zero. So an unused parameter gets no
+The backward of ``_Watch`` passes the gradient of each output on, and ``None`` to the zero. So an unused parameter gets no
 gradient, but its hook runs, and the reducer goes on. ``_Reach`` is the youngest node behind the outputs, so it runs first:
 buckets of unused parameters wait for nobody.
 
 The reducer makes zeros of a missing gradient. A hook of each parameter notes whether it got one. Where a rank has unused
-parameters, the ranks agree on those that nobody has used, and their ``grad`` is ``None`` again. (``find_unused_parameters=True``
-does this in every update, and warns of it.)
+parameters, the ranks agree on those that nobody has used, and their ``grad`` is ``None`` again.
 """
 
 import contextlib
@@ -46,23 +45,20 @@ from ..runtime.torch_private import CHILDREN, base_of, children_of, current_back
 from ..runtime.values import Precision
 from ..training.settings import Settings
 from ..training.strategy import GradientSync, gradient_sync, run_backward
-from .ranks import RankModel, RankSync, first_row, forget_unused, shared_gradients, undone
+from .ranks import RankModel, RankSync, first_row, forget_unused, shared_gradients, undone, watch_output
 
 
 class DistributedModel(RankModel, DistributedDataParallel):
     """``DistributedDataParallel`` that returns a list with this rank's output, as :class:`DataParallelModel` does.
 
-    Every output of a forward whose gradients are reduced is connected to every parameter, by a zero that has no gradient. So
-    a backward through any output, whatever the loss is, reaches each parameter exactly once, and no bucket of the reducer
-    waits for a parameter that a rank has not used. The ``grad`` of a parameter that no rank has used stays ``None``.
+    A backward through any output reaches each parameter exactly once. The ``grad`` of a parameter that no rank has used stays
+    ``None``.
 
     Args:
         module: on this rank's device already.
         device: that device.
-        dim: the dimension of the rows in the inputs.
-        precision: autocast around the forward; ``None`` keeps the caller's.
+        dim, precision, in_dims, out_dims: as in :class:`DataParallelModel`.
         criterion: a module whose parameters are reduced with the model's.
-        in_dims, out_dims: as in :class:`DataParallelModel`.
 
     Raises:
         ValueError: no parameter requires a gradient; at the forward, a parameter that was frozen here requires one.
@@ -110,8 +106,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
     def rebuild_buckets(self) -> None:
         """Lets the reducer make its buckets anew behind its first reduction, and move the gradients there.
 
-        It does so in the next forward otherwise, with collectives: a rank that runs out of memory before that forward would leave
-        the others waiting.
+        In the next forward, its collectives would wait for a rank that runs out of memory before.
         """
         self.require_forward_param_sync = False
         with self.no_sync(), torch.enable_grad(), self._as_wrapped():
@@ -127,11 +122,8 @@ class DistributedModel(RankModel, DistributedDataParallel):
 
         @functools.wraps(hook)
         def complete(state: Any, bucket: Any) -> Any:
-            """Waits for a hook of several collectives (``powerSGD_hook``): on gloo's threads, they would mix with those of the
-            next bucket, in another order on each rank.
-            """
             future = hook(state, bucket)
-            future.wait()
+            future.wait()  # on gloo's threads, several collectives (powerSGD_hook) would mix with those of the next bucket
             return future
 
         super().register_comm_hook(state, hook if is_accelerator(self.devices[0]) else complete)
@@ -176,7 +168,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
                     row = PerReplica([function(*inputs, **kwargs)], [1], self.out_dims)
                 output = map_leaves(_with_gradient, row.narrow(0, 0)[0])
             reduces = self.require_backward_grad_sync and torch.is_grad_enabled()
-            return connect(output, self.zero()) if reduces else output
+            return watch_output(output, self.zero()) if reduces else output
 
         with self._computing(), self._as_wrapped():
             output = DistributedDataParallel.forward(self, call)
@@ -246,8 +238,7 @@ class GradientRecord:
     """The numbers of the parameters that have got a gradient (``used``), and the parameters that the first reduction has reached.
 
     The reducer makes its buckets anew after the first reduction, in the order in which it was told of the parameters. So a
-    failure must not make it hear of one twice. The hook of a tensor runs before the gradient is accumulated, with None where
-    there is no gradient; the other one behind it, also without a gradient.
+    failure must not make it hear of one twice. The hook of a tensor gets None where there is no gradient.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -296,10 +287,7 @@ class GradientRecord:
 
 
 class DDPSync(RankSync):
-    """Averages gradients over ranks, in the backward of each rank's last micro-batch.
-
-    While micro-batches accumulate, gradients lie in the reducer's buckets already: they exist once in memory.
-    """
+    """Averages gradients over ranks, in the backward of each rank's last micro-batch. They are in the reducer's buckets."""
 
     def __init__(self, model: DistributedModel) -> None:
         super().__init__(model.process_group)
@@ -357,14 +345,18 @@ class DDPSync(RankSync):
             self._begin_gradients()
         self._has_begun, self._is_reducing = False, True
         roots = [loss for loss in losses if loss.requires_grad]
-        self._run_reducing(roots or [self._model.zero()], divisor)
+        self._model.agrees_on_unused = False
+        try:
+            run_backward(roots or [self._model.zero()], divisor)
+        finally:
+            self._model.agrees_on_unused = True
+            self._model.record.stop()
 
     def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
         """Returns loss and weight of all ranks. The host waits for them, but not for the backward.
 
         Raises:
-            torch.OutOfMemoryError: another rank is out of memory.
-            RuntimeError: the last backward of another rank has failed for another reason.
+            torch.OutOfMemoryError, RuntimeError: the last backward of another rank has failed.
             ValueError: the ranks have different settings.
         """
         assert self._local is not None
@@ -382,11 +374,7 @@ class DDPSync(RankSync):
         return LossSum(torch.full_like(local.total, total), weight)
 
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
-        """Multiplies the reduced gradients, and by the number of ranks: the reducer averages.
-
-        Raises:
-            ValueError: one of ``tensors`` has a gradient that is not reduced.
-        """
+        """Multiplies the reduced gradients, and by the number of ranks: the reducer averages."""
         gradients, factor = shared_gradients(tensors, self._reduced, "the module or of the criterion"), factor * self._ranks
         if isinstance(factor, Tensor) or factor != 1:
             sparse = [gradient for gradient in gradients if gradient.layout != torch.strided]
@@ -436,14 +424,6 @@ class DDPSync(RankSync):
         self._has_begun = True
         self._model.record.used.clear()
 
-    def _run_reducing(self, losses: Sequence[Tensor], divisor: Weight) -> None:
-        self._model.agrees_on_unused = False
-        try:
-            run_backward(losses, divisor)
-        finally:
-            self._model.agrees_on_unused = True
-            self._model.record.stop()
-
     def _complete(self) -> None:
         """Runs the hooks of parameters that a failed backward has not reached. Other ranks wait for them."""
         for parameter in self._parameters:
@@ -455,30 +435,6 @@ class DDPSync(RankSync):
 @gradient_sync.register
 def _(model: DistributedModel, criterion: DataParallelCriterion) -> GradientSync:
     return DDPSync(model)
-
-
-def connect(output: Any, zero: Tensor) -> Any:
-    """Returns the output connected to a zero. Leaves of the output without a gradient stay as they are."""
-    tensors = [leaf for _, leaf in leaves(output) if _has_gradient(leaf)]
-    connected = iter(_Connect.apply(zero, *tensors) if tensors else ())
-    return map_leaves(lambda leaf: next(connected) if _has_gradient(leaf) else leaf, output)
-
-
-def _has_gradient(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
-
-
-class _Connect(torch.autograd.Function):
-    """The identity over several tensors, of which one is not returned."""
-
-    @staticmethod
-    def forward(ctx: Any, zero: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        return tuple(map(Tensor.detach, tensors))  # not views, which must not be written to in place
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *gradients
 
 
 def _zero_of(parameters: Sequence[Tensor], begin: Callable[[torch_private.Node], None] | None = None) -> Tensor:
@@ -518,10 +474,9 @@ def row_of_ones(arguments: Arguments, dim: int) -> Arguments | None:
     def ones(leaf: Any, along: int = dim) -> Any:
         if isinstance(leaf, Along):
             return Along(ones(leaf.leaf, leaf.dim), leaf.dim)
-        is_tensor = isinstance(leaf, Tensor) and leaf.dim() > 0
-        return (
-            leaf.new_ones([1 if at == along % leaf.dim() else size for at, size in enumerate(leaf.shape)]) if is_tensor else leaf
-        )
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+            return leaf
+        return leaf.new_ones([1 if axis == along % leaf.dim() else size for axis, size in enumerate(leaf.shape)])
 
     row: Arguments = map_leaves(ones, arguments)
     return row
