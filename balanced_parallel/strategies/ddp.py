@@ -152,10 +152,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
             arguments = example or arguments
         inputs, kwargs = move_arguments(arguments, self.devices[0])
         for name in [name for name, parameter in self._frozen.items() if parameter.requires_grad]:
-            raise ValueError(
-                f"{name} requires a gradient now, which it did not when parallelize was called, so the ranks would not share "
-                "it: call parallelize again"
-            )
+            raise ValueError(f"{name} requires a gradient, but did not when parallelize was called: call parallelize again")
         children, module = children_of(self), self.module  # assigning self.module takes ten times as long as its entry
 
         def call() -> Any:
@@ -238,7 +235,7 @@ class GradientRecord:
     """The numbers of the parameters that have got a gradient (``used``), and the parameters that the first reduction has reached.
 
     The reducer makes its buckets anew after the first reduction, in the order in which it was told of the parameters. So a
-    failure must not make it hear of one twice. The hook of a tensor gets None where there is no gradient.
+    failure must not make it hear of one twice.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -279,10 +276,7 @@ class GradientRecord:
 
     def _note_reached(self, parameter: Tensor) -> None:
         if parameter in self.reached:
-            raise RuntimeError(
-                "a parameter was reached twice in one backward, which DistributedDataParallel does not support, as in reentrant "
-                "backward passes: checkpoint with use_reentrant=False"
-            )
+            raise RuntimeError("reached a parameter twice, as in reentrant backward passes: checkpoint with use_reentrant=False")
         self.reached.add(parameter)
 
 
@@ -290,7 +284,7 @@ class DDPSync(RankSync):
     """Averages gradients over ranks, in the backward of each rank's last micro-batch. They are in the reducer's buckets."""
 
     def __init__(self, model: DistributedModel) -> None:
-        super().__init__(model.process_group)
+        super().__init__(model, model.process_group, collectives.world_size(model.process_group))
         self._model = model
         self._parameters = model.reduced_parameters
         self._reduced = set(map(id, self._parameters))
@@ -314,15 +308,12 @@ class DDPSync(RankSync):
         """Returns ``count``, or the largest of any rank if layers of the model wait for every rank in each forward."""
         return collectives.max_over_ranks(count, self._group) if self._model.meets_ranks else count
 
-    def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
-        """Returns a power of two near the mean weight of a rank, as :meth:`agree_on_divisor` does."""
-        return self.agree_on_divisor(expected, before, in_float16, self._model.devices[0]) / self._ranks
-
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
         """Keeps gradients on this rank, in the buckets of the reducer, where autograd adds to them."""
         if not self._has_begun:
-            self._begin_gradients()
+            self._has_begun = True
+            self._model.record.used.clear()
             pairs = [*zip(self._parameters, self._gradients, strict=bool(self._gradients))]
             missing = [(parameter, view) for parameter, view in pairs if view is not None and parameter.grad is None]
             for parameter, view in missing:
@@ -342,7 +333,7 @@ class DDPSync(RankSync):
             return
         self.start(local)
         if not self._has_begun:
-            self._begin_gradients()
+            self._model.record.used.clear()
         self._has_begun, self._is_reducing = False, True
         roots = [loss for loss in losses if loss.requires_grad]
         self._model.agrees_on_unused = False
@@ -388,10 +379,7 @@ class DDPSync(RankSync):
         return self._is_abandoned
 
     def discard(self, *, out_of_memory: bool = False) -> None:
-        """Forgets the gradients that this rank has accumulated. If other ranks wait for them, it tells them of the failure.
-
-        Ranks that wait in the backward of a synchronised layer cannot be told. They fail when this process ends.
-        """
+        """Forgets the gradients of this rank. Tells ranks that wait for them, but not those in the backward of a layer."""
         if self._is_reducing and not self._model.meets_ranks:
             self._model.begin_sparse_gradients()
             self._complete()
@@ -419,10 +407,6 @@ class DDPSync(RankSync):
             raise RuntimeError(f"{others} of {self._ranks} ranks failed in the backward, {last}")
         if out_of_memory and not but_memory:
             raise torch.OutOfMemoryError(f"{out_of_memory} of {self._ranks} ranks ran out of memory, {last}")
-
-    def _begin_gradients(self) -> None:
-        self._has_begun = True
-        self._model.record.used.clear()
 
     def _complete(self) -> None:
         """Runs the hooks of parameters that a failed backward has not reached. Other ranks wait for them."""

@@ -65,9 +65,9 @@ from .ranks import RankModel, RankSync, copied, first_row, forget_unused, shared
 class ShardedModel(RankModel):
     """FSDP2's ``fully_shard`` on each block of a module, with a list of this rank's output as :class:`DataParallelModel` returns.
 
-    Parameters, gradients and optimizer state are sharded over the ranks. They are ``DTensor``s, which the optimizers of torch
-    accept. Every rank runs the same blocks in the same order, equally often. A rank without rows runs one row of an earlier one:
-    its output has no rows, its gradients are zeros, and random numbers and buffers stay as they were.
+    Parameters, gradients and optimizer state are ``DTensor``s, sharded over the ranks. Every rank runs the same blocks in the
+    same order, equally often. A rank without rows runs one row of an earlier one: its output has no rows, its gradients are
+    zeros, and random numbers and buffers stay as they were.
 
     Args:
         module: on any device. It is sharded in place, over the ranks of ``mesh``.
@@ -173,7 +173,7 @@ class ShardedModel(RankModel):
     def _as_sharded(self) -> Iterator[None]:
         """Checks that the same parameters require a gradient. FSDP2 gathers them into tensors that would not know.
 
-        A forward without gradients may freeze layers for itself, as peft's ``disable_adapter()`` does: FSDP2 does not see it.
+        A forward without gradients may freeze layers, as peft's ``disable_adapter()`` does: FSDP2 does not see it.
         """
         changed = {name: entry for name, entry in self._required.items() if entry[0].requires_grad != entry[1]}
         for name, (parameter, before) in changed.items() if torch.is_grad_enabled() else ():
@@ -207,13 +207,11 @@ class FSDPSync(RankSync):
     All ranks run as many micro-batches as in the update before (a round), some of them without rows, and then exchange loss,
     weight and what else they must agree on. A rank that needs more micro-batches says so there, and another round begins.
     In the first update, and where no forward of a rank may be without its rows, they ask for the largest number first.
-
-    With several micro-batches in a round, gradients stay whole until the last, if they fit into half of the free memory of
-    each rank: ``4 bytes x parameters`` more.
+    Gradients stay whole until the end of a round, if they fit into half of the free memory of each rank.
     """
 
     def __init__(self, model: ShardedModel, *, is_coupled: bool) -> None:
-        super().__init__(model.group)
+        super().__init__(model, model.group)
         self._model = model
         self._shards = set(map(id, model.gradients.parameters))
         self._always_asks = is_coupled or model.meets_ranks
@@ -236,10 +234,6 @@ class FSDPSync(RankSync):
         if count and self._ran == self._round:
             self._begin_round(count)
         return count
-
-    def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
-        """Returns a power of two near the weight of all ranks, as :meth:`agree_on_divisor` does."""
-        return self.agree_on_divisor(expected, before, in_float16, self._model.devices[0])
 
     def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
         """Takes part in forwards of other ranks that this rank has no rows for. Yields zeros for :meth:`backward`."""
@@ -326,8 +320,8 @@ class FSDPSync(RankSync):
         """Returns True once, if whole gradients fit beside the state of the optimizer, and a failure can forget them."""
         if self._updates != 1 or not hasattr(self._model.root, "reset_iter_state"):  # newer than torch 2.11
             return False
-        needed, device = 4 * sum(parameter.numel() for parameter in self._model.gradients.parameters), self._model.devices[0]
-        return not is_accelerator(device) or needed <= free_bytes(device) // 2
+        needed = 4 * sum(parameter.numel() for parameter in self._model.gradients.parameters)
+        return not is_accelerator(self._device) or needed <= free_bytes(self._device) // 2
 
 
 @gradient_sync.register
@@ -449,10 +443,8 @@ def find_sharded_blocks(module: nn.Module) -> list[nn.Module]:
     inner = without_compilation(module)
     blocks = _named_blocks(inner) or [inner.get_submodule(name) for name in find_blocks(inner)] or _repeated_layers(inner)
     blocks = list(dict.fromkeys(without_compilation(block) for block in blocks))
-    uses = _count_uses(inner)
-    return [
-        block for block in blocks if block is not inner and all(uses[key] == count for key, count in _count_uses(block).items())
-    ]
+    uses = _count_uses(inner).items()
+    return [block for block in blocks if block is not inner and _count_uses(block).items() <= uses]
 
 
 def shard(module: nn.Module, mesh: Any, precision: Precision, prepare: Callable[[nn.Module], None]) -> list[nn.Module]:
@@ -552,7 +544,6 @@ class BlockOrder:
             if blocks[0] != blocks[1]
         )
         raise RuntimeError(
-            f"rank {rank} ran the block {block} where rank 0 ran {expected}, expected the same blocks in the same order: FSDP2 "
-            "has mixed up their parameters, and the loss is wrong. Run a block that only some rows need, such as an expert, on "
-            "every rank, also without rows; or use strategy='ddp'"
+            f"rank {rank} ran the block {block} where rank 0 ran {expected}, expected the same blocks in the same order: the "
+            "loss is wrong. Run a block that only some rows need on every rank, also without rows; or use strategy='ddp'"
         )

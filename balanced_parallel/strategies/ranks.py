@@ -1,7 +1,7 @@
 """Parts that the strategies over ranks share: the model of one rank, and its exchange with the other hosts in each update.
 
-Many modules refuse inputs without rows, such as ``nn.InstanceNorm2d`` and attention with a mask. A rank without rows runs one row
-in their place, and nothing of it is left but the structure of the output.
+Many modules refuse inputs without rows, such as attention with a mask. A rank without rows runs one row in their place, and
+nothing of it is left but the structure of the output.
 """
 
 import contextlib
@@ -75,10 +75,11 @@ class RankModel(nn.Module):
 
 
 class RankSync(GradientSync):
-    """Loss and weight of a rank, on their way to those of all ranks."""
+    """Loss and weight of a rank, on their way to those of all ranks. Gradients are averaged over ``averaged`` ranks."""
 
-    def __init__(self, group: collectives.Group = None) -> None:
+    def __init__(self, model: RankModel, group: collectives.Group, averaged: int = 1) -> None:
         self._group, self._ranks = group, collectives.world_size(group)
+        self._device, self._averaged = model.devices[0], averaged
         self._local: Callable[[], Tensor] | None = None  # returns loss and weight of this rank, on the host
 
     def start(self, local: LossSum) -> None:
@@ -86,15 +87,15 @@ class RankSync(GradientSync):
         weight = add_up([0.0 if local.weight is None else local.weight], local.total.device).double()
         self._local = devices.start_copy(torch.stack([local.total.double(), weight]))
 
-    def agree_on_divisor(self, expected: Weight, before: float, in_float16: bool, device: torch.device) -> Weight:
+    def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
         """Returns a power of two near the weight of the update before. It is the same on all ranks.
 
         In the first update it is 1. With float16 it is near the weight that all ranks expect: they exchange it once.
         """
         if before or not in_float16:
-            return power_of_two(before)
-        whole = collectives.sum_over_ranks(add_up([expected], device).double(), self._group)
-        return power_of_two(float(whole) if whole.is_cpu else whole)
+            return power_of_two(before) / self._averaged
+        whole = collectives.sum_over_ranks(add_up([expected], self._device).double(), self._group)
+        return power_of_two(float(whole) if whole.is_cpu else whole) / self._averaged
 
     def smallest(self, number: float) -> float:
         """Returns the smallest ``number`` of all ranks."""
