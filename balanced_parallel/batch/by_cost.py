@@ -40,10 +40,6 @@ class ByCost:
             the size of a padded shard.
         limit: cost per device at most in one forward, in place of ``micro_batch_size``.
 
-    Raises:
-        TypeError: an argument that is not a function, a number or a dimension.
-        ValueError: ``collate`` and ``trim`` together, or a limit that is not positive.
-
     Example:
         >>> net = torch.nn.Embedding(10, 4)
         >>> model = DataParallelModel(net, ["cpu"] * 2)
@@ -79,7 +75,6 @@ class ByCost:
         ``names`` are the arguments of ``forward``, ``unit`` that of a limit, ``"rows"`` or ``"cost"``. If strict, a row over
         the limit is an error; otherwise it runs alone.
         """
-        batch: CostBatch
         is_list = self.collate is not None
         batch = _Samples(self, inputs, targets, mark) if is_list else _Padded(self, inputs, targets, mark, names)
         batch.unit, batch.is_strict = unit, is_strict

@@ -489,7 +489,6 @@ def scatter(
         A list with one structure like ``inputs`` per device that gets rows. Without rows, a list with one structure.
 
     Raises:
-        TypeError: ``device_ids`` is not a list of devices, or ``dim`` not an integer.
         ValueError: inputs have different numbers of rows.
 
     Example:

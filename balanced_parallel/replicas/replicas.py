@@ -77,10 +77,6 @@ class Replicas:
             if devices[0] != home:
                 tree.take_buffers(self._skeletons[0])
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Opens a window, in which gradients stay with the replicas."""
-        return window(self, deferred=True)
-
     def prepare(self, module: nn.Module, devices: Sequence[torch.device], *, all_values: bool = True) -> ModuleTree:
         """Returns the tree, with skeletons and copies up to date. Without ``all_values``, only recorded writes are copied."""
         with self.in_turn():
@@ -93,7 +89,7 @@ class Replicas:
     def shard(
         self, module: nn.Module, devices: Sequence[torch.device], parameters: Sequence[Tensor]
     ) -> list[tuple[Bucket, list[dict[torch.device, Tensor]]]]:
-        """Makes buckets for ``parameters`` that need owners. Returns them, with the copies by device of each of their parameters."""
+        """Makes buckets for ``parameters`` that need owners. Returns them, and the copies by device of each parameter."""
         if self.gradients.is_sharded:
             raise ValueError("the model has a BalancedOptimizer already, expected one: give it all param groups, or delete it")
         tree = self.prepare(module, devices)
