@@ -44,10 +44,9 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         split: for unequal shards one weight per device, or ``"memory"``, the free bytes of each device when the model is made.
             ``None`` is equal shards. The weights are in ``model.split`` and ``repr(model)``.
         in_dims: the dimension of the rows of each argument, as in ``torch.vmap``: a sequence by position, or a mapping by
-            position or name. An entry is a dimension, ``None`` for an argument that every replica needs whole, or a
-            sequence or mapping of these for a nested argument. Arguments that are not named have their rows in ``dim``.
-            :class:`Whole` and :class:`Rows` mark arguments at the call instead.
-        out_dims: the dimension of the rows of each output, by position or name, for :func:`gather`. ``None`` is an entry that is
+            position or name; ``None`` for an argument that every replica needs whole; a sequence or mapping for a nested one.
+            Other arguments have their rows in ``dim``. :class:`Whole` and :class:`Rows` mark arguments at the call instead.
+        out_dims: the dimension of the rows of each output, by position or name, for :func:`gather`, or ``None`` for one that is
             the same on all replicas. The default is ``dim``.
         gather_outputs: returns the outputs gathered on ``output_device``, as ``nn.DataParallel`` does, for loops that compute
             their loss themselves. That device then stores all of them.

@@ -145,7 +145,10 @@ class Replicas:
         for device in renewed:
             flatten_weights(tree.rnns, copies.by_device[device])
         if moved and self.gradients.is_sharded:
-            self.gradients.repoint({tree.parameters[i]: copies.everywhere(tree.parameters[i], i) for i in moved})
+            renewed_copies = {tree.parameters[i]: copies.everywhere(tree.parameters[i], i) for i in moved}
+            for bucket in self.gradients.buckets:
+                if bucket.owners is not None:
+                    bucket.owners.repoint(renewed_copies)
 
     def _follow_buckets(self, tree: ModuleTree, *, is_frozen: bool) -> None:
         """Makes new buckets where parameters were frozen, unfrozen, resized or converted."""
