@@ -101,6 +101,7 @@ class CostBatch:
 
     def __init__(self, cut: ByCost, inputs: Any, targets: Any, costs: list[float]) -> None:
         self.inputs, self.targets, self.costs, self._combine = inputs, targets, costs, cut.combine
+        self.rows = len(costs)
         self.counted_targets: list[tuple[Any, ...]] = []  # of the planned shards
 
     def shard(self, rows: RowNumbers, device: torch.device) -> Shard:

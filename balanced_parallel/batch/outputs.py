@@ -11,7 +11,7 @@ from typing import Any, NoReturn, Self, cast
 import torch
 import torch.nn.functional as F
 
-from ..runtime.collectives import gather_objects, gather_rows, world_size
+from ..runtime.collectives import by_value, gather_objects, gather_rows, world_size
 from ..runtime.devices import DeviceLike, move, resolve_device, visible_devices
 from ..runtime.values import check_type
 from . import containers
@@ -374,8 +374,9 @@ def _gather_ranks(local: list[Any], dims: Dims, device: torch.device, refusal: s
             longest = tuple(map(max, zip(*(header.layout for header in column), strict=True)))
             for header in column:
                 header.layout = longest
-        if len(layouts := dict.fromkeys(map(str, column))) > 1:
-            raise ValueError(f"the outputs of the ranks differ: {place} is {' and '.join(layouts)}; expected the same layout")
+        if len({*map(str, column)}) > 1:
+            layouts = by_value([*map(str, column)])
+            raise ValueError(f"the outputs of the ranks differ: {place} is {layouts}; expected the same layout")
         columns.append(column)
 
     without_rows = functools.partial(containers.map_leaves, lambda header: header.make_empty(device), first)

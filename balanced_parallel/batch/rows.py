@@ -21,6 +21,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from ..runtime.devices import DeviceLike, move, resolve_devices
+from ..runtime.row_random import BatchRandom
 from . import containers
 from .containers import Dims, check_dim, leaf_dims, spread
 from .outputs import PerReplica
@@ -384,6 +385,7 @@ class Shard(NamedTuple):
     rows: RowNumbers | None  # their places in the effective batch of this process; None if the batch has no rows
     target_rows: int  # a multiple of the rows if the targets are flattened
     device: torch.device
+    random: BatchRandom | None = None  # numbers that follow the rows, and the place of the first row in the effective batch
 
 
 class MicroBatch(NamedTuple):
@@ -455,10 +457,11 @@ class Batch:
             for number, part in enumerate(parts):
                 if part or (number == len(parts) - 1 and not shards):  # one shard, if there are no rows
                     device = devices[number if part else 0]
-                    shards.append(self._shard(part, device, (number, len(parts))))
+                    shards.append(self.shard(part, device, (number, len(parts))))
             yield shards
 
-    def _shard(self, part: RowNumbers, device: torch.device, place: tuple[int, int]) -> Shard:
+    def shard(self, part: RowNumbers, device: torch.device, place: tuple[int, int] = (0, 1)) -> Shard:
+        """Returns some rows. ``place`` is that of :func:`take`."""
         rows, target_rows = self.rows or 0, self.target_rows
         if len(part) == rows:
             return Shard(self.inputs, self.targets, part, rows if target_rows is None else target_rows, device)

@@ -16,6 +16,7 @@ from ..batch.plan import RowNumbers, consecutive, proportional_sizes, split_size
 from ..batch.rows import Arguments, Shard, count_rows, cut, mark, move_arguments, move_leaves, parameters_of
 from ..replicas.replicas import Replicas
 from ..runtime.devices import pin
+from ..runtime.row_random import by_row
 from ..runtime.values import Precision, check_number
 from .rules import find_torch_loss, reduction_of
 from .sums import MINIMUM, Criterion, MeanAndWeight, ShardLoss, call_spread, map_weights
@@ -95,6 +96,8 @@ class ShardRunner(nn.Module):
                 weights = self._weights_in_place(term, outputs, shards)
             replicas = zip(criteria, outputs, shards, weights, devices, strict=True)
             work = [functools.partial(_run, term, *replica) for replica in replicas]
+            if shards[0].random is not None:
+                work = by_row("criterion", work, shards)
             return self.replicas.workers(work, devices, together=False)
 
     def _weights_in_place(self, term: MeanAndWeight, outputs: PerReplica, shards: Sequence[Shard]) -> list[Any]:

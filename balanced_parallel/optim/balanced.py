@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..replicas.model import DataParallelModel
-from ..runtime.collectives import world_size
+from ..runtime.collectives import batch_group, rank, world_size
 from ..runtime.torch_private import is_sharded, map_tensors
 from ..runtime.values import check_type
 from .replica_shards import Groups, ReplicaShards
@@ -132,7 +132,7 @@ def _shard(model: nn.Module, optimizer_class: Any, groups: Groups, defaults: dic
     if world_size() > 1 or dist.is_initialized():
         from torch.distributed.optim import ZeroRedundancyOptimizer  # imports torch._dynamo, which takes seconds
 
-        return _RankShards(ZeroRedundancyOptimizer(groups, optimizer_class, **defaults))
+        return _RankShards(ZeroRedundancyOptimizer(groups, optimizer_class, process_group=batch_group(), **defaults))
     raise TypeError(f"the model is a {type(model).__name__}, expected a DataParallelModel or the model that parallelize returns")
 
 
@@ -176,8 +176,8 @@ class _RankShards(_DTensorShards):
 
     def state_dict(self) -> dict[str, Any]:
         self.inner.consolidate_state_dict(to=0)
-        shared: list[Any] = [super().state_dict() if dist.get_rank() == 0 else None]
-        dist.broadcast_object_list(shared, src=0)
+        shared: list[Any] = [super().state_dict() if rank() == 0 else None]
+        dist.broadcast_object_list(shared, group=batch_group(), group_src=0)
         whole: dict[str, Any] = shared[0]
         return whole
 

@@ -48,7 +48,7 @@ class _Piece:
         self.values.data = self.places[self.owner]
 
 
-class _BucketOwners:
+class BucketOwners:
     """The pieces of one bucket, cut into as many bytes for each of the devices in ``copies``, the copies of each parameter."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], copies: Sequence[dict[torch.device, Tensor]]) -> None:
@@ -71,10 +71,12 @@ class _BucketOwners:
         self._is_cut = {piece.index for piece in self.pieces if not piece.is_whole}  # parameters of which no piece is the whole
 
     def forget(self) -> None:
+        """Clears the gradients of all pieces."""
         for piece in self.pieces:
             piece.values.grad = None
 
     def take(self, replicas: Sequence[Gradients]) -> Callable[[], None]:
+        """Allocates sums of the replicas' gradients on the owners. Returns a function that computes them."""
         chosen = [i for i in range(len(self._parameters)) if any(gradients[i] is not None for gradients in replicas)]
         learned = set(chosen)
         pieces = [[piece for piece in owned if piece.index in learned] for owned in self._owned]
@@ -100,6 +102,7 @@ class _BucketOwners:
         return compute
 
     def repoint(self, copies: Mapping[nn.Parameter, Mapping[torch.device, Tensor]]) -> None:
+        """Takes the pieces' memory from ``copies`` of some parameters, which have moved."""
         for piece in self.pieces:
             if piece.parameter in copies:
                 piece.repoint(copies[piece.parameter])
@@ -171,7 +174,7 @@ class ReplicaShards:
 
     def __init__(self, model: DataParallelModel, groups: Groups, optimizer_class: Any, defaults: dict[str, Any]) -> None:
         self._model, self._groups = model, groups
-        self._owners: list[_BucketOwners] = []
+        self._owners: list[BucketOwners] = []
         self._pieces: dict[Tensor, list[_Piece]] = {}
         if len(set(model.devices)) > 1:
             self._shard()
@@ -272,7 +275,7 @@ class ReplicaShards:
         if not model.replicas.gradients.is_sharded and any(p in shards._pieces for shards in _all_shards for p in parameters):
             raise ValueError("the module's parameters belong to another BalancedOptimizer, expected one: delete it first")
         for bucket, copies in model.replicas.shard(model.module, model.devices, parameters):
-            bucket.owners = owners = _BucketOwners(bucket.parameters, copies)
+            bucket.owners = owners = BucketOwners(bucket.parameters, copies)
             self._owners.append(owners)
             for piece in owners.pieces:
                 self._pieces.setdefault(piece.parameter, []).append(piece)

@@ -29,15 +29,7 @@ from torch import Tensor, nn
 from ..runtime import transport
 from ..runtime.devices import move
 from ..runtime.streams import SideStreams, Streams, on_streams
-from ..runtime.torch_private import (
-    foreach_add,
-    foreach_add_,
-    get_gradient,
-    has_gradient_hooks,
-    run_first,
-    set_gradient,
-    will_run,
-)
+from ..runtime.torch_private import foreach_add, foreach_add_, has_gradient_hooks, run_first, will_run
 
 Gradients = list[Tensor | None]  # one replica's, in the order of a bucket's parameters
 
@@ -48,15 +40,15 @@ def accumulate(leaves: Sequence[Tensor], gradients: Gradients, *, is_copy: bool 
     for leaf, gradient in zip(leaves, gradients, strict=False):
         if gradient is None:
             continue
-        before = get_gradient(leaf)
+        before = leaf.grad
         if before is None:
             result = _with_strides_of(leaf, gradient)
-            set_gradient(leaf, result.clone() if is_copy and result is gradient else result)
+            leaf.grad = result.clone() if is_copy and result is gradient else result
         elif _is_dense(before) and _is_dense(gradient):
             totals.append(before)
             parts.append(gradient)
         else:
-            set_gradient(leaf, before + gradient)
+            leaf.grad = before + gradient
     foreach_add_(totals, parts)
 
 
@@ -213,7 +205,7 @@ class Bucket:
         """
         with self._lock:
             self._drop_discarded()
-            local = {place: get_gradient(self.parameters[place]) for place in self._local} if takes_local else {}
+            local = {place: self.parameters[place].grad for place in self._local} if takes_local else {}
             held, self.held = self.held, {}
             if takes_local or self.owners is None:
                 self._local = {}
@@ -224,7 +216,7 @@ class Bucket:
             return lambda: None
         if self.owners is not None:
             for place in local:
-                set_gradient(self.parameters[place], None)
+                self.parameters[place].grad = None
             return self.owners.take(list(held.values()))
         sums = GradientSum(self.parameters, list(held.values()), self._home, is_copy=True)
         return functools.partial(self._accumulate, sums, local)
@@ -258,18 +250,18 @@ class Bucket:
             for device, gradients in replicas.items():
                 self.held[device] = _merged(gradients, self.held.get(device))
             for place, parameter in enumerate(self.parameters) if deferred else ():
-                local = get_gradient(parameter)
+                local = parameter.grad
                 waiting = next((gradients[place] for gradients in self.held.values() if gradients[place] is not None), None)
                 if local is None and waiting is not None:  # the first replica has none
                     local = torch.zeros_like(waiting, device=self._home)
-                    set_gradient(parameter, local)
+                    parameter.grad = local
                 if local is not None:
                     self._local[place] = weakref.ref(local)
 
     def _drop_discarded(self) -> None:
         """Forgets waiting gradients of parameters whose ``grad`` was cleared or set. Autograd sets one if it creates a graph."""
         for place, before in list(self._local.items()):
-            gradient = get_gradient(self.parameters[place])
+            gradient = self.parameters[place].grad
             if gradient is None or (gradient is not before() and gradient.grad_fn is None):
                 del self._local[place]
                 for gradients in self.held.values():

@@ -89,7 +89,7 @@ class Replicas:
     def shard(
         self, module: nn.Module, devices: Sequence[torch.device], parameters: Sequence[Tensor]
     ) -> list[tuple[Bucket, list[dict[torch.device, Tensor]]]]:
-        """Makes buckets for ``parameters`` that need owners. Returns them, and the copies by device of each parameter."""
+        """Makes buckets for ``parameters`` that need owners. Returns them, with the copies by device of their parameters."""
         if self.gradients.is_sharded:
             raise ValueError("the model has a BalancedOptimizer already, expected one: give it all param groups, or delete it")
         tree = self.prepare(module, devices)
