@@ -1,5 +1,6 @@
 """Programs that measure single blocks: Liger-Kernel's benchmarks and that of cut cross-entropy."""
 
+import contextlib
 from typing import Any
 
 import torch
@@ -19,12 +20,10 @@ class Retained(nn.Module):
     def forward(self, _: Tensor) -> Tensor:
         """Returns the output of the layer."""
         self.saved = []
-        if not self.retains:
+        keep = torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor)
+        with keep if self.retains else contextlib.nullcontext():
             result: Tensor = self.layer(self.input)
             return result
-        with torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor):
-            result = self.layer(self.input)
-        return result
 
     def _keep(self, tensor: Tensor) -> Tensor:
         self.saved.append(tensor)
@@ -74,7 +73,7 @@ def _run(layer: nn.Module, input: Tensor, criterion: Any, retains: bool = True) 
 
 
 @on_meta
-def mlp(rows: int, length: int, activation: str) -> Program:
+def mlp(activation: str, rows: int, length: int) -> Program:
     """Builds the MLP of Llama in bf16."""
     from transformers.models.llama.modeling_llama import LlamaConfig, LlamaMLP
 
@@ -119,9 +118,9 @@ def cross_entropy(words: int) -> Program:
 class Head(nn.Module):
     """A language model's head with its loss: capped logits in bf16, the loss in float32."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int) -> None:
         super().__init__()
-        self.weight, self.loss = nn.Parameter(torch.empty(256000, 2304, dtype=bf16)), CrossEntropy(8192)
+        self.weight, self.loss = nn.Parameter(torch.empty(256000, 2304, dtype=bf16)), CrossEntropy(rows)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Returns the mean loss."""
@@ -132,7 +131,7 @@ class Head(nn.Module):
 
 
 @on_meta
-def gemma_head() -> Program:
-    """Builds the head of Gemma 2 (2B) on 8,192 rows."""
-    program = _run(Head(), torch.empty(8192, 2304, dtype=bf16), torch.sum, retains=False)
+def gemma_head(rows: int) -> Program:
+    """Builds the head of Gemma 2 (2B)."""
+    program = _run(Head(rows), torch.empty(rows, 2304, dtype=bf16), torch.sum, retains=False)
     return Program(program.module, program.criterion, program.inputs, (), {"optimizer": torch.optim.SGD})

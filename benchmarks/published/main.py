@@ -71,6 +71,7 @@ class Source:
     read: Counter
 
 
+_GPUMEMNET = functools.partial(process, context=1429)
 SOURCES = {
     "L": Source("Liger-Kernel, benchmark/data/all_benchmark_data.csv", "A100-SXM4-80GB", "2.4", "allocated", allocated),
     "C": Source("apple/ml-cross-entropy, README", "A100-SXM4-80GB", "2.4.1", "allocated", rise),
@@ -80,10 +81,10 @@ SOURCES = {
     "T": Source("torchtune, README", "A100-SXM4-80GB", "2.5", "active", allocated),
     "AO": Source("torchao, torchao/optim/README.md", "A100-SXM4-80GB", "2.5", "allocated", allocated),
     "R": Source("optimum-benchmark, results on ROCm", "AMD Instinct MI250", "2.2.2", "allocated", allocated),
-    "Rr": Source("optimum-benchmark, results on ROCm", "AMD Instinct MI250", "2.2.2", "reserved", reserved),
+    "R'": Source("optimum-benchmark, results on ROCm", "AMD Instinct MI250", "2.2.2", "reserved", reserved),
     "TT": Source("torchtitan, llama3_h100_202412_torchtitan.md", "NVIDIA H100 80GB HBM3", "2.6", "reserved", reserved),
-    "N": Source("GPUMemNet", "A100-SXM4-40GB", "1.13", "nvidia-smi", functools.partial(process, context=1429)),
-}  # fmt: skip
+    "N": Source("GPUMemNet", "A100-SXM4-40GB", "1.13", "nvidia-smi", _GPUMEMNET),
+}
 
 
 @dataclass(frozen=True)
@@ -101,42 +102,44 @@ def _gigabytes(number: float) -> float:
     return number * 1e9 / MIB
 
 
-_WINOGRAD = "workspaces of cuDNN; kernels of cuDNN are part of nvidia-smi's number"
-_LITGPT = "rebuilt from its source; how it computes norms and rotary positions in the end is a guess"
-_ROUNDED = "published as about {} GB"
+def _rows(source: str, name: str, build: Callable[[int], Program], published: dict[int, float], reason: str = "") -> list[Row]:
+    return [Row(source, name.format(size), number, functools.partial(build, size), reason) for size, number in published.items()]
+
+
+_silu, _gelu = (functools.partial(blocks.mlp, *settings) for settings in (("silu", 4), ("gelu_pytorch_tanh", 8)))
+_phi, _stable, _llama = (functools.partial(models.lora, name) for name in models.LORA)
+_mobile, _resnet, _vgg = (functools.partial(models.convolutional, name) for name in ("MobileNetV2", "ResNet-50", "VGG-16"))
+_CUDNN = "workspaces and kernels of cuDNN"
+_LITGPT = "the program is rebuilt: how it rotates and what it keeps until the next loss is partly a guess"
+_STREAMS = "streams of FSDP2 have pools of their own on a GPU"
+_VOCABULARY = {4096: 1280.126, 8192: 2560.126, 16384: 5120.126, 32768: 10240.126, 65536: 20480.125, 131072: 40960.125}
+_WIDTHS = {1024: 80.02, 2048: 160.031, 4096: 320.055, 8192: 640.102, 16384: 1280.195, 32768: 2560.383}
 ROWS = [
-    *(Row("L", f"cross entropy of 16384 x {words}", size, functools.partial(blocks.cross_entropy, words))
-      for words, size in {4096: 1280.126, 8192: 2560.126, 16384: 5120.126, 32768: 10240.126, 65536: 20480.125, 131072: 40960.125}.items()),
-    *(Row("L", f"MLP of Llama, silu, 4 x {length}", size, functools.partial(blocks.mlp, 4, length, "silu"))
-      for length, size in {1024: 1294.25, 2048: 1992.25, 4096: 3452.25, 8192: 6372.25}.items()),
-    *(Row("L", f"MLP of Llama, gelu, 8 x {length}", size, functools.partial(blocks.mlp, 8, length, "gelu_pytorch_tanh"))
-      for length, size in {1024: 1992.25, 2048: 3452.25, 4096: 6372.25, 8192: 12212.25}.items()),
-    *(Row("L", f"LayerNorm of 4096 x {width}", size, functools.partial(blocks.layer_norm, width))
-      for width, size in {1024: 80.0625, 2048: 160.094, 4096: 320.156, 8192: 640.281, 16384: 1280.531}.items()),
-    *(Row("L", f"RMSNorm of Llama, 2048 x {width}", size, functools.partial(blocks.rms_norm, width))
-      for width, size in {1024: 80.02, 2048: 160.031, 4096: 320.055, 8192: 640.102, 16384: 1280.195, 32768: 2560.383}.items()),
-    Row("C", "head of Gemma 2 with its loss, 8192 tokens", 28000.0, blocks.gemma_head),
-    Row("Z", "20 linear layers, DDP, Adam", 1697e6 / MIB, functools.partial(models.linear_layers, 1)),
-    Row("Z", "20 linear layers, DDP, ZeRO-1 of 2 ranks", 1361e6 / MIB, functools.partial(models.linear_layers, 2)),
-    Row("V", "ViT-L/16, 1 image, Adam", _gigabytes(6), functools.partial(models.vit_large, False), _ROUNDED.format(6)),
-    Row("V", "ViT-L/16, step in the backward", _gigabytes(4), functools.partial(models.vit_large, True), _ROUNDED.format(4)),
-    *(Row("G", f"LoRA of {name}, {rows} rows", _gigabytes(size), functools.partial(models.lora, name, rows), _LITGPT)
-      for name, sizes in {"phi-1.5": {1: 4.82, 2: 6.76, 4: 10.68}, "StableLM-3B": {1: 9.69, 2: 12.10, 4: 16.92},
-                          "Llama-2-7B": {1: 21.30, 2: 29.07}}.items() for rows, size in sizes.items()),
+    *_rows("L", "cross entropy of 16384 x {}", blocks.cross_entropy, _VOCABULARY),
+    *_rows("L", "MLP of Llama, silu, 4 x {}", _silu, {1024: 1294.25, 2048: 1992.25, 4096: 3452.25, 8192: 6372.25}),
+    *_rows("L", "MLP of Llama, gelu, 8 x {}", _gelu, {1024: 1992.25, 2048: 3452.25, 4096: 6372.25, 8192: 12212.25}),
+    *_rows("L", "LayerNorm of 4096 x {}", blocks.layer_norm, {1024: 80.062, 2048: 160.094, 4096: 320.156, 16384: 1280.531}),
+    *_rows("L", "RMSNorm of Llama, 2048 x {}", blocks.rms_norm, _WIDTHS),
+    *_rows("C", "head of Gemma 2 with its loss, {} tokens", blocks.gemma_head, {8192: 28000.0}),
+    *_rows("Z", "20 linear layers, DDP, Adam, ZeRO-1 of {}", models.linear_layers, {1: 1697e6 / MIB, 2: 1361e6 / MIB}),
+    Row("V", "ViT-L/16, 1 image, Adam", _gigabytes(6), functools.partial(models.vit_large, False), "about 6 GB"),
+    Row("V", "ViT-L/16, step in the backward", _gigabytes(4), functools.partial(models.vit_large, True), "about 4 GB"),
+    *_rows("G", "LoRA of phi-1.5, {} x 1044", _phi, {1: _gigabytes(4.82), 2: _gigabytes(6.76), 4: _gigabytes(10.68)}, _LITGPT),
+    *_rows(
+        "G", "LoRA of StableLM-3B, {} x 1034", _stable, {1: _gigabytes(9.69), 2: _gigabytes(12.1), 4: _gigabytes(16.92)}, _LITGPT
+    ),
+    *_rows("G", "LoRA of Llama-2-7B, {} x 1304", _llama, {1: _gigabytes(21.3), 2: _gigabytes(29.07)}, _LITGPT),
     Row("T", "Llama 3.2 3B, bf16, 2 x 4096, AdamW", 60 * 1024, models.llama_3b, "torchtune copies keys and values per head"),
     Row("AO", "DINOv2 giant, bf16, 32 images, checkpointed", _gigabytes(9.82), models.vit_giant),
     Row("R", "GPT-2, 2 x 16, AdamW", 2506.73664e6 / MIB, models.gpt2),
     Row("R", "BERT, 2 x 16, AdamW", 2195.345408e6 / MIB, models.bert_base),
-    Row("Rr", "GPT-2, 2 x 16, AdamW", 2894.06976e6 / MIB, models.gpt2),
-    Row("Rr", "BERT, 2 x 16, AdamW", 2497.708032e6 / MIB, models.bert_base),
-    Row("TT", "Llama 3.1 8B, FSDP2 of 8", 82.4 * 1024, functools.partial(models.llama_8b, 8),
-        "streams of FSDP2 have pools of their own on a GPU"),
-    Row("TT", "Llama 3.1 8B, FSDP2 of 128", 67.0 * 1024, functools.partial(models.llama_8b, 128),
-        "streams of FSDP2 have pools of their own on a GPU"),
-    *(Row("N", f"{name}, {rows} images", size, functools.partial(models.convolutional, name, rows), _WINOGRAD)
-      for name, sizes in {"MobileNetV2": {32: 4544, 128: 12578}, "ResNet-50": {32: 5262, 128: 15120},
-                          "VGG-16": {32: 8222, 128: 24408}}.items() for rows, size in sizes.items()),
-]  # fmt: skip
+    Row("R'", "GPT-2, 2 x 16, AdamW", 2894.06976e6 / MIB, models.gpt2),
+    Row("R'", "BERT, 2 x 16, AdamW", 2497.708032e6 / MIB, models.bert_base),
+    *_rows("TT", "Llama 3.1 8B, FSDP2 of {}", models.llama_8b, {8: 82.4 * 1024, 128: 67.0 * 1024}, _STREAMS),
+    *_rows("N", "MobileNetV2, {} images", _mobile, {32: 4544, 128: 12578}, _CUDNN),
+    *_rows("N", "ResNet-50, {} images", _resnet, {32: 5262, 128: 15120}, _CUDNN),
+    *_rows("N", "VGG-16, {} images", _vgg, {32: 8222, 128: 24408}, _CUDNN),
+]
 
 
 def predict(row: Row) -> MemoryReport:
@@ -159,7 +162,7 @@ def line(row: Row, report: MemoryReport) -> list[str]:
     predicted = source.read(report) / MIB
     bound = f" (at most {predicted + beyond:.0f})" if beyond else ""
     return [
-        *(row.source[:1] if row.source == "Rr" else row.source, row.name, source.gpu, source.torch, source.counter),
+        *(row.source.rstrip("'"), row.name, source.gpu, source.torch, source.counter),
         *(f"{row.published:.1f}", f"{predicted:.1f}{bound}", f"{error:+.2%}", row.reason if abs(error) > LIMIT else ""),
     ]
 
@@ -184,7 +187,7 @@ def main() -> None:
         print(table)
         return
     title, rest = (__doc__ or "").split("\n\n", 1)
-    sources = {source.name: key[:1] if key == "Rr" else key for key, source in SOURCES.items()}
+    sources = {source.name: key.rstrip("'") for key, source in SOURCES.items()}
     values = {
         "title": title,
         "introduction": rest.split(" Run without")[0].strip(),
