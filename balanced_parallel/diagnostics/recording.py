@@ -23,6 +23,7 @@ from ..loss.rules import is_known
 from ..loss.shards import call_weight
 from ..loss.sums import Criterion, ShardLoss, flat_weights, loss_of
 from ..replicas.workers import current_replica
+from ..runtime import row_random
 from ..runtime.torch_private import versions
 
 
@@ -63,12 +64,15 @@ class Program:
         return max(self._forwards.values(), default=0)
 
     def _start_forward(self, *_: Any) -> None:
-        replica = _replica_index()
+        random, replica = row_random.running.get(), _replica_index()
+        if random is not None and random.expected is None:
+            return  # a small forward that finds the draws
         self._forwards[replica] += 1
         self._open[replica] = []
 
-    def _end_forward(self, *_: Any) -> None:
+    def _end_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._open.pop(_replica_index(), None)
+        self.output = output
 
     def _input_hook(self, name: str) -> Callable[..., None]:
         def hook(layer: nn.Module, *inputs: Any) -> None:
@@ -97,8 +101,7 @@ class Program:
         self.begin()
         torch.manual_seed(seed)
         arguments = move_leaves(as_arguments(inputs), device)
-        self.output = self.module.to(device)(*arguments.inputs, **arguments.kwargs)
-        return self.output
+        return self.module.to(device)(*arguments.inputs, **arguments.kwargs)
 
     def gradients(self) -> dict[str, Tensor]:
         """Returns the gradients of all parameters and buffers that require them, with zeros for a gradient that is None."""

@@ -111,12 +111,14 @@ def verify(
     dim: int | None = None,
     in_dims: Dims = None,
     tolerance: float | None = None,
+    reproducible: bool = False,
 ) -> VerificationReport:
     """Runs the plain and the split program on the same batch, and compares losses and gradients.
 
     Each program runs two steps, without updates of parameters. The second step shows state of the model or the criterion that the
     first step has written. Both programs run on copies, so the caller's model and criterion do not change. The programs start
-    with different random states, so a model that draws random numbers in forward is not equal by chance. Use float64
+    with different random states, so a model that draws random numbers in forward is not equal by chance. Such a model is compared
+    in eval mode, or with ``reproducible=True``. Use float64
     (``model.double()``) for the clearest result. TF32 is off while the programs run, because it rounds to 10 bits, which is more
     than the tolerance of float32.
 
@@ -130,6 +132,8 @@ def verify(
         dim: dimension of the rows in inputs, outputs and targets. ``None`` means that of the given wrappers, else 0.
         in_dims: as in :class:`DataParallelModel`.
         tolerance: relative tolerance. ``None`` means 1e-10 for float64, 1e-4 for float32, 2e-2 for float16 and 5e-2 for bfloat16.
+        reproducible: compares with dropout and other random numbers on, as ``TrainStep(reproducible=True)`` draws them. The plain
+            program then draws those of one device with the whole batch.
 
     Returns:
         A :class:`VerificationReport` with the errors of loss and gradients, and of buffers that end with other values. If they
@@ -159,14 +163,16 @@ def verify(
         if dim is None and not isinstance(criterion, DataParallelCriterion):
             dim = wrapped.dim
         losses = _wrap_criterion(split.criterion, criterion, weight, dim)
-        step = TrainStep(wrapped, losses, _NoUpdate(split.learning().values()), micro_batch_size=micro_batch_size)
+        step = _make_step(split, wrapped, losses, micro_batch_size, reproducible=reproducible)
+        run_plain = functools.partial(_run_plain, plain, wrapped.devices[0])
+        if reproducible:
+            single = _wrap_model(plain.module, model, wrapped.devices[:1], dim, in_dims)
+            of_all = _wrap_criterion(plain.criterion, criterion, weight, dim)
+            run_plain = functools.partial(_run_step, plain, _make_step(plain, single, of_all, None, reproducible=True))
         number, equal = 0, True
         while equal and number < 2:
             number += 1
-            loss = _run_plain(plain, inputs, targets, wrapped.devices[0])
-            split.begin()
-            torch.manual_seed(1)
-            split_loss = step(inputs, targets)
+            loss, split_loss = run_plain(inputs, targets), _run_step(split, step, inputs, targets)
             errors = {"": relative_error(split_loss, loss)} | _gradient_errors(plain.gradients(), split.gradients())
             equal = max(errors.values()) <= limit
         state, count = buffer_errors(plain, split, limit), len(wrapped.devices)
@@ -177,7 +183,9 @@ def verify(
         elif not equal:
             fresh = _wrap_criterion(copy_of(inner), criterion, weight, dim)
             wrap = functools.partial(_wrap_model, like=model, device_ids=[wrapped.devices[0]] * 2, dim=dim, in_dims=in_dims)
-            reasons = find_reasons(plain, (module, inner), (inputs, targets), wrapped, fresh, wrap, split.rounds, limit)
+            reasons = find_reasons(
+                plain, (module, inner), (inputs, targets), wrapped, fresh, wrap, split.rounds, limit, reproducible=reproducible
+            )
     difference = None if equal else first_difference(plain, split, wrapped.dim, limit)
     return VerificationReport(
         devices=tuple(map(str, wrapped.devices)),
@@ -249,7 +257,20 @@ def _wrap_criterion(
     return wrapped
 
 
-def _run_plain(program: Program, inputs: Any, targets: Any, device: torch.device) -> Tensor:
+def _make_step(
+    program: Program, model: nn.Module, criterion: DataParallelCriterion, micro_batch_size: int | None, *, reproducible: bool
+) -> TrainStep:
+    optimizer = _NoUpdate(program.learning().values())
+    return TrainStep(model, criterion, optimizer, micro_batch_size=micro_batch_size, reproducible=reproducible)
+
+
+def _run_step(program: Program, step: TrainStep, inputs: Any, targets: Any) -> Tensor:
+    program.begin()
+    torch.manual_seed(1)
+    return step(inputs, targets)
+
+
+def _run_plain(program: Program, device: torch.device, inputs: Any, targets: Any) -> Tensor:
     program.forward(inputs, device, seed=0)
     criterion = program.criterion.to(device) if isinstance(program.criterion, nn.Module) else program.criterion
     loss = scalar_of(call_spread(criterion, program.output, move_leaves(containers.spread(targets), device), {}))
