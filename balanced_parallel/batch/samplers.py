@@ -134,7 +134,8 @@ class BalancedBatchSampler(RankBatchSampler):
 
     Each effective batch has the same rows as that of :class:`RankBatchSampler`, for any number of ranks. Its rows are sorted by
     cost and cut over the ranks, so that the largest ``rows x highest cost`` is as small as possible: the tokens of a rank after
-    padding. Ranks have different numbers of rows, and :class:`TrainStep` is exact for any. The state is that of
+    padding. Ranks have different numbers of rows, and :class:`TrainStep` is exact for any. One rank yields them sorted as well, so
+    a row has the same place in the effective batch for any number of ranks, except with ``combine=sum``. The state is that of
     :class:`RankBatchSampler`, so a run may change from one to the other.
 
     Args:
@@ -151,7 +152,7 @@ class BalancedBatchSampler(RankBatchSampler):
         ...     print(next(iter(BalancedBatchSampler(lengths, batch_size=8, rank=rank, ranks=3))))
         [6]
         [1, 3]
-        [0, 2, 4, 5, 7]
+        [7, 2, 4, 0, 5]
     """
 
     def __init__(
@@ -173,7 +174,6 @@ class BalancedBatchSampler(RankBatchSampler):
         sorted_rows(self.costs)  # raises an error for a cost that is not valid
 
     def share(self, batch: list[int]) -> list[int]:
-        """Returns this rank's rows of an effective batch, in the order of the batch."""
+        """Returns this rank's rows of an effective batch, the costliest first."""
         shards = cut_by_cost([self.costs[row] for row in batch], self.ranks, self.combine)
-        places = shards[self.rank] if self.rank < len(shards) else []  # fewer rows than ranks
-        return [batch[place] for place in sorted(places)]
+        return [batch[place] for place in shards[self.rank]] if self.rank < len(shards) else []  # fewer rows than ranks
