@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _dropout(x, out, mask, seeds, keep, scale, lines, length, LINES: tl.constexpr, QUADS: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202
+def _dropout(x, out, mask, seeds, keep, scale, lines, length, LINES: tl.constexpr, QUADS: tl.constexpr):  # type: ignore[no-untyped-def]
     line = (tl.program_id(0) * LINES + tl.arange(0, LINES))[:, None]
     quad = (tl.program_id(1) * QUADS + tl.arange(0, QUADS))[None, :]
     seed = tl.load(seeds + line, line < lines, other=0).to(tl.uint64, bitcast=True)
@@ -18,12 +18,12 @@ def _dropout(x, out, mask, seeds, keep, scale, lines, length, LINES: tl.constexp
     w0, w1, w2, w3 = tl.philox(seed + tl.zeros([LINES, QUADS], tl.uint64), quad.to(tl.uint32) + zero, zero, zero, zero)
     for lane in tl.static_range(4):
         word = w0 if lane == 0 else (w1 if lane == 1 else (w2 if lane == 2 else w3))
-        kept = (word & 0xFFFFFF).to(tl.float32) * 5.9604644775390625e-08 < keep  # 2 ** -24
+        stays = (word & 0xFFFFFF).to(tl.float32) * 5.9604644775390625e-08 < keep  # 2 ** -24
         place = line.to(tl.int64) * length + 4 * quad + lane
         inside = (line < lines) & (4 * quad + lane < length)
         value = tl.load(x + place, inside, other=0.0)
-        tl.store(out + place, tl.where(kept, value * scale, 0.0), inside)
-        tl.store(mask + place, kept, inside)
+        tl.store(out + place, tl.where(stays, value * scale, 0.0), inside)
+        tl.store(mask + place, stays, inside)
 
 
 def dropout(x: Tensor, p: float, seeds: Tensor, length: int) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ sets states of generators carries it, above all activation checkpointing, in the
 
 import contextlib
 import contextvars
+import functools
 import itertools
 import math
 import threading
@@ -29,29 +30,23 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from .torch_private import fill_by_keys, has_kernel
+from .torch_private import DRAWS_OF_ONE_FORM, attention_in_parts, has_kernel, remove_kernels, uniform_of_keys
 
-_GOLDEN, _MASK = 0x9E3779B97F4A7C15, 2**64 - 1
 _LOW = 2**32 - 1
 _DRAW_BITS = 24  # of a ticket, for the number of a draw
-
-
-def mix(number: int) -> int:
-    """Returns a bijective hash of 64 bits, the finalizer of splitmix64."""
-    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _MASK
-    return number ^ (number >> 31)
+_DRAW, _ROW, *_COORDINATES = (  # factors of 64 bits, odd and without a pattern; coordinates from the innermost on
+    *(0x9E3779B97F4A7C15, 0x6C8E9CF570932BD5, 0xE220A8397B1DCDAF, 0xA5CB9243F1CEFE2D, 0xC1D38CE22A1A3B4F),
+    *(0x910A2DEC89025CC1, 0xBEEB8DA1658EEC67, 0xF893A2EEFB32555F, 0x71C18690EE42C90B),
+)
 
 
 def signed(number: int) -> int:
     """Returns the low 64 bits of a number as an int64."""
-    return (number & _MASK) - ((number & 2**63) << 1)
+    return (number & (2**64 - 1)) - ((number & 2**63) << 1)
 
 
-_STEPS = [signed(mix(index * _GOLDEN) | 1) for index in range(1, 9)]  # of the row, and of coordinates from the innermost on
-
-
-def _mix_tensor(numbers: Tensor) -> Tensor:
+def mix(numbers: Tensor) -> Tensor:
+    """Returns a bijective hash of 64 bits, the finalizer of splitmix64."""
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         numbers = (numbers ^ ((numbers >> shift) & (2 ** (64 - shift) - 1))) * signed(factor)
     return numbers ^ ((numbers >> 31) & (2**33 - 1))
@@ -60,11 +55,8 @@ def _mix_tensor(numbers: Tensor) -> Tensor:
 def number_lines(shape: Sequence[int], rows: Tensor | None, dim: int, device: torch.device) -> tuple[Tensor, int]:
     """Returns a number for each line of a tensor, with a last dimension of 1, and the length of a line.
 
-    Args:
-        shape: of the tensor.
-        rows: number of each row in the effective batch; None draws the same for all rows.
-        dim: dimension of the rows. Its size is a multiple of them: row 0 comes first, with all of its parts.
-        device: of the result.
+    ``rows`` are the numbers of the rows in the effective batch; with None all rows are the same. The size of their dimension
+    ``dim`` is a multiple of them: row 0 comes first, with all of its parts.
     """
     sizes = list(shape) or [1]
     if rows is not None:
@@ -76,9 +68,9 @@ def number_lines(shape: Sequence[int], rows: Tensor | None, dim: int, device: to
         inner.append(dim + 1)  # parts of a row are the outermost coordinate, wherever the rows are
     numbers = torch.zeros((), dtype=torch.int64, device=device)
     if rows is not None:
-        numbers = numbers + (rows * _STEPS[0]).view([-1] + [1] * (len(sizes) - 1 - dim))
-    for step, axis in zip(_STEPS[1:], [axis for axis in inner if sizes[axis] > 1], strict=False):
-        numbers = numbers + (torch.arange(sizes[axis], device=device) * step).view([-1] + [1] * (len(sizes) - 1 - axis))
+        numbers = numbers + (rows * signed(_ROW)).view([-1] + [1] * (len(sizes) - 1 - dim))
+    for factor, axis in zip(_COORDINATES, inner, strict=False):
+        numbers = numbers + (torch.arange(sizes[axis], device=device) * signed(factor)).view([-1] + [1] * (len(sizes) - 1 - axis))
     return numbers.expand(*sizes[:-1], 1), sizes[-1]
 
 
@@ -96,120 +88,92 @@ def philox(seeds: Tensor, words: int) -> Tensor:
 
 def uniform(seeds: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     """Returns numbers in [0, 1), ``[..., length]`` for seeds ``[..., 1]``, in float32 (24 bits) or float64 (53 bits)."""
-    if has_kernel("_philox_uniform_", seeds.device.type):
-        result = torch.empty(*seeds.shape[:-1], length, dtype=dtype, device=seeds.device)
-        return fill_by_keys(result, torch.stack([seeds, torch.zeros_like(seeds)], -1).view(torch.uint64))
+    if (numbers := uniform_of_keys(seeds, length, dtype)) is not None:
+        return numbers
     if dtype == torch.float64:
         pairs = philox(seeds, 2 * length).unflatten(-1, (length, 2))
-        return (((pairs[..., 0] << 32) | pairs[..., 1]) & (2**53 - 1)).to(dtype) * 2.0**-53
-    return (philox(seeds, length) & 0xFFFFFF).to(dtype) * 2.0**-24
+        bits: Tensor = ((pairs[..., 0] << 32) | pairs[..., 1]) & (2**53 - 1)
+        return bits.to(dtype).mul_(2.0**-53)
+    return (philox(seeds, length) & 0xFFFFFF).to(dtype).mul_(2.0**-24)
 
 
-class Draw(NamedTuple):
-    """One draw of a forward: its operator, the number of its dimensions, and that of the rows, None if it has no rows."""
-
-    operator: str
-    ndim: int
-    dim: int | None
-
-
-Draws: TypeAlias = "Sequence[Draw] | None"  # of a forward; None where it is not known, as in the forwards that find them
+Draw: TypeAlias = tuple[str, int, int | None]  # operator, number of dimensions, and that of the rows; None if it has no rows
 
 
 class UpdateRandom:
-    """The random numbers of one update. torch's kernels that draw are replaced until :meth:`end`.
+    """The random numbers of one update, of a seed that is the same in all processes. Kernels are replaced until :meth:`end`."""
 
-    Args:
-        seed: of the update, the same in all processes.
-        devices: of the forwards.
-    """
-
-    def __init__(self, seed: int, devices: Sequence[torch.device]) -> None:
+    def __init__(self, seed: int) -> None:
         self.seed = seed
-        self._tickets: list[int] = []
-        self._has_ended = False
-        _replace_kernels(devices)
+        self.forwards: list[Forward] = []
+        _replace_kernels(+1)
 
     def end(self) -> None:
         """Ends the update, after its last backward. Kernels are torch's own again if no other update runs."""
-        if not self._has_ended:
-            self._has_ended = True
-            for ticket in self._tickets:
-                _forwards.pop(ticket, None)
-            _restore_kernels()
-
-    @contextlib.contextmanager
-    def drawing(self, part: str, rows: Tensor | None, device: torch.device, draws: Draws) -> Iterator["Forward"]:
-        """Surrounds a forward in this thread, whose draws follow the rows. The generator's state is put back.
-
-        Args:
-            part: ``"model"`` or ``"criterion"``, which draw other numbers.
-            rows: number of each row in the effective batch; None if the arguments have no rows.
-            device: of the replica.
-            draws: those to expect.
-
-        Raises:
-            ValueError: the forward has drawn another number of times than expected.
-            RuntimeError: an operator has drawn that is not replaced.
-        """
-        forward = Forward(mix(self.seed + len(part)), rows, device, draws)
-        _forwards[forward.ticket] = forward
-        self._tickets.append(forward.ticket)
-        generator = _generator(device)
-        other = _forwards.get(generator.initial_seed() >> _DRAW_BITS)  # replicas of one device that take turns
-        before = forward.state_before = generator.get_state() if other is None else other.state_before
-        token = running.set(forward)
-        generator.manual_seed(forward.ticket << _DRAW_BITS)
-        try:
-            yield forward
-            forward.check_end(generator)
-        finally:
-            running.reset(token)
-            generator.set_state(before)
-            forward.lines.clear()
+        for forward in self.forwards:
+            del _forwards[forward.ticket]
+        _replace_kernels(-1)
 
 
-class BatchRandom:
-    """The random numbers of one batch of an update.
+class BatchRandom(NamedTuple):
+    """The random numbers of one batch of an update."""
 
-    Args:
-        update: of the batch.
-        first: number in the effective batch of its first row.
-        draws: of the model and of the criterion; None records them in ``forwards``.
-    """
-
-    def __init__(self, update: UpdateRandom, first: int, draws: Mapping[str, Draws] | None) -> None:
-        self.update, self.first, self.draws = update, first, draws
-        self.forwards: dict[str, list[Forward]] = {}
+    update: UpdateRandom
+    first: int  # number in the effective batch of its first row
+    draws: Mapping[str, Sequence[Draw]] | None  # of the model and of the criterion; None where they are not known
+    shared: dict[Any, tuple[int, ...]] | None = None  # shapes without rows; None if they may differ, as padding by cost does
 
     @contextlib.contextmanager
     def drawing(self, part: str, rows: Sequence[int] | None, device: torch.device) -> Iterator[None]:
-        """Surrounds a forward of some rows of the batch."""
+        """Surrounds a forward of ``"model"`` or ``"criterion"`` in this thread. The generator's state is put back.
+
+        ``rows`` are their numbers in the batch; None if the arguments have no rows.
+
+        Raises:
+            ValueError: the forward has drawn other numbers than expected.
+            RuntimeError: an operator has drawn that is not replaced.
+        """
         numbers = None if rows is None else torch.tensor(rows, dtype=torch.int64, device=device) + self.first
-        with self.update.drawing(part, numbers, device, None if self.draws is None else self.draws.get(part, ())) as forward:
-            if self.draws is None:
-                self.forwards.setdefault(part, []).append(forward)
+        forward = Forward(self, part, numbers, device)
+        _forwards[forward.ticket] = forward
+        self.update.forwards.append(forward)
+        generator = _generator(device)
+        other = _forwards.get(generator.initial_seed() >> _DRAW_BITS)  # replicas of one device that take turns
+        forward.state_before = generator.get_state() if other is None else other.state_before
+        token = running.set(forward)
+        generator.manual_seed(forward.ticket << _DRAW_BITS)
+        try:
             yield
+            forward.check_end(generator)
+        finally:
+            running.reset(token)
+            generator.set_state(forward.state_before)
+            forward.lines.clear()
+
+
+def by_row(part: str, work: Sequence[Callable[[], Any]], shards: Sequence[Any]) -> list[functools.partial[Any]]:
+    """Returns the calls of replicas, each with the random numbers of its shard."""
+
+    def run(call: Callable[[], Any], shard: Any) -> Any:
+        with shard.random.drawing(part, shard.rows, shard.device):
+            return call()
+
+    return [functools.partial(run, *each) for each in zip(work, shards, strict=True)]
 
 
 class Forward:
-    """One forward of one replica.
+    """One forward of one replica, with the numbers of its rows on its device."""
 
-    Args:
-        seed: of the update and the part that draws.
-        rows: number of each row in the effective batch, on the device; None if the arguments have no rows.
-        device: of the replica.
-        expected: the draws, as two small forwards have shown them.
-    """
-
-    def __init__(self, seed: int, rows: Tensor | None, device: torch.device, expected: Draws) -> None:
-        self.seed, self.device, self.expected = seed, device, expected
+    def __init__(self, batch: BatchRandom, part: str, rows: Tensor | None, device: torch.device) -> None:
+        self.batch, self.part, self.device = batch, part, device
+        self.expected = None if batch.draws is None else batch.draws.get(part, ())
         self.rows = {} if rows is None else {device: rows}
         self.count = 0 if rows is None else len(rows)
         self.shapes: list[tuple[str, tuple[int, ...]]] = []  # operator and shape of each draw
         self.lines: dict[Any, tuple[Tensor, int]] = {}  # by shape
         self.ticket, self.next_draw = next(_tickets), 0
         self.state_before: Any = None  # of the generator
+        self._seed = batch.update.seed + len(part)
 
     def seeds(self, operator: str, draw: int, shape: Sequence[int], device: torch.device) -> tuple[Tensor, int]:
         """Returns the seed of each line of a tensor that is drawn, and the length of a line."""
@@ -223,58 +187,56 @@ class Forward:
             lines = number_lines(shape, None if dim is None else self.rows[device], dim or 0, device)
             if running.get() is self:  # when it runs again, nobody would forget them
                 self.lines[key] = lines
-        base = mix((self.seed + (2 * draw + (dim is None)) * _GOLDEN) & _MASK)
-        return _mix_tensor(lines[0] + signed(base)), lines[1]
+        return mix(lines[0] + signed(self._seed + (2 * draw + (dim is None)) * _DRAW)), lines[1]
 
     def _dim(self, operator: str, draw: int, shape: Sequence[int]) -> int | None:
         """Returns the dimension of the rows, or None if a tensor has no rows."""
         if self.expected is None or not self.count:
             return None
         if draw < len(self.expected):
-            expected = self.expected[draw]
-            if (operator, len(shape)) == expected[:2] and (expected.dim is None or shape[expected.dim] % self.count == 0):
-                return expected.dim
+            (*kind, dim), size = self.expected[draw], tuple(shape)
+            shared = self.batch.shared if dim is None else None
+            is_same = shared is None or shared.setdefault((self.part, draw), size) == size
+            if [operator, len(shape)] == kind and is_same and (dim is None or shape[dim] % self.count == 0):
+                return dim
         raise ValueError(
-            f"draw {draw} of this forward is {operator} of shape {tuple(shape)} for {self.count} rows, expected the draws of a "
-            f"forward of two rows{_AS_ROWS}"
+            f"draw {draw} of the {self.part} is {operator} of shape {tuple(shape)} for {self.count} rows, expected the draws of "
+            f"a forward of two rows{_AS_ROWS}"
         )
 
     def check_end(self, generator: Any) -> None:
         """Checks that the forward has drawn as often as expected, and that nothing else has drawn from the generator."""
         if self.expected is not None and self.count and self.next_draw != len(self.expected):
-            raise ValueError(
-                f"this forward has drawn {self.next_draw} times, expected {len(self.expected)} times as in a forward of two rows"
-                f"{_AS_ROWS}"
-            )
+            raise ValueError(f"the {self.part} has drawn {self.next_draw} times, expected {len(self.expected)} times{_AS_ROWS}")
         fresh, seed = generator.clone_state(), generator.initial_seed()
         fresh.manual_seed(seed)
         if seed >> _DRAW_BITS == self.ticket and not torch.equal(fresh.get_state(), generator.get_state()):
             raise RuntimeError(
-                "an operator has drawn random numbers in this forward that do not follow the rows, expected operators of torch "
-                f"that reproducible=True replaces; the draws before it: {[name for name, _ in self.shapes[-3:]]}"
+                f"an operator that reproducible=True does not know has drawn in the {self.part}, expected operators of torch "
+                f"alone; the draws before it were {[name for name, _ in self.shapes[-3:]]}"
             )
 
 
 _AS_ROWS = ": with reproducible=True, draws must not depend on the data or on chance"
 
 
-def find_draws(two: Forward, three: Forward) -> list[Draw]:
+def find_draws(forwards: Sequence[Forward]) -> list[Draw]:
     """Returns the draws of a forward, from forwards of two and of three rows: the dimension that grows is that of the rows.
 
     Raises:
         ValueError: draws follow the data, or the size of one is not a multiple of the rows.
     """
-    if [name for name, _ in two.shapes] != [name for name, _ in three.shapes]:
-        raise ValueError(f"a forward of 2 rows draws {len(two.shapes)} times, one of 3 rows {len(three.shapes)} times{_AS_ROWS}")
-    draws = []
-    for number, ((name, small), (_, large)) in enumerate(zip(two.shapes, three.shapes, strict=True)):
+    two, three = (forward.shapes for forward in forwards)
+    draws: list[Draw] = []
+    for number, ((name, small), (other, large)) in enumerate(itertools.zip_longest(two, three, fillvalue=("nothing", ()))):
         grown = [axis for axis in range(len(small)) if len(small) == len(large) and small[axis] != large[axis]]
-        if len(small) != len(large) or len(grown) > 1 or any(3 * small[axis] != 2 * large[axis] for axis in grown):
+        is_even = all(3 * small[axis] == 2 * large[axis] for axis in grown)
+        if name != other or len(small) != len(large) or len(grown) > 1 or not is_even:
             raise ValueError(
-                f"draw {number}, {name}, has the shape {small} for 2 rows and {large} for 3, expected one dimension of "
-                f"rows{_AS_ROWS}"
+                f"draw {number} of the {forwards[0].part} is {name} of shape {small} for 2 rows, and {other} of shape {large} "
+                f"for 3, expected one dimension of rows{_AS_ROWS}"
             )
-        draws.append(Draw(name, len(small), grown[0] if grown else None))
+        draws.append((name, len(small), grown[0] if grown else None))
     return draws
 
 
@@ -303,19 +265,22 @@ class _Begun(NamedTuple):
         return numbers.view(*like.shape, per_element) if per_element > 1 else numbers.view(like.shape)
 
 
+def _find_forward(device: torch.device) -> tuple[Forward | None, int]:
+    """Returns the forward that draws on a device, or runs again, and the number of its next draw; None if there is none."""
+    forward = running.get()  # a replica may draw on the host too
+    ticket, draw = divmod(_generator(device if forward is None else forward.device).initial_seed(), 2**_DRAW_BITS)
+    if forward is None:
+        return _forwards.get(ticket), draw  # one that runs again, in whatever thread
+    return forward, draw if ticket == forward.ticket else forward.next_draw  # unless another replica has had its turn
+
+
 def _begin_draw(operator: str, device: torch.device) -> _Begun | None:
     """Returns the draw that begins on a device, or None if no forward draws by row."""
-    forward = running.get()
-    generator = _generator(device if forward is None else forward.device)  # a replica may draw on the host too
-    ticket, draw = divmod(generator.initial_seed(), 2**_DRAW_BITS)
-    if forward is None:  # perhaps a forward that runs again, in whatever thread
-        forward = _forwards.get(ticket)
-        if forward is None:
-            return None
-    elif ticket != forward.ticket:  # another replica of the device has had its turn
-        draw = forward.next_draw
-    forward.next_draw = draw + 1
-    generator.manual_seed((forward.ticket << _DRAW_BITS) + draw + 1)
+    forward, draw = _find_forward(device)
+    if forward is None:
+        return None
+    forward.next_draw = max(forward.next_draw, draw + 1)  # a part that runs again draws earlier numbers
+    _generator(forward.device if running.get() else device).manual_seed((forward.ticket << _DRAW_BITS) + draw + 1)
     return _Begun(forward, draw, operator)
 
 
@@ -345,18 +310,13 @@ def _random_(begun: _Begun, self: Tensor) -> Tensor:
 def _native_dropout(begun: _Begun, input: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
     if train is False:
         return input.clone(), torch.ones_like(input, dtype=torch.bool)
-    if input.is_cuda and (kernel := _dropout_kernel()) is not None:
-        return kernel(input, p, *begun.forward.seeds(begun.operator, begun.number, input.shape, input.device))
+    if input.is_cuda:
+        with contextlib.suppress(ImportError):  # no Triton
+            from .dropout_kernel import dropout
+
+            return dropout(input, p, *begun.forward.seeds(begun.operator, begun.number, input.shape, input.device))
     mask = begun.uniform(input, torch.float32) < 1 - p  # the same elements as bernoulli_(1 - p), which the CPU calls
     return input * mask * (1 / (1 - p) if p < 1 else 0.0), mask
-
-
-def _dropout_kernel() -> Callable[..., tuple[Tensor, Tensor]] | None:
-    try:
-        from .dropout_kernel import dropout
-    except ImportError:  # no Triton
-        return None
-    return dropout
 
 
 def _multinomial(begun: _Begun, self: Tensor, num_samples: int, replacement: bool = False) -> Tensor:
@@ -367,7 +327,7 @@ def _multinomial(begun: _Begun, self: Tensor, num_samples: int, replacement: boo
     return (_exponential_(begun, torch.empty_like(bounds)) / self).topk(num_samples, largest=False).indices
 
 
-def _rrelu(begun: _Begun, self: Tensor, noise: Tensor, low: float, high: float, training: bool = False) -> Tensor:
+def _rrelu(begun: _Begun, self: Tensor, noise: Tensor, low: float, high: float, training: bool, _: None = None) -> Tensor:
     slopes = begun.uniform(self) * (high - low) + low if training else (low + high) / 2
     return self * noise.copy_(torch.where(self <= 0, slopes, 1.0))
 
@@ -393,53 +353,43 @@ _KERNELS: dict[str, Callable[..., Any]] = {
     "multinomial": _multinomial,
     "randperm.generator_out": lambda begun, n, *, out: out.copy_(begun.uniform(out.resize_(n), torch.float64).argsort()),
     "rrelu_with_noise": _rrelu,
-    # dropout between the layers of an LSTM is inside of cuDNN
-    **dict.fromkeys(("poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "_cudnn_rnn", "_fused_dropout"), _refuse),
-    **dict.fromkeys(("geometric_", "cauchy_", "log_normal_"), _refuse),
+    **dict.fromkeys((*DRAWS_OF_ONE_FORM, "geometric_", "cauchy_", "log_normal_"), _refuse),
 }
 _lock = threading.Lock()
 _library: torch.library.Library | None = None
-_kinds: set[str] = set()  # of devices whose kernels are replaced
 _updates = 0  # that run
 
 
-def _replace_kernels(devices: Sequence[torch.device]) -> None:
-    """Replaces torch's kernels that draw, on the CPU and on the accelerators of an update."""
+def _replace_kernels(change: int) -> None:
+    """Replaces torch's kernels that draw while any update runs. ``change`` is that of the number of updates."""
     global _library, _updates
     with _lock, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Warning only once for all operators")
-        _updates += 1
-        if _library is None:
-            _library = torch.library.Library("aten", "IMPL")
-        for kind in {"cpu", *(device.type for device in devices)} - _kinds:
-            _kinds.add(kind)
-            for name, function in _KERNELS.items():
-                if has_kernel(name, kind):
-                    key = {"cpu": "CPU", "cuda": "CUDA"}.get(kind, "PrivateUse1")
-                    _library.impl(name, _replacement(name, key, function), key, with_keyset=True)
-            if kind in ("cpu", "cuda"):
-                key = f"Autograd{kind.upper()}"
-                _library.impl("scaled_dot_product_attention", _attention(key), key, with_keyset=True)
-
-
-def _restore_kernels() -> None:
-    global _library, _updates
-    with _lock:
-        _updates -= 1
-        if not _updates and _library is not None:
-            _library._destroy()
+        _updates += change
+        if _library is not None and not _updates:
+            remove_kernels(_library)
             _library = None
-            _kinds.clear()
+        elif _library is None:
+            _library = torch.library.Library("aten", "IMPL")
+            for key in ("CPU", "CUDA", "PrivateUse1"):  # a forward on another device ends with an error
+                for name, function in _KERNELS.items():
+                    if has_kernel(name, key):
+                        _library.impl(name, _replacement(name, key, function), key, with_keyset=True)
+                if key != "PrivateUse1" and has_kernel("bernoulli_.float", key):
+                    attention = "scaled_dot_product_attention"
+                    _library.impl(attention, _attention(f"Autograd{key}"), f"Autograd{key}", with_keyset=True)
 
 
 def _replacement(name: str, key: str, function: Callable[..., Any]) -> Callable[..., Any]:
     kernel = torch.library.get_kernel(f"aten::{name}", key)
 
-    def draw(keys: Any, *args: Any, generator: torch.Generator | None = None, **kwargs: Any) -> Any:
+    def draw(keys: Any, *args: Any, **kwargs: Any) -> Any:
         first = args[0] if isinstance(args[0], Tensor) else kwargs["out"]
-        begun = _begin_draw(name, first.device) if generator is None else None
+        has_generator = any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
+        begun = None if has_generator else _begin_draw(name, first.device)
         if begun is None:
-            return kernel.call_boxed(keys, *args, **({} if generator is None else {"generator": generator}), **kwargs)
+            return kernel.call_boxed(keys, *args, **kwargs)
+        kwargs.pop("generator", None)
         return function(begun, *args, **kwargs)
 
     return draw
@@ -450,17 +400,10 @@ def _attention(key: str) -> Callable[..., Any]:
     kernel = torch.library.get_kernel("aten::scaled_dot_product_attention", key)
 
     def attend(
-        keys: Any,
-        query: Tensor,
-        k: Tensor,
-        value: Tensor,
-        mask: Any = None,
-        p: float = 0.0,
-        is_causal: bool = False,
-        **kwargs: Any,
+        keys: Any, query: Tensor, k: Tensor, value: Tensor, mask: Any = None, p: float = 0.0, causal: bool = False, **kwargs: Any
     ) -> Any:
-        if p > 0 and running.get() is not None:
-            return torch.ops.aten._scaled_dot_product_attention_math(query, k, value, mask, p, is_causal, None, **kwargs)[0]
-        return kernel.call_boxed(keys, query, k, value, mask, p, is_causal, **kwargs)
+        if p > 0 and _find_forward(query.device)[0] is not None:
+            return attention_in_parts(query, k, value, mask, p, causal, None, **kwargs)
+        return kernel.call_boxed(keys, query, k, value, mask, p, causal, **kwargs)
 
     return attend

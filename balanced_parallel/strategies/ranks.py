@@ -13,11 +13,9 @@ from torch import Tensor, nn
 
 from ..batch.containers import Dims, map_leaves
 from ..batch.outputs import PerReplica
-from ..batch.rows import Arguments, MicroBatch, count_rows, cut
+from ..batch.rows import Arguments, MicroBatch, count_rows, cut, mark_inputs
 from ..loss.sums import LossSum, Weight, add_up
 from ..replicas.batchnorm import meets_other_ranks
-from ..replicas.model import mark_inputs
-from ..replicas.module_tree import check_method
 from ..runtime import collectives, devices, row_random
 from ..runtime.devices import is_accelerator
 from ..runtime.random_numbers import RandomState, cpu_numbers_of_rank, offset_seeds
@@ -55,7 +53,6 @@ class RankModel(nn.Module):
 
     def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> PerReplica:
         """Calls another method of the module than ``forward``, with its parameters and gradients shared as those of a forward."""
-        check_method(self.module, method)
         arguments = self.mark(Arguments(inputs, kwargs), method)
         return self._run(method, arguments, count_rows(arguments, self.dim))
 

@@ -4,11 +4,12 @@ An update takes one number from the CPU's generator, as its seed. Rows are numbe
 before come first, then those that ``add`` has brought, then the rows of a batch in their order. So ranks exchange their numbers
 of rows in each update, with the seed of the first rank.
 
-A shape does not tell which dimension has the rows: ``(6, 3, 7)`` with 3 rows is 3 x 2 parts, or time-major. So the first batch of
-each kind runs in two small forwards, of its first row twice and three times. The dimension that grows is that of the rows.
+A shape does not tell which dimension has the rows: ``(6, 3, 7)`` with 3 rows is 3 x 2 parts, or time-major. So the first batch
+of each kind runs in two small forwards, of its first two and three rows. The dimension that grows is that of the rows. Where rows
+are cut by cost, these are the first one twice and three times, which has one length.
 """
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -18,41 +19,32 @@ from ..batch import containers
 from ..batch.by_cost import CostBatch
 from ..batch.rows import Batch, Shard
 from ..runtime.collectives import gather_objects, rank, world_size
-from ..runtime.row_random import BatchRandom, Draw, UpdateRandom, find_draws
+from ..runtime.row_random import BatchRandom, Draw, Forward, UpdateRandom, find_draws
 from ..runtime.torch_private import draws_in_compiled_code
 from .recovery import Snapshot
 from .strategy import GradientSync
 
 
 class RandomByRow:
-    """The random numbers of a :class:`TrainStep` with ``reproducible=True``.
-
-    Args:
-        model: with ``devices``.
-        before: of the buffers and generators that the small forwards change.
-        sync: of the gradients.
+    """The random numbers of a :class:`TrainStep` with ``reproducible=True``. ``before`` is for what the small forwards change.
 
     Raises:
         ValueError: the model is compiled to code that draws its own numbers.
     """
 
-    def __init__(self, model: Any, before: Snapshot, sync: GradientSync) -> None:
+    def __init__(self, model: Any, sync: GradientSync, before: Snapshot) -> None:
         if draws_in_compiled_code(model):
             raise ValueError(
                 "reproducible=True with a compiled module, whose code draws numbers of its own, expected "
                 "torch._inductor.config.fallback_random = True before torch.compile"
             )
-        self._model, self._before, self._sync = model, before, sync
+        self._model, self._sync, self._before = model, sync, before
         self._draws: dict[Hashable, dict[str, list[Draw]]] = {}  # by the kind of a batch
         self._update: UpdateRandom | None = None
         self._rows = 0  # of this update, in this process and in the ranks before
 
     def begin(self, batch: Batch | CostBatch, run: Callable[[list[Shard]], Any]) -> BatchRandom:
-        """Numbers the rows of a batch. All ranks call this.
-
-        Args:
-            batch: of this process.
-            run: runs model and criterion on the shards of one forward.
+        """Numbers the rows of a batch. All ranks call this. ``run`` runs model and criterion on the shards of one forward.
 
         Raises:
             ValueError: several ranks add batches; the batch is cut already; or draws follow the data.
@@ -61,23 +53,21 @@ class RandomByRow:
             raise ValueError("reproducible=True with inputs that are cut already, expected the whole batch and cut=ByCost(...)")
         kind, rows = _kind_of(batch, self._model), batch.rows or 0
         is_known = not rows or kind in self._draws
-        if world_size() > 1 and self._update is not None:
+        if self._update is None:
+            everyone = gather_objects((int(torch.empty((), dtype=torch.int64).random_()), rows, is_known))
+            self._update, self._rows = UpdateRandom(everyone[0][0]), sum(count for _, count, _ in everyone[: rank()])
+            is_known = all(is_known for _, _, is_known in everyone)
+        elif world_size() > 1:
             raise ValueError(
                 "reproducible=True with several add() calls on several ranks, where the places of the rows would not be known: "
                 "pass the effective batch to step(inputs, targets)"
             )
-        if self._update is None:
-            everyone = gather_objects((int(torch.empty((), dtype=torch.int64).random_()), rows, is_known))
-            self._update = UpdateRandom(everyone[0][0], self._model.devices)
-            self._rows = sum(count for _, count, _ in everyone[: rank()])
-            is_known = all(known for _, _, known in everyone)
         if not is_known:
-            draws = self._find_draws(self._update, batch, run)
-            if rows:
-                self._draws[kind] = draws
-        random = BatchRandom(self._update, self._rows, self._draws.get(kind, {}))
+            self._find_draws(kind, batch, run)
         self._rows += rows
-        return random
+        return BatchRandom(
+            self._update, self._rows - rows, self._draws.get(kind, {}), None if isinstance(batch, CostBatch) else {}
+        )
 
     def end(self) -> None:
         """Ends the update."""
@@ -85,18 +75,23 @@ class RandomByRow:
             self._update.end()
             self._update = None
 
-    def _find_draws(
-        self, update: UpdateRandom, batch: Batch | CostBatch, run: Callable[[list[Shard]], Any]
-    ) -> dict[str, list[Draw]]:
-        """Returns the draws of the model and of the criterion, from two small forwards. All ranks run them."""
-        random, count = BatchRandom(update, 0, None), 1 if batch.rows else 0
+    def _find_draws(self, kind: Hashable, batch: Batch | CostBatch, run: Callable[[list[Shard]], Any]) -> None:
+        """Finds the draws of the model and of the criterion in two small forwards. All ranks run them."""
+        assert self._update is not None
+        random, distinct = BatchRandom(self._update, 0, None), 1 if isinstance(batch, CostBatch) else batch.rows or 0
         self._before.take()
         with torch.no_grad():
-            for size in (2, 3):
-                run([batch.shard([0] * (size * count), self._model.devices[0])._replace(random=random)])
+            for count in (2, 3) if batch.rows else (0, 0):
+                rows = [row % distinct for row in range(count)]
+                run([batch.shard(rows, self._model.devices[0])._replace(random=random)])
         self._before.restore()
         self._sync.begin()
-        return {part: find_draws(*forwards) for part, forwards in random.forwards.items()}
+        parts: dict[str, list[Forward]] = {}
+        for forward in self._update.forwards:
+            if forward.expected is None:
+                parts.setdefault(forward.part, []).append(forward)
+        if batch.rows:
+            self._draws[kind] = {part: find_draws(forwards[-2:]) for part, forwards in parts.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_update": None}
@@ -104,8 +99,6 @@ class RandomByRow:
 
 def _kind_of(batch: Batch | CostBatch, model: nn.Module) -> Hashable:
     """Returns what the draws of a batch depend on: the types of its leaves and the modules in training."""
-    training = tuple(module.training for module in model.modules())
-    if isinstance(batch, CostBatch):
-        return training
-    leaves: Sequence[Any] = [*containers.leaves((batch.inputs, batch.targets))]
-    return training, *((place, leaf.dtype, leaf.dim()) for place, leaf in leaves if isinstance(leaf, Tensor))
+    leaves = () if isinstance(batch, CostBatch) else [*containers.leaves((batch.inputs, batch.targets))]
+    types = [(place, leaf.dtype, leaf.dim()) for place, leaf in leaves if isinstance(leaf, Tensor)]
+    return tuple(module.training for module in model.modules()), *types

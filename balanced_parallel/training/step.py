@@ -133,7 +133,7 @@ class TrainStep:
         self._limit: float | None = micro_batch_size if isinstance(micro_batch_size, int) else cut.limit if cut else None
         self._before = Snapshot([model, criterion], [*self.model.devices, *(criterion.devices or ())])  # of a first pass
         self._recovery = Recovery(model, criterion, self._sync) if self._is_auto else None
-        self._by_row = RandomByRow(model, self._before, self._sync) if reproducible else None
+        self._by_row = RandomByRow(model, self._sync, self._before) if reproducible else None
         self._sums: Accumulation | None = None  # of the micro-batches since the last update
         self._runs: list[BatchRun] = []  # since the last update, where they may run again
         self._weight_before = 0.0  # of the last update, over everything

@@ -11,7 +11,7 @@ from models import count_labels, make_bert, make_gpt2, token_loss
 from torch import nn
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep
-from balanced_parallel.runtime.row_random import Draw, UpdateRandom
+from balanced_parallel.runtime.row_random import BatchRandom, Draw, UpdateRandom
 
 ROUNDS = 15
 CPU = torch.device("cpu")
@@ -29,13 +29,13 @@ def seconds(*functions: Callable[[], Any], rounds: int = ROUNDS) -> list[float]:
 
 
 class Counting(UpdateRandom):
-    """Runs functions whose first dimension has the rows, without the two small forwards."""
+    """Runs functions whose draws are known, without the two small forwards."""
 
     def run(self, function: Callable[[], Any], rows: int, draws: list[Draw] | None = None) -> int:
         """Returns the number of draws of a function."""
-        with self.drawing("model", torch.arange(rows), CPU, draws) as forward:
+        with BatchRandom(self, 0, None if draws is None else {"model": draws}).drawing("model", range(rows), CPU):
             function()
-        return len(forward.shapes)
+        return len(self.forwards[-1].shapes)
 
 
 def make_step(module: nn.Module, devices: int, *, reproducible: bool) -> TrainStep:
@@ -51,7 +51,7 @@ def draw_costs() -> list[list[str]]:
     for name, make in (("GPT-2, 12 layers", make_gpt2), ("BERT, 12 layers", lambda layers: make_bert("eager", layers))):
         for devices in (1, 2):
             steps = [make_step(make(12), devices, reproducible=reproducible) for reproducible in (False, True)]
-            net, update = make(12), Counting(0, [CPU])
+            net, update = make(12), Counting(0)
             draws = devices * update.run(lambda: net(tokens), 4)  # noqa: B023 - called at once
             update.end()
             without, by_row = seconds(*(lambda step=step: step(tokens, tokens) for step in steps))  # type: ignore[misc]
@@ -64,8 +64,8 @@ def mask_costs() -> list[list[str]]:
     """Returns the time of dropout of large tensors, by torch and by row."""
     rows = []
     for shape in ((8, 512, 768), (8, 12, 256, 256), (8, 768)):
-        x, update = torch.randn(shape), Counting(0, [CPU])
-        draws = [Draw("bernoulli_.float", len(shape), 0)]
+        x, update = torch.randn(shape), Counting(0)
+        draws: list[Draw] = [("bernoulli_.float", len(shape), 0)]
         plain, by_row = seconds(lambda: F.dropout(x, 0.1), lambda: update.run(lambda: F.dropout(x, 0.1), 8, draws))  # noqa: B023
         update.end()
         rows.append([str(shape), f"{plain * 1e3:.2f} ms", f"{by_row * 1e3:.2f} ms", f"{by_row / plain:.1f}"])
@@ -77,7 +77,7 @@ def attention_costs() -> list[list[str]]:
     rows = []
     for shape in ((4, 8, 128, 64), (4, 8, 512, 64)):
         query, key, value = (torch.randn(shape, requires_grad=True) for _ in range(3))
-        update, draws = Counting(0, [CPU]), [Draw("bernoulli_.float", 4, 0)]
+        update, draws = Counting(0), [("bernoulli_.float", 4, 0)]
 
         def attend(rate: float) -> None:
             F.scaled_dot_product_attention(query, key, value, dropout_p=rate).sum().backward()  # noqa: B023
@@ -91,5 +91,5 @@ def attention_costs() -> list[list[str]]:
 
 def update_cost() -> str:
     """Returns the time in which kernels are replaced for an update, and torch's are put back."""
-    (time_of_update,) = seconds(lambda: UpdateRandom(0, [CPU]).end(), rounds=50)
+    (time_of_update,) = seconds(lambda: UpdateRandom(0).end(), rounds=50)
     return f"{time_of_update * 1e3:.2f} ms"

@@ -39,7 +39,7 @@ def test_costs_are_measured(layouts):
     from costs import Counting, update_cost
     from models import make_gpt2
 
-    net, update = make_gpt2(1), Counting(0, [torch.device("cpu")])
+    net, update = make_gpt2(1), Counting(0)
     assert update.run(lambda: net(torch.zeros(4, 8, dtype=torch.long)), 4) == 4
     update.end()
     assert float(update_cost().removesuffix(" ms")) < 20

@@ -5,29 +5,32 @@ near 1. Seeds are fixed, so the test has one outcome.
 """
 
 import collections
+import contextlib
 
 import pytest
 import torch
 from torch import nn
 
-from balanced_parallel.runtime.row_random import Draw, UpdateRandom
+from balanced_parallel.runtime.row_random import BatchRandom, UpdateRandom
 
 CPU, UPDATES, LINES, LENGTH = torch.device("cpu"), 24, 64, 512
 ELEMENTS = LINES * LENGTH
 
 
-def draw_uniform(seed, *shapes):
-    """The draws of one forward of an update."""
-    update = UpdateRandom(seed, [CPU])
-    draws = [Draw("uniform_", len(shape), 0) for shape in shapes]
+@contextlib.contextmanager
+def forward_of_update(seed, rows, *draws):
+    """One forward of an update, whose draws have their rows in the first dimension."""
+    update = UpdateRandom(seed)
     try:
-        results = []
-        with update.drawing("model", torch.arange(shapes[0][0]), CPU, draws):
-            for shape in shapes:
-                results.append(torch.rand(shape).double())
+        with BatchRandom(update, 0, {"model": [(*draw, 0) for draw in draws]}).drawing("model", range(rows), CPU):
+            yield
     finally:
         update.end()
-    return results
+
+
+def draw_uniform(seed, *shapes):
+    with forward_of_update(seed, shapes[0][0], *(("uniform_", len(shape)) for shape in shapes)):
+        return [torch.rand(shape).double() for shape in shapes]
 
 
 def correlation(first, second):
@@ -84,10 +87,8 @@ def test_a_correlation_would_be_seen(statistics):
 
 
 def test_moments_of_normal_and_exponential_numbers():
-    update = UpdateRandom(7, [CPU])
-    with update.drawing("model", torch.arange(256), CPU, [Draw("normal_", 2, 0), Draw("exponential_", 2, 0)]):
+    with forward_of_update(7, 256, ("normal_", 2), ("exponential_", 2)):
         normal, exponential = torch.randn(256, 512, dtype=torch.float64), torch.empty(256, 512).exponential_()
-    update.end()
     sigma = normal.numel() ** -0.5
     for power, (moment, variance) in enumerate([(0, 1), (1, 2), (0, 15), (3, 96)], 1):
         assert abs(normal.pow(power).mean() - moment) < 4 * variance**0.5 * sigma, power
@@ -98,11 +99,9 @@ def test_rows_have_masks_of_their_own_in_each_update():
     """All rows, parts, draws and updates have different masks, whose elements are zero as often as they should."""
     net, update_masks = nn.Sequential(nn.Dropout(0.3), nn.Dropout(0.3)), []
     for seed in range(8):
-        update = UpdateRandom(seed, [CPU])
-        with update.drawing("model", torch.arange(32), CPU, [Draw("bernoulli_.float", 3, 0)] * 2):
+        with forward_of_update(seed, 32, ("bernoulli_.float", 3), ("bernoulli_.float", 3)):
             x = torch.ones(32, 4, 128)
             update_masks += [net[0](x) != 0, net[1](x) != 0]
-        update.end()
     masks = torch.cat([mask.flatten(0, 1) for mask in update_masks])
     assert len(masks.unique(dim=0)) == len(masks) == 8 * 2 * 32 * 4
     assert abs(masks.double().mean() - 0.7) < 4 * (0.21 / masks.numel()) ** 0.5

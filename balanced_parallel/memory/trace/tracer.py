@@ -28,8 +28,9 @@ from . import fakes
 from .allocations import Block, Count
 from .fakes import HOME, host_of, start_in_child
 from .layouts import Request, SingleDevice, TracedBatch
-from .optimizers import refuse_merges
+from .optimizers import ExistingOptimizers, refuse_merges
 from .savings import around_update, change_module
+from .stacks import FEWEST, NotRepeating, Stack, divides_evenly, entries_of, extend, find_stack, replace_entries
 
 TRACED = 3  # micro-batches: a first, one that adds, one that reduces; more of them need no more memory
 Job = tuple[Request, int]  # the rows of a micro-batch
@@ -88,15 +89,50 @@ def _trace_or_reason(request: Request, rows: int) -> Trace | str:
 
 
 def _trace(request: Request, rows: int) -> Trace:
+    trace = _trace_repeated(request, rows) or _trace_whole(request, rows)
+    return dataclasses.replace(trace, events=_ordered(trace.events))
+
+
+def _trace_repeated(request: Request, rows: int) -> Trace | None:
+    """Returns the trace of a module with many equal blocks, from traces with few of them; None if they do not show it."""
+    stack = find_stack(request.module)
+    if stack is None or isinstance(request.optimizer, ExistingOptimizers) or not divides_evenly(request, stack):
+        return None
+    short, traced = None, 0
+    for count in itertools.count(FEWEST):
+        traced += count
+        if traced >= stack.length:
+            break
+        try:
+            long = _trace_whole(request, rows, (stack, count))
+        except Exception:  # noqa: BLE001 - a module may need all of its blocks, or fail with them too
+            break
+        more = stack.length - count + 1
+        if short is not None:
+            with contextlib.suppress(NotRepeating):
+                entries = extend(entries_of(short, stack), entries_of(long, stack), more)
+                return replace_entries(long, entries, short.flops + (long.flops - short.flops) * more)
+        short = long
+    return None
+
+
+def _trace_whole(request: Request, rows: int, cut: tuple[Stack, int] | None = None) -> Trace:
+    """Traces the module, or the module with only some blocks of a stack. Releases between two allocations are in any order."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    module, criterion, optimizer = fakes.fake_copy((request.module, request.criterion, request.optimizer), mode, HOME)
+    with cut[0].cut(cut[1]) if cut else contextlib.nullcontext():
+        module, criterion, optimizer = fakes.fake_copy((request.module, request.criterion, request.optimizer), mode, HOME)
+    if cut:
+        cut[0].correct_counts(module, cut[1])
+        request = dataclasses.replace(
+            request, blocks=tuple(name for name in request.blocks if not cut[0].is_removed(name, cut[1]))
+        )
     request = dataclasses.replace(request, optimizer=optimizer)
     change_module(module, request.savings)
     checkpoint_blocks(module, request.blocks)
     whole = rows * (request.micro_batches // request.batches)
     place = host_of(request.devices) if request.layout.batch_on_host else HOME
     batch = fakes.fake_batch((request.inputs, request.targets), whole, request.rows, mode, place, request.dim)
-    count = Count(fakes.names_of({"": module, "criterion": criterion}), request.scalar)
+    count = Count(fakes.names_of({"": module, "criterion": criterion}), request.kind, request.scalar)
     choices = cuda.cuda_choices(request.kind.fuses) if request.kind.like_cuda else contextlib.nullcontext()
     with (
         fakes.undisturbed(),
@@ -109,15 +145,16 @@ def _trace(request: Request, rows: int) -> Trace:
     ):
         _run(request, count, module, criterion, batch, rows)
     traced = min(request.micro_batches, TRACED)
-    return Trace(rows, traced, count.blocks, _ordered(count.events), count.operators, count.marks, count.flops)
+    return Trace(rows, traced, count.blocks, count.events, count.operators, count.marks, count.flops)
 
 
 def _run(request: Request, count: Count, module: Any, criterion: Any, batch: TracedBatch, rows: int) -> None:
     arguments, targets = batch
     count.see_all((leaf for _, leaf in leaves((arguments, targets))), "inputs")
-    for part in (module, criterion):
-        if isinstance(part, torch.nn.Module):
-            count.see_all([*part.parameters(), *part.buffers()], "parameters")
+    modules = [part for part in (module, criterion) if isinstance(part, torch.nn.Module)]
+    is_sharded = request.layout.is_sharded
+    if not is_sharded:
+        count.see_all(_tensors_of(modules), "parameters")
     whole = Batch(arguments, Arguments(targets, {}), (request.dim, request.dim))
     pieces = [(shard.inputs, shard.targets.inputs) for (shard,) in whole.plan([torch.device("cpu")], None, rows, int)]
     micro_batches = (pieces * request.batches)[:TRACED]
@@ -125,10 +162,11 @@ def _run(request: Request, count: Count, module: Any, criterion: Any, batch: Tra
         count,
         fakes.counting_resizes(count),
         contextlib.nullcontext() if request.kind.like_cuda else fakes.counting_random_states(count),
-        fakes.shapes_of_shards_uncounted(count) if request.layout.is_sharded else contextlib.nullcontext(),
+        fakes.shapes_of_shards_uncounted(count) if is_sharded else contextlib.nullcontext(),
     ):
-        layout = request.layout(request, module, criterion)
-        count.see_all(layout.parameters, "parameters")  # those that sharding replaced
+        with count.paused() if is_sharded else contextlib.nullcontext():  # whole parameters, released before the first update
+            layout = request.layout(request, module, criterion)
+        count.see_all(_tensors_of(modules), "parameters")
         try:
             # the first update makes the state of the optimizer
             for generation, (name, update) in enumerate((("first", micro_batches[:1]), ("second", micro_batches))):
@@ -139,6 +177,10 @@ def _run(request: Request, count: Count, module: Any, criterion: Any, batch: Tra
                     _update(layout, count, update, host_of(request.devices) if request.kind.like_cuda else None)
         finally:
             layout.close()
+
+
+def _tensors_of(modules: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
+    return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
 
 
 def _update(layout: SingleDevice, count: Count, micro_batches: list[TracedBatch], host: torch.device | None) -> None:
