@@ -1,7 +1,4 @@
-"""Programs that record what their modules compute, the first difference between two of them, and losses of parts of a batch.
-
-The values of a loss on parts of a batch tell a sum from a mean, and from a loss whose rows depend on each other.
-"""
+"""Programs that record what their modules compute, the first difference between two of them, and losses of parts of a batch."""
 
 import collections
 import copy
@@ -104,10 +101,9 @@ def _replica_index() -> int:
 
 
 def relative_error(value: Tensor, expected: Tensor, floor: float = 0.0) -> float:
-    """Returns the largest absolute difference over the largest absolute value of ``expected``.
+    """Returns the largest difference over the largest absolute value of ``expected``, or over ``floor`` if that is larger.
 
-    The error is infinite if only one of two elements is nan, because nan is not greater than any tolerance. ``floor`` is the
-    smallest value to divide by.
+    It is infinite if only one of two elements is nan, because nan is not greater than any tolerance.
     """
     if expected.numel() == 0:
         return 0.0

@@ -73,8 +73,8 @@ class VerificationReport:
         state = [(f"buffer {name}", error) for name, error in self.state_errors.items()]
         width = max(len(name) for name, _ in (*shown, *state))
         lines = [
-            f"{'equal' if self.equal else 'DIFFERENT'} within {self.tolerance:.0e}: {_counted(len(self.devices), 'replica')} "
-            f"({', '.join(self.devices)}), {_counted(self.micro_batches, 'micro-batch')}",
+            f"{'equal' if self.equal else 'DIFFERENT'} within {self.tolerance:.0e}: replicas on {', '.join(self.devices)}; "
+            f"micro-batches: {self.micro_batches}",
             f"loss in step {self.step} on the same batch: {self.plain_loss:.8g} (plain), {self.split_loss:.8g} (split)",
             f"{'':{width}}  relative error",
             *(f"{name:{width}}  {error:.1e}{'' if error <= self.tolerance else '  <-'}" for name, error in shown),
@@ -88,10 +88,6 @@ class VerificationReport:
             lines.append("no known reason: `python -m balanced_parallel doctor`, and docs/exactness.md")
         lines += [f"warning: {warning}" for warning in self.warnings]
         return "\n".join(lines)
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
@@ -241,14 +237,11 @@ def _wrap_model(
     module: nn.Module, like: nn.Module, device_ids: Sequence[DeviceLike] | None, dim: int | None, in_dims: Dims
 ) -> DataParallelModel:
     """Wraps ``module`` with the settings of ``like``, if that is wrapped. Settings of the caller take precedence."""
-    split = None
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {} if in_dims is None else {"in_dims": in_dims}
     if isinstance(like, DataParallelModel):
-        split = like.split if device_ids is None else None
+        settings = {"split": None if device_ids else like.split, "in_dims": like.in_dims, "out_dims": like.out_dims, **settings}
         device_ids, dim = device_ids or like.devices, like.dim if dim is None else dim
-        settings = {"in_dims": like.in_dims, "out_dims": like.out_dims}
-    settings |= {} if in_dims is None else {"in_dims": in_dims}
-    return DataParallelModel(module, device_ids, dim=dim or 0, split=split, **settings)
+    return DataParallelModel(module, device_ids, dim=dim or 0, **settings)
 
 
 def _wrap_criterion(
