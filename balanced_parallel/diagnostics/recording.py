@@ -21,6 +21,7 @@ from ..loss.rules import is_known
 from ..loss.shards import call_weight
 from ..loss.sums import Criterion, ShardLoss, call_spread, flat_weights, loss_of
 from ..replicas.workers import current_replica
+from ..runtime import row_random
 
 
 class Program:
@@ -50,12 +51,15 @@ class Program:
         return max(self._forwards.values(), default=0)
 
     def _start_forward(self, *_: Any) -> None:
-        replica = _replica_index()
+        random, replica = row_random.running.get(), _replica_index()
+        if random is not None and random.expected is None:
+            return  # a small forward that finds the draws
         self._forwards[replica] += 1
         self._running.add(replica)
 
-    def _end_forward(self, *_: Any) -> None:
+    def _end_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._running.discard(_replica_index())
+        self.output = output
 
     def _record(self, label: str, layer: nn.Module, inputs: Any, output: Any) -> None:
         tensor, replica = containers.first_tensor(output), _replica_index()
@@ -68,8 +72,7 @@ class Program:
         self.begin()
         torch.manual_seed(seed)
         arguments = move_leaves(as_arguments(inputs), device)
-        self.output = self.module.to(device)(*arguments.inputs, **arguments.kwargs)
-        return self.output
+        return self.module.to(device)(*arguments.inputs, **arguments.kwargs)
 
     def backward(self, targets: Any, device: torch.device) -> Tensor:
         """Computes the loss of the last output, and its gradients."""

@@ -269,3 +269,58 @@ def test_a_buffer_that_differs_is_in_the_table():
     lines = str(report).splitlines()
     assert lines[0].startswith("DIFFERENT")
     assert "buffer norm.rows  6.0e-01  <-" in lines
+
+
+class Drawing(nn.Module):
+    """Draws for each row, for its elements, and for weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 5)
+
+    def forward(self, x):
+        hidden = F.dropout(self.first(x), 0.3) + 0.1 * torch.randn_like(x[:, :1])
+        return F.linear(hidden, F.dropout(self.second.weight, 0.5), self.second.bias)
+
+
+def noisy_loss(output, target):
+    return F.cross_entropy(output + torch.randn_like(output), target)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("micro_batch_size", [None, 2])
+def test_random_numbers_by_row_are_compared_with_those_of_one_device(micro_batch_size):
+    program = Drawing(), DataParallelCriterion(noisy_loss, weight="rows"), torch.randn(11, 4), class_targets(11)
+    settings = {"device_ids": CPUS, "micro_batch_size": micro_batch_size}
+    before = torch.get_rng_state()
+    report = verify(*program, **settings, reproducible=True)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert report.equal, report
+    assert max(report.gradient_errors.values()) < 1e-12
+    assert report.micro_batches == (1 if micro_batch_size is None else 2)
+    assert not verify(*program, **settings).equal
+
+
+@pytest.mark.usefixtures("double")
+def test_a_coupled_loss_with_dropout_is_equal_by_row():
+    net = nn.Sequential(build_net(), nn.Dropout())
+    assert check(net, DataParallelCriterion(contrastive_loss, whole=True), micro_batch_size=2, reproducible=True).equal
+
+
+@pytest.mark.usefixtures("double")
+def test_random_numbers_by_row_are_not_blamed():
+    class Mean(nn.Module):
+        def forward(self, x):
+            return x - x.mean(0)
+
+    net = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), Mean(), nn.Linear(6, 5))
+    (reason,) = check(net, reproducible=True).reasons
+    assert reason.startswith("forward mixes rows, in 2 (Mean)")
+    assert check(nn.Sequential(net[0], net[1], net[3]), reproducible=True).reasons == ()
+    with pytest.raises(NotImplementedError, match="with reproducible=True its numbers cannot follow the rows"):
+        check(nn.Sequential(net[0], Poisson(), net[3]), reproducible=True)
+
+
+class Poisson(nn.Module):
+    def forward(self, x):
+        return x + torch.poisson(x.detach().abs())
