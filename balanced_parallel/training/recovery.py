@@ -18,9 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..batch import containers
 from ..batch.by_cost import CostBatch
-from ..batch.rows import MARKS, Batch, without_mark
+from ..batch.rows import Batch, map_marked
 from ..loss.criterion import DataParallelCriterion
 from ..replicas.batchnorm import meets_other_ranks
 from ..runtime import torch_private
@@ -167,7 +166,14 @@ class Snapshot:
 
 def record_versions(batch: Batch | CostBatch) -> list[tuple[Tensor, int]]:
     """Returns the tensors of a batch with their version counters, before its first forward."""
-    tensors = _tensors_in([batch.inputs, batch.targets])
+    tensors: list[Tensor] = []
+
+    def note(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            tensors.append(leaf)
+        return leaf
+
+    map_marked(note, [batch.inputs, batch.targets])
     return list(zip(tensors, versions(tensors), strict=True))
 
 
@@ -180,22 +186,6 @@ def explain_writes(recorded: Sequence[tuple[Tensor, int]]) -> str:
                 "passed, but has to run again, expected the same values: change a copy (tensor.clone()) in the forward"
             )
     return ""
-
-
-def _tensors_in(node: Any) -> list[Tensor]:
-    """Returns all tensors in nested containers. Fast, since a batch may be a list of many samples."""
-    pending, tensors = [node], []
-    while pending:
-        node = pending.pop()
-        if isinstance(node, Tensor):
-            tensors.append(node)
-        elif isinstance(node, (list, tuple)):
-            pending.extend(node)
-        elif isinstance(node, MARKS):
-            pending.append(without_mark(node))
-        elif not containers.is_plain(node) and (container := containers.open_container(node)) is not None:
-            pending.extend(container.children)
-    return tensors
 
 
 class RetriedAllocations(TorchDispatchMode):

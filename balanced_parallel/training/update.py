@@ -37,8 +37,7 @@ class Update:
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], trained: Mapping[str, Tensor]) -> None:
-        self.optimizers = optimizers
-        self.trained = trained
+        self.optimizers, self.trained = optimizers, trained
         self.has_stepped = False
         self.grad_norm: Tensor | None = None
         if len(optimizers) > 1:
