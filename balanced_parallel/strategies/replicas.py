@@ -69,5 +69,5 @@ def _(model: DataParallelModel, criterion: DataParallelCriterion) -> GradientSyn
     if model.gather_outputs:
         raise TypeError("the model has gather_outputs=True, expected outputs that stay on their devices: leave it out")
     if world_size() > 1:
-        raise TypeError(f"{world_size()} ranks are running, but a DataParallelModel is for one: use parallelize(module, criterion)")
+        raise TypeError(f"{world_size()} ranks are running, but DataParallelModel is for one: use parallelize(module, criterion)")
     return ReplicaSync(model, criterion)
