@@ -82,7 +82,6 @@ SOURCES = {
     "AO": Source("torchao, torchao/optim/README.md", "A100-SXM4-80GB", "2.5", "allocated", allocated),
     "R": Source("optimum-benchmark, results on ROCm", "AMD Instinct MI250", "2.2.2", "allocated", allocated),
     "R'": Source("optimum-benchmark, results on ROCm", "AMD Instinct MI250", "2.2.2", "reserved", reserved),
-    "TT": Source("torchtitan, llama3_h100_202412_torchtitan.md", "NVIDIA H100 80GB HBM3", "2.6", "reserved", reserved),
     "N": Source("GPUMemNet", "A100-SXM4-40GB", "1.13", "nvidia-smi", _GPUMEMNET),
 }
 
@@ -111,7 +110,6 @@ _phi, _stable, _llama = (functools.partial(models.lora, name) for name in models
 _mobile, _resnet, _vgg = (functools.partial(models.convolutional, name) for name in ("MobileNetV2", "ResNet-50", "VGG-16"))
 _CUDNN = "workspaces and kernels of cuDNN"
 _LITGPT = "the program is rebuilt: how it rotates and what it keeps until the next loss is partly a guess"
-_STREAMS = "streams of FSDP2 have pools of their own on a GPU"
 _VOCABULARY = {4096: 1280.126, 8192: 2560.126, 16384: 5120.126, 32768: 10240.126, 65536: 20480.125, 131072: 40960.125}
 _WIDTHS = {1024: 80.02, 2048: 160.031, 4096: 320.055, 8192: 640.102, 16384: 1280.195, 32768: 2560.383}
 ROWS = [
@@ -135,7 +133,6 @@ ROWS = [
     Row("R", "BERT, 2 x 16, AdamW", 2195.345408e6 / MIB, models.bert_base),
     Row("R'", "GPT-2, 2 x 16, AdamW", 2894.06976e6 / MIB, models.gpt2),
     Row("R'", "BERT, 2 x 16, AdamW", 2497.708032e6 / MIB, models.bert_base),
-    *_rows("TT", "Llama 3.1 8B, FSDP2 of {}", models.llama_8b, {8: 82.4 * 1024, 128: 67.0 * 1024}, _STREAMS),
     *_rows("N", "MobileNetV2, {} images", _mobile, {32: 4544, 128: 12578}, _CUDNN),
     *_rows("N", "ResNet-50, {} images", _resnet, {32: 5262, 128: 15120}, _CUDNN),
     *_rows("N", "VGG-16, {} images", _vgg, {32: 8222, 128: 24408}, _CUDNN),
