@@ -73,16 +73,20 @@ class Source:
 
 _GPUMEMNET = functools.partial(process, context=1429)
 SOURCES = {
-    "L": Source("Liger-Kernel, benchmark/data/all_benchmark_data.csv", "A100-SXM4-80GB", "2.4", "allocated", allocated),
+    "L": Source("Liger-Kernel, benchmark/data/all_benchmark_data.csv", "A100-SXM4-80GB", "not stated", "allocated", allocated),
     "C": Source("apple/ml-cross-entropy, README", "A100-SXM4-80GB", "2.4.1", "allocated", rise),
-    "Z": Source("PyTorch's tutorial of ZeroRedundancyOptimizer", "V100-SXM2-32GB", "1.8", "allocated", without_workspace),
-    "V": Source("PyTorch's tutorial of the optimizer step in the backward", "A100-SXM4-40GB", "2.1", "snapshot", allocated),
+    "Z": Source(
+        "PyTorch's tutorial of ZeroRedundancyOptimizer", "V100-SXM2-32GB", "1.8 or newer", "allocated", without_workspace
+    ),
+    "V": Source(
+        "PyTorch's tutorial of the optimizer step in the backward", "A100-SXM4-40GB", "2.1 or newer", "snapshot", allocated
+    ),
     "G": Source("LitGPT, tutorials/resource-tables.md", "A100-SXM4-40GB", "2.1.0", "allocated", allocated),
-    "T": Source("torchtune, README", "A100-SXM4-80GB", "2.5", "active", allocated),
-    "AO": Source("torchao, torchao/optim/README.md", "A100-SXM4-80GB", "2.5", "allocated", allocated),
+    "T": Source("torchtune, README", "A100-SXM4-80GB", "not stated", "active", allocated),
+    "AO": Source("torchao, torchao/optim/README.md", "A100-SXM4-80GB", "not stated", "allocated", allocated),
     "R": Source("optimum-benchmark, results on ROCm", "AMD Instinct MI250", "2.2.2", "allocated", allocated),
     "R'": Source("optimum-benchmark, results on ROCm", "AMD Instinct MI250", "2.2.2", "reserved", reserved),
-    "N": Source("GPUMemNet", "A100-SXM4-40GB", "1.13", "nvidia-smi", _GPUMEMNET),
+    "N": Source("GPUMemNet", "A100-SXM4-40GB", "not stated", "nvidia-smi", _GPUMEMNET),
 }
 
 
