@@ -242,7 +242,7 @@ def make_report(request: Request, rows: int, exact: Lines, lines: Lines, asked: 
     rows_to_read: Sequence[int | None] = asked or [None] * request.devices
     read = list(zip(request.traced_devices, rows_to_read, strict=True))
     assumed = KIND_SOURCES if request.kind.context else {}
-    if assumed and any("recurrence" in operator for operator in exact.first.operators):
+    if assumed and any("recurrence" in block.operator for block in exact.first.blocks):
         assumed = assumed | {"recurrent layers": RECURRENCE}
     return MemoryReport(
         layout=request.layout.name,

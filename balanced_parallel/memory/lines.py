@@ -6,6 +6,7 @@ lines. It is convex and piecewise linear, so one line through two peaks would be
 
 import bisect
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,6 @@ from numpy.typing import NDArray
 from ..batch.plan import split_sizes
 from .allocator import replay
 from .trace.allocations import Block
-from .trace.fakes import host_of
 from .trace.layouts import Request
 from .trace.tracer import Trace, run_traces
 
@@ -46,9 +46,10 @@ class Lines:
 
     @property
     def is_affine(self) -> bool:
-        """True if both traces ran the same events, so that other numbers of rows are known."""
-        first, second = self.first, self.second
-        return second is not None and first.events == second.events and first.operators == second.operators
+        """True if the same operators allocated and released memory in both traces, so that other numbers of rows are known."""
+        if self.second is None or self.first.events != self.second.events:
+            return False
+        return all(block.operator == other.operator for block, other in zip(self.first.blocks, self.second.blocks, strict=True))
 
     def device_name(self, device: int) -> str:
         """Returns the name of a traced device."""
@@ -56,14 +57,41 @@ class Lines:
 
     def sizes(self, rows: int | None = None) -> Numbers:
         """Returns the bytes of each block, without the allocator's rounding."""
-        first = np.array([block.size for block in self.first.blocks], dtype=np.int64)
+        first, second = self._sizes
         if rows is None or self.second is None:
             return first
-        second = np.array([block.size for block in self.second.blocks], dtype=np.int64)
-        beyond = {self.device_name(device): self._beyond(rows, device) for device in range(self.request.devices)}
-        everywhere = rows - self.first.rows, self.second.rows - self.first.rows  # for blocks on the host
-        places = np.array([beyond.get(block.device, everywhere) for block in self.first.blocks], dtype=np.int64)
-        return first + (second - first) * places[:, 0] // places[:, 1]
+        beyond = [self._beyond(rows, device) for device in range(self.request.devices)]
+        beyond.append((rows - self.first.rows, self.second.rows - self.first.rows))  # for blocks on the host
+        steps, of = np.array(beyond, dtype=np.int64)[self._devices].T
+        sizes: Numbers = first + (second - first) * steps // of
+        for place in self._chunks:
+            (all_rows, most), (more, _) = (trace.blocks[place].chunk or (1, 1) for trace in (self.first, self.second))
+            in_all = all_rows + (more - all_rows) * int(steps[place]) // int(of[place])
+            sizes[place] = int(first[place]) * min(in_all, most) // min(all_rows, most)
+        return sizes
+
+    @functools.cached_property
+    def _sizes(self) -> tuple[Numbers, Numbers]:
+        """The bytes of each block in both traces."""
+        first, second = (
+            np.array([block.size for block in trace.blocks], dtype=np.int64) for trace in (self.first, self.second or self.first)
+        )
+        return first, second
+
+    @functools.cached_property
+    def _devices(self) -> Numbers:
+        """The device of each block, after which the host counts as one more."""
+        places = {self.device_name(device): device for device in range(self.request.devices)}
+        return np.array([places.get(block.device, self.request.devices) for block in self.first.blocks], dtype=np.int64)
+
+    @functools.cached_property
+    def _chunks(self) -> list[int]:
+        """The blocks of chunks of rows."""
+        return [place for place, block in enumerate(self.first.blocks) if block.chunk]
+
+    @functools.cached_property
+    def _events(self) -> Numbers:
+        return np.array(self.first.events, dtype=np.int64)
 
     def _beyond(self, rows: int, device: int) -> tuple[int, int]:
         """Returns the distance of a device's rows from those of the first trace, and the same for the second trace."""
@@ -79,9 +107,8 @@ class Lines:
         """Returns the bytes in use on a device after each event, with the allocator's rounding."""
         unit = self.request.kind.rounds_to
         rounded = -(-self.sizes(rows) // unit) * unit
-        is_here = np.array([block.device == self.device_name(device) for block in self.first.blocks])
-        events = np.array(self.first.events, dtype=np.int64)
-        return np.cumsum(np.sign(events) * (rounded * is_here)[np.abs(events) - 1])
+        is_here = self._devices == device
+        return np.cumsum(np.sign(self._events) * (rounded * is_here)[np.abs(self._events) - 1])
 
     def peak(self, device: int, rows: int | None = None) -> int:
         """Returns the maximum of bytes in use in the second update, with the workspace of cuBLAS and the context."""
@@ -97,8 +124,7 @@ class Lines:
         if not kind.segments:
             peak = self.peak(device, rows)
             return peak if capacity is None or peak <= capacity else None
-        name = self.device_name(device)
-        events = [event for event in self.first.events if self.first.blocks[abs(event) - 1].device == name]
+        events = self._events[self._devices[np.abs(self._events) - 1] == device].tolist()
         sizes = [*self.sizes(rows).tolist(), kind.workspace]
         streams = [*(block.stream for block in self.first.blocks), 0]
         reserved = replay([len(sizes), *events], sizes, None if capacity is None else capacity - kind.context, streams)
@@ -118,18 +144,18 @@ class Lines:
 
     def bytes_on_host(self, rows: int | None = None) -> int:
         """Returns the bytes per device that a micro-batch of the second update allocates on the host."""
-        host, sizes = str(host_of(self.request.devices)), self.sizes(rows)
-        allocated = [event - 1 for event in self.first.events[self.start :] if event > 0]
-        total = sum(int(sizes[number]) for number in allocated if self.first.blocks[number].device == host)
-        return total // (self.request.devices * self.first.micro_batches)
+        events = self._events[self.start :]
+        allocated = events[events > 0] - 1
+        on_host = allocated[self._devices[allocated] == self.request.devices]
+        return int(self.sizes(rows)[on_host].sum()) // (self.request.devices * self.first.micro_batches)
 
     def blocks_at_peak(self, device: int, rows: int | None = None) -> list[Block]:
         """Returns the blocks in use at the peak of a device, with their sizes for ``rows`` rows."""
         peak = self.start + int(self.levels(device, rows)[self.start :].argmax())
         events = self.first.events[: peak + 1]
         live = set(events) - {-event for event in events if event < 0}
-        name, sizes = self.device_name(device), self.sizes(rows)
-        numbers = [number for number in sorted(live) if number > 0 and self.first.blocks[number - 1].device == name]
+        sizes = self.sizes(rows)
+        numbers = [number for number in sorted(live) if number > 0 and self._devices[number - 1] == device]
         return [dataclasses.replace(self.first.blocks[n - 1], size=int(sizes[n - 1])) for n in numbers]
 
     @property
