@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 
 from ..runtime import collectives
 from ..runtime.values import check_number, check_type
-from .plan import cut_by_cost, sorted_rows, split_sizes
+from .plan import Combine, cut_by_cost, sorted_rows, split_sizes
 
 _begun = "no RankBatchSampler"
 
@@ -25,11 +25,9 @@ def begun_batches() -> str:
 class RankBatchSampler(Sampler[list[int]]):
     """A batch sampler that yields this rank's rows of each effective batch, and can begin in the middle of an epoch.
 
-    The order depends on seed and epoch alone, and each batch is cut over the ranks without padding, repeated or dropped rows. So
-    any number of ranks trains on the same effective batches, also if the number changes at a restart. A rank may get no rows.
-
-    The position is counted in batches that were trained on, since workers load ahead: call :meth:`advance` after each. An
-    iteration yields the rest of the present epoch.
+    The order depends on seed and epoch alone, and no row is repeated or dropped. So any number of ranks trains on the same
+    effective batches, also if it changes at a restart. A rank may get no rows. The position is counted in batches that were
+    trained on: call :meth:`advance` after each. An iteration yields the rest of the present epoch.
 
     Args:
         rows: the data set.
@@ -85,11 +83,10 @@ class RankBatchSampler(Sampler[list[int]]):
             raise RuntimeError("the rest of this epoch was yielded already, expected sampler.advance() after each batch")
         if self._follows_group:
             global _begun
-            _begun = (
-                f"{type(self).__name__} of {self.rows} rows, batch_size={self.batch_size}, seed={self.seed}, {begin} batches done"
-            )
+            settings = f"{self.rows} rows, batch_size={self.batch_size}, seed={self.seed}, {begin} batches done"
+            _begun = f"{type(self).__name__} of {settings}"
         for start in range(begin % len(self) * self.batch_size, self.rows, self.batch_size):
-            yield self.share(order[start : start + self.batch_size])
+            yield self.share(list(order[start : start + self.batch_size]))
         self._yielded_from = begin
 
     def share(self, batch: list[int]) -> list[int]:
@@ -107,11 +104,7 @@ class RankBatchSampler(Sampler[list[int]]):
         return {"batches": self.batches, **self._data()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes to a position, which any number of ranks may have saved.
-
-        Raises:
-            ValueError: the position is one in other batches.
-        """
+        """Goes to a position, which any number of ranks may have saved."""
         saved = {name: state_dict[name] for name in self._data()}
         if saved != self._data():
             raise ValueError(f"the position was saved with {saved}, expected {self._data()}: the batches would be others")
@@ -120,22 +113,18 @@ class RankBatchSampler(Sampler[list[int]]):
     def _data(self) -> dict[str, int | None]:
         return {"rows": self.rows, "batch_size": self.batch_size, "seed": self.seed}
 
-    def _order(self) -> list[int]:
-        if self.seed is None:
-            return list(range(self.rows))
-        mixed = self.seed * 1_000_003 + self.epoch  # the CPU's generator uses only the low 32 bits
+    def _order(self) -> Sequence[int]:
+        mixed = (self.seed or 0) * 1_000_003 + self.epoch  # the CPU's generator uses only the low 32 bits
         generator = torch.Generator().manual_seed(mixed % 2**32)
-        order: list[int] = torch.randperm(self.rows, generator=generator).tolist()
-        return order
+        return range(self.rows) if self.seed is None else torch.randperm(self.rows, generator=generator).tolist()
 
 
 class BalancedBatchSampler(RankBatchSampler):
     """A :class:`RankBatchSampler` that gives each rank rows of equal cost, where rows have different lengths.
 
-    Each effective batch has the same rows as that of :class:`RankBatchSampler`, for any number of ranks. Its rows are sorted by
-    cost and cut over the ranks, so that the largest ``rows x highest cost`` is as small as possible: the tokens of a rank after
-    padding. Ranks have different numbers of rows, and :class:`TrainStep` is exact for any. The state is that of
-    :class:`RankBatchSampler`, so a run may change from one to the other.
+    Effective batches and state are those of :class:`RankBatchSampler`, so a run may change from one to the other. The rows of a
+    batch are sorted by cost and cut over the ranks, so that the largest ``rows x highest cost`` is as small as possible: the
+    tokens of a rank after padding.
 
     Args:
         costs: the cost of each row of the data set, such as its length. Not negative.
@@ -160,7 +149,7 @@ class BalancedBatchSampler(RankBatchSampler):
         batch_size: int,
         seed: int | None = None,
         *,
-        combine: Callable[[Sequence[float]], float] | None = None,
+        combine: Combine | None = None,
         rank: int | None = None,
         ranks: int | None = None,
     ) -> None:

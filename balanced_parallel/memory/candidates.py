@@ -159,7 +159,10 @@ class Option:
         """
         gradients: int = 2 * sum(parameter.nbytes for parameter in self.request.module.parameters())
         devices = self.request.devices
-        return sum(self.lines(several).peaks(self.share * devices)) <= sum(self.limits) + (gradients + SCALARS) * devices
+        return (
+            sum(self.lines(several).allocated_by_device(self.share * devices))
+            <= sum(self.limits) + (gradients + SCALARS) * devices
+        )
 
     def fits_at_once(self) -> bool:
         """Returns True if the whole batch fits equal devices in one micro-batch."""
@@ -207,7 +210,7 @@ class Option:
             micro_batch_size=most if fits else 0,
             micro_batches=count,
             split=split,
-            peak=tuple(lines.peak(device, at) for device, at in read),
+            peak=tuple(lines.allocated(device, at) for device, at in read),
             reserved=tuple(lines.reserved(device, at) or 0 for device, at in read),
             saved=0,
             recomputed=max(0.0, self.flops(count or 2) / operations - 1) if operations else 0.0,

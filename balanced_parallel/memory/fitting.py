@@ -14,7 +14,7 @@ from ..optim.balanced import BalancedOptimizer
 from ..replicas.model import DataParallelModel
 from ..runtime.collectives import max_over_ranks, world_size
 from ..runtime.devices import free_bytes
-from ..runtime.torch_private import get_gradient, leaves_of_tree, storage_id
+from ..runtime.torch_private import leaves_of_tree, storage_id
 from ..runtime.values import format_bytes, parse_each
 from ..strategies.fsdp import ShardedModel
 from ..training.step import TrainStep
@@ -67,7 +67,7 @@ def fit(
         >>> criterion = DataParallelCriterion(torch.nn.MSELoss())
         >>> step = TrainStep(model, criterion, torch.optim.AdamW(model.parameters()))
         >>> report = fit(step, torch.zeros(4096, 256), torch.zeros(4096, 256), capacity="4MiB")
-        >>> step.micro_batch_size, report.micro_batches, report.peak[0] <= 4 * 2**20
+        >>> step.micro_batch_size, report.micro_batches, report.nvidia_smi[0] <= 4 * 2**20
         (765, 6, True)
     """
     _check_unit(step, lengths)
@@ -164,18 +164,18 @@ def explain(request: Request, limits: Sequence[int]) -> str:
     options = {each.name: changed for each in SAVINGS if each.result == "exact" and (changed := each.apply(request))}
     traces = dict(zip(options, try_traces([(option, rows) for option in options.values()]), strict=True))
     report = make_report(request, rows, plain, plain)
-    worst = max(range(len(limits)), key=lambda i: report.reserved[i] - limits[i])
+    worst = max(range(len(limits)), key=lambda i: report.nvidia_smi[i] - limits[i])
     device = request.traced_devices[worst]
     holders = ", ".join(f"{format_bytes(holder.bytes)} of {holder.part}{_place(holder)}" for holder in report.where[worst][:3])
     saved = {
-        name: plain.peak(device) - Lines(request, trace).peak(device)
+        name: plain.allocated(device) - Lines(request, trace).allocated(device)
         for name, trace in traces.items()
         if isinstance(trace, Trace)  # else the model does not take the saving
     }
     best = max(saved, key=lambda name: saved[name], default="")
     advice = f"{best} would save most, {format_bytes(saved[best])}" if saved.get(best, 0) > 0 else "no known saving would help"
     return (
-        f"one row per device needs {format_bytes(report.reserved[worst])} of device {worst}, expected at most "
+        f"one row per device needs {format_bytes(report.nvidia_smi[worst])} of device {worst}, expected at most "
         f"{format_bytes(limits[worst])}. The largest holders are {holders}; {advice}"
     )
 
@@ -250,5 +250,5 @@ def _tensors_of(step: TrainStep) -> Iterator[Tensor]:
         yield from (leaf for state in optimizer.state.values() for leaf in leaves_of_tree(state) if isinstance(leaf, Tensor))
     for parameter in parameters:
         yield parameter
-        if parameter.is_leaf and (gradient := get_gradient(parameter)) is not None:
+        if parameter.is_leaf and (gradient := parameter.grad) is not None:
             yield gradient

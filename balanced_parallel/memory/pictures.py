@@ -48,7 +48,7 @@ def _scale(axis: Any, most: int, title: str) -> int:
 
 
 def _draw_parts(axis: Any, report: MemoryReport, limits: Sequence[int]) -> None:
-    unit = _scale(axis, max(report.peak), "parts of the peak")
+    unit = _scale(axis, max(report.allocated), "parts of the peak")
     places = range(report.devices)
     bottom = [0.0] * report.devices
     for part in PARTS:

@@ -314,7 +314,7 @@ def plan(
             continue  # an optimizer that cannot be traced here; more rows that are offloaded than others
         measured += options
         choices += [option.choose(plain) for option in options]
-    whole = max(plain.lines(1).peaks(plain.share * devices))
+    whole = max(plain.lines(1).allocated_by_device(plain.share * devices))
     choices = [dataclasses.replace(choice, saved=whole - max(choice.peak)) for choice in choices]
     ranked = sorted(
         zip(choices, measured, strict=True), key=lambda pair: (pair[0].optimizer is not None, not pair[0].fits, pair[0].cost)

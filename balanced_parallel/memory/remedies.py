@@ -157,7 +157,7 @@ def measure_tricks(module: Any, criterion: Any, inputs: Any, targets: Any, *, de
     layout = (SingleDevice if devices == 1 else ReplicaLayout).name
     request = make_request(module, plain_criterion(criterion), inputs, targets, layout=layout, devices=devices, **settings)
     report = report_of(request, request.rows)
-    peak = max(report.peak)
+    peak = max(report.allocated)
     options = [(saving, saving.apply(request)) for saving in _savings_of(request)]
     jobs = [(option, option.round_up(option.rows_per_micro_batch)) for _, option in options if option]
     traces = iter(try_traces(jobs))
@@ -165,7 +165,7 @@ def measure_tricks(module: Any, criterion: Any, inputs: Any, targets: Any, *, de
     for saving, option in options:
         trace = next(traces) if option else ""
         if option and isinstance(trace, Trace):
-            tricks.append(Trick(saving.name, peak - max(Lines(option, trace).peaks()), saving.cost))
+            tricks.append(Trick(saving.name, peak - max(Lines(option, trace).allocated_by_device()), saving.cost))
         else:
             tricks.append(Trick(saving.name, None, f"not for this model: {str(trace)[:80]}" if option else "not for this model"))
     return TrickTable(peak, tuple(tricks), report)

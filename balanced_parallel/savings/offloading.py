@@ -20,7 +20,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..runtime import torch_private
 from ..runtime.devices import current_stream, on_device
 from ..runtime.torch_private import StorageReference, base_of, versions
 from ..runtime.values import parse_bytes
@@ -31,17 +30,11 @@ AHEAD = 2
 class Link:
     """The copies between one device and the host."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.side = self.make_side_stream()
+    def __init__(self, device: torch.device, side: torch.Stream) -> None:
+        self.device, self.side = device, side
         self.lock = threading.RLock()  # replicas on one device run in several threads
         self._leaving: deque[tuple[Stored, Tensor]] = deque()
-        self.loaded: list[weakref.ref[Stored]] = []  # that are on the device again
         self._last: Callable[[], Stored | None] = lambda: None
-
-    def make_side_stream(self) -> torch.Stream:
-        """Makes the stream of the copies."""
-        return torch.Stream(self.device)
 
     def bytes_of(self, tensor: Tensor) -> Tensor:
         """Returns a storage as bytes: all its views come back with it, in one copy."""
@@ -67,19 +60,12 @@ class Link:
                 stored.leave(overwritten=versions([tensor]) != [stored.version])
                 del tensor
 
-    def end_backward(self) -> None:
-        """Gives back all memory of the device that a backward has needed, also if the graph stays."""
-        with self.lock:
-            self.settle()
-            while self.loaded:
-                if (stored := self.loaded.pop()()) is not None:
-                    stored.drop()
-
 
 class Stored:
     """One storage of a device, with its copy on the host."""
 
     def __init__(self, tensor: Tensor, stream: torch.Stream, link: Link, previous: "Callable[[], Stored | None]") -> None:
+        self._loaded: torch.Event | None = None
         (self.version,) = versions([tensor])  # when it was saved
         self.overwritten = False  # True if it was written to before the copy was complete
         self.link = link
@@ -87,7 +73,6 @@ class Stored:
         self._on_device: Tensor | None = link.bytes_of(tensor)
         self._host = link.empty_on_host(tensor.untyped_storage().nbytes())
         self._copied = self._copy(self._host, self._on_device)
-        self._loaded: torch.Event | None = None
 
     def leave(self, *, overwritten: bool) -> None:
         """Gives the memory of the device back."""
@@ -109,20 +94,15 @@ class Stored:
                 following = following._previous()
         return started
 
-    def drop(self) -> None:
-        """Gives the memory of the device back after a backward."""
+    def __del__(self) -> None:
         if self._loaded is not None:
             self._stream.wait_event(self._loaded)  # the copy may not have been used
-            self._on_device = self._loaded = None
-
-    __del__ = drop
 
     def _start(self) -> Tensor:
         if self._on_device is None:
             with on_device(self.link.device, self._stream):
                 self._on_device = torch.empty_like(self._host, device=self.link.device)
             self._loaded = self._copy(self._on_device, self._host)
-            self.link.loaded.append(weakref.ref(self))
         return self._on_device
 
     def _copy(self, target: Tensor, source: Tensor) -> torch.Event:
@@ -142,10 +122,7 @@ def offload_activations(*, min_bytes: int | str = MIN_BYTES) -> Iterator[None]:
     """Moves what the forward saves for the backward to pinned memory of the host, in every replica.
 
     Copies run on a side stream, and the host waits for none. A storage is copied once, however many tensors share it.
-    Parameters stay, and so do tensors on the CPU. The backward copies tensors back shortly before it needs them. It may run
-    inside or after the block. Loss and gradients stay the same.
-
-    Unlike ``torch.autograd.graph.save_on_cpu``, the block does not copy parameters, nor copy on the compute stream.
+    Parameters stay, and so do tensors on the CPU. The backward may run inside or after the block. Loss and gradients stay.
 
     Args:
         min_bytes: smaller storages stay on the device.
@@ -196,7 +173,6 @@ class Offload:
         self._lock = threading.Lock()
         self._links: dict[torch.device, Link] = {}
         self._stored: weakref.WeakValueDictionary[tuple[Hashable, int], Stored] = weakref.WeakValueDictionary()
-        self._backwards: set[int] = set()
 
     def pack(self, tensor: Tensor) -> _Kept | Offloaded:
         """Hook that autograd calls with each tensor that it saves."""
@@ -228,7 +204,6 @@ class Offload:
             stream = self.stream_of(link.device)
             assert stream is not None
             loaded = saved.stored.load(stream)
-        self._end_with_backward()
         return self.restore(loaded, saved)
 
     def settle(self) -> None:
@@ -251,7 +226,7 @@ class Offload:
 
     def make_link(self, device: torch.device) -> Link:
         """Makes the copies between a device and the host."""
-        return Link(device)
+        return Link(device, torch.Stream(device))
 
     def stays(self, tensor: Tensor) -> bool:
         """Returns True for a tensor that is not worth a copy, or cannot be copied as bytes."""
@@ -260,20 +235,6 @@ class Offload:
         if parameter or not plain or tensor.is_conj() or tensor.is_neg():
             return True
         return tensor.untyped_storage().nbytes() < self.min_bytes
-
-    def _end_with_backward(self) -> None:
-        backward = torch_private.current_backward_id()
-        with self._lock:
-            if backward is None or backward in self._backwards:
-                return
-            self._backwards.add(backward)
-
-        def end() -> None:
-            self._backwards.discard(backward)
-            for link in self._links.values():
-                link.end_backward()
-
-        torch_private.run_after_backward(end)
 
 
 def _modified(shape: torch.Size) -> RuntimeError:

@@ -37,7 +37,7 @@ def test_extrapolated_peak_equals_a_direct_estimate(problem, kind):
 def test_largest_batch_fits_and_one_more_row_does_not(kind):
     build, batch = PROBLEMS["perceptron"]
     report = memory.estimate(build(), F.cross_entropy, *batch(6), device_kind=kind)
-    capacity = report.reserved[0] * 3
+    capacity = report.nvidia_smi[0] * 3
     rows = report.largest(capacity)
     assert rows > 18
     assert report.largest(str(capacity)) == rows
@@ -91,4 +91,4 @@ def test_one_chunk_has_the_peak_of_all_chunks(monkeypatch):
     monkeypatch.setattr(Count, "first_chunk", every_chunk)
     whole = estimate()
     assert len(first.timeline[0]) < len(whole.timeline[0])
-    assert (first.peak, first.reserved, first.flops) == (whole.peak, whole.reserved, whole.flops)
+    assert (first.allocated, first.reserved, first.flops) == (whole.allocated, whole.reserved, whole.flops)

@@ -77,7 +77,7 @@ class TracedOffload(Offload):
 
     def make_link(self, device: torch.device) -> Link:
         """Makes the copies between a fake device and the fake host."""
-        return _TracedLink(device, self.host)
+        return _TracedLink(device, _STREAM, self.host)
 
     def restore(self, loaded: Tensor, saved: Offloaded) -> Tensor:
         """Returns a view: the fake mode keeps every storage that ``set_`` was given."""
@@ -102,12 +102,9 @@ class _Reference:
 
 
 class _TracedLink(Link):
-    def __init__(self, device: torch.device, host: torch.device) -> None:
+    def __init__(self, device: torch.device, side: Any, host: torch.device) -> None:
+        super().__init__(device, side)
         self._host = host
-        super().__init__(device)
-
-    def make_side_stream(self) -> Any:
-        return _STREAM
 
     def bytes_of(self, tensor: Tensor) -> Tensor:
         count = tensor.untyped_storage().nbytes() // tensor.element_size()
