@@ -36,7 +36,6 @@ class RankBatchSampler(Sampler[list[int]]):
         rank, ranks: this process and the number of processes; ``None`` asks the process group, or is one process.
 
     Raises:
-        TypeError: a number that is not an integer, or a data set without a length.
         ValueError: no rows, a batch size below 1, or a rank outside of the ranks.
 
     Example:
@@ -124,7 +123,8 @@ class BalancedBatchSampler(RankBatchSampler):
 
     Effective batches and state are those of :class:`RankBatchSampler`, so a run may change from one to the other. The rows of a
     batch are sorted by cost and cut over the ranks, so that the largest ``rows x highest cost`` is as small as possible: the
-    tokens of a rank after padding.
+    tokens of a rank after padding. So a row has the same place in the effective batch for any number of ranks, except with
+    ``combine=sum``.
 
     Args:
         costs: the cost of each row of the data set, such as its length. Not negative.
@@ -132,7 +132,7 @@ class BalancedBatchSampler(RankBatchSampler):
         combine: returns the cost of a rank from the costs of its rows. ``sum`` is for costs that add up, without padding.
 
     Raises:
-        ValueError: a cost is negative or not finite; no rows, a batch size below 1, or a rank outside of the ranks.
+        ValueError: a cost is negative or not finite; or as :class:`RankBatchSampler`.
 
     Example:
         >>> lengths = [10, 500, 12, 480, 11, 9, 520, 13]
@@ -140,7 +140,7 @@ class BalancedBatchSampler(RankBatchSampler):
         ...     print(next(iter(BalancedBatchSampler(lengths, batch_size=8, rank=rank, ranks=3))))
         [6]
         [1, 3]
-        [0, 2, 4, 5, 7]
+        [7, 2, 4, 0, 5]
     """
 
     def __init__(
@@ -162,7 +162,6 @@ class BalancedBatchSampler(RankBatchSampler):
         sorted_rows(self.costs)  # raises an error for a cost that is not valid
 
     def share(self, batch: list[int]) -> list[int]:
-        """Returns this rank's rows of an effective batch, in the order of the batch."""
+        """Returns this rank's rows of an effective batch, the costliest first."""
         shards = cut_by_cost([self.costs[row] for row in batch], self.ranks, self.combine)
-        places = shards[self.rank] if self.rank < len(shards) else []  # fewer rows than ranks
-        return [batch[place] for place in sorted(places)]
+        return [batch[place] for place in shards[self.rank]] if self.rank < len(shards) else []  # fewer rows than ranks

@@ -1,7 +1,4 @@
-"""Known reasons for a difference between the split and the plain program: layers, rows, random numbers, the loss, written state.
-
-All but a few are found by running: on the halves of a batch, with two seeds, and the loss on parts of the rows.
-"""
+"""Known reasons for a difference between the split and the plain program, most of them found by running both once more."""
 
 import inspect
 import math
@@ -24,6 +21,7 @@ from ..runtime.torch_private import BatchNorm, Dropout, is_differentiable
 from .recording import Difference, Program, copy_of, first_difference, loss_in_parts, relative_error, scalar_of, weight_in_parts
 
 Wrap = Callable[[nn.Module], DataParallelModel]
+_BY_ROW = "compare with reproducible=True"
 
 
 def mixed_rows(module: nn.Module, wrap: Wrap, inputs: Any, device: torch.device, limit: float) -> Iterator[str]:
@@ -72,6 +70,8 @@ def find_reasons(
     wrap: Wrap,
     micro_batches: int,
     limit: float,
+    *,
+    reproducible: bool,
 ) -> tuple[str, ...]:
     """Returns the reasons that apply, from the plain program after its steps, and model and criterion before (``untouched``)."""
     (module, criterion), (inputs, targets) = untouched, batch
@@ -86,6 +86,8 @@ def find_reasons(
             loss = [*weight_in_parts(plain.output, losses, targets, model.out_dims)]
             loss += _without_errors(loss_in_parts(plain.output, criterion, losses, targets, model.out_dims))
     reasons += [*loss, *state_of_model(module, plain.module, devices)]
+    if reproducible:  # random numbers were the same
+        reasons = [reason for reason in reasons if not reason.startswith(("dropout: ", "random numbers: "))]
     return tuple(reasons) or tuple(_own_loss(plain.output, is_weighted=losses.weight is not None))
 
 
@@ -109,14 +111,12 @@ def _without_errors(reasons: Iterable[str]) -> list[str]:
 
 
 def _reasons_of_forward(module: nn.Module, wrap: Wrap, inputs: Any, device: torch.device, limit: float) -> Iterator[str]:
-    evaluated = copy_of(module).eval()
-    place = random_place(module, inputs, device, limit)
-    if place is not None:
-        if (place_in_eval := random_place(evaluated, inputs, device, limit)) is not None:
-            yield f"random numbers: the model draws them, in eval mode too, in {place_in_eval}: compare without them"
-            return
-        if not any(_random_layers(module)):
-            yield f"random numbers: the model draws them, in {place}: compare in eval mode, or without them"
+    evaluated, place = copy_of(module).eval(), random_place(module, inputs, device, limit)
+    if place is not None and (place_in_eval := random_place(evaluated, inputs, device, limit)) is not None:
+        yield f"random numbers: the model draws them, in eval mode too, in {place_in_eval}: {_BY_ROW}, or without them"
+        return
+    if place is not None and not any(_random_layers(module)):
+        yield f"random numbers: the model draws them, in {place}: {_BY_ROW}, or in eval mode"
     is_evaluated = place is not None or any(_mixing_layers(module, 2, 1))
     yield from mixed_rows(evaluated if is_evaluated else module, wrap, inputs, device, limit)
 
@@ -147,15 +147,14 @@ def _random_layers(module: nn.Module) -> Iterator[str]:
     for name, layer in module.named_modules():
         rate = layer.p if isinstance(layer, Dropout) else getattr(layer, "dropout", 0)
         if layer.training and isinstance(rate, float) and rate > 0:
-            yield f"dropout: {name or type(layer).__name__} draws different random numbers for each shard: compare in eval mode"
+            yield f"dropout: {name or type(layer).__name__} draws different numbers for each shard: {_BY_ROW}, or in eval mode"
 
 
 def random_place(module: nn.Module, inputs: Any, device: torch.device, limit: float) -> str | None:
     """Returns the place in ``module`` that draws random numbers, or None if two seeds give the same output."""
     first, second = Program(module), Program(module)
     outputs = first.forward(inputs, device, 0), second.forward(inputs, device, 1)
-    difference = first_difference(first, second, 0, limit)
-    if difference is not None:
+    if (difference := first_difference(first, second, 0, limit)) is not None:
         return difference.place
     return f"the model ({type(module).__name__})" if output_error(*outputs) > limit else None
 
@@ -176,7 +175,7 @@ def loss_draws(criterion: Criterion, output: Any, targets: Any, limit: float) ->
         torch.manual_seed(seed)
         losses.append(scalar_of(copy_of(criterion)(*containers.spread(output), *targets)))
     if relative_error(losses[1], losses[0]) > limit:
-        yield "random numbers: the loss draws them, because the same output gives another loss: compare without them"
+        yield f"random numbers: the loss draws them, because the same output gives another loss: {_BY_ROW}, or without them"
 
 
 class Change(NamedTuple):

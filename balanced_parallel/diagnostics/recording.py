@@ -1,7 +1,4 @@
-"""Programs that record what their modules compute, the first difference between two of them, and losses of parts of a batch.
-
-The values of a loss on parts of a batch tell a sum from a mean, and from a loss whose rows depend on each other.
-"""
+"""Programs that record what their modules compute, the first difference between two of them, and losses of parts of a batch."""
 
 import collections
 import copy
@@ -24,6 +21,7 @@ from ..loss.rules import is_known
 from ..loss.shards import call_weight
 from ..loss.sums import Criterion, ShardLoss, call_spread, flat_weights, loss_of
 from ..replicas.workers import current_replica
+from ..runtime import row_random
 
 
 class Program:
@@ -53,12 +51,15 @@ class Program:
         return max(self._forwards.values(), default=0)
 
     def _start_forward(self, *_: Any) -> None:
-        replica = _replica_index()
+        random, replica = row_random.running.get(), _replica_index()
+        if random is not None and random.expected is None:
+            return  # a small forward that finds the draws
         self._forwards[replica] += 1
         self._running.add(replica)
 
-    def _end_forward(self, *_: Any) -> None:
+    def _end_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         self._running.discard(_replica_index())
+        self.output = output
 
     def _record(self, label: str, layer: nn.Module, inputs: Any, output: Any) -> None:
         tensor, replica = containers.first_tensor(output), _replica_index()
@@ -71,8 +72,7 @@ class Program:
         self.begin()
         torch.manual_seed(seed)
         arguments = move_leaves(as_arguments(inputs), device)
-        self.output = self.module.to(device)(*arguments.inputs, **arguments.kwargs)
-        return self.output
+        return self.module.to(device)(*arguments.inputs, **arguments.kwargs)
 
     def backward(self, targets: Any, device: torch.device) -> Tensor:
         """Computes the loss of the last output, and its gradients."""
@@ -101,10 +101,9 @@ def _replica_index() -> int:
 
 
 def relative_error(value: Tensor, expected: Tensor, floor: float = 0.0) -> float:
-    """Returns the largest absolute difference over the largest absolute value of ``expected``.
+    """Returns the largest difference over the largest absolute value of ``expected``, or over ``floor`` if that is larger.
 
-    The error is infinite if only one of two elements is nan, because nan is not greater than any tolerance. ``floor`` is the
-    smallest value to divide by.
+    It is infinite if only one of two elements is nan, because nan is not greater than any tolerance.
     """
     if expected.numel() == 0:
         return 0.0

@@ -73,8 +73,8 @@ class VerificationReport:
         state = [(f"buffer {name}", error) for name, error in self.state_errors.items()]
         width = max(len(name) for name, _ in (*shown, *state))
         lines = [
-            f"{'equal' if self.equal else 'DIFFERENT'} within {self.tolerance:.0e}: {_counted(len(self.devices), 'replica')} "
-            f"({', '.join(self.devices)}), {_counted(self.micro_batches, 'micro-batch')}",
+            f"{'equal' if self.equal else 'DIFFERENT'} within {self.tolerance:.0e}: replicas on {', '.join(self.devices)}; "
+            f"micro-batches: {self.micro_batches}",
             f"loss in step {self.step} on the same batch: {self.plain_loss:.8g} (plain), {self.split_loss:.8g} (split)",
             f"{'':{width}}  relative error",
             *(f"{name:{width}}  {error:.1e}{'' if error <= self.tolerance else '  <-'}" for name, error in shown),
@@ -88,10 +88,6 @@ class VerificationReport:
             lines.append("no known reason: `python -m balanced_parallel doctor`, and docs/exactness.md")
         lines += [f"warning: {warning}" for warning in self.warnings]
         return "\n".join(lines)
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
@@ -110,12 +106,13 @@ def verify(
     dim: int | None = None,
     in_dims: Dims = None,
     tolerance: float | None = None,
+    reproducible: bool = False,
 ) -> VerificationReport:
     """Runs the plain and the split program on the same batch, and compares losses and gradients.
 
     Each program runs two steps on copies, without updates of parameters. The second step shows state that the first has written.
-    The programs start with different random states, so a model that draws random numbers is not equal by chance. TF32 is off. Use
-    float64 (``model.double()``) for the clearest result.
+    The programs start with different random states, so a model that draws random numbers is not equal by chance: compare it in
+    eval mode, or with ``reproducible=True``. TF32 is off. Use float64 (``model.double()``) for the clearest result.
 
     Args:
         model: a module, or a :class:`DataParallelModel`, whose devices and dimensions are then used.
@@ -125,6 +122,7 @@ def verify(
         micro_batch_size: number of rows per device in one forward. ``None`` means the whole batch in one forward.
         dim: dimension of the rows in inputs, outputs and targets. ``None`` means that of the given wrappers, else 0.
         tolerance: relative tolerance. ``None`` means 1e-10 for float64, 1e-4 for float32, 2e-2 for float16 and 5e-2 for bfloat16.
+        reproducible: draws random numbers as ``TrainStep(reproducible=True)``, in the plain program those of one device.
 
     Returns:
         A :class:`VerificationReport` with the errors of loss and gradients, and of buffers that end with other values. If they
@@ -153,15 +151,20 @@ def verify(
         if dim is None and not isinstance(criterion, DataParallelCriterion):
             dim = wrapped.dim
         losses = _wrap_criterion(split.criterion, criterion, weight, dim)
-        step = TrainStep(wrapped, losses, _NoUpdate(split.learning().values()), micro_batch_size=micro_batch_size)
+        step = _make_step(split, wrapped, losses, micro_batch_size, reproducible=reproducible)
+        if reproducible:
+            single = _wrap_model(plain.module, model, wrapped.devices[:1], dim, in_dims)
+            of_all = _wrap_criterion(plain.criterion, criterion, weight, dim)
+            plain_step = _make_step(plain, single, of_all, None, reproducible=True)
         number, equal = 0, True
         while equal and number < 2:
             number += 1
-            plain.forward(inputs, wrapped.devices[0], seed=0)
-            loss = plain.backward(targets, wrapped.devices[0])
-            split.begin()
-            torch.manual_seed(1)
-            split_loss = step(inputs, targets)
+            if reproducible:
+                loss = _run_step(plain, plain_step, inputs, targets)
+            else:
+                plain.forward(inputs, wrapped.devices[0], seed=0)
+                loss = plain.backward(targets, wrapped.devices[0])
+            split_loss = _run_step(split, step, inputs, targets)
             expected, gradients = plain.gradients(), split.gradients()
             largest = max((float(gradient.abs().max()) for gradient in expected.values() if gradient.numel()), default=0.0)
             errors = {name: relative_error(gradients[name], expected[name], largest / 1000) for name in expected}
@@ -176,7 +179,9 @@ def verify(
         elif not equal:
             fresh = _wrap_criterion(copy_of(inner), criterion, weight, dim)
             wrap = functools.partial(_wrap_model, like=model, device_ids=[wrapped.devices[0]] * 2, dim=dim, in_dims=in_dims)
-            reasons = find_reasons(plain, (module, inner), (inputs, targets), wrapped, fresh, wrap, split.rounds, limit)
+            reasons = find_reasons(
+                plain, (module, inner), (inputs, targets), wrapped, fresh, wrap, split.rounds, limit, reproducible=reproducible
+            )
     difference = None if equal else first_difference(plain, split, wrapped.dim, limit)
     return VerificationReport(
         devices=tuple(map(str, wrapped.devices)),
@@ -215,18 +220,28 @@ class _NoUpdate(torch.optim.Optimizer):
         pass
 
 
+def _make_step(
+    program: Program, model: nn.Module, criterion: DataParallelCriterion, micro_batch_size: int | None, *, reproducible: bool
+) -> TrainStep:
+    optimizer = _NoUpdate(program.learning().values())
+    return TrainStep(model, criterion, optimizer, micro_batch_size=micro_batch_size, reproducible=reproducible)
+
+
+def _run_step(program: Program, step: TrainStep, inputs: Any, targets: Any) -> Tensor:
+    program.begin()
+    torch.manual_seed(1)
+    return step(inputs, targets)
+
+
 def _wrap_model(
     module: nn.Module, like: nn.Module, device_ids: Sequence[DeviceLike] | None, dim: int | None, in_dims: Dims
 ) -> DataParallelModel:
     """Wraps ``module`` with the settings of ``like``, if that is wrapped. Settings of the caller take precedence."""
-    split = None
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {} if in_dims is None else {"in_dims": in_dims}
     if isinstance(like, DataParallelModel):
-        split = like.split if device_ids is None else None
+        settings = {"split": None if device_ids else like.split, "in_dims": like.in_dims, "out_dims": like.out_dims, **settings}
         device_ids, dim = device_ids or like.devices, like.dim if dim is None else dim
-        settings = {"in_dims": like.in_dims, "out_dims": like.out_dims}
-    settings |= {} if in_dims is None else {"in_dims": in_dims}
-    return DataParallelModel(module, device_ids, dim=dim or 0, split=split, **settings)
+    return DataParallelModel(module, device_ids, dim=dim or 0, **settings)
 
 
 def _wrap_criterion(

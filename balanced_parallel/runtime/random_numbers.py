@@ -1,7 +1,4 @@
-"""Random numbers of the replicas and ranks.
-
-``torch.manual_seed(s)`` gives every device of every process the same seed, so equal shards would draw equal dropout masks.
-"""
+"""Random numbers of the replicas and ranks, which ``torch.manual_seed`` gives the same seed: they would draw equal masks."""
 
 import contextlib
 import threading

@@ -2,11 +2,10 @@
 
 Between distinct GPUs they are those of ``torch.cuda.nccl``, which ``nn.DataParallel`` uses too. Other devices, such as simulated
 ones, or a GPU and the CPU, have copies. Memory is given by the caller, so it belongs to the stream that the caller has chosen.
-Many tensors travel in few flat buffers.
 
-A copy between two GPUs runs on the current stream of its source, and the current stream of its target waits for it. So a device
-takes part in one copy at a time. Copies between all devices are made in rounds of disjoint pairs, each in both directions; with
-four devices 0-3 and 1-2, then 0-1 and 2-3, then 0-2 and 1-3. Sums are taken in the order of the tensors.
+A device takes part in one copy at a time, because a copy runs on a stream of its source, for which one of its target waits. So
+copies between all devices are made in rounds of disjoint pairs: 0-3 and 1-2, then 0-1 and 2-3, then 0-2 and 1-3. Sums are taken
+in the order of the tensors.
 """
 
 import itertools
@@ -96,7 +95,7 @@ def _have_nccl(tensors: Sequence[Tensor]) -> bool:
 
 
 def _have_equal_sizes(tensors: Sequence[Tensor]) -> bool:
-    return len({tensor.numel() for tensor in tensors}) == 1 and tensors[0].numel() > 0
+    return len({tensor.numel() for tensor in tensors}) == 1
 
 
 def _run(collective: Callable[..., None], *arguments: object, **settings: object) -> None:

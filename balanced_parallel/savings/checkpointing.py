@@ -1,8 +1,7 @@
 """``checkpoint_activations``: blocks of a network save their inputs only, and the backward runs them again.
 
-A checkpointed module has another class, so that copies and replicas of it are checkpointed too. The second run of a forward draws
-the same random numbers, and reads the buffers that the first has read: ``torch.utils.checkpoint`` alone would update the
-statistics of batch norms twice. With a budget, a forward of fake tensors counts the bytes that each block keeps.
+A checkpointed module has another class, so that its copies and replicas are checkpointed too. The second run of a forward draws
+the same random numbers and reads the same buffers, which ``torch.utils.checkpoint`` alone would update twice.
 """
 
 import functools
@@ -52,10 +51,6 @@ def find_blocks(module: nn.Module) -> tuple[str, ...]:
 
     Blocks are two or more modules of one class in an ``nn.ModuleList`` or an ``nn.Sequential``, with parameters and children.
     The outermost such modules count. If there are none, any two or more children of one class count.
-
-    Example:
-        >>> find_blocks(nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)]))
-        ('0', '1')
     """
     for containers in ((nn.ModuleList, nn.Sequential), (nn.Module,)):
         if names := _blocks_under(module, "", containers):
@@ -313,8 +308,7 @@ def run_checkpointed(
 ) -> Any:
     """Returns ``function(*args, **kwargs)``. The graph keeps the arguments only, and the backward runs the function again.
 
-    The function may write to buffers of ``modules``. If ``selective``, the graph also keeps the outputs of matrix
-    multiplications, convolutions and attention. ``name`` is for errors.
+    The function may write to buffers of ``modules``. If ``selective``, the graph also keeps outputs of expensive operators.
     """
     leaves, rebuild = torch_private.flatten((args, kwargs))
     is_training = any(module.training for module in modules)
@@ -339,8 +333,8 @@ def run_checkpointed(
     outputs = checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=False, context_fn=again)
     if versions(tensors) != before:
         raise RuntimeError(
-            f"{name} writes to its input in place, so its forward cannot run again: set inplace=False on the "
-            "module that does; call checkpoint_activations before inplace_activations, which then leaves that module as it is"
+            f"{name} writes to its input in place, so its forward cannot run again: set inplace=False on the module that does, "
+            "or call checkpoint_activations before inplace_activations"
         )
     return outputs
 
@@ -518,8 +512,7 @@ _CACHE = "get_seq_length"  # of a cache of transformers
 def without_empty_cache(leaves: list[Any], name: str) -> list[Any]:
     """Returns the arguments of a block with None in place of a cache, to which a recomputation would append once more.
 
-    transformers does the same in its own checkpointing. Keys of earlier tokens change the result, so such a cache is refused.
-    The first tensor has the shape ``[rows, tokens, ...]``.
+    Keys of earlier tokens change the result, so such a cache is refused. The first tensor has the shape ``[rows, tokens, ...]``.
     """
     hidden = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 1), None)
     tokens = 0 if hidden is None else hidden.shape[1]

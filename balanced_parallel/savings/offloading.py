@@ -87,11 +87,10 @@ class Stored:
             stream.wait_event(self._loaded)
         if stream != self._stream:
             started.record_stream(stream)
-        following = self._previous()
+        following: Stored | None = self
         for _ in range(AHEAD):
-            if following is not None:
+            if following is not None and (following := following._previous()) is not None:
                 following._start()
-                following = following._previous()
         return started
 
     def __del__(self) -> None:
