@@ -261,7 +261,7 @@ def make_report(request: Request, rows: int, exact: Lines, lines: Lines, asked: 
     if assumed:
         sources = {"recurrence": {"recurrent layers": RECURRENCE}, "aten.convolution": {"convolutions": CONVOLUTIONS}}
         for name, source in sources.items():
-            if any(name in operator for operator in exact.first.operators):
+            if any(name in block.operator for block in exact.first.blocks):
                 assumed = assumed | source
     return MemoryReport(
         layout=request.layout.name,

@@ -8,6 +8,8 @@ states and of the weight are made in the forward, for the sum of the losses, and
 features and 32,768 classes it takes more than ten times as long as the plain layers on a CPU, and this function half as long.
 """
 
+from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -116,6 +118,16 @@ def rows_per_chunk(features: int) -> int:
     return min(max(features, 256), 1024)
 
 
+# Yields chunks in the place of all chunks of some rows. A trace runs the first alone, so that any rows run the same operators.
+chunks: ContextVar[Callable[[int, int], Iterable[slice]] | None] = ContextVar("chunks", default=None)
+
+
+def _each_chunk(rows: int, size: int) -> Iterable[slice]:
+    if not torch.compiler.is_compiling() and (choose := chunks.get()) is not None:
+        return choose(rows, size)
+    return [slice(start, start + size) for start in range(0, rows, size)]
+
+
 def linear_cross_entropy(
     input: Tensor,
     linear_weight: Tensor,
@@ -205,8 +217,7 @@ def _run(
     with torch.autocast(hidden.device.type, enabled=False):
         weight_there, bias_there = weight.to(dtype), None if bias is None else bias.to(dtype)
         size = rows_per_chunk(weight.size(1))
-        for start in range(0, len(hidden), size):
-            rows = slice(start, start + size)
+        for rows in _each_chunk(len(hidden), size):
             chunk = hidden[rows].to(dtype)
             logits = F.linear(chunk, weight_there, bias_there).to(wide)
             losses[rows] = _loss_and_gradient_(

@@ -1,13 +1,15 @@
 """Peaks of other batches, from two traces."""
 
 import pytest
+import torch
 from helpers.memory_problems import PROBLEMS
 from helpers.slow import slow
 from torch import nn
 from torch.nn import functional as F
 
-from balanced_parallel import memory
+from balanced_parallel import memory, savings
 from balanced_parallel.memory.lines import most_that_fit
+from balanced_parallel.memory.trace.allocations import Count
 
 
 @pytest.mark.parametrize("limit", [None, 0, 1, 7, 100])
@@ -56,3 +58,37 @@ def test_extrapolation_with_unequal_splits():
     assert report.largest([capacity[0], "1GiB"]) >= 29 > report.largest(capacity[1])
     with pytest.raises(ValueError, match="capacity has 3 sizes for 2 devices"):
         report.largest(["1GiB"] * 3)
+
+
+@pytest.mark.parametrize("devices", [1, slow(2)])
+@pytest.mark.parametrize("length", [100, slow(300)])
+def test_the_loss_without_logits_is_a_line_below_and_above_one_chunk(length, devices):
+    """Its chunks have 256 rows of hidden states: more of them take no more memory for the logits."""
+    module, criterion = nn.Embedding(500, 64), savings.LinearCrossEntropy(64, 500)
+    words = torch.zeros(2 * devices, length, dtype=torch.int64)
+    layout = {"layout": "single"} if devices == 1 else {"layout": "replicas", "devices": devices}
+    report = memory.estimate(module, criterion, words, words, device_kind="cpu", **layout)
+    assert report.affine
+    for rows in (2, 3, 40):
+        at = rows * devices
+        assert report.at(at) == report._batches.traced_at(at)
+        whole = report._batches._trace(at)
+        assert report._batches.lines.flops(at) == whole.first.flops
+
+
+@pytest.mark.usefixtures("one_trace")
+def test_one_chunk_has_the_peak_of_all_chunks(monkeypatch):
+    def estimate():
+        words = torch.zeros(3, 300, dtype=torch.int64)
+        settings = {"precision": "bf16", "device_kind": "h200"}
+        return memory.estimate(nn.Embedding(500, 64), savings.LinearCrossEntropy(64, 500), words, words, **settings)
+
+    def every_chunk(count, rows, size):
+        for start in range(0, rows, size):
+            yield slice(start, start + size)
+
+    first = estimate()
+    monkeypatch.setattr(Count, "first_chunk", every_chunk)
+    whole = estimate()
+    assert len(first.timeline[0]) < len(whole.timeline[0])
+    assert (first.allocated, first.reserved, first.flops) == (whole.allocated, whole.reserved, whole.flops)

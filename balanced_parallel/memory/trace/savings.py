@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from ...runtime.torch_private import base_of, storage_id
 from ...runtime.values import parse_bytes
 from ...savings.checkpointing import checkpoint_activations
+from ...savings.linear_cross_entropy import chunks
 from ...savings.lm_heads import replace_lm_head
 from ...savings.offloading import MIN_BYTES, Link, Offload, Offloaded
+from .allocations import Count
 
 TRACED_SAVINGS = ("replace_lm_head", "checkpoint_activations", "offload_activations")  # in the order in which they are applied
 
@@ -40,11 +42,18 @@ def change_module(module: nn.Module, names: Iterable[str]) -> None:
 
 
 @contextlib.contextmanager
-def around_update(names: Iterable[str], host: torch.device) -> Iterator[None]:
+def around_update(names: Iterable[str], host: torch.device, count: Count) -> Iterator[None]:
     """Applies the savings that surround an update. ``host`` is the fake device of the host."""
-    if "offload_activations" not in names:
-        yield
-        return
+    token = chunks.set(count.first_chunk)
+    try:
+        with _offloaded(host) if "offload_activations" in names else contextlib.nullcontext():
+            yield
+    finally:
+        chunks.reset(token)
+
+
+@contextlib.contextmanager
+def _offloaded(host: torch.device) -> Iterator[None]:
     offload = TracedOffload(host)
     with torch.autograd.graph.saved_tensors_hooks(offload.pack, offload.unpack):
         yield

@@ -48,7 +48,6 @@ class Trace:
     micro_batches: int
     blocks: list[Block]
     events: list[int]
-    operators: list[str]
     marks: dict[str, int]
     flops: int
 
@@ -99,7 +98,8 @@ def _trace_repeated(request: Request, rows: int) -> Trace | None:
     if stack is None or isinstance(request.optimizer, ExistingOptimizers) or not divides_evenly(request, stack):
         return None
     short, traced = None, 0
-    for count in itertools.count(FEWEST):
+    # a block of FSDP2 is released while the next but one is gathered
+    for count in itertools.count(FEWEST + request.layout.is_sharded):
         traced += count
         if traced >= stack.length:
             break
@@ -145,7 +145,7 @@ def _trace_whole(request: Request, rows: int, cut: tuple[Stack, int] | None = No
     ):
         _run(request, count, module, criterion, batch, rows)
     traced = min(request.micro_batches, TRACED)
-    return Trace(rows, traced, count.blocks, count.events, count.operators, count.marks, count.flops)
+    return Trace(rows, traced, count.blocks, count.events, count.marks, count.flops)
 
 
 def _run(request: Request, count: Count, module: Any, criterion: Any, batch: TracedBatch, rows: int) -> None:
@@ -173,7 +173,7 @@ def _run(request: Request, count: Count, module: Any, criterion: Any, batch: Tra
                 gc.collect(generation)  # the objects of this trace: the collector is off, so they are young
                 count.mark(name)
                 count.flops = 0
-                with around_update(request.savings, host_of(request.devices)), layout.window():
+                with around_update(request.savings, host_of(request.devices), count), layout.window():
                     _update(layout, count, update, host_of(request.devices) if request.kind.like_cuda else None)
         finally:
             layout.close()
