@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..runtime.collectives import world_size
+from .saving import Saving
 
 RELEASES: "weakref.WeakKeyDictionary[Optimizer, GradientRelease]" = weakref.WeakKeyDictionary()
 
@@ -119,3 +120,14 @@ def _refuse_ranks() -> None:
             f"{world_size()} ranks are running, and their gradients are reduced after the backward has made them: "
             "release_gradients_in_backward needs one process"
         )
+
+
+RELEASE = Saving(
+    name="release_gradients_in_backward",
+    option="gradients released in the backward",
+    saves="the gradients, but the largest",
+    cost="no clipping, no accumulation",
+    needs="one process, and a loop by hand",
+    order=330,
+    stage="by hand",
+)

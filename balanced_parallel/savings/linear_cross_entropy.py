@@ -8,6 +8,7 @@ states and of the weight are made in the forward, for the sum of the losses, and
 features and 32,768 classes it takes more than ten times as long as the plain layers on a CPU, and this function half as long.
 """
 
+import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..runtime.torch_private import keeps_graph
+from .saving import Saving
 
 
 class LinearCrossEntropy(nn.Module):
@@ -251,3 +253,28 @@ def _loss_and_gradient_(logits: Tensor, labels: Labels, makes_gradient: bool, fa
         if uniform:
             logits.addr_(uniform * counts * scale, class_weight, alpha=-1)
     return losses.masked_fill_(ignored, 0)  # of rows that may be nan
+
+
+def _without_logits(step: Any) -> dict[str, Any] | None:
+    """Puts the last linear layer into a :class:`LinearCrossEntropy`, if the loss of the step follows one."""
+    module = copy.deepcopy(step.module)
+    linear = [name for name, child in module.named_modules() if type(child) is nn.Linear and name]
+    if type(step.criterion) is not nn.CrossEntropyLoss or not linear:
+        return None
+    path, _, name = linear[-1].rpartition(".")
+    head: Any = module.get_submodule(linear[-1])
+    setattr(module.get_submodule(path), name, nn.Identity())
+    fused = LinearCrossEntropy(head.in_features, head.out_features, bias=head.bias is not None, device="meta")
+    return {"module": module, "criterion": fused}
+
+
+FUSED_HEAD = Saving(
+    name="LinearCrossEntropy",
+    option="loss without logits",
+    saves="the logits of a large vocabulary",
+    cost="nothing; the logits do not exist",
+    needs="a module that ends in a linear layer before a cross-entropy loss",
+    order=210,
+    stage="by hand",
+    change=_without_logits,
+)
