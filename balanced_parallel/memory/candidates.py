@@ -41,7 +41,6 @@ class Choice:
         saved: bytes below the maximum of the plain program that runs the whole batch at once.
         recomputed: operations that run twice, as a fraction of those of a step without recomputation.
         traffic: bytes to and from the busiest device per update, for parameters, gradients and offloaded activations.
-        reduces_once: gradients of sharded parameters stay whole until the last micro-batch, where memory for them is free.
         changes_result: the loss and the gradients are computed in another precision.
         statistics: rows that batch norm takes its statistics from: ``"replica"`` or ``"micro-batch"``; None for all rows.
         optimizer: name of an optimizer in the place of the given one, which makes this an alternative that is never chosen.
@@ -60,7 +59,6 @@ class Choice:
     saved: int
     recomputed: float
     traffic: int
-    reduces_once: bool
     changes_result: bool
     fits: bool
     statistics: str | None = None
@@ -194,6 +192,7 @@ class Option:
         One micro-batch needs less memory than several, and sharding saves more. Both save at most the bytes of the gradients.
         """
         gradients: int = 2 * sum(parameter.nbytes for parameter in self.request.module.parameters())
+        gradients //= self.request.devices if self.request.layout.is_sharded else 1
         peaks = self.lines(several).peaks(self.share * self.request.row_step)
         return sum(peaks) <= sum(self.limits) + (gradients + SCALARS) * len(peaks)
 
@@ -233,23 +232,22 @@ class Option:
         limits = self.limits if fits else [None] * len(read)
         reserved = [lines.reserved(device, at, limit) for (device, at), limit in zip(read, limits, strict=True)]
         operations = plain.flops(1) if plain.traced else 0  # 0 if all operators are fused, which are not counted
-        traffic, reduces_once = self._traffic(count, max(reserved, key=lambda size: size or 0) or 0)
+        traffic, whole = self._traffic(count, max(size or 0 for size in reserved))
         if fits and self.request.savings:  # offloaded activations go to the host and come back
             traffic += 2 * count * lines.bytes_on_host(max(largest) * step)
         return Choice(
-            name=self.name,
+            name=f"{self.name}, gradients reduced once" if whole else self.name,
             layout=self.request.layout.name,
             precision=self.request.precision,
             balanced_optimizer=self.request.balanced,
             micro_batch_size=most if fits else 0,
             micro_batches=count,
             split=split,
-            allocated=tuple(lines.peak(device, at) for device, at in read),
-            reserved=tuple(size or 0 for size in reserved),
+            allocated=tuple(lines.peak(device, at) + whole for device, at in read),
+            reserved=tuple((size or 0) + whole for size in reserved),
             saved=0,
             recomputed=max(0.0, self.flops(count or 2) / operations - 1) if operations else 0.0,
             traffic=traffic,
-            reduces_once=reduces_once,
             changes_result=any(saving.result == "other arithmetic" for saving in self.savings),
             fits=fits,
             statistics=statistics_of(self.request.module, len(self.capacity), count),
@@ -257,19 +255,23 @@ class Option:
             savings=self.request.savings,
         )
 
-    def _traffic(self, count: int, reserved: int) -> tuple[int, bool]:
-        """Returns the bytes to and from the busiest device per update, and True if sharded gradients are reduced once."""
+    def _traffic(self, count: int, reserved: int) -> tuple[int, int]:
+        """Returns the bytes to and from the busiest device per update, and those of whole gradients.
+
+        Gradients of sharded parameters stay whole until the last micro-batch if they fit into half of what is free: the rule of
+        ``FSDPSync``. They are reduced once then. Otherwise each micro-batch reduces them.
+        """
         parameters: int = sum(parameter.nbytes for parameter in self.request.module.parameters())
         devices = len(self.capacity)
         if self.request.layout.is_sharded:
             whole = 4 * sum(parameter.numel() for parameter in self.request.module.parameters())
-            once = count > 1 and whole <= (min(self.capacity) - reserved) // 2  # the rule of FSDPSync
+            whole = whole if count > 1 and whole <= (min(self.capacity) - reserved) // 2 else 0
             gathered = parameters // 2 if self.request.precision == "bf16" else parameters
-            moved = 4 * gathered * count + 2 * parameters * (1 if once else count)
-            return moved * (devices - 1) // devices, once
+            moved = 4 * gathered * count + 2 * parameters * (1 if whole else count)
+            return moved * (devices - 1) // devices, whole
         # a reduce-scatter and an all-gather, or the first device's copies and gradients of the others
         is_ring = self.request.balanced or self.is_distributed
-        return (4 * (devices - 1) * parameters // devices if is_ring else 2 * (devices - 1) * parameters), False
+        return (4 * (devices - 1) * parameters // devices if is_ring else 2 * (devices - 1) * parameters), 0
 
 
 def measure_what_decides(options: Sequence[Option], plain: Option) -> dict[Option, str]:
