@@ -323,6 +323,7 @@ def test_names_of_classes_and_types_have_one_owner():
 SINGLE_IMPORTER = {  # with the reason why a module is not part of its only importer, in its own folder
     "memory.fitting": "a public function",
     "memory.planning": "a public function",
+    "memory.trace.stacks": "sequences of allocations; the tracer runs updates",
     "memory.snapshots": "a file format of torch",
     "optim.rank_shards": "ranks beside the devices of replica_shards",
     "optim.replica_shards": "devices beside the ranks of rank_shards",

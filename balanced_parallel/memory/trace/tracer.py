@@ -29,7 +29,8 @@ from . import fakes
 from .allocations import Block, Count
 from .fakes import HOME, host_of, start_in_child
 from .layouts import Request, SingleDevice, TracedBatch
-from .optimizers import refuse_merges
+from .optimizers import ExistingOptimizers, refuse_merges
+from .stacks import FEWEST, NotRepeating, Stack, divides_evenly, entries_of, extend, find_stack, replace_entries
 
 TRACED = 3  # micro-batches: a first, one that adds, one that reduces; more of them need no more memory
 Job = tuple[Request, int]  # the rows of a micro-batch
@@ -89,8 +90,43 @@ def _trace_or_reason(request: Request, rows: int) -> Trace | str:
 
 
 def _trace(request: Request, rows: int) -> Trace:
+    trace = _trace_repeated(request, rows) or _trace_whole(request, rows)
+    return dataclasses.replace(trace, events=_ordered(trace.events))
+
+
+def _trace_repeated(request: Request, rows: int) -> Trace | None:
+    """Returns the trace of a module with many equal blocks, from traces with few of them; None if they do not show it."""
+    stack = find_stack(request.module)
+    if stack is None or isinstance(request.optimizer, ExistingOptimizers) or not divides_evenly(request, stack):
+        return None
+    short, traced = None, 0
+    for count in itertools.count(FEWEST):
+        traced += count
+        if traced >= stack.length:
+            break
+        try:
+            long = _trace_whole(request, rows, (stack, count))
+        except Exception:  # noqa: BLE001 - a module may need all of its blocks, or fail with them too
+            break
+        more = stack.length - count + 1
+        if short is not None:
+            with contextlib.suppress(NotRepeating):
+                entries = extend(entries_of(short, stack), entries_of(long, stack), more)
+                return replace_entries(long, entries, short.flops + (long.flops - short.flops) * more)
+        short = long
+    return None
+
+
+def _trace_whole(request: Request, rows: int, cut: tuple[Stack, int] | None = None) -> Trace:
+    """Traces the module, or the module with only some blocks of a stack. Releases between two allocations are in any order."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    module, criterion, optimizer = fakes.fake_copy((request.module, request.criterion, request.optimizer), mode, HOME)
+    with cut[0].cut(cut[1]) if cut else contextlib.nullcontext():
+        module, criterion, optimizer = fakes.fake_copy((request.module, request.criterion, request.optimizer), mode, HOME)
+    if cut:
+        cut[0].correct_counts(module, cut[1])
+        request = dataclasses.replace(
+            request, blocks=tuple(name for name in request.blocks if not cut[0].is_removed(name, cut[1]))
+        )
     request = dataclasses.replace(request, optimizer=optimizer)
     change_module(module, request.savings)
     checkpoint_blocks(module, request.blocks)
@@ -110,7 +146,7 @@ def _trace(request: Request, rows: int) -> Trace:
     ):
         _run(request, count, module, criterion, batch, rows)
     traced = min(request.micro_batches, TRACED)
-    return Trace(rows, traced, count.blocks, _ordered(count.events), count.operators, count.marks, count.flops)
+    return Trace(rows, traced, count.blocks, count.events, count.operators, count.marks, count.flops)
 
 
 def _run(request: Request, count: Count, module: Any, criterion: Any, batch: TracedBatch, rows: int) -> None:

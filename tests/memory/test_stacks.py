@@ -1,0 +1,202 @@
+"""Traces of modules with many equal blocks, compared with traces of all of their blocks."""
+
+import functools
+
+import pytest
+import torch
+from helpers.slow import slow, slow_but
+from torch import nn
+from torch.nn import functional as F
+
+from balanced_parallel import memory
+from balanced_parallel.memory.estimation import make_request
+from balanced_parallel.memory.trace import stacks, tracer
+from balanced_parallel.replicas import buckets
+
+DEPTH = 8
+MEAN = nn.MSELoss()
+
+
+class Block(nn.Module):
+    def __init__(self, width=16, rate=0.1):
+        super().__init__()
+        self.norm, self.layers = (
+            nn.LayerNorm(width),
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)),
+        )
+        self.drop = nn.Dropout(rate)
+
+    def forward(self, hidden):
+        return hidden + self.drop(self.layers(self.norm(hidden)))
+
+
+class Stacked(nn.Module):
+    """Layers before and behind the blocks; the weight of one is tied to the other."""
+
+    def __init__(self, depth=DEPTH, width=16):
+        super().__init__()
+        self.first, self.blocks, self.last = (
+            nn.Linear(24, width),
+            nn.ModuleList(Block(width) for _ in range(depth)),
+            nn.Linear(width, 24),
+        )
+        self.last.weight = nn.Parameter(self.first.weight.detach().T.contiguous())
+
+    def forward(self, inputs):
+        hidden = self.first(inputs)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.last(hidden)
+
+
+def request_for(module, rows=6, criterion=MEAN, **settings):
+    batch = torch.zeros(rows, 24, device="meta")
+    return make_request(module, criterion, batch, batch, **{"device_kind": "h200", **settings})
+
+
+def trace_both(request):
+    """Returns the trace from few blocks, and that of all blocks, as tuples of what an estimate reads."""
+    rows = request.rows_per_micro_batch
+    traces = tracer._trace_repeated(request, rows), tracer._trace_whole(request, rows)
+    return [trace and (trace.blocks, tracer._ordered(trace.events), trace.marks, trace.flops) for trace in traces]
+
+
+SETTINGS = {
+    "single": {},
+    "bf16, with checkpoints": {"precision": "bf16", "checkpoint": "blocks"},
+    "offloaded": {"savings": ["offload_activations", "checkpoint_activations"]},
+    "micro-batches": {"micro_batch_size": 2},
+    "cpu": {"device_kind": "cpu"},
+    "SGD": {"optimizer": functools.partial(torch.optim.SGD, momentum=0.9)},
+    "Adafactor": {"optimizer": torch.optim.Adafactor},
+    "ddp": {"layout": "ddp", "devices": 4},
+    "ddp, accumulated": {"layout": "ddp", "devices": 2, "accumulate": 2, "micro_batch_size": 3},
+    "replicas": {"layout": "replicas", "devices": 2},
+    "replicas, accumulated": {"layout": "replicas", "devices": 2, "accumulate": 3},
+    "fsdp": {"layout": "fsdp", "devices": 4},
+    "fsdp, accumulated": {"layout": "fsdp", "devices": 2, "accumulate": 2, "precision": "bf16", "checkpoint": "blocks"},
+}
+
+
+@pytest.mark.parametrize("name", slow_but(list(SETTINGS), "single", "bf16, with checkpoints", "ddp", "fsdp"))
+def test_few_blocks_make_the_trace_of_all(name):
+    repeated, whole = trace_both(request_for(Stacked(), **SETTINGS[name]))
+    assert repeated == whole
+
+
+@pytest.mark.parametrize("devices", [slow(2), slow(3)])
+def test_balanced_optimizers_of_equal_buckets_make_the_trace_of_all(monkeypatch, devices):
+    monkeypatch.setattr(buckets, "BUCKET_BYTES", 1500)  # each block fills buckets of its own
+    settings = {"layout": "replicas", "devices": devices, "balanced_optimizer": True, "checkpoint": "blocks"}
+    repeated, whole = trace_both(request_for(Stacked(), **settings))
+    assert repeated == whole
+
+
+@pytest.mark.parametrize("layout", ["replicas", slow("ddp")])
+def test_shares_that_do_not_repeat_with_the_blocks_are_traced_whole(layout):
+    """One bucket of all parameters is cut in its middle, and the largest shares of ZeRO alternate."""
+    repeated, _ = trace_both(request_for(Stacked(), layout=layout, devices=2, balanced_optimizer=True))
+    assert repeated is None
+
+
+def causal_model(name):
+    """Returns a tiny causal model of transformers, or one with masked words, on the meta device."""
+    import transformers
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": DEPTH, "num_attention_heads": 4, "intermediate_size": 64}
+    sizes |= {"vocab_size": 100, "max_position_embeddings": 64}
+    heads = {} if name in ("GPT2", "Bert") else {"num_key_value_heads": 2}
+    kind = getattr(
+        transformers, f"{name}LMHeadModel" if name == "GPT2" else f"{name}For{'Masked' if name == 'Bert' else 'Causal'}LM"
+    )
+    config = getattr(transformers, f"{name}Config")(**(sizes | heads))
+    with torch.device("meta"):
+        return kind(config)
+
+
+@pytest.mark.parametrize("name", slow_but(["GPT2", "Llama", "Qwen2", "Qwen3", "Mistral", "Bert"], "GPT2"))
+def test_models_of_transformers_are_traced_by_few_blocks(name):
+    words = torch.zeros(4, 16, dtype=torch.int64, device="meta")
+    inputs = {"input_ids": words, "labels": words}
+    savings = [] if name == "Bert" else ["replace_lm_head"]
+    settings = {"device_kind": "h200", "precision": "bf16", "savings": savings}
+    request = make_request(causal_model(name), lambda output, labels: output.loss, inputs, words, **settings)
+    repeated, whole = trace_both(request)
+    assert repeated == whole
+
+
+class Dense(Stacked):
+    def forward(self, inputs):
+        hidden = [self.first(inputs)]
+        for block in self.blocks:
+            hidden.append(block(torch.stack(hidden).sum(0)))
+        return self.last(hidden[-1])
+
+
+class Numbered(Stacked):
+    def __init__(self):
+        super().__init__()
+        self.num_layers = DEPTH
+
+    def forward(self, inputs):
+        hidden = self.first(inputs)
+        for number in range(self.num_layers):
+            hidden = self.blocks[number](hidden)
+        return self.last(hidden)
+
+
+class Named(Stacked):
+    def forward(self, inputs):
+        return self.last(self.blocks[DEPTH - 1](self.first(inputs)))
+
+
+def test_blocks_that_read_all_earlier_outputs_are_traced_whole():
+    repeated, _ = trace_both(request_for(Dense()))
+    assert repeated is None
+
+
+def test_numbers_of_layers_follow_the_blocks():
+    repeated, whole = trace_both(request_for(Numbered()))
+    assert repeated == whole
+
+
+def test_a_module_that_needs_a_block_that_is_missing_is_traced_whole():
+    assert trace_both(request_for(Named()))[0] is None
+    assert memory.estimate(Named(), MEAN, torch.zeros(6, 24), torch.zeros(6, 24), device_kind="h200").affine
+
+
+CHANGES = {
+    "width": lambda block, first: setattr(block.layers, "1", nn.Linear(32, 32)),
+    "rate": lambda block, first: setattr(block.drop, "p", 0.0),
+    "frozen": lambda block, first: block.layers.requires_grad_(False),
+    "eval": lambda block, first: block.eval(),
+    "class": lambda block, first: setattr(block, "norm", nn.RMSNorm(16)),
+    "tied": lambda block, first: setattr(block.layers[0], "bias", first.layers[0].bias),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_block_that_differs_is_not_one_of_equal_blocks(name):
+    module = Stacked(DEPTH + 1)
+    stack = stacks.find_stack(module)
+    assert (stack.prefix, stack.start, stack.length) == ("blocks.", 0, DEPTH + 1)
+    CHANGES[name](module.blocks[3], module.blocks[0])
+    assert stacks.find_stack(module) is None
+
+
+def test_blocks_may_know_their_number():
+    module = Stacked()
+    for number, block in enumerate(module.blocks):
+        block.number = number
+        block.drop.p = 0.1 + number / 100
+    assert stacks.find_stack(module).length == DEPTH
+    module.blocks[5].number = 0
+    assert stacks.find_stack(module) is None
+
+
+def test_the_module_of_the_caller_has_all_blocks_afterwards():
+    module = Stacked(DEPTH + 2)
+    before = dict(module.named_modules())
+    report = memory.estimate(module, F.mse_loss, torch.zeros(6, 24), torch.zeros(6, 24), device_kind="h200")
+    assert dict(module.named_modules()) == before
+    assert {block.module for block in report._batches.exact.first.blocks} >= {f"blocks.{number}.layers.0" for number in range(10)}
