@@ -96,10 +96,9 @@ def check_memory(machine: Machine, only: str | None = None) -> Iterator[Row]:
 
 def _compare(machine: Machine, name: str, net: nn.Module, batch: tuple[Tensor, Tensor], precision: str) -> Row:
     report = memory.estimate(net, nn.CrossEntropyLoss(), *batch, precision=precision)
-    constants = report.parts[0]["context"]  # outside of the allocator
     machine.release()
     active, reserved = _used(machine.devices[0], net, batch, precision)
-    predicted, segments = report.peak[0] - constants, report.reserved[0] - constants
+    predicted, segments = report.allocated[0], report.reserved[0]
     errors = predicted / active - 1, segments / reserved - 1
     measured = (
         f"predicted {predicted / 2**20:.1f} MiB, active {active / 2**20:.1f}: {errors[0]:+.2%}; "

@@ -67,7 +67,7 @@ def test_estimate_prints_the_report_of_memory_estimate(nets, capsys):
     inputs, targets = torch.empty(8, 4), torch.zeros(8, dtype=torch.int64)
     settings = {"optimizer": torch.optim.SGD, "precision": "bf16", "micro_batch_size": 4, "device_kind": "cpu"}
     report = memory.estimate(nn.Linear(4, 3), nn.CrossEntropyLoss(), inputs, targets, **settings)
-    assert found["peak"] == list(report.peak)
+    assert found["allocated"] == list(report.allocated)
     assert found["micro_batches"] == 2
 
 
@@ -112,7 +112,7 @@ def test_dim_sets_the_dimension_of_the_rows(nets, capsys):
     [
         (["--input", "4,4"], "--input was given, and "),
         (["--optimizer", "adamish"], "torch.optim has no 'adamish', expected one of "),
-        (["--device-kind", "h300"], "device_kind='h300', expected one of b200, h200"),
+        (["--device-kind", "h300"], "device_kind='h300', expected one of gb200, b200"),
         (["--batch-size", "0"], "'0' was given, expected a whole number of at least 1"),
         (["--layout", "single", "--devices", "2"], "devices=2 with layout='single'"),
         (["--checkpoint", "layers.0"], "there is no module 'layers.0' to checkpoint"),

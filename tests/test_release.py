@@ -23,7 +23,7 @@ with simulate(2) as cluster:
     model = DataParallelModel(net)
     step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), torch.optim.SGD(model.parameters(), lr=0.1))
     assert step(torch.randn(7, 4), torch.arange(7) % 3).isfinite()
-print(memory.estimate(nn.Linear(4, 3), nn.MSELoss(), torch.zeros(2, 4), torch.zeros(2, 3)).peak[0] > 0)
+print(memory.estimate(nn.Linear(4, 3), nn.MSELoss(), torch.zeros(2, 4), torch.zeros(2, 3)).allocated[0] > 0)
 """
 
 

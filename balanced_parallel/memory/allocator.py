@@ -1,13 +1,17 @@
-"""A replay of torch's caching allocator: the memory that it reserves for a sequence of allocations.
+"""A replay of torch's caching allocator: the memory that it allocates and reserves for a sequence of allocations.
 
 The rules are those of ``c10/cuda/CUDACachingAllocator.cpp`` with its defaults. Sizes are rounded to 512 bytes. Free blocks are
-chosen by best fit, split, and merged with free neighbours. A segment belongs to the stream that needed it first, and only that
-stream reuses its blocks. Not compared with a GPU yet.
+chosen by best fit, split, and merged with free neighbours. A block above 1 MiB keeps a remainder of up to 1 MiB, which
+``torch.cuda.max_memory_allocated`` counts. A segment belongs to the stream that needed it first, and only that stream reuses its
+blocks.
 
     size of a block      segment
     up to 1 MiB          2 MiB
     up to 10 MiB         20 MiB
     larger               its own, rounded to 2 MiB
+
+With ``expandable_segments`` a pool has one segment, which grows by pages of 2 MiB (small blocks) or 20 MiB at its end. All blocks
+are split. Pages without a block in use are given back if memory runs out.
 """
 
 import bisect
@@ -37,9 +41,9 @@ class CachingAllocator:
     Free segments are released before the total of all segments exceeds ``capacity`` bytes.
     """
 
-    def __init__(self, capacity: int | None = None) -> None:
-        self.capacity = capacity
-        self.reserved = self.peak = 0
+    def __init__(self, capacity: int | None = None, *, expandable: bool = False) -> None:
+        self.capacity, self.expandable = capacity, expandable
+        self.allocated = self.reserved = self.max_reserved = 0
         self._free: defaultdict[Pool, list[Free]] = defaultdict(list)
         self._starts: dict[tuple[int, int], Free] = {}
         self._ends: dict[tuple[int, int], Free] = {}
@@ -53,15 +57,16 @@ class CachingAllocator:
         size = -(-size // 512) * 512
         small = size <= _SMALL
         pool = small, stream
-        block = self._take(pool, size) or self._new_segment(pool, size)
+        block = self._take(pool, size) or (self._grow if self.expandable else self._new_segment)(pool, size)
         if block is None:
             return False
         length, segment, offset = block
         rest = length - size
-        if rest >= 512 if small else rest > _SMALL:
+        if rest >= 512 if small or self.expandable else rest > _SMALL:
             self._insert(pool, (rest, segment, offset + size))
             length = size
         self._used[key] = (length, segment, offset)
+        self.allocated += length
         return True
 
     def place(self, key: int) -> tuple[int, int]:
@@ -75,6 +80,7 @@ class CachingAllocator:
         if block is None:
             return
         size, segment, offset = block
+        self.allocated -= size
         pool = self.segments[segment].pool
         before, after = self._ends.get((segment, offset)), self._starts.get((segment, offset + size))
         if before is not None:
@@ -106,15 +112,37 @@ class CachingAllocator:
 
     def _new_segment(self, pool: Pool, size: int) -> Free | None:
         length = _SMALL_SEGMENT if pool[0] else _MEDIUM_SEGMENT if size < _MEDIUM else -(-size // _ROUND) * _ROUND
+        if not self._reserve(length):
+            return None
+        address = sum(self.segments[-1][:2]) if self.segments else _FIRST_ADDRESS
+        self.segments.append(Segment(address, length, pool))
+        return length, len(self.segments) - 1, 0
+
+    def _grow(self, pool: Pool, size: int) -> Free | None:
+        """Appends pages to the only segment of a pool, behind a free block at its end. Pages given back leave a gap."""
+        number = next((place for place, segment in enumerate(self.segments) if segment.pool == pool), len(self.segments))
+        if number == len(self.segments):
+            self.segments.append(Segment(_FIRST_ADDRESS * 2**8 * (number + 1), 0, pool))
+        address, end, _ = self.segments[number]
+        last = self._ends.get((number, end), (0, number, end))
+        length = -(-(size - last[0]) // _page(pool)) * _page(pool)
+        if self.capacity is not None and self.reserved + length > self.capacity and self._release_free_pages():
+            return self._grow(pool, size)
+        if not self._reserve(length):
+            return None
+        if last[0]:
+            self._remove(pool, last)
+        self.segments[number] = Segment(address, end + length, pool)
+        return last[0] + length, number, last[2]
+
+    def _reserve(self, length: int) -> bool:
         if self.capacity is not None and self.reserved + length > self.capacity:
             self._release_free_segments()
             if self.reserved + length > self.capacity:
-                return None
-        address = sum(self.segments[-1][:2]) if self.segments else _FIRST_ADDRESS
-        self.segments.append(Segment(address, length, pool))
+                return False
         self.reserved += length
-        self.peak = max(self.peak, self.reserved)
-        return length, len(self.segments) - 1, 0
+        self.max_reserved = max(self.max_reserved, self.reserved)
+        return True
 
     def _release_free_segments(self) -> None:
         for pool, free in self._free.items():
@@ -122,18 +150,49 @@ class CachingAllocator:
                 self._remove(pool, block)
                 self.reserved -= block[0]
 
+    def _release_free_pages(self) -> int:
+        """Returns the bytes of all pages without a block in use, which it releases."""
+        before = self.reserved
+        for pool, free in self._free.items():
+            for size, segment, offset in list(free):
+                first, last = -(-offset // _page(pool)) * _page(pool), (offset + size) // _page(pool) * _page(pool)
+                if first < last:
+                    self._remove(pool, (size, segment, offset))
+                    self.reserved -= last - first
+                    for start, end in ((offset, first), (last, offset + size)):
+                        if start < end:
+                            self._insert(pool, (end - start, segment, start))
+        return before - self.reserved
+
+
+def _page(pool: Pool) -> int:
+    return _SMALL_SEGMENT if pool[0] else _MEDIUM_SEGMENT
+
+
+class Replay(NamedTuple):
+    """The bytes of blocks in use after each event, and the maximum of the reserved bytes."""
+
+    allocated: list[int]
+    reserved: int
+
 
 def replay(
-    events: Iterable[int], sizes: Sequence[int], capacity: int | None = None, streams: Sequence[int] | None = None
-) -> int | None:
-    """Returns the maximum of reserved bytes over a sequence of events; None if ``capacity`` does not suffice.
+    events: Iterable[int],
+    sizes: Sequence[int],
+    capacity: int | None = None,
+    streams: Sequence[int] | None = None,
+    expandable: bool = False,
+) -> Replay | None:
+    """Replays a sequence of events. Returns None if ``capacity`` does not suffice.
 
     The event ``+n`` allocates block ``n``, counted from 1, and ``-n`` releases it. By default all blocks have one stream.
     """
-    allocator = CachingAllocator(capacity)
+    allocator = CachingAllocator(capacity, expandable=expandable)
+    levels = []
     for event in events:
         if event < 0:
             allocator.release(-event)
         elif not allocator.allocate(event, sizes[event - 1], streams[event - 1] if streams else 0):
             return None
-    return allocator.peak
+        levels.append(allocator.allocated)
+    return Replay(levels, allocator.max_reserved)

@@ -36,8 +36,9 @@ class Choice:
         micro_batch_size: the most rows of a device in one forward; 0 if not even one row fits.
         micro_batches: number per update.
         split: the weight of each device; None for equal shares.
-        allocated: maximum in use. ``reserved`` is the memory that the allocator takes from the device for it, after it has given
-            back what it does not need where the device is full. In a choice that fits it is at most the capacity.
+        allocated: maximum in use. ``reserved`` is the memory that the process takes from the device for it, as ``nvidia-smi``
+            shows it: the segments of the allocator, after it has given back its cache where the device is full, and the context.
+            In a choice that fits it is at most the capacity.
         saved: bytes below the maximum of the plain program that runs the whole batch at once.
         recomputed: operations that run twice, as a fraction of those of a step without recomputation.
         traffic: bytes to and from the busiest device per update, for parameters, gradients and offloaded activations.
@@ -172,7 +173,8 @@ class Option:
     def needs(self) -> int:
         """Returns the bytes that one row per device reserves, on the device that needs the most."""
         lines, rows = self.lines(2), self.request.row_step
-        return max(lines.reserved(device, rows) or 0 for device in set(self.request.traced_devices)) + SCALARS
+        reserved = max(lines.reserved(device, rows) or 0 for device in set(self.request.traced_devices))
+        return reserved + self.request.kind.context + SCALARS
 
     def most_rows(self, micro_batches: int, share: int) -> list[int]:
         """Returns the rows that fit on each device in one forward, at most ``share``."""
@@ -193,7 +195,7 @@ class Option:
         """
         gradients: int = 2 * sum(parameter.nbytes for parameter in self.request.module.parameters())
         gradients //= self.request.devices if self.request.layout.is_sharded else 1
-        peaks = self.lines(several).peaks(self.share * self.request.row_step)
+        peaks = self.lines(several).allocated_by_device(self.share * self.request.row_step)
         return sum(peaks) <= sum(self.limits) + (gradients + SCALARS) * len(peaks)
 
     def fits_at_once(self) -> bool:
@@ -231,8 +233,9 @@ class Option:
         read = [(device, max(largest[device], 1) * step) for device in self.request.traced_devices]
         limits = self.limits if fits else [None] * len(read)
         reserved = [lines.reserved(device, at, limit) for (device, at), limit in zip(read, limits, strict=True)]
+        context = self.request.kind.context
         operations = plain.flops(1) if plain.traced else 0  # 0 if all operators are fused, which are not counted
-        traffic, whole = self._traffic(count, max(size or 0 for size in reserved))
+        traffic, whole = self._traffic(count, context + max(size or 0 for size in reserved))
         if fits and self.request.savings:  # offloaded activations go to the host and come back
             traffic += 2 * count * lines.bytes_on_host(max(largest) * step)
         return Choice(
@@ -243,8 +246,8 @@ class Option:
             micro_batch_size=most if fits else 0,
             micro_batches=count,
             split=split,
-            allocated=tuple(lines.peak(device, at) + whole for device, at in read),
-            reserved=tuple((size or 0) + whole for size in reserved),
+            allocated=tuple(lines.allocated(device, at) + whole for device, at in read),
+            reserved=tuple((size or 0) + whole + context for size in reserved),
             saved=0,
             recomputed=max(0.0, self.flops(count or 2) / operations - 1) if operations else 0.0,
             traffic=traffic,

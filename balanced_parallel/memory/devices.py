@@ -1,13 +1,18 @@
-"""Constants of devices: the rounding of allocations, and memory of a process that no tensor holds.
+"""Constants of devices: their memory, the rounding of allocations, and memory of a process that no tensor holds.
 
-Those of GPUs are assumed from documents and source code. None was measured on a GPU yet.
+A device of this machine says its memory itself. For all others there is a table of GPUs.
 """
 
+import re
 from dataclasses import dataclass
 
 import torch
 
 from ..runtime.devices import visible_devices
+
+MIB, GIB = 2**20, 2**30
+_WORKSPACE = 4096 * 1024 * 2 + 16 * 1024 * 8  # aten/src/ATen/cuda/CUDABlas.cpp, ":4096:2:16:8"
+_WORKSPACE_FROM_HOPPER = 4096 * 1024 * 8  # the same, ":4096:8" from compute capability 9.0 on
 
 
 @dataclass(frozen=True)
@@ -15,10 +20,13 @@ class DeviceKind:
     """A kind of device. Sizes are bytes.
 
     Attributes:
+        capacity: total memory, as torch reports it. None for no limit.
         rounds_to: the allocator's smallest block.
-        workspace: memory of cuBLAS, allocated at the first matrix product.
+        workspace: memory of each of cuBLAS's handles, allocated at its first matrix product. A thread has a handle of its own:
+            that of the forward, and that of the backward.
         context: memory of the driver and of kernels, outside of the allocator.
         segments: the allocator hands out parts of larger segments, which may stay partly empty.
+        expandable: segments grow, by the allocator's setting ``expandable_segments``.
         like_cuda: autocast, dropout and optimizers choose the same operators as on CUDA.
         fuses: attention and recurrent layers use fused kernels, as on CUDA.
     """
@@ -26,57 +34,130 @@ class DeviceKind:
     name: str
     capacity: int | None
     rounds_to: int = 512  # c10/core/AllocatorConfig.h, kMinBlockSize
-    workspace: int = 4096 * 1024 * 2 + 16 * 1024 * 8  # aten/src/ATen/cuda/CUDABlas.cpp, ":4096:2:16:8"
-    context: int = 500 * 2**20  # not documented; about the number that nvidia-smi shows for an idle process
+    workspace: int = 0
+    context: int = 0
     segments: bool = True
+    expandable: bool = False
     like_cuda: bool = True
     fuses: bool = True
 
-    @property
-    def beside_tensors(self) -> int:
-        """Bytes that no tensor holds."""
-        return self.workspace + self.context
-
 
 KIND_SOURCES = {
-    "workspace": "assumed: cuBLAS's default of torch's CUDABlas.cpp; seen by others, discuss.pytorch.org/t/178671",
-    "context": "assumed: no document has a number; state free bytes from torch.cuda.mem_get_info where there is a GPU",
+    "workspace": "assumed: cuBLAS's default of torch's CUDABlas.cpp, for the thread of the forward and that of the backward",
+    "context": "assumed: 3.5 MiB per multiprocessor, public out-of-memory errors with CUDA 11.7 and newer, which load "
+    "kernels lazily; older versions take more than 1 GiB",
 }
 
 
-_HOPPER = 4096 * 1024 * 8  # CUDABlas.cpp, ":4096:8" from compute capability 9.0 on
-GIB = 2**30
-# Capacities are "total capacity" in public out-of-memory errors of torch, rounded down: less than the name of the GPU says.
-KINDS = {
-    kind.name: kind
-    for kind in (
-        DeviceKind("b200", 178 * GIB, workspace=_HOPPER),  # assumed
-        DeviceKind("h200", 139 * GIB, workspace=_HOPPER),  # assumed
-        DeviceKind("h100", 78 * GIB, workspace=_HOPPER),  # assumed
-        DeviceKind("a100", 79 * GIB),  # wbfwonderful/Vad-R1#11
-        DeviceKind("a100-40gb", 39 * GIB),  # TianheWu/CoSeR#10
-        DeviceKind("l40s", 44 * GIB),  # Wan-Video/Wan2.1#205
-        DeviceKind("l4", 22 * GIB),  # nvidia-smi shows 23034 MiB, lmstudio-ai/lmstudio-bug-tracker#1638
-        DeviceKind("a10", 22 * GIB),  # assumed, as for the L4
-        DeviceKind("rtx4090", 47 * GIB // 2),  # 3DTopia/Phidias-Diffusion#8
-        DeviceKind("rtx3090", 47 * GIB // 2),  # XChenZ/havatar#6
-        DeviceKind("v100", 63 * GIB // 2),  # liucongg/ChatGLM-Finetuning#73
-        DeviceKind("t4", 29 * GIB // 2),  # Zheng-Chong/CatVTON#133
-        DeviceKind("sim", None, workspace=0, context=0, segments=False, fuses=False),  # as simulate() counts
-        DeviceKind("cpu", None, rounds_to=1, workspace=0, context=0, segments=False, like_cuda=False, fuses=False),
-    )
+# Total GiB, multiprocessors, and compute capability (0 for AMD). The memory is that of public out-of-memory errors of torch
+# ("total capacity"), rounded down to half a GiB: less than the name of the GPU says. 184 GiB and all of AMD's are assumed.
+_GPUS = {
+    "gb200": (184, 152, 10),
+    "b200": (178, 148, 10),
+    "gh200": (94, 132, 9),
+    "h200": (139.5, 132, 9),
+    "h20": (95, 78, 9),
+    "h100": (79, 132, 9),
+    "h100-pcie": (79, 114, 9),
+    "h100-nvl": (93, 132, 9),
+    "a100": (79, 108, 8),
+    "a100-40gb": (39, 108, 8),
+    "a40": (44, 84, 8),
+    "a30": (23.5, 56, 8),
+    "a10": (22, 72, 8),
+    "a10g": (21.5, 80, 8),
+    "l40s": (44, 142, 8),
+    "l40": (44, 142, 8),
+    "l4": (22, 58, 8),
+    "t4": (14.5, 40, 7),
+    "v100": (31.5, 80, 7),
+    "v100-16gb": (15.5, 80, 7),
+    "p100": (15.5, 56, 6),
+    "rtxpro6000": (94.5, 188, 12),
+    "rtx6000-ada": (44, 142, 8),
+    "rtx6000": (23.5, 72, 7),
+    "rtx8000": (47, 72, 7),
+    "a6000": (47, 84, 8),
+    "a5000": (23.5, 64, 8),
+    "a4000": (15.5, 48, 8),
+    "rtx5090": (31, 170, 12),
+    "rtx5080": (15, 84, 12),
+    "rtx5070-ti": (15, 70, 12),
+    "rtx4090": (23.5, 128, 8),
+    "rtx4080": (15.5, 76, 8),
+    "rtx4070": (11.5, 46, 8),
+    "rtx3090": (23.5, 82, 8),
+    "rtx3080": (9.5, 68, 8),
+    "rtx3070": (7.5, 46, 8),
+    "rtx3060": (11.5, 28, 8),
+    "rtx2080-ti": (10.5, 68, 7),
+    "gtx1080-ti": (10.5, 28, 6),
+    "titan-rtx": (23.5, 72, 7),
+    "mi325x": (255.5, 304, 0),
+    "mi300x": (191.5, 304, 0),
+    "mi250x": (63.5, 110, 0),
+    "mi250": (63.5, 104, 0),
+    "mi210": (63.5, 104, 0),
+}
+_OTHER_GPUS = {"ti", "ada", "laptop"}  # words that make another GPU of a name
+
+
+def _gpu(name: str, capacity: int, processors: int, capability: int) -> DeviceKind:
+    """Returns the kind of a GPU. AMD's libraries allocate their workspaces themselves: they are part of the context."""
+    workspace = 0 if not capability else _WORKSPACE_FROM_HOPPER if capability >= 9 else _WORKSPACE
+    return DeviceKind(name, capacity, workspace=workspace, context=processors * 7 * MIB // 2)
+
+
+KINDS = {name: _gpu(name, int(size * GIB), *rest) for name, (size, *rest) in _GPUS.items()} | {
+    "sim": DeviceKind("sim", None, segments=False, fuses=False),  # as simulate() counts
+    "cpu": DeviceKind("cpu", None, rounds_to=1, segments=False, like_cuda=False, fuses=False),
 }
 
 
 def find_kind(name: str | None) -> DeviceKind:
-    """Returns the kind of that name. ``None`` is the kind of this machine's accelerator, else an H200."""
+    """Returns the kind of a name, such as ``"a100"`` or ``"NVIDIA A100-SXM4-40GB"``. ``None`` is this machine's, else an H200.
+
+    The memory of a GPU of this machine is what torch reports, also of one that the table does not have.
+
+    Raises:
+        ValueError: neither the table nor this machine has such a device.
+    """
+    device = visible_devices()[0]
+    if name is None and device.type == "sim":
+        return KINDS["sim"]
+    present = _present(device) if device.type == "cuda" else None
     if name is None:
-        device = visible_devices()[0]
-        if device.type == "sim":
-            return KINDS["sim"]
-        full = torch.get_device_module(device).get_device_name(device) if device.type == "cuda" else ""
-        words = full.lower().replace("geforce rtx ", "rtx").replace("-", " ").split()
-        return next((kind for kind in KINDS.values() if kind.name in words), KINDS["h200"])
-    if name not in KINDS:
-        raise ValueError(f"device_kind={name!r}, expected one of {', '.join(KINDS)}")
-    return KINDS[name]
+        return present or KINDS["h200"]
+    kind = _in_table(name)
+    if present and present.name in (kind.name if kind else "", name):
+        return present
+    if kind is None:
+        raise ValueError(
+            f"device_kind={name!r}, expected one of {', '.join(KINDS)}, or a name that torch.cuda.get_device_name returns. For "
+            "another GPU name a similar one, and give its memory: capacity='24GiB', or --memory 24GiB"
+        )
+    return kind
+
+
+def _present(device: torch.device) -> DeviceKind:
+    properties = torch.cuda.get_device_properties(device)
+    kind = _in_table(properties.name)
+    capability = 0 if torch.version.hip else properties.major
+    name = kind.name if kind else properties.name
+    return _gpu(name, properties.total_memory, properties.multi_processor_count, capability)
+
+
+def _in_table(name: str) -> DeviceKind | None:
+    """Returns the kind whose words are all in ``name``, the one with the most of them. Its memory is below a size in the name."""
+    if name in KINDS:
+        return KINDS[name]
+    words = set(re.sub(r"(rtx|gtx|pro) (?=pro|\d)", r"\1", name.lower()).replace("-", " ").split())
+    sizes = [int(word[:-2]) * GIB for word in words if re.fullmatch(r"\d+gb", word)]
+    fitting = [
+        kind
+        for kind in KINDS.values()
+        if set(kind.name.split("-")) >= words & _OTHER_GPUS
+        and words.issuperset(kind.name.split("-"))
+        and all((kind.capacity or 0) < size for size in sizes)
+    ]
+    return max(fitting, key=lambda kind: kind.name.count("-"), default=None)

@@ -21,6 +21,7 @@ from .devices import KIND_SOURCES, find_kind
 from .errors import UnknownMemory
 from .lengths import trace_lengths
 from .lines import Lines
+from .operators.cuda import CONVOLUTIONS
 from .operators.recurrent import SOURCE as RECURRENCE
 from .report import PARTS, MemoryReport, OtherBatches, holders_of
 from .trace.layouts import LAYOUTS, Request, is_coupled, plain_criterion
@@ -47,6 +48,8 @@ def estimate(
     split: Sequence[float] | None = None,
     dim: int = 0,
     scalar: int | float | bool | None = None,
+    whole_gradients: bool = False,
+    expandable_segments: bool = False,
     lengths: tuple[int, int] | None = None,
     trim: int = 1,
 ) -> MemoryReport:
@@ -77,6 +80,9 @@ def estimate(
         split: the weight of each device, as in :class:`DataParallelModel`.
         dim: the dimension of the rows in inputs, outputs and targets.
         scalar: the result where the module reads a value of a tensor (``.item()``, ``if``). Without it such a read is an error.
+        whole_gradients: with ``layout="fsdp"`` and several micro-batches, gradients are reduced once, in the last. ``TrainStep``
+            does this where they fit into half of the free memory.
+        expandable_segments: the allocator has this setting, as ``PYTORCH_ALLOC_CONF=expandable_segments:True`` makes it.
         lengths: the shortest and the longest row, for reports of other lengths: ``report.at(rows, length)`` and
             ``report.largest_cost(capacity)``. Takes four more traces.
         trim: the dimension of the lengths, as in :class:`ByCost`: that of all tensors with the batch's length there.
@@ -110,6 +116,8 @@ def estimate(
         split=split,
         dim=dim,
         scalar=scalar,
+        whole_gradients=whole_gradients,
+        expandable_segments=expandable_segments,
     )
     report = report_of(request, request.rows_per_micro_batch)
     return report if lengths is None else dataclasses.replace(report, _lengths=trace_lengths(request, trim, lengths))
@@ -140,6 +148,8 @@ def make_request(
     checkpoint: str | Iterable[str] | None = None,
     split: Sequence[float] | None = None,
     savings: Iterable[str] = (),
+    whole_gradients: bool = False,
+    expandable_segments: bool = False,
 ) -> Request:
     """Checks the arguments of :func:`estimate`, and makes a request of them."""
     check_module(module)
@@ -147,6 +157,8 @@ def make_request(
         if not callable(function):
             raise TypeError(f"the {name} is {describe(function)}, expected {_CALLS[name]}")
     kind = find_kind(device_kind)
+    if expandable_segments:
+        kind = dataclasses.replace(kind, expandable=True)
     Precision(precision)
     for name, number in {"devices": devices, "accumulate": accumulate, "micro_batch_size": micro_batch_size or 1}.items():
         check_number(name, number, "a positive number", at_least=1, whole=True)
@@ -156,6 +168,8 @@ def make_request(
     if devices > 1 and not chosen.takes_several_devices:
         others = " or ".join(repr(name) for name, other in LAYOUTS.items() if other.takes_several_devices)
         raise ValueError(f"devices={devices} with layout={layout!r}, expected one device, or layout={others}")
+    if whole_gradients and not chosen.is_sharded:
+        raise ValueError(f"whole_gradients=True with layout={layout!r}, expected layout='fsdp'")
     if balanced_optimizer and not chosen.takes_balanced_optimizer:
         others = " or ".join(repr(name) for name, other in LAYOUTS.items() if other.takes_balanced_optimizer)
         raise ValueError(f"balanced_optimizer=True with layout={layout!r}, expected {others}")
@@ -181,6 +195,7 @@ def make_request(
         dim=dim,
         scalar=scalar,
         savings=sorted_names(savings),
+        whole_gradients=whole_gradients,
     )
 
 
@@ -241,9 +256,13 @@ def make_report(request: Request, rows: int, exact: Lines, lines: Lines, asked: 
     """
     rows_to_read: Sequence[int | None] = asked or [None] * request.devices
     read = list(zip(request.traced_devices, rows_to_read, strict=True))
+    reserved = tuple(exact.reserved(i, at) or 0 for i, at in read)
     assumed = KIND_SOURCES if request.kind.context else {}
-    if assumed and any("recurrence" in operator for operator in exact.first.operators):
-        assumed = assumed | {"recurrent layers": RECURRENCE}
+    if assumed:
+        sources = {"recurrence": {"recurrent layers": RECURRENCE}, "aten.convolution": {"convolutions": CONVOLUTIONS}}
+        for name, source in sources.items():
+            if any(name in operator for operator in exact.first.operators):
+                assumed = assumed | source
     return MemoryReport(
         layout=request.layout.name,
         device_kind=request.kind.name,
@@ -251,8 +270,10 @@ def make_report(request: Request, rows: int, exact: Lines, lines: Lines, asked: 
         devices=request.devices,
         rows=rows,
         micro_batches=request.micro_batches,
-        peak=tuple(exact.peak(i, at) for i, at in read),
-        reserved=tuple(exact.reserved(i, at) or 0 for i, at in read),
+        allocated=tuple(exact.allocated(i, at) for i, at in read),
+        reserved=reserved,
+        nvidia_smi=tuple(size + request.kind.context for size in reserved),
+        at_most=tuple((exact.reserved(i, at, upper=True) or 0) + request.kind.context for i, at in read),
         parts=tuple(parts_at_peak(exact, i, at) for i, at in read),
         assumed=assumed,
         timeline=tuple(tuple(exact.levels(i, at)[exact.start :].tolist()) for i, at in read),
@@ -269,4 +290,4 @@ def parts_at_peak(lines: Lines, device: int, rows: int | None) -> dict[str, int]
     kind, parts = lines.request.kind, dict.fromkeys(PARTS, 0)
     for block in lines.blocks_at_peak(device, rows):
         parts[block.kind] += -(-block.size // kind.rounds_to) * kind.rounds_to
-    return parts | {"workspace": kind.workspace, "context": kind.context}
+    return parts | {"rounding": lines.allocated(device, rows) - sum(parts.values())}

@@ -69,7 +69,7 @@ def fit(
         >>> criterion = DataParallelCriterion(torch.nn.MSELoss())
         >>> step = TrainStep(model, criterion, torch.optim.AdamW(model.parameters()))
         >>> report = fit(step, torch.zeros(4096, 256), torch.zeros(4096, 256), capacity="4MiB")
-        >>> step.micro_batch_size, report.micro_batches, report.peak[0] <= 4 * 2**20
+        >>> step.micro_batch_size, report.micro_batches, report.nvidia_smi[0] <= 4 * 2**20
         (765, 6, True)
     """
     _check_unit(step, lengths)
@@ -167,18 +167,18 @@ def explain(request: Request, limits: Sequence[int]) -> str:
     options = {saving.name: changed for saving in savings if (changed := with_savings(request, [saving]))}
     traces = dict(zip(options, try_traces([(option, rows) for option in options.values()]), strict=True))
     report = make_report(request, rows, plain, plain)
-    worst = max(range(len(limits)), key=lambda i: report.reserved[i] - limits[i])
+    worst = max(range(len(limits)), key=lambda i: report.nvidia_smi[i] - limits[i])
     device = request.traced_devices[worst]
     holders = ", ".join(f"{format_bytes(holder.bytes)} of {holder.part}{_place(holder)}" for holder in report.where[worst][:3])
     saved = {
-        name: plain.peak(device) - Lines(request, trace).peak(device)
+        name: plain.allocated(device) - Lines(request, trace).allocated(device)
         for name, trace in traces.items()
         if isinstance(trace, Trace)  # else the model does not take the saving
     }
     best = max(saved, key=lambda name: saved[name], default="")
     advice = f"{best} would save most, {format_bytes(saved[best])}" if saved.get(best, 0) > 0 else "no known saving would help"
     return (
-        f"one row per device needs {format_bytes(report.reserved[worst])} of device {worst}, expected at most "
+        f"one row per device needs {format_bytes(report.nvidia_smi[worst])} of device {worst}, expected at most "
         f"{format_bytes(limits[worst])}. The largest holders are {holders}; {advice}"
     )
 

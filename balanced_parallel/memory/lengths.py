@@ -37,9 +37,9 @@ class LengthTraces:
     longest: int
     lines: tuple[Lines, Lines]
 
-    def peaks(self, rows: int, length: int) -> tuple[int, ...]:
-        """Returns the peak of each device in a trace of ``rows`` rows over all devices."""
-        return trace_exactly(with_length(self.request, self.dim, length), rows).peaks()
+    def allocated(self, rows: int, length: int) -> tuple[int, ...]:
+        """Returns the allocated bytes of each device in a trace of ``rows`` rows over all devices."""
+        return trace_exactly(with_length(self.request, self.dim, length), rows).allocated_by_device()
 
     def largest_cost(self, limits: Sequence[int]) -> int:
         """Returns the largest budget that fits, in whole rows of the longest; 0 if one of them does not fit."""

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..batch.plan import split_sizes
-from .allocator import replay
-from .trace.allocations import Block
+from .allocator import Replay, replay
+from .trace.allocations import MAYBE, Block
 from .trace.fakes import host_of
 from .trace.layouts import Request
 from .trace.tracer import Trace, run_traces
@@ -43,6 +43,7 @@ class Lines:
     request: Request
     first: Trace
     second: Trace | None = None
+    _replays: dict[tuple[int, int | None, int | None, bool], Replay | None] = dataclasses.field(default_factory=dict, init=False)
 
     @property
     def is_affine(self) -> bool:
@@ -76,33 +77,44 @@ class Lines:
         return rows_of_device - first, (second - first) or 1
 
     def levels(self, device: int, rows: int | None = None) -> Numbers:
-        """Returns the bytes in use on a device after each event, with the allocator's rounding."""
-        unit = self.request.kind.rounds_to
-        rounded = -(-self.sizes(rows) // unit) * unit
-        is_here = np.array([block.device == self.device_name(device) for block in self.first.blocks])
-        events = np.array(self.first.events, dtype=np.int64)
-        return np.cumsum(np.sign(events) * (rounded * is_here)[np.abs(events) - 1])
+        """Returns the bytes of blocks in use on a device after each event, with the allocator's rounding."""
+        replayed = self._replay(device, rows)
+        assert replayed is not None
+        return np.array(replayed.allocated, dtype=np.int64)
 
-    def peak(self, device: int, rows: int | None = None) -> int:
-        """Returns the maximum of bytes in use in the second update, with the workspace of cuBLAS and the context."""
-        return int(self.levels(device, rows)[self.start :].max()) + self.request.kind.beside_tensors
+    def allocated(self, device: int, rows: int | None = None) -> int:
+        """Returns the maximum of bytes in use in the second update."""
+        return int(self.levels(device, rows)[self.start :].max())
 
-    def peaks(self, rows: int | None = None) -> tuple[int, ...]:
-        """Returns the peak of each device."""
-        return tuple(self.peak(device, rows) for device in self.request.traced_devices)
+    def allocated_by_device(self, rows: int | None = None) -> tuple[int, ...]:
+        """Returns the maximum of bytes in use on each device."""
+        return tuple(self.allocated(device, rows) for device in self.request.traced_devices)
 
-    def reserved(self, device: int, rows: int | None = None, capacity: int | None = None) -> int | None:
-        """Returns the bytes that the allocator reserves, and the context; None if ``capacity`` does not suffice."""
-        kind = self.request.kind
-        if not kind.segments:
-            peak = self.peak(device, rows)
-            return peak if capacity is None or peak <= capacity else None
-        name = self.device_name(device)
-        events = [event for event in self.first.events if self.first.blocks[abs(event) - 1].device == name]
-        sizes = [*self.sizes(rows).tolist(), kind.workspace]
-        streams = [*(block.stream for block in self.first.blocks), 0]
-        reserved = replay([len(sizes), *events], sizes, None if capacity is None else capacity - kind.context, streams)
-        return None if reserved is None else reserved + kind.context
+    def reserved(self, device: int, rows: int | None = None, capacity: int | None = None, *, upper: bool = False) -> int | None:
+        """Returns the bytes that the allocator reserves; None if these and the context are more than ``capacity``.
+
+        With ``upper`` it is an upper bound, with memory that operators may take or not.
+        """
+        replayed = self._replay(device, rows, capacity, upper)
+        return None if replayed is None else replayed.reserved
+
+    def _replay(self, device: int, rows: int | None, capacity: int | None = None, upper: bool = False) -> Replay | None:
+        key = device, rows, capacity, upper
+        if key not in self._replays:
+            name, kind = self.device_name(device), self.request.kind
+            is_here = np.array([block.device == name and (upper or block.kind != MAYBE) for block in self.first.blocks])
+            sizes = self.sizes(rows) * is_here
+            limit = None if capacity is None else capacity - kind.context
+            if kind.segments:
+                streams = [block.stream for block in self.first.blocks]
+                self._replays[key] = replay(self.first.events, sizes.tolist(), limit, streams, kind.expandable)
+            else:
+                events = np.array(self.first.events, dtype=np.int64)
+                rounded = -(-sizes // kind.rounds_to) * kind.rounds_to
+                levels = np.cumsum(np.sign(events) * rounded[np.abs(events) - 1])
+                most = int(levels[self.start :].max())
+                self._replays[key] = Replay(levels.tolist(), most) if limit is None or most <= limit else None
+        return self._replays[key]
 
     def fit(self, limits: Sequence[int], rows: int | None = None) -> bool:
         """Returns True if each device reserves at most its limit in bytes."""

@@ -67,14 +67,14 @@ def measure_tricks(module: Any, criterion: Any, inputs: Any, targets: Any, *, de
     layout = (SingleDevice if devices == 1 else ReplicaLayout).name
     request = make_request(module, plain_criterion(criterion), inputs, targets, layout=layout, devices=devices, **settings)
     report = report_of(request, request.rows)
-    peak = max(report.peak)
+    peak = max(report.allocated)
     options = [(saving, with_savings(request, [saving])) for saving in _savings_of(request)]
     traces = iter(try_traces([(option, _rows_of(option, request)) for _, option in options if option]))
     tricks = []
     for saving, option in options:
         trace = next(traces) if option else ""
         if option and isinstance(trace, Trace):
-            tricks.append(Trick(saving.name, peak - max(Lines(option, trace).peaks()), saving.cost))
+            tricks.append(Trick(saving.name, peak - max(Lines(option, trace).allocated_by_device()), saving.cost))
         elif saving.bytes_of is not None:
             size = saving.bytes_of(report.parts[0])
             tricks += [Trick(saving.name, size, f"{saving.cost} (not traced)")] if size else []

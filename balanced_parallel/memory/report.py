@@ -8,7 +8,6 @@ import collections
 import dataclasses
 import html
 import json
-import operator
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -63,14 +62,14 @@ class OtherBatches:
     read: Sequence[tuple[int, int | None]]
     traces: dict[int, Lines] = dataclasses.field(default_factory=dict)
 
-    def peak_at(self, rows: int) -> tuple[int, ...]:
-        """Returns the peak of each device for ``rows`` rows."""
+    def allocated_at(self, rows: int) -> tuple[int, ...]:
+        """Returns the allocated bytes of each device for ``rows`` rows."""
         is_special = rows == 1 or not self.lines.is_affine  # one row broadcasts and has other strides
-        return self.traced_at(rows) if is_special else self.lines.peaks(rows)
+        return self.traced_at(rows) if is_special else self.lines.allocated_by_device(rows)
 
     def traced_at(self, rows: int) -> tuple[int, ...]:
-        """Returns the peak of each device in a trace of ``rows`` rows."""
-        return self._trace(rows).peaks()
+        """Returns the allocated bytes of each device in a trace of ``rows`` rows."""
+        return self._trace(rows).allocated_by_device()
 
     def at(self, rows: int) -> tuple[Lines, int | None]:
         """Returns lines, and the rows at which to read them; None for the traced ones."""
@@ -79,7 +78,7 @@ class OtherBatches:
     def largest(self, limits: Sequence[int]) -> int:
         """Returns the most rows that fit; 0 if not even one row fits. A trace at the result confirms it."""
         rows = most_that_fit(lambda rows: self.fits(rows, limits))
-        while self.lines.is_affine and rows and any(map(operator.gt, self.traced_at(rows), limits)):  # not affine in between
+        while self.lines.is_affine and rows and not self._trace(rows).fit(limits):  # not affine in between
             rows -= 1
         return rows
 
@@ -89,6 +88,8 @@ class OtherBatches:
         return lines.fit(limits, at)
 
     def _trace(self, rows: int) -> Lines:
+        if rows == self.exact.first.rows:
+            return self.exact
         if rows not in self.traces:
             self.traces[rows] = trace_exactly(self.request, rows)
         return self.traces[rows]
@@ -103,7 +104,7 @@ PARTS = (
     "temporaries",
     "communication buckets",
     "workspace",
-    "context",
+    "rounding",
 )
 
 
@@ -112,9 +113,13 @@ class MemoryReport:
     """The memory of an update in bytes, with one entry per device in each tuple.
 
     Attributes:
-        peak: maximum in use in the second update, when the optimizer's state exists. The sum of ``parts``.
-        reserved: memory that torch's allocator takes from the device for this peak, in segments.
-        parts: the peak by purpose. ``workspace`` and ``context`` are constants, with their sources in ``assumed``.
+        allocated: maximum in use in the second update, when the optimizer's state exists: what
+            ``torch.cuda.max_memory_allocated`` returns. The sum of ``parts``.
+        reserved: memory that torch's allocator takes from the device for it, in segments: ``torch.cuda.max_memory_reserved``.
+        nvidia_smi: memory of the process: ``reserved``, and the context of the driver.
+        at_most: ``nvidia_smi`` if cuDNN chooses the method with the largest workspace for 3 x 3 convolutions in float32.
+        parts: the allocated bytes by purpose. ``workspace`` is that of cuBLAS, and ``rounding`` the rest of blocks that the
+            allocator does not split. ``assumed`` has the sources of constants.
         timeline: bytes in use after every allocation and release of the second update.
         where: modules and lines of source with the most bytes at the peak, the largest first.
         phases: places in the timeline where the (last) backward and the optimizer's step begin.
@@ -126,7 +131,7 @@ class MemoryReport:
     Example:
         >>> batch = torch.zeros(8, 256), torch.zeros(8, 256)
         >>> report = memory.estimate(torch.nn.Linear(256, 256), torch.nn.MSELoss(), *batch, device_kind="cpu")
-        >>> report.at(8) == report.peak < report.at(512)
+        >>> report.at(8) == report.allocated < report.at(512)
         True
         >>> report.at(report.largest("6MiB"))[0] <= 6 * 2**20
         True
@@ -138,8 +143,10 @@ class MemoryReport:
     devices: int
     rows: int
     micro_batches: int
-    peak: tuple[int, ...]
+    allocated: tuple[int, ...]
     reserved: tuple[int, ...]
+    nvidia_smi: tuple[int, ...]
+    at_most: tuple[int, ...]
     parts: tuple[Mapping[str, int], ...]
     assumed: Mapping[str, str]
     timeline: tuple[tuple[int, ...], ...]
@@ -152,9 +159,9 @@ class MemoryReport:
     _lengths: LengthTraces | None = dataclasses.field(default=None, repr=False, compare=False)
 
     def at(self, rows: int, length: int | None = None) -> tuple[int, ...]:
-        """Returns the peak of each device for micro-batches of ``rows`` rows over all devices.
+        """Returns the allocated bytes of each device for micro-batches of ``rows`` rows over all devices.
 
-        If the rows do not divide evenly, it is the peak of a device with the larger share.
+        If the rows do not divide evenly, they are those of a device with the larger share.
 
         Args:
             length: of all rows, if the estimate had ``lengths=``.
@@ -164,9 +171,9 @@ class MemoryReport:
         """
         check_number("rows", rows, "a positive number", at_least=1, whole=True)
         if length is None:
-            return self._of_batches.peak_at(rows)
+            return self._of_batches.allocated_at(rows)
         check_number("length", length, "a positive number", at_least=1, whole=True)
-        return self._of_lengths.peaks(rows, length)
+        return self._of_lengths.allocated(rows, length)
 
     def largest(self, capacity: int | str | Sequence[int | str]) -> int:
         """Returns the most rows of a micro-batch, over all devices, that fit; 0 if not even one row fits.
@@ -272,11 +279,11 @@ class MemoryReport:
 
     def _table(self, style: str) -> str:
         names = [part for part in PARTS if any(parts[part] for parts in self.parts)]
-        rows = [
-            [f"device {i}", format_bytes(self.peak[i]), format_bytes(self.reserved[i]), *(format_bytes(p[n]) for n in names)]
-            for i, p in enumerate(self.parts)
-        ]
-        return str(tabulate(rows, ["", "peak", "reserved", *names], style, disable_numparse=True, stralign="right"))
+        columns = {"allocated": self.allocated, "reserved": self.reserved, "nvidia-smi": self.nvidia_smi}
+        columns |= {"at most": self.at_most} if self.at_most != self.nvidia_smi else {}
+        columns |= {name: tuple(parts[name] for parts in self.parts) for name in names}
+        rows = [[f"device {i}", *(format_bytes(sizes[i]) for sizes in columns.values())] for i in range(self.devices)]
+        return str(tabulate(rows, ["", *columns], style, disable_numparse=True, stralign="right"))
 
 
 POINTS = 600  # of a curve
@@ -364,25 +371,21 @@ def unit_of(size: int) -> str:
 
 
 def _page(report: MemoryReport, rows: int, limits: Sequence[int]) -> dict[str, str]:
-    peaks = report.peak if rows == report.rows else report.at(rows)
+    peaks = report.allocated if rows == report.rows else report.at(rows)
     hottest = peaks.index(max(peaks))
     fits = "".join(
-        f", {'fits' if all(peak <= limit for peak, limit in zip(peaks, limits, strict=True)) else 'does not fit'} "
+        f", {'fits' if report._of_batches.fits(rows, limits) else 'does not fit'} "
         f"in {' + '.join(map(format_bytes, limits if len(set(limits)) > 1 else limits[:1]))}"
         for _ in limits[:1]
     )
-    beyond = max(peaks) - max(_levels(report, rows)[hottest])
-    names = " and ".join(name for name in ("workspace", "context") if report.parts[hottest][name])
-    hidden = f", of which the curve does not show {format_bytes(beyond)} of {names or 'workspace'}" if beyond else ""
-    peak = f"peak {format_bytes(max(peaks))} on device {hottest}{hidden}"
-    text = f"{report.micro_batches} micro-batch(es) of {rows} rows: {peak}{fits}"
+    text = f"{report.micro_batches} micro-batch(es) of {rows} rows: peak {format_bytes(max(peaks))} on device {hottest}{fits}"
     holders = report.where[hottest] if rows == report.rows else report.holders_at(rows)[hottest]
     return {"peak": text, "holders": holders_table(holders, "html")}
 
 
 def _figure(report: MemoryReport, rows: Sequence[int], limits: Sequence[int]) -> Any:
     graphs = load_plotly()
-    unit = unit_of(max(report.peak))
+    unit = unit_of(max(report.allocated))
     curves = {count: [_thinned(line, UNITS[unit]) for line in _levels(report, count)] for count in rows}
     figure = graphs.Figure()
     for device, (x, y) in enumerate(curves[report.rows]):

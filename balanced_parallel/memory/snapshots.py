@@ -8,6 +8,7 @@ from typing import Any
 
 from .allocator import CachingAllocator
 from .lines import Lines
+from .trace.allocations import MAYBE
 
 
 def make_snapshot(lines: Lines, read: Sequence[tuple[int, int | None]]) -> dict[str, Any]:
@@ -29,7 +30,7 @@ def _events(
     for time, event in enumerate(lines.first.events):
         number = abs(event)
         block, size = lines.first.blocks[number - 1], int(sizes[number - 1])
-        if block.device != name or not size:
+        if block.device != name or not size or block.kind == MAYBE:
             continue
         if event > 0:
             allocator.allocate(number, size, block.stream)

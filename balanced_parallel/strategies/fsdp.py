@@ -35,6 +35,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from ..batch.containers import Dims, leaves, map_leaves
 from ..batch.outputs import PerReplica
@@ -375,7 +376,8 @@ class ShardedGradients:
     def begin_update(self) -> None:
         """Begins to note the parameters that this rank uses."""
         self._used: set[int] = set()
-        self._whole_gradients: dict[int, tuple[Tensor, int]] = {}  # whole gradients and their versions, after the backward before
+        # whole gradients and their versions, after the backward before: FSDP2 replaces those in half precision
+        self._whole_gradients: dict[int, tuple[TensorWeakRef, int]] = {}
 
     @property
     def has_unused(self) -> bool:
@@ -427,7 +429,8 @@ class ShardedGradients:
         gradients: list[Tensor] = []
         for number, part, name in slots:
             parameter = getattr(part, name)
-            before, version = self._whole_gradients.pop(number, (None, 0))
+            reference, version = self._whole_gradients.pop(number, (None, 0))
+            before = None if reference is None else reference()
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
             elif is_dummy:
@@ -438,7 +441,8 @@ class ShardedGradients:
             gradients.append(parameter.grad)
         if self.keeps_whole:
             numbers = [number for number, _, _ in slots]
-            self._whole_gradients.update(zip(numbers, zip(gradients, versions(gradients), strict=True), strict=True))
+            references = map(TensorWeakRef, gradients)
+            self._whole_gradients.update(zip(numbers, zip(references, versions(gradients), strict=True), strict=True))
 
     def forget_unused(self) -> None:
         """Sets the gradients of parameters that no rank has used to None."""

@@ -113,7 +113,7 @@ def table(rows: list[list[object]], *headers: str) -> str:
 def single_error(problem: Problem, precision: str, checkpoint: bool) -> tuple[int, float]:
     """Returns the bytes used, and the relative error of the prediction."""
     used = allocator_peak(problem, precision, checkpoint)
-    guess = estimate(problem, precision=precision, checkpoint="blocks" if checkpoint else None).peak[0]
+    guess = estimate(problem, precision=precision, checkpoint="blocks" if checkpoint else None).allocated[0]
     return used, guess / used - 1
 
 
@@ -147,7 +147,7 @@ def limits_table(errors: dict[str, list[float]]) -> str:
 def rows_error(name: str, kind: str, sizes: tuple[int, ...] = ROWS) -> float:
     """Returns the largest relative difference of ``report.at(rows)`` from an estimate of a batch of ``rows`` rows."""
     report = estimate(build(name, rows=6), device_kind=kind)
-    pairs = ((report.at(rows)[0], estimate(build(name, rows=rows), device_kind=kind).peak[0]) for rows in sizes)
+    pairs = ((report.at(rows)[0], estimate(build(name, rows=rows), device_kind=kind).allocated[0]) for rows in sizes)
     return max(abs(known / traced - 1) for known, traced in pairs)
 
 
@@ -169,7 +169,7 @@ def simulated_table() -> str:
                 with warnings.catch_warnings(action="ignore", category=UserWarning):
                     used = layouts.simulated_peaks(problem, layout, balanced, precision)
                 settings = {"layout": layout, "balanced_optimizer": balanced, "precision": precision}
-                guess = estimate(problem, devices=len(used), device_kind="sim", **settings).peak
+                guess = estimate(problem, devices=len(used), device_kind="sim", **settings).allocated
                 errors = [one / other - 1 for one, other in zip(guess, used, strict=True)]
                 row += [f"{used[0] / MIB:.2f}", percent(errors[0]), percent(max(errors[1:], key=abs))]
             rows.append(row)
@@ -190,7 +190,7 @@ def ranks_table(names: tuple[str, ...] = ("MLP", "GPT", "MobileNet-like")) -> st
         settings = {"layout": layout, "balanced_optimizer": balanced, "precision": precision}
         report = estimate(problems[name], devices=layouts.RANKS, **settings)
         tensors = percent(max(report.timeline[0]) / live - 1)
-        whole = percent(report.peak[0] / given - 1) if given else "-"
+        whole = percent(report.allocated[0] / given - 1) if given else "-"
         rows.append([layout + " + ZeRO-1" * balanced, name, precision, f"{live / MIB:.2f}", tensors, whole])
     torch.set_num_threads(threads)
     return table(rows, "layout", "model", "", "tensors, MiB", "predicted", "predicted, by the allocator")
@@ -245,7 +245,7 @@ def others_table(names: tuple[str, ...] = BESIDE) -> str:
     for name in names:
         problem = build(name)
         used = allocator_peak(problem)
-        guesses = {"memory.estimate": estimate(problem).peak[0]} | others(problem)
+        guesses = {"memory.estimate": estimate(problem).allocated[0]} | others(problem)
         lines.append({"model": name, "used, MiB": f"{used / MIB:.1f}"})
         lines[-1] |= {tool: f"{guess / MIB:.1f} ({guess / used - 1:+.1%})" for tool, guess in guesses.items()}
     missing = [f"{tool} was not installed" for tool in ("accelerate", "torchinfo") if tool not in lines[0]]

@@ -65,7 +65,7 @@ def test_report_extrapolates_to_other_numbers_of_rows(benchmark):
 def test_estimate_of_replicas_equals_the_simulated_peak(benchmark):
     problem = benchmark.build("MLP", rows=64)
     used = benchmark.layouts.simulated_peaks(problem, "replicas", True, "fp32")
-    guess = benchmark.estimate(problem, layout="replicas", devices=4, balanced_optimizer=True, device_kind="sim").peak
+    guess = benchmark.estimate(problem, layout="replicas", devices=4, balanced_optimizer=True, device_kind="sim").allocated
     assert guess == pytest.approx(used, rel=1e-3)
 
 

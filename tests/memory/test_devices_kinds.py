@@ -1,6 +1,7 @@
 """Constants of GPUs."""
 
 import functools
+import types
 
 import pytest
 import torch
@@ -9,6 +10,70 @@ from torch import nn
 from torch.nn import functional as F
 
 from balanced_parallel import memory
+from balanced_parallel.memory import devices
+
+GIB = 2**30
+NAMES = {
+    "NVIDIA A100-SXM4-80GB": "a100",
+    "NVIDIA A100 80GB PCIe": "a100",
+    "NVIDIA A100-SXM4-40GB": "a100-40gb",
+    "NVIDIA A100-PCIE-40GB": "a100-40gb",
+    "Tesla V100-SXM2-16GB": "v100-16gb",
+    "Tesla V100-SXM2-32GB": "v100",
+    "Tesla T4": "t4",
+    "NVIDIA A10G": "a10g",
+    "NVIDIA L4": "l4",
+    "NVIDIA RTX A6000": "a6000",
+    "NVIDIA RTX 6000 Ada Generation": "rtx6000-ada",
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": "rtxpro6000",
+    "Quadro RTX 6000": "rtx6000",
+    "NVIDIA GeForce RTX 5090": "rtx5090",
+    "NVIDIA GeForce RTX 3060": "rtx3060",
+    "NVIDIA GeForce GTX 1080 Ti": "gtx1080-ti",
+    "NVIDIA TITAN RTX": "titan-rtx",
+    "NVIDIA H100 80GB HBM3": "h100",
+    "NVIDIA H100 PCIe": "h100-pcie",
+    "NVIDIA H200": "h200",
+    "NVIDIA GH200 480GB": "gh200",
+    "NVIDIA GB200": "gb200",
+    "AMD Instinct MI300X": "mi300x",
+    "RTX 4090": "rtx4090",
+    "A100": "a100",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_name_of_a_gpu_is_recognised_and_its_larger_sister_is_not(name):
+    assert devices.find_kind(name).name == NAMES[name]
+    assert devices.find_kind(NAMES[name]) == devices.find_kind(name)
+
+
+@pytest.mark.parametrize("name", ["gtx480", "NVIDIA A100-SXM-64GB", "NVIDIA GeForce RTX 3060 Ti", "RTX 4090 Laptop GPU", ""])
+def test_unknown_name_is_an_error_that_lists_the_others(name):
+    with pytest.raises(
+        ValueError, match=r"device_kind='.*', expected one of gb200, .*, cpu, .*capacity='24GiB', or --memory 24GiB"
+    ):
+        devices.find_kind(name)
+
+
+def test_context_grows_with_the_multiprocessors_and_the_workspace_with_the_generation():
+    assert devices.find_kind("t4").context == 140 * 2**20
+    assert devices.find_kind("rtx5090").context == 595 * 2**20
+    sizes = {name: devices.find_kind(name).workspace for name in ("a100", "h100", "rtx5090", "mi300x")}
+    assert sizes == {"a100": 8519680, "h100": 2**25, "rtx5090": 2**25, "mi300x": 0}
+
+
+@pytest.mark.parametrize("name", ["NVIDIA A100-SXM4-40GB", "NVIDIA Thor"])
+def test_memory_of_a_gpu_of_this_machine_is_its_own(monkeypatch, name):
+    properties = types.SimpleNamespace(name=name, total_memory=17 * GIB, multi_processor_count=20, major=11)
+    monkeypatch.setattr(devices, "visible_devices", lambda: [torch.device("cuda", 0)])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    kind = devices.find_kind(None)
+    assert (kind.capacity, kind.context, kind.workspace) == (17 * GIB, 70 * 2**20, 2**25)
+    assert devices.find_kind(name) == devices.find_kind(kind.name) == kind
+    assert devices.find_kind("h200").capacity == 139.5 * GIB
+    monkeypatch.setattr(devices, "visible_devices", lambda: [torch.device("cpu")])
+    assert devices.find_kind(None).name == "h200"
 
 
 @pytest.mark.usefixtures("one_trace")
@@ -16,10 +81,12 @@ def test_gpu_estimate_has_smaller_activations_and_assumed_workspace():
     build, batch = functools.partial(LanguageModel, 0.1), PROBLEMS["language model"][1]
     reports = {kind: memory.estimate(build(), F.cross_entropy, *batch(24), device_kind=kind) for kind in ("cpu", "sim", "h200")}
     assert reports["h200"].parts[0]["saved activations"] < 0.8 * reports["cpu"].parts[0]["saved activations"]  # masks, attention
-    assert reports["h200"].parts[0]["workspace"] == 4096 * 8 * 1024
+    assert reports["h200"].parts[0]["workspace"] == 2 * 4096 * 8 * 1024  # a handle in the forward, another in the backward
+    assert reports["h200"].nvidia_smi[0] == reports["h200"].reserved[0] + 462 * 2**20
+    assert reports["cpu"].nvidia_smi == reports["cpu"].reserved == reports["cpu"].allocated
     assert set(reports["h200"].assumed) == {"workspace", "context"}
     assert all("assumed" in source for source in reports["h200"].assumed.values())
-    assert reports["h200"].reserved[0] >= reports["h200"].peak[0]
+    assert reports["h200"].reserved[0] >= reports["h200"].allocated[0]
     assert not reports["cpu"].assumed
 
 
@@ -45,4 +112,58 @@ def test_learned_bias_of_fused_attention_has_a_gradient_and_a_state():
         for one in (True, False)
     )
     assert learned.parts[0]["optimizer state"] == frozen.parts[0]["optimizer state"] + matrix
-    assert learned.peak[0] == frozen.peak[0] + matrix + 8 * matrix  # the kernel's gradient has the rows of the batch
+    assert learned.allocated[0] == frozen.allocated[0] + matrix + 8 * matrix  # the kernel's gradient has the rows of the batch
+
+
+@pytest.mark.usefixtures("one_trace")
+def test_allocated_is_what_torch_counts():
+    """Blocks of 16,000,000 bytes are 16 MiB, and a model without a matrix product has no workspace of cuBLAS."""
+    net, inputs = nn.Sequential(nn.LayerNorm(2000), nn.Linear(2000, 2000, bias=False)), torch.zeros(4, 2000)
+    report = memory.estimate(net, torch.sum, inputs, (), device_kind="a100", optimizer=torch.optim.SGD)
+    assert sum(report.parts[0].values()) == report.allocated[0] == max(report.timeline[0])
+    assert report.parts[0]["workspace"] == 2 * 8519680
+    assert report.parts[0]["rounding"] == pytest.approx(2 * (2**24 - 16_000_000), rel=0.1)
+    norm = memory.estimate(net[0], torch.sum, inputs, (), device_kind="a100", optimizer=torch.optim.SGD)
+    assert norm.parts[0]["workspace"] == 0
+
+
+class GroupedAttention(nn.Module):
+    """Attention of 8 heads with 2 heads of keys and values."""
+
+    def __init__(self):
+        super().__init__()
+        self.projections = nn.ModuleList(nn.Linear(96, width) for width in (8 * 40, 2 * 40, 2 * 40))
+
+    def forward(self, inputs):
+        heads = [projection(inputs).unflatten(-1, (-1, 40)).transpose(1, 2) for projection in self.projections]
+        return F.scaled_dot_product_attention(*heads, is_causal=True, enable_gqa=True)
+
+
+@pytest.mark.usefixtures("one_trace")
+@pytest.mark.parametrize(("dtype", "expected"), [(torch.bfloat16, 3), (torch.float32, 0)])
+def test_backward_of_flash_attention_takes_memory_for_itself(dtype, expected):
+    """The query's gradient in float32, and those of keys and values for each head; lengths and widths are rounded."""
+    report = memory.estimate(
+        GroupedAttention().to(dtype), torch.sum, torch.zeros(3, 100, 96, dtype=dtype), (), device_kind="a100"
+    )
+    blocks = report._batches.exact.first.blocks
+    sizes = [block.size for block in blocks if "fused_attention_backward" in block.operator]
+    sums, per_head = 4 * 3 * 8 * 128, 3 * 8 * 100 * 40 * 2
+    assert sums in sizes
+    assert sum(sizes.count(size) for size in (64 * sums, per_head)) == 2 * (expected + (expected > 0))  # two updates, and dq
+    assert sizes.count(64 * sums) == 2 * (expected > 0)
+
+
+@pytest.mark.usefixtures("one_trace")
+def test_convolutions_have_an_upper_bound_and_a_note():
+    def estimated(kernel, kind="a100", **settings):
+        net = nn.Sequential(nn.Conv2d(8, 64, kernel, padding=1, **settings), nn.Flatten(), nn.Linear(64 * 32 * 32, 2))
+        batch = torch.zeros(64, 8, 32, 32), torch.zeros(64, dtype=torch.int64)
+        return memory.estimate(net, F.cross_entropy, *batch, device_kind=kind)
+
+    dense, grouped, on_cpu = estimated(3), estimated(3, groups=8), estimated(3, "cpu")
+    assert dense.at_most[0] - dense.nvidia_smi[0] == pytest.approx(9 / 4 * 64 * 72 * 32 * 32 * 4, rel=0.2)
+    assert grouped.at_most == grouped.nvidia_smi
+    assert on_cpu.at_most == on_cpu.allocated
+    assert "cuDNN" in dense.assumed["convolutions"]
+    assert "at most" in str(dense)

@@ -23,15 +23,15 @@ from balanced_parallel.memory.trace import fakes
 
 def test_meta_and_fake_tensors_give_the_estimate_of_real_tensors():
     build, batch = PROBLEMS["convolutions"]
-    expected = memory.estimate(build(), F.cross_entropy, *batch(6)).peak
+    expected = memory.estimate(build(), F.cross_entropy, *batch(6)).allocated
     with torch.device("meta"):
         net = build()
     meta = [tensor.to("meta") for tensor in batch(6)]
-    assert memory.estimate(net, F.cross_entropy, *meta).peak == expected
+    assert memory.estimate(net, F.cross_entropy, *meta).allocated == expected
     with torch._subclasses.FakeTensorMode():
         fake = batch(6)
-    assert memory.estimate(build(), F.cross_entropy, *fake).peak == expected
-    assert memory.estimate(net, F.cross_entropy, {"input": meta[0]}, meta[1]).peak == expected
+    assert memory.estimate(build(), F.cross_entropy, *fake).allocated == expected
+    assert memory.estimate(net, F.cross_entropy, {"input": meta[0]}, meta[1]).allocated == expected
 
 
 @pytest.mark.parametrize("name", ["NAdam", "RAdam", "Adafactor", "Adagrad", "Adadelta", "Adamax", "RMSprop"])
@@ -44,20 +44,20 @@ def test_optimizers_that_read_step_counts_equal_the_allocator(name):
     report = memory.estimate(
         build(), F.cross_entropy, torch.zeros(32, 64), torch.zeros(32).long(), optimizer=kind, device_kind="cpu"
     )
-    assert abs(report.peak[0] - found) <= 0.001 * found
+    assert abs(report.allocated[0] - found) <= 0.001 * found
 
 
 def test_estimate_after_a_backward_on_an_accelerator_does_not_fork():
     """Autograd refuses to run in a process that is forked then: the trace is made in this one."""
     build, batch = PROBLEMS["perceptron"]
-    before = memory.estimate(build(), F.cross_entropy, *batch(6), device_kind="sim").peak
+    before = memory.estimate(build(), F.cross_entropy, *batch(6), device_kind="sim").allocated
     with simulate(2):
         net = nn.Linear(4, 4).to("sim:0")
         net(torch.zeros(2, 4, device="sim:0")).sum().backward()
-        assert memory.estimate(build(), F.cross_entropy, *batch(6)).peak == before
+        assert memory.estimate(build(), F.cross_entropy, *batch(6)).allocated == before
         assert find_kind(None) is KINDS["sim"]
     resize = torch.UntypedStorage.resize_
-    assert memory.estimate(build(), F.cross_entropy, *batch(6), device_kind="sim").peak == before
+    assert memory.estimate(build(), F.cross_entropy, *batch(6), device_kind="sim").allocated == before
     assert torch.UntypedStorage.resize_ is resize
     logits = torch.zeros(4, 4)
     with torch.autocast("cpu", torch.bfloat16):

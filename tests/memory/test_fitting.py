@@ -95,7 +95,7 @@ def test_chosen_rows_fit_and_one_more_does_not(name):
             cluster.reset_peak()
             step(*batch(50))
         assert 1 < size < 25
-        assert max(report.peak) == pytest.approx(max(cluster.peak), rel=0.01)
+        assert max(report.allocated) == pytest.approx(max(cluster.peak), rel=0.01)
     assert not fits(make, size + 1, capacity, (size + 1) * 6)
 
 
@@ -122,7 +122,7 @@ def test_settings_of_the_step_decide(capacity, settings):
             cluster.reset_peak()
             step(*batch(100))
         assert 1 < size < 50
-        assert max(report.peak) == pytest.approx(max(cluster.peak), rel=0.01)
+        assert max(report.allocated) == pytest.approx(max(cluster.peak), rel=0.01)
     assert not fits(make, size + 2, capacity, 200)
 
 
@@ -146,7 +146,7 @@ def test_a_batch_that_fits_runs_at_once():
         step = make_step(adamw, micro_batch_size=1)
         assert memory.fit(step, *batch(7)).micro_batches == 1
         assert step.micro_batch_size == 4
-        assert memory.fit(step, tokens(7).to("meta"), tokens(7).to("meta"), capacity="512MiB").peak[0] > 0
+        assert memory.fit(step, tokens(7).to("meta"), tokens(7).to("meta"), capacity="512MiB").allocated[0] > 0
 
 
 def test_the_cpu_needs_a_capacity():
@@ -156,7 +156,7 @@ def test_the_cpu_needs_a_capacity():
     assert step.micro_batch_size is None
     report = memory.fit(step, *batch(60), capacity="4MiB")  # of the CPU, with both replicas
     assert 1 < step.micro_batch_size < 30
-    assert sum(report.peak) <= 4 * 2**20
+    assert sum(report.allocated) <= 4 * 2**20
 
 
 def test_replicas_on_one_device_share_it():
@@ -197,7 +197,7 @@ def fit_on_ranks(rank, balanced):
             step(*batch(50 - rank))
         with pytest.raises(ValueError, match="not one row fits"):
             memory.fit(step, *batch(50), capacity="300KiB" if rank else "2MiB")
-        return step.micro_batch_size, report.peak[0], cluster.peak[rank]
+        return step.micro_batch_size, report.allocated[0], cluster.peak[rank]
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ def estimate(rows, length, **settings):
 def test_peaks_of_other_lengths_equal_direct_estimates(kind, precision, one_trace):
     report = estimate(2, LONGEST, lengths=(1, LONGEST), device_kind=kind, precision=precision)
     for rows, length in [(3, 23), (40, 3), (2, 80)]:
-        direct = estimate(rows, length, device_kind=kind, precision=precision).peak
+        direct = estimate(rows, length, device_kind=kind, precision=precision).allocated
         assert report.at(rows, length) == pytest.approx(direct, rel=1e-4), (rows, length)
 
 

@@ -35,7 +35,7 @@ def test_extrapolated_peak_equals_a_direct_estimate(problem, kind):
 def test_largest_batch_fits_and_one_more_row_does_not(kind):
     build, batch = PROBLEMS["perceptron"]
     report = memory.estimate(build(), F.cross_entropy, *batch(6), device_kind=kind)
-    capacity = report.reserved[0] * 3
+    capacity = report.nvidia_smi[0] * 3
     rows = report.largest(capacity)
     assert rows > 18
     assert report.largest(str(capacity)) == rows

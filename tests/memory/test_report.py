@@ -22,7 +22,7 @@ from balanced_parallel.runtime.values import format_bytes
 def test_report_has_timeline_phases_and_source_lines():
     build, batch = PROBLEMS["language model"]
     report = memory.estimate(build(), F.cross_entropy, *batch(24), device_kind="cpu")
-    assert max(report.timeline[0]) == report.peak[0]
+    assert max(report.timeline[0]) == report.allocated[0]
     assert 0 < report.phases["backward"] < report.phases["update"] < len(report.timeline[0])
     sizes = [holder.bytes for holder in report.where[0]]
     assert sizes == sorted(sizes, reverse=True)
@@ -70,16 +70,6 @@ def test_page_has_the_peak_and_the_holders_for_each_number_of_rows(report, tmp_p
     assert all(name in text for name in ("forward", "backward", "update", "capacity 64.00 KiB"))
 
 
-@pytest.mark.usefixtures("one_trace")
-def test_page_states_what_the_curve_does_not_show(tmp_path):
-    batch = torch.empty(8, 64), torch.zeros(8).long()
-    found = memory.estimate(nn.Linear(64, 3), nn.CrossEntropyLoss(), *batch, device_kind="h200")
-    found.save_html(tmp_path / "page.html", "80GiB")
-    (page,) = [page for page in pages_of(tmp_path / "page.html") if "of 8 rows" in page["peak"]]
-    beyond = found.parts[0]["workspace"] + found.parts[0]["context"]
-    assert f"of which the curve does not show {format_bytes(beyond)} of workspace and context, fits in" in page["peak"]
-
-
 def test_page_needs_no_network(report, tmp_path):
     report.save_html(tmp_path / "page.html")
     without_library = re.sub(r"<script[^>]*>/\*\*.*?</script>", "", (tmp_path / "page.html").read_text(), flags=re.DOTALL)
@@ -110,7 +100,7 @@ def test_notebooks_show_the_tables(report):
     shown = report._repr_html_()
     assert shown.count("<table>") == 2
     assert "replicas on 2 x cpu" in shown
-    assert format_bytes(report.peak[0]) in shown
+    assert format_bytes(report.allocated[0]) in shown
 
 
 @pytest.mark.browser

@@ -37,8 +37,7 @@ def live_bytes(events):
 def test_events_of_each_device_reach_the_peak_of_the_report(snapshot):
     report, found = snapshot
     for device, events in enumerate(found["device_traces"]):
-        constants = report.parts[device]["workspace"] + report.parts[device]["context"]
-        assert max(live_bytes(events)) + constants == pytest.approx(report.peak[device], rel=0.001)
+        assert max(live_bytes(events)) + report.parts[device]["rounding"] == pytest.approx(report.allocated[device], rel=0.001)
 
 
 def test_events_name_modules_and_lines(snapshot):

@@ -5,6 +5,7 @@ import torch
 from helpers.memory_problems import PROBLEMS
 from helpers.problems import assert_same_gradients, build_net, class_targets, plain_program
 from helpers.ranks import run_ranks
+from helpers.slow import slow_but
 from torch import nn
 
 from balanced_parallel import TrainStep, memory, parallelize, simulate
@@ -58,12 +59,12 @@ def test_a_rank_with_fewer_rows_than_micro_batches_waits_for_no_device():
     assert run_ranks(2, waits_of_a_step, "host", "fp32", (7, 2)) == [[], []]
 
 
-def peak_of_a_rank(rank, rows, precision):
+def peak_of_a_rank(rank, rows, precision, micro_batch_size=None, memory=None):
     build, batch = PROBLEMS["language model"]
-    with simulate(2) as cluster:
+    with simulate(2, memory=memory) as cluster:
         model, criterion = parallelize(build(), nn.CrossEntropyLoss(), strategy="fsdp", precision=precision)
-        step = TrainStep(model, criterion, torch.optim.AdamW(model.parameters()))
-        for _ in range(2):
+        step = TrainStep(model, criterion, torch.optim.AdamW(model.parameters()), micro_batch_size=micro_batch_size)
+        for _ in range(4):
             cluster.reset_peak()
             step(*batch(rows))
         return cluster.peak[rank]
@@ -75,4 +76,16 @@ def test_estimates_of_shards_equal_the_simulated_peak(precision):
     found = max(run_ranks(2, peak_of_a_rank, 3, precision))
     settings = {"layout": "fsdp", "devices": 2, "device_kind": "sim", "precision": precision}
     report = memory.estimate(build(), nn.CrossEntropyLoss(), *batch(3), **settings)
-    assert report.peak[0] == pytest.approx(found, abs=1024)
+    assert report.allocated[0] == pytest.approx(found, abs=1024)
+
+
+KEPT_WHOLE = [(True, None), (False, "880KiB")]  # whole gradients do not fit into half of what is free
+
+
+@pytest.mark.parametrize(("whole", "limit"), slow_but(KEPT_WHOLE, KEPT_WHOLE[0]))
+def test_estimates_of_whole_gradients_equal_the_simulated_peak(whole, limit):
+    build, batch = PROBLEMS["language model"]
+    found = max(run_ranks(2, peak_of_a_rank, 6, "bf16", 2, limit))
+    settings = {"layout": "fsdp", "devices": 2, "device_kind": "sim", "precision": "bf16", "micro_batch_size": 2}
+    report = memory.estimate(build(), nn.CrossEntropyLoss(), *batch(6), whole_gradients=whole, **settings)
+    assert report.allocated[0] == pytest.approx(found, abs=1024)

@@ -17,6 +17,8 @@ from torch import Tensor
 from ...runtime.torch_private import current_node, map_tensors
 from .recurrent import RECURRENCE, REFUSED, aten_kernels, autograd_kernels
 
+_aten = torch.ops.aten
+
 # torch/include/ATen/autocast_mode.h: AT_FORALL_FP32, and AT_FORALL_FP32_SET_OPT_DTYPE, without those that the CPU's has too
 _FP32 = (  # noqa: SIM905
     "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar pow.Tensor_Tensor "
@@ -92,6 +94,44 @@ def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums
     return [torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)]
 
 
+def attention_buffers(func: Any, args: tuple[Any, ...]) -> list[int]:
+    """Returns the bytes that the backward of fused attention takes for itself (``mha_bwd`` of flash_api.cpp).
+
+    These are sums, in half precision the gradient of the query in float32, and gradients of expanded keys and values.
+    """
+    if func is not torch.ops.balanced_parallel.fused_attention_backward.default:
+        return []
+    _, query, key, *_ = args
+    *rows, heads, length, width = query.shape
+    outer = torch.Size(rows).numel() * heads
+    sums = 4 * outer * -(-length // 128) * 128
+    if query.dtype == torch.float32:
+        return [sums]
+    expanded = outer * key.shape[-2] * width * query.itemsize if key.shape[-3] != heads else 0
+    return [sums, sums * -(-width // 32) * 32, *[expanded] * 2]
+
+
+CONVOLUTIONS = (
+    "not counted: workspaces of cuDNN, which chooses a method. at_most adds those of Winograd's method to 3 x 3 convolutions "
+    "in float32. Published CNNs use 10 to 40 % more than nvidia_smi says here"
+)
+
+
+def convolution_workspace(func: Any, args: tuple[Any, ...], result: Any) -> int:
+    """Returns the most bytes that cuDNN takes for a 3 x 3 convolution in float32, 2.25 times its input and output.
+
+    They are those of Winograd's method, whose tiles of 6 x 6 values overlap. cuDNN chooses it or another one.
+    """
+    if func is _aten.convolution.default:
+        output, (input, weight, _, stride, _, dilation, _, _, groups) = result, args
+    elif func is _aten.convolution_backward.default:
+        output, input, weight, _, stride, _, dilation, _, _, groups, _ = args
+    else:
+        return 0
+    is_winograd = list(weight.shape[2:]) == [3, 3] and {*stride, *dilation, groups} == {1} and weight.dtype == torch.float32
+    return 9 * (input.nbytes + output.nbytes) // 4 if is_winograd else 0
+
+
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
     ctx.save_for_backward(*inputs, *output)
 
@@ -140,7 +180,10 @@ def _kernel_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return mask.expand(*query.shape[:-1], key.shape[-2])
 
 
-_aten = torch.ops.aten
+MATRIX_PRODUCTS = {  # of cuBLAS: the first one of a thread allocates the workspace of its handle
+    *(_aten.mm.default, _aten.addmm.default, _aten.bmm.default, _aten.baddbmm.default),
+    *(_aten.mv.default, _aten.addmv.default, _aten.dot.default),
+}
 _TORCH = str(Path(torch.__file__).parent)
 _MODES = str(Path(__file__).parents[1]), f"{_TORCH}/_compile", f"{_TORCH}/_dynamo"  # torch wraps modes against compilation
 IN_PLACE = {

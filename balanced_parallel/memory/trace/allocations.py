@@ -17,7 +17,8 @@ from torch.utils.flop_counter import flop_registry
 
 from ...runtime.streams import on_side_stream
 from ...runtime.torch_private import current_node, is_sharded, leaves_of_tree, number_of, shared_id, storage_id
-from ..operators.cuda import IN_PLACE, is_in_place
+from ..devices import DeviceKind
+from ..operators.cuda import IN_PLACE, MATRIX_PRODUCTS, attention_buffers, convolution_workspace, is_in_place
 from ..operators.values import answer, keep_elements, selected
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -38,6 +39,7 @@ class Block:
     stream: int = 0  # 1 for a side stream: only that stream reuses the memory
 
 
+MAYBE = "workspace of cuDNN"  # memory that is taken or not: not part of a report but of its upper bound
 _DEVICE = torch.ops.prim.device.default
 _COMMUNICATES = ("fsdp", "c10d", "_c10d_functional")
 
@@ -48,8 +50,10 @@ class Count(TorchDispatchMode):
     Events are numbers of blocks, counted from 1: positive for an allocation, negative for a release.
     """
 
-    def __init__(self, names: dict[int, str], scalar: int | float | bool | None = None) -> None:
+    def __init__(self, names: dict[int, str], kind: DeviceKind, scalar: int | float | bool | None = None) -> None:
         super().__init__()
+        self.workspace, self.fuses = kind.workspace, kind.fuses
+        self._handles: set[tuple[str, bool]] = set()  # by device, for the threads of the forward and of the backward
         self.scalar = scalar  # the result of every read of a tensor's value in the model; None makes it an error
         self.names = names  # of modules, by shared_id
         self.blocks: list[Block] = []
@@ -65,12 +69,12 @@ class Count(TorchDispatchMode):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Records nothing in the block. Its tensors must not outlive it."""
-        self._is_paused = True
+        """Records nothing in the block. Tensors that outlive it must be seen afterwards."""
+        before, self._is_paused = self._is_paused, True
         try:
             yield
         finally:
-            self._is_paused = False
+            self._is_paused = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:  # every access to .device: two thirds of all calls
@@ -98,10 +102,23 @@ class Count(TorchDispatchMode):
                 self.see(leaf, "communication buckets" if func.namespace in _COMMUNICATES else "temporaries", str(func))
         if func in IN_PLACE:
             self._reuse(func, args[0], result)
-        if size := selected(func, args):  # memory that the operator allocates and releases before it returns
-            self.blocks.append(Block(str(args[0].device), size, "temporaries", str(func), *_where(self.names)))
-            self.events += [len(self.blocks), -len(self.blocks)]
+        if (
+            func in MATRIX_PRODUCTS
+            and self.workspace
+            and (handle := (str(args[0].device), node is not None)) not in self._handles
+        ):
+            self._handles.add(handle)
+            self.blocks.append(Block(handle[0], self.workspace, "workspace", str(func), *_where(self.names)))
+            self.events.append(len(self.blocks))
+        self._take([selected(func, args), *attention_buffers(func, args)], "temporaries", func, args)
+        self._take([convolution_workspace(func, args, result) if self.fuses else 0], MAYBE, func, args)
         return result
+
+    def _take(self, sizes: list[int], kind: str, func: Any, args: Any) -> None:
+        """Records memory that an operator allocates, and releases before it returns."""
+        numbers = range(len(self.blocks) + 1, len(self.blocks) + 1 + sum(map(bool, sizes)))
+        self.blocks += [Block(str(args[0].device), size, kind, str(func), *_where(self.names)) for size in sizes if size]
+        self.events += [*numbers, *(-number for number in numbers)]
 
     def see(self, tensor: Tensor, kind: str, operator: str = "") -> None:
         """Records the storage of a tensor once. A known storage only changes its kind, unless ``kind`` is ``"temporaries"``."""
@@ -142,8 +159,11 @@ class Count(TorchDispatchMode):
         self.marks[name] = len(self.events)
 
     def _reuse(self, func: Any, argument: Tensor, result: Tensor) -> None:
-        """Takes the memory of ``argument`` for ``result`` if it is released before the next operator."""
-        if argument.layout != torch.strided or result.layout != torch.strided:
+        """Takes the memory of ``argument`` for ``result`` if it is released before the next operator.
+
+        A view does not give its memory: its base is alive. So the sum of the gradients of a tied weight is out of place.
+        """
+        if argument._is_view() or argument.layout != torch.strided or result.layout != torch.strided:
             return
         old, place = self._live.get(storage_id(argument.untyped_storage()), (None, 0))[1], len(self.events) - 1
         has_result = self.events[place] == len(self.blocks) and self.blocks[old - 1].size == self.blocks[-1].size

@@ -64,6 +64,7 @@ class Request:
     scalar: int | float | bool | None  # the result of every read of a tensor's value in the module
     savings: tuple[str, ...] = ()
     update_rows: int | None = None  # over all devices of a process; None for those of the batches
+    whole_gradients: bool = False  # of FSDP, until the last micro-batch
 
     @property
     def rows_per_micro_batch(self) -> int:
@@ -407,8 +408,17 @@ class FSDP(SingleDevice):
         with _disable_current_modes():
             dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=request.devices)
             mesh = init_device_mesh("cpu", (request.devices,))
-        shard(module, mesh, Precision(request.precision), lambda unit: None)
+        self._units: list[Any] = shard(module, mesh, Precision(request.precision), lambda unit: None)
         super().__init__(request, module, criterion)
+
+    @contextlib.contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Leaves gradients whole in the block if the request says so, as ``FSDPSync`` does where they fit."""
+        for unit in self._units:
+            unit.set_requires_gradient_sync(not self.request.whole_gradients, recurse=False)
+        yield
+        for unit in self._units:
+            unit.set_requires_gradient_sync(True, recurse=False)
 
     def close(self) -> None:
         """Ends the process group."""

@@ -133,7 +133,7 @@ def _trace_whole(request: Request, rows: int, cut: tuple[Stack, int] | None = No
     whole = rows * (request.micro_batches // request.batches)
     place = host_of(request.devices) if request.layout.batch_on_host else HOME
     batch = fakes.fake_batch((request.inputs, request.targets), whole, request.rows, mode, place, request.dim)
-    count = Count(fakes.names_of({"": module, "criterion": criterion}), request.scalar)
+    count = Count(fakes.names_of({"": module, "criterion": criterion}), request.kind, request.scalar)
     choices = cuda.cuda_choices(request.kind.fuses) if request.kind.like_cuda else contextlib.nullcontext()
     with (
         fakes.undisturbed(),
@@ -152,9 +152,10 @@ def _trace_whole(request: Request, rows: int, cut: tuple[Stack, int] | None = No
 def _run(request: Request, count: Count, module: Any, criterion: Any, batch: TracedBatch, rows: int) -> None:
     arguments, targets = batch
     count.see_all((leaf for _, leaf in leaves((arguments, targets))), "inputs")
-    for part in (module, criterion):
-        if isinstance(part, torch.nn.Module):
-            count.see_all([*part.parameters(), *part.buffers()], "parameters")
+    modules = [part for part in (module, criterion) if isinstance(part, torch.nn.Module)]
+    is_sharded = request.layout.is_sharded
+    if not is_sharded:
+        count.see_all(_tensors_of(modules), "parameters")
     whole = Batch(arguments, Arguments(targets, {}), (request.dim, request.dim))
     pieces = [(shard.inputs, shard.targets.inputs) for (shard,) in whole.plan([torch.device("cpu")], None, rows, int)]
     micro_batches = (pieces * request.batches)[:TRACED]
@@ -162,10 +163,11 @@ def _run(request: Request, count: Count, module: Any, criterion: Any, batch: Tra
         count,
         fakes.counting_resizes(count),
         contextlib.nullcontext() if request.kind.like_cuda else fakes.counting_random_states(count),
-        fakes.shapes_of_shards_uncounted(count) if request.layout.is_sharded else contextlib.nullcontext(),
+        fakes.shapes_of_shards_uncounted(count) if is_sharded else contextlib.nullcontext(),
     ):
-        layout = request.layout(request, module, criterion)
-        count.see_all(layout.parameters, "parameters")  # those that sharding replaced
+        with count.paused() if is_sharded else contextlib.nullcontext():  # whole parameters, released before the first update
+            layout = request.layout(request, module, criterion)
+        count.see_all(_tensors_of(modules), "parameters")
         try:
             # the first update makes the state of the optimizer
             for generation, (name, update) in enumerate((("first", micro_batches[:1]), ("second", micro_batches))):
@@ -176,6 +178,10 @@ def _run(request: Request, count: Count, module: Any, criterion: Any, batch: Tra
                     _update(layout, count, update, host_of(request.devices) if request.kind.like_cuda else None)
         finally:
             layout.close()
+
+
+def _tensors_of(modules: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
+    return [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
 
 
 def _update(layout: SingleDevice, count: Count, micro_batches: list[TracedBatch], host: torch.device | None) -> None:
