@@ -61,6 +61,8 @@ def make_parser(description: str | None = None) -> argparse.ArgumentParser:
     add("--strategy", choices=["auto", "replicas", "ddp", "fsdp"], default="auto", help=strategy)
     add("--max-grad-norm", type=number(float, 0), default=1.0, metavar="X", help="clip the gradient's global norm (default: 1.0)")
     add("--learning-rate", type=number(float, 0), metavar="X", help="of AdamW (default: 0.003)")
+    add("--dropout", type=number(float, 0, 1), default=0.0, metavar="P", help="rate in the network (default: none)")
+    add("--reproducible", action="store_true", help="draw the dropout of one device with any devices, ranks and micro-batches")
     add("--seed", type=number(int, 0, 2**64), default=0, metavar="N", help="of the weights and of the order of rows (default: 0)")
     add("--workers", type=number(int, 0), default=0, metavar="N", help="processes that load data, per rank (default: 0)")
     every = "save all state every N updates and at SIGTERM or Ctrl-C, in DIR/checkpoints (default: never)"
@@ -89,6 +91,8 @@ def check(flags: argparse.Namespace) -> None:
         raise ValueError("--data and --vocabulary are for --task text")
     if flags.simulate is None and (flags.plot or (flags.memory and not flags.plan)):
         raise ValueError("--memory and --plot describe simulated GPUs, expected --simulate N beside them")
+    if flags.plot and flags.dropout:
+        raise ValueError("--plot compares with plain PyTorch, whose --dropout draws other numbers: give one of them")
     if flags.plan and flags.simulate and not flags.memory:
         raise ValueError("--plan for --simulate needs their --memory, such as 2GiB")
     if not flags.resume and any((flags.out / "checkpoints").glob("step-*")):

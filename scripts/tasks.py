@@ -65,11 +65,11 @@ class Task:
 class LanguageModel(nn.Module):
     """A causal transformer over words. Its logits have the layout of ``nn.CrossEntropyLoss``: [rows, words, positions]."""
 
-    def __init__(self, words: int, width: int = 128, layers: int = 2, heads: int = 4) -> None:
+    def __init__(self, words: int, width: int = 128, layers: int = 2, heads: int = 4, dropout: float = 0.0) -> None:
         super().__init__()
         self.embedding = nn.Embedding(words, width)
         self.position = nn.Embedding(LONGEST, width)
-        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True)
+        layer = nn.TransformerEncoderLayer(width, heads, 4 * width, dropout, batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), enable_nested_tensor=False)
         self.output = nn.Linear(width, words)
         for embedding in (self.embedding, self.position):
@@ -87,7 +87,7 @@ class LanguageModel(nn.Module):
 class DigitClassifier(nn.Sequential):
     """A small convolutional network. Group norm, because batch norm would mix the rows of a shard."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__(
             nn.Conv2d(1, 32, 3, padding=1),
             nn.GroupNorm(4, 32),
@@ -98,11 +98,12 @@ class DigitClassifier(nn.Sequential):
             nn.ReLU(),
             nn.MaxPool2d(2),
             nn.Flatten(),
+            nn.Dropout(dropout),
             nn.Linear(64 * 2 * 2, 10),
         )
 
 
-def text_task(data: Path | None, vocabulary: int | None) -> Task:
+def text_task(data: Path | None, vocabulary: int | None, dropout: float = 0.0) -> Task:
     """Predicts the next word of the sources of Python's standard library, or of ``data`` (a file or a folder).
 
     Raises:
@@ -129,7 +130,7 @@ def text_task(data: Path | None, vocabulary: int | None) -> Task:
     description = f"text: {counts.total():,} words, {size:,} of them different, rows of {mean:.0f} and at most {inputs.size(1)}"
     return Task(
         description,
-        LanguageModel(size),
+        LanguageModel(size, dropout=dropout),
         train,
         validation,
         learning_rate=3e-3,
@@ -193,7 +194,7 @@ def unigram_loss(train: Tensor, validation: Tensor, size: int) -> float:
     return float(-(counts / counts.sum()).log()[validation.flatten()].mean())
 
 
-def digits_task() -> Task:
+def digits_task(dropout: float = 0.0) -> Task:
     """Classifies scikit-learn's 1,797 handwritten digits of 8 x 8 pixels."""
     from sklearn.datasets import load_digits
 
@@ -203,7 +204,7 @@ def digits_task() -> Task:
     held_out = torch.arange(len(inputs)) % 5 == 4
     return Task(
         f"digits: {len(inputs):,} images of 8 x 8 pixels in 10 classes",
-        DigitClassifier(),
+        DigitClassifier(dropout),
         Rows(inputs[~held_out], targets[~held_out]),
         Rows(inputs[held_out], targets[held_out]),
         learning_rate=3e-3,

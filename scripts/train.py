@@ -7,11 +7,13 @@ A model sharded over them:                                torchrun ... scripts/t
 Four simulated GPUs, compared with plain PyTorch:         python scripts/train.py --simulate 4 --plot runs/memory.png
 A run that survives being killed, run again:              python scripts/train.py --checkpoint-every 50 --resume
 Equal numbers of rows in place of equal cost:             python scripts/train.py --pack rows --devices cpu,cpu,cpu
+With dropout, and the same losses in all of these:        python scripts/train.py --dropout 0.1 --reproducible
 A plan of what fits, without training:                    python scripts/train.py --plan --simulate 4 --memory 48MiB
 Curves, and a page about the memory of an update:         python scripts/train.py --tensorboard --html runs/memory.html
 
 The losses are the same each time. --batch-size is the effective batch over all devices and ranks. Its split into replicas,
-ranks and micro-batches does not change loss or gradients. Copy this file; the two tasks are in tasks.py.
+ranks and micro-batches does not change loss or gradients, nor with --dropout if --reproducible. Copy this file; the two tasks
+are in tasks.py.
 """
 
 import argparse
@@ -75,6 +77,7 @@ def train(flags: argparse.Namespace, task: Task, model: Any, criterion: DataPara
         precision=flags.precision,
         max_grad_norm=flags.max_grad_norm,
         cut=make_cut(flags, task.train),
+        reproducible=flags.reproducible,
     )
     each_row = DataParallelCriterion(nn.CrossEntropyLoss(reduction="none"), precision=flags.precision)
 
@@ -190,7 +193,8 @@ def main() -> None:
     with contextlib.ExitStack() as stack:
         with one_line_errors(parser):
             check(flags)
-            task = digits_task() if flags.task == "digits" else text_task(flags.data, flags.vocabulary)
+            is_text = flags.task == "text"
+            task = text_task(flags.data, flags.vocabulary, flags.dropout) if is_text else digits_task(flags.dropout)
             if flags.plan:
                 plan = make_plan(flags, task)
                 print(plan)

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 import torch
+from helpers.by_row import Dropping, drawing_by_row
 from helpers.problems import BODIES, LOSSES, OnTop, assert_same_gradients, gradients, make_targets, plain_program, zero_gradients
 from helpers.ranks import run_ranks
 from helpers.slow import slow, slow_but
@@ -13,6 +14,8 @@ from hypothesis import strategies as st
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize
 from balanced_parallel.loss.sums import LossSum
+from balanced_parallel.runtime.row_random import BatchRandom
+from balanced_parallel.training import reproducible
 
 pytestmark = pytest.mark.usefixtures("double")
 
@@ -75,6 +78,7 @@ class Case:
     micro_batch_size: int | None
     windows: list[list[int]]  # for each rank, the rows of what it adds, one after the other
     whole: bool  # whether each rank passes all of its rows to step(...) instead
+    dropout: bool = False  # with random numbers that follow the rows
 
 
 @st.composite
@@ -82,6 +86,7 @@ def cases(draw, ranks):
     windows = [draw(st.lists(st.integers(0, 5), max_size=3)) for _ in range(ranks)]
     if sum(map(sum, windows)) == 0:
         windows[draw(st.integers(0, ranks - 1))] = [draw(st.integers(1, 7))]
+    dropout = draw(st.booleans())
     return Case(
         body=draw(st.sampled_from(sorted(BODIES))),
         loss=draw(st.sampled_from(sorted(LOSSES))),
@@ -89,7 +94,8 @@ def cases(draw, ranks):
         devices=draw(st.integers(1, 4)) if ranks == 1 else 1,
         micro_batch_size=draw(st.sampled_from([None, 1, 2, 3])),
         windows=windows,
-        whole=draw(st.booleans()),
+        whole=draw(st.booleans()) or (dropout and ranks > 1),
+        dropout=dropout,
     )
 
 
@@ -100,12 +106,20 @@ def check_case(rank, case):
     rows = sum(map(sum, case.windows))
     inputs = torch.randn(rows, 4, generator=torch.Generator().manual_seed(rows))
     targets = make_targets(kind, rows, int(case.ignored * rows))
-    loss, expected = plain_program(OnTop(case.loss, case.body), make_criterion(), inputs, targets)
+    plain, module = OnTop(case.loss, case.body), OnTop(case.loss, case.body)
+    plain_criterion, criterion = make_criterion(), make_criterion()
+    if not case.dropout:
+        loss, expected = plain_program(plain, plain_criterion, inputs, targets)
+    else:
+        plain, module = Dropping(plain), Dropping(module)
+        seed = int(torch.empty((), dtype=torch.int64).random_(generator=torch.Generator().manual_seed(7)))
+        with drawing_by_row(seed, range(rows), lambda count: plain(inputs[:1].expand(count, -1))):
+            loss, expected = plain_program(plain, plain_criterion, inputs, targets)
+        torch.manual_seed(7 + rank)  # the first rank's seed is that of all
 
-    module, criterion = OnTop(case.loss, case.body), make_criterion()
     model, parallel = parallelize(module, criterion, ["cpu"] * case.devices)
     optimizer = torch.optim.SGD([*module.parameters(), *parallel.parameters()], lr=0.0)
-    step = TrainStep(model, parallel, optimizer, micro_batch_size=case.micro_batch_size)
+    step = TrainStep(model, parallel, optimizer, micro_batch_size=case.micro_batch_size, reproducible=case.dropout)
     mine = case.windows[rank]
     start = sum(map(sum, case.windows[:rank]))
     if case.whole:
@@ -160,5 +174,26 @@ def test_comparison_detects_division_by_the_number_of_micro_batches(monkeypatch)
     monkeypatch.setattr(DataParallelCriterion, "loss_sums", means)
     monkeypatch.setattr(DataParallelCriterion, "weigh_targets", lambda self, *targets: None)
     case = Case("mlp", "CrossEntropyLoss", 0.0, 1, None, [[3, 1]], False)
+    with pytest.raises(AssertionError, match="not close"):
+        check_case(0, case)
+
+
+def test_comparison_detects_rows_that_each_rank_numbers_from_zero(monkeypatch):
+    case = Case("mlp", "MSELoss", 0.0, 1, None, [[2], [3]], True, dropout=True)
+    assert run_ranks(2, check_case, case) == [4, 4]
+    with pytest.raises(AssertionError, match="not close"):
+        run_ranks(2, check_case_from_zero, case, fresh=True)
+
+
+def check_case_from_zero(rank, case):
+    reproducible.rank = lambda: 0
+    return check_case(rank, case)
+
+
+def test_comparison_detects_numbers_that_do_not_follow_the_rows(monkeypatch):
+    """Numbers the rows of each shard from zero."""
+    drawing = BatchRandom.drawing
+    monkeypatch.setattr(BatchRandom, "drawing", lambda self, part, rows, device: drawing(self, part, range(len(rows)), device))
+    case = Case("mlp", "MSELoss", 0.0, 2, 1, [[5]], True, dropout=True)
     with pytest.raises(AssertionError, match="not close"):
         check_case(0, case)

@@ -231,11 +231,6 @@ def test_doctor_lists_findings_and_exits_with_code_1(nets, capsys):
     assert second.startswith("- the loss: the divisor of the mean of distance is unknown")
 
 
-def test_doctor_with_only_notes_exits_with_code_0(nets, capsys):
-    assert main(["doctor", "--problem", nets("recurrent")]) == 0
-    assert capsys.readouterr().out.startswith("- note: 0 (LSTM) ")
-
-
 def test_doctor_finds_waits_by_a_step_on_simulated_devices(nets, capsys):
     assert main(["doctor", "--problem", nets("waiting")]) == 0
     (line,) = capsys.readouterr().out.splitlines()

@@ -133,6 +133,7 @@ LONG = 700
 SHORT = 80
 SHORT_FILES: dict[str, str] = {  # with the reason
     "memory.errors": "seven importers",
+    "runtime.dropout_kernel": "imports Triton, which is optional",
     "strategies.replicas": "one file per strategy",
 }
 
@@ -325,18 +326,18 @@ SINGLE_IMPORTER = {  # with the reason why a module is not part of its only impo
     "memory.planning": "a public function",
     "memory.trace.stacks": "sequences of allocations; the tracer runs updates",
     "memory.snapshots": "a file format of torch",
-    "optim.rank_shards": "ranks beside the devices of replica_shards",
-    "optim.replica_shards": "devices beside the ranks of rank_shards",
+    "optim.replica_shards": "devices beside the ranks of balanced",
     "savings.evaluation": "public names",
     "savings.inplace": "a public function",
     "savings.lm_heads": "a public function",
     "savings.offloading": "a public function",
     "simulation.cluster": "the public name",
     "simulation.device_module": "the module that torch asks for the devices",
-    "simulation.torch_data_parallel": "functions of torch for simulated devices",
     "strategies.launch": "the environment of torchrun",
+    "runtime.dropout_kernel": "imports Triton, which is optional",
     "strategies.replicas": "one file per strategy",
     "training.checkpoint_files": "imported at the first use: its imports take seconds",
+    "training.reproducible": "a public argument",
     "training.settings": "the settings of ranks",
     "training.two_passes": "another way to run an update",
 }

@@ -1,16 +1,14 @@
 """Batches whose rows cost differently, such as sentences of different lengths.
 
-Equal numbers of rows would give one device the long ones, and pad all others to them. Here rows are sorted by cost and cut into
-devices x micro-batches shards of about the same cost, each padded to its own longest row. Neighbours run together, since they
-take the same time::
+Rows are sorted by cost and cut into devices x micro-batches shards of about the same cost, each padded to its own longest row.
+Neighbours run together, since they take the same time::
 
                  time ->
                  micro-batch 0    micro-batch 1
     device 0     2 rows of 90     6 rows of 30
     device 1     3 rows of 60     9 rows of 20
 
-A batch is a list of samples, of which ``collate`` makes a shard, or padded tensors, which are trimmed to the longest row of a
-shard.
+A batch is a list of samples, of which ``collate`` makes shards, or padded tensors, which are trimmed.
 """
 
 import math
@@ -23,7 +21,7 @@ from torch import Tensor
 from ..runtime.values import check_number, check_type
 from . import containers
 from .plan import Combine, Plan, RowNumbers, cost_of_shard, count_micro_batches, cut_by_cost, cut_to_budget
-from .rows import Along, Arguments, Rows, RowShards, Shard, count_rows, cut, move_leaves
+from .rows import Along, Arguments, RowShards, Shard, count_rows, map_marked, move_leaves, take, without_mark
 
 Mark = Callable[[Any, tuple[Any, ...]], tuple[Arguments, Arguments, tuple[int, int]]]
 Trim = int | Mapping[str, int]
@@ -34,17 +32,12 @@ class ByCost:
 
     Args:
         cost: returns the cost of a sample, with ``collate``; otherwise the costs of all rows, ``cost(inputs)``.
-        collate: makes ``(inputs, targets)`` of any list of samples, or a mapping of inputs with ``"labels"``. A batch is
-            such a list then: ``step(samples)``.
+        collate: makes ``(inputs, targets)``, or inputs with ``"labels"``, of any list of samples, as in ``step(samples)``.
         trim: dimension of padded inputs and targets that is cut to the largest cost in a shard, or a mapping to it from an
             argument of the model by name, and from ``"targets"``. ``None`` cuts nothing.
         combine: cost of a shard, from the costs of its rows. It must not decrease with another row. ``None`` is rows x longest,
             the size of a padded shard.
         limit: cost per device at most in one forward, in place of ``micro_batch_size``.
-
-    Raises:
-        TypeError: an argument that is not a function, a number or a dimension.
-        ValueError: ``collate`` and ``trim`` together, or a limit that is not positive.
 
     Example:
         >>> net = torch.nn.Embedding(10, 4)
@@ -64,8 +57,7 @@ class ByCost:
         combine: Combine | None = None,
         limit: float | None = None,
     ) -> None:
-        for name, function in (("cost", cost), ("collate", collate or sum), ("combine", combine or sum)):
-            check_type(name, function, Callable, "a function")
+        _check_functions(cost=cost, collate=collate or sum, combine=combine or sum)
         for dim in trim.values() if isinstance(trim, Mapping) else [trim] if trim is not None else []:
             check_number("trim", dim, "a dimension, or a mapping to dimensions from the names of arguments", whole=True)
         if collate is not None and trim is not None:
@@ -77,25 +69,26 @@ class ByCost:
     def open(
         self, inputs: Any, targets: tuple[Any, ...], mark: Mark, names: Sequence[str], *, unit: str, is_strict: bool
     ) -> "CostBatch":
-        """Returns a batch, taken apart.
+        """Returns a batch. ``mark`` returns inputs and targets with marks, and the dimensions of their rows.
 
-        ``mark`` returns inputs and targets with marks, and the dimensions of their rows. ``names`` are the arguments of
-        ``forward``, ``unit`` that of a limit, ``"rows"`` or ``"cost"``. If it is strict, a row over the limit is an error;
-        otherwise it runs alone.
+        ``names`` are the arguments of ``forward``, ``unit`` that of a limit, ``"rows"`` or ``"cost"``. If strict, a row over
+        the limit is an error; otherwise it runs alone.
         """
-        if self.collate is not None:
-            batch: CostBatch = _Samples(self, inputs, targets, mark)
-        else:
-            batch = _Padded(self, inputs, targets, mark, names)
+        is_list = self.collate is not None
+        batch = _Samples(self, inputs, targets, mark) if is_list else _Padded(self, inputs, targets, mark, names)
         batch.unit, batch.is_strict = unit, is_strict
         return batch
 
 
+def _check_functions(**functions: Any) -> None:
+    for name, function in functions.items():
+        check_type(name, function, Callable, "a function")
+
+
 def check_limit(name: str, cost: Any) -> None:
     """Raises ``TypeError`` or ``ValueError`` unless ``cost`` is a positive number or None."""
-    if cost is not None:
-        expected = "a positive number, the cost of a device in one forward"
-        check_number(name, cost, expected, at_least=math.ulp(0.0))  # the smallest positive number
+    if cost is not None:  # ulp(0) is the smallest positive number
+        check_number(name, cost, "a positive number, the cost of a device in one forward", at_least=math.ulp(0.0))
 
 
 class CostBatch:
@@ -108,6 +101,7 @@ class CostBatch:
 
     def __init__(self, cut: ByCost, inputs: Any, targets: Any, costs: list[float]) -> None:
         self.inputs, self.targets, self.costs, self._combine = inputs, targets, costs, cut.combine
+        self.rows = len(costs)
         self.counted_targets: list[tuple[Any, ...]] = []  # of the planned shards
 
     def shard(self, rows: RowNumbers, device: torch.device) -> Shard:
@@ -122,14 +116,12 @@ class CostBatch:
             raise ValueError(f"split={weights} of the model and cost= were given, expected one of them")
         if not self.has_example:
             return iter([])
-        plan = self._runs(len(devices), limit, agree)
-        shards = [[self.shard(rows, device) for rows, device in zip(runs, devices, strict=False)] for runs in plan]
+        shards = [
+            [_pinned(self.shard(rows, device)) for rows, device in zip(runs, devices, strict=False)]
+            for runs in self._runs(len(devices), limit, agree)
+        ]
         shards_of_all = [shard for row in shards for shard in row] or [self.shard([], devices[0])]
         self.counted_targets = [move_leaves(shard.targets.inputs, None) for shard in shards_of_all]
-        if any(device.type != "cpu" for device in devices):
-            shards = [
-                [shard._replace(inputs=pinned(shard.inputs), targets=pinned(shard.targets)) for shard in row] for row in shards
-            ]
         return iter(shards)
 
     def check_weight(self, weigh: Callable[..., Any]) -> None:
@@ -181,19 +173,18 @@ class _Samples(CostBatch):
             raise TypeError("step was given targets beside a list of samples, expected step(samples): collate= makes the targets")
         super().__init__(cut, samples, targets, [cut.cost(sample) for sample in samples])
         cut.example = list(samples[:1]) or cut.example
-        self._collate, self._mark, self._example = cut.collate, mark, cut.example
+        self._collate: Any = cut.collate
+        self._mark, self._example = mark, cut.example
         self.has_example = bool(self._example)
 
     def shard(self, rows: RowNumbers, device: torch.device) -> Shard:
         """Returns what ``collate`` makes of some samples, which must have one row for each."""
-        assert self._collate is not None
         chosen = [self.inputs[row] for row in rows] or self._example
-        collated = inputs_and_targets(self._collate(chosen))
-        inputs, targets, dims = self._mark(collated[0], containers.spread(collated[1]))
+        of_model, of_criterion = inputs_and_targets(self._collate(chosen))
+        inputs, targets, dims = self._mark(of_model, containers.spread(of_criterion))
         for name, node, dim in zip(("inputs", "targets"), (inputs, targets), dims, strict=True):
             count = count_rows(node, dim, len(chosen))
-            # targets may be flattened
-            if count is None or count % len(chosen) or (name == "inputs" and count != len(chosen)):
+            if not count or count % len(chosen) or (name == "inputs" and count != len(chosen)):  # targets may be flattened
                 raise ValueError(
                     f"collate was given {len(chosen)} samples and returned {name} with {count or 'no'} rows, expected one row "
                     f"for each sample, {len(chosen)}"
@@ -216,9 +207,7 @@ class _Padded(CostBatch):
             raise ValueError(f"cost= returned {len(self.costs)} costs for {rows or 'no'} rows, expected one number for each row")
         target_rows = count_rows(marked_targets, self._dims[1], rows)
         if target_rows not in (None, rows):
-            raise ValueError(
-                f"the targets have {target_rows} rows and the inputs {rows}, expected the same number where rows are cut by cost"
-            )
+            raise ValueError(f"the targets have {target_rows} rows and the inputs {rows}, expected as many for a cut by cost")
         self._whole = Shard(arguments, marked_targets, range(rows), rows, torch.device("cpu"))
         self._trims = [] if cut.trim is None else _trims(self._whole, cut.trim, names, self.costs)
         self.weighed = targets if self._trims else None
@@ -236,16 +225,14 @@ class _Padded(CostBatch):
 def _rows_of(shard: Shard, rows: RowNumbers, dims: tuple[int, int]) -> Shard:
     """Returns copies of some rows of a shard."""
     rows = list(rows)
-    (inputs,), (targets,) = cut(shard.inputs, [rows], dims[0]), cut(shard.targets, [rows], dims[1])
+    inputs, targets = take(shard.inputs, rows, dims[0]), take(shard.targets, rows, dims[1])
     return shard._replace(inputs=inputs, targets=targets, rows=rows, target_rows=len(rows))
 
 
 def _shorten(leaf: Any, dim: int | None, length: int) -> Any:
     """Returns the first ``length`` entries of a tensor along ``dim``."""
-    if dim is None:
-        return leaf
-    if type(leaf) is Along:
-        return Along(_shorten(leaf.leaf, dim, length), leaf.dim)
+    if dim is None or type(leaf) is Along:
+        return leaf if dim is None else Along(_shorten(leaf.leaf, dim, length), leaf.dim)
     return leaf.narrow(dim, 0, min(length, leaf.size(dim)))
 
 
@@ -255,38 +242,33 @@ def _trims(whole: Shard, trim: Trim, names: Sequence[str], costs: Sequence[float
     positions = [names[at] if at < len(names) else str(at) for at in range(len(inputs))]
     values = [*zip(positions, inputs, strict=True), *kwargs.items(), ("targets", whole.targets)]
     if isinstance(trim, Mapping) and (unknown := trim.keys() - {name for name, _ in values}):
-        raise ValueError(
-            f"trim= names {', '.join(map(str, unknown))}, expected some of {', '.join(name for name, _ in values)}: the "
-            "arguments of the model that were passed, and the targets"
-        )
+        names = [name for name, _ in values]
+        raise ValueError(f"trim= names {', '.join(map(str, unknown))}, expected some of {', '.join(names)}, which were passed")
     dims: list[int | None] = []
     length: int | None = None
     for name, value in values:
         dim = trim.get(name) if isinstance(trim, Mapping) else trim
         for _, leaf in containers.leaves(value):
-            tensor = leaf.leaf if type(leaf) is Along else leaf
+            tensor = without_mark(leaf)
             has_dim = dim is not None and isinstance(tensor, Tensor) and tensor.dim() > dim
             length = tensor.size(dim) if has_dim and length is None else length
             dims.append(dim if has_dim and (isinstance(trim, Mapping) or tensor.size(dim) == length) else None)
     for row, cost in enumerate(costs):
         if cost != int(cost) or length is None or cost > length:
-            raise ValueError(
-                f"the cost of row {row} is {cost}, expected a number of entries, at most {length}: trim={trim!r} keeps so many"
-            )
+            raise ValueError(f"the cost of row {row} is {cost}, expected a number of entries, at most {length}, to trim to")
     return dims
 
 
-def pinned(node: Any) -> Any:
-    """Returns ``node`` with tensors of the host in page-locked memory, so that copies to a device do not wait."""
+def _pinned(shard: Shard) -> Shard:
+    """Returns a shard with tensors of the host in page-locked memory, so that copies to an accelerator do not wait."""
+    if shard.device.type == "cpu":
+        return shard
 
     def pin(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return leaf.pin_memory() if leaf.is_cpu and leaf.layout == torch.strided else leaf
-        if type(leaf) is Along:
-            return Along(pinned(leaf.leaf), leaf.dim)
-        return Rows([pinned(entry) for entry in leaf.entries]) if isinstance(leaf, Rows) else leaf
+        can_pin = isinstance(leaf, Tensor) and leaf.is_cpu and leaf.layout == torch.strided
+        return leaf.pin_memory() if can_pin else leaf
 
-    return containers.map_leaves(pin, node)
+    return shard._replace(inputs=map_marked(pin, shard.inputs), targets=map_marked(pin, shard.targets))
 
 
 def shard_by_cost(
@@ -299,8 +281,8 @@ def shard_by_cost(
 ) -> tuple[Any, Any]:
     """Splits samples of unequal cost into shards, and pads each shard on its own.
 
-    Returns inputs for a :class:`DataParallelModel`, and targets for a :class:`DataParallelCriterion`. Each tensor is a
-    :class:`PerReplica` of the shards. The gathered outputs have the order of the samples.
+    Returns inputs for a :class:`DataParallelModel` and targets for a :class:`DataParallelCriterion`, in a :class:`PerReplica` for
+    each tensor. The gathered outputs have the order of the samples.
 
     Args:
         samples: one for each row.
@@ -310,7 +292,6 @@ def shard_by_cost(
         combine: cost of a shard, from the costs of its rows, as in :class:`ByCost`.
 
     Raises:
-        TypeError: an argument of another type.
         ValueError: there are no samples, a cost is negative or not finite, or ``collate`` returns something else.
 
     Example:
@@ -325,8 +306,7 @@ def shard_by_cost(
     """
     check_type("samples", samples, Sequence, "a list with one sample for each row")
     check_number("shards", shards, "the number of devices", at_least=1, whole=True)
-    for name, function in (("cost", cost), ("collate", collate), ("combine", combine or sum)):
-        check_type(name, function, Callable, "a function")
+    _check_functions(cost=cost, collate=collate, combine=combine or sum)
     if not samples:
         raise ValueError("there are no samples, expected at least one")
     runs = cut_by_cost([cost(sample) for sample in samples], shards, combine) if shards > 1 else [list(range(len(samples)))]
@@ -342,10 +322,7 @@ def inputs_and_targets(collated: Any) -> tuple[Any, Any]:
         return collated, collated["labels"]
     if isinstance(collated, (tuple, list)) and len(collated) == 2:
         return collated[0], collated[1]
-    raise ValueError(
-        f"collate returned {containers.describe(collated)}, expected (inputs, targets), or a mapping of inputs with 'labels', "
-        "which are the targets"
-    )
+    raise ValueError(f"collate returned {containers.describe(collated)}, expected (inputs, targets), or a mapping with 'labels'")
 
 
 def as_shards(parts: Sequence[Any], sizes: Sequence[int], order: Sequence[int] | None = None) -> Any:

@@ -1,16 +1,14 @@
-"""Nested containers of a batch: their leaves, functions that map, split and merge them, and the dimensions of the rows in them.
+"""Nested containers of a batch: their leaves, functions that map and merge them, and the dimensions of the rows in them.
 
-torch's ``scatter`` and ``gather`` support tuples, lists and dicts only. They pass a dataclass whole to every replica, cannot
-gather one, and break strings (pytorch#41327, #62466, #13447). Here all containers keep their type: tuples, named tuples, lists,
-mappings (including ``ModelOutput`` and ``BatchEncoding`` of Hugging Face) and dataclasses. The dimensions of the rows are those
-of a whole structure, or entry by entry, like ``in_dims`` and ``out_dims`` of ``torch.vmap``.
+torch's ``scatter`` and ``gather`` support tuples, lists and dicts only, and break strings (pytorch#41327, #62466, #13447). Here
+named tuples, mappings and dataclasses keep their type too, including ``ModelOutput`` and ``BatchEncoding`` of Hugging Face.
 """
 
 import copy
 import dataclasses
 import numbers
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard, cast
 
 import torch
 from torch.nn.utils.rnn import PackedSequence
@@ -30,25 +28,16 @@ class Container(NamedTuple):
     rebuild: Callable[[Sequence[Any]], Any]
 
 
-_PLACES = [f"[{index}]" for index in range(16)]
-
-
 def is_plain(value: object) -> bool:
     """Returns True for a string, bytes, a number, or a bool."""
     return isinstance(value, (str, bytes, numbers.Number)) and not isinstance(value, torch.Tensor)
 
 
 def is_row_list(value: object) -> TypeGuard[Sequence[Any]]:
-    """Returns True for a sequence with one plain value per row.
-
-    This is a list of plain values, in which some entries may be ``None``; an empty list; or a tuple of strings, which
-    ``default_collate`` makes of strings.
-    """
-    if isinstance(value, Leaf):
-        return False
+    """Returns True for a list with one plain value or None per row, or a tuple of strings, as ``default_collate`` makes it."""
     if type(value) is tuple:
         return bool(value) and all(isinstance(entry, (str, bytes)) for entry in value)
-    if not isinstance(value, list):
+    if isinstance(value, Leaf) or not isinstance(value, list):
         return False
     return all(is_plain(entry) or entry is None for entry in value) and (not value or any(entry is not None for entry in value))
 
@@ -56,7 +45,7 @@ def is_row_list(value: object) -> TypeGuard[Sequence[Any]]:
 def open_container(node: Any) -> Container | None:
     """Takes a container apart. Returns None for a leaf: a tensor, a list of plain values, or any other object."""
     if type(node) is tuple and not is_row_list(node):  # the most frequent container: skips the slower checks below
-        return Container(_PLACES[: len(node)], list(node), tuple) if len(node) <= len(_PLACES) else _open_sequence(node)
+        return _open_sequence(node)
     if isinstance(node, (torch.Tensor, PackedSequence, Leaf)) or is_row_list(node):  # a PackedSequence's fields have no rows
         return None
     if isinstance(node, Mapping):  # before dataclasses: a ModelOutput is both, and its mapping has no entries that are None
@@ -138,10 +127,8 @@ def zip_leaves(function: Callable[[str, list[Any]], Any], nodes: Sequence[Any], 
     opened = [container for container in containers if container is not None]
     if not opened:
         return function(place, list(nodes))
-    for index, node in enumerate(nodes[1:], 1):
-        container = containers[index]
-        same_type = container is not None and containers[0] is not None and type(node) is type(first)
-        if not same_type or container is None or container.places != opened[0].places:
+    for index, (node, container) in enumerate(zip(nodes[1:], containers[1:], strict=True), 1):
+        if containers[0] is None or container is None or type(node) is not type(first) or container.places != opened[0].places:
             hint = _LISTS if type(first) is type(node) is list else ""
             raise ValueError(
                 f"the structures differ at {place or 'the top'}: {describe(first)} in the first, {describe(node)} in number "
@@ -182,19 +169,14 @@ def check_dim(dim: Any) -> None:
 
 def check_dims(dims: Any, name: str) -> None:
     """Raises ``TypeError`` if ``dims`` contains anything but integers, ``None``, sequences and mappings."""
-    if isinstance(dims, Mapping):
-        entries = list(dims.values())
-    elif isinstance(dims, Sequence) and not isinstance(dims, (str, bytes)):
-        entries = list(dims)
-    elif dims is None or (isinstance(dims, int) and not isinstance(dims, bool)):
-        return
-    else:
+    if isinstance(dims, (Mapping, Sequence)) and not isinstance(dims, (str, bytes)):
+        for entry in dims.values() if isinstance(dims, Mapping) else dims:
+            check_dims(entry, name)
+    elif dims is not None and (isinstance(dims, bool) or not isinstance(dims, int)):
         raise TypeError(
             f"{name} contains {dims!r}, expected the dimension of the rows, None for a value without rows, or a sequence or a "
             "mapping of these"
         )
-    for entry in entries:
-        check_dims(entry, name)
 
 
 def leaf_dims(node: Any, dims: Dims, default: int | None, place: str = "") -> Iterator[int | None]:
@@ -213,20 +195,16 @@ def leaf_dims(node: Any, dims: Dims, default: int | None, place: str = "") -> It
         return
     if container is None:
         raise ValueError(f"{place or 'the value'} is {describe(node)}, but the dimensions {dims!r} are given for a container")
-    names = _names(container)
+    names = entry_names(container)
     if isinstance(dims, Mapping):
-        if unknown := [key for key in dims if str(key) not in names]:
-            raise ValueError(
-                f"{place or 'the value'} has entries {', '.join(names)}, but dimensions are given for {unknown[0]!r}"
-            )
         by_name = {str(key): entry for key, entry in dims.items()}
+        if unknown := by_name.keys() - set(names):
+            raise ValueError(f"{place or 'the value'} has entries {', '.join(names)}, but dims are given for {min(unknown)!r}")
         entries = [by_name.get(name, default) for name in names]
+    elif len(dims) != len(names):
+        raise ValueError(f"{place or 'the value'} has {len(names)} entries, but the dimensions {dims!r} are for {len(dims)}")
     else:
         entries = list(dims)
-        if len(entries) != len(names):
-            raise ValueError(
-                f"{place or 'the value'} has {len(names)} entries, but the dimensions {dims!r} are given for {len(entries)}"
-            )
     for key, child, entry in zip(container.places, container.children, entries, strict=True):
         yield from leaf_dims(child, entry, default, place + key)
 
@@ -236,14 +214,13 @@ def dims_at(node: Any, dims: Dims, key: Any) -> Dims:
     if dims is None or isinstance(dims, int):
         return dims
     if isinstance(dims, Mapping):
-        part: Dims = dims.get(key, 0)
-        return part
+        return cast(Dims, dims.get(key, 0))
     container = open_container(node)
-    names = [] if container is None else _names(container)
+    names = [] if container is None else entry_names(container)
     return dims[names.index(str(key))] if str(key) in names else 0
 
 
-def _names(container: Container) -> list[str]:
+def entry_names(container: Container) -> list[str]:
     """Returns the names of the entries as a user writes them in ``dims``: ``logits`` for ``.logits``, ``0`` for ``[0]``."""
     return [place.strip(".[]'\"") for place in container.places]
 

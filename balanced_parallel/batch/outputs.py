@@ -5,18 +5,18 @@ exchange the layouts of their outputs. So sizes may differ, and a mismatch raise
 """
 
 import functools
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, Self, cast
 
 import torch
 import torch.nn.functional as F
 
-from ..runtime.collectives import gather_objects, gather_rows, world_size
+from ..runtime.collectives import by_value, gather_objects, gather_rows, world_size
 from ..runtime.devices import DeviceLike, move, resolve_device, visible_devices
 from ..runtime.values import check_type
 from . import containers
 from .containers import Dims, check_dim, check_dims, dims_at, leaf_dims
+from .plan import consecutive
 
 
 def _operator(symbol: str) -> Any:
@@ -29,16 +29,13 @@ class PerReplica(list[Any], containers.Leaf):
 
     ``len``, ``for``, ``zip`` and indexing with a number work as for any list. A key or an attribute applies to each entry:
     ``outputs["logits"]`` and ``outputs.logits`` return a ``PerReplica`` of the logits. Operators and functions of tensors raise
-    an error. :class:`DataParallelCriterion` accepts a ``PerReplica``. So does another :class:`DataParallelModel`, without moving
-    rows that are on the right device already.
+    an error. A :class:`DataParallelCriterion` accepts it, and another :class:`DataParallelModel`, whose replicas use rows that
+    are on the right device in place.
 
     Args:
         entries: one entry per replica that had rows.
         sizes: number of rows of each entry; None if the batch had no rows.
         dim: dimension of the rows in the entries, or one dimension per part of an entry.
-
-    Raises:
-        ValueError: there is not one size for each entry, or the parts of an entry are not those of ``dim``.
 
     Example:
         >>> outputs = PerReplica([torch.zeros(3, 10), torch.zeros(2, 10)], [3, 2])
@@ -76,14 +73,9 @@ class PerReplica(list[Any], containers.Leaf):
         return gather(self, device)
 
     def map(self, function: Callable[[Any], Any], dim: Dims = None) -> "PerReplica":
-        """Returns a ``PerReplica`` of ``function(entry)`` for each entry, with the same rows.
+        """Returns a ``PerReplica`` of ``function(entry)`` for each entry, with the same rows in the same order.
 
-        Args:
-            function: must keep the order of the rows.
-            dim: dimension of the rows in the results; ``None`` means that of the entries.
-
-        Raises:
-            ValueError: if ``dim`` is needed: entries have several dimensions, and the results another structure.
+        ``dim`` is the dimension of the rows in the results. ``None`` means that of the entries.
         """
         return PerReplica(map(function, self), self.sizes, self.dim if dim is None else dim).in_order(self.order)
 
@@ -106,13 +98,11 @@ class PerReplica(list[Any], containers.Leaf):
             raise ValueError("outputs of rows that were cut by cost have another order than the batch: call gather() first")
         entries: list[Any] = []
         sizes: list[int] = []
-        ends = list(itertools.accumulate(size or 0 for size in self.sizes))
-        for entry, size, end in zip(self, self.sizes, ends, strict=True):
-            first, last = max(start, end - (size or 0)), min(start + rows, end)
-            if first < last or (rows == 0 and not entries):
-                offset = min(max(first - end + (size or 0), 0), size or 0)
-                entries.append(_narrow(entry, offset, max(last - first, 0), self.dim, size or 0))
-                sizes.append(max(last - first, 0))
+        for entry, part in zip(self, consecutive([size or 0 for size in self.sizes]), strict=True):
+            first, count = max(start, part.start), max(min(start + rows, part.stop) - max(start, part.start), 0)
+            if count or (rows == 0 and not entries):
+                entries.append(_narrow(entry, first - part.start if count else 0, count, self.dim, len(part)))
+                sizes.append(count)
         return PerReplica(entries, sizes, self.dim)
 
     def on(self, device: torch.device) -> Any:
@@ -198,23 +188,20 @@ def gather(outputs: Sequence[Any], device: DeviceLike | None = None, dim: int | 
     """Concatenates the outputs of the replicas, in the order of the rows.
 
     Tensors are concatenated along ``dim``, and 0-dim tensors are stacked. Lists of plain values are concatenated, one plain value
-    per replica becomes a list, and ``None`` stays ``None``. Tuples, named tuples, lists, mappings and dataclasses keep their
-    type. Gradients flow back to all replicas. Outputs of rows that were cut by cost come in the order of the batch, padded with
-    zeros to the longest. Several rows for each row of the batch, such as views or flattened tokens, need an order.
+    per replica becomes a list, and ``None`` stays ``None``. Containers keep their type. Gradients flow back to all replicas.
+    Outputs of rows that were cut by cost come in the order of the batch, padded with zeros to the longest.
 
-    In a process group with several ranks, the outputs of all ranks are gathered on every rank, in the order of the ranks. All
-    ranks must call this function. Sizes may differ, nothing is padded. A rank without rows passes an empty list.
+    In a process group, the outputs of all ranks are gathered on every rank, in the order of the ranks. All ranks must call this
+    function. Sizes may differ. A rank without rows passes an empty list.
 
     Args:
         outputs: one output per replica, as :class:`DataParallelModel` returns them.
-        device: device of the result. ``None`` means the device of the first output. With ``"cpu"``, outputs are moved one by
-            one, so no accelerator holds all rows.
-        dim: dimension of the rows. ``None`` means the ``out_dims`` of the model, which a :class:`PerReplica` carries, else 0.
+        device: device of the result; ``None`` is that of the first output. With ``"cpu"``, no accelerator holds all rows.
+        dim: dimension of the rows. ``None`` is that of a :class:`PerReplica`, else 0.
 
     Raises:
-        TypeError: if ``outputs`` is not a list or tuple, or contains an object that cannot be concatenated.
-        ValueError: if there are no outputs, or their structures or shapes differ. Also if a :class:`PerReplica` has several rows
-            for each row of the batch, whose order is unknown.
+        TypeError: ``outputs`` is not a list or tuple, or contains an object that cannot be concatenated.
+        ValueError: there are no outputs, their structures or shapes differ, or the order of their rows is unknown.
 
     Example:
         >>> gather([torch.zeros(3, 10), torch.zeros(2, 10)]).shape
@@ -224,10 +211,7 @@ def gather(outputs: Sequence[Any], device: DeviceLike | None = None, dim: int | 
         {'loss': tensor([1., 2.]), 'names': ['a', 'b', 'c']}
     """
     if not isinstance(outputs, (list, tuple)) or containers.is_named_tuple(outputs):
-        raise TypeError(
-            f"gather was given {containers.describe(outputs)}, expected a list with one output per replica; "
-            "for the output of one replica write gather([output])"
-        )
+        raise TypeError(f"gather was given {containers.describe(outputs)}, expected a list: gather([output]) for one replica")
     if any(isinstance(output, containers.Leaf) for output in outputs):
         raise TypeError(
             f"gather was given a list of the outputs of {len(outputs)} calls of a model, expected those of one call: gather "
@@ -254,7 +238,7 @@ def gather(outputs: Sequence[Any], device: DeviceLike | None = None, dim: int | 
 def repeated_rows(outputs: Sequence[Any], sizes: Sequence[int | None] | None, dims: Dims) -> str | None:
     """Returns an error for outputs with several rows for each of the ``sizes`` rows of their replica, and None for others.
 
-    With two views, a and b, of rows 0, 1 and 2 on two replicas, ``a0 a1 b0 b1 a2 b2`` would be joined, not ``a0 a1 a2 b0 b1 b2``.
+    Views a and b of rows 0, 1 and 2 on two replicas would be joined as ``a0 a1 b0 b1 a2 b2``, not ``a0 a1 a2 b0 b1 b2``.
     """
     if not sizes or not sizes[0]:
         return None
@@ -276,25 +260,25 @@ def repeated_rows(outputs: Sequence[Any], sizes: Sequence[int | None] | None, di
 
 
 def join(outputs: Sequence[Any], device: DeviceLike | None, dims: Dims, *, pads: bool = False) -> Any:
-    """Gathers the outputs of this process only, as :func:`gather` does.
-
-    Dimensions that are None stand for a leaf that is the same in all replicas: the first is taken. With ``pads``, tensors that
-    are shorter than those of other replicas are padded with zeros at the end.
-    """
+    """Gathers the outputs of this process only, as :func:`gather` does. With ``pads``, shorter tensors are padded with zeros."""
     first = containers.first_tensor(list(outputs))
     target = resolve_device(device) if device is not None else first.device if first is not None else torch.device("cpu")
     dims_of_leaves = leaf_dims(outputs[0], dims, 0, "output")
 
     def join_leaves(place: str, values: list[Any]) -> Any:
         dim = next(dims_of_leaves)
-        return _join(place, _pad_alike(values, dim) if pads else values, target, dim)
+        shapes = [value.shape for value in values if pads and isinstance(value, torch.Tensor)]
+        if dim is not None and len(shapes) == len(values) and len(set(map(len, shapes))) == 1:
+            longest = [max(sizes) for sizes in zip(*shapes, strict=True)]
+            values = [pad_to(value, longest, dim) for value in values]
+        return _join(place, values, target, dim)
 
     return containers.zip_leaves(join_leaves, list(outputs), "output")
 
 
 def _join(place: str, values: list[Any], device: torch.device, dim: int | None) -> Any:
     if all(isinstance(value, torch.Tensor) for value in values):
-        return move(values[0], device) if dim is None else join_tensors(place, values, device, dim, _ADVICE)
+        return move(values[0], device) if dim is None else join_tensors(place, values, device, dim)
     if all(value is None for value in values):
         return None
     if all(containers.is_row_list(value) for value in values):
@@ -313,19 +297,17 @@ def _join(place: str, values: list[Any], device: torch.device, dim: int | None) 
     )
 
 
-_ADVICE = (
-    ": select the outputs that have rows before, as in outputs.map(lambda output: output.logits), or leave it out of the outputs"
-)
-
-
-def join_tensors(place: str, tensors: list[torch.Tensor], device: torch.device, dim: int, advice: str = "") -> torch.Tensor:
+def join_tensors(place: str, tensors: list[torch.Tensor], device: torch.device, dim: int) -> torch.Tensor:
     """Concatenates tensors on ``device`` along ``dim``; 0-dim tensors are stacked."""
     if all(tensor.dim() == 0 for tensor in tensors):
         return torch.stack([move(tensor, device) for tensor in tensors])
     layouts = {_layout(tensor, dim) for tensor in tensors}
     if len(layouts) > 1:
         shapes = " and ".join(dict.fromkeys(str(tuple(tensor.shape)) for tensor in tensors))
-        raise ValueError(f"{place} has shapes {shapes}, expected shapes that differ in dimension {dim} only{advice}")
+        raise ValueError(
+            f"{place} has shapes {shapes}, expected shapes that differ in dimension {dim} only: select the outputs that have "
+            "rows before, as in outputs.map(lambda output: output.logits)"
+        )
     if not -tensors[0].dim() <= dim < tensors[0].dim():
         raise ValueError(
             f"{place} has shape {tuple(tensors[0].shape)}, expected rows in dimension {dim}: give the dimension of the rows as "
@@ -336,10 +318,7 @@ def join_tensors(place: str, tensors: list[torch.Tensor], device: torch.device, 
 
 def _layout(tensor: torch.Tensor, dim: int) -> tuple[int, ...]:
     """Returns the shape with -1 in place of the number of rows."""
-    shape = list(tensor.shape)
-    if -len(shape) <= dim < len(shape):
-        shape[dim] = -1
-    return tuple(shape)
+    return tuple(-1 if at in (dim, dim + tensor.dim()) else size for at, size in enumerate(tensor.shape))
 
 
 class _Header(containers.Leaf):
@@ -363,63 +342,56 @@ class _Header(containers.Leaf):
     def __repr__(self) -> str:
         return f"{self.kind} {self.layout}"
 
-    def empty_leaf(self, device: torch.device) -> Any:
+    def make_empty(self, device: torch.device) -> Any:
         """Returns a leaf of this layout without rows."""
-        if isinstance(self.kind, torch.dtype) and self.dim is None:
-            raise ValueError(
-                f"{self} is the same in all replicas, but a rank without outputs does not have it: leave it out of the outputs"
-            )
-        if isinstance(self.kind, torch.dtype):
-            return torch.empty([max(size, 0) for size in self.layout], dtype=self.kind, device=device)
-        return None if self.rows is None else type(self.rows)()
+        if not isinstance(self.kind, torch.dtype):
+            return None if self.rows is None else type(self.rows)()
+        if self.dim is None:
+            raise ValueError(f"{self} is the same in all replicas, but a rank without outputs does not have it: leave it out")
+        return torch.empty([max(size, 0) for size in self.layout], dtype=self.kind, device=device)
 
 
 def _gather_ranks(local: list[Any], dims: Dims, device: torch.device, refusal: str | None, *, pads: bool) -> Any:
     """Gathers the rows of all ranks: one exchange of layouts and plain values, then one all-gather per tensor.
 
-    ``local`` has the joined outputs of this rank, if it has any. Other ranks raise ``refusal``, its error, too. With ``pads``,
-    rows were cut by cost, and tensors are padded to the longest of all ranks.
+    ``local`` has the joined outputs of this rank, if it has any. All ranks raise the ``refusal`` of one.
     """
-    dims_of_leaves = (dim for output in local for dim in leaf_dims(output, dims, 0))
-    headers_of_rank = [containers.map_leaves(lambda leaf: _Header(leaf, next(dims_of_leaves), pads), output) for output in local]
-    all_headers, refusals = zip(*gather_objects((headers_of_rank, refusal)), strict=True)
+
+    def make_headers(output: Any) -> Any:
+        dims_of_leaves = leaf_dims(output, dims, 0)
+        return containers.map_leaves(lambda leaf: _Header(leaf, next(dims_of_leaves), pads), output)
+
+    all_headers, refusals = zip(*gather_objects(([*map(make_headers, local)], refusal)), strict=True)
     for message in filter(None, refusals):
         raise ValueError(message)
-    of_ranks = [headers for rank in all_headers for headers in rank]
-    if not of_ranks:
+    first = next((headers[0] for headers in all_headers if headers), None)
+    if first is None:
         raise ValueError("gather was given no outputs on any rank, expected at least one")
-    for column in zip(*([header for _, header in containers.leaves(headers)] for headers in of_ranks), strict=False):
+    columns: list[list[_Header]] = []  # by leaf, the headers of all ranks
+
+    def compare(place: str, column: list[_Header]) -> None:
         if any(header.pads for header in column) and len({len(header.layout) for header in column}) == 1:
-            longest = tuple(map(max, *(header.layout for header in column), column[0].layout))
+            longest = tuple(map(max, zip(*(header.layout for header in column), strict=True)))
             for header in column:
                 header.layout = longest
-    first = list(containers.leaves(of_ranks[0], "output"))
-    columns: list[list[Any]] = []
-    for rank, headers in enumerate(all_headers):
-        other = list(containers.leaves(headers[0], "output")) if headers else first
-        if [(place, str(header)) for place, header in other] != [(place, str(header)) for place, header in first]:
-            raise ValueError(
-                f"the outputs of the ranks differ: {first} on rank 0, {other} on rank {rank}; expected the same layout"
-            )
-        columns.append([header.rows if headers else header.empty_leaf(device) for _, header in other])
-    parts = zip(*columns, strict=True)
+        if len({*map(str, column)}) > 1:
+            layouts = by_value([*map(str, column)])
+            raise ValueError(f"the outputs of the ranks differ: {place} is {layouts}; expected the same layout")
+        columns.append(column)
 
-    def join_ranks(leaf: Any, header: _Header, rows: tuple[Any, ...]) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            sizes = [0 if isinstance(size, torch.Tensor) else size for size in rows]
-            return leaf if header.dim is None else gather_rows(pad_to(leaf, header.layout, header.dim), sizes, header.dim)
-        return None if leaf is None else type(leaf)(entry for part in rows for entry in part)
+    without_rows = functools.partial(containers.map_leaves, lambda header: header.make_empty(device), first)
+    headers = [headers[0] if headers else make_headers(without_rows()) for headers in all_headers]
+    containers.zip_leaves(compare, headers, "output")
+    in_order = iter(columns)
 
-    output = local[0] if local else containers.map_leaves(lambda header: header.empty_leaf(device), of_ranks[0])
-    headers = iter(first)
-    return containers.map_leaves(lambda leaf: join_ranks(leaf, next(headers)[1], next(parts)), output)
+    def join_ranks(leaf: Any) -> Any:
+        column = next(in_order)
+        if isinstance(leaf, torch.Tensor) and (dim := column[0].dim) is not None:
+            return gather_rows(pad_to(leaf, column[0].layout, dim), [header.rows for header in column], dim)
+        kind: Any = type(leaf)
+        return kind(entry for header in column for entry in header.rows) if containers.is_row_list(leaf) else leaf
 
-
-def _pad_alike(leaves: list[Any], dim: int | None) -> list[Any]:
-    if dim is None or not all(isinstance(leaf, torch.Tensor) for leaf in leaves) or len({leaf.dim() for leaf in leaves}) > 1:
-        return leaves
-    sizes = [max(each) for each in zip(*(leaf.shape for leaf in leaves), strict=True)]
-    return [pad_to(leaf, sizes, dim) for leaf in leaves]
+    return containers.map_leaves(join_ranks, local[0] if local else without_rows())
 
 
 def pad_to(tensor: torch.Tensor, sizes: Sequence[int], dim: int) -> torch.Tensor:
@@ -430,10 +402,7 @@ def pad_to(tensor: torch.Tensor, sizes: Sequence[int], dim: int) -> torch.Tensor
 
 
 def reorder(gathered: Any, order: Sequence[int], dims: Dims, replicas: int) -> Any:
-    """Returns gathered outputs in the order of the batch.
-
-    ``order`` is the position in the batch of each row. Values with one entry for each of the ``replicas`` stay.
-    """
+    """Returns gathered outputs in the order of the batch. Values with one entry for each of the ``replicas`` stay."""
     positions = sorted(range(len(order)), key=order.__getitem__)
     dims_of_leaves = leaf_dims(gathered, dims, 0, "output")
 
@@ -445,9 +414,7 @@ def reorder(gathered: Any, order: Sequence[int], dims: Dims, replicas: int) -> A
             kind: Any = type(leaf)
             return kind(leaf[position] for position in positions) if len(leaf) == len(order) else leaf
         if not isinstance(leaf, torch.Tensor):
-            raise TypeError(
-                f"{containers.describe(leaf)} cannot be put in order: select tensors first, as in outputs.logits.gather()"
-            )
+            raise TypeError(f"{containers.describe(leaf)} cannot be put in order: select tensors, as in outputs.logits.gather()")
         if leaf.dim() == 1 and len(leaf) == replicas != len(order):
             return leaf
         if leaf.size(dim) != len(order):

@@ -1,7 +1,5 @@
 """Plans of a batch: numbers of rows and costs in, the rows of each shard out. No tensors.
 
-Equal shares differ by at most one row; shares by weight follow the devices.
-
 A cut by cost gives each shard rows of about the same cost. A shard is padded to its longest row, so it costs rows x longest. Rows
 are sorted by cost, and each shard is a run of this order. No other partition has a lower maximum: exchange its rows for runs of
 the same sizes, and no shard gets a longer longest row.
@@ -40,6 +38,7 @@ def split_sizes(rows: int, shares: int | Sequence[float]) -> list[int]:
     return sizes
 
 
+Combine = Callable[[Sequence[float]], float]  # cost of a shard, from the costs of its rows
 RowNumbers = Sequence[int]  # numbers of rows: a range, or a list of them
 Plan = Sequence[Sequence[RowNumbers]]  # micro-batches x devices
 
@@ -81,14 +80,7 @@ def count_micro_batches(rows: int, micro_batch_size: int | None, shares: int | S
 def proportional_sizes(rows: int, shares: Sequence[int]) -> list[int]:
     """Splits the rows of the targets, a multiple if they are flattened, in proportion to the rows of the inputs."""
     total = sum(shares)
-    if rows == total:
-        return list(shares)
-    if total == 0 or any(rows * share % total for share in shares):
-        raise ValueError(
-            f"the targets have {rows} rows, but the inputs have {total} (split into {', '.join(map(str, shares))}): expected the "
-            "same number, or a multiple"
-        )
-    return [rows * share // total for share in shares]
+    return list(shares) if rows == total else [len(scaled(part, total, rows)) for part in consecutive(shares)]
 
 
 def scaled(part: RowNumbers, rows: int, target_rows: int) -> range:
@@ -124,7 +116,6 @@ def share_by_memory(devices: Sequence[torch.device]) -> tuple[float, ...] | None
     return tuple(part / sum(free) for part in free) if any(free) else None
 
 
-Combine = Callable[[Sequence[float]], float]  # cost of a shard, from the costs of its rows
 _PRECISION = 1e-4  # of the largest cost, relative to the optimum
 
 
@@ -137,7 +128,7 @@ def cut_by_cost(
     budget: float | None = None,
     together: int = 1,
 ) -> list[list[int]]:
-    """Splits rows into shards whose largest cost is as small as possible.
+    """Splits rows into shards whose largest cost is as small as possible. Returns the rows of each, the longest first.
 
     Args:
         costs: one for each row.
@@ -146,10 +137,7 @@ def cut_by_cost(
             the size of a padded shard. With ``sum`` nothing is padded, and a shard may have rows of any cost.
         most_rows: of a shard.
         budget: the largest cost of a shard. The number of shards suffices for it, as :func:`cut_to_budget` finds.
-        together: number of shards that run at the same time, as on so many devices. The last of them may then be smaller.
-
-    Returns:
-        Indices of the rows of each shard, the longest rows first. Rows of equal cost keep their order.
+        together: number of shards that run at the same time. The last of them may then be smaller.
 
     Example:
         >>> cut_by_cost([3, 9, 2, 3, 2, 4], 3)
@@ -194,9 +182,7 @@ def cut_to_budget(costs: Sequence[float], budget: float, combine: Combine | None
     order = sorted_rows(costs)
     ordered = [float(costs[row]) for row in order]
     if order and (alone := cost_of_shard(ordered[:1], combine)) > budget:
-        raise ValueError(
-            f"row {order[0]} alone costs {alone:g}, expected at most the budget of {budget:g}: raise it or shorten the row"
-        )
+        raise ValueError(f"row {order[0]} alone costs {alone:g}, expected at most the budget of {budget:g}: raise it")
     return [[order[place] for place in run] for run in _fill(ordered, budget, combine, len(order))]
 
 
@@ -248,33 +234,22 @@ def _first_fit(ordered: Sequence[float], capacity: float, limit: int) -> list[li
     return runs
 
 
-def _use_all(
-    runs: Sequence[Sequence[int]], shards: int, ordered: Sequence[float], combine: Combine | None
-) -> list[Sequence[int]]:
+def _use_all(runs: Sequence[RowNumbers], shards: int, ordered: Sequence[float], combine: Combine | None) -> list[RowNumbers]:
     """Splits the runs of the highest cost until there is one for each shard."""
 
+    def cost(run: Sequence[int]) -> float:
+        return cost_of_shard([ordered[place] for place in run], combine)
+
     def entry(run: Sequence[int]) -> tuple[bool, float, int, int, Sequence[int]]:
-        return len(run) == 1, -cost_of_shard([ordered[place] for place in run], combine), -len(run), run[0], run
+        return len(run) == 1, -cost(run), -len(run), run[0], run
 
     heap = [entry(run) for run in runs]
     heapq.heapify(heap)
     while len(heap) < shards:
         run = heap[0][-1]
-        rows = _middle([ordered[place] for place in run], combine)
+        parts = range(1, len(run) - 1)
+        above = 1 + bisect.bisect_left(parts, 1, key=lambda rows: (cost(run[:rows]), 2 * rows) >= (cost(run[rows:]), len(run)))
+        rows = min(max(above - 1, 1), above, key=lambda rows: (max(cost(run[:rows]), cost(run[rows:])), abs(2 * rows - len(run))))
         heapq.heapreplace(heap, entry(run[:rows]))
         heapq.heappush(heap, entry(run[rows:]))
     return sorted((run for *_, run in heap), key=lambda run: run[0])
-
-
-def _middle(costs: Sequence[float], combine: Combine | None) -> int:
-    """Returns a number of first rows that cost about as much as the others."""
-
-    def parts(rows: int) -> tuple[float, float]:
-        return cost_of_shard(costs[:rows], combine), cost_of_shard(costs[rows:], combine)
-
-    def is_more(rows: int) -> bool:
-        first, others = parts(rows)
-        return first > others or (first == others and 2 * rows >= len(costs))
-
-    above = bisect.bisect_left(range(1, len(costs) - 1), True, key=is_more) + 1
-    return min(max(above - 1, 1), above, key=lambda rows: (max(parts(rows)), abs(2 * rows - len(costs))))

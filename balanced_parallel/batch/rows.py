@@ -1,8 +1,7 @@
 """Rows of the arguments of a call: marks for them, their number, and shards of them.
 
-torch's ``scatter`` leaves devices idle (9 rows on 4 devices: 3, 3, 3), silently drops samples if a second input has fewer rows,
-and passes objects of unknown types whole to every device. Here sizes differ by at most one row, and inputs with different numbers
-of rows are an error. So are ambiguous inputs, unless :class:`Whole`, :class:`Rows` or ``in_dims`` tell where the rows are.
+torch's ``scatter`` leaves devices idle (9 rows on 4 devices: 3, 3, 3) and silently drops samples if a second input has fewer
+rows. Here sizes differ by at most one row. Inputs with different numbers of rows, and ambiguous ones, are errors.
 
 The effective batch is a table of shards, micro-batches x devices. A :class:`Batch` is taken apart once, a plan gives the rows of
 each shard, and a :class:`Shard` has views of them. 14 rows of at most 3 per device, on two devices::
@@ -22,6 +21,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 
 from ..runtime.devices import DeviceLike, move, resolve_devices
+from ..runtime.row_random import BatchRandom
 from . import containers
 from .containers import Dims, check_dim, leaf_dims, spread
 from .outputs import PerReplica
@@ -53,15 +53,10 @@ class Whole:
 
 
 class Rows:
-    """Marks a list with one entry per row: images of different sizes, one mapping per image, names.
-
-    Each replica gets a list of its entries.
+    """Marks a list with one entry per row: images of different sizes, one mapping per image, names. It is split by entries.
 
     Args:
-        entries: one entry per row, of any type.
-
-    Raises:
-        TypeError: if ``entries`` is a tensor or not a sequence.
+        entries: a sequence, with one entry of any type per row.
 
     Example:
         >>> images = [torch.zeros(3, 20, 30), torch.zeros(3, 40, 40), torch.zeros(3, 10, 60)]
@@ -95,16 +90,23 @@ def without_mark(value: Any) -> Any:
     return value.value if isinstance(value, Whole) else value
 
 
-def mark(arguments: Arguments, dims: Dims, function: Callable[..., Any], *, first: int = 0, unnamed: int = 0) -> Arguments:
-    """Marks ``arguments`` with the dimensions of their rows.
+def map_marked(function: Callable[[Any], Any], node: Any) -> Any:
+    """Returns a copy of ``node`` with ``function`` applied to each leaf, also to those inside of marks, which stay."""
 
-    Args:
-        arguments: arguments of a call.
-        dims: a sequence by position, a mapping by position or name, or one dimension for all. ``None`` marks nothing.
-        function: the function that is called. Its signature gives the position of a name.
-        first: position in the call of ``arguments.inputs[0]``.
-        unnamed: number of further arguments that the function has before ``arguments.inputs[0]``. An output that is a tuple fills
-            several arguments of a criterion, but is one argument of the call.
+    def apply(leaf: Any) -> Any:
+        if isinstance(leaf, (Whole, Rows)):
+            return type(leaf)(map_marked(function, without_mark(leaf)))
+        return Along(map_marked(function, leaf.leaf), leaf.dim) if type(leaf) is Along else function(leaf)
+
+    return containers.map_leaves(apply, node)
+
+
+def mark(arguments: Arguments, dims: Dims, function: Callable[..., Any], *, first: int = 0, unnamed: int = 0) -> Arguments:
+    """Marks arguments of ``function`` with the dimensions of their rows: a sequence by position, a mapping by position or name.
+
+    One dimension is that of all arguments, and ``None`` marks nothing. ``first`` is the position in the call of
+    ``arguments.inputs[0]``, and ``unnamed`` the number of further arguments that the function has before. An output that is a
+    tuple fills several arguments of a criterion, but is one argument of the call.
     """
     if dims is None:
         return arguments
@@ -114,37 +116,35 @@ def mark(arguments: Arguments, dims: Dims, function: Callable[..., Any], *, firs
         of_place = dict.fromkeys([*range(first, count), *arguments.kwargs], dims)
     elif isinstance(dims, Mapping):
         names = _names(function)
-        for key, of_argument in dims.items():
-            of_place[_place_of(key, names, unnamed, count, arguments.kwargs)] = of_argument
-    elif len(dims) > count:
+        of_place = {_place_of(key, names, unnamed, count, arguments.kwargs): entry for key, entry in dims.items()}
+    elif len(dims) <= count:
+        of_place = dict(enumerate(dims))
+    else:
         raise ValueError(
             f"the dimensions {dims!r} are given for {len(dims)} arguments, but {count} were passed by position; give the others "
             "by name, as in {'mask': None}"
         )
-    else:
-        of_place = dict(enumerate(dims))
-    inputs = [
-        mark_leaves(value, of_place[place], f"inputs[{place - first}]") if place in of_place else value
-        for place, value in enumerate(arguments.inputs, first)
-    ]
-    kwargs = {
-        name: mark_leaves(value, of_place[name], f"kwargs[{name!r}]") if name in of_place else value
-        for name, value in arguments.kwargs.items()
-    }
+
+    def mark_value(value: Any, place: int | str, name: str) -> Any:
+        return mark_leaves(value, of_place[place], name) if place in of_place else value
+
+    inputs = [mark_value(value, first + place, f"inputs[{place}]") for place, value in enumerate(arguments.inputs)]
+    kwargs = {name: mark_value(value, name, f"kwargs[{name!r}]") for name, value in arguments.kwargs.items()}
     return Arguments(tuple(inputs), kwargs)
 
 
-def dims_of_method(dims: Dims, method: Callable[..., Any], name: str) -> Dims:
-    """Returns the part of ``in_dims`` for the arguments of a method other than ``forward``."""
-    if dims is None or isinstance(dims, int):
-        return dims
-    if not isinstance(dims, Mapping) or any(isinstance(key, int) for key in dims):
-        raise ValueError(
-            f"in_dims={dims!r} has positions of arguments of forward, which do not apply to {name!r}: give in_dims by name, as "
-            "in {'mask': None}, or wrap arguments in Whole(...) or Rows(...) at the call"
-        )
-    names = _names(method)
-    return {key: of_argument for key, of_argument in dims.items() if names is None or key in names}
+def mark_inputs(arguments: Arguments, dims: Dims, module: torch.nn.Module, method: str | None) -> Arguments:
+    """Returns the arguments of a module's ``forward``, or of another method, marked with the ``in_dims`` of ``forward``."""
+    function = getattr(module, method or "forward")
+    if method is not None and dims is not None and not isinstance(dims, int):
+        if not isinstance(dims, Mapping) or any(isinstance(key, int) for key in dims):
+            raise ValueError(
+                f"in_dims={dims!r} has positions of arguments of forward, which do not apply to {method!r}: give them by name, "
+                "as in {'mask': None}, or wrap arguments in Whole(...) or Rows(...) at the call"
+            )
+        names = _names(function)
+        dims = {key: of_argument for key, of_argument in dims.items() if names is None or key in names}
+    return mark(arguments, dims, function)
 
 
 def _place_of(key: Any, names: list[str] | None, unnamed: int, count: int, kwargs: Mapping[str, Any]) -> int | str:
@@ -162,13 +162,18 @@ def _place_of(key: Any, names: list[str] | None, unnamed: int, count: int, kwarg
 
 def _names(function: Callable[..., Any]) -> list[str] | None:
     """Returns the names of a function's arguments, or None if it accepts any arguments or has no signature."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return None
-    if any(parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL) for parameter in parameters):
+    parameters = parameters_of(function)
+    if parameters is None or any(each.kind in (each.VAR_KEYWORD, each.VAR_POSITIONAL) for each in parameters):
         return None
     return [parameter.name for parameter in parameters]
+
+
+def parameters_of(function: Any) -> list[inspect.Parameter] | None:
+    """Returns the arguments in the signature of a function, or None if it has none."""
+    try:
+        return list(inspect.signature(function).parameters.values())
+    except (TypeError, ValueError):
+        return None
 
 
 def mark_leaves(value: Any, dims: Dims, place: str) -> Any:
@@ -190,11 +195,7 @@ def mark_leaves(value: Any, dims: Dims, place: str) -> Any:
 
 
 def count_rows(node: Any, dim: int = 0, expected: int | None = None, name: str = "inputs") -> int | None:
-    """Returns the number of rows, which all parts of ``node`` with rows must have; None if no part has rows.
-
-    ``expected`` is the number of rows of the inputs that ``node`` belongs to. It decides if the entries of a list are rows or
-    have rows each. Arrays and objects that hold tensors are errors: replicas would get them whole by mistake.
-    """
+    """Returns the number of rows, that of all parts with rows, or None. ``expected`` is that of the inputs of ``node``."""
     only = node.inputs[0] if type(node) is Arguments and len(node.inputs) == 1 and not node.kwargs else node
     only = only[0] if type(only) is tuple and len(only) == 1 else only
     if type(only) is torch.Tensor and 0 <= dim < only.dim():  # shortcut for the most frequent input
@@ -227,9 +228,7 @@ def count_rows(node: Any, dim: int = 0, expected: int | None = None, name: str =
     return None if first is None else first[2]
 
 
-def _leaves(
-    node: Any, name: str, holder: tuple[str, list[Any]] | None = None
-) -> Iterator[tuple[str, Any, tuple[str, list[Any]] | None]]:
+def _leaves(node: Any, name: str, holder: tuple[str, list[Any]] | None = None) -> Iterator[tuple[str, Any, Any]]:
     """Yields each leaf with its key path, and with the outermost list around it whose entries could be rows."""
     container = containers.open_container(node)
     if container is None:
@@ -248,19 +247,19 @@ def _may_be_rows(entries: list[Any]) -> bool:
 
 
 def _described(leaf: Any) -> str:
-    leaf = leaf.leaf if type(leaf) is Along else leaf
     if isinstance(leaf, Rows):
         return f"Rows of {len(leaf.entries)} entries"
+    leaf = without_mark(leaf)
     return f"outputs of {len(leaf)} replicas" if isinstance(leaf, PerReplica) else containers.describe(leaf)
 
 
 def _leaf_rows(leaf: Any, dim: int, place: str) -> int | None:
     if isinstance(leaf, torch.Tensor):
         return _tensor_rows(leaf, dim, place)
-    if type(leaf) is Along:
-        return _tensor_rows(leaf.leaf, leaf.dim, place) if isinstance(leaf.leaf, torch.Tensor) else len(leaf.leaf)
-    if isinstance(leaf, Rows):
-        return len(leaf.entries)
+    if type(leaf) is Along and isinstance(leaf.leaf, torch.Tensor):
+        return _tensor_rows(leaf.leaf, leaf.dim, place)
+    if isinstance(leaf, (Along, Rows)):
+        return len(without_mark(leaf))
     if isinstance(leaf, PerReplica):
         return None if None in leaf.sizes else sum(size or 0 for size in leaf.sizes)
     if containers.is_row_list(leaf):
@@ -312,10 +311,9 @@ def cut(node: Any, parts: Sequence[RowNumbers], dim: int = 0) -> list[Any]:
 
 
 def take(node: Any, part: RowNumbers, dim: int = 0, place: tuple[int, int] = (0, 1)) -> Any:
-    """Returns some rows of ``node``. Tensors are views for a range of rows, and copies for a list of them.
+    """Returns some rows of ``node``. Tensors are views for a range of rows, and copies for a list of them. Marks stay.
 
-    Values without rows stay. Marks stay. :func:`move_leaves` removes them. ``place`` is the number of the part, and the number of
-    parts, for rows that are cut already.
+    ``place`` is the number of the part, and the number of parts, for rows that are cut already.
     """
     if type(node) is Arguments and len(node.inputs) == 1 and not node.kwargs and type(node.inputs[0]) is torch.Tensor:
         tensor = node.inputs[0]  # shortcut for the most frequent arguments
@@ -360,12 +358,8 @@ def move_leaves(node: Any, device: torch.device | None) -> Any:
     def move_leaf(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return leaf if device is None else move(leaf, device)
-        if isinstance(leaf, Whole):
-            return move_leaves(leaf.value, device)
-        if isinstance(leaf, Rows):
-            return [move_leaves(entry, device) for entry in leaf.entries]
-        if type(leaf) is Along:
-            return move_leaves(leaf.leaf, device)
+        if isinstance(leaf, MARKS):
+            return move_leaves(without_mark(leaf), device)
         return leaf.on(device) if isinstance(leaf, PerReplica) and device is not None else leaf
 
     return containers.map_leaves(move_leaf, node)
@@ -391,6 +385,7 @@ class Shard(NamedTuple):
     rows: RowNumbers | None  # their places in the effective batch of this process; None if the batch has no rows
     target_rows: int  # a multiple of the rows if the targets are flattened
     device: torch.device
+    random: BatchRandom | None = None  # numbers that follow the rows, and the place of the first row in the effective batch
 
 
 class MicroBatch(NamedTuple):
@@ -429,9 +424,8 @@ class Batch:
     ) -> Iterator[list[Shard]]:
         """Yields the shards of each micro-batch of at most ``limit`` rows per device.
 
-        A batch without rows has no micro-batches, unless other ranks wait in a layer for every rank. Inputs that have no rows,
-        such as settings alone, are one. ``agree`` returns the number of micro-batches to run, if this process needs the given
-        one.
+        ``agree`` returns the number of micro-batches to run, if this process needs the given one. Inputs that have no rows, such
+        as settings alone, are one micro-batch.
         """
         if self.rows is None or self.cut_already is not None:
             return iter([self.split(devices, weights)])
@@ -463,30 +457,28 @@ class Batch:
             for number, part in enumerate(parts):
                 if part or (number == len(parts) - 1 and not shards):  # one shard, if there are no rows
                     device = devices[number if part else 0]
-                    shards.append(self._shard(part, device, (number, len(parts))))
+                    shards.append(self.shard(part, device, (number, len(parts))))
             yield shards
 
-    def _shard(self, part: RowNumbers, device: torch.device, place: tuple[int, int]) -> Shard:
+    def shard(self, part: RowNumbers, device: torch.device, place: tuple[int, int] = (0, 1)) -> Shard:
+        """Returns some rows. ``place`` is that of :func:`take`."""
         rows, target_rows = self.rows or 0, self.target_rows
         if len(part) == rows:
             return Shard(self.inputs, self.targets, part, rows if target_rows is None else target_rows, device)
         inputs = take(self.inputs, part, self.dims[0], place)
         if target_rows is None:
             return Shard(inputs, self.targets, part, len(part), device)
-        if target_rows != rows:
-            part_of_targets = scaled(part, rows, target_rows)
-            return Shard(inputs, take(self.targets, part_of_targets, self.dims[1], place), part, len(part_of_targets), device)
-        return Shard(inputs, take(self.targets, part, self.dims[1], place), part, len(part), device)
+        of_targets = part if target_rows == rows else scaled(part, rows, target_rows)
+        return Shard(inputs, take(self.targets, of_targets, self.dims[1], place), part, len(of_targets), device)
 
 
 def scatter(
     inputs: Any, device_ids: Sequence[DeviceLike] | None = None, dim: int = 0, *, split: Sequence[float] | None = None
 ) -> list[Any]:
-    """Splits ``inputs`` by rows over devices.
+    """Splits ``inputs`` by rows over devices, and moves the shards there. Gradients flow back.
 
-    Tensors with at least one dimension are split along ``dim``, and their shards are moved to the devices. Gradients flow back
-    to ``inputs``. Lists of strings or numbers are split in the same way, one entry per row. 0-dim tensors, plain values and other
-    objects go to every replica. Containers keep their type.
+    Lists of strings or numbers have one entry per row. 0-dim tensors, plain values and other objects go to every replica.
+    Containers keep their type.
 
     Args:
         inputs: a tensor, or tuples, named tuples, lists, mappings and dataclasses of tensors.
@@ -498,15 +490,12 @@ def scatter(
         A list with one structure like ``inputs`` per device that gets rows. Without rows, a list with one structure.
 
     Raises:
-        TypeError: ``device_ids`` is not a list of devices, or ``dim`` not an integer.
-        ValueError: if inputs have different numbers of rows. The message names both inputs and their shapes.
+        ValueError: inputs have different numbers of rows.
 
     Example:
         >>> shards = scatter({"x": torch.zeros(9, 5), "scale": 2.0}, ["cpu"] * 4)
         >>> [shard["x"].shape[0] for shard in shards]
         [3, 2, 2, 2]
-        >>> shards[3]["x"].shape, shards[3]["scale"]
-        (torch.Size([2, 5]), 2.0)
         >>> [shard.shape for shard in scatter(torch.zeros(8, 5), ["cpu", "cpu"], split=[3, 1])]
         [torch.Size([6, 5]), torch.Size([2, 5])]
     """

@@ -12,7 +12,7 @@ from torch.utils.data import Sampler
 
 from ..runtime import collectives
 from ..runtime.values import check_number, check_type
-from .plan import cut_by_cost, sorted_rows, split_sizes
+from .plan import Combine, cut_by_cost, sorted_rows, split_sizes
 
 _begun = "no RankBatchSampler"
 
@@ -25,11 +25,9 @@ def begun_batches() -> str:
 class RankBatchSampler(Sampler[list[int]]):
     """A batch sampler that yields this rank's rows of each effective batch, and can begin in the middle of an epoch.
 
-    The order depends on seed and epoch alone, and each batch is cut over the ranks without padding, repeated or dropped rows. So
-    any number of ranks trains on the same effective batches, also if the number changes at a restart. A rank may get no rows.
-
-    The position is counted in batches that were trained on, since workers load ahead: call :meth:`advance` after each. An
-    iteration yields the rest of the present epoch.
+    The order depends on seed and epoch alone, and no row is repeated or dropped. So any number of ranks trains on the same
+    effective batches, also if it changes at a restart. A rank may get no rows. The position is counted in batches that were
+    trained on: call :meth:`advance` after each. An iteration yields the rest of the present epoch.
 
     Args:
         rows: the data set.
@@ -38,7 +36,6 @@ class RankBatchSampler(Sampler[list[int]]):
         rank, ranks: this process and the number of processes; ``None`` asks the process group, or is one process.
 
     Raises:
-        TypeError: a number that is not an integer, or a data set without a length.
         ValueError: no rows, a batch size below 1, or a rank outside of the ranks.
 
     Example:
@@ -85,11 +82,10 @@ class RankBatchSampler(Sampler[list[int]]):
             raise RuntimeError("the rest of this epoch was yielded already, expected sampler.advance() after each batch")
         if self._follows_group:
             global _begun
-            _begun = (
-                f"{type(self).__name__} of {self.rows} rows, batch_size={self.batch_size}, seed={self.seed}, {begin} batches done"
-            )
+            settings = f"{self.rows} rows, batch_size={self.batch_size}, seed={self.seed}, {begin} batches done"
+            _begun = f"{type(self).__name__} of {settings}"
         for start in range(begin % len(self) * self.batch_size, self.rows, self.batch_size):
-            yield self.share(order[start : start + self.batch_size])
+            yield self.share(list(order[start : start + self.batch_size]))
         self._yielded_from = begin
 
     def share(self, batch: list[int]) -> list[int]:
@@ -107,11 +103,7 @@ class RankBatchSampler(Sampler[list[int]]):
         return {"batches": self.batches, **self._data()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes to a position, which any number of ranks may have saved.
-
-        Raises:
-            ValueError: the position is one in other batches.
-        """
+        """Goes to a position, which any number of ranks may have saved."""
         saved = {name: state_dict[name] for name in self._data()}
         if saved != self._data():
             raise ValueError(f"the position was saved with {saved}, expected {self._data()}: the batches would be others")
@@ -120,22 +112,19 @@ class RankBatchSampler(Sampler[list[int]]):
     def _data(self) -> dict[str, int | None]:
         return {"rows": self.rows, "batch_size": self.batch_size, "seed": self.seed}
 
-    def _order(self) -> list[int]:
-        if self.seed is None:
-            return list(range(self.rows))
-        mixed = self.seed * 1_000_003 + self.epoch  # the CPU's generator uses only the low 32 bits
+    def _order(self) -> Sequence[int]:
+        mixed = (self.seed or 0) * 1_000_003 + self.epoch  # the CPU's generator uses only the low 32 bits
         generator = torch.Generator().manual_seed(mixed % 2**32)
-        order: list[int] = torch.randperm(self.rows, generator=generator).tolist()
-        return order
+        return range(self.rows) if self.seed is None else torch.randperm(self.rows, generator=generator).tolist()
 
 
 class BalancedBatchSampler(RankBatchSampler):
     """A :class:`RankBatchSampler` that gives each rank rows of equal cost, where rows have different lengths.
 
-    Each effective batch has the same rows as that of :class:`RankBatchSampler`, for any number of ranks. Its rows are sorted by
-    cost and cut over the ranks, so that the largest ``rows x highest cost`` is as small as possible: the tokens of a rank after
-    padding. Ranks have different numbers of rows, and :class:`TrainStep` is exact for any. The state is that of
-    :class:`RankBatchSampler`, so a run may change from one to the other.
+    Effective batches and state are those of :class:`RankBatchSampler`, so a run may change from one to the other. The rows of a
+    batch are sorted by cost and cut over the ranks, so that the largest ``rows x highest cost`` is as small as possible: the
+    tokens of a rank after padding. So a row has the same place in the effective batch for any number of ranks, except with
+    ``combine=sum``.
 
     Args:
         costs: the cost of each row of the data set, such as its length. Not negative.
@@ -143,7 +132,7 @@ class BalancedBatchSampler(RankBatchSampler):
         combine: returns the cost of a rank from the costs of its rows. ``sum`` is for costs that add up, without padding.
 
     Raises:
-        ValueError: a cost is negative or not finite; no rows, a batch size below 1, or a rank outside of the ranks.
+        ValueError: a cost is negative or not finite; or as :class:`RankBatchSampler`.
 
     Example:
         >>> lengths = [10, 500, 12, 480, 11, 9, 520, 13]
@@ -151,7 +140,7 @@ class BalancedBatchSampler(RankBatchSampler):
         ...     print(next(iter(BalancedBatchSampler(lengths, batch_size=8, rank=rank, ranks=3))))
         [6]
         [1, 3]
-        [0, 2, 4, 5, 7]
+        [7, 2, 4, 0, 5]
     """
 
     def __init__(
@@ -160,7 +149,7 @@ class BalancedBatchSampler(RankBatchSampler):
         batch_size: int,
         seed: int | None = None,
         *,
-        combine: Callable[[Sequence[float]], float] | None = None,
+        combine: Combine | None = None,
         rank: int | None = None,
         ranks: int | None = None,
     ) -> None:
@@ -173,7 +162,6 @@ class BalancedBatchSampler(RankBatchSampler):
         sorted_rows(self.costs)  # raises an error for a cost that is not valid
 
     def share(self, batch: list[int]) -> list[int]:
-        """Returns this rank's rows of an effective batch, in the order of the batch."""
+        """Returns this rank's rows of an effective batch, the costliest first."""
         shards = cut_by_cost([self.costs[row] for row in batch], self.ranks, self.combine)
-        places = shards[self.rank] if self.rank < len(shards) else []  # fewer rows than ranks
-        return [batch[place] for place in sorted(places)]
+        return [batch[place] for place in shards[self.rank]] if self.rank < len(shards) else []  # fewer rows than ranks

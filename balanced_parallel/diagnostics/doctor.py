@@ -29,7 +29,6 @@ def examine(module: nn.Module, criterion: Callable[..., Any] | None = None) -> t
         *unregistered_tensors(module),
         *_batch_norms(module),
         *_coupled_rows(criterion),
-        *_recurrent_layers(module),
     )
 
 
@@ -84,15 +83,6 @@ def _coupled_rows(criterion: Any) -> Iterator[str]:
             '(output, *targets) -> scalar; reduction="sum" if it is a sum; whole=True, which is '
             "criterion(gather(outputs), targets), if its rows couple"
         )
-
-
-def _recurrent_layers(module: nn.Module) -> Iterator[str]:
-    for name, layer in module.named_modules():
-        if isinstance(layer, (nn.LSTM, nn.GRU)):
-            yield (
-                f"note: {described(name, layer)} runs as replicas; memory.estimate assumes the memory of cuDNN on a GPU, and "
-                "has no estimate for simulated devices"
-            )
 
 
 def find_waits(

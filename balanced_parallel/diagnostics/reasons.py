@@ -1,13 +1,10 @@
-"""Known reasons for a difference between the split and the plain program: layers, rows, random numbers, the loss, written state.
-
-All but a few are found by running: on the halves of a batch, with two seeds, and the loss on parts of the rows.
-"""
+"""Known reasons for a difference between the split and the plain program, most of them found by running both once more."""
 
 import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +18,10 @@ from ..loss.sums import Criterion
 from ..replicas.batchnorm import AllRowsBatchNorm, advice
 from ..replicas.model import DataParallelModel
 from ..runtime.torch_private import BatchNorm, Dropout, is_differentiable
-from .recording import Program, copy_of, first_difference, loss_in_parts, relative_error, scalar_of, weight_in_parts
+from .recording import Difference, Program, copy_of, first_difference, loss_in_parts, relative_error, scalar_of, weight_in_parts
 
 Wrap = Callable[[nn.Module], DataParallelModel]
+_BY_ROW = "compare with reproducible=True"
 
 
 def mixed_rows(module: nn.Module, wrap: Wrap, inputs: Any, device: torch.device, limit: float) -> Iterator[str]:
@@ -40,17 +38,17 @@ def mixed_rows(module: nn.Module, wrap: Wrap, inputs: Any, device: torch.device,
     joined = join(outputs, device, outputs.dim)  # gather refuses rows that may be in another order
     if output_error(whole, joined) <= limit:
         return
-    difference = first_difference(plain, split, model.dim, limit)
-    place = f"the model ({type(module).__name__})" if difference is None else difference.place
+    root = Difference(f"the model ({type(module).__name__})", "", "the inputs")
+    difference = first_difference(plain, split, model.dim, limit) or root
     if output_error(_sorted(whole, model.out_dims), _sorted(joined, model.out_dims)) <= limit:
         yield (
-            f"the rows of the output are in another order than those of the inputs, from {place} on: flatten the output in the "
-            "criterion, not in forward; for rows in another dimension give dim="
+            f"the rows of the output are in another order than those of the inputs, from {difference.label} on: flatten the "
+            "output in the criterion, not in forward; for rows in another dimension give dim="
         )
     else:
         yield (
-            f"forward mixes rows, in {place}: the output of a row depends on the other rows of its batch: move this part into "
-            "the criterion, with whole=True; for a batch norm use convert_sync_batchnorm(module)"
+            f"forward mixes rows, in {difference.place}: the output of a row depends on the other rows of its batch: move this "
+            "part into the criterion, with whole=True; for a batch norm use convert_sync_batchnorm(module)"
         )
 
 
@@ -72,6 +70,8 @@ def find_reasons(
     wrap: Wrap,
     micro_batches: int,
     limit: float,
+    *,
+    reproducible: bool,
 ) -> tuple[str, ...]:
     """Returns the reasons that apply, from the plain program after its steps, and model and criterion before (``untouched``)."""
     (module, criterion), (inputs, targets) = untouched, batch
@@ -86,6 +86,8 @@ def find_reasons(
             loss = [*weight_in_parts(plain.output, losses, targets, model.out_dims)]
             loss += _without_errors(loss_in_parts(plain.output, criterion, losses, targets, model.out_dims))
     reasons += [*loss, *state_of_model(module, plain.module, devices)]
+    if reproducible:  # random numbers were the same
+        reasons = [reason for reason in reasons if not reason.startswith(("dropout: ", "random numbers: "))]
     return tuple(reasons) or tuple(_own_loss(plain.output, is_weighted=losses.weight is not None))
 
 
@@ -109,14 +111,12 @@ def _without_errors(reasons: Iterable[str]) -> list[str]:
 
 
 def _reasons_of_forward(module: nn.Module, wrap: Wrap, inputs: Any, device: torch.device, limit: float) -> Iterator[str]:
-    evaluated = copy_of(module).eval()
-    place = random_place(module, inputs, device, limit)
-    if place is not None:
-        if (place_in_eval := random_place(evaluated, inputs, device, limit)) is not None:
-            yield f"random numbers: the model draws them, in eval mode too, in {place_in_eval}: compare without them"
-            return
-        if not any(_random_layers(module)):
-            yield f"random numbers: the model draws them, in {place}: compare in eval mode, or without them"
+    evaluated, place = copy_of(module).eval(), random_place(module, inputs, device, limit)
+    if place is not None and (place_in_eval := random_place(evaluated, inputs, device, limit)) is not None:
+        yield f"random numbers: the model draws them, in eval mode too, in {place_in_eval}: {_BY_ROW}, or without them"
+        return
+    if place is not None and not any(_random_layers(module)):
+        yield f"random numbers: the model draws them, in {place}: {_BY_ROW}, or in eval mode"
     is_evaluated = place is not None or any(_mixing_layers(module, 2, 1))
     yield from mixed_rows(evaluated if is_evaluated else module, wrap, inputs, device, limit)
 
@@ -147,15 +147,14 @@ def _random_layers(module: nn.Module) -> Iterator[str]:
     for name, layer in module.named_modules():
         rate = layer.p if isinstance(layer, Dropout) else getattr(layer, "dropout", 0)
         if layer.training and isinstance(rate, float) and rate > 0:
-            yield f"dropout: {name or type(layer).__name__} draws different random numbers for each shard: compare in eval mode"
+            yield f"dropout: {name or type(layer).__name__} draws different numbers for each shard: {_BY_ROW}, or in eval mode"
 
 
 def random_place(module: nn.Module, inputs: Any, device: torch.device, limit: float) -> str | None:
     """Returns the place in ``module`` that draws random numbers, or None if two seeds give the same output."""
     first, second = Program(module), Program(module)
     outputs = first.forward(inputs, device, 0), second.forward(inputs, device, 1)
-    difference = first_difference(first, second, 0, limit)
-    if difference is not None:
+    if (difference := first_difference(first, second, 0, limit)) is not None:
         return difference.place
     return f"the model ({type(module).__name__})" if output_error(*outputs) > limit else None
 
@@ -176,56 +175,37 @@ def loss_draws(criterion: Criterion, output: Any, targets: Any, limit: float) ->
         torch.manual_seed(seed)
         losses.append(scalar_of(copy_of(criterion)(*containers.spread(output), *targets)))
     if relative_error(losses[1], losses[0]) > limit:
-        yield "random numbers: the loss draws them, because the same output gives another loss: compare without them"
+        yield f"random numbers: the loss draws them, because the same output gives another loss: {_BY_ROW}, or without them"
 
 
-_EACH_MICRO_BATCH = "each micro-batch writes it, from its own rows"
+class Change(NamedTuple):
+    """An attribute or a buffer with two different values."""
+
+    name: str  # key path
+    before: Any
+    after: Any
+    is_buffer: bool
+
+    def __str__(self) -> str:
+        return f"buffer {self.name}" if self.is_buffer else self.name
 
 
-def state_of_criterion(before: Criterion, after: Criterion, devices: int) -> Iterator[str]:
-    """Yields a reason for each attribute and buffer that the criterion has written."""
-    effect = "each replica writes its own state, from its own rows" if devices > 1 else _EACH_MICRO_BATCH
-    if isinstance(before, nn.Module) and isinstance(after, nn.Module):
-        keys = [key for key, _ in _changes(before, after)]
-    else:
-        keys = [] if inspect.isroutine(before) else list(_changed_attributes(before, after))
-    for key in keys:
-        yield f"state written by the criterion: {key}; {effect}"
-
-
-def state_of_model(before: nn.Module, after: nn.Module, devices: int) -> Iterator[str]:
-    """Yields a reason for each attribute and buffer that the model has written in forward."""
-    for key, value in _changes(before, after):
-        yield f"state written in forward: {key}; {_effect(devices, value)}"
-
-
-def _effect(devices: int, value: Any) -> str:
-    if devices > 1 and isinstance(value, (dict, list)):
-        return "all replicas write to the same object, in any order"
-    return "all replicas but the first lose it" if devices > 1 else _EACH_MICRO_BATCH
-
-
-def _changes(before: nn.Module, after: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yields the key paths and new values of attributes and buffers that differ."""
-    layers = dict(after.named_modules())
-    for name, layer in before.named_modules():
-        changed = layers[name]
-        prefix = f"{name}." if name else ""
-        for key in _changed_attributes(layer, changed):
-            yield f"{prefix}{key}", changed.__dict__[key]
-        if not isinstance(layer, BatchNorm):
+def _changes(before: Any, after: Any) -> Iterator[Change]:
+    """Yields what differs between a module or another object and its copy. Statistics of batch norms are left out."""
+    layers = [("", before)] if not isinstance(before, nn.Module) else before.named_modules()
+    for name, layer in () if inspect.isroutine(before) else layers:
+        other, prefix = after.get_submodule(name) if name else after, f"{name}." if name else ""
+        values = getattr(layer, "__dict__", {})
+        for key, value in getattr(other, "__dict__", {}).items():
+            is_comparable = is_plain(value) or isinstance(value, (Tensor, list)) or value is None
+            is_mapping = isinstance(value, dict) and not key.startswith("_")  # names with an underscore are those of nn.Module
+            is_flag = value is True and key not in values  # of the first forward: replicas without it set up anew
+            if (is_comparable or is_mapping) and not is_flag and not _same(values.get(key), value):
+                yield Change(f"{prefix}{key}", values.get(key), value, False)
+        if isinstance(layer, nn.Module) and not isinstance(layer, BatchNorm):
             for key, buffer in layer.named_buffers(recurse=False):
-                if not _same(buffer, changed.get_buffer(key)):
-                    yield f"buffer {prefix}{key}", buffer
-
-
-def _changed_attributes(before: Any, after: Any) -> Iterator[str]:
-    for key, value in getattr(after, "__dict__", {}).items():
-        is_comparable = is_plain(value) or isinstance(value, (Tensor, list)) or value is None
-        is_mapping = isinstance(value, dict) and not key.startswith("_")  # names with an underscore are those of nn.Module
-        is_flag = value is True and key not in before.__dict__  # of the first forward: replicas without it set up anew
-        if (is_comparable or is_mapping) and not is_flag and not _same(before.__dict__.get(key), value):
-            yield key
+                if not _same(buffer, value := getattr(other, key, None)):
+                    yield Change(f"{prefix}{key}", buffer, value, True)
 
 
 def _same(before: Any, after: Any) -> bool:
@@ -240,37 +220,41 @@ def _same(before: Any, after: Any) -> bool:
     return bool(before == after) if is_plain(before) or before is None else True  # other objects are not compared
 
 
-def buffer_errors(plain: Program, split: Program, limit: float) -> dict[str, float]:
-    """Returns the relative error of each buffer that differs between two programs, except those of batch norms."""
-    errors = {}
-    for name, layer, other in _pairs(plain, split):
-        if isinstance(layer, BatchNorm):
-            continue
-        buffers = dict(other.named_buffers(recurse=False))
-        for key, expected in layer.named_buffers(recurse=False):
-            buffer = buffers.get(key)
-            error = math.inf if buffer is None or buffer.shape != expected.shape else relative_error(buffer, expected)
-            if error > limit:
-                errors[f"{name}{key}"] = error
-    return errors
+_EACH_MICRO_BATCH = "each micro-batch writes it, from its own rows"
 
 
-def number_changes(plain: Program, split: Program, devices: int) -> Iterator[str]:
-    """Yields a line for each number in an attribute that differs between two programs."""
-    for name, layer, other in _pairs(plain, split):
-        for key, value in layer.__dict__.items():
-            changed = other.__dict__.get(key)
-            if type(value) in (int, float) and type(changed) in (int, float) and value != changed:
-                yield f"{name}{key} is {changed} after the split steps, {value} after the plain ones: {_effect(devices, value)}"
+def _effect(devices: int, value: Any) -> str:
+    if devices > 1 and isinstance(value, (dict, list)):
+        return "all replicas write to the same object, in any order"
+    return "all replicas but the first lose it" if devices > 1 else _EACH_MICRO_BATCH
 
 
-def _pairs(plain: Program, split: Program) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """Yields the modules of two programs, with the prefix of their attributes."""
-    for kind, module, other in (("", plain.module, split.module), ("criterion.", plain.criterion, split.criterion)):
-        if isinstance(module, nn.Module) and isinstance(other, nn.Module):
-            others = dict(other.named_modules())
-            for name, layer in module.named_modules():
-                yield f"{kind}{name}." if name else kind, layer, others[name]
+def state_of_criterion(before: Criterion, after: Criterion, devices: int) -> Iterator[str]:
+    """Yields a reason for each attribute and buffer that the criterion has written."""
+    effect = "each replica writes its own state, from its own rows" if devices > 1 else _EACH_MICRO_BATCH
+    for change in _changes(before, after):
+        yield f"state written by the criterion: {change}; {effect}"
+
+
+def state_of_model(before: nn.Module, after: nn.Module, devices: int) -> Iterator[str]:
+    """Yields a reason for each attribute and buffer that the model has written in forward."""
+    for change in _changes(before, after):
+        yield f"state written in forward: {change}; {_effect(devices, change.after)}"
+
+
+def compare_state(plain: Program, split: Program, devices: int, limit: float) -> tuple[dict[str, float], list[str]]:
+    """Returns the relative error of each buffer that differs between two programs, and a line for each number that does."""
+    errors, lines = {}, []
+    changes = [("", change) for change in _changes(plain.module, split.module)]
+    changes += [("criterion.", change) for change in _changes(plain.criterion, split.criterion)]
+    for prefix, (name, before, after, is_buffer) in changes:
+        if is_buffer:
+            is_same_shape = isinstance(after, Tensor) and after.shape == before.shape
+            errors[f"{prefix}{name}"] = relative_error(after, before) if is_same_shape else math.inf
+        elif type(before) in (int, float) and type(after) in (int, float):
+            text = f"{prefix}{name} is {after} after the split steps, {before} after the plain ones"
+            lines.append(f"{text}: {_effect(devices, before)}")
+    return {name: error for name, error in errors.items() if error > limit}, lines
 
 
 _FINDINGS = (

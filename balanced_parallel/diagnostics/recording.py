@@ -1,13 +1,11 @@
-"""Programs that record what their modules compute, the first difference between two of them, and losses of parts of a batch.
-
-The values of a loss on parts of a batch tell a sum from a mean, and from a loss whose rows depend on each other.
-"""
+"""Programs that record what their modules compute, the first difference between two of them, and losses of parts of a batch."""
 
 import collections
 import copy
+import functools
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,19 +19,9 @@ from ..batch.rows import as_arguments, count_rows, cut, move_leaves
 from ..loss.criterion import DataParallelCriterion
 from ..loss.rules import is_known
 from ..loss.shards import call_weight
-from ..loss.sums import Criterion, ShardLoss, flat_weights, loss_of
+from ..loss.sums import Criterion, ShardLoss, call_spread, flat_weights, loss_of
 from ..replicas.workers import current_replica
-from ..runtime.torch_private import versions
-
-
-class RecordedCall(NamedTuple):
-    """One forward of a module."""
-
-    name: str  # empty for the model
-    label: str  # name and type of the module
-    inputs: list[Tensor]  # without copies
-    versions: list[int]  # of the inputs before the forward
-    output: Tensor  # copy of the first tensor of the output
+from ..runtime import row_random
 
 
 class Program:
@@ -44,15 +32,15 @@ class Program:
         self.output: Any = None
         self.module.register_forward_pre_hook(self._start_forward)
         for name, layer in self.module.named_modules():
-            layer.register_forward_pre_hook(self._input_hook(name), with_kwargs=True)
-            layer.register_forward_hook(self._output_hook(name, f"{name or 'the model'} ({type(layer).__name__})"))
+            label = f"{name or 'the model'} ({type(layer).__name__})"
+            layer.register_forward_hook(functools.partial(self._record, label))
         self.module.register_forward_hook(self._end_forward)
         self.begin()
 
     def begin(self) -> None:
         """Deletes the calls and gradients of the previous step."""
-        self.calls: dict[tuple[int, int], list[RecordedCall]] = {}
-        self._open: dict[int, list[tuple[str, list[Tensor], list[int]]]] = {}  # calls that have not ended, per running replica
+        self.calls: dict[tuple[int, int], list[tuple[str, Tensor]]] = {}  # name and type of each module, with its first tensor
+        self._running: set[int] = set()  # replicas in a forward, not in a recomputation by a checkpoint
         self._forwards: collections.Counter[int] = collections.Counter()  # per replica
         for tensor in self.learning().values():
             tensor.grad = None
@@ -63,42 +51,35 @@ class Program:
         return max(self._forwards.values(), default=0)
 
     def _start_forward(self, *_: Any) -> None:
-        replica = _replica_index()
+        random, replica = row_random.running.get(), _replica_index()
+        if random is not None and random.expected is None:
+            return  # a small forward that finds the draws
         self._forwards[replica] += 1
-        self._open[replica] = []
+        self._running.add(replica)
 
-    def _end_forward(self, *_: Any) -> None:
-        self._open.pop(_replica_index(), None)
+    def _end_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._running.discard(_replica_index())
+        self.output = output
 
-    def _input_hook(self, name: str) -> Callable[..., None]:
-        def hook(layer: nn.Module, *inputs: Any) -> None:
-            if (replica := _replica_index()) in self._open:  # False for recomputation by a checkpoint in the backward
-                tensors = [leaf for _, leaf in containers.leaves(inputs) if isinstance(leaf, Tensor)]
-                self._open[replica].append((name, tensors, versions(tensors)))
-
-        return hook
-
-    def _output_hook(self, name: str, label: str) -> Callable[..., None]:
-        def hook(layer: nn.Module, inputs: Any, output: Any) -> None:
-            tensor, replica = containers.first_tensor(output), _replica_index()
-            if replica not in self._open:
-                return
-            opened = self._open[replica].pop()
-            while opened[0] != name:  # a call that failed, and whose error the model has caught
-                opened = self._open[replica].pop()
-            if tensor is not None:
-                calls = self.calls.setdefault((self._forwards[replica], replica), [])
-                calls.append(RecordedCall(name, label, *opened[1:], tensor.detach().clone()))
-
-        return hook
+    def _record(self, label: str, layer: nn.Module, inputs: Any, output: Any) -> None:
+        tensor, replica = containers.first_tensor(output), _replica_index()
+        if tensor is not None and replica in self._running:
+            calls = self.calls.setdefault((self._forwards[replica], replica), [])
+            calls.append((label, tensor.detach().clone()))
 
     def forward(self, inputs: Any, device: torch.device, seed: int) -> Any:
         """Runs the model on all rows, on one device."""
         self.begin()
         torch.manual_seed(seed)
         arguments = move_leaves(as_arguments(inputs), device)
-        self.output = self.module.to(device)(*arguments.inputs, **arguments.kwargs)
-        return self.output
+        return self.module.to(device)(*arguments.inputs, **arguments.kwargs)
+
+    def backward(self, targets: Any, device: torch.device) -> Tensor:
+        """Computes the loss of the last output, and its gradients."""
+        criterion = self.criterion.to(device) if isinstance(self.criterion, nn.Module) else self.criterion
+        loss = scalar_of(call_spread(criterion, self.output, move_leaves(containers.spread(targets), device), {}))
+        loss.backward()
+        return loss.detach()
 
     def gradients(self) -> dict[str, Tensor]:
         """Returns the gradients of all parameters and buffers that require them, with zeros for a gradient that is None."""
@@ -120,10 +101,9 @@ def _replica_index() -> int:
 
 
 def relative_error(value: Tensor, expected: Tensor, floor: float = 0.0) -> float:
-    """Returns the largest absolute difference over the largest absolute value of ``expected``.
+    """Returns the largest difference over the largest absolute value of ``expected``, or over ``floor`` if that is larger.
 
-    The error is infinite if only one of two elements is nan, because nan is not greater than any tolerance. ``floor`` is the
-    smallest value to divide by.
+    It is infinite if only one of two elements is nan, because nan is not greater than any tolerance.
     """
     if expected.numel() == 0:
         return 0.0
@@ -142,52 +122,30 @@ class Difference(NamedTuple):
 
     label: str  # name and type of the first module whose output differs
     effect: str  # in words
-    parent: str | None = None  # whose forward computes other inputs; None if the inputs are equal or not comparable
+    previous: str  # the last module before it whose output is equal
 
     @property
     def place(self) -> str:
-        """Name of the module, or of the part of a forward, where the difference begins."""
-        return self.label if self.parent is None else f"{self.parent}, before {self.label.rpartition(' (')[0]}"
+        """Part of the forward in which the difference begins."""
+        return f"{self.label}, or between it and {self.previous}"
 
     def __str__(self) -> str:
-        if self.parent is None:
-            return f"{self.label}{self.effect}"
-        return f"{self.label}: its inputs differ already, so the cause is in forward of {self.place}{self.effect}"
+        return f"{self.label}{self.effect}; equal up to {self.previous}"
 
 
 def first_difference(plain: Program, split: Program, dim: int, tolerance: float) -> Difference | None:
     """Returns the first module, in the order in which forwards end, whose joined outputs differ from the plain output."""
     parts = [split.calls[key] for key in sorted(split.calls)]
-    calls = plain.calls.get((1, 0), [])
-    for index, call in enumerate(calls):
-        shards = [part[index] for part in parts if index < len(part) and part[index].label == call.label]
+    previous = "the inputs"
+    for index, (label, expected) in enumerate(plain.calls.get((1, 0), [])):
+        shards = [shard for part in parts for name, shard in part[index : index + 1] if name == label]
         if len(shards) < len(parts):
-            return Difference(call.label, ", which the replicas did not run in the same order")
-        error = _joined_error([shard.output for shard in shards], call.output, dim)
+            return Difference(label, ", which the replicas did not run in the same order", previous)
+        error = _joined_error(shards, expected, dim)
         if error is not None and error > tolerance:
-            effect = f": relative error {error:.1e}"
-            if _inputs_equal(call, shards, dim, tolerance):
-                return Difference(call.label, effect)
-            for later, other in enumerate(calls[index + 1 :], index + 1):  # a caller ends after its callees
-                is_caller = not other.name or call.name.startswith(f"{other.name}.")
-                others = [part[later] for part in parts if later < len(part) and part[later].name == other.name]
-                if is_caller and (not other.name or _inputs_equal(other, others, dim, tolerance)):
-                    return Difference(call.label, effect, other.label)
-            return Difference(call.label, effect)
+            return Difference(label, f": relative error {error:.1e}", previous)
+        previous = previous if error is None else label
     return None
-
-
-def _inputs_equal(call: RecordedCall, shards: Sequence[RecordedCall], dim: int, tolerance: float) -> bool:
-    """Returns True if no input differs. Inputs that were overwritten, or whose shards do not join, are not compared."""
-    if not all(len(shard.inputs) == len(call.inputs) for shard in shards):
-        return True
-    for index, expected in enumerate(call.inputs):
-        records = [call, *shards]
-        if all(versions([record.inputs[index]]) == [record.versions[index]] for record in records):
-            error = _joined_error([shard.inputs[index].detach() for shard in shards], expected.detach(), dim)
-            if error is not None and error > tolerance:
-                return False
-    return True
 
 
 def _joined_error(shards: Sequence[Tensor], expected: Tensor, dim: int) -> float | None:
@@ -232,11 +190,10 @@ def copy_of(criterion: Any) -> Any:
 
 def loss_in_parts(output: Any, criterion: Criterion, wrapped: DataParallelCriterion, targets: Any, dims: Dims) -> Iterator[str]:
     """Yields a reason if the loss computed in parts differs from the loss of the whole batch."""
-    if is_known(criterion) and wrapped.weight is None:  # a rule gives the divisor
-        return
-    single_output, single_targets = _single((output, containers.spread(targets)))
-    if kind := _Parts(_single(criterion), _single(wrapped), single_output, single_targets, dims).kind():
-        yield kind
+    if not is_known(criterion) or wrapped.weight is not None:  # else a rule gives the divisor
+        single_output, single_targets = _single((output, containers.spread(targets)))
+        if kind := _Parts(_single(criterion), _single(wrapped), single_output, single_targets, dims).kind():
+            yield kind
 
 
 def weight_in_parts(output: Any, wrapped: DataParallelCriterion, targets: Any, dims: Dims) -> Iterator[str]:
@@ -250,7 +207,7 @@ def weight_in_parts(output: Any, wrapped: DataParallelCriterion, targets: Any, d
             parts = _Parts(count, wrapped, output, containers.spread(targets), dims)
             shards = [shard for sizes in ([parts.rows], [1, parts.rows - 1]) for shard in parts.arguments(sizes)]
             whole, first, others = (
-                sum(flat_weights(call_weight(count, None, ShardLoss(wrapped, 0, output, rows, {})))) for output, rows in shards
+                sum(flat_weights(call_weight(count, ShardLoss(wrapped, 0, output, rows, {})))) for output, rows in shards
             )
         except Exception:  # noqa: BLE001 - no function, or one that may raise any error
             return
@@ -296,9 +253,8 @@ class _Parts:
 
     def losses(self, sizes: Sequence[int]) -> list[Tensor]:
         """Returns the loss of each part of ``sizes[i]`` rows, computed separately."""
-        return [
-            scalar_of(copy_of(self.criterion)(*containers.spread(output), *targets)) for output, targets in self.arguments(sizes)
-        ]
+        parts = self.arguments(sizes)
+        return [scalar_of(copy_of(self.criterion)(*containers.spread(output), *targets)) for output, targets in parts]
 
     def kind(self) -> str | None:
         """Returns the reason for a difference, or None if the split program has the loss of the whole batch."""

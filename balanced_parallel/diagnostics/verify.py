@@ -11,19 +11,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..batch import containers
 from ..batch.containers import Dims
-from ..batch.rows import count_rows, move_leaves
+from ..batch.rows import count_rows
 from ..loss.criterion import DataParallelCriterion
 from ..loss.rules import is_known, refuse_coupled
-from ..loss.sums import Criterion, call_spread
+from ..loss.sums import Criterion
 from ..replicas.model import DataParallelModel
 from ..replicas.module_tree import check_is_module
 from ..runtime.devices import DeviceLike, keep_random_state, without_tf32
 from ..runtime.values import Precision, check_number
 from ..training.step import TrainStep
-from .reasons import buffer_errors, find_reasons, number_changes, state_of_criterion, state_of_model, unregistered_tensors
-from .recording import Program, copy_of, first_difference, relative_error, scalar_of, weight_in_parts
+from .reasons import compare_state, find_reasons, state_of_criterion, state_of_model, unregistered_tensors
+from .recording import Program, copy_of, first_difference, relative_error, weight_in_parts
 
 _MAX_GRADIENTS = 10  # gradients in the table
 
@@ -32,8 +31,8 @@ _MAX_GRADIENTS = 10  # gradients in the table
 class VerificationReport:
     """Relative errors of the split program. ``print(report)`` prints a table.
 
-    The error of a gradient is its largest absolute difference over the largest entry of the plain gradient. The divisor is at
-    least a thousandth of the largest entry of all gradients, so rounding errors in a gradient near zero do not count.
+    The error of a gradient is its largest difference over the largest entry of the plain gradient, or over a thousandth of the
+    largest entry of all gradients, if that is more.
 
     Attributes:
         devices: one device per replica.
@@ -74,8 +73,8 @@ class VerificationReport:
         state = [(f"buffer {name}", error) for name, error in self.state_errors.items()]
         width = max(len(name) for name, _ in (*shown, *state))
         lines = [
-            f"{'equal' if self.equal else 'DIFFERENT'} within {self.tolerance:.0e}: {_counted(len(self.devices), 'replica')} "
-            f"({', '.join(self.devices)}), {_counted(self.micro_batches, 'micro-batch')}",
+            f"{'equal' if self.equal else 'DIFFERENT'} within {self.tolerance:.0e}: replicas on {', '.join(self.devices)}; "
+            f"micro-batches: {self.micro_batches}",
             f"loss in step {self.step} on the same batch: {self.plain_loss:.8g} (plain), {self.split_loss:.8g} (split)",
             f"{'':{width}}  relative error",
             *(f"{name:{width}}  {error:.1e}{'' if error <= self.tolerance else '  <-'}" for name, error in shown),
@@ -89,10 +88,6 @@ class VerificationReport:
             lines.append("no known reason: `python -m balanced_parallel doctor`, and docs/exactness.md")
         lines += [f"warning: {warning}" for warning in self.warnings]
         return "\n".join(lines)
-
-
-def _counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
 _TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
@@ -111,30 +106,27 @@ def verify(
     dim: int | None = None,
     in_dims: Dims = None,
     tolerance: float | None = None,
+    reproducible: bool = False,
 ) -> VerificationReport:
     """Runs the plain and the split program on the same batch, and compares losses and gradients.
 
-    Each program runs two steps, without updates of parameters. The second step shows state of the model or the criterion that the
-    first step has written. Both programs run on copies, so the caller's model and criterion do not change. The programs start
-    with different random states, so a model that draws random numbers in forward is not equal by chance. Use float64
-    (``model.double()``) for the clearest result. TF32 is off while the programs run, because it rounds to 10 bits, which is more
-    than the tolerance of float32.
+    Each program runs two steps on copies, without updates of parameters. The second step shows state that the first has written.
+    The programs start with different random states, so a model that draws random numbers is not equal by chance: compare it in
+    eval mode, or with ``reproducible=True``. TF32 is off. Use float64 (``model.double()``) for the clearest result.
 
     Args:
         model: a module, or a :class:`DataParallelModel`, whose devices and dimensions are then used.
         criterion: a module, a function, or a :class:`DataParallelCriterion`. Several terms are added up.
         inputs, targets: a batch, as for :class:`TrainStep`. Targets are ``()`` for a model that computes its own loss.
-        device_ids: devices, as in :class:`DataParallelModel`.
+        device_ids, in_dims, weight: as in :class:`DataParallelModel` and :class:`DataParallelCriterion`.
         micro_batch_size: number of rows per device in one forward. ``None`` means the whole batch in one forward.
-        weight: as in :class:`DataParallelCriterion`.
         dim: dimension of the rows in inputs, outputs and targets. ``None`` means that of the given wrappers, else 0.
-        in_dims: as in :class:`DataParallelModel`.
         tolerance: relative tolerance. ``None`` means 1e-10 for float64, 1e-4 for float32, 2e-2 for float16 and 5e-2 for bfloat16.
+        reproducible: draws random numbers as ``TrainStep(reproducible=True)``, in the plain program those of one device.
 
     Returns:
         A :class:`VerificationReport` with the errors of loss and gradients, and of buffers that end with other values. If they
-        exceed the tolerance, it has the first module whose output differs, and the known reasons that apply. To find them, the
-        model and the criterion run again: with other random numbers, and on half of the batch.
+        exceed the tolerance, it has the first module whose output differs, and the known reasons that apply.
 
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 3)).double()
@@ -159,25 +151,37 @@ def verify(
         if dim is None and not isinstance(criterion, DataParallelCriterion):
             dim = wrapped.dim
         losses = _wrap_criterion(split.criterion, criterion, weight, dim)
-        step = TrainStep(wrapped, losses, _NoUpdate(split.learning().values()), micro_batch_size=micro_batch_size)
+        step = _make_step(split, wrapped, losses, micro_batch_size, reproducible=reproducible)
+        if reproducible:
+            single = _wrap_model(plain.module, model, wrapped.devices[:1], dim, in_dims)
+            of_all = _wrap_criterion(plain.criterion, criterion, weight, dim)
+            plain_step = _make_step(plain, single, of_all, None, reproducible=True)
         number, equal = 0, True
         while equal and number < 2:
             number += 1
-            loss = _run_plain(plain, inputs, targets, wrapped.devices[0])
-            split.begin()
-            torch.manual_seed(1)
-            split_loss = step(inputs, targets)
-            errors = {"": relative_error(split_loss, loss)} | _gradient_errors(plain.gradients(), split.gradients())
+            if reproducible:
+                loss = _run_step(plain, plain_step, inputs, targets)
+            else:
+                plain.forward(inputs, wrapped.devices[0], seed=0)
+                loss = plain.backward(targets, wrapped.devices[0])
+            split_loss = _run_step(split, step, inputs, targets)
+            expected, gradients = plain.gradients(), split.gradients()
+            largest = max((float(gradient.abs().max()) for gradient in expected.values() if gradient.numel()), default=0.0)
+            errors = {name: relative_error(gradients[name], expected[name], largest / 1000) for name in expected}
+            errors[""] = relative_error(split_loss, loss)
             equal = max(errors.values()) <= limit
-        state, count = buffer_errors(plain, split, limit), len(wrapped.devices)
-        hidden = number_changes(plain, split, count), weight_in_parts(plain.output, losses, targets, wrapped.out_dims)
+        count = len(wrapped.devices)
+        state, numbers = compare_state(plain, split, count, limit)
+        hidden = numbers, weight_in_parts(plain.output, losses, targets, wrapped.out_dims)
         reasons = () if equal or state else _rounding(dtype, max(errors.values()))
         if (equal and state) or reasons:
             reasons += (*state_of_criterion(inner, plain.criterion, count), *state_of_model(module, plain.module, count))
         elif not equal:
             fresh = _wrap_criterion(copy_of(inner), criterion, weight, dim)
             wrap = functools.partial(_wrap_model, like=model, device_ids=[wrapped.devices[0]] * 2, dim=dim, in_dims=in_dims)
-            reasons = find_reasons(plain, (module, inner), (inputs, targets), wrapped, fresh, wrap, split.rounds, limit)
+            reasons = find_reasons(
+                plain, (module, inner), (inputs, targets), wrapped, fresh, wrap, split.rounds, limit, reproducible=reproducible
+            )
     difference = None if equal else first_difference(plain, split, wrapped.dim, limit)
     return VerificationReport(
         devices=tuple(map(str, wrapped.devices)),
@@ -216,18 +220,28 @@ class _NoUpdate(torch.optim.Optimizer):
         pass
 
 
+def _make_step(
+    program: Program, model: nn.Module, criterion: DataParallelCriterion, micro_batch_size: int | None, *, reproducible: bool
+) -> TrainStep:
+    optimizer = _NoUpdate(program.learning().values())
+    return TrainStep(model, criterion, optimizer, micro_batch_size=micro_batch_size, reproducible=reproducible)
+
+
+def _run_step(program: Program, step: TrainStep, inputs: Any, targets: Any) -> Tensor:
+    program.begin()
+    torch.manual_seed(1)
+    return step(inputs, targets)
+
+
 def _wrap_model(
     module: nn.Module, like: nn.Module, device_ids: Sequence[DeviceLike] | None, dim: int | None, in_dims: Dims
 ) -> DataParallelModel:
     """Wraps ``module`` with the settings of ``like``, if that is wrapped. Settings of the caller take precedence."""
-    split = None
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {} if in_dims is None else {"in_dims": in_dims}
     if isinstance(like, DataParallelModel):
-        split = like.split if device_ids is None else None
+        settings = {"split": None if device_ids else like.split, "in_dims": like.in_dims, "out_dims": like.out_dims, **settings}
         device_ids, dim = device_ids or like.devices, like.dim if dim is None else dim
-        settings = {"in_dims": like.in_dims, "out_dims": like.out_dims}
-    settings |= {} if in_dims is None else {"in_dims": in_dims}
-    return DataParallelModel(module, device_ids, dim=dim or 0, split=split, **settings)
+    return DataParallelModel(module, device_ids, dim=dim or 0, **settings)
 
 
 def _wrap_criterion(
@@ -247,16 +261,3 @@ def _wrap_criterion(
     except TypeError:  # a loss whose rows depend on each other: the report shows its error
         wrapped.weight = lambda output, *targets: count_rows(targets, wrapped.dim or 0) or 1
     return wrapped
-
-
-def _run_plain(program: Program, inputs: Any, targets: Any, device: torch.device) -> Tensor:
-    program.forward(inputs, device, seed=0)
-    criterion = program.criterion.to(device) if isinstance(program.criterion, nn.Module) else program.criterion
-    loss = scalar_of(call_spread(criterion, program.output, move_leaves(containers.spread(targets), device), {}))
-    loss.backward()
-    return loss.detach()
-
-
-def _gradient_errors(expected: dict[str, Tensor], gradients: dict[str, Tensor]) -> dict[str, float]:
-    largest = max((float(gradient.abs().max()) for gradient in expected.values() if gradient.numel()), default=0.0)
-    return {name: relative_error(gradients[name], gradient, largest / 1000) for name, gradient in expected.items()}

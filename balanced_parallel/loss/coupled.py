@@ -5,7 +5,7 @@
     second pass    forward 0 | backward 0 | forward 1 | backward 1 | ...     from these derivatives
 
 This is GradCache (arXiv:2101.06983). The parts are outputs, which are gathered (:class:`WholeLoss`: contrastive losses, mined
-triplets), or statistics, which are summed (:class:`LossOfSums`, of an :class:`AdditiveLoss`: Dice, Pearson's correlation).
+triplets), or statistics, which are summed (``_LossOfSums``, of an :class:`AdditiveLoss`: Dice, Pearson's correlation).
 """
 
 import abc
@@ -18,26 +18,22 @@ from torch import Tensor, nn
 
 from ..batch import containers
 from ..batch.outputs import PerReplica, gather, join_tensors, repeated_rows
-from ..batch.rows import Along, Arguments, Rows, Shard, Whole, mark_leaves, move_leaves
+from ..batch.rows import Along, Arguments, Rows, Shard, map_marked, mark_leaves, move_leaves, without_mark
 from ..runtime.collectives import gather_objects, rank, sum_over_ranks, world_size
 from ..runtime.devices import move
 from ..runtime.torch_private import is_differentiable
 from ..runtime.values import scaled
 from .shards import ShardRunner, copy_criterion
-from .sums import LossSum, ShardLoss, call_spread, loss_of, replace_value, weighted_sum, widen
+from .sums import LossSum, ShardLoss, add_up, call_spread, hand_back, loss_of, replace_value, weighted_sum, widen
 
 
 class CoupledLoss(abc.ABC):
-    """The loss of one update, whose rows depend on each other.
-
-    ``home`` is a device of this process, for collectives if it has no rows.
-    """
+    """The loss of one update, whose rows depend on each other. ``home`` is a device for a process without rows."""
 
     def __init__(self, criterion: ShardRunner, home: torch.device) -> None:
         self.criterion, self.home = criterion, home
         self._loss: Tensor | None = None  # of all ranks, until a part has handed it back
-        self._parameters: list[Tensor] = []
-        self._of_parameters: list[Tensor | None] = []
+        self._of_parameters: list[tuple[Tensor, Tensor | None]] = []  # with the derivatives of the loss
 
     @abc.abstractmethod
     def value(self, outputs: PerReplica, shards: Sequence[Shard]) -> Any:
@@ -45,10 +41,7 @@ class CoupledLoss(abc.ABC):
 
     @abc.abstractmethod
     def differentiate(self, scaler: torch.amp.GradScaler | None) -> None:
-        """Computes the loss of all parts on all ranks, and its derivative at each part. Every rank calls this.
-
-        ``scaler`` scales the loss meanwhile, so that derivatives in float16 do not underflow.
-        """
+        """Computes the loss of all parts on all ranks, and its derivative at each, from a scaled loss. Every rank calls this."""
 
     @abc.abstractmethod
     def _parts(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[Any]:
@@ -63,78 +56,60 @@ class CoupledLoss(abc.ABC):
         """Returns the tensors of a replica's part with the derivatives of the loss. Parts come in the order of the first pass."""
 
     def collect(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[Any]:
-        """Collects the parts of a micro-batch in the first pass, and returns them, for a single pass."""
+        """Collects the parts of a micro-batch in the first pass. Returns them with their graph."""
         parts = self._parts(outputs, shards)
         self._collect(parts)
         return parts
 
     def hand_back(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
-        """Returns a loss per replica of a micro-batch in the second pass.
-
-        Their sum over all micro-batches and ranks is the loss, and their gradients sum to its gradient.
-        """
+        """Returns a loss per replica of a micro-batch in the second pass. Their sum over everything is the loss."""
         return self.hand_back_parts(self._parts(outputs, shards))
 
     def hand_back_parts(self, parts: list[Any]) -> list[LossSum]:
         """Returns the result of :meth:`hand_back` for parts with a graph."""
-        return [self._handed(part) for part in parts]
-
-    def _handed(self, part: Any) -> LossSum:
-        pairs = self._take(part)
-        loss, self._loss = self._loss, None
-        if loss is not None:
-            pairs += zip(self._parameters, self._of_parameters, strict=True)
-            self._parameters = []
-        learning = [(tensor, derivative) for tensor, derivative in pairs if is_differentiable(tensor)]
-        device = pairs[0][0].device if pairs else torch.device("cpu") if loss is None else loss.device
-        value = torch.zeros((), device=device) if loss is None else move(loss, device)
-        tensors, derivatives = [tensor for tensor, _ in learning], [derivative for _, derivative in learning]
-        return LossSum(_HandBack.apply(value, derivatives, *tensors), None)
+        losses = []
+        for part in parts:
+            pairs = self._take(part)
+            loss, self._loss = self._loss, None
+            if loss is not None:
+                pairs += self._of_parameters
+            learning = [(tensor, derivative) for tensor, derivative in pairs if is_differentiable(tensor)]
+            device = pairs[0][0].device if pairs else torch.device("cpu") if loss is None else loss.device
+            value = torch.zeros((), device=device) if loss is None else move(loss, device)
+            total = hand_back(value, [slope for _, slope in learning], [tensor for tensor, _ in learning])
+            losses.append(LossSum(total, None))
+        return losses
 
     def _derivatives(
-        self, loss: Tensor, at: Sequence[Tensor], ranks: Sequence[int], scaler: torch.amp.GradScaler | None
+        self, compute: Callable[[], Any], at: Sequence[Tensor], ranks: Sequence[int], scaler: torch.amp.GradScaler | None
     ) -> list[Tensor | None]:
-        """Keeps the loss and its derivatives at the criterion's parameters. Returns those at other tensors.
+        """Computes the loss, and keeps it and its derivatives at the criterion's parameters. Returns those at other tensors.
 
         The ranks of ``ranks`` compute the same loss. The first reports it, and each adds its share to gradients of parameters.
         """
         parameters = [parameter for parameter in self.criterion.parameters() if parameter.requires_grad]
-        scale = None if scaler is None else scaled(torch.ones((), device=loss.device), scaler)
-        whole = loss if scale is None else loss * scale
-        gradients = torch.autograd.grad(whole, [*at, *parameters], allow_unused=True)
+        variables = [tensor.requires_grad_() for tensor in at if is_differentiable(tensor)]
+        with torch.enable_grad():
+            loss = compute()
+            scale = None if scaler is None else scaled(torch.ones((), device=loss.device), scaler)
+            whole = loss if scale is None else loss * scale
+        gradients = torch.autograd.grad(whole, [*variables, *parameters], allow_unused=True)
         if scale is not None:
             gradients = tuple(slope if slope is None else widen(slope) / move(scale, slope.device) for slope in gradients)
         self._loss = loss.detach() if ranks[0] == rank() else torch.zeros_like(loss, requires_grad=False)
-        self._parameters = [*parameters]
-        self._of_parameters = [self._share(gradient, ranks) for gradient in gradients[len(at) :]]
-        return list(gradients[: len(at)])
+        slopes = iter(gradients)
+        derivatives = [next(slopes) if is_differentiable(tensor) else None for tensor in at]
+        self._of_parameters = [(parameter, self._share(next(slopes), ranks)) for parameter in parameters]
+        return derivatives
 
     def _share(self, derivative: Tensor | None, ranks: Sequence[int]) -> Tensor | None:
         """Returns this rank's share of a derivative that all of ``ranks`` have."""
         return None if derivative is None or rank() not in ranks else derivative / len(ranks)
 
 
-class _HandBack(torch.autograd.Function):
-    """Returns ``value`` in the forward. The backward gives each tensor its derivative, times the gradient of the value."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, derivatives: list[Tensor | None], *tensors: Tensor) -> Tensor:
-        ctx.derivatives = derivatives
-        ctx.dtypes = [tensor.dtype for tensor in tensors]
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        results = [
-            None if slope is None else (slope * move(gradients[0], slope.device).to(slope.dtype)).to(dtype)
-            for slope, dtype in zip(ctx.derivatives, ctx.dtypes, strict=True)
-        ]
-        return None, None, *results
-
-
 def couple(criterion: ShardRunner, home: torch.device) -> CoupledLoss:
     """Returns the loss of one update of a criterion with ``whole=True``, or of an :class:`AdditiveLoss`."""
-    return WholeLoss(criterion, home) if criterion.whole else LossOfSums(criterion, home)
+    return WholeLoss(criterion, home) if criterion.whole else _LossOfSums(criterion, home)
 
 
 def check_coupled(criterion: Any, whole: bool, weight: Any, reduction: str | None, minimum: float) -> None:
@@ -152,17 +127,14 @@ def check_coupled(criterion: Any, whole: bool, weight: Any, reduction: str | Non
 
 
 class ShardStatistics(NamedTuple):
-    """The statistics of one replica's rows: tensors, None without rows, and the structure whose leaves they are.
+    """The statistics of one replica's rows."""
 
-    ``nothing`` is a zero on the device of the output, connected to it.
-    """
-
-    tensors: list[Tensor] | None
-    structure: Any
-    nothing: Tensor
+    tensors: list[Tensor] | None  # None without rows
+    structure: Any  # whose leaves the tensors are
+    nothing: Tensor  # a zero on the device of the output, connected to it
 
 
-class LossOfSums(CoupledLoss):
+class _LossOfSums(CoupledLoss):
     """The loss of the statistics of an update, of an :class:`AdditiveLoss`. A shard without rows adds nothing."""
 
     def __init__(self, criterion: Any, home: torch.device) -> None:
@@ -172,7 +144,6 @@ class LossOfSums(CoupledLoss):
         self._derivatives_on: dict[torch.device, list[Tensor | None]] = {}
 
     def value(self, outputs: PerReplica, shards: Sequence[Shard]) -> Tensor:
-        """Returns the loss of a batch. Statistics of all ranks are summed."""
         parts = self._parts(outputs, shards)
         self._add(parts)
         total, ranks = self._over_ranks(parts[0].nothing)
@@ -181,17 +152,11 @@ class LossOfSums(CoupledLoss):
         return self._finish(total)
 
     def differentiate(self, scaler: torch.amp.GradScaler | None) -> None:
-        """Computes the loss of the total of all ranks, and its derivative at the total."""
         has_rows = bool(self._total)
         total, ranks = self._over_ranks(None)
-        if not has_rows:
-            return
-        at = [tensor.requires_grad_() for tensor in total if is_differentiable(tensor)]
-        with torch.enable_grad():
-            loss = self._finish(total)
-        gradients = iter(self._derivatives(loss, at, ranks, scaler))
-        derivatives = [next(gradients) if is_differentiable(tensor) else None for tensor in total]
-        self._derivatives_on = {total[0].device: derivatives}
+        if has_rows:
+            derivatives = self._derivatives(functools.partial(self._finish, total), total, ranks, scaler)
+            self._derivatives_on = {total[0].device: derivatives}
 
     def _parts(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[ShardStatistics]:
         parts: list[ShardStatistics] = self.criterion.run(_statistics_of, outputs, shards)
@@ -226,10 +191,7 @@ class LossOfSums(CoupledLoss):
         return list(zip(part.tensors, by_device[device], strict=True))
 
     def _over_ranks(self, nothing: Tensor | None) -> tuple[list[Tensor], list[int]]:
-        """Returns the total of all ranks, and the ranks that have rows. Every rank calls this.
-
-        ``nothing`` is a zero that is connected to the outputs, for a total with a graph.
-        """
+        """Returns the total of all ranks, with the graph of ``nothing``, and the ranks that have rows. Every rank calls this."""
         local = self._total
         layouts = gather_objects((self._structure, [(tensor.shape, tensor.dtype) for tensor in local]) if local else None)
         by_rank = {number: layout for number, layout in enumerate(layouts) if layout is not None}
@@ -267,9 +229,13 @@ class LossOfSums(CoupledLoss):
         parts = self.criterion.run(_statistics_of, *self.criterion.cut(halves, *shards[0].targets))
         if None in (half.tensors for half in parts):
             return
-        for place, (whole, first, last) in enumerate(zip(part.tensors, *(half.tensors for half in parts), strict=True)):
-            if whole.shape == first.shape == last.shape and _adds_up(widen(whole), widen(first), widen(last)):
-                continue
+        for place, tensors in enumerate(zip(part.tensors, *(half.tensors for half in parts), strict=True)):
+            whole, first, last = map(widen, tensors)
+            if whole.shape == first.shape == last.shape:
+                size = torch.stack([whole, first, last]).abs().max()
+                # a mean is off by its own size; nan is the caller's
+                if not bool((whole - first - last).abs().max() > 5e-2 * size):
+                    continue
             raise ValueError(
                 f"statistics do not add up: number {place} of {rows} rows is {_shown(whole)}, but of their halves "
                 f"{_shown(first)} and {_shown(last)}; expected sums over the rows, so return .sum() in place of .mean()"
@@ -288,17 +254,10 @@ def _statistics_of(shard: ShardLoss) -> ShardStatistics:
 
 def _as_tensor(leaf: Any, device: torch.device) -> Tensor:
     if isinstance(leaf, (int, float)):
-        return torch.full((), leaf, dtype=torch.int64 if isinstance(leaf, int) else torch.float64, device=device)
+        return add_up([leaf], device)
     if not isinstance(leaf, Tensor):
-        raise TypeError(
-            f"the statistics contain {containers.describe(leaf)}, expected tensors and numbers that add up over the rows"
-        )
+        raise TypeError(f"the statistics contain {containers.describe(leaf)}, expected tensors and numbers that add up over rows")
     return leaf
-
-
-def _adds_up(whole: Tensor, first: Tensor, other: Tensor) -> bool:
-    difference, size = (whole - first - other).abs().max(), torch.stack([whole, first, other]).abs().max()
-    return not bool(difference > 5e-2 * size)  # a mean is off by its own size; nan is the caller's
 
 
 def _shown(tensor: Tensor) -> str:
@@ -306,11 +265,7 @@ def _shown(tensor: Tensor) -> str:
 
 
 class WholeLoss(CoupledLoss):
-    """The loss of all outputs of an update.
-
-    Outputs and targets of all replicas, micro-batches and ranks are gathered on the criterion's ``output_device``. An output
-    without rows, such as the temperature of a model, must be the same in all parts: that of the first replica is used.
-    """
+    """The loss of all outputs of an update. The first of outputs without rows is used, which must be the same in all parts."""
 
     def __init__(self, criterion: Any, home: torch.device) -> None:
         super().__init__(criterion, home)
@@ -335,14 +290,12 @@ class WholeLoss(CoupledLoss):
         if whole is None:
             return
         leaves = _output_leaves(rows.batch, self._outputs)
-        at = [_tensor(leaf) for leaf in leaves if is_differentiable(_tensor(leaf))]
-        for tensor in at:
-            tensor.requires_grad_()
-        with torch.enable_grad():
+
+        def compute() -> Any:
             loss = self._call(rows.batch, device)
-            total = sum(weighted_sum(leaf, 1) for _, leaf in containers.leaves(loss) if leaf is not None)
-        gradients = iter(self._derivatives(total, at, rows.ranks, scaler))  # type: ignore[arg-type]
-        derivatives = [next(gradients) if is_differentiable(_tensor(leaf)) else None for leaf in leaves]
+            return sum(weighted_sum(leaf, 1) for _, leaf in containers.leaves(loss) if leaf is not None)
+
+        derivatives = self._derivatives(compute, [without_mark(leaf) for leaf in leaves], rows.ranks, scaler)
         starts = iter(rows.starts)
         columns = [
             self._cut(leaf, derivative, [_output_leaves(piece, self._outputs)[place] for piece in pieces], starts, rows.ranks)
@@ -357,13 +310,9 @@ class WholeLoss(CoupledLoss):
             return [None] * len(pieces)
         if not isinstance(leaf, Along):
             return [self._share(derivative, ranks), *[None] * (len(pieces) - 1)]
-        derivatives: list[Tensor | None] = []
-        for piece in pieces:
-            rows = piece.leaf.size(leaf.dim)
-            # a copy, so that the whole can be freed
-            derivatives.append(derivative.narrow(leaf.dim, start, rows).to(piece.leaf.device, copy=True))
-            start += rows
-        return derivatives
+        sizes = [piece.leaf.size(leaf.dim) for piece in pieces]
+        parts = zip(pieces, derivative.narrow(leaf.dim, start, sum(sizes)).split(sizes, leaf.dim), strict=True)
+        return [part.to(piece.leaf.device, copy=True) for piece, part in parts]  # copies, so that the whole can be freed
 
     def _parts(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[Any]:
         self._refusal = self._refusal or repeated_rows(outputs, outputs.sizes, outputs.dim)
@@ -375,26 +324,23 @@ class WholeLoss(CoupledLoss):
         return parts
 
     def _collect(self, parts: list[Arguments]) -> None:
-        self.pieces += [containers.map_leaves(_detached, part) for part in parts]
+        self.pieces += map_marked(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, parts)
 
     def _take(self, part: Arguments) -> list[tuple[Tensor, Tensor | None]]:
         leaves, derivatives = _output_leaves(part, self._outputs), self._pending.pop(0)
-        return [(_tensor(leaf), derivative) for leaf, derivative in zip(leaves, derivatives, strict=True)]
+        return [(without_mark(leaf), derivative) for leaf, derivative in zip(leaves, derivatives, strict=True)]
 
     def _join(self) -> tuple[Any, torch.device]:
         """Returns all pieces of this rank as one, None without any, and the device of the loss. The pieces are forgotten."""
         pieces, self.pieces = self.pieces, []
         self._refusal = self._refusal if len(pieces) > 1 or world_size() > 1 else None
-        tensor = containers.first_tensor([_tensor(leaf) for piece in pieces[:1] for leaf in _output_leaves(piece, self._outputs)])
+        outputs = _output_leaves(pieces[0], self._outputs) if pieces else []
         if len(pieces) > 1 and not self.criterion.is_checked:
             self.criterion.is_checked = True
             _check_constants([_output_leaves(piece, self._outputs) for piece in pieces])
-        device = self.criterion.output_device or (self.home if tensor is None else tensor.device)
-        if not pieces:
-            return None, device
-        return containers.zip_leaves(
-            lambda place, values: _join_rows(place, values, device, self.dim), pieces, "the batch"
-        ), device
+        device = self.criterion.output_device or (without_mark(outputs[0]).device if outputs else self.home)
+        join = functools.partial(_join_rows, device=device, dim=self.dim)
+        return containers.zip_leaves(join, pieces, "the batch") if pieces else None, device
 
     def _call(self, batch: Arguments, device: torch.device) -> Any:
         inputs, kwargs = move_leaves(batch.inputs, device), move_leaves(batch.kwargs, device)
@@ -408,39 +354,27 @@ class WholeLoss(CoupledLoss):
 def _output_leaves(part: Arguments, outputs: int) -> list[Any]:
     """Returns the tensors of the outputs, those with rows in their marks."""
     leaves = [leaf for _, leaf in containers.leaves(part.inputs[:outputs])]
-    return [leaf for leaf in leaves if isinstance(_tensor(leaf), Tensor)]
+    return [leaf for leaf in leaves if isinstance(without_mark(leaf), Tensor)]
 
 
 def _check_constants(pieces: list[list[Any]]) -> None:
     """Raises ``ValueError`` if outputs without rows differ between replicas or micro-batches."""
     for first, *others in zip(*pieces, strict=True):
-        tensor = _tensor(first)
-        if not isinstance(first, Along) and not all(torch.equal(tensor, move(_tensor(other), tensor.device)) for other in others):
+        tensor = without_mark(first)
+        equal = (torch.equal(tensor, move(without_mark(other), tensor.device)) for other in others)
+        if not isinstance(first, Along) and not all(equal):
             raise ValueError(
                 f"an output of shape {tuple(tensor.shape)} has no rows and differs between replicas or micro-batches, expected "
                 "the same everywhere, as a temperature is: return a value per row, and reduce it in the criterion"
             )
 
 
-def _tensor(leaf: Any) -> Any:
-    return leaf.leaf if isinstance(leaf, Along) else leaf.value if isinstance(leaf, Whole) else leaf
-
-
-def _detached(leaf: Any) -> Any:
-    if isinstance(leaf, (Along, Whole)):
-        inner = _detached(_tensor(leaf))
-        return Along(inner, leaf.dim) if isinstance(leaf, Along) else Whole(inner)
-    return leaf.detach() if isinstance(leaf, Tensor) else leaf
-
-
 class AdditiveLoss(nn.Module):
     """A loss that is a function of statistics, which add up over the rows.
 
     ``loss(output, *targets)`` is ``finish(statistics(output, *targets))``, as in a plain program. In a
-    :class:`DataParallelCriterion` each replica computes the statistics of its own rows. Only statistics are moved and summed,
-    over replicas, ranks and micro-batches. ``finish`` is called once per process with the total, and its derivative is handed
-    back. So the loss is exact, and no device stores the outputs of others.
-
+    :class:`DataParallelCriterion` each replica computes the statistics of its own rows. Only these are moved and summed, over
+    replicas, ranks and micro-batches. ``finish`` is called once per process with the total, and its derivative is handed back.
     Subclasses may override the methods ``statistics`` and ``finish`` instead.
 
     Args:
@@ -449,7 +383,6 @@ class AdditiveLoss(nn.Module):
         finish: a function or a module that computes the loss of a total in the same structure, a scalar.
 
     Raises:
-        TypeError: ``statistics`` or ``finish`` is not a function, and no method of a subclass either.
         ValueError: the statistics of a shard are not the sum of those of its halves. The first batch is checked.
 
     Example:
@@ -499,11 +432,9 @@ def _join_rows(place: str, values: list[Any], device: torch.device, dim: int) ->
         return mark_leaves(outputs.on(device), outputs.dim, place)
     if isinstance(first, Rows):
         return Rows([entry for value in values for entry in value.entries])
-    if isinstance(first, Along):
-        first, values = first.leaf, [value.leaf for value in values]
-    if containers.is_row_list(first):
-        kind: Any = type(first)
-        return kind(entry for value in values for entry in value)
+    if containers.is_row_list(without_mark(first)):
+        kind: Any = type(without_mark(first))
+        return kind(entry for value in values for entry in without_mark(value))
     return move(first, device) if isinstance(first, torch.Tensor) else first
 
 
@@ -516,17 +447,14 @@ class RankRows(NamedTuple):
 
 
 def gather_ranks(batch: Any, device: torch.device, refusal: str | None = None) -> RankRows:
-    """Gathers the joined pieces of every rank, in the order of the ranks. All ranks call this. Differentiable.
-
-    A rank without rows passes None. All ranks raise the ``refusal`` of one.
-    """
+    """Gathers the joined pieces of every rank, or None, in the order of the ranks. All ranks call this. Differentiable."""
     if refusal and world_size() == 1:
         raise ValueError(refusal)
     leaves = [] if batch is None else [leaf for _, leaf in containers.leaves(batch)]
     along = [leaf for leaf in leaves if isinstance(leaf, Along)]
     if world_size() == 1:
         return RankRows(batch, [0] * len(along), [0])
-    lists = [leaf.entries if isinstance(leaf, Rows) else leaf for leaf in leaves if _is_list(leaf)]
+    lists = [without_mark(leaf) for leaf in leaves if _is_list(leaf)]
     layout = None if batch is None else ([leaf.leaf.size(leaf.dim) for leaf in along], lists)
     layouts, refusals = zip(*gather_objects((layout, refusal)), strict=True)
     for message in filter(None, refusals):
@@ -547,9 +475,7 @@ def gather_ranks(batch: Any, device: torch.device, refusal: str | None = None) -
     def replace(leaf: Any) -> Any:
         if isinstance(leaf, Along):
             return Along(next(joined), leaf.dim)
-        if _is_list(leaf):
-            return Rows(next(entries)) if isinstance(leaf, Rows) else type(leaf)(next(entries))
-        return leaf
+        return type(leaf)(next(entries)) if _is_list(leaf) else leaf
 
     return RankRows(containers.map_leaves(replace, batch), starts, ranks)
 

@@ -8,15 +8,16 @@ import torch
 from torch import nn
 
 from ..batch import containers
-from ..batch.containers import Dims
+from ..batch.containers import Dims, check_dim, check_dims
 from ..batch.outputs import PerReplica
 from ..batch.rows import Shard
+from ..replicas.replicas import Replicas
 from ..runtime.collectives import sum_over_ranks
-from ..runtime.devices import DeviceLike
+from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.values import Precision
 from .coupled import AdditiveLoss, check_coupled, couple
 from .rules import find_torch_loss, has_sum, is_known, reduction_in, reduction_of, refuse_coupled, weight_of_targets
-from .shards import Divisor, ShardRunner, call_weight, check_settings, keywords_of, warn_unknown, weights_of_targets
+from .shards import Divisor, ShardRunner, call_weight, check_settings, warn_unknown, weights_of_targets
 from .sums import (
     Criterion,
     LossSum,
@@ -37,41 +38,37 @@ class DataParallelCriterion(ShardRunner):
     """Computes a criterion on each replica's output, on its device, and returns the loss of the whole batch as one scalar.
 
     The result equals ``criterion(gather(outputs), *targets)`` on one device for every split. Each replica computes the sum of its
-    losses and their weight (:func:`loss_weight`). Both are summed over the replicas, and divided once. Under torchrun the result
-    is the loss over all ranks. A criterion that is a sum is not divided. With ``reduction="none"`` the result is a
-    :class:`PerReplica` of the replicas' losses, for :func:`gather`. If a criterion returns several means (a tuple, a mapping, a
-    dataclass), so does the result, and each of them is exact.
+    losses and their weight (:func:`loss_weight`). Both are summed over replicas and ranks, and divided once. A criterion that is
+    a sum is not divided. With ``reduction="none"`` the result is a :class:`PerReplica` of the replicas' losses. If a criterion
+    returns several means (a tuple, a mapping, a dataclass), so does the result, and each of them is exact.
 
     In ``criterion(outputs, *targets, **kwargs)``, targets and keyword arguments are split by rows as the model's inputs were. A
-    tuple as a replica's output fills the leading arguments of the criterion. A tensor, a list, a named tuple, a mapping or a
-    dataclass is one argument.
+    tuple as a replica's output fills the leading arguments of the criterion. Any other output is one argument.
 
     Args:
-        criterion: a module or a function. The parameters and buffers of a module are copied to each device, and its parameters
-            get gradients. The tensors of a ``functools.partial`` are moved to each device, those of a closure are not.
+        criterion: a module or a function. Parameters and buffers of a module are copied to each device, and its parameters get
+            gradients. The tensors of a ``functools.partial`` are moved to each device, those of a closure are not.
         device_ids: the devices that outputs may be on; ``None`` allows all.
         output_device: device of the loss; ``None`` is the device of the first output.
         dim: the dimension of the rows in the targets. ``None`` is 0, and an error if the rows of the outputs are in another.
         weight: the divisor of the criterion's mean, if :func:`loss_weight` does not know it: ``"rows"``, or a function
-            ``(output, *targets) -> scalar`` that is called with the arguments of the criterion, and with the keyword arguments
-            that it accepts. It is called with the targets where they are, and on the outputs' devices only if that fails. So
-            targets on the host are counted without waiting for a device. For several means with different divisors it returns a
-            divisor for each, in the same structure. Or a mapping or sequence of functions ``(*targets) -> scalar``, one for each
-            mean: :class:`TrainStep` needs divisors of the targets alone, since it counts them before the first micro-batch.
-            Without it, an unknown criterion is weighted by rows, with a warning.
+            ``(output, *targets) -> scalar`` that also gets the keyword arguments that it accepts. It is called with the targets
+            where they are, and on the outputs' devices only if that fails. For several means with different divisors it returns
+            a divisor for each, in the same structure. Or a mapping or sequence of functions ``(*targets) -> scalar``, one for
+            each mean: :class:`TrainStep` counts targets before the first micro-batch. Without it, an unknown criterion is
+            weighted by rows, with a warning.
         precision: autocast inside every replica, as in :class:`DataParallelModel`.
         reduction: ``"sum"``, ``"mean"`` or ``"none"``, for a criterion that is not a loss of torch.
         minimum: lower bound of the divisor, for a criterion that divides by ``max(count, minimum)``. ``weight`` is the count.
-        in_dims: the dimension of the rows of each argument of the call, as in :class:`DataParallelModel`. The first argument is
-            the outputs. Its entry is used only if the outputs are not a :class:`PerReplica`.
+        in_dims: the dimension of the rows of each argument of the call, as in :class:`DataParallelModel`. The entry of the
+            outputs, the first argument, is used only if they are not a :class:`PerReplica`.
         whole: gathers all outputs and targets, of all ranks too, and computes the loss once per process, on ``output_device``.
-            For losses whose rows depend on each other, such as contrastive ones. A function of sums, such as Dice, is an
-            :class:`AdditiveLoss`, and moves its statistics only.
+            For losses whose rows depend on each other, such as contrastive ones. For functions of sums: :class:`AdditiveLoss`.
 
     Raises:
         TypeError: outputs are not a list with one entry per replica; the rows of a loss depend on each other.
-        ValueError: targets and outputs have different numbers of rows, a loss is not a scalar, or a setting is invalid.
-        BaseException: the first failure of a replica, of its own type, with the replica and its device in the message.
+        ValueError: targets and outputs have different numbers of rows, or a loss is not a scalar.
+        BaseException: the first failure of a replica. Its message, or a note, names the replica and its device.
 
     Example:
         >>> criterion = DataParallelCriterion(torch.nn.CrossEntropyLoss())
@@ -98,12 +95,17 @@ class DataParallelCriterion(ShardRunner):
             raise TypeError(f"the criterion is a {type(criterion).__name__} already, expected a plain one: pass its .module")
         check_settings(criterion, weight, reduction, minimum)
         check_coupled(criterion, whole, weight, reduction, minimum)
-        super().__init__(criterion, device_ids, output_device, dim, precision=precision, in_dims=in_dims, whole=whole)
+        super().__init__()
+        check_dim(dim)
+        check_dims(in_dims, "in_dims")
+        self.module = criterion
+        self.devices = None if device_ids is None else resolve_devices(device_ids)
+        self.output_device = None if output_device is None else resolve_device(output_device)
+        self.dim, self.in_dims, self.whole = dim, in_dims, whole
+        self.precision = Precision("fp32" if precision is None else precision)
+        self.replicas = Replicas()
         self.is_coupled = whole or isinstance(criterion, AdditiveLoss)  # its rows depend on each other
-        self.weight = weight
-        self.minimum = minimum
-        self._reduction = reduction
-        self._weight_takes = keywords_of(weight)
+        self.weight, self.minimum, self._reduction = weight, minimum, reduction
         self._warned = False
 
     @property
@@ -114,13 +116,7 @@ class DataParallelCriterion(ShardRunner):
         return self._reduction or reduction_of(self.module)
 
     def forward(self, outputs: Sequence[Any], *targets: Any, **kwargs: Any) -> Any:
-        """Returns the loss of the batch.
-
-        Args:
-            outputs: the result of the model, with one output per replica.
-            targets: the arguments of the criterion after the output, with all rows of the batch.
-            kwargs: keyword arguments of the criterion, with all rows of the batch.
-        """
+        """Returns the loss of the batch. ``targets`` and ``kwargs`` have all rows of the batch."""
         kwargs = kwargs if self.is_coupled else self._modern(kwargs)
         entries, shards = self.cut(outputs, targets, kwargs)
         if self.is_coupled:
@@ -147,13 +143,12 @@ class DataParallelCriterion(ShardRunner):
 
     def divided_sums(self, divisors: Sequence[float], outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
         """Returns :meth:`loss_sums` of several means, each divided by its entry of ``divisors``, those of the whole batch."""
-        parts = self.run(self._term(self.reduction), outputs, shards)
-        factors = [1 / divisor if divisor else 0.0 for divisor in divisors]
-        sums = [
-            [mean.total * factor for (_, mean), factor in zip(containers.leaves(part), factors, strict=True) if mean is not None]
-            for part in parts
-        ]
-        return [LossSum(functools.reduce(torch.add, means), None if any(divisors) else 0.0) for means in sums]
+        factors, sums = [1 / divisor if divisor else 0.0 for divisor in divisors], []
+        for part in self.run(self._term(self.reduction), outputs, shards):
+            pairs = zip(containers.leaves(part), factors, strict=True)
+            means = [mean.total * factor for (_, mean), factor in pairs if mean is not None]
+            sums.append(LossSum(functools.reduce(torch.add, means), None if any(divisors) else 0.0))
+        return sums
 
     def weigh_targets(self, *targets: Any) -> Weight | None:
         """Returns the total weight of a batch, if it depends on the targets alone; otherwise None."""
@@ -162,7 +157,7 @@ class DataParallelCriterion(ShardRunner):
         return weight_of_targets(self.module, targets)
 
     def _modern(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Returns keyword arguments with ``reduction=`` in place of ``size_average=`` and ``reduce=``, which torch deprecated."""
+        """Returns keyword arguments with ``reduction=`` in place of the deprecated ``size_average=`` and ``reduce=``."""
         if not {"size_average", "reduce"} & kwargs.keys() or find_torch_loss(self.module) is None:
             return kwargs
         others = {name: value for name, value in kwargs.items() if name not in ("size_average", "reduce")}
@@ -171,7 +166,7 @@ class DataParallelCriterion(ShardRunner):
     def _weigh(self) -> Callable[[ShardLoss], Any]:
         """Returns the function that computes the weight of one replica's mean, for criteria without ``reduction="sum"``."""
         if self.weight is not None and self.weight != "rows":
-            return functools.partial(call_weight, self.weight, self._weight_takes)
+            return functools.partial(call_weight, self.weight)
         if self.weight is None and is_known(self.module):
             return ShardLoss.weigh
         if self.weight is None:
@@ -191,14 +186,14 @@ class BatchLosses(NamedTuple):
 
 
 def losses_of_batch(criterion: DataParallelCriterion, targets: Sequence[tuple[Any, ...]], *, is_whole: bool) -> BatchLosses:
-    """Chooses the way to compute the losses of the micro-batches of one batch, from its targets, in any number of parts.
+    """Chooses the way to compute the losses of one batch, from its targets in any number of parts.
 
     With ``is_whole``, no other batch is added before the update. Ranks then sum the divisors of several means.
     """
     is_mean = criterion.reduction != "sum"
-    weight: Weight | None = 0.0 if targets and is_mean and criterion.weight is None else None
+    weight: Weight | None = 0.0 if targets else None
     for part in targets:
-        of_part = None if weight is None else criterion.weigh_targets(*part)
+        of_part = criterion.weigh_targets(*part)
         weight = None if weight is None or of_part is None else weight + of_part
     if weight is not None:
         return BatchLosses(functools.partial(criterion.run, weighed_sum), weight)

@@ -11,8 +11,8 @@ from .sums import widen
 class TverskyLoss(AdditiveLoss):
     r"""One minus the Tversky index of predictions and targets, over all rows, in the mean over classes.
 
-    The index of a class is :math:`\frac{TP + s}{TP + \alpha FP + \beta FN + s}`, with soft counts of true positives, false
-    positives and false negatives: sums of probabilities (Salehi et al., 2017, arXiv:1706.05721).
+    The index of a class is :math:`\frac{TP + s}{TP + \alpha FP + \beta FN + s}`, with sums of probabilities as counts of true
+    positives, false positives and false negatives (Salehi et al., 2017, arXiv:1706.05721).
 
     Integer targets without a dimension of classes are class indices: output ``(rows, classes, ...)``, target ``(rows, ...)``, and
     probabilities are the softmax over classes. Targets of the shape of the output are binary: probabilities are the sigmoid, and
@@ -69,12 +69,7 @@ class TverskyLoss(AdditiveLoss):
 class DiceLoss(TverskyLoss):
     r"""One minus the Dice coefficient :math:`\frac{2 TP + s}{2 TP + FP + FN + s}` over all rows, in the mean over classes.
 
-    Inputs are those of :class:`TverskyLoss` (Drozdzal et al., 2016, arXiv:1608.04117; Milletari et al., 2016, arXiv:1606.04797,
-    with squares in the denominator).
-
-    Args:
-        smooth: added to numerator and denominator.
-        ignore_index: target of elements that do not count.
+    Inputs and settings are those of :class:`TverskyLoss` (Drozdzal et al., 2016, arXiv:1608.04117).
 
     Example:
         >>> criterion = DataParallelCriterion(DiceLoss(smooth=0.0))
@@ -91,12 +86,7 @@ class DiceLoss(TverskyLoss):
 class JaccardLoss(TverskyLoss):
     r"""One minus the Jaccard index (IoU) :math:`\frac{TP + s}{TP + FP + FN + s}` over all rows, in the mean over classes.
 
-    Inputs are those of :class:`TverskyLoss` (Rahman and Wang, 2016, "Optimizing Intersection-Over-Union in Deep Neural Networks
-    for Image Segmentation").
-
-    Args:
-        smooth: added to numerator and denominator.
-        ignore_index: target of elements that do not count.
+    Inputs and settings are those of :class:`TverskyLoss`.
 
     Example:
         >>> JaccardLoss(smooth=0.0)(torch.tensor([20.0, -20.0, 20.0, 20.0]), torch.tensor([1.0, 0.0, 1.0, 0.0]))

@@ -27,11 +27,8 @@ def loss_weight(criterion: Any, output: Any, *targets: Any, **kwargs: Any) -> Te
     """Returns the divisor of the mean that ``criterion(output, *targets)`` computes, as a 0-dim tensor.
 
     Elementwise losses divide by elements, margin and embedding losses and CTC by rows. Class losses divide by the number of
-    targets other than ``ignore_index``, or by the sum of their class weights. The divisor is the same for all values of
-    ``reduction`` except ``"batchmean"``, which divides by rows.
-
-    A criterion is a module of ``torch.nn``, a function of ``torch.nn.functional``, or a ``functools.partial`` of one. Register
-    other criteria::
+    targets other than ``ignore_index``, or by the sum of their class weights. A criterion is a module of ``torch.nn``, a function
+    of ``torch.nn.functional``, or a ``functools.partial`` of one. Register other criteria::
 
         @loss_weight.register(MyLoss)
         def _(criterion, output, target):
@@ -69,14 +66,12 @@ def refuse_coupled(criterion: Any) -> None:
         )
 
 
-def _count(number: int) -> Tensor:
-    return torch.tensor(number)  # on the CPU: reading it does not wait for a device
+_count = torch.tensor  # on the CPU: reading it does not wait for a device
 
 
 def _broadcast(*tensors: Tensor) -> torch.Size:
-    if all(tensor.shape == tensors[0].shape for tensor in tensors):  # torch.broadcast_shapes is slow
-        return tensors[0].shape
-    return torch.Size(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)))
+    shapes = {tensor.shape for tensor in tensors}
+    return shapes.pop() if len(shapes) == 1 else torch.Size(torch.broadcast_shapes(*shapes))  # which is slow
 
 
 def _classes(*, target: Tensor, weight: Tensor | None = None, ignore_index: int | None = -100, **_: Any) -> Tensor:
@@ -105,9 +100,8 @@ def _weighted_elements(*, input: Tensor, target: Tensor, weight: Tensor | None =
 
 
 def _divergence(*, input: Tensor, target: Tensor, reduction: str = "mean", **_: Any) -> Tensor:
-    if reduction == "batchmean":
-        return _count(input.size(0) if input.dim() else 1)
-    return _count(_broadcast(input, target).numel())
+    rows = input.size(0) if input.dim() else 1
+    return _count(rows if reduction == "batchmean" else _broadcast(input, target).numel())
 
 
 def _gaussian(*, input: Tensor, target: Tensor, var: Tensor | float, **_: Any) -> Tensor:
@@ -129,14 +123,7 @@ def _ranking(*, input1: Tensor, input2: Tensor, target: Tensor, **_: Any) -> Ten
     return _count(_broadcast(input1, input2, target).numel())
 
 
-def _triplets(
-    *,
-    anchor: Tensor,
-    positive: Tensor,
-    negative: Tensor,
-    distance_function: Callable[[Tensor, Tensor], Tensor] | None = None,
-    **_: Any,
-) -> Tensor:
+def _triplets(*, anchor: Tensor, positive: Tensor, negative: Tensor, distance_function: Any = None, **_: Any) -> Tensor:
     if distance_function is None or isinstance(distance_function, nn.PairwiseDistance):
         return _count(_broadcast(anchor, positive, negative)[:-1].numel())
     return _count(_broadcast(distance_function(anchor, positive), distance_function(anchor, negative)).numel())
@@ -177,7 +164,6 @@ if hasattr(nn, "LinearCrossEntropyLoss"):  # new in torch 2.13
 RULES: dict[Callable[..., Tensor], Rule] = {}
 # Handlers of these losses. A handler that a user registers for one of them replaces it here.
 _FORMS: dict[Callable[..., Tensor], tuple[type[nn.Module], Callable[..., Tensor]]] = {}
-_MISSING, _TENSOR = object(), torch.empty(0)
 
 
 @functools.cache
@@ -187,29 +173,17 @@ def _signature(function: Callable[..., Tensor]) -> inspect.Signature:
 
 def _bind(function: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Returns the arguments of a call by name."""
-    names, required = _positional_names(function)
-    if not kwargs and required <= len(args) <= len(names):  # the common case; inspect takes ten times as long
-        return dict(zip(names, args, strict=False))
     try:
         return _signature(function).bind(*args, **kwargs).arguments
     except TypeError as error:
         raise TypeError(f"{function.__qualname__}: {error}; pass targets after outputs: criterion(outputs, targets)") from error
 
 
-@functools.cache
-def _positional_names(function: Callable[..., Tensor]) -> tuple[list[str], int]:
-    """Returns the names of the arguments that may be given by position, and the number of those without a default."""
-    parameters = _signature(function).parameters.values()
-    positional = [parameter for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
-    return [parameter.name for parameter in positional], sum(parameter.default is parameter.empty for parameter in positional)
-
-
 def _divisor(rule: Rule, criterion: Any, arguments: dict[str, Any]) -> Tensor:
     for name in ("input", "target"):
-        if not isinstance(value := arguments.get(name, _TENSOR), Tensor):
-            raise TypeError(
-                f"the {name} of {_name(criterion)} is a {type(value).__name__}, expected a tensor: use torch.as_tensor"
-            )
+        if name in arguments and not isinstance(arguments[name], Tensor):
+            kind = type(arguments[name]).__name__
+            raise TypeError(f"the {name} of {_name(criterion)} is a {kind}, expected a tensor: use torch.as_tensor")
     return rule(**arguments).detach()  # faster than torch.no_grad()
 
 
@@ -223,7 +197,7 @@ def add_loss(module: type[nn.Module], function: Callable[..., Tensor], rule: Rul
     def weigh(criterion: Any, output: Any, *targets: Any, **kwargs: Any) -> Tensor:
         if type(criterion).forward is not module.forward:
             return loss_weight.dispatch(object)(criterion, output)  # a subclass with its own forward is another loss
-        settings = {name: value for name in names if (value := getattr(criterion, name, _MISSING)) is not _MISSING}
+        settings = {name: getattr(criterion, name) for name in names if hasattr(criterion, name)}
         bound = _bind(module.forward, criterion, output, *targets, **kwargs)
         del bound["self"]
         if "log_input" in bound:  # name of the argument in PoissonNLLLoss.forward
@@ -298,19 +272,17 @@ def _name(criterion: Any) -> str:
 def reduction_of(criterion: Any) -> str:
     """Returns the reduction of a criterion: ``"mean"``, ``"batchmean"``, ``"sum"`` or ``"none"``.
 
-    It is the keyword argument of a partial, the default of a function, or the attribute of a loss of torch or of a registered
-    loss. The attribute of another module does not determine the result of its ``forward``, which is assumed to be a mean.
+    The attribute of an unknown module does not determine the result of its ``forward``, which is assumed to be a mean.
     """
     function, _, settings = unwrap(criterion)
     if "reduction" in settings or "size_average" in settings or "reduce" in settings:
         return str(reduction_in(settings))
     if isinstance(function, FUNCTIONS):
         try:
-            parameter = inspect.signature(function).parameters.get("reduction")
-        except ValueError:  # a builtin without a signature
-            parameter = None
-        default = "mean" if parameter is None or parameter.default is inspect.Parameter.empty else parameter.default
-        return str(default)
+            parameter = inspect.signature(function).parameters["reduction"]
+        except (KeyError, ValueError):  # it has no such argument, or is a builtin without a signature
+            return "mean"
+        return "mean" if parameter.default is parameter.empty else str(parameter.default)
     return str(getattr(function, "reduction", "mean")) if is_known(criterion) else "mean"
 
 

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,65 +10,47 @@ import torch
 from torch import nn
 
 from ..batch import containers
-from ..batch.containers import Dims, check_dim, check_dims, is_first
+from ..batch.containers import Dims, is_first
 from ..batch.outputs import PerReplica
 from ..batch.plan import RowNumbers, consecutive, proportional_sizes, split_sizes
-from ..batch.rows import Arguments, Shard, count_rows, cut, mark, move_arguments, move_leaves
+from ..batch.rows import Arguments, Shard, count_rows, cut, mark, move_arguments, move_leaves, parameters_of
 from ..replicas.replicas import Replicas
-from ..runtime.devices import DeviceLike, pin, resolve_device, resolve_devices
-from ..runtime.values import Precision
+from ..runtime.devices import pin
+from ..runtime.row_random import by_row
+from ..runtime.values import Precision, check_number
 from .rules import find_torch_loss, reduction_of
-from .sums import Criterion, MeanAndWeight, ShardLoss, call_spread, check_minimum, map_weights
+from .sums import MINIMUM, Criterion, MeanAndWeight, ShardLoss, call_spread, map_weights
 
 
 class ShardRunner(nn.Module):
     """A criterion with copies on the devices of the outputs: the base of :class:`DataParallelCriterion`."""
 
-    def __init__(
-        self,
-        criterion: Criterion,
-        device_ids: Sequence[DeviceLike] | None,
-        output_device: DeviceLike | None,
-        dim: int | None,
-        *,
-        precision: str | Precision | None,
-        in_dims: Dims,
-        whole: bool,
-    ) -> None:
-        super().__init__()
-        check_dim(dim)
-        check_dims(in_dims, "in_dims")
-        self.module = criterion
-        self.whole = whole
-        self.is_checked = False  # parts of a coupled loss are checked in the first batch
-        self.devices = None if device_ids is None else resolve_devices(device_ids)
-        self.output_device = None if output_device is None else resolve_device(output_device)
-        self.dim = dim
-        self.in_dims = in_dims
-        self.precision = Precision("fp32" if precision is None else precision)
-        self.replicas = Replicas()
+    module: Criterion
+    whole: bool  # the loss is computed once, of all outputs
+    is_checked = False  # parts of a coupled loss are checked in the first batch
+    devices: list[torch.device] | None  # that outputs may be on
+    output_device: torch.device | None
+    dim: int | None
+    in_dims: Dims
+    precision: Precision
+    replicas: Replicas
 
     @property
     def _output_dim(self) -> Dims:
         """The dimension of the rows in outputs that are not a ``PerReplica``."""
-        if isinstance(self.in_dims, Mapping):
-            of_outputs: Dims = self.in_dims.get(0, self.dim)
-            return of_outputs
-        if isinstance(self.in_dims, Sequence):
-            return self.in_dims[0] if self.in_dims else self.dim
-        return self.dim if self.in_dims is None else self.in_dims
+        if self.in_dims is None or isinstance(self.in_dims, int):
+            return self.dim if self.in_dims is None else self.in_dims
+        first: Dims = self.in_dims.get(0, self.dim) if isinstance(self.in_dims, Mapping) else (*self.in_dims, self.dim)[0]
+        return first
 
-    def mark(
-        self, targets: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims, leading: int | None = None
-    ) -> tuple[Arguments, int]:
+    def mark(self, targets: tuple[Any, ...], kwargs: Any, dims: Dims, leading: int | None = None) -> tuple[Arguments, int]:
         """Marks the arguments after the outputs with ``in_dims``. Also returns the dimension of the rows in unmarked arguments.
 
-        ``leading`` is the number of the criterion's arguments that an output fills. ``None`` is the number of its required
-        arguments less the number of targets.
+        An output fills ``leading`` arguments of the criterion; ``None`` asks its signature.
         """
         if dims != 0 and self.in_dims is None and self.dim is None and not is_first(dims):
-            tensors = [leaf for _, leaf in containers.leaves((targets, kwargs)) if isinstance(leaf, torch.Tensor)]
-            if any(tensor.dim() for tensor in tensors):
+            unmarked = containers.leaves((targets, kwargs))
+            if any(isinstance(leaf, torch.Tensor) and leaf.dim() for _, leaf in unmarked):
                 raise ValueError(
                     f"the rows of the outputs are in dimension {dims!r}; say where those of the targets are: "
                     "DataParallelCriterion(..., dim=) or in_dims="
@@ -88,7 +69,10 @@ class ShardRunner(nn.Module):
         rows = count_rows(batch, dim, expected, "targets")
         if not isinstance(outputs, PerReplica) and not all(isinstance(part, PerReplica) for part in outputs):
             check_rows_of_list(entries, rows)
-        sizes = sizes_like(entries, rows)
+        if expected is None:
+            sizes = [1] * len(entries) if rows is None else split_sizes(rows, len(entries))
+        else:
+            sizes = proportional_sizes(expected if rows is None else rows, [size or 0 for size in entries.sizes])
         parts: list[RowNumbers] = [*consecutive(sizes)]
         if entries.order is not None and rows is not None:
             order = entries.order  # the rows of the outputs were cut by cost
@@ -112,13 +96,12 @@ class ShardRunner(nn.Module):
                 weights = self._weights_in_place(term, outputs, shards)
             replicas = zip(criteria, outputs, shards, weights, devices, strict=True)
             work = [functools.partial(_run, term, *replica) for replica in replicas]
+            if shards[0].random is not None:
+                work = by_row("criterion", work, shards)
             return self.replicas.workers(work, devices, together=False)
 
     def _weights_in_place(self, term: MeanAndWeight, outputs: PerReplica, shards: Sequence[Shard]) -> list[Any]:
-        """Returns the weights of all shards, from targets that are not moved, or None for those that the replicas compute.
-
-        Targets on the host are counted there, and the host waits once for targets on a device.
-        """
+        """Returns the weights of all shards, from targets that are not moved, or None for those that the replicas compute."""
         unmoved = [
             ShardLoss(self.module, shard.target_rows, output, *move_leaves(tuple(shard.targets), None))
             for output, shard in zip(outputs, shards, strict=True)
@@ -129,18 +112,13 @@ class ShardRunner(nn.Module):
             return [None] * len(shards)
 
 
-def _run(
-    term: Callable[[ShardLoss], Any], criterion: Criterion, output: Any, shard: Shard, weights: Any, device: torch.device
-) -> Any:
+def _run(term: Callable[..., Any], criterion: Criterion, output: Any, shard: Shard, weights: Any, device: torch.device) -> Any:
     targets, kwargs = move_arguments(shard.targets, device)
     return term(ShardLoss(criterion, shard.target_rows, output, targets, kwargs, weights))
 
 
 def devices_of(outputs: PerReplica, allowed: Sequence[torch.device] | None) -> list[torch.device]:
-    """Returns the device of each output, one of ``allowed`` if that is given.
-
-    An output without tensors gets the device of its number in ``allowed``, or the CPU.
-    """
+    """Returns the device of each output. One without tensors gets that of its number in ``allowed``, or the CPU."""
     devices: list[torch.device] = []
     for number, output in enumerate(outputs):
         tensor = output if type(output) is torch.Tensor else containers.first_tensor(output)
@@ -171,11 +149,7 @@ def copy_criterion(
 
 
 def as_per_replica(outputs: Any, dim: Dims = None) -> PerReplica:
-    """Converts the outputs in a call of a criterion to a ``PerReplica``.
-
-    They are one already, a list or tuple with one entry per replica, whose rows are in ``dim``, or a tuple of several
-    ``PerReplica``, one per leading argument of the criterion.
-    """
+    """Converts outputs to a ``PerReplica``: a list with one entry per replica, or a ``PerReplica`` per leading argument."""
     if isinstance(outputs, PerReplica) and outputs:
         return outputs
     if not isinstance(outputs, (list, tuple)) or containers.is_named_tuple(outputs) or not outputs:
@@ -186,13 +160,15 @@ def as_per_replica(outputs: Any, dim: Dims = None) -> PerReplica:
     if all(isinstance(part, PerReplica) for part in outputs):
         if len({part.sizes for part in outputs}) > 1:
             rows = " and ".join(dict.fromkeys(str(list(part.sizes)) for part in outputs))
-            raise ValueError(
-                f"the criterion was given outputs with {rows} rows per replica, expected the same numbers of rows in each"
-            )
+            raise ValueError(f"the criterion was given outputs with {rows} rows per replica, expected the same numbers in each")
         return PerReplica(zip(*outputs, strict=True), outputs[0].sizes, tuple(part.dim for part in outputs))
     dim = 0 if dim is None else dim
-    sizes = [_rows(output, dim) for output in outputs]
-    devices = {tensor.device for output in outputs if (tensor := containers.first_tensor(output)) is not None}
+    tensors = [containers.first_tensor(output) for output in outputs]
+    devices = {tensor.device for tensor in tensors if tensor is not None}
+    sizes = [
+        tensor.size(dim) if tensor is not None and isinstance(dim, int) and -tensor.dim() <= dim < tensor.dim() else None
+        for tensor in tensors
+    ]
     if len(outputs) > 1 and len(devices) == 1 and len({*sizes}) == 1 and None not in sizes:
         raise ValueError(
             f"the criterion was given a {type(outputs).__name__} of {len(outputs)} outputs with {sizes[0]} rows each, all on "
@@ -217,21 +193,6 @@ def check_rows_of_list(outputs: PerReplica, rows: int | None) -> None:
         )
 
 
-def _rows(output: Any, dims: Dims) -> int | None:
-    tensor = containers.first_tensor(output)
-    if tensor is None or not isinstance(dims, int) or not -tensor.dim() <= dims < tensor.dim():
-        return None
-    return tensor.size(dims)
-
-
-def sizes_like(outputs: PerReplica, rows: int | None) -> list[int]:
-    """Returns the number of rows of the targets for each output, in proportion to the rows of the outputs."""
-    sizes = [size for size in outputs.sizes if size is not None]
-    if len(sizes) < len(outputs):
-        return [1] * len(outputs) if rows is None else split_sizes(rows, len(outputs))
-    return sizes if rows is None else proportional_sizes(rows, sizes)
-
-
 Divisor = Callable[..., Any] | str | Mapping[Any, Callable[..., Any]] | Sequence[Callable[..., Any]]
 SEVERAL = "; several losses are one module that returns a mapping of them, with a weight= that has a function for each divisor"
 
@@ -241,15 +202,13 @@ def check_settings(criterion: Any, weight: Any, reduction: str | None, minimum: 
     if isinstance(criterion, type) or not callable(criterion):
         more = SEVERAL if isinstance(criterion, (list, tuple, dict)) else ""
         raise TypeError(f"the criterion is {_described(criterion)}, expected a module or a function{more}")
-    functions = (
-        list(weight.values()) if isinstance(weight, Mapping) else weight if isinstance(weight, (list, tuple)) else [weight]
-    )
+    functions: Any = weight.values() if isinstance(weight, Mapping) else weight if isinstance(weight, (list, tuple)) else [weight]
     if weight is not None and weight != "rows" and not (functions and all(map(callable, functions))):
         raise ValueError(
             f"weight={weight!r}, expected a function (output, *targets) -> scalar, or 'rows', or for several means a mapping or "
             "a list with a function (*targets) -> scalar for each"
         )
-    check_minimum(minimum)
+    check_number("minimum", minimum, MINIMUM, at_least=0)
     if reduction not in (None, "sum", "mean", "none"):
         raise ValueError(f"reduction={reduction!r}, expected 'sum', 'mean' or 'none'")
     if reduction is not None and find_torch_loss(criterion) is not None and reduction_of(criterion) != reduction:
@@ -259,38 +218,25 @@ def check_settings(criterion: Any, weight: Any, reduction: str | None, minimum: 
         )
 
 
-def keywords_of(weight: Any) -> set[str] | None:
-    """Returns the names of the keyword arguments that a weight function accepts, or None if it accepts any."""
-    if not callable(weight):
-        return None
-    try:
-        parameters = inspect.signature(weight).parameters.values()
-    except (TypeError, ValueError):
-        return None
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
-        return None
-    return {parameter.name for parameter in parameters}
-
-
 def weights_of_targets(weight: Any, targets: tuple[Any, ...]) -> Any:
     """Calls each function of a mapping or sequence with the targets."""
     return map_weights(lambda count: count(*targets), weight)
 
 
-def call_weight(weight: Any, takes: set[str] | None, shard: ShardLoss) -> Any:
+def call_weight(weight: Any, shard: ShardLoss) -> Any:
     """Calls a weight function with the arguments of the criterion, without the keyword arguments that it does not accept."""
     if not callable(weight):
         return weights_of_targets(weight, shard.targets)
-    kwargs = {name: value for name, value in shard.kwargs.items() if takes is None or name in takes}
+    kwargs, parameters = shard.kwargs, parameters_of(weight) if shard.kwargs else None
+    if parameters is not None and not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        names = {parameter.name for parameter in parameters}
+        kwargs = {name: value for name, value in kwargs.items() if name in names}
     return call_spread(weight, shard.output, shard.targets, kwargs)
 
 
 def count_leading(function: Callable[..., Any], targets: int) -> int:
     """Returns the number of required arguments of ``function`` before its last ``targets`` ones. An output fills them."""
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):
-        return 1
+    parameters = parameters_of(function) or []
     positional = [parameter for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     required = [parameter for parameter in positional if parameter.default is parameter.empty]
     return max(len(required) - targets, 1)

@@ -1,10 +1,8 @@
 """Sums of losses and their weights, added over replicas and divided once.
 
 The mean of the replicas' means is the mean of the batch only if every replica has the same weight. Uneven shards, ignored labels
-and class weights give different weights, and a replica without a counted label makes the mean of means nan.
-
-There are three ways to compute one replica's part. A criterion that is a sum is called as it is. The mean of any criterion is
-multiplied by its weight. A loss of torch is called with ``reduction="sum"``.
+and class weights give different weights. There are three ways to compute one replica's part. A criterion that is a sum is called
+as it is. The mean of any criterion is multiplied by its weight. A loss of torch is called with ``reduction="sum"``.
 """
 
 import dataclasses
@@ -27,6 +25,7 @@ from ..savings.linear_cross_entropy import LinearCrossEntropy, linear_cross_entr
 from .rules import add_loss, loss_weight
 
 Weight = Tensor | float
+MINIMUM = "the smallest divisor of the mean: finite, and not negative"  # what an argument is expected to be
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,30 +37,24 @@ class LossSum(Leaf):
 
 
 def weighted_mean(
-    losses: Sequence[Tensor],
-    weights: Sequence[Weight],
-    device: DeviceLike | None = None,
-    *,
-    minimum: float = 0.0,
+    losses: Sequence[Tensor], weights: Sequence[Weight], device: DeviceLike | None = None, *, minimum: float = 0.0
 ) -> Tensor:
     """Returns the exact mean of means: the sum of ``weight x loss``, divided by the sum of the weights.
 
     For a model that computes its own loss, this is ``weighted_mean([o.loss for o in outputs], weights)``. A loss with weight zero
-    is ignored, even if it is nan. So the host waits, once, for weights that are on devices. The result is nan if all weights are
-    zero. If a process group with several ranks is running, the mean is over all ranks, and each of them must call this function.
-    Gradients are then correct after they are averaged over ranks, as DistributedDataParallel does.
+    is ignored, even if it is nan, so the host waits once for weights that are on devices. The result is nan if all weights are
+    zero. In a process group, the mean is over all ranks, and each must call this function. Gradients are then correct after they
+    are averaged over ranks, as DistributedDataParallel does.
 
     Args:
         losses: one scalar per replica, each on its own device.
         weights: the divisor of each loss: scalars, on any device.
         device: device of the result; ``None`` is the device of the first loss.
-        minimum: lower bound of the divisor, for losses that divide by ``max(count, minimum)``, such as those of detectors. Each
-            loss is multiplied by ``max(weight, minimum)``, and the sum is divided by ``max(sum of weights, minimum)``.
+        minimum: lower bound of the divisor, for losses that divide by ``max(count, minimum)``, such as those of detectors.
 
     Raises:
         TypeError: losses or weights are not lists.
-        ValueError: there are no losses, or not one weight per loss; a loss is not a scalar; or a weight is negative, not finite
-            or not a scalar.
+        ValueError: there is not one weight per loss; a loss is not a scalar; a weight is negative, not finite or not a scalar.
 
     Example:
         >>> weighted_mean([torch.tensor(1.0), torch.tensor(4.0)], [2, 1])
@@ -70,12 +63,9 @@ def weighted_mean(
     for name, value in (("losses", losses), ("weights", weights)):
         is_scalar = isinstance(value, Tensor) and value.dim() == 0
         check_type(name, value, () if is_scalar else (Sequence, Tensor), "a list with one entry per replica")
-    check_minimum(minimum)
+    check_number("minimum", minimum, MINIMUM, at_least=0)
     if len(losses) != len(weights) or not len(losses):
-        raise ValueError(
-            f"weighted_mean was given {len(losses)} losses and {len(weights)} weights, expected one weight "
-            "per loss and at least one"
-        )
+        raise ValueError(f"weighted_mean was given {len(losses)} losses and {len(weights)} weights, expected one for each loss")
     values = check_weights(weights)
     pairs = zip(losses, values, strict=True)
     sums = [LossSum(weighted_sum(loss, max(weight, minimum)), weight) for loss, weight in pairs]
@@ -113,7 +103,7 @@ def widen(tensor: Tensor) -> Tensor:
 def divide_once(sums: Sequence[LossSum], device: torch.device, minimum: float = 0.0) -> Tensor:
     """Returns the sum of all totals over the sum of all weights, over all ranks. Sums without a weight are not divided.
 
-    The result is nan, with gradients of zero, if the weights sum to zero, as torch's own losses are for a batch without targets.
+    The result is nan, with gradients of zero, if the weights sum to zero, as torch's own losses are.
     """
     total = add_up([part.total for part in sums], device)
     weights = [part.weight for part in sums if part.weight is not None]
@@ -128,8 +118,7 @@ def divide_once(sums: Sequence[LossSum], device: torch.device, minimum: float = 
 
 def replace_value(local: Tensor, whole: Tensor) -> Tensor:
     """Returns ``whole`` in the forward, and passes the gradient to ``local`` in the backward."""
-    value: Tensor = _Replaced.apply(local, whole)
-    return value
+    return hand_back(whole, [torch.ones_like(local)], [local])
 
 
 def add_up(scalars: Sequence[Weight], device: torch.device) -> Tensor:
@@ -148,25 +137,35 @@ def _as_scalar(value: Weight, device: torch.device) -> Tensor:
 
 
 def zero_of(*tensors: Tensor) -> Tensor:
-    """Returns a zero that is real and connected to ``tensors``. Its backward gives them no gradient.
+    """Returns a zero that is real and connected to ``tensors``: reducers of other ranks wait for a backward.
 
-    A gradient of zero could become nan in a loss that is 0 / 0. Without a graph there would be no backward, which the reducers
-    of other ranks wait for.
+    The backward gives no gradient. One of zero could become nan in a loss that is 0 / 0.
     """
-    zero: Tensor = _Zero.apply(*tensors)
-    return zero
+    return hand_back(None, [None] * len(tensors), tensors)
 
 
-class _Zero(torch.autograd.Function):
+def hand_back(value: Tensor | None, derivatives: Sequence[Tensor | None], tensors: Sequence[Tensor]) -> Tensor:
+    """Returns ``value``, or zero. Its backward gives each tensor its derivative, times the gradient of the value."""
+    result: Tensor = _HandBack.apply(value, derivatives, *tensors)
+    return result
+
+
+class _HandBack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        ctx.count = len(tensors)
-        return widen(tensors[0].new_zeros((), dtype=tensors[0].dtype.to_real()))  # a backward begins at a real number
+    def forward(ctx: Any, value: Tensor | None, derivatives: Sequence[Tensor | None], *tensors: Tensor) -> Tensor:
+        ctx.derivatives = derivatives
+        ctx.dtypes = [tensor.dtype for tensor in tensors]
+        if value is None:  # a backward begins at a real number
+            return widen(tensors[0].new_zeros((), dtype=tensors[0].dtype.to_real()))
+        return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, ...]:
-        count: int = ctx.count
-        return (None,) * count
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        results = [
+            None if slope is None else (slope * move(gradients[0], slope.device).to(slope.dtype)).to(dtype)
+            for slope, dtype in zip(ctx.derivatives, ctx.dtypes, strict=True)
+        ]
+        return None, None, *results
 
 
 def _divide(total: Tensor, divisor: Tensor) -> Tensor:
@@ -174,43 +173,23 @@ def _divide(total: Tensor, divisor: Tensor) -> Tensor:
     return torch.where(counted, total / torch.where(counted, divisor, 1), torch.nan).to(total.dtype)
 
 
-class _Replaced(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, whole: Tensor) -> Tensor:
-        return whole.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
-
-
-def check_weight(weight: Any) -> float:
-    """Returns ``weight`` as a number. This waits for the device that it is on."""
-    if isinstance(weight, Tensor):
-        if weight.numel() != 1:
-            raise ValueError(f"a weight has shape {tuple(weight.shape)}, expected a scalar: the divisor of the mean")
-    elif isinstance(weight, bool) or not isinstance(weight, numbers.Real):
-        raise TypeError(f"a weight is an object of type {type(weight).__name__}, expected a number or a tensor with one element")
-    value = float(weight)
-    if not 0 <= value < math.inf:
-        raise ValueError(f"a weight is {value}, expected the divisor of the mean: finite, and not negative")
-    return value
-
-
-def check_minimum(minimum: Any) -> None:
-    """Raises ``TypeError`` or ``ValueError`` unless ``minimum`` is finite and not negative."""
-    check_number("minimum", minimum, "the smallest divisor of the mean: finite, and not negative", at_least=0)
-
-
 def check_weights(weights: Sequence[Any]) -> list[float]:
-    """Returns ``weights`` as numbers. The host waits once for all that are on devices. Raises as :func:`check_weight` does."""
-    numbers = list(weights)
-    places = [i for i, weight in enumerate(numbers) if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.is_cpu]
-    if len(places) > 1 and len({numbers[i].dtype for i in places}) == 1:
-        scalars = [move(numbers[i].detach().reshape(()), numbers[places[0]].device) for i in places]
+    """Returns ``weights`` as numbers, after a check of each. The host waits once for all that are on devices."""
+    values = list(weights)
+    places = [i for i, weight in enumerate(values) if isinstance(weight, Tensor) and weight.numel() == 1 and not weight.is_cpu]
+    if len(places) > 1 and len({values[i].dtype for i in places}) == 1:
+        scalars = [move(values[i].detach().reshape(()), values[places[0]].device) for i in places]
         for i, number in zip(places, torch.stack(scalars).tolist(), strict=True):
-            numbers[i] = float(number)
-    return [check_weight(number) for number in numbers]
+            values[i] = float(number)
+    for i, weight in enumerate(values):
+        if isinstance(weight, bool) or not isinstance(weight, (numbers.Real, Tensor)):
+            raise TypeError(f"a weight is an object of type {type(weight).__name__}, expected a number or a scalar tensor")
+        if isinstance(weight, Tensor) and weight.numel() != 1:
+            raise ValueError(f"a weight has shape {tuple(weight.shape)}, expected a scalar: the divisor of the mean")
+        values[i] = float(weight)
+        if not 0 <= values[i] < math.inf:
+            raise ValueError(f"a weight is {values[i]}, expected the divisor of the mean: finite, and not negative")
+    return values
 
 
 def map_weights(function: Callable[[Any], Any], weights: Any) -> Any:
@@ -283,10 +262,7 @@ def loss_of(result: Any) -> Any:
 
 
 def total_of(shard: ShardLoss) -> Any:
-    """Returns the :class:`LossSum` of a criterion that is a sum, or a structure of them.
-
-    Without rows, the criterion is not called, because some losses raise an error then.
-    """
+    """Returns the :class:`LossSum` of a criterion that is a sum, or a structure of them. It is not called without rows."""
     if not shard.rows:
         return LossSum(shard.nothing(), None)
     return containers.map_leaves(lambda leaf: leaf if leaf is None else LossSum(weighted_sum(leaf, 1), None), shard.call())
@@ -294,10 +270,7 @@ def total_of(shard: ShardLoss) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class MeanAndWeight:
-    """A function that computes ``mean x weight`` of a shard, as :class:`LossSum`.
-
-    ``weigh`` returns the weight of a shard, or a structure with one weight for each mean that the criterion returns.
-    """
+    """A function that computes ``mean x weight`` of a shard. ``weigh`` returns a weight, or one for each mean."""
 
     weigh: Callable[[ShardLoss], Any]
     minimum: float
@@ -321,15 +294,14 @@ class MeanAndWeight:
 
 def _weighted(means: Any, weights: Any, minimum: float, place: str) -> Any:
     if isinstance(weights, float):
-        return containers.map_leaves(
-            lambda mean: None if mean is None else LossSum(weighted_sum(mean, max(weights, minimum)), weights), means
-        )
+        factor = max(weights, minimum)
+        return containers.map_leaves(lambda mean: None if mean is None else LossSum(weighted_sum(mean, factor), weights), means)
     container = containers.open_container(means)
-    names = [] if container is None else [name.strip(".[]'\"") for name in container.places]
-    entries = [*map(str, weights)] if isinstance(weights, dict) else [*map(str, range(len(weights)))]
-    if container is None or (names if isinstance(weights, dict) else [*map(str, range(len(names)))]) != entries:
+    names = [*map(str, weights if isinstance(weights, dict) else range(len(weights)))]
+    has_names = container is not None and (isinstance(weights, list) or containers.entry_names(container) == names)
+    if container is None or not has_names or len(container.children) != len(names):
         raise ValueError(
-            f"{place} is {containers.describe(means)}, and its weights have the entries {', '.join(entries)}: expected one "
+            f"{place} is {containers.describe(means)}, and its weights have the entries {', '.join(names)}: expected one "
             "weight for each mean, in the same order"
         )
     children = weights.values() if isinstance(weights, dict) else weights
@@ -348,13 +320,11 @@ def merge(parts: Sequence[Any], together: Callable[[list[LossSum]], Any]) -> Any
     form = next((part for part in parts if not isinstance(part, LossSum)), None)
     if form is None:
         return together(list(parts))
-    # A replica without rows has one sum for all losses.
-    filled = [_repeated(part, form) if isinstance(part, LossSum) else part for part in parts]
-    return containers.zip_leaves(lambda place, sums: None if None in sums else together(sums), filled, "the loss")
 
+    def fill(part: Any) -> Any:  # a replica without rows has one sum for all losses
+        return containers.map_leaves(lambda _: part, form) if isinstance(part, LossSum) else part
 
-def _repeated(part: LossSum, form: Any) -> Any:
-    return containers.map_leaves(lambda _: part, form)
+    return containers.zip_leaves(lambda place, sums: None if None in sums else together(sums), [*map(fill, parts)], "the loss")
 
 
 def add_means(part: Any) -> LossSum:
@@ -388,12 +358,10 @@ def sum_of_terms(shard: ShardLoss) -> Tensor:
     if halves and not torch.is_autocast_enabled(halves[0].device.type):  # a sum in float16 overflows
         weight = shard.weigh()
         if weight.is_cpu:
-            return weighted_sum(shard.call(), check_weight(weight))
-        terms = shard.call(_reducing(shard.criterion, "none"))  # a mean would need the number of counted targets
-        return widen(terms).sum()
+            return weighted_sum(shard.call(), float(weight))
+        return widen(shard.call(_reducing(shard.criterion, "none"))).sum()  # a mean would need the weight on the host
     if halves:  # autocast computes losses in float32, but not on the CPU
-        output = tuple(widen(leaf) if isinstance(leaf, Tensor) else leaf for leaf in outputs)
-        shard = shard._replace(output=output)
+        shard = shard._replace(output=tuple(widen(leaf) if isinstance(leaf, Tensor) else leaf for leaf in outputs))
     return check_loss(shard.call(_reducing(shard.criterion, "sum")))
 
 

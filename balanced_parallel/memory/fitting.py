@@ -14,7 +14,7 @@ from ..optim.balanced import BalancedOptimizer
 from ..replicas.model import DataParallelModel
 from ..runtime.collectives import max_over_ranks, world_size
 from ..runtime.devices import free_bytes
-from ..runtime.torch_private import get_gradient, leaves_of_tree, storage_id
+from ..runtime.torch_private import leaves_of_tree, storage_id
 from ..runtime.values import format_bytes, parse_each
 from ..savings.saving import savings_of
 from ..savings.settings import SHARDED
@@ -253,5 +253,5 @@ def _tensors_of(step: TrainStep) -> Iterator[Tensor]:
         yield from (leaf for state in optimizer.state.values() for leaf in leaves_of_tree(state) if isinstance(leaf, Tensor))
     for parameter in parameters:
         yield parameter
-        if parameter.is_leaf and (gradient := get_gradient(parameter)) is not None:
+        if parameter.is_leaf and (gradient := parameter.grad) is not None:
             yield gradient

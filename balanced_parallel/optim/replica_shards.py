@@ -6,7 +6,6 @@ Each device owns an equal part of the elements: it reduces their gradients, keep
     owners       | device 0    | device 1    | device 2    |        reduce-scatter -> update of a piece -> all-gather
 """
 
-import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,12 +21,11 @@ from ..runtime import torch_private, transport
 T = TypeVar("T", Tensor, Tensor | None)
 
 
-class Piece:
-    """A run of one parameter's elements, in the memory of the device that owns it.
+class _Piece:
+    """A run of one parameter's elements, the ``index``-th of a bucket, in the memory of the device that owns it.
 
-    ``values`` is a leaf for the optimizer to update. It shares the memory of the owner's copy. It has the shape of the parameter
-    if it is the whole parameter, and is flat otherwise. ``places`` are the same elements in the copies on all devices. ``index``
-    is that of the parameter in its bucket.
+    ``values`` is a leaf for the optimizer to update, flat if it is not the whole parameter. ``places`` are the same elements on
+    all devices.
     """
 
     def __init__(
@@ -43,25 +41,20 @@ class Piece:
         return tensor if self.is_whole else tensor.reshape(-1)[self._run]
 
     def add_gradient(self, gradient: Tensor) -> None:
-        """Adds to the gradient that the owner has."""
         accumulate([self.values], [gradient.reshape(self.values.shape)])
 
     def repoint(self, copies: Mapping[torch.device, Tensor]) -> None:
-        """Takes its memory from ``copies`` of the parameter."""
         self.places = {device: self.cut(copy.detach()) for device, copy in copies.items()}
         self.values.data = self.places[self.owner]
 
 
 class BucketOwners:
-    """The pieces of one bucket, cut into as many bytes for each device.
-
-    The devices of ``copies``, which has the copies of each parameter, are the owners.
-    """
+    """The pieces of one bucket, cut into as many bytes for each of the devices in ``copies``, the copies of each parameter."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], copies: Sequence[dict[torch.device, Tensor]]) -> None:
         self._parameters = parameters
         self._devices = devices = list(copies[0])
-        self.pieces: list[Piece] = []
+        self.pieces: list[_Piece] = []
         share = -(-sum(parameter.numel() for parameter in parameters) // len(devices))  # collectives need equal sizes
         position = 0
         for index, (parameter, copied) in enumerate(zip(parameters, copies, strict=True)):
@@ -70,10 +63,12 @@ class BucketOwners:
             while start < size or start == 0:
                 owner = min(position // max(share, 1), len(devices) - 1)
                 stop = min(size, start + share * (owner + 1) - position) if splits else size
-                self.pieces.append(Piece(parameter, index, slice(start, stop), devices[owner], copied))
+                self.pieces.append(_Piece(parameter, index, slice(start, stop), devices[owner], copied))
                 start, position = stop, position + stop - start
                 if size == 0:
                     break
+        self._owned = [[piece for piece in self.pieces if piece.owner == device] for device in devices]
+        self._is_cut = {piece.index for piece in self.pieces if not piece.is_whole}  # parameters of which no piece is the whole
 
     def forget(self) -> None:
         """Clears the gradients of all pieces."""
@@ -90,12 +85,9 @@ class BucketOwners:
         flat = []
         for gradients in replicas:
             dense = [_check_dense(gradients[i]) for i in chosen]
-            first = next((gradient for gradient in dense if gradient is not None), None)
-            if first is not None:
-                filled = [
-                    first.new_zeros(layout.shape) if gradient is None else gradient
-                    for layout, gradient in zip(layouts, dense, strict=True)
-                ]
+            if (first := next((gradient for gradient in dense if gradient is not None), None)) is not None:
+                pairs = zip(layouts, dense, strict=True)
+                filled = [first.new_zeros(layout.shape) if gradient is None else gradient for layout, gradient in pairs]
                 flat.append(transport.pack(layouts, filled, sum(sizes)))
         sums = [flat[0].new_empty(size, device=device) for device, size in zip(self._devices, sizes, strict=True)] if flat else []
 
@@ -141,29 +133,16 @@ class BucketOwners:
             others = [i for i, piece in enumerate(self.pieces) if piece.owner != device]
             torch_private.foreach_copy_([row[i] for i in others], [packed[i] for i in others])
 
-    @functools.cached_property
-    def _owned(self) -> list[list[Piece]]:
-        """The pieces of each device."""
-        return [[piece for piece in self.pieces if piece.owner == device] for device in self._devices]
-
-    @functools.cached_property
-    def _is_cut(self) -> set[int]:
-        """Indices of the parameters of which no piece is the whole."""
-        return {piece.index for piece in self.pieces if not piece.is_whole}
-
     def _layout(self, index: int) -> transport.MemoryLayout:
         parameter = self._parameters[index]
         return transport.MemoryLayout(parameter.shape) if index in self._is_cut else transport.layout_of(parameter)
 
-    def _layouts(self, pieces: Sequence[Piece]) -> list[transport.MemoryLayout]:
+    def _layouts(self, pieces: Sequence[_Piece]) -> list[transport.MemoryLayout]:
         return [self._layout(p.index) if p.is_whole else transport.MemoryLayout(p.values.shape) for p in pieces]
 
 
-def _sizes(pieces: Sequence[Sequence[Piece]], parameters: int) -> list[int]:
-    """Returns the number of elements on each owner: equal numbers if padding of the last owners suffices.
-
-    A single parameter may be large and is not copied, so it cannot be padded.
-    """
+def _sizes(pieces: Sequence[Sequence[_Piece]], parameters: int) -> list[int]:
+    """Returns the number of elements on each owner: equal numbers if padding suffices. A single parameter is not padded."""
     owned = [sum(piece.values.numel() for piece in run) for run in pieces]
     total, count = sum(owned), len(owned)
     share = -(-total // count)
@@ -191,22 +170,16 @@ _all_shards: weakref.WeakSet["ReplicaShards"] = weakref.WeakSet()
 
 
 class ReplicaShards:
-    """Shards of a :class:`DataParallelModel`, each updated on the device that owns it.
+    """Shards of a :class:`DataParallelModel`, each updated on the device that owns it. Other parameters are updated in place."""
 
-    Gradients of the model are reduced to their owners while this object exists. Parameters in ``groups`` that are not the
-    model's are updated in place.
-    """
-
-    def __init__(
-        self, model: DataParallelModel, groups: Groups, optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]
-    ) -> None:
-        self._model = model
-        self._groups = groups
+    def __init__(self, model: DataParallelModel, groups: Groups, optimizer_class: Any, defaults: dict[str, Any]) -> None:
+        self._model, self._groups = model, groups
         self._owners: list[BucketOwners] = []
-        self._pieces: dict[Tensor, list[Piece]] = {}
+        self._pieces: dict[Tensor, list[_Piece]] = {}
         if len(set(model.devices)) > 1:
             self._shard()
-        self.inner = optimizer_class([{**group, "params": self._updated(group["params"])} for group in groups], **defaults)
+        updated = [{**group, "params": self._updated(group["params"])} for group in groups]
+        self.inner: torch.optim.Optimizer = optimizer_class(updated, **defaults)
 
     @torch.no_grad()
     def collect(self) -> None:
@@ -236,10 +209,7 @@ class ReplicaShards:
         return whole
 
     def step(self) -> None:
-        """Updates each shard on its owner, and copies it to the other devices. A forward in another thread ends before.
-
-        The update begins with the values of the model's own parameters, which a user may have written to.
-        """
+        """Updates each shard on its owner, from the values of the model's own parameters, and copies it to the other devices."""
         self._prepare()
         self.collect()
         with self._model.replicas.in_turn():
@@ -262,29 +232,26 @@ class ReplicaShards:
         tensors = itertools.chain.from_iterable(group["params"] for group in self.inner.param_groups)
         number = {id(tensor): i for i, tensor in enumerate(tensors)}
         inner = self.inner.state_dict()
-        state, groups, index = {}, [], 0
+        state, groups, places = {}, [], itertools.count()
         for group, saved in zip(self._groups, inner["param_groups"], strict=True):
-            first = index
-            for parameter in group["params"]:
+            numbered = {index: parameter for parameter, index in zip(group["params"], places, strict=False)}
+            for index, parameter in numbered.items():
                 states = [inner["state"].get(number[id(tensor)]) for tensor in self._updated([parameter])]
                 if any(states):
                     state[index] = _join(parameter, states)
-                index += 1
-            groups.append({**saved, "params": list(range(first, index))})
+            groups.append({**saved, "params": list(numbered)})
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes the state of a plain optimizer over whole parameters."""
-        sizes = [len(group["params"]) for group in state_dict["param_groups"]]
-        if sizes != [len(group["params"]) for group in self._groups]:
-            raise ValueError(
-                f"the state has param groups of {sizes} parameters, expected {[len(group['params']) for group in self._groups]}"
-            )
+        sizes, expected = ([len(group["params"]) for group in groups] for groups in (state_dict["param_groups"], self._groups))
+        if sizes != expected:
+            raise ValueError(f"the state has param groups of {sizes} parameters, expected {expected}")
         state, groups, at = {}, [], 0
         for group, saved in zip(self._groups, state_dict["param_groups"], strict=True):
             first = at
             for parameter, index in zip(group["params"], saved["params"], strict=True):
-                pieces: Sequence[Piece | None] = self._pieces.get(parameter) or [None]
+                pieces: Sequence[_Piece | None] = self._pieces.get(parameter) or [None]
                 for piece in pieces:
                     if index in state_dict["state"]:
                         state[at] = _cut(parameter, piece, state_dict["state"][index])
@@ -299,17 +266,14 @@ class ReplicaShards:
 
     def _updated(self, parameters: Iterable[Tensor]) -> list[Tensor]:
         """Returns the tensors that the optimizer updates: the pieces of a parameter, or the parameter."""
-        tensors: list[Tensor] = []
-        for parameter in parameters:
-            tensors += [piece.values for piece in self._pieces[parameter]] if parameter in self._pieces else [parameter]
-        return tensors
+        pieces = ((parameter, self._pieces.get(parameter)) for parameter in parameters)
+        return [tensor for parameter, owned in pieces for tensor in ([p.values for p in owned] if owned else [parameter])]
 
     def _shard(self) -> None:
         model = self._model
         parameters = [parameter for group in self._groups for parameter in group["params"]]
         if not model.replicas.gradients.is_sharded and any(p in shards._pieces for shards in _all_shards for p in parameters):
             raise ValueError("the module's parameters belong to another BalancedOptimizer, expected one: delete it first")
-
         for bucket, copies in model.replicas.shard(model.module, model.devices, parameters):
             bucket.owners = owners = BucketOwners(bucket.parameters, copies)
             self._owners.append(owners)
@@ -325,14 +289,13 @@ def _join(parameter: Tensor, states: list[dict[str, Any] | None]) -> dict[str, A
     joined = {}
     for name, value in first.items():
         if len(states) > 1 and isinstance(value, Tensor) and value.dim() == 1:
-            parts = [state[name].cpu() for state in states if state]
-            joined[name] = torch.cat(parts).view(parameter.shape)
+            joined[name] = torch.cat([state[name].cpu() for state in states if state]).view(parameter.shape)
         else:
             joined[name] = value.detach().cpu() if isinstance(value, Tensor) else value
     return joined
 
 
-def _cut(parameter: Tensor, piece: Piece | None, state: dict[str, Any]) -> dict[str, Any]:
+def _cut(parameter: Tensor, piece: _Piece | None, state: dict[str, Any]) -> dict[str, Any]:
     def cut(value: Any) -> Any:
         if piece is None or piece.is_whole or not isinstance(value, Tensor) or value.shape != parameter.shape:
             return value.clone() if isinstance(value, Tensor) else value

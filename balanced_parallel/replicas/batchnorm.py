@@ -1,9 +1,8 @@
 """Batch norm with statistics over the rows of all replicas and ranks.
 
-torch's ``SyncBatchNorm`` needs a process group, falls back to local statistics without one (pytorch#38940) and refuses the
-CPU. Here the replicas exchange statistics in the forward. Each computes the count, mean and sum of squares of its own rows, and
-all combine them (Chan, Golub and LeVeque 1979). The graph of each replica then includes the statistics of the others, so the
-backward is an ordinary one without synchronisation.
+torch's ``SyncBatchNorm`` needs a process group (pytorch#38940) and refuses the CPU. Here each replica computes the count, mean
+and sum of squares of its own rows in the forward, and all combine them (Chan, Golub and LeVeque 1979). The graph of each replica
+then includes the statistics of the others, so the backward is an ordinary one without synchronisation.
 """
 
 import functools
@@ -26,22 +25,17 @@ from .workers import current_replica
 def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
     """Converts all batch norms in ``module`` to use statistics over the rows of all devices and ranks, and returns ``module``.
 
-    Layers are converted in place. They keep their identity, parameters, buffers, hooks and names in the ``state_dict()``, and
-    those of a subclass what their ``forward`` adds to ``super().forward(...)``, such as an activation. Outputs, gradients and
-    running statistics equal those of the plain program on the same rows, also for uneven shards and for shards with one row or
-    none. Under torchrun on CUDA, :func:`parallelize` replaces these layers by ``nn.SyncBatchNorm``.
+    Layers are converted in place. They keep their parameters, buffers, hooks and names in the ``state_dict()``, and those of a
+    subclass what their ``forward`` adds to ``super().forward(...)``, such as an activation. Outputs, gradients and running
+    statistics equal those of the plain program on the same rows, also for uneven shards and for shards with one row or none.
+    Under torchrun on CUDA, :func:`parallelize` replaces these layers by ``nn.SyncBatchNorm``.
 
-    Statistics are computed over the rows of one forward. With micro-batches, they are the statistics of each micro-batch over all
-    devices and ranks, as in the plain program with the same micro-batches. Under torchrun, all ranks take part in every forward,
-    without rows if they have none left. ``TrainStep`` takes care of this in ``step(...)``, but ``step.add(...)`` must be called
-    equally often on all ranks.
-
-    Args:
-        module: a module, on any device.
+    Statistics are those of one forward: of each micro-batch, over all devices and ranks. Under torchrun, all ranks take part in
+    every forward, without rows if they have none left. ``TrainStep`` takes care of this in ``step(...)``, but ``step.add(...)``
+    must be called equally often on all ranks.
 
     Raises:
-        TypeError: if the ``forward`` of a subclass computes the statistics itself.
-        ValueError: if a lazy layer is not initialised yet.
+        TypeError: the ``forward`` of a subclass computes the statistics itself.
 
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))
@@ -140,11 +134,6 @@ def meets_other_ranks(layers: Iterable[nn.Module]) -> bool:
     return any(isinstance(layer, (AllRowsBatchNorm, nn.SyncBatchNorm)) for layer in layers)
 
 
-def has_layers_over_all_rows(layers: Iterable[nn.Module]) -> bool:
-    """Returns True if the replicas of a module with these layers wait for each other in their forward."""
-    return any(isinstance(layer, AllRowsBatchNorm) for layer in layers)
-
-
 class AllRowsBatchNorm(BatchNorm):
     """Batch norm over the rows of all replicas and ranks, for any number of dimensions."""
 
@@ -164,7 +153,7 @@ class AllRowsBatchNorm(BatchNorm):
             return BatchNorm.forward(self, input)  # not nn.SyncBatchNorm's, which refuses the CPU
         dims = [0, *range(2, input.dim())]
         values = input.float() if input.dtype in (torch.float16, torch.bfloat16) else input
-        count, mean, squares = _combine(_gather_statistics(_local_statistics(values, dims)))
+        count, mean, squares = _combine(_gather_statistics(values, dims))
         self.__dict__["_was_replica"] = replica is not None
         if count <= 1:
             raise ValueError(f"batch norm was given {tuple(input.shape)}, expected more than 1 value per channel in training")
@@ -204,15 +193,12 @@ class Statistics(NamedTuple):
     stream: torch.Stream | None = None  # that the moments are computed on, in the thread of their replica
 
 
-def _local_statistics(values: Tensor, dims: list[int]) -> Statistics:
+def _gather_statistics(values: Tensor, dims: list[int]) -> list[Statistics]:
+    """Returns the statistics of every replica and rank, on the device of ``values``, the rows of this replica."""
     count = values.numel() // max(values.size(1), 1)
     mean = values.sum(dims) / max(count, 1)
     squares = (values - mean.view(1, -1, *(1 for _ in dims[1:]))).square().sum(dims)
-    return Statistics(count, torch.stack([mean, squares]), current_stream(values.device))
-
-
-def _gather_statistics(local: Statistics) -> list[Statistics]:
-    """Returns the statistics of every replica and rank, on the device of ``local``."""
+    local = Statistics(count, torch.stack([mean, squares]), current_stream(values.device))
     replica = current_replica()
     parts: list[Statistics] = [local] if replica is None else replica.exchange(local)
     for part in parts:

@@ -10,11 +10,11 @@ copies on each device. Its backward runs once, when every replica has its gradie
                  +--> aliases, replica 2 --> ...                    +-- gradients, replica 2 <-- ...
 
 A node of a device has one stream: autograd makes it wait for the streams on which its gradients were computed. So on devices
-with streams another function stands between the broadcast and the aliases of each replica. A module may use streams of its own.
+with streams another function stands between the broadcast and the aliases of each replica.
 
-Sums are taken in the order of the replicas, except by NCCL. Under ``no_sync()`` there is no sum. The gradient of the first
-replica goes to ``parameter.grad``, as in DDP. Those of the others wait here for the next backward that reduces. They are dropped
-if ``parameter.grad`` was cleared or set in between, as by ``optimizer.zero_grad()``.
+Sums are taken in the order of the replicas, except by NCCL. Under ``no_sync()`` the gradient of the first replica goes to
+``parameter.grad``, as in DDP, and those of the others wait here for the next backward that reduces. They are dropped if
+``parameter.grad`` was cleared or set in between, as by ``optimizer.zero_grad()``.
 """
 
 import functools
@@ -29,37 +29,26 @@ from torch import Tensor, nn
 from ..runtime import transport
 from ..runtime.devices import move
 from ..runtime.streams import SideStreams, Streams, on_streams
-from ..runtime.torch_private import (
-    foreach_add,
-    foreach_add_,
-    get_gradient,
-    has_gradient_hooks,
-    run_first,
-    set_gradient,
-    will_run,
-)
+from ..runtime.torch_private import foreach_add, foreach_add_, has_gradient_hooks, run_first, will_run
 
 Gradients = list[Tensor | None]  # one replica's, in the order of a bucket's parameters
 
 
 def accumulate(leaves: Sequence[Tensor], gradients: Gradients, *, is_copy: bool = False) -> None:
-    """Adds gradients (empty for none) to ``grad`` as autograd does, in place if both are dense.
-
-    With ``is_copy``, ``grad`` shares no memory with ``gradients``.
-    """
+    """Adds gradients to ``grad`` as autograd does, in place if both are dense. With ``is_copy``, no memory is shared."""
     totals, parts = [], []
     for leaf, gradient in zip(leaves, gradients, strict=False):
         if gradient is None:
             continue
-        before = get_gradient(leaf)
+        before = leaf.grad
         if before is None:
             result = _with_strides_of(leaf, gradient)
-            set_gradient(leaf, result.clone() if is_copy and result is gradient else result)
+            leaf.grad = result.clone() if is_copy and result is gradient else result
         elif _is_dense(before) and _is_dense(gradient):
             totals.append(before)
             parts.append(gradient)
         else:
-            set_gradient(leaf, before + gradient)
+            leaf.grad = before + gradient
     foreach_add_(totals, parts)
 
 
@@ -81,9 +70,8 @@ class GradientSum:
     """The sum of a bucket's gradients over the replicas, on ``device``, with the strides of ``leaves``.
 
     Memory is allocated here, on the current streams: blocks of the caching allocator belong to a stream. :meth:`compute` may run
-    on side streams, and allocates nothing that stays. Gradients that some replicas do not have, sparse ones, and those with a
-    graph are added at once. With ``is_copy`` the results share no memory with the gradients: autograd may have given the same
-    tensor to two parameters.
+    on side streams. Gradients that some replicas do not have, sparse ones, and those with a graph are added at once. With
+    ``is_copy`` no memory is shared with the gradients: autograd may have given the same tensor to two parameters.
     """
 
     def __init__(
@@ -121,16 +109,14 @@ def _add_in_turn(gradients: Gradients, device: torch.device, is_copy: bool) -> T
 
 
 def _merged(fresh: Gradients, before: Gradients | None) -> Gradients:
-    """Returns elementwise sums, in one call if all tensors are dense. No argument is changed."""
+    """Returns elementwise sums. No argument is changed."""
     if before is None:
         return fresh
+    merged = [right if left is None else left for left, right in zip(before, fresh, strict=True)]
     both = [i for i, (left, right) in enumerate(zip(before, fresh, strict=True)) if left is not None and right is not None]
     lefts: list[Any] = [before[i] for i in both]
     rights: list[Any] = [fresh[i] for i in both]
-    is_dense = all(map(_is_dense, (*lefts, *rights)))
-    sums = foreach_add(lefts, rights) if is_dense else [left + right for left, right in zip(lefts, rights, strict=True)]
-    merged = [right if left is None else left for left, right in zip(before, fresh, strict=True)]
-    for i, total in zip(both, sums, strict=True):
+    for i, total in zip(both, foreach_add(lefts, rights), strict=True):
         merged[i] = total
     return merged
 
@@ -139,17 +125,13 @@ def _is_dense(tensor: Any) -> bool:
     return tensor is not None and bool(tensor.layout == torch.strided)
 
 
-class Owners(Protocol):
+class _Owners(Protocol):
     """Devices that own elements of a bucket's parameters, and receive the gradients of these elements."""
 
-    def take(self, replicas: Sequence[Gradients]) -> Callable[[], None]:
-        """Allocates sums of the replicas' gradients on the current streams. Returns a function that computes them."""
-
-    def forget(self) -> None:
-        """Clears the gradients."""
-
-    def repoint(self, copies: Mapping[nn.Parameter, Mapping[torch.device, Tensor]]) -> None:
-        """Takes memory from ``copies`` of some parameters, which have moved."""
+    # allocates sums on the current streams, and returns a function that computes them
+    def take(self, replicas: Sequence[Gradients]) -> Callable[[], None]: ...
+    def forget(self) -> None: ...  # clears the gradients
+    def repoint(self, copies: Mapping[nn.Parameter, Mapping[torch.device, Tensor]]) -> None: ...
 
 
 class Schedule(NamedTuple):
@@ -169,7 +151,7 @@ class Bucket:
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
-        self.owners: Owners | None = None  # receive the gradients in place of the parameters' ``grad``
+        self.owners: _Owners | None = None  # receive the gradients in place of the parameters' ``grad``
         self.held: dict[torch.device, Gradients] = {}  # not reduced yet, of the other replicas
         self._local: dict[int, weakref.ref[Tensor]] = {}  # by place of the parameter, the ``grad`` that others wait for
         self._lock = threading.RLock()  # backwards may run in several threads
@@ -223,7 +205,7 @@ class Bucket:
         """
         with self._lock:
             self._drop_discarded()
-            local = {place: get_gradient(self.parameters[place]) for place in self._local} if takes_local else {}
+            local = {place: self.parameters[place].grad for place in self._local} if takes_local else {}
             held, self.held = self.held, {}
             if takes_local or self.owners is None:
                 self._local = {}
@@ -234,11 +216,10 @@ class Bucket:
             return lambda: None
         if self.owners is not None:
             for place in local:
-                set_gradient(self.parameters[place], None)
+                self.parameters[place].grad = None
             return self.owners.take(list(held.values()))
-        return functools.partial(
-            self._accumulate, GradientSum(self.parameters, list(held.values()), self._home, is_copy=True), local
-        )
+        sums = GradientSum(self.parameters, list(held.values()), self._home, is_copy=True)
+        return functools.partial(self._accumulate, sums, local)
 
     @torch.no_grad()
     def _accumulate(self, sums: GradientSum, included: Mapping[int, Tensor | None]) -> None:
@@ -250,9 +231,11 @@ class Bucket:
         accumulate(self.parameters, totals)
 
     def drop(self) -> None:
-        """Forgets the gradients that the replicas hold."""
+        """Forgets the gradients that the replicas and the owners hold."""
         with self._lock:
             self.held, self._local = {}, {}
+            if self.owners is not None:
+                self.owners.forget()
 
     @property
     def _home(self) -> torch.device:
@@ -267,18 +250,18 @@ class Bucket:
             for device, gradients in replicas.items():
                 self.held[device] = _merged(gradients, self.held.get(device))
             for place, parameter in enumerate(self.parameters) if deferred else ():
-                local = get_gradient(parameter)
+                local = parameter.grad
                 waiting = next((gradients[place] for gradients in self.held.values() if gradients[place] is not None), None)
                 if local is None and waiting is not None:  # the first replica has none
                     local = torch.zeros_like(waiting, device=self._home)
-                    set_gradient(parameter, local)
+                    parameter.grad = local
                 if local is not None:
                     self._local[place] = weakref.ref(local)
 
     def _drop_discarded(self) -> None:
         """Forgets waiting gradients of parameters whose ``grad`` was cleared or set. Autograd sets one if it creates a graph."""
         for place, before in list(self._local.items()):
-            gradient = get_gradient(self.parameters[place])
+            gradient = self.parameters[place].grad
             if gradient is None or (gradient is not before() and gradient.grad_fn is None):
                 del self._local[place]
                 for gradients in self.held.values():
@@ -286,15 +269,10 @@ class Bucket:
 
 
 class _Broadcast(torch.autograd.Function):
-    """Broadcasts a bucket in the forward, and reduces its gradients in the backward.
-
-    The schedule is on ``ctx``: each backward follows the forward that it belongs to, in whatever order they run.
-    """
+    """Broadcasts a bucket in the forward, and reduces its gradients in the backward, as the schedule of the forward says."""
 
     @staticmethod
-    def forward(
-        ctx: Any, bucket: Bucket, replicas: Sequence[Sequence[Tensor]], schedule: Schedule, *parameters: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, bucket: Bucket, replicas: Any, schedule: Schedule, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.bucket, ctx.schedule, ctx.size = bucket, schedule, len(parameters)
         ctx.set_materialize_grads(False)
         return tuple([tensor.detach() for replica in replicas for tensor in replica])
@@ -355,39 +333,25 @@ class GradientBuckets:
     def reduce(self) -> None:
         """Sums the gradients that the replicas hold, after those of other modules that wait for a ``grad`` that owners take."""
         if self.is_sharded:
-            buckets = [bucket for reference in _buckets.valuerefs() if (bucket := reference()) is not None]
-            waiting = [bucket for bucket in buckets if bucket.held and bucket.owners is None]
-            owned = {id(p) for bucket in self.buckets if bucket.owners for p in bucket.parameters} if waiting else set()
-            for bucket in waiting:
-                if not owned.isdisjoint(map(id, bucket.parameters)):
+            owned = {id(parameter) for bucket in self.buckets if bucket.owners for parameter in bucket.parameters}
+            for bucket in filter(None, (reference() for reference in _buckets.valuerefs())):
+                if bucket.held and bucket.owners is None and not owned.isdisjoint(map(id, bucket.parameters)):
                     bucket.reduce()
         for bucket in self.buckets:
             bucket.reduce()
 
     def drop(self) -> None:
-        """Forgets the gradients that the replicas hold."""
+        """Forgets the gradients that the replicas and the owners hold."""
         for bucket in self.buckets:
             bucket.drop()
         if self.side is not None:  # a backward that failed did not join
             self.side.join()
-
-    def forget_owned(self) -> None:
-        """Clears the gradients that owners hold."""
-        for bucket in self.buckets:
-            if bucket.owners is not None:
-                bucket.owners.forget()
 
     def rebuild(self, *groups: Sequence[nn.Parameter]) -> None:
         """Makes new buckets of those parameters in each of ``groups`` that require a gradient."""
         self.reduce()
         learning = [[parameter for parameter in group if parameter.requires_grad] for group in groups]
         self.buckets = [bucket for group in learning for bucket in make_buckets(group)]
-
-    def repoint(self, copies: Mapping[nn.Parameter, Mapping[torch.device, Tensor]]) -> None:
-        """Takes the owners' memory from ``copies`` of some parameters, which have moved."""
-        for bucket in self.buckets:
-            if bucket.owners is not None:
-                bucket.owners.repoint(copies)
 
     def unshard(self) -> None:
         """Takes the owners away. Gradients go to the parameters again."""

@@ -12,53 +12,50 @@ from torch import nn
 from ..batch.containers import Dims, check_dim, check_dims, leaf_dims, leaves
 from ..batch.outputs import PerReplica, join, repeated_rows
 from ..batch.plan import check_split, share_by_memory
-from ..batch.rows import Arguments, Batch, MicroBatch, Shard, dims_of_method, mark, move_arguments, move_leaves
+from ..batch.rows import Arguments, Batch, MicroBatch, Shard, mark_inputs, move_arguments, move_leaves
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.random_numbers import offset_seeds
+from ..runtime.row_random import by_row
 from ..runtime.values import Precision, check_type
-from .batchnorm import has_layers_over_all_rows
-from .module_tree import check_method, check_module, refuse_meta
-from .replicas import Replicas
+from .batchnorm import AllRowsBatchNorm
+from .module_tree import check_module
+from .replicas import Replicas, window
 
 
 class DataParallelModel(nn.DataParallel[nn.Module]):
     """Runs a module on rows of the batch on every device, and returns the list of their outputs, each on its own device.
 
     Replaces ``torch.nn.DataParallel``. It is a subclass, with the same ``.module`` and ``state_dict()``, but outputs are not
-    gathered on the first device. They are a :class:`PerReplica`, a list with one output per replica. Pass it to
-    :class:`DataParallelCriterion`, to :func:`gather`, or to another ``DataParallelModel``, whose replicas use their rows in
-    place. With ``gather_outputs=True`` the call returns the gathered outputs, as in ``torch.nn.DataParallel``.
+    gathered on the first device. They are a :class:`PerReplica`, a list with one output per replica. Pass it to a
+    :class:`DataParallelCriterion`, to :func:`gather`, or to another ``DataParallelModel``.
 
-    Rows are split as by :func:`scatter`. A batch with fewer rows than devices uses fewer replicas. A batch without rows, and
-    inputs without a dimension of rows, use one. Each replica runs in a thread of its own, with the caller's gradient mode,
-    inference mode, autocast (flag and dtype), default device, streams, context variables, hooks of saved tensors, and dispatch
-    and function modes. Replicas persist between forwards and follow every change of the module that Python makes. The first
-    replica is the module itself, so writes to its buffers stay, as in ``nn.DataParallel``.
+    Rows are split as by :func:`scatter`. A batch with fewer rows than devices uses fewer replicas. A batch without rows uses one.
+    Each replica runs in a thread of its own, with the caller's gradient mode, autocast, default device, streams, context
+    variables, hooks of saved tensors, and modes of torch. Replicas persist between forwards and follow every change of the module
+    that Python makes. The first one is the module itself, so writes to its buffers stay, as in ``nn.DataParallel``.
 
     Args:
         module: moved to the first device. Parameters and their gradients stay there.
         device_ids: integers, strings or devices, of any type. A device may be named several times (``["cpu"] * 4``).
             ``None`` is every visible accelerator, else the CPU.
-        output_device: device of the outputs if ``gather_outputs=True``; ``None`` is the first device. Otherwise outputs are not
-            moved, and ``gather(outputs, device)`` takes the device.
+        output_device: device of the outputs if ``gather_outputs=True``; ``None`` is the first device.
         dim: the dimension of the rows in inputs and outputs.
         precision: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a :class:`Precision`, for autocast inside every replica. ``None`` is
             the autocast of the caller.
         split: for unequal shards one weight per device, or ``"memory"``, the free bytes of each device when the model is made.
-            ``None`` splits into sizes that differ by at most one row. The weights are in ``model.split`` and ``repr(model)``.
+            ``None`` is equal shards. The weights are in ``model.split`` and ``repr(model)``.
         in_dims: the dimension of the rows of each argument, as in ``torch.vmap``: a sequence by position, or a mapping by
-            position or name. An entry is a dimension, ``None`` for an argument that every replica needs whole, or a
-            sequence or mapping of these for a nested argument. Arguments that are not named have their rows in ``dim``.
-            :class:`Whole` and :class:`Rows` mark arguments at the call instead.
-        out_dims: the dimension of the rows of each output, by position or name, for :func:`gather`. ``None`` is an entry that is
+            position or name; ``None`` for an argument that every replica needs whole; a sequence or mapping for a nested one.
+            Other arguments have their rows in ``dim``. :class:`Whole` and :class:`Rows` mark arguments at the call instead.
+        out_dims: the dimension of the rows of each output, by position or name, for :func:`gather`, or ``None`` for one that is
             the same on all replicas. The default is ``dim``.
-        gather_outputs: returns the outputs gathered on ``output_device``, as ``nn.DataParallel`` does, for wrappers inside of
-            models and loops that compute their loss and metrics themselves. That device then stores all of them.
+        gather_outputs: returns the outputs gathered on ``output_device``, as ``nn.DataParallel`` does, for loops that compute
+            their loss themselves. That device then stores all of them.
 
     Raises:
         TypeError: the module is a class, or not a module, or is wrapped already.
         ValueError: this machine does not have one of the devices; at the call, inputs have different numbers of rows.
-        BaseException: the first failure of a replica, of its own type, with the replica and its device in the message.
+        BaseException: the first failure of a replica. Its message, or a note, names the replica and its device.
 
     Example:
         >>> model = DataParallelModel(torch.nn.Linear(4, 2), ["cpu"] * 3)
@@ -84,13 +81,12 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
     ) -> None:
         nn.Module.__init__(self)  # nn.DataParallel's refuses CPUs
         check_module(module)
-        refuse_meta(module)
         check_dim(dim)
         check_type("gather_outputs", gather_outputs, bool, "True or False")
         check_dims(in_dims, "in_dims")
         check_dims(out_dims, "out_dims")
         devices = resolve_devices(device_ids)
-        self._set_up(devices, Replicas(), dim=dim, precision=precision, split=split)
+        self._set_up(devices, Replicas(), dim, precision, split)
         self.in_dims = in_dims
         self.out_dims = dim if out_dims is None else out_dims
         self.gather_outputs = gather_outputs
@@ -98,15 +94,7 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         self.output_device = 0 if self._gathers_on.index is None else self._gathers_on.index
         self.module = module.to(devices[0])
 
-    def _set_up(
-        self,
-        devices: list[torch.device],
-        replicas: Replicas,
-        *,
-        dim: int,
-        precision: str | Precision | None,
-        split: Sequence[float] | str | None,
-    ) -> None:
+    def _set_up(self, devices: list[torch.device], replicas: Replicas, dim: int, precision: Any, split: Any) -> None:
         """Sets what a forward needs, but for ``module``. A subclass passes its own devices and replicas."""
         self.devices = devices
         # the weight of each device; None for equal parts
@@ -131,7 +119,7 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
 
         Gradients of forwards in this block accumulate on the replicas, those of the first one in ``parameter.grad``. The next
         backward of a forward outside of the block reduces them, and so does :meth:`reduce_gradients`. ``optimizer.zero_grad()``
-        discards them. With ``set_to_none=False`` it discards those of the first replica alone: call :meth:`zero_grad`.
+        discards them; with ``set_to_none=False``, call :meth:`zero_grad` of the model.
 
         Example:
             >>> model = DataParallelModel(torch.nn.Linear(4, 1), ["cpu"] * 2)
@@ -141,19 +129,18 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
             >>> model.module.bias.grad
             tensor([3.])
         """
-        return self.replicas.no_sync()
+        return window(self.replicas, deferred=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of all parameters, those that have accumulated on the replicas, and those that are sharded."""
         super().zero_grad(set_to_none)
         self.replicas.gradients.drop()
-        self.replicas.gradients.forget_owned()
 
     def refresh_replicas(self) -> None:
-        """Copies all parameters again before the next forward or update.
+        """Copies all parameters again before the next forward or update, as every forward does.
 
-        Every forward does so, but for those after the first one in a block of :meth:`no_sync` or ``savings.inference``. This is
-        needed there after a write that torch's version counters do not record, such as ``parameter.data.clamp_(...)``.
+        In a block of :meth:`no_sync` or ``savings.inference``, only the first forward does so. This is needed there after a write
+        that torch's version counters do not record, such as ``parameter.data.clamp_(...)``.
         """
         self.replicas.copies.forget_values()
 
@@ -170,15 +157,11 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
     def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> Any:
         """Calls a method of the module other than ``forward``, with arguments split and outputs returned as in a forward.
 
-        Args:
-            method: name of the method.
-            inputs, kwargs: its arguments. Entries of ``in_dims`` by name apply to them too. Positions in ``in_dims`` are those
-                of ``forward``.
+        Entries of ``in_dims`` by name apply to its arguments too. Positions in ``in_dims`` are those of ``forward``.
 
         Example:
             >>> features = model.call("encode_image", images)  # doctest: +SKIP
         """
-        check_method(self.module, method)
         return self._run(method, Arguments(inputs, kwargs))
 
     def mark(self, arguments: Arguments, method: str | None = None) -> Arguments:
@@ -191,13 +174,11 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         outputs = self._run_shards(shards, method)
         if batch.cut_already is not None:
             outputs.in_order(batch.cut_already.order)
-            return outputs.gather(self._gathers_on) if self.gather_outputs else outputs
         return self._gather(outputs) if self.gather_outputs else outputs
 
     def _run_shards(self, shards: Sequence[Shard], method: str | None) -> PerReplica:
         """Runs a replica on each shard of one forward, which are in the order of the ``devices``. Returns their outputs."""
-        devices: list[torch.device] = []
-        sizes: list[int | None] = []
+        devices, sizes = [], []
         for shard in shards:
             devices.append(shard.device)
             sizes.append(None if shard.rows is None else len(shard.rows))
@@ -205,40 +186,35 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
             offset_seeds(self.devices)
         with self.precision.autocast(devices), self.replicas.of(self.module, devices, self.devices[0]) as modules:
             work = [functools.partial(_call, method, *replica) for replica in zip(modules, shards, strict=True)]
-            together = len(work) > 1 and has_layers_over_all_rows(self.replicas.modules_of(self.module))
+            if shards[0].random is not None:
+                work = by_row("model", work, shards)
+            together = len(work) > 1 and any(isinstance(part, AllRowsBatchNorm) for part in self.replicas.modules_of(self.module))
             outputs = self.replicas.workers(work, devices, together=together)
         return PerReplica(outputs, sizes, self.out_dims)
 
     def _gather(self, outputs: PerReplica) -> Any:
+        if outputs.order is not None:
+            return outputs.gather(self._gathers_on)
         if len(outputs) == 1:
             return move_leaves(outputs[0], self._gathers_on)
-        sizes = [size or 0 for size in outputs.sizes]
-        if refusal := repeated_rows(outputs, sizes, self.out_dims):
+        if refusal := repeated_rows(outputs, outputs.sizes, self.out_dims):
             raise ValueError(refusal)
-        output = outputs[sizes.index(max(sizes))]
-        scalars = [
-            place
-            for (place, leaf), dim in zip(leaves(output), leaf_dims(output, self.out_dims, 0), strict=True)
-            if isinstance(leaf, torch.Tensor)
-            and (leaf.dim() == 0 or (dim is not None and leaf.shape[dim:][:1] == (1,) and max(sizes) > 1))
-        ]
-        if scalars and torch.is_grad_enabled() and not self._warned:
-            self._warned = True
-            warnings.warn(
-                f"the output{scalars[0]} has one value per replica. If it is a loss, the mean of the gathered values is not the "
-                "loss of the batch if replicas have different weights: use weighted_mean(losses, weights), or a "
-                "DataParallelCriterion with weight= and no gather_outputs",
-                stacklevel=6,
-            )
+        rows = max(size or 0 for size in outputs.sizes)
+        output = outputs[outputs.sizes.index(rows)]
+        for (place, leaf), dim in zip(leaves(output), leaf_dims(output, self.out_dims, 0), strict=True):
+            shape = leaf.shape if isinstance(leaf, torch.Tensor) else (rows,)
+            is_scalar = shape == () or (dim is not None and shape[dim:][:1] == (1,) and rows > 1)
+            if is_scalar and torch.is_grad_enabled() and not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"the output{place} has one value per replica. If it is a loss, the mean of the gathered values is not the "
+                    "loss of the batch if replicas have different weights: use weighted_mean(losses, weights), or a "
+                    "DataParallelCriterion with weight= and no gather_outputs",
+                    stacklevel=6,
+                )
         return join(outputs, self._gathers_on, self.out_dims)
 
 
 def _call(method: str | None, replica: nn.Module, shard: Shard) -> Any:
     inputs, kwargs = move_arguments(shard.inputs, shard.device)
     return (replica if method is None else getattr(replica, method))(*inputs, **kwargs)
-
-
-def mark_inputs(arguments: Arguments, dims: Dims, module: nn.Module, method: str | None) -> Arguments:
-    """Returns the arguments of a module's ``forward``, or of another method, marked with ``dims``."""
-    function = getattr(module, method or "forward")
-    return mark(arguments, dims if method is None else dims_of_method(dims, function, method), function)

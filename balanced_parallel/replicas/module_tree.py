@@ -1,7 +1,7 @@
 """The tree of a module's submodules, and its skeletons: copies that share everything except parameters and buffers.
 
 torch's ``replicate`` walks and copies the tree at every forward. Here it is compared with what it was, and the skeletons are
-filled again. The errors for modules and methods that cannot run as replicas are at the end.
+filled again.
 """
 
 import weakref
@@ -44,7 +44,9 @@ class ModuleTree:
     """The modules and parameters of a tree, each listed once. Tied parameters and shared modules stay tied in the skeletons."""
 
     def __init__(self, root: nn.Module) -> None:
-        refuse_lazy(root)
+        for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+            if nn.parameter.is_lazy(tensor):
+                raise ValueError(f"{name} is not initialised yet: run the module once on a few rows before it is wrapped")
         self.modules = list(root.modules())
         self.rescaled = rescaled_embeddings(root)
         parameters = [parameter for module in self.modules for parameter in parameters_of(module).values()]
@@ -69,9 +71,7 @@ class ModuleTree:
         for module, children, places, identities, _, size in self._parts:
             state = module.__dict__
             parameters = state[PARAMETERS]  # without a call for each: this runs in every forward
-            if len(state) != size or state[CHILDREN] != children:
-                return False
-            if parameters.keys() != places.keys():
+            if len(state) != size or state[CHILDREN] != children or parameters.keys() != places.keys():
                 return False
             if parameters and [*map(id, parameters.values())] != identities:  # == on parameters would compare their values
                 return False
@@ -104,10 +104,7 @@ class ModuleTree:
         return list(by_id.values())
 
     def fill(self, skeletons: Skeletons, tensors: list[Tensor] | None, buffers: Mapping[int, Tensor]) -> nn.Module:
-        """Gives the skeletons the modules' current modes, hooks and attributes, and returns the root's skeleton.
-
-        ``tensors`` replace the parameters, in the order of the tree (``None`` keeps them), and ``buffers`` those with their ids.
-        """
+        """Gives the skeletons the modules' attributes, with ``tensors`` (``None`` keeps parameters) and ``buffers`` by id."""
         for part, skeleton, children in skeletons:
             state = part.module.__dict__.copy()
             if children:
@@ -143,17 +140,16 @@ class ModuleTree:
     def parameters_replaced(self, tensors: list[Tensor]) -> Iterator[None]:
         """Replaces the parameters of the modules by ``tensors`` in this block."""
         changes: list[tuple[dict[str, Any], str, Any, Any]] = []  # dictionary, name, new value, old value
+        for part in self._parts:
+            attributes = part.module.__dict__
+            for name, at in part.places.items():
+                if at is not None:
+                    changes.append((attributes[PARAMETERS], name, tensors[at], self.parameters[at]))
+            for name in part.lists:
+                before = attributes.get(name)
+                if (swapped := self._swapped(before, tensors)) is not before:
+                    changes.append((attributes, name, swapped, before))
         try:
-            for part in self._parts:
-                attributes = part.module.__dict__
-                for name, at in part.places.items():
-                    if at is not None:
-                        changes.append((attributes[PARAMETERS], name, tensors[at], self.parameters[at]))
-                for name in part.lists:
-                    before = attributes.get(name)
-                    swapped = self._swapped(before, tensors)
-                    if swapped is not before:
-                        changes.append((attributes, name, swapped, before))
             for attributes, name, value, _ in changes:
                 attributes[name] = value
             yield
@@ -165,26 +161,20 @@ class ModuleTree:
     def _swapped(self, value: Any, tensors: list[Tensor]) -> Any:
         """Returns a list of parameters, or of weak references to them, with the parameters replaced. Other values stay.
 
-        An RNN has both lists. It flattens its weights again in every forward in which they do not agree with its parameters.
+        An RNN has both, and flattens its weights again in every forward in which they do not agree with its parameters.
         """
         if type(value) is not list:
             return value
-        referents = [entry() if isinstance(entry, weakref.ref) else entry for entry in value]
-        if not any(isinstance(referent, nn.Parameter) for referent in referents):
+        places = [self.place.get(id(entry() if isinstance(entry, weakref.ref) else entry)) for entry in value]
+        if all(at is None for at in places):
             return value
-        swapped = []
-        for entry, referent in zip(value, referents, strict=True):
-            at = self.place.get(id(referent))
-            tensor = None if at is None else tensors[at]
-            swapped.append(entry if tensor is None else weakref.ref(tensor) if isinstance(entry, weakref.ref) else tensor)
-        return swapped
+        swapped = [entry if at is None else tensors[at] for entry, at in zip(value, places, strict=True)]
+        pairs = zip(value, swapped, strict=True)
+        return [weakref.ref(new) if isinstance(old, weakref.ref) and new is not old else new for old, new in pairs]
 
 
 def flatten_weights(rnns: Sequence[tuple[nn.RNNBase, list[int]]], tensors: Sequence[Tensor]) -> None:
-    """Moves new copies of the weights of each RNN to one buffer, as cuDNN needs them. Otherwise every forward would do so.
-
-    Each of ``rnns`` has the places of its weights among ``tensors``, the copies of all parameters on one device.
-    """
+    """Moves the copies of the weights of each RNN, at its places among ``tensors``, to one buffer, as cuDNN needs them."""
     with torch.inference_mode(False):
         for rnn, places in rnns:
             # the method reads sizes and ``_flat_weights`` of its object, and nothing else
@@ -208,16 +198,6 @@ def check_is_module(module: Any, name: str = "module") -> None:
         raise TypeError(f"the {name} is an object of type {kind}, expected a torch.nn.Module")
 
 
-def refuse_meta(module: nn.Module) -> None:
-    """Raises ``ValueError`` if a parameter or buffer is on the meta device."""
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if tensor.is_meta:
-            raise ValueError(
-                f"{name} is on the meta device and has no data: call module.to_empty(device=...) and initialise it or load a "
-                "state_dict before it is wrapped"
-            )
-
-
 def check_device(module: nn.Module, device: torch.device) -> None:
     """Raises ``ValueError`` if a parameter or buffer is on another device."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -228,17 +208,8 @@ def check_device(module: nn.Module, device: torch.device) -> None:
             )
 
 
-def check_method(module: nn.Module, name: str) -> None:
-    """Raises ``ValueError`` if ``module`` has no method ``name``."""
-    if not callable(getattr(module, name, None)):
-        raise ValueError(f"{type(module).__name__} has no method {name!r} to call")
-
-
 def refuse_compiled(module: nn.Module) -> None:
-    """Raises ``TypeError`` if a module is a ``ScriptModule``, or compiled.
-
-    Compiled code belongs to one module on one device, and torch's compiler does not run in several threads at once.
-    """
+    """Raises ``TypeError`` if a module is a ``ScriptModule``, or compiled: its code belongs to one module on one device."""
     if isinstance(module, torch.jit.ScriptModule):
         raise TypeError(f"{type(module).__name__} cannot be replicated: pass the module that it was made from")
     if is_compiled(module):
@@ -248,13 +219,6 @@ def refuse_compiled(module: nn.Module) -> None:
         )
 
 
-def refuse_lazy(module: nn.Module) -> None:
-    """Raises ``ValueError`` if a layer is lazy and has not run yet."""
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        if nn.parameter.is_lazy(tensor):
-            raise ValueError(f"{name} is not initialised yet: run the module once on a few rows before it is wrapped")
-
-
 def rescaled_embeddings(module: nn.Module) -> dict[str, nn.Module]:
     """Returns the embeddings with ``max_norm`` by name. Their forward rescales rows of their weight."""
     kinds = (nn.Embedding, nn.EmbeddingBag)
@@ -262,15 +226,11 @@ def rescaled_embeddings(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def refuse_rescaled(embeddings: Mapping[str, Any]) -> None:
-    """Raises ``ValueError`` if one of ``embeddings`` is trained, where devices or ranks have weights of their own.
-
-    Each device would rescale the rows that it sees, and the weights would differ.
-    """
+    """Raises ``ValueError`` if one of ``embeddings`` is trained, where devices or ranks have weights of their own."""
     for name, embedding in embeddings.items():
         if embedding.weight.requires_grad:
             rescaling = f"embedding.weight.copy_(embedding.weight.renorm({embedding.norm_type:g}, 0, {embedding.max_norm:g}))"
             raise ValueError(
-                f"the embedding {name!r} has max_norm={embedding.max_norm:g}: its forward rescales rows of its weight, on each "
-                "device those that this device sees, and the devices would differ. Expected max_norm=None; rescale all rows "
-                f"after each update: with torch.no_grad(): {rescaling}"
+                f"the embedding {name!r} has max_norm={embedding.max_norm:g}: each device would rescale the rows that it sees. "
+                f"Expected max_norm=None; rescale all rows after each update: with torch.no_grad(): {rescaling}"
             )

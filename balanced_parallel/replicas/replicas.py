@@ -1,12 +1,11 @@
 """Replicas of a module that live between steps, and follow every change of the module.
 
 torch's ``replicate`` refuses CPUs, builds every replica again at each forward, and its replicas have no parameters
-(``next(self.parameters())`` raises, pytorch#40457, ``ParameterList`` is empty, #36035). Here the parameters of a replica are
-aliases of persistent copies on its device, connected to the parameters of the module by one autograd function per bucket.
+(pytorch#40457, #36035). Here they are aliases of persistent copies on the device, connected to the parameters of the module by
+one autograd function per bucket.
 
 torch's version counters do not see every write: ``.data`` has a counter of its own, and fused optimizers move none. So every
-forward copies the values again, in one broadcast. Only in a *window*, a block that promises to write no parameters, the first
-forward does so for all::
+forward copies the values again. Only in a *window*, a block that promises to write no parameters, the first one does so for all::
 
     forward         copies    with window(model):               copies
     write by .data                forward of micro-batch 0
@@ -60,10 +59,7 @@ class Replicas:
 
     @contextmanager
     def of(self, module: nn.Module, devices: Sequence[torch.device], home: torch.device) -> Iterator[list[nn.Module]]:
-        """Yields one replica of ``module``, which is on ``home``, for each of ``devices``, for one forward.
-
-        The first replica is the module itself if ``home`` is the first of the devices.
-        """
+        """Yields one replica of ``module``, which is on ``home``, for each of ``devices``. The first may be the module itself."""
         modules = [module] if devices[0] == home else []
         others = devices[len(modules) :]
         with self.in_turn() if others or self.tree is not None else nullcontext():
@@ -81,15 +77,8 @@ class Replicas:
             if devices[0] != home:
                 tree.take_buffers(self._skeletons[0])
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Opens a window, in which gradients stay with the replicas."""
-        return window(self, deferred=True)
-
     def prepare(self, module: nn.Module, devices: Sequence[torch.device], *, all_values: bool = True) -> ModuleTree:
-        """Brings skeletons and copies up to date with the module, which is on the first of ``devices``, and returns its tree.
-
-        With ``all_values`` the values of all parameters are copied, not only of those whose version counters moved.
-        """
+        """Returns the tree, with skeletons and copies up to date. Without ``all_values``, only recorded writes are copied."""
         with self.in_turn():
             return self._follow(module, devices, all_values=all_values)
 
@@ -100,17 +89,13 @@ class Replicas:
     def shard(
         self, module: nn.Module, devices: Sequence[torch.device], parameters: Sequence[Tensor]
     ) -> list[tuple[Bucket, list[dict[torch.device, Tensor]]]]:
-        """Makes buckets for gradients of ``parameters`` that owners receive, until ``gradients.unshard()``.
-
-        Returns the buckets, which need owners, and the copies by device of each of their parameters. Other parameters of the
-        module keep their gradients.
-        """
+        """Makes buckets for ``parameters`` that need owners. Returns them, with the copies by device of their parameters."""
         if self.gradients.is_sharded:
             raise ValueError("the model has a BalancedOptimizer already, expected one: give it all param groups, or delete it")
         tree = self.prepare(module, devices)
         chosen = set(map(id, parameters))
-        sharded = [parameter for parameter in tree.parameters if id(parameter) in chosen]
-        self.gradients.rebuild(sharded, [parameter for parameter in tree.parameters if id(parameter) not in chosen])
+        others = [parameter for parameter in tree.parameters if id(parameter) not in chosen]
+        self.gradients.rebuild([parameter for parameter in tree.parameters if id(parameter) in chosen], others)
         self.gradients.is_sharded = True
         return [
             (bucket, [self.copies.everywhere(parameter, tree.place[id(parameter)]) for parameter in bucket.parameters])
@@ -123,9 +108,7 @@ class Replicas:
         """Makes other threads wait: skeletons, and parameters that are replaced, belong to one forward."""
         running = _running.get()
         if self in running:
-            raise RuntimeError(
-                "a model was called inside of its own forward, expected one forward at a time: call the module itself there"
-            )
+            raise RuntimeError("a model was called inside of its own forward, expected one at a time: call the module itself")
         with self._lock:
             token = _running.set((*running, self))
             try:
@@ -162,7 +145,10 @@ class Replicas:
         for device in renewed:
             flatten_weights(tree.rnns, copies.by_device[device])
         if moved and self.gradients.is_sharded:
-            self.gradients.repoint({tree.parameters[i]: copies.everywhere(tree.parameters[i], i) for i in moved})
+            renewed_copies = {tree.parameters[i]: copies.everywhere(tree.parameters[i], i) for i in moved}
+            for bucket in self.gradients.buckets:
+                if bucket.owners is not None:
+                    bucket.owners.repoint(renewed_copies)
 
     def _follow_buckets(self, tree: ModuleTree, *, is_frozen: bool) -> None:
         """Makes new buckets where parameters were frozen, unfrozen, resized or converted."""
@@ -201,7 +187,8 @@ class Replicas:
     def _connected_parameters(self, tree: ModuleTree, places: list[torch.device]) -> dict[torch.device, list[Tensor]]:
         """Returns the tensors of each device, in the order of the tree's parameters, connected to them by the buckets.
 
-        Empty if all devices are the module's own: the engine has one thread per device, which adds up gradients in order."""
+        Empty if all devices are the module's own: the engine has one thread per device, which adds up gradients in order.
+        """
         if not tree.parameters or (len(places) == 1 and places[0] not in self.copies.by_device):
             return {}
         tensors = {place: [*self.copies.by_device.get(place, tree.parameters)] for place in places}
@@ -278,8 +265,7 @@ class ParameterCopies:
     def refresh(self, parameters: Sequence[nn.Parameter], written: Sequence[int], *, all_values: bool) -> bool:
         """Copies the parameters to all devices: all, or those at ``written``. Returns True if any copy has new memory.
 
-        The version counters of the copies at ``written`` move, as those of the parameters did. Other counters stand still, since
-        a graph of an earlier forward may still run backward, with the values that there are by then.
+        Only the version counters of the copies at ``written`` move: a graph of an earlier forward may still run backward.
         """
         self.by_device.pop(parameters[0].device, None)
         places = range(len(parameters)) if all_values else written

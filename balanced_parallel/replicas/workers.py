@@ -1,25 +1,22 @@
 """Workers that run the replicas of one forward, each in its own thread.
 
-The first failure is raised, with the replica in its message. All other threads have finished before, and none waits forever.
-torch's ``parallel_apply`` falls short in two ways. It runs each forward in new threads, in which cuDNN searches for plans again
-and leaks them: here a replica's forward, its criterion and the next forward run in the same thread. And it passes only the
-autocast flag of CUDA, no dtype, so bfloat16 around ``nn.DataParallel`` computes in float16 (pytorch#105682, #125186): here the
-state of the calling thread is captured and entered in the workers.
+The first failure is raised, and names the replica. All other threads have finished before, and none waits forever.
+torch's ``parallel_apply`` runs each forward in new threads, in which cuDNN searches for plans again and leaks them, and passes
+only the autocast flag of CUDA, no dtype (pytorch#105682, #125186). Here a replica's forward, its criterion and the next forward
+run in the same thread, with the state of the calling thread.
 """
 
 import atexit
 import contextlib
 import contextvars
 import functools
-import itertools
 import threading
-import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import overrides
@@ -34,10 +31,7 @@ Call = Callable[[], object]
 
 
 class Worker:
-    """A thread that makes one call after the other. It ends with the last reference to this object.
-
-    It keeps no reference to a call that has returned.
-    """
+    """A thread that makes one call after the other. It ends with the last reference to this object."""
 
     def __init__(self, name: str) -> None:
         self._calls: SimpleQueue[tuple[Call, Call] | None] = SimpleQueue()
@@ -79,10 +73,7 @@ def _end_workers() -> None:
 
 
 class WorkerPool:
-    """Idle workers. Each belongs to a slot, such as the second replica on a device.
-
-    A slot has several workers if a forward runs inside of another one, or in several threads at once. No method waits.
-    """
+    """Idle workers by slot, such as the second replica on a device. Forwards at the same time need several of a slot."""
 
     def __init__(self) -> None:
         self._idle: dict[Hashable, list[Worker]] = {}
@@ -109,11 +100,7 @@ def shared_pool() -> WorkerPool:
     return _shared.setdefault(WorkerPool, WorkerPool())
 
 
-class Exchange(Protocol):
-    """A place where the replicas of one forward exchange values."""
-
-    def exchange(self, index: int, number: int, value: Any) -> list[Any]:
-        """Returns the values of round ``number``, in the order of the replicas. ``value`` is that of replica ``index``."""
+Exchange = Callable[[int, int, Any], list[Any]]  # takes replica, round and value; returns the values of all replicas
 
 
 class Meeting:
@@ -188,19 +175,15 @@ class Replica:
                 "such layers in the model, not in the criterion"
             )
         self.exchanges += 1
-        return self.meeting.exchange(self.index, self.exchanges, value)
+        return self.meeting(self.index, self.exchanges, value)
 
 
-class _Thread(threading.local):
-    replica: Replica | None = None
-
-
-_thread = _Thread()
+_thread = threading.local()
 
 
 def current_replica() -> Replica | None:
     """Returns the replica that this thread runs, or None if it is the only one or none runs."""
-    return _thread.replica
+    return getattr(_thread, "replica", None)
 
 
 INTERRUPTED_SECONDS = 5.0  # after Ctrl-C, for replicas that do not end
@@ -219,10 +202,9 @@ def run_replicas(
     """Calls ``work[i]()`` for replica ``i`` with ``devices[i]`` current, all at once, and returns the results in order.
 
     A single replica runs in the calling thread. Several run in one thread each, with the caller's :class:`ThreadState`, context
-    variables, and current stream of every device. Replicas on one device share its random numbers, so they take turns. All
-    replicas take turns under modes of torch (:attr:`ThreadState.needs_turns`). On the CPU they run one after the other in the
-    calling thread unless they exchange values (``together``). The first failure (in time) is raised, of its own type, with the
-    replica and its device added to the message. ``pool`` returns the threads. It is called only if there are several.
+    variables, and current stream of every device. Replicas on one device share its random numbers, so they take turns, and under
+    modes of torch all do. On the CPU they run one after the other in the calling thread unless they exchange values
+    (``together``). The first failure (in time) is raised, and names the replica. ``pool`` returns the threads.
     """
     if len(work) == 1 or (not together and set(devices) == _CPU):
         return run_in_turn(work, devices, None)
@@ -239,11 +221,12 @@ def run_replicas(
         try:
             if not meeting.begin(index) or failures:
                 return
-            _thread.replica = Replica(index, meeting)
+            _thread.replica = Replica(index, meeting.exchange)
             with on_streams(others), on_device(device, streams.get(device)), state.enter():
                 results[index] = work[index]()
         except BaseException as error:  # noqa: BLE001 - KeyboardInterrupt and SystemExit must reach the caller too
-            failures.append(locate_failure(error, index, device))
+            locate_failure(error, index, device)
+            failures.append(error)
         finally:
             _thread.replica = None
             meeting.leave(index)  # after the failure was recorded, so replicas that wait for this one fail second
@@ -282,7 +265,7 @@ def _run_in_workers(calls: Sequence[Call], devices: Sequence[torch.device], meet
 
 def run_in_turn(work: Sequence[Callable[[], T]], devices: Sequence[torch.device], meeting: Exchange | None) -> list[T]:
     """Calls ``work[i]()`` for each replica ``i``, one after the other in the calling thread, and returns the results."""
-    before, results = _thread.replica, []
+    before, results = getattr(_thread, "replica", None), []
     try:
         for index, (call, device) in enumerate(zip(work, devices, strict=True)):
             if len(work) > 1:
@@ -291,61 +274,24 @@ def run_in_turn(work: Sequence[Callable[[], T]], devices: Sequence[torch.device]
                 with on_device(device, None):  # on the thread's own stream
                     results.append(call())
             except BaseException as error:
-                located = locate_failure(error, index, device)
-                if located is error:
-                    raise
-            else:
-                continue
-            try:
-                raise located
-            finally:
-                del located  # breaks the cycle of traceback and frame
+                locate_failure(error, index, device)
+                raise
     finally:
         _thread.replica = before
     return results
 
 
-def locate_failure(error: BaseException, index: int, device: torch.device) -> BaseException:
-    """Returns ``error`` with "in replica ... on device ..." in its message.
-
-    If the message is the only argument of ``error``, it is changed. Otherwise an instance of a subclass of its type is returned,
-    with the same arguments and attributes. If its type allows neither, a note is added to ``error``.
-    """
-    place = f"in replica {index} on device {device}"
-    try:
-        return error if _change_message(error, place) else _as_subclass(error, place)
-    except Exception:  # noqa: BLE001 - its constructor or __str__ may raise anything
-        error.add_note(place)
-        return error
-
-
-def _change_message(error: BaseException, place: str) -> bool:
-    """Appends ``place`` to the only argument if that is the message, and returns True. Otherwise nothing changes."""
-    arguments = error.args
-    if len(arguments) > 1:
-        return False
-    message = arguments[0] if arguments else type(error).__name__
-    with contextlib.suppress(Exception):
-        before = str(error)
-        error.args = (f"{message} ({place})",)
-        if place in (text := str(error)) and before.strip("'") in text:
-            return True
-    error.args = arguments
-    return False
-
-
-def _as_subclass(error: BaseException, place: str) -> BaseException:
-    kind = type(error)
-    message = f"{error} ({place})"
-    located_kind = type(kind.__name__, (kind,), {"__str__": lambda self: message, "__module__": kind.__module__})
-    located: BaseException = located_kind.__new__(located_kind, *error.args)
-    located.args = error.args
-    located.__dict__.update(error.__dict__)
-    for name, descriptor in itertools.chain.from_iterable(vars(base).items() for base in kind.__mro__):
-        if isinstance(descriptor, (types.MemberDescriptorType, types.GetSetDescriptorType)) and not name.startswith("__"):
-            with contextlib.suppress(AttributeError, TypeError):  # attributes outside of __dict__: errno, reason
-                setattr(located, name, getattr(error, name))
-    return located.with_traceback(error.__traceback__)
+def locate_failure(error: BaseException, index: int, device: torch.device) -> None:
+    """Adds "in replica ... on device ..." to the message of ``error`` if that is its only argument. Otherwise adds a note."""
+    place, arguments = f"in replica {index} on device {device}", error.args
+    if len(arguments) < 2:
+        with contextlib.suppress(Exception):  # its __str__ may raise anything
+            before = str(error)
+            error.args = (f"{arguments[0] if arguments else type(error).__name__} ({place})",)
+            if place in (text := str(error)) and before.strip("'") in text:
+                return
+        error.args = arguments
+    error.add_note(place)
 
 
 @dataclass(frozen=True)
@@ -379,8 +325,7 @@ class ThreadState:
     @property
     def needs_turns(self) -> bool:
         """True if a mode sees the operators of all replicas, and may expect one module to run at a time."""
-        modes = (*self.function_modes, *self.dispatch_modes)
-        return bool(modes) and not all(isinstance(mode, DeviceContext) for mode in modes)
+        return not all(isinstance(mode, DeviceContext) for mode in (*self.function_modes, *self.dispatch_modes))
 
     @contextlib.contextmanager
     def enter(self) -> Iterator[None]:

@@ -1,8 +1,4 @@
-"""Devices of this machine, with their streams and their memory. No other file asks torch for the accelerator.
-
-A list of devices may repeat a device and may contain the CPU. ``["cpu"] * 3`` runs three replicas on a laptop, through the same
-code as three GPUs.
-"""
+"""Devices of this machine, with their streams and their memory. No other file asks torch for the accelerator."""
 
 import contextlib
 import os
@@ -28,10 +24,7 @@ def visible_devices() -> list[torch.device]:
     if torch.accelerator.is_available():
         return accelerators()
     if torch.cuda.is_available():
-        raise RuntimeError(
-            "this process has simulated devices, which torch still takes for its accelerator, so its GPUs cannot be used: "
-            "use them in a new process"
-        )
+        raise RuntimeError("this process has simulated devices, which hide its GPUs from torch: use them in a new process")
     return [torch.device("cpu")]
 
 
@@ -59,9 +52,7 @@ def resolve_device(device: DeviceLike) -> torch.device:
     """Converts one device to a ``torch.device`` with an index (the CPU has none). Raises as :func:`resolve_devices` does."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     count = 0 if accelerator is None else torch.accelerator.device_count()
-    available = (
-        f"this machine has {count} {accelerator.type} devices" if accelerator else "this machine has no accelerator, only the CPU"
-    )
+    available = f"this machine has {count} {accelerator.type} devices" if accelerator else "this machine has no accelerator"
     if isinstance(device, bool) or not isinstance(device, (int, str, torch.device)):
         raise TypeError(f"{device!r} is not a device, expected an integer, a string such as 'cuda:1' or 'cpu', or a torch.device")
     if isinstance(device, int):
@@ -121,10 +112,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def start_copy(tensor: Tensor) -> Callable[[], Tensor]:
-    """Starts to copy a tensor to the host. Returns a function that waits for the copy, and returns it.
-
-    ``tensor.item()`` would wait until the device has finished everything that it was given, such as a backward.
-    """
+    """Starts to copy a tensor to the host. Returns a function that waits for the copy alone, and returns it."""
     stream = current_stream(tensor.device)
     copy = tensor.detach().to("cpu", non_blocking=stream is not None)  # torch pins the memory of such a copy
     event = None if stream is None else stream.record_event()
@@ -146,8 +134,8 @@ def pin(tensor: Tensor) -> Tensor:
 def without_tf32() -> Iterator[None]:
     """Computes products of float32 tensors with all bits of float32 in this block, in all threads.
 
-    cuDNN uses 10 bits of mantissa by default (TF32). torch has an old and a new way to set this. A program may read either, and
-    the old one raises an error if it differs from the new one. So both are set, and put back.
+    cuDNN uses 10 bits of mantissa by default (TF32). torch has an old and a new way to set this, and raises an error if they
+    differ. So both are set, and put back.
     """
     backends: Any = torch.backends
     # on the CPU, torch.set_float32_matmul_precision("medium") rounds to bfloat16

@@ -1,7 +1,4 @@
-"""Random numbers of the replicas and ranks.
-
-``torch.manual_seed(s)`` gives every device of every process the same seed, so equal shards would draw equal dropout masks.
-"""
+"""Random numbers of the replicas and ranks, which ``torch.manual_seed`` gives the same seed: they would draw equal masks."""
 
 import contextlib
 import threading
@@ -17,9 +14,8 @@ _cpu_generator = threading.RLock()
 def offset_seeds(devices: Sequence[torch.device], first: int = 0) -> None:
     """Gives the accelerators of replicas or ranks different seeds: ``s``, ``s + 1``, ``s + 2`` and so on.
 
-    A generator is changed only if its seed is that of ``torch.manual_seed``, or that of a device before it. So a forward after
-    ``torch.manual_seed(s)`` begins anew, one without it goes on, and states that were set by hand or from a checkpoint stay.
-    The CPU's generator is not changed. ``first`` is the number of the first device. Number 0 keeps its seed.
+    A generator is changed only if its seed is that of ``torch.manual_seed``, or that of a device before it, so states that were
+    set by hand or from a checkpoint stay. ``first`` is the number of the first device. Number 0 keeps its seed.
     """
     seeds = {torch.initial_seed()}
     for number, device in _accelerators(devices):
@@ -34,10 +30,9 @@ def offset_seeds(devices: Sequence[torch.device], first: int = 0) -> None:
 
 @contextlib.contextmanager
 def cpu_numbers_of_rank(rank: int) -> Iterator[None]:
-    """Draws from a CPU generator of this rank inside the block.
+    """Draws from a CPU generator of this rank inside the block, whose seed is one number of the one that all ranks have alike.
 
-    Samplers draw from the CPU's generator, on all ranks alike. So the block takes one number from it as a seed. The
-    generator continues from there after the block, whatever this rank has drawn inside.
+    That one continues from there after the block, whatever this rank has drawn inside: samplers draw from it.
     """
     seed = int(torch.empty((), dtype=torch.int64).random_())
     state = torch.get_rng_state()
@@ -82,9 +77,8 @@ def _accelerators(devices: Sequence[torch.device]) -> list[tuple[int, torch.devi
 class RandomState:
     """The present states of random number generators, from which a forward that runs again draws the same numbers.
 
-    torch's checkpointing sets and restores the one generator of the CPU in each recomputation. Those of several devices run at
-    once, in one thread per device, and would leave the generator in the middle of the forward. Here it is set if the forward
-    has drawn from it, by one thread at a time.
+    Recomputations of several devices run at once, in one thread per device. So the CPU's generator is set only if the forward has
+    drawn from it, and by one thread at a time. torch's checkpointing would leave it in the middle of a forward.
     """
 
     def __init__(self, devices: Sequence[torch.device]) -> None:

@@ -1,9 +1,8 @@
 """Side streams, on which gradients are summed while the backward continues on the compute streams.
 
-A freed tensor's memory is reused at once by the stream that allocated it. A kernel of a side stream may still have to read it.
-``Tensor.record_stream`` delays the reuse until that kernel has run, so peak memory would depend on timing. As in torch's FSDP2,
-the tensor is kept alive until its own stream has waited for the side stream, before the next work is put there. Results are
-allocated before a side stream is entered: activations could not reuse memory that it has allocated. ::
+The stream that allocated a freed tensor reuses its memory at once, although a side stream may still have to read it. As in FSDP2
+of torch, the tensor is kept alive until its own stream has waited for the side stream, so peaks do not depend on timing.
+Results are allocated before a side stream is entered: activations could not reuse memory that it has allocated. ::
 
     compute stream   | backward of bucket 2 | backward of bucket 1 | wait | ...
     side stream                             | sum of bucket 2      |

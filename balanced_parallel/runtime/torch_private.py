@@ -1,14 +1,6 @@
 """Private names of torch: the one file to read when torch changes. The tracer and the simulator have their own.
 
-Each name is behind a function or an alias, with the reason and, where there is one, torch's issue about a public name::
-
-    autograd        order of a running backward, its end, the nodes that it will run, hooks of saved tensors
-    tensors         version counters, bases of views, gradients, hooks, storages, flat buffers
-    modules         their dictionaries, base classes, compiled modules
-    trees           nested containers as torch flattens them
-    foreach         elementwise operations on lists of tensors
-    modes           fake tensors, the stacks of function and dispatch modes, kernels of attention
-    distributed     the store, the groups and their backends, NCCL
+Each name is behind a function or an alias, because torch has no public one. Numbers are those of its issues about that.
 """
 
 import contextlib
@@ -30,13 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_u
 
 from .devices import move
 
-__all__ = [
-    "BatchNorm",
-    "DeviceContext",
-    "Dropout",
-    "FakeTensorMode",
-    "TorchDispatchMode",
-]
+__all__ = ["BatchNorm", "DeviceContext", "Dropout", "FakeTensorMode", "TorchDispatchMode"]
 
 # Autograd: control over a running backward. DistributedDataParallel and FSDP2 use the same private functions.
 
@@ -47,7 +33,7 @@ _HIGHEST_PRIORITY = 2**63
 def run_first(node: Node) -> None:
     """Makes backward run ``node`` before all other nodes that are ready in the same thread of the engine, one per device.
 
-    The ready node with the highest number is first. There is no public way to change one (pytorch#114120 added this one).
+    The ready node with the highest number is first (pytorch#114120 added this function).
     """
     node._set_sequence_nr(_HIGHEST_PRIORITY)
 
@@ -55,7 +41,7 @@ def run_first(node: Node) -> None:
 def run_after_backward(callback: Callable[[], None]) -> None:
     """Calls ``callback`` at the end of the running backward. Call this from a node or a hook of that backward.
 
-    The callback may run on a thread of the engine, but with the current streams of the thread that called backward. The public
+    It may run on a thread of the engine, but with the current streams of the thread that called backward. The public
     ``torch.autograd.graph.queue_callback`` (pytorch#66199, #193958) is newer than torch 2.13.
     """
     torch.autograd.Variable._execution_engine.queue_callback(callback)
@@ -64,7 +50,7 @@ def run_after_backward(callback: Callable[[], None]) -> None:
 def will_run(node: Node) -> bool | None:
     """Returns True if the running backward will run ``node``; for the node of a leaf, if it will fill the ``grad`` of the leaf.
 
-    None for a leaf whose gradient ``torch.autograd.grad`` returns. There is no public function (pytorch#83617, #84773).
+    None for a leaf whose gradient ``torch.autograd.grad`` returns (pytorch#83617, #84773).
     """
     try:
         return bool(torch._C._will_engine_execute_node(node))
@@ -73,7 +59,7 @@ def will_run(node: Node) -> bool | None:
 
 
 def current_node() -> Node | None:
-    """Returns the node that the calling thread runs in a backward, or None outside of a backward. No public function exists."""
+    """Returns the node that the calling thread runs in a backward, or None outside of a backward."""
     return torch._C._current_autograd_node()
 
 
@@ -83,13 +69,13 @@ def number_of(node: Node) -> int:
 
 
 def current_backward_id() -> int | None:
-    """Returns the number of the backward that the calling thread runs, or None outside of one. No public function exists."""
+    """Returns the number of the backward that the calling thread runs, or None outside of one."""
     number = torch._C._current_graph_task_id()
     return None if number == -1 else number
 
 
 def keeps_graph() -> bool:
-    """Returns True if the running backward may run again: ``retain_graph=True``, or it is compiled. No public function exists."""
+    """Returns True if the running backward may run again: ``retain_graph=True``, or it is compiled."""
     return torch.compiler.is_compiling() or bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
@@ -97,10 +83,9 @@ Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 def saved_tensor_hooks() -> Hooks | None:
-    """Returns the last pair of ``saved_tensors_hooks``, which torch applies. No public function reads it.
+    """Returns the last pair of ``saved_tensors_hooks``, which torch applies.
 
-    Hooks of activation checkpointing are left out. They recompute when a saved tensor is needed. The backwards of several devices
-    would do so at the same time, and fail.
+    Hooks of activation checkpointing are left out: the backwards of several devices would recompute at the same time, and fail.
     """
     hooks: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return None if hooks is None or hooks[0].__module__ == "torch.utils.checkpoint" else hooks
@@ -108,14 +93,9 @@ def saved_tensor_hooks() -> Hooks | None:
 
 # Properties of tensors.
 
-_gradient_slot: Any = torch.Tensor.grad
-
 
 def versions(tensors: Sequence[Tensor]) -> list[int]:
-    """Returns the version counter of each tensor, which every write in place increments; 0 for inference tensors.
-
-    ``torch.autograd.graph.increment_version`` is the public way to change a counter. There is none to read it.
-    """
+    """Returns the version counter of each tensor, which every write in place increments; 0 for inference tensors."""
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
@@ -144,33 +124,19 @@ def local_tensors(tensors: Iterable[Any]) -> list[Any]:
 
 
 def base_of(tensor: Tensor) -> Tensor:
-    """Returns the tensor that ``tensor`` is a view of, or ``tensor`` itself. There is no public attribute for it."""
+    """Returns the tensor that ``tensor`` is a view of, or ``tensor`` itself."""
     base = tensor._base
     return tensor if base is None else base
 
 
 def mark_as_parameters(tensors: Iterable[Tensor]) -> None:
-    """Makes ``isinstance(tensor, nn.Parameter)`` True. Unlike a parameter, a tensor may be the result of an operator.
-
-    ``nn.Parameter`` sets this attribute on tensor subclasses. No public function sets it.
-    """
+    """Makes ``isinstance(tensor, nn.Parameter)`` True. Unlike a parameter, a tensor may be the result of an operator."""
     for tensor in tensors:
         tensor._is_param = True
 
 
-def get_gradient(tensor: Tensor) -> Tensor | None:
-    """Returns the gradient that autograd has accumulated in a leaf, past a property in the place of ``grad``."""
-    gradient: Tensor | None = _gradient_slot.__get__(tensor)
-    return gradient
-
-
-def set_gradient(tensor: Tensor, gradient: Tensor | None) -> None:
-    """Sets the gradient of a leaf as autograd does. See :func:`get_gradient`."""
-    _gradient_slot.__set__(tensor, gradient)
-
-
 def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Returns True if a hook was registered on a tensor. There is no public way to list hooks."""
+    """Returns True if a hook was registered on a tensor."""
     return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
@@ -179,12 +145,7 @@ def storage_id(storage: torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
-class StorageReference(StorageWeakRef):
-    """A key for a storage, which does not keep its memory. Its number is given to no other storage as long as the key exists."""
-
-    def is_alive(self) -> bool:
-        """Returns True if a tensor still has the storage."""
-        return not self.expired()
+StorageReference = StorageWeakRef  # a key that does not keep the memory; while it exists, no other storage gets its number
 
 
 # Modules: no public function returns entries that are None, the second name of a child, or a dictionary to change.
@@ -224,6 +185,15 @@ def is_compiled(module: nn.Module) -> bool:
     return _COMPILED in module._modules or module._compiled_call_impl is not None
 
 
+def draws_in_compiled_code(module: nn.Module) -> bool:
+    """Returns True if a module is compiled so that its random numbers are not drawn by torch's kernels."""
+    if not any(is_compiled(part) for part in module.modules()):
+        return False
+    from torch._inductor import config  # imports for seconds
+
+    return not config.fallback_random
+
+
 def without_compilation(module: nn.Module) -> nn.Module:
     """Returns the module inside of ``torch.compile(module)``, or ``module`` itself."""
     inner = getattr(module, _COMPILED, module)
@@ -235,9 +205,7 @@ def uncompiled_name(name: str) -> str:
     return name.replace(f"{_COMPILED}.", "")
 
 
-# Nested containers as torch flattens them, such as the state of an optimizer. Batches have ``batch.containers``, which supports
-# dataclasses and mappings of other types.
-
+# Nested containers as torch flattens them, such as the state of an optimizer. Batches have ``batch.containers``.
 
 leaves_of_tree = tree_leaves  # all values of nested lists, tuples and dictionaries that are not containers
 
@@ -256,7 +224,6 @@ def flatten(tree: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
 # Elementwise operations on lists of tensors, in one kernel for a list. torch 2.11 to 2.13 keep ``torch._foreach_*`` private;
 # pytorch#193607 adds ``torch.foreach``. Unlike them (pytorch#162911), these functions accept empty lists.
 
-# The stubs of torch ask for tuples or lists; the operations take both.
 Tensors = list[Tensor] | tuple[Tensor, ...]
 
 
@@ -284,31 +251,22 @@ def foreach_copy_(targets: Tensors, sources: Tensors) -> None:
         torch._foreach_copy_(targets, sources)
 
 
-def foreach_zero_(tensors: Tensors) -> None:
-    """Fills all tensors with zeros in place."""
-    if tensors:
-        torch._foreach_zero_(tensors)
-
-
 # Modes that see every operator.
 
 
 def function_modes() -> tuple[overrides.TorchFunctionMode, ...]:
-    """Returns the ``TorchFunctionMode``s of this thread, the last one called first. No public function exists."""
+    """Returns the ``TorchFunctionMode``s of this thread, the last one called first."""
     return tuple(overrides._get_current_function_mode_stack())
 
 
 def dispatch_modes() -> tuple[TorchDispatchMode, ...]:
-    """Returns the ``TorchDispatchMode``s of this thread, the last one called first. No public function exists."""
+    """Returns the ``TorchDispatchMode``s of this thread, the last one called first."""
     return tuple(_python_dispatch._get_current_dispatch_mode_stack())
 
 
 @contextlib.contextmanager
 def pushed(functions: Iterable[overrides.TorchFunctionMode], dispatches: Iterable[TorchDispatchMode]) -> Iterator[None]:
-    """Pushes modes of another thread for the duration of the block.
-
-    They are not entered: ``__enter__`` may begin a new measurement, as that of ``FlopCounterMode`` does.
-    """
+    """Pushes modes of another thread for the duration of the block. Their ``__enter__`` might begin a new measurement."""
     with contextlib.ExitStack() as stack:
         for function_mode in functions:
             overrides._push_mode(function_mode)
@@ -327,6 +285,44 @@ ATTENTION_KERNELS = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default: 5,
 }
 
+# Random numbers: kernels that draw, by operator and dispatch key.
+
+
+def has_kernel(name: str, key: str) -> bool:
+    """Returns True if an operator of ``aten`` has a kernel for a dispatch key. There is no public name."""
+    is_known = hasattr(torch.ops.aten, name.partition(".")[0])
+    return (
+        is_known
+        and key in ("CPU", "CUDA", "PrivateUse1")
+        and torch._C._dispatch_has_kernel_for_dispatch_key(f"aten::{name}", key)
+    )
+
+
+# operators that draw in ways that have no other form; dropout between the layers of an LSTM is inside of cuDNN
+DRAWS_OF_ONE_FORM = ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "_cudnn_rnn", "_fused_dropout")
+
+
+def uniform_of_keys(keys: Tensor, length: int, dtype: torch.dtype) -> Tensor | None:
+    """Returns lines of stateless uniform numbers, or None if torch has no kernel. Not public yet (pytorch#177229)."""
+    if not has_kernel("_philox_uniform_", keys.device.type.upper()):
+        return None
+    lines = torch.empty(*keys.shape[:-1], length, dtype=dtype, device=keys.device)
+    keys = torch.cat([keys, torch.zeros_like(keys)], -1).view(torch.uint64)
+    filled: Tensor = torch.ops.aten._philox_uniform_(lines, keys)
+    return filled
+
+
+def attention_in_parts(*arguments: Any, **settings: Any) -> Tensor:
+    """Computes scaled dot product attention in operators of its own. The public function chooses a fused kernel."""
+    output: Tensor = torch.ops.aten._scaled_dot_product_attention_math(*arguments, **settings)[0]
+    return output
+
+
+def remove_kernels(library: torch.library.Library) -> None:
+    """Makes kernels torch's own again. The public way is to delete the last reference."""
+    library._destroy()
+
+
 # Process groups.
 
 
@@ -341,25 +337,23 @@ def forget_whole_gradients(units: Iterable[Any]) -> None:
 
 
 def default_store() -> Any:
-    """Returns the store that all ranks of the default group have. There is no public name."""
+    """Returns the store that all ranks of the default group have."""
     return dist.distributed_c10d._get_default_store()
 
 
 def process_groups() -> list[dist.ProcessGroup]:
-    """Returns all running process groups. There is no public list."""
+    """Returns all running process groups."""
     return list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
 
 
 def backends_of(group: dist.ProcessGroup) -> list[Any]:
-    """Returns the backend of each device type of a group. There is no public name."""
+    """Returns the backend of each device type of a group."""
     return [group._get_backend(device) for device in group._device_types]
 
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta | None:
-    """Returns the timeout that a group was made with. ``new_group`` takes torch's default, and there is no public name."""
-    options = getattr(backends_of(group)[0], "options", None)
-    timeout: timedelta | None = getattr(options, "_timeout", None)
-    return timeout
+    """Returns the timeout that a group was made with. ``new_group`` would take torch's default."""
+    return getattr(getattr(backends_of(group)[0], "options", None), "_timeout", None)
 
 
 def has_nccl() -> bool:

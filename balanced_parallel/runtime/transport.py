@@ -1,12 +1,11 @@
 """Collectives between the devices of one process. Each device has one flat tensor, all of one dtype.
 
-Between distinct GPUs they are those of ``torch.cuda.nccl``, which ``nn.DataParallel`` uses too. Simulated devices provide the
-same functions. Other devices, such as a GPU and the CPU, have copies. Memory is given by the caller, so it belongs to the stream
-that the caller has chosen. Many tensors travel in few flat buffers.
+Between distinct GPUs they are those of ``torch.cuda.nccl``, which ``nn.DataParallel`` uses too. Other devices, such as simulated
+ones, or a GPU and the CPU, have copies. Memory is given by the caller, so it belongs to the stream that the caller has chosen.
 
-A copy between two GPUs runs on the current stream of its source, and the current stream of its target waits for it. So a device
-takes part in one copy at a time. Copies between all devices are made in rounds of disjoint pairs, each in both directions; with
-four devices 0-3 and 1-2, then 0-1 and 2-3, then 0-2 and 1-3. Sums are taken in the order of the tensors.
+A device takes part in one copy at a time, because a copy runs on a stream of its source, for which one of its target waits. So
+copies between all devices are made in rounds of disjoint pairs: 0-3 and 1-2, then 0-1 and 2-3, then 0-2 and 1-3. Sums are taken
+in the order of the tensors.
 """
 
 import itertools
@@ -28,49 +27,75 @@ _communicating = threading.Lock()
 
 
 def broadcast(tensor: Tensor, targets: Sequence[Tensor]) -> None:
-    """Copies ``tensor`` to ``targets``, one on each other device."""
-    if not _have_nccl([tensor, *targets]):
-        broadcast_in_chain(tensor, targets)
-    elif tensor.numel():
+    """Copies ``tensor`` to ``targets``, one on each other device. None sends it twice: the first sends it to the second."""
+    if _have_nccl([tensor, *targets]):
         _run(nccl.broadcast, [*map(_bits, (tensor, *targets))])
+    else:
+        for source, target in itertools.pairwise([tensor, *targets]):
+            copy(target, source)
 
 
 def reduce(tensors: Sequence[Tensor], output: Tensor) -> None:
     """Sums ``tensors`` of several devices into ``output``."""
     places = [tensor.device for tensor in tensors]
-    if output.device not in places or not _have_nccl(tensors):
-        reduce_in_rounds(tensors, output)
-    elif output.numel():
+    if output.device in places and _have_nccl(tensors):
         _run(nccl.reduce, [*map(_real, tensors)], _real(output), root=places.index(output.device))
+    else:
+        copy(output, tensors[0])
+        for tensor in tensors[1:]:
+            output.add_(move(tensor, output.device))
 
 
 def reduce_scatter(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
     """Sums ``tensors``, and puts one slice of the sum into each of ``outputs``. Equal slices in their order are fastest."""
+    slices = [tensor.split([output.numel() for output in outputs]) for tensor in tensors]
     in_order = [tensor.device for tensor in tensors] == [output.device for output in outputs]
     if in_order and not _have_nccl(tensors):
-        reduce_scatter_in_rounds(tensors, outputs)
+        _reduce_scatter_in_rounds(slices, outputs)
     elif in_order and _have_equal_sizes(outputs):
         _run(nccl.reduce_scatter, [*map(_real, tensors)], [*map(_real, outputs)])
     else:
-        slices = [tensor.split([output.numel() for output in outputs]) for tensor in tensors]
         for output, parts in zip(outputs, zip(*slices, strict=True), strict=True):
             reduce(parts, output)
+
+
+def _reduce_scatter_in_rounds(slices: Sequence[Sequence[Tensor]], outputs: Sequence[Tensor]) -> None:
+    received = [{place: slices[place][place]} for place in range(len(slices))]
+    added = [0] * len(slices)
+
+    def add(target: int) -> None:  # as soon as the slices of all earlier devices are there
+        while (part := received[target].pop(added[target], None)) is not None:
+            outputs[target].add_(part) if added[target] else copy(outputs[target], part)
+            added[target] += 1
+
+    add(0)
+    for left, right in pairs(len(slices)):
+        for source, target in ((left, right), (right, left)):
+            part = slices[source][target]
+            received[target][source] = move(part, outputs[target].device) if source else part  # the first is copied by add()
+            add(target)
 
 
 def all_gather(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
     """Concatenates ``tensors`` in each of ``outputs``, which are on the same devices. A tensor may be a slice of its output."""
     if _have_nccl(tensors) and _have_equal_sizes(tensors):  # nccl.broadcast ignores its root, so it does not do for other sizes
         _run(nccl.all_gather, [*map(_bits, tensors)], [*map(_bits, outputs)])
-    else:
-        all_gather_in_rounds(tensors, outputs)
+        return
+    slices = [output.split([tensor.numel() for tensor in tensors]) for output in outputs]
+    for place, tensor in enumerate(tensors):
+        if slices[place][place].data_ptr() != tensor.data_ptr():
+            copy(slices[place][place], tensor)
+    for left, right in pairs(len(tensors)):
+        copy(slices[left][right], tensors[right])
+        copy(slices[right][left], tensors[left])
 
 
 def _have_nccl(tensors: Sequence[Tensor]) -> bool:
-    return torch_private.has_nccl() and is_accelerator(tensors[0].device) and nccl.is_available(tensors)
+    return tensors[0].is_cuda and torch_private.has_nccl() and tensors[0].numel() > 0 and nccl.is_available(tensors)
 
 
 def _have_equal_sizes(tensors: Sequence[Tensor]) -> bool:
-    return len({tensor.numel() for tensor in tensors}) == 1 and tensors[0].numel() > 0
+    return len({tensor.numel() for tensor in tensors}) == 1
 
 
 def _run(collective: Callable[..., None], *arguments: object, **settings: object) -> None:
@@ -197,46 +222,3 @@ def pairs(count: int) -> Iterator[tuple[int, int]]:
 def copy(target: Tensor, source: Tensor) -> None:
     """Copies values. Only copies to an accelerator are asynchronous, as in :func:`move`."""
     target.copy_(source, non_blocking=is_accelerator(target.device))
-
-
-def broadcast_in_chain(tensor: Tensor, targets: Sequence[Tensor]) -> None:
-    """Copies ``tensor`` to the first of ``targets``, from there to the second, and so on. As with NCCL, none sends it twice."""
-    for source, target in itertools.pairwise([tensor, *targets]):
-        copy(target, source)
-
-
-def reduce_in_rounds(tensors: Sequence[Tensor], output: Tensor) -> None:
-    """Sums the tensors into ``output``."""
-    copy(output, tensors[0])
-    for tensor in tensors[1:]:
-        output.add_(move(tensor, output.device))
-
-
-def reduce_scatter_in_rounds(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    """Sums the tensors, and puts one slice of the sum into each of ``outputs``, which are on the same devices."""
-    slices = [tensor.split([output.numel() for output in outputs]) for tensor in tensors]
-    received = [{place: slices[place][place]} for place in range(len(tensors))]
-    added = [0] * len(tensors)
-
-    def add(target: int) -> None:  # as soon as the slices of all earlier devices are there
-        while (part := received[target].pop(added[target], None)) is not None:
-            outputs[target].add_(part) if added[target] else copy(outputs[target], part)
-            added[target] += 1
-
-    add(0)
-    for left, right in pairs(len(tensors)):
-        for source, target in ((left, right), (right, left)):
-            part = slices[source][target]
-            received[target][source] = move(part, outputs[target].device) if source else part  # the first is copied by add()
-            add(target)
-
-
-def all_gather_in_rounds(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    """Concatenates the tensors in each of ``outputs``, which are on the same devices. A tensor may be a slice of its output."""
-    slices = [output.split([tensor.numel() for tensor in tensors]) for output in outputs]
-    for place, tensor in enumerate(tensors):
-        if slices[place][place].data_ptr() != tensor.data_ptr():
-            copy(slices[place][place], tensor)
-    for left, right in pairs(len(tensors)):
-        copy(slices[left][right], tensors[right])
-        copy(slices[right][left], tensors[left])

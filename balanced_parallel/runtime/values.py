@@ -16,7 +16,6 @@ UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
 
 def parse_bytes(size: int | str) -> int:
     """Returns the number of bytes in ``size``, a positive integer, or text such as ``"24GiB"`` or ``"1.5 GB"``, with a unit."""
-    expected = "expected a positive number of bytes, or text with a unit, such as '24GiB', '512MiB' or '80GB'"
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
@@ -25,6 +24,7 @@ def parse_bytes(size: int | str) -> int:
         raise ValueError(f"{size!r} is not a memory size, it has no unit: {match[1]}GiB?")
     count = 0 if match is None or unit is None else round(float(match[1]) * unit)
     if count == 0:
+        expected = "expected a positive number of bytes, or text with a unit, such as '24GiB', '512MiB' or '80GB'"
         raise ValueError(f"{size!r} is not a memory size, {expected}")
     return count
 
@@ -75,8 +75,7 @@ class Precision:
             summed before the scaler checks them, so all replicas and ranks skip the same updates.
 
     Raises:
-        ValueError: if ``name`` is unknown, or if a scaler is given with another precision than ``"fp16"``. bfloat16 has the
-            range of float32 and needs no scaler.
+        ValueError: if ``name`` is unknown, or if a scaler is given with another precision than ``"fp16"``.
 
     Example:
         >>> net = torch.nn.Linear(4, 2)
@@ -87,9 +86,6 @@ class Precision:
         Precision('fp16')
     """
 
-    name: str
-    scaler: torch.amp.GradScaler | None
-
     def __init__(self, name: "str | Precision" = "fp32", scaler: torch.amp.GradScaler | None = None) -> None:
         if isinstance(name, Precision):
             scaler = scaler or name.scaler
@@ -98,8 +94,8 @@ class Precision:
             raise ValueError(f"precision={name!r}, expected one of {', '.join(map(repr, _DTYPES))}")
         if scaler is not None and name != "fp16":
             raise ValueError(f"precision {name!r} was given a gradient scaler, expected none: only 'fp16' needs one")
-        self.name = name
-        self.scaler = scaler
+        self.name: str = name
+        self.scaler: torch.amp.GradScaler | None = scaler
         self.dtype = _DTYPES[name]  # of autocast; None without autocast
 
     def __repr__(self) -> str:
@@ -119,8 +115,7 @@ class Precision:
 def scaled(loss: torch.Tensor, scaler: torch.amp.GradScaler | None) -> torch.Tensor:
     """Returns the loss times the scale, if there is a scaler.
 
-    The first use makes two tensors, one after the other. An error between them leaves a scaler that fails in every
-    ``update()``. So a failure puts the scaler back to where it has none.
+    Its first use makes two tensors. A failure between them would break every ``update()``, so it puts the scaler back.
     """
     if scaler is None:
         return loss

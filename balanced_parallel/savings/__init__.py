@@ -1,9 +1,4 @@
-"""Ways to lower memory without changing the result.
-
-Activations: :func:`checkpoint_activations`, :func:`inplace_activations`, :func:`offload_activations`. Heads of language models:
-:class:`LinearCrossEntropy`, :func:`replace_lm_head`. Gradients: :func:`release_gradients_in_backward`. Evaluation and logging:
-:func:`inference`, :class:`RunningLoss`.
-"""
+"""Ways to lower memory without changing the result: of activations, heads of language models, gradients, and evaluation."""
 
 from .checkpointing import checkpoint_activations
 from .evaluation import RunningLoss, inference

@@ -1,8 +1,7 @@
 """``checkpoint_activations``: blocks of a network save their inputs only, and the backward runs them again.
 
-A checkpointed module has another class, so that copies and replicas of it are checkpointed too. The second run of a forward draws
-the same random numbers, and reads the buffers that the first has read: ``torch.utils.checkpoint`` alone would update the
-statistics of batch norms twice. With a budget, a forward of fake tensors counts the bytes that each block keeps.
+A checkpointed module has another class, so that its copies and replicas are checkpointed too. The second run of a forward draws
+the same random numbers and reads the same buffers, which ``torch.utils.checkpoint`` alone would update twice.
 """
 
 import functools
@@ -53,10 +52,6 @@ def find_blocks(module: nn.Module) -> tuple[str, ...]:
 
     Blocks are two or more modules of one class in an ``nn.ModuleList`` or an ``nn.Sequential``, with parameters and children.
     The outermost such modules count. If there are none, any two or more children of one class count.
-
-    Example:
-        >>> find_blocks(nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(2)]))
-        ('0', '1')
     """
     for containers in ((nn.ModuleList, nn.Sequential), (nn.Module,)):
         if names := _blocks_under(module, "", containers):
@@ -128,11 +123,8 @@ def _checkpointed(kind: Any, segments: tuple[LayerSegment, ...]) -> Any:
 
     @functools.wraps(kind.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if len(segments) == 1:
-            return _run(self, segments[0], [self], functools.partial(kind.forward, self), args, kwargs)
         for segment in segments:
-            layers = list(self)[segment.start : segment.end]
-            args = (_run(self, segment, layers, functools.partial(_run_layers, layers), args, kwargs),)
+            args = (_run(self, segment, args, kwargs),)
         return args[0]
 
     return type(
@@ -140,9 +132,11 @@ def _checkpointed(kind: Any, segments: tuple[LayerSegment, ...]) -> Any:
     )
 
 
-def _run(
-    module: nn.Module, segment: LayerSegment, layers: list[nn.Module], function: Callable[..., Any], args: Any, kwargs: Any
-) -> Any:
+def _run(module: Any, segment: LayerSegment, args: Any, kwargs: Any) -> Any:
+    layers = [module] if segment.end is None else list(module)[segment.start : segment.end]
+    function: Callable[..., Any] = functools.partial(_run_layers, layers)
+    if segment.end is None:
+        function = functools.partial(_kind(module).forward, module)
     if not torch.compiler.is_compiling() and (run := runner.get()) is not None:
         return run(module, segment, function, args, kwargs)
     if not segment.recomputed:
@@ -194,19 +188,16 @@ def checkpoint_activations(
 ) -> CheckpointHandle:
     """Checkpoints parts of a module in place. Their activations are computed again in the backward instead of being kept.
 
-    Loss and gradients stay the same. Random numbers are drawn again as they were, also by replicas on several devices at once,
-    and running statistics of batch norms move once. A call replaces the checkpoints of an earlier call.
+    Loss, gradients, random numbers and running statistics stay the same. A call replaces the checkpoints of an earlier call.
 
     Args:
         module: any module. Names of parameters, ``state_dict()`` and ``isinstance`` stay as they are.
         blocks: names of submodules (of the module itself: ``""``). ``"auto"`` takes the repeated blocks of the network, such as
             the layers of a transformer. If there are none, each outermost ``nn.Sequential`` is cut into segments.
-        segments: number of segments of an ``nn.Sequential``. Default: the square root of its length. The last segment stays as
-            it is, as in ``torch.utils.checkpoint.checkpoint_sequential``.
+        segments: number of segments of an ``nn.Sequential``. Default: the square root of its length. The last stays as it is.
         selective: keeps the outputs of matrix multiplications, convolutions and attention, which are expensive to compute again.
-        budget: bytes of activations that may stay, such as ``"2GiB"``. As few blocks or segments as possible are recomputed. Of
-            the last one, the outputs of matrix multiplications, convolutions and attention stay if the budget allows it.
-            Default: all blocks are recomputed. In the backward, the activations of one block come on top.
+        budget: bytes of activations that may stay, such as ``"2GiB"``. As few blocks or segments as possible are recomputed. In
+            the backward, the activations of one block come on top. Default: all blocks are recomputed.
         inputs: needed for ``budget``: a batch of as many rows as one device gets in one forward. It is a tensor, a tuple of
             positional arguments or a mapping of keyword arguments. Nothing is computed: a fake forward counts bytes.
 
@@ -214,16 +205,14 @@ def checkpoint_activations(
         A handle. ``handle.remove()`` undoes the checkpointing.
 
     Raises:
-        ValueError: there is nothing to checkpoint, a name is unknown, or the activations do not fit into the budget. The message
-            has the bytes that remain at least.
+        ValueError: there is nothing to checkpoint, a name is unknown, or the activations do not fit into the budget.
 
     Example:
         >>> net = nn.Sequential(*[layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.Tanh())])
         >>> handle = savings.checkpoint_activations(net)
         >>> handle.parts
         ('[0:4]', '[4:8]', '[8:12]')
-        >>> handle = savings.checkpoint_activations(net, budget="24KiB", inputs=torch.zeros(16, 64))
-        >>> handle
+        >>> savings.checkpoint_activations(net, budget="24KiB", inputs=torch.zeros(16, 64))
         CheckpointHandle(parts=['[12:16]'], activation_bytes=24.00 KiB)
     """
     for submodule in module.modules():
@@ -305,8 +294,7 @@ def _choose(
         best = min(waiting, key=lambda part: saved.total({**chosen, part: False}), default=None)
         if best is None or saved.total({**chosen, best: False}) >= size:
             raise ValueError(
-                f"the activations do not fit into budget={format_bytes(budget)}: at least {format_bytes(size)} ({size} bytes) "
-                "stay for the backward. Use fewer rows, or offload_activations"
+                f"the activations do not fit into budget={format_bytes(budget)}: {format_bytes(size)} ({size} bytes) stay"
             )
         waiting.remove(best)
         chosen[best] = best not in saved.mutated and saved.total({**chosen, best: True}) <= budget
@@ -329,8 +317,7 @@ def run_checkpointed(
 ) -> Any:
     """Returns ``function(*args, **kwargs)``. The graph keeps the arguments only, and the backward runs the function again.
 
-    The function may write to buffers of ``modules``. If ``selective``, the graph also keeps the outputs of matrix
-    multiplications, convolutions and attention. ``name`` is for errors.
+    The function may write to buffers of ``modules``. If ``selective``, the graph also keeps outputs of expensive operators.
     """
     leaves, rebuild = torch_private.flatten((args, kwargs))
     is_training = any(module.training for module in modules)
@@ -351,27 +338,17 @@ def run_checkpointed(
     owners = list(dict.fromkeys(owner for module in modules for owner in module.modules()))
     parameters = [parameter for owner in owners for parameter in parameters_of(owner).values() if parameter is not None]
     devices = [tensor.device for tensor in (*tensors, *parameters)]  # an argument may be an object, layers on another device
-    outputs = checkpoint(
-        run, *leaves, use_reentrant=False, preserve_rng_state=False, context_fn=lambda: _contexts(owners, devices, selective)
-    )
+    again = functools.partial(_Rerun.contexts, owners, devices, selective)
+    outputs = checkpoint(run, *leaves, use_reentrant=False, preserve_rng_state=False, context_fn=again)
     if versions(tensors) != before:
         raise RuntimeError(
-            f"{name} writes to its input in place, so its forward cannot run again: set inplace=False on the "
-            "module that does; call checkpoint_activations before inplace_activations, which then leaves that module as it is"
+            f"{name} writes to its input in place, so its forward cannot run again: set inplace=False on the module that does, "
+            "or call checkpoint_activations before inplace_activations"
         )
     return outputs
 
 
-def _contexts(owners: list[nn.Module], devices: list[torch.device], selective: bool) -> tuple[Any, "_Again"]:
-    """Returns the contexts of the first run of a forward, and of each further one."""
-    first, again = _make_selective() if selective else noop_context_fn()
-    if selective:  # hooks of saved tensors do not get the outputs that it keeps, as before torch 2.15
-        first.respect_saved_tensors_hooks = False
-    rerun = _Again(owners, devices, again)
-    return rerun.first_run(first), rerun
-
-
-class _Again:
+class _Rerun:
     """A context of each further run of a forward. One graph may enter it several times (``retain_graph=True``)."""
 
     def __init__(self, owners: list[nn.Module], devices: list[torch.device], inner: AbstractContextManager[Any]) -> None:
@@ -380,6 +357,15 @@ class _Again:
         self._inner = inner
         self._written: list[tuple[dict[str, Tensor | None], str, Tensor | None]] = []
         self._entered: list[ExitStack] = []
+
+    @classmethod
+    def contexts(cls, owners: list[nn.Module], devices: list[torch.device], selective: bool) -> tuple[Any, "_Rerun"]:
+        """Returns the contexts of the first run of a forward, and of each further one."""
+        first, again = _make_selective() if selective else noop_context_fn()
+        if selective:  # hooks of saved tensors do not get the outputs that it keeps, as before torch 2.15
+            first.respect_saved_tensors_hooks = False
+        rerun = cls(owners, devices, again)
+        return rerun.first_run(first), rerun
 
     @contextmanager
     def first_run(self, inner: AbstractContextManager[Any]) -> Iterator[None]:
@@ -491,8 +477,7 @@ def measure_saved_bytes(module: nn.Module, inputs: Any) -> SavedBytes:
             torch.func.functional_call(module, state, args, dict(kwargs))
     except Exception as error:
         raise ValueError(
-            f"the bytes of a forward of {type(module).__name__} cannot be counted without its values, so budget cannot be used: "
-            f"choose blocks by name. The error was {type(error).__name__}: {error}"
+            f"the bytes of {type(module).__name__} cannot be counted without its values: choose blocks by name ({error!r})"
         ) from error
     finally:
         runner.reset(token)
@@ -536,8 +521,7 @@ _CACHE = "get_seq_length"  # of a cache of transformers
 def without_empty_cache(leaves: list[Any], name: str) -> list[Any]:
     """Returns the arguments of a block with None in place of a cache, to which a recomputation would append once more.
 
-    transformers does the same in its own checkpointing. Keys of earlier tokens change the result, so such a cache is refused.
-    The first tensor has the shape ``[rows, tokens, ...]``.
+    Keys of earlier tokens change the result, so such a cache is refused. The first tensor has the shape ``[rows, tokens, ...]``.
     """
     hidden = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim() > 1), None)
     tokens = 0 if hidden is None else hidden.shape[1]
@@ -546,8 +530,8 @@ def without_empty_cache(leaves: list[Any], name: str) -> list[Any]:
         length = leaf.get_seq_length() if hasattr(leaf, _CACHE) else None
         if length not in (None, 0, tokens):  # blocks before this one may have appended the tokens of this call
             raise ValueError(
-                f"{name} gets a cache with the keys of {length} tokens for {tokens} new ones, and a recomputation would append "
-                "to it again: train without past_key_values, or do not checkpoint this block"
+                f"{name} gets a cache with the keys of {length} tokens for {tokens} new ones, to which a recomputation would "
+                "append: train without past_key_values, or do not checkpoint this block"
             )
         outputs.append(leaf if length is None else None)
     return outputs

@@ -16,9 +16,8 @@ def inference(*modules: nn.Module) -> Iterator[None]:
     """Keeps no activations in this block, and puts modules in evaluation mode until its end.
 
     Afterwards each submodule is in the mode that it had before, so a frozen batch norm stays frozen. Replicas of a
-    :class:`DataParallelModel` follow. They get the parameters' values at the first forward in this block, and again after writes
-    that torch's version counters record; after a write through ``.data`` in this block, call ``model.refresh_replicas()``.
-    Results are inference tensors: they can be read, gathered and saved, but not be part of a later graph. It is also a decorator.
+    :class:`DataParallelModel` get the parameters once; after a write through ``.data`` in this block, call
+    ``model.refresh_replicas()``. Results are inference tensors, and cannot be part of a later graph. It is also a decorator.
 
     Args:
         modules: models and criteria, in :class:`DataParallelModel` and so on or not.
@@ -45,8 +44,7 @@ def inference(*modules: nn.Module) -> Iterator[None]:
 class RunningLoss:
     """Weighted mean of losses. It keeps no graph, and waits for no device before :meth:`compute`.
 
-    ``total += loss`` keeps the graph of every step, and ``loss.item()`` waits for the device in every step. Here sums stay on the
-    devices of the losses, in float64 where a device has it. Under torchrun the mean is over all ranks, as a sum and a weight.
+    Sums stay on the devices of the losses, in float64 where a device has it. Under torchrun the mean is over all ranks.
 
     Example:
         >>> running = savings.RunningLoss()
@@ -69,8 +67,7 @@ class RunningLoss:
 
         Args:
             loss: a scalar.
-            weight: number of rows, targets or tokens that it is the mean of. With weight zero the loss does not count, even if it
-                is nan.
+            weight: number of rows, targets or tokens that it is the mean of. With weight zero, even nan does not count.
 
         Raises:
             ValueError: the loss or the weight is not a scalar.

@@ -18,13 +18,10 @@ RELEASES: "weakref.WeakKeyDictionary[Optimizer, GradientRelease]" = weakref.Weak
 def release_gradients_in_backward(optimizer: Optimizer) -> "GradientRelease":
     """Updates each parameter in the backward, as soon as its gradient is final, and frees the gradient.
 
-    A loop stays as it is, and so does its result. ``optimizer.step()`` has nothing left to update, but marks the end of the step,
-    so it must follow each backward. Schedulers and ``optimizer.state_dict()`` are those of the plain optimizer.
-
-    The gradient must be final when the backward makes it. Two backwards before a step raise ``RuntimeError``. Gradients cannot be
-    clipped, unscaled or read after the backward: use no ``clip_grad_norm_`` and no ``GradScaler``. It is for loops by hand;
-    :class:`TrainStep` raises ``TypeError``. A backward that fails has updated some of the parameters. With several devices, a
-    replica that runs ahead keeps its gradients until the others have theirs.
+    A loop by hand stays as it is, and so do its result, schedulers and ``optimizer.state_dict()``. ``optimizer.step()`` updates
+    nothing more, but marks the end of the step: two backwards before it raise ``RuntimeError``. Gradients cannot be clipped,
+    unscaled or read after the backward. :class:`TrainStep` raises ``TypeError``. A backward that fails has updated some of the
+    parameters.
 
     Args:
         optimizer: one of ``torch.optim``, except LBFGS. Parameters that are frozen now or added later are updated by ``step()``.
@@ -48,13 +45,9 @@ def release_gradients_in_backward(optimizer: Optimizer) -> "GradientRelease":
     """
     step = getattr(type(optimizer), "step", None)
     if not isinstance(optimizer, Optimizer) or not str(step.__module__).startswith("torch.optim."):
-        raise TypeError(
-            f"the optimizer is a {type(optimizer).__name__}, expected one of torch.optim: it updates each parameter alone"
-        )
+        raise TypeError(f"the optimizer is a {type(optimizer).__name__}, expected one of torch.optim")
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise TypeError(
-            "LBFGS needs the gradients of all parameters at once, expected an optimizer that updates each parameter alone"
-        )
+        raise TypeError("LBFGS needs the gradients of all parameters at once, expected an optimizer that updates each alone")
     if optimizer in RELEASES:
         raise ValueError("the gradients of this optimizer are released already: call this once, or handle.remove() before")
     _refuse_ranks()
@@ -94,9 +87,8 @@ class GradientRelease:
         _refuse_ranks()
         if id(parameter) in self._updated:
             raise RuntimeError(
-                f"a parameter of shape {tuple(parameter.shape)} got a second gradient before optimizer.step(), but its first "
-                "one is applied and freed: call optimizer.step() after each backward. To accumulate gradients, leave out "
-                "release_gradients_in_backward"
+                f"a parameter of shape {tuple(parameter.shape)} got a second gradient before optimizer.step(): call this after "
+                "each backward. To accumulate gradients, leave out release_gradients_in_backward"
             )
         self._updated.add(id(parameter))
         single.state = optimizer.state  # load_state_dict() replaces it
@@ -117,8 +109,7 @@ class GradientRelease:
 def _refuse_ranks() -> None:
     if world_size() > 1:
         raise RuntimeError(
-            f"{world_size()} ranks are running, and their gradients are reduced after the backward has made them: "
-            "release_gradients_in_backward needs one process"
+            f"release_gradients_in_backward needs one process, {world_size()} ranks reduce their gradients after the backward"
         )
 
 

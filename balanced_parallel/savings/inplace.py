@@ -33,14 +33,11 @@ def inplace_activations(module: nn.Module, inputs: Any) -> tuple[str, ...]:
     """Sets ``inplace=True`` on the activations of a module that may overwrite their input.
 
     ``nn.ReLU``, ``nn.LeakyReLU``, ``nn.ELU``, ``nn.CELU``, ``nn.SELU`` and ``nn.RReLU`` save memory in place. Forwards of copies
-    are watched, in training and in evaluation. After the call nothing may read the memory of the input, and nothing may keep it:
-    no later layer, output, attribute or list, not the caller, and no backward. Apply this function after
-    ``checkpoint_activations``.
+    are watched: after the call nothing may read or keep the memory of the input. Apply this after ``checkpoint_activations``.
 
     Args:
         module: any module.
-        inputs: a small batch: a tensor, a tuple of positional arguments or a mapping of keyword arguments. It should take the way
-            through the module that training takes.
+        inputs: a small batch for a typical forward: a tensor, a tuple of positional arguments or a mapping of keyword arguments.
 
     Returns:
         The names of the submodules that were changed. To undo it, set their ``inplace`` to False.
@@ -148,7 +145,7 @@ class _InputUses(TorchDispatchMode):
         """Finds the inputs that something keeps, while the outputs are alive."""
         gc.collect()
         for identity, names in self._users.items():
-            is_alive = self._references[identity].is_alive()
+            is_alive = not self._references[identity].expired()
             self.unsafe |= {name for name in names if is_alive or self._savers[identity] - {name}}
 
     def _identity(self, tensor: Tensor) -> int:

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..runtime import torch_private
 from ..runtime.devices import current_stream, on_device
 from ..runtime.torch_private import StorageReference, base_of, storage_id, versions
 from ..runtime.values import parse_bytes
@@ -32,17 +31,11 @@ AHEAD = 2
 class Link:
     """The copies between one device and the host."""
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.side = self.make_side_stream()
+    def __init__(self, device: torch.device, side: torch.Stream) -> None:
+        self.device, self.side = device, side
         self.lock = threading.RLock()  # replicas on one device run in several threads
         self._leaving: deque[tuple[Stored, Tensor]] = deque()
-        self.loaded: list[weakref.ref[Stored]] = []  # that are on the device again
         self._last: Callable[[], Stored | None] = lambda: None
-
-    def make_side_stream(self) -> torch.Stream:
-        """Makes the stream of the copies."""
-        return torch.Stream(self.device)
 
     def bytes_of(self, tensor: Tensor) -> Tensor:
         """Returns a storage as bytes: all its views come back with it, in one copy."""
@@ -68,19 +61,12 @@ class Link:
                 stored.leave(overwritten=versions([tensor]) != [stored.version])
                 del tensor
 
-    def end_backward(self) -> None:
-        """Gives back all memory of the device that a backward has needed, also if the graph stays."""
-        with self.lock:
-            self.settle()
-            while self.loaded:
-                if (stored := self.loaded.pop()()) is not None:
-                    stored.drop()
-
 
 class Stored:
     """One storage of a device, with its copy on the host."""
 
     def __init__(self, tensor: Tensor, stream: torch.Stream, link: Link, previous: "Callable[[], Stored | None]") -> None:
+        self._loaded: torch.Event | None = None
         (self.version,) = versions([tensor])  # when it was saved
         self.overwritten = False  # True if it was written to before the copy was complete
         self.link = link
@@ -88,7 +74,6 @@ class Stored:
         self._on_device: Tensor | None = link.bytes_of(tensor)
         self._host = link.empty_on_host(tensor.untyped_storage().nbytes())
         self._copied = self._copy(self._host, self._on_device)
-        self._loaded: torch.Event | None = None
 
     def leave(self, *, overwritten: bool) -> None:
         """Gives the memory of the device back."""
@@ -103,27 +88,21 @@ class Stored:
             stream.wait_event(self._loaded)
         if stream != self._stream:
             started.record_stream(stream)
-        following = self._previous()
+        following: Stored | None = self
         for _ in range(AHEAD):
-            if following is not None:
+            if following is not None and (following := following._previous()) is not None:
                 following._start()
-                following = following._previous()
         return started
 
-    def drop(self) -> None:
-        """Gives the memory of the device back after a backward."""
+    def __del__(self) -> None:
         if self._loaded is not None:
             self._stream.wait_event(self._loaded)  # the copy may not have been used
-            self._on_device = self._loaded = None
-
-    __del__ = drop
 
     def _start(self) -> Tensor:
         if self._on_device is None:
             with on_device(self.link.device, self._stream):
                 self._on_device = torch.empty_like(self._host, device=self.link.device)
             self._loaded = self._copy(self._on_device, self._host)
-            self.link.loaded.append(weakref.ref(self))
         return self._on_device
 
     def _copy(self, target: Tensor, source: Tensor) -> torch.Event:
@@ -143,10 +122,7 @@ def offload_activations(*, min_bytes: int | str = MIN_BYTES) -> Iterator[None]:
     """Moves what the forward saves for the backward to pinned memory of the host, in every replica.
 
     Copies run on a side stream, and the host waits for none. A storage is copied once, however many tensors share it.
-    Parameters stay, and so do tensors on the CPU. The backward copies tensors back shortly before it needs them. It may run
-    inside or after the block. Loss and gradients stay the same.
-
-    Unlike ``torch.autograd.graph.save_on_cpu``, the block does not copy parameters, nor copy on the compute stream.
+    Parameters stay, and so do tensors on the CPU. The backward may run inside or after the block. Loss and gradients stay.
 
     Args:
         min_bytes: smaller storages stay on the device.
@@ -197,7 +173,6 @@ class Offload:
         self._lock = threading.Lock()
         self._links: dict[torch.device, Link] = {}
         self._stored: weakref.WeakValueDictionary[tuple[Hashable, int], Stored] = weakref.WeakValueDictionary()
-        self._backwards: set[int] = set()
 
     def pack(self, tensor: Tensor) -> _Kept | Offloaded:
         """Hook that autograd calls with each tensor that it saves."""
@@ -229,7 +204,6 @@ class Offload:
             stream = self.stream_of(link.device)
             assert stream is not None
             loaded = saved.stored.load(stream)
-        self._end_with_backward()
         return self.restore(loaded, saved)
 
     def settle(self) -> None:
@@ -252,7 +226,7 @@ class Offload:
 
     def make_link(self, device: torch.device) -> Link:
         """Makes the copies between a device and the host."""
-        return Link(device)
+        return Link(device, torch.Stream(device))
 
     def stays(self, tensor: Tensor) -> bool:
         """Returns True for a tensor that is not worth a copy, or cannot be copied as bytes."""
@@ -261,20 +235,6 @@ class Offload:
         if parameter or not plain or tensor.is_conj() or tensor.is_neg():
             return True
         return tensor.untyped_storage().nbytes() < self.min_bytes
-
-    def _end_with_backward(self) -> None:
-        backward = torch_private.current_backward_id()
-        with self._lock:
-            if backward is None or backward in self._backwards:
-                return
-            self._backwards.add(backward)
-
-        def end() -> None:
-            self._backwards.discard(backward)
-            for link in self._links.values():
-                link.end_backward()
-
-        torch_private.run_after_backward(end)
 
 
 def _modified(shape: torch.Size) -> RuntimeError:
@@ -301,7 +261,7 @@ class TracedOffload(Offload):
 
     def make_link(self, device: torch.device) -> Link:
         """Makes the copies between a fake device and the fake host."""
-        return _TracedLink(device, self.host)
+        return _TracedLink(device, _STREAM, self.host)
 
     def restore(self, loaded: Tensor, saved: Offloaded) -> Tensor:
         """Returns a view: the fake mode keeps every storage that ``set_`` was given."""
@@ -326,12 +286,9 @@ class _Reference:
 
 
 class _TracedLink(Link):
-    def __init__(self, device: torch.device, host: torch.device) -> None:
+    def __init__(self, device: torch.device, side: Any, host: torch.device) -> None:
+        super().__init__(device, side)
         self._host = host
-        super().__init__(device)
-
-    def make_side_stream(self) -> Any:
-        return _STREAM
 
     def bytes_of(self, tensor: Tensor) -> Tensor:
         count = tensor.untyped_storage().nbytes() // tensor.element_size()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ..runtime.torch_private import buffers_of, get_gradient, leaves_of_tree, local_tensors, parameters_of, storage_id
+from ..runtime.torch_private import leaves_of_tree
 
 
 class Category(IntEnum):
@@ -32,10 +32,9 @@ class Category(IntEnum):
 
 
 class MemoryLabels:
-    """Labels memory of parameters, gradients and optimizer state in the ledger, inside :meth:`watching`.
+    """Labels memory of parameters, gradients and optimizer state in the ledger, by hooks on all modules and optimizers.
 
-    Hooks on the forward of all modules and on the step of all optimizers find the tensors. A label applies to past peaks as
-    well: a peak in the backward shows gradients, although the optimizer labels them later.
+    A label applies to past peaks as well: a peak in the backward shows gradients, although the optimizer labels them later.
     """
 
     def __init__(self, native: ctypes.CDLL) -> None:
@@ -57,14 +56,15 @@ class MemoryLabels:
     def label_gradients(self) -> None:
         """Labels the gradients of all modules that ran, for a peak before the first step of an optimizer."""
         for module in list(self.modules.values()):
-            leaves = [parameter for parameter in parameters_of(module).values() if parameter is not None and parameter.is_leaf]
-            self.label(map(get_gradient, leaves), Category.GRADIENTS)  # reading .grad may gather it
+            leaves = [parameter for parameter in module.parameters(recurse=False) if parameter.is_leaf]
+            self.label([leaf.grad for leaf in leaves], Category.GRADIENTS)
 
     def label(self, tensors: Iterable[Any], category: Category) -> None:
         """Labels the memory of all tensors on simulated devices, of a sharded one its shard. Other values are ignored."""
-        for tensor in local_tensors(tensors):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type == "sim" and tensor.layout == torch.strided:
-                self.native.simulation_tag(storage_id(tensor.untyped_storage()), category)
+        for tensor in tensors:
+            local = tensor.detach().to_local() if hasattr(tensor, "to_local") else tensor
+            if isinstance(local, torch.Tensor) and local.device.type == "sim" and local.layout == torch.strided:
+                self.native.simulation_tag(local.untyped_storage()._cdata, category)
 
     def _before_forward(self, module: nn.Module, args: object) -> None:
         self.native.simulation_in_optimizer(False)  # _after_step does not run if a step fails
@@ -72,13 +72,13 @@ class MemoryLabels:
         is_new = self.modules.get(id(module)) is not module
         self.modules[id(module)] = module
         # The first time with all submodules: some modules use parameters of their children without calling the children.
-        self.label(module.parameters() if is_new else parameters_of(module).values(), Category.PARAMETERS)
-        self.label(module.buffers() if is_new else buffers_of(module).values(), Category.PARAMETERS)
+        self.label(module.parameters() if is_new else module._parameters.values(), Category.PARAMETERS)
+        self.label(module.buffers() if is_new else module._buffers.values(), Category.PARAMETERS)
 
     def _before_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self.label(parameters, Category.PARAMETERS)
-        self.label((parameter.grad for parameter in parameters), Category.GRADIENTS)
+        for group in optimizer.param_groups:
+            self.label(group["params"], Category.PARAMETERS)
+            self.label([parameter.grad for parameter in group["params"]], Category.GRADIENTS)
         self.native.simulation_in_optimizer(True)
 
     def _after_step(self, optimizer: Optimizer, args: object, kwargs: object) -> None:

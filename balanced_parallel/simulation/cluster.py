@@ -1,21 +1,26 @@
 """``simulate``: devices ``sim:0``, ``sim:1``, ... for the duration of a ``with`` block, with their memory and traffic."""
 
 import ctypes
+import functools
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from tabulate import tabulate
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _take_tensors, _unflatten_dense_tensors
+from torch.cuda import nccl
+from torch.nn.parallel import _functions
 from torch.utils.backend_registration import rename_privateuse1_backend
 
 from ..runtime.values import check_type, format_bytes, parse_bytes
 from . import device_module
 from .categories import Category, MemoryLabels
 from .compilation import load_native
-from .torch_data_parallel import comm_for_simulated_devices
 from .waits import LISTENER, Wait, Waits, describe_steps
 
 MAX_DEVICES = 64  # kDevices of native/ledger.h
@@ -88,10 +93,7 @@ class Cluster:
 
     @contextmanager
     def forbidding_waits(self) -> Iterator[None]:
-        """Returns a context manager that raises ``RuntimeError`` at a wait, like ``torch.cuda.set_sync_debug_mode("error")``.
-
-        The message has the kind of the wait, its file and line, and a way to avoid it.
-        """
+        """Returns a context manager that raises ``RuntimeError`` at a wait, with its file and line and a way to avoid it."""
         self._waits.forbidding_blocks += 1
         try:
             yield
@@ -104,14 +106,10 @@ class Cluster:
         return self._ended[5] if self._ended else self._native.simulation_allocations()
 
     def fail_allocation(self, number: int) -> None:
-        """Makes one allocation fail: it raises ``torch.OutOfMemoryError``, whatever the capacity. Those after it succeed.
+        """Makes one allocation fail with ``torch.OutOfMemoryError``, whatever the capacity. Those after it succeed.
 
         Args:
             number: of the allocation, counted from now on over all devices. 1 is the next.
-
-        Raises:
-            ValueError: the number is not positive.
-            RuntimeError: after the :func:`simulate` block.
         """
         if not isinstance(number, int) or number < 1:
             raise ValueError(f"fail_allocation({number!r}), expected 1 for the next allocation, or a larger number")
@@ -119,11 +117,7 @@ class Cluster:
         self._native.simulation_fail_allocation(number)
 
     def reset_peak(self) -> None:
-        """Restarts the measurement of :attr:`peak` and :meth:`categories`.
-
-        Raises:
-            RuntimeError: after the :func:`simulate` block.
-        """
+        """Restarts the measurement of :attr:`peak` and :meth:`categories`. After the block it raises ``RuntimeError``."""
         self._must_run("peaks")
         self._native.simulation_reset_peak()
 
@@ -136,9 +130,6 @@ class Cluster:
 
         Args:
             device: index of the device.
-
-        Raises:
-            IndexError: if there is no such device.
         """
         index = range(len(self.devices))[device]
         if self._ended:
@@ -183,15 +174,12 @@ class Cluster:
 def simulate(devices: int, memory: Memory = None, *, strict: bool = True) -> Iterator[Cluster]:
     """Simulates accelerators ``sim:0`` to ``sim:N-1`` in this process. Kernels run on the CPU, and memory is counted in bytes.
 
-    Simulated devices behave like GPUs in placement, memory and traffic. So a program for several GPUs can be run, tested and
-    measured without a GPU. torch treats them as its accelerator: ``DataParallelModel(net)``, ``torch.accelerator`` and
-    ``torch.nn.DataParallel`` find them. Results are bitwise equal to those of the CPU.
+    Simulated devices behave like GPUs in placement, memory and traffic. torch treats them as its accelerator:
+    ``DataParallelModel(net)``, ``torch.accelerator`` and ``torch.nn.DataParallel`` find them. Results are bitwise equal to those
+    of the CPU. Under torchrun, each rank has its own cluster.
 
-    Speed is not simulated: kernels run one after the other on the CPU. Instead, streams are checked. It is an error to use or
-    free memory on a stream that has not waited for another stream that uses it, because a GPU might do it too early. Workspaces
-    inside a kernel (such as cuDNN's) and fragmentation are not counted. :attr:`Cluster.waits` lists the calls for which a GPU
-    would make the host wait. Under torchrun, each rank has its own cluster. torch.distributed communicates through gloo, and
-    :attr:`Cluster.moved` does not count that traffic.
+    Streams are checked: it is an error to use or free memory on a stream that has not waited for another stream that uses it.
+    Speed, workspaces inside a kernel (such as cuDNN's), fragmentation and the traffic of torch.distributed are not simulated.
 
     On first use a C++ extension is compiled, in about fifteen seconds, and cached in ``~/.cache/balanced_parallel``.
 
@@ -206,11 +194,9 @@ def simulate(devices: int, memory: Memory = None, *, strict: bool = True) -> Ite
         A context manager that returns a :class:`Cluster`. After the block, tensors on its devices can only be freed or copied to
         the CPU.
 
-    The end of the block removes the devices, the patches of ``nn.DataParallel`` and all hooks, and restores the random state of
-    torch. torch cannot undo the following. The name ``sim`` of its one out-of-tree device type (``privateuse1``) remains, so
-    ``torch.accelerator.current_accelerator()`` returns it from then on, on a machine with GPUs too (with ``check_available=True``
-    it returns None). The module ``torch.sim`` remains, which that function needs. So do the operators registered for such
-    devices, and one idle autograd thread per device. On a machine with GPUs, simulate in a process of its own.
+    The end of the block removes the devices and all hooks, and restores the random state of torch. The device type ``sim`` and
+    the module ``torch.sim`` remain, so ``torch.accelerator.current_accelerator()`` returns it from then on. On a machine with
+    GPUs, simulate in a process of its own.
 
     Raises:
         ValueError: if ``devices`` or ``memory`` is invalid.
@@ -246,7 +232,7 @@ def simulate(devices: int, memory: Memory = None, *, strict: bool = True) -> Ite
         dist.Backend.backend_capability["gloo"].append("sim")
         undo.callback(dist.Backend.backend_capability["gloo"].remove, "sim")
         undo.enter_context(cluster._labels.watching())
-        undo.enter_context(comm_for_simulated_devices(cluster._labels))
+        undo.enter_context(_comm_for_simulated_devices(cluster._labels))
         undo.callback(native.simulation_listen, LISTENER())  # a null pointer
         native.simulation_listen(cluster._waits.listener)
         undo.callback(cluster._end)
@@ -271,6 +257,61 @@ def _rename_backend() -> None:
         torch._register_device_module("sim", device_module)
     elif name != "sim":
         raise RuntimeError(
-            f"another library uses the out-of-tree device type of torch, with the name {name!r}: call simulate() in a process "
-            "that does not import it"
+            f"another library uses torch's out-of-tree device type, {name!r}: simulate in a process that does not import it"
         )
+
+
+def _broadcast_coalesced(
+    labels: MemoryLabels, tensors: Sequence[Tensor], devices: Sequence[int], buffer_size: int
+) -> list[list[Tensor]]:
+    """Copies tensors to all devices through buffers of ``buffer_size`` bytes. Copies from one buffer share its memory."""
+    results: list[list[Tensor]] = [list(tensors)]
+    for device in devices[1:]:
+        copies: dict[int, Tensor] = {}
+        for chunk in _take_tensors(tensors, buffer_size):
+            flat = _flatten_dense_tensors(chunk).to(f"sim:{device}")
+            labels.label([flat], Category.PARAMETERS)
+            # .data: a write to one copy does not move the version counter of the others
+            pieces = [piece.data for piece in _unflatten_dense_tensors(flat, chunk)]
+            copies.update(zip(map(id, chunk), pieces, strict=True))
+        results.append([copies[id(tensor)] for tensor in tensors])
+    return results
+
+
+def _scatter(
+    tensor: Tensor, devices: Sequence[int], sizes: Sequence[int] | None, dim: int, streams: object
+) -> tuple[Tensor, ...]:
+    """Splits a tensor over the devices."""
+    shards = tensor.split(list(sizes), dim) if sizes else tensor.chunk(len(devices), dim)
+    return tuple(shard.to(f"sim:{device}") for shard, device in zip(shards, devices, strict=False))
+
+
+def _gather(tensors: Sequence[Tensor], dim: int, device: int | None) -> Tensor:
+    """Concatenates tensors on a device, or on the CPU for -1."""
+    size = list(tensors[0].shape)
+    size[dim] = sum(tensor.shape[dim] for tensor in tensors)
+    target = "cpu" if device == -1 else "sim" if device is None else f"sim:{device}"
+    result = torch.empty(size, dtype=tensors[0].dtype, device=target)
+    for view, tensor in zip(result.split([tensor.shape[dim] for tensor in tensors], dim), tensors, strict=True):
+        view.copy_(tensor)
+    return result
+
+
+@contextmanager
+def _comm_for_simulated_devices(labels: MemoryLabels) -> Iterator[None]:
+    """Replaces ``torch.cuda.comm``, which ``torch.nn.DataParallel`` uses. The same bytes go between the same devices."""
+    places: list[tuple[Any, str, Callable[..., Any]]] = [
+        (torch._C, "_broadcast_coalesced", functools.partial(_broadcast_coalesced, labels)),
+        (torch._C, "_broadcast", lambda tensor, devices: [tensor.to(f"sim:{device}") for device in devices]),
+        (torch._C, "_scatter", _scatter),
+        (torch._C, "_gather", _gather),
+        (nccl, "is_available", lambda tensors: False),  # gradients are added by copies
+    ]
+    with ExitStack() as undo:
+        undo.callback(setattr, _functions, "_streams", _functions._streams)
+        _functions._streams = None  # torch caches one stream per device
+        for owner, name, function in places:
+            original = getattr(owner, name, None)
+            undo.callback(*((delattr, owner, name) if original is None else (setattr, owner, name, original)))
+            setattr(owner, name, function)
+        yield

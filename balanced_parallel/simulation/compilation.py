@@ -1,7 +1,4 @@
-"""Compilation of the C++ extension of the simulation, on first use, with a cache for each version of torch and of the sources.
-
-The compiler of the machine builds it against the headers that come with torch, in about fifteen seconds.
-"""
+"""Compilation of the C++ extension of the simulation, on first use, with a cache for each version of torch and of the sources."""
 
 import ctypes
 import functools

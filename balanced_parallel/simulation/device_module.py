@@ -1,6 +1,7 @@
 """The module ``torch.sim``, with the functions that torch expects from the module of any device type."""
 
 import contextlib
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,6 @@ from ..runtime.devices import DeviceLike
 from .compilation import load_native
 
 _initialized = True  # torch.utils.checkpoint saves the random state of a device if its module has this flag
-
 
 # as torch.cuda calls them
 current_device = torch.accelerator.current_device_index
@@ -86,8 +86,7 @@ def empty_cache() -> None:
 
 def get_rng_state(device: DeviceLike | None = None) -> torch.Tensor:
     """Returns the random state of a device."""
-    state: torch.Tensor = torch.ops.balanced_parallel_simulation.random_state(_index(device))
-    return state
+    return torch.ops.balanced_parallel_simulation.random_state(_index(device))  # type: ignore[no-any-return]
 
 
 def set_rng_state(state: torch.Tensor, device: DeviceLike | None = None) -> None:
@@ -95,9 +94,28 @@ def set_rng_state(state: torch.Tensor, device: DeviceLike | None = None) -> None
     torch.ops.balanced_parallel_simulation.set_random_state(_index(device), state)
 
 
+def _generator(index: int) -> SimpleNamespace:
+    """Returns the random number generator of a device, with the methods of a ``torch.Generator``."""
+
+    def clone() -> torch.Generator:
+        return torch.Generator().set_state(get_rng_state(index))
+
+    return SimpleNamespace(
+        get_state=functools.partial(get_rng_state, index),
+        set_state=functools.partial(set_rng_state, device=index),
+        clone_state=clone,
+        initial_seed=lambda: clone().initial_seed(),
+        manual_seed=lambda seed: load_native().simulation_seed(index, seed % 2**64),
+    )
+
+
+default_generators = [_generator(index) for index in range(64)]  # the most that simulate() makes
+
+
 def initial_seed() -> int:
     """Returns the seed of the random number generator of the current device."""
-    return torch.Generator().set_state(get_rng_state()).initial_seed()
+    state = torch.ops.balanced_parallel_simulation.random_state(current_device())
+    return torch.Generator().set_state(state).initial_seed()
 
 
 def manual_seed(seed: int) -> None:
@@ -115,5 +133,4 @@ def _is_in_bad_fork() -> bool:
     return False
 
 
-def _lazy_init() -> None:
-    """Does nothing: devices are initialized with the cluster."""
+_lazy_init = empty_cache  # devices are initialized with the cluster

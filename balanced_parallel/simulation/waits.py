@@ -35,10 +35,8 @@ class Wait(NamedTuple):
     Attributes:
         device: the device that the host waits for.
         kind: ``"item"`` (also ``bool(tensor)``), ``"copy to the host"``, ``"copy from the host"``, the same with ``"pageable "``
-            in front for ``non_blocking=True`` without pinned memory, ``"boolean mask"``, ``"synchronize"``, or the name of an
-            operator that needs values on the host, such as ``"nonzero"``.
-        file: file of the caller, the first outside of torch; ``"backward"`` for a thread of autograd without Python code.
-        line: line of the caller in ``file``; 0 if there is no caller.
+            in front, ``"boolean mask"``, ``"synchronize"``, or the name of an operator such as ``"nonzero"``.
+        file, line: those of the caller, the first outside of torch; ``"backward"`` and 0 for a thread without Python code.
         step: number of the step, from 1. A step ends with the first forward after an optimizer's update.
     """
 

@@ -337,9 +337,8 @@ class DDPSync(RankSync):
             self._begin_gradients()
             pairs = [*zip(self._parameters, self._gradients, strict=bool(self._gradients))]
             missing = [(parameter, view) for parameter, view in pairs if view is not None and parameter.grad is None]
-            torch_private.foreach_zero_([view for _, view in missing])
             for parameter, view in missing:
-                parameter.grad = view
+                parameter.grad = view.zero_()
         with self._model.no_sync():
             yield
 

@@ -13,12 +13,10 @@ from torch import Tensor, nn
 
 from ..batch.containers import Dims, map_leaves
 from ..batch.outputs import PerReplica
-from ..batch.rows import Arguments, MicroBatch, count_rows, cut
+from ..batch.rows import Arguments, MicroBatch, count_rows, cut, mark_inputs
 from ..loss.sums import LossSum, Weight, add_up
 from ..replicas.batchnorm import meets_other_ranks
-from ..replicas.model import mark_inputs
-from ..replicas.module_tree import check_method
-from ..runtime import collectives, devices
+from ..runtime import collectives, devices, row_random
 from ..runtime.devices import is_accelerator
 from ..runtime.random_numbers import RandomState, cpu_numbers_of_rank, offset_seeds
 from ..runtime.values import Precision
@@ -45,13 +43,16 @@ class RankModel(nn.Module):
         """Runs the module on this rank's rows. Returns a list with its output."""
         if inputs and type(inputs[0]) is MicroBatch:
             (shard,) = inputs[0].shards
-            return self._run(None, shard.inputs, None if shard.rows is None else len(shard.rows))
+            rows = None if shard.rows is None else len(shard.rows)
+            if shard.random is None:
+                return self._run(None, shard.inputs, rows)
+            with shard.random.drawing("model", shard.rows, shard.device):
+                return self._run(None, shard.inputs, rows)
         arguments = self.mark(Arguments(inputs, kwargs))
         return self._run(None, arguments, count_rows(arguments, self.dim))
 
     def call(self, method: str, /, *inputs: Any, **kwargs: Any) -> PerReplica:
         """Calls another method of the module than ``forward``, with its parameters and gradients shared as those of a forward."""
-        check_method(self.module, method)
         arguments = self.mark(Arguments(inputs, kwargs), method)
         return self._run(method, arguments, count_rows(arguments, self.dim))
 
@@ -67,7 +68,7 @@ class RankModel(nn.Module):
         """Draws random numbers of this rank, under autocast."""
         place = collectives.rank()
         offset_seeds(self.devices, place)
-        draws_on_cpu = self.training and not is_accelerator(self.devices[0])
+        draws_on_cpu = self.training and not is_accelerator(self.devices[0]) and row_random.running.get() is None
         random_numbers = cpu_numbers_of_rank(place) if draws_on_cpu else contextlib.nullcontext()
         with self.precision.autocast(self.devices), random_numbers:
             yield

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from ..runtime.values import check_number, check_type
 from .state import Path as TreePath
 from .state import check_same_tensors, join_tensors, split_tensors, tensor_key
 
-T = TypeVar("T")
 _unreported: dict[Future[Any], Path] = {}  # saves of this process that nobody has waited for, and their folders
 
 
@@ -36,18 +35,16 @@ class Stateful(Protocol):
 class Checkpoints:
     """Checkpoints of a run in one folder, by ``torch.distributed.checkpoint``.
 
-    :meth:`save` copies the state to the host and writes it in the background. The folder of a checkpoint gets its name when it is
-    complete. A damaged one is recognised when it is read, and the one before it is used. The files are safetensors and JSON, so
-    reading them runs no code. A run may go on in another layout: one device, replicas, or any number of ranks. Every rank makes
-    the same calls, and all see the same folder.
+    :meth:`save` copies the state to the host and writes it in the background. A checkpoint is complete or not there. A damaged
+    one is passed over. The files are safetensors and JSON, so reading them runs no code. A run may go on in another layout: one
+    device, replicas, or any number of ranks. Every rank makes the same calls, and all see the same folder.
 
     Args:
         folder: has a subfolder for each checkpoint.
         keep: complete checkpoints that stay, the newest ones.
         parts: objects with ``state_dict()`` and ``load_state_dict()``, by a name of your choice: a :class:`TrainStep`, which has
-            model, optimizers, schedulers and random numbers; a :class:`RankBatchSampler`; objects of your own. Numbers and
-            strings of a part may differ between ranks, tensors are the same on all. A part may have a ``check_state_dict()`` that
-            refuses a state: it is called before any part is changed.
+            model, optimizers, schedulers and random numbers; a :class:`RankBatchSampler`; objects of your own. Their tensors are
+            the same on all ranks. ``check_state_dict()`` of a part may refuse a state, before any part is changed.
 
     Raises:
         ImportError: the package safetensors is missing.
@@ -81,9 +78,7 @@ class Checkpoints:
         self._damaged: set[int] = set()
 
     def save(self, number: int) -> None:
-        """Saves the present state in the background, after the save before has ended.
-
-        A checkpoint with the same number is replaced, and counts until the new one is complete.
+        """Saves the present state in the background, after the save before. One of the same number is then replaced.
 
         Args:
             number: of the updates so far, for the name of the folder and the return value of :meth:`load_latest`.
@@ -186,9 +181,8 @@ class Checkpoints:
         tensors: dict[str, Tensor] = {}
 
         def memory(path: TreePath, size: torch.Size, dtype: torch.dtype) -> Tensor:
-            """Returns memory for a saved tensor: the part's own idea of it, or on the host."""
-            place: Callable[..., Tensor | None] | None = getattr(self.parts[path[0]], "load_target", None)
-            target = None if place is None else place(path[1:], size, dtype)
+            load_target = getattr(self.parts[path[0]], "load_target", None)
+            target = None if load_target is None else load_target(path[1:], size, dtype)
             return tensors.setdefault(tensor_key(path), torch.empty(size, dtype=dtype) if target is None else target)
 
         state = join_tensors(tree, memory)
@@ -206,7 +200,7 @@ class Checkpoints:
         for name, part in self.parts.items():
             part.load_state_dict(state[name])
 
-    def _on_all_ranks(self, find: Callable[[], T]) -> list[T]:
+    def _on_all_ranks(self, find: Callable[[], Any]) -> list[Any]:
         """Returns the result of each rank. If one cannot read the files, all raise an error."""
         result, problem = None, ""
         try:

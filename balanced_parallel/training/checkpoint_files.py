@@ -5,9 +5,8 @@
         rank-00000.json                                 other values of rank 0, and the digests of its tensors
         checkpoint.json                                 the number of ranks, and size and digest of every file, written last
 
-The folder is ``step-00000040.partial`` until everything is on the disk. One that it replaces is ``step-00000040.old`` meanwhile,
-and counts until the new one has its name. torch's own format has its metadata as a pickle, so the tensors are in the format of
-Hugging Face, which DCP writes and reads as well.
+The folder is ``step-00000040.partial`` until everything is on the disk. One that it replaces is ``step-00000040.old`` meanwhile.
+torch's own format has its metadata as a pickle, so the tensors are in the format of Hugging Face.
 """
 
 import hashlib

@@ -1,9 +1,7 @@
 """The state of a run between two updates: model, criterion, optimizers, schedulers, gradient scaler and random numbers.
 
-The state of an optimizer has the names of the parameters, so it does not depend on their order. Any number of devices or ranks
-may load it.
-
-For a file, state is a tree of plain values in JSON, and tensors for ``torch.distributed.checkpoint``. Nothing of it is a pickle.
+Any number of devices or ranks may load it. For a file, it is a tree of plain values in JSON, and tensors for
+``torch.distributed.checkpoint``. Nothing of it is a pickle.
 """
 
 import collections
@@ -67,7 +65,14 @@ class TrainedState(NamedTuple):
         scaler = self.precision.scaler_on(self.model.devices[0])
         if scaler is not None and state_dict["scaler"]:
             scaler.load_state_dict(state_dict["scaler"])
-        self._load_random_numbers(state_dict)
+        rank, saved, devices = collectives.rank(), state_dict["random"], self.model.devices
+        if state_dict["layout"] == self._layout():
+            set_generators(saved[f"rank{rank}"], devices)
+            random.setstate(state_dict["python"])
+            np.random.set_state(state_dict["numpy"])
+        else:
+            (of_one,) = saved.values()  # the CPU's generator is the same on all ranks
+            seed_anew(of_one["cpu"], devices, rank * len(devices))
 
     def check(self, state_dict: Mapping[str, Any], others: set[str]) -> None:
         """Raises the errors of :meth:`TrainStep.load_state_dict`. ``others`` are entries that the step has itself."""
@@ -84,28 +89,16 @@ class TrainedState(NamedTuple):
 
     def load_target(self, path: tuple[str, ...], size: torch.Size, dtype: torch.dtype) -> Tensor | None:
         """Returns memory for a saved tensor, laid out as its parameter if that is sharded over ranks; otherwise None."""
+        like: Any = None
         if path[0] == "model":
-            like: Any = self.model.module.state_dict().get(path[1])
+            like = self.model.module.state_dict().get(path[1])
         elif path[0] == "optimizers" and path[2] == "state":
             like = {uncompiled_name(name): tensor for name, tensor in self.trained.items()}.get(path[3])
-        else:
-            return None
-        if not is_sharded(like) or like.shape != size:
-            return None
-        return torch.empty_like(like, dtype=dtype, requires_grad=False)
+        is_like = is_sharded(like) and like.shape == size
+        return torch.empty_like(like, dtype=dtype, requires_grad=False) if is_like else None
 
     def _layout(self) -> list[Any]:
         return [collectives.world_size(), [device.type for device in dict.fromkeys(self.model.devices)]]
-
-    def _load_random_numbers(self, state_dict: Mapping[str, Any]) -> None:
-        rank, saved, devices = collectives.rank(), state_dict["random"], self.model.devices
-        if state_dict["layout"] != self._layout():
-            (of_one,) = saved.values()  # the CPU's generator is the same on all ranks
-            seed_anew(of_one["cpu"], devices, rank * len(devices))
-            return
-        set_generators(saved[f"rank{rank}"], devices)
-        random.setstate(state_dict["python"])
-        np.random.set_state(state_dict["numpy"])
 
 
 def _module_state(module: nn.Module) -> dict[str, Any]:
@@ -238,11 +231,9 @@ def check_same_tensors(name: str, tensors: Mapping[str, Any], saved: Mapping[str
     """Raises ``RuntimeError`` if a saved state has other names or shapes, before any of it is loaded."""
     other = sorted(tensors.keys() ^ saved.keys())
     if other:
-        raise RuntimeError(
-            f"the state of {name} has {len(saved)} entries, expected {len(tensors)}: only one has {', '.join(other[:3])}"
-        )
+        different = ", ".join(other[:3])
+        raise RuntimeError(f"the state of {name} has {len(saved)} entries, expected {len(tensors)}: only one has {different}")
     for key, tensor in tensors.items():
-        if isinstance(tensor, Tensor) and not is_lazy(tensor) and tensor.shape != getattr(saved[key], "shape", None):
-            raise RuntimeError(
-                f"{key} of {name} was saved with shape {list(getattr(saved[key], 'shape', ()))}, expected {list(tensor.shape)}"
-            )
+        shape = list(getattr(saved[key], "shape", ()))
+        if isinstance(tensor, Tensor) and not is_lazy(tensor) and list(tensor.shape) != shape:
+            raise RuntimeError(f"{key} of {name} was saved with shape {shape}, expected {list(tensor.shape)}")

@@ -30,9 +30,11 @@ from ..loss.sums import LossSum, Weight
 from ..replicas.batchnorm import meets_other_ranks
 from ..replicas.replicas import parameter_window
 from ..runtime import collectives
+from ..runtime.row_random import BatchRandom
 from ..runtime.values import Precision
 from .accumulation import Accumulation
 from .recovery import Recovery, Snapshot
+from .reproducible import RandomByRow
 from .settings import Settings
 from .state import TrainedState
 from .strategy import gradient_sync
@@ -57,11 +59,13 @@ class BatchRun(NamedTuple):
         batch: taken apart.
         is_whole: an effective batch. Its last backward reduces all gradients.
         outputs: receives the detached outputs of its micro-batches; None keeps none.
+        random: numbers that follow its rows.
     """
 
     batch: Batch | CostBatch
     is_whole: bool
     outputs: list[PerReplica] | None = None
+    random: BatchRandom | None = None
 
 
 class TrainStep:
@@ -89,6 +93,8 @@ class TrainStep:
             ``step.grad_norm`` is that of the last update before it was clipped, a tensor.
         scheduler: one or a list, stepped once after each update that was made.
         cut: a :class:`ByCost`, which cuts batches by the cost of their rows, so that all devices carry about the same.
+        reproducible: draws random numbers, as of dropout, by row: with any devices, ranks and micro-batches they are those of
+            one device with the whole batch. The seed of an update is drawn from the CPU's generator, of the first rank.
 
     Raises:
         TypeError: a model, a criterion, an optimizer or a scheduler of another kind.
@@ -113,6 +119,7 @@ class TrainStep:
         max_grad_norm: float | None = None,
         scheduler: Schedulers | None = None,
         cut: ByCost | None = None,
+        reproducible: bool = False,
     ) -> None:
         self._sync = gradient_sync(model, criterion)
         check_arguments(criterion, micro_batch_size, max_grad_norm, scheduler, cut)
@@ -126,6 +133,7 @@ class TrainStep:
         self._limit: float | None = micro_batch_size if isinstance(micro_batch_size, int) else cut.limit if cut else None
         self._before = Snapshot([model, criterion], [*self.model.devices, *(criterion.devices or ())])  # of a first pass
         self._recovery = Recovery(model, criterion, self._sync) if self._is_auto else None
+        self._by_row = RandomByRow(model, self._sync, self._before) if reproducible else None
         self._sums: Accumulation | None = None  # of the micro-batches since the last update
         self._runs: list[BatchRun] = []  # since the last update, where they may run again
         self._weight_before = 0.0  # of the last update, over everything
@@ -181,12 +189,16 @@ class TrainStep:
         marked, dim = self.criterion.mark(targets, {}, self.model.out_dims)
         return self.model.mark(as_arguments(inputs)), marked, (self.model.dim, dim)
 
-    def _plan(self, batch: Batch | CostBatch) -> list[list[Shard]]:
+    def _plan(self, run: BatchRun) -> list[list[Shard]]:
         """Returns the shards of each micro-batch."""
-        return list(batch.plan(self.model.devices, self.model.split, self._limit, self._sync.count_micro_batches))
+        plan = list(run.batch.plan(self.model.devices, self.model.split, self._limit, self._sync.count_micro_batches))
+        return plan if run.random is None else [[shard._replace(random=run.random) for shard in shards] for shards in plan]
 
     def _add(self, run: BatchRun) -> None:
         """Runs rows, or keeps them for the update if their loss depends on all rows."""
+        if self._by_row is not None:
+            compute = self.criterion.loss_sums if not self.criterion.is_coupled else lambda outputs, shards: []
+            run = run._replace(random=self._by_row.begin(run.batch, lambda shards: self._forward(shards, compute, None)))
         if self._recovery is not None:
             self._recovery.begin(run.batch)
         if self._recovery is not None or self.criterion.is_coupled:
@@ -215,7 +227,7 @@ class TrainStep:
 
     def _run(self, run: BatchRun, losses: BatchLosses | None = None) -> None:
         """Runs forward and backward of each micro-batch."""
-        plan, sums = self._plan(run.batch), self._begin()
+        plan, sums = self._plan(run), self._begin()
         losses = losses or losses_of_batch(self.criterion, run.batch.counted_targets, is_whole=run.is_whole)
         if isinstance(run.batch, CostBatch):
             run.batch.check_weight(self.criterion.weigh_targets)
@@ -252,6 +264,8 @@ class TrainStep:
 
     def _apply(self) -> Tensor:
         loss, weight, factor = self._reduce()
+        if self._by_row is not None:
+            self._by_row.end()
         update, self._sums, self._runs, self._weight_before = self._update, None, [], weight
         if weight == 0:
             update.forget_gradients()
@@ -304,13 +318,13 @@ class TrainStep:
         loss, batches = couple(self.criterion, self.model.devices[0]), [run.batch for run in self._runs]
         passes = TwoPasses(loss, self._sync, self.precision, self.model.devices, is_auto=self._is_auto)
         with passes.telling_ranks():
-            is_single = len(batches) == 1 and self._runs[0].is_whole and len(self._plan(batches[0])) == 1
+            is_single = len(batches) == 1 and self._runs[0].is_whole and len(self._plan(self._runs[0])) == 1
             if passes.takes_one(is_single):
                 self._run(self._runs[0], BatchLosses(passes.at_once, is_mean=False))
                 return
             self._begin()
             with passes.undone(batches, self._before):
-                for shards in itertools.chain.from_iterable(map(self._plan, batches)):
+                for shards in itertools.chain.from_iterable(map(self._plan, self._runs)):
                     self._forward(shards, passes.collect, None)
             passes.differentiate()
         for run in self._runs:
@@ -330,6 +344,8 @@ class TrainStep:
                     error.add_note("the rows that were added since the last update are dropped: add them again before apply()")
                 self._drop(error)
                 self._runs = []
+                if self._by_row is not None:
+                    self._by_row.end()
                 if self._recovery is not None:
                     self._recovery.forget()
                 raise

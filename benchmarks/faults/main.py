@@ -18,11 +18,12 @@ SCRIPT = HERE.parents[1] / "scripts" / "train.py"
 STEPS, EVERY = 12, 2
 sys.path.insert(0, str(HERE.parents[1] / "tests"))
 
-from helpers.torchrun import run_torchrun  # noqa: E402 - its ranks are forked, which is five times as fast
+from helpers.processes import run_script  # noqa: E402 - processes are forked, which is five times as fast
+from helpers.torchrun import run_torchrun  # noqa: E402
 
-LAYOUTS: dict[str, tuple[int, list[str]]] = {
+LAYOUTS: dict[str, tuple[int, list[str]]] = {  # ranks; 0 is without torchrun, under which a process has one device
     "one device": (1, ["--devices", "cpu"]),
-    "3 replicas": (1, ["--devices", "cpu,cpu,cpu"]),
+    "3 replicas": (0, ["--devices", "cpu,cpu,cpu"]),
     "2 ranks": (2, []),
     "3 ranks": (3, []),
     "2 ranks, FSDP2": (2, ["--strategy", "fsdp"]),
@@ -34,19 +35,23 @@ LIMIT = 300.0  # seconds, then a run counts as hanging
 FLAGS = argparse.ArgumentParser(description=__doc__)
 FLAGS.add_argument("--runs", type=int, default=300)
 FLAGS.add_argument("--seed", type=int, default=0)
+FLAGS.add_argument("--only", choices=LAYOUTS, help="runs of one layout")
 
 
-def run(layout: str, faults: list[str], out: Path, restarts: int) -> Any:
-    """Runs train.py with the faults, under torchrun, which restarts it. Returns a ``subprocess.CompletedProcess``.
+def run(layout: str, faults: list[str], out: Path, restarts: int, *more: Any) -> Any:
+    """Runs train.py with the faults and more flags, and starts it again after each. Returns a ``subprocess.CompletedProcess``.
 
     Raises:
         AssertionError: it has not ended in time.
     """
     ranks, flags = LAYOUTS[layout]
-    launcher = [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", "--monitor-interval=0.1"]
     program = [HERE / "inject.py", out / "faults", ",".join(faults) or "none:0:0", SCRIPT, "--out", out, "--task", "digits"]
-    program += ["--batch-size", 719, "--epochs", STEPS // 2, "--checkpoint-every", EVERY, "--resume", *flags]
-    return run_torchrun(*launcher, *program, timeout=LIMIT)
+    program += ["--batch-size", 719, "--epochs", STEPS // 2, "--checkpoint-every", EVERY, "--resume", *flags, *more]
+    if ranks:
+        launcher = [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", "--monitor-interval=0.1"]
+        return run_torchrun(*launcher, *program, timeout=LIMIT)
+    done = run_script(*program, timeout=LIMIT)
+    return run(layout, faults, out, restarts - 1, *more) if done.returncode and restarts else done
 
 
 def draw_faults(layout: str, dice: random.Random) -> list[str]:
@@ -56,7 +61,7 @@ def draw_faults(layout: str, dice: random.Random) -> list[str]:
     faults = []
     for _ in range(dice.randint(1, 3)):
         place = dice.choice(places)
-        rank = 0 if place in ("checkpoint-complete", "checkpoint-again") else dice.randrange(ranks)  # rank 0 completes it
+        rank = 0 if place in ("checkpoint-complete", "checkpoint-again") else dice.randrange(max(1, ranks))  # rank 0 completes it
         most = {"checkpoint": 2, "checkpoint-complete": 2, "loader": 2, "checkpoint-again": 6, "read-error": 1}.get(place, 3)
         faults.append(f"{place}:{rank}:{dice.randint(1, most)}")
     return sorted(faults, key=lambda fault: fault.startswith("read-error"))  # at a start that has something to read
@@ -92,12 +97,13 @@ def main() -> None:
     dice, outcomes, counts = random.Random(flags.seed), collections.Counter[tuple[str, str]](), collections.Counter[str]()
     with tempfile.TemporaryDirectory() as folder:
         expected = {}
-        for layout in LAYOUTS:  # undisturbed
+        layouts = [flags.only] if flags.only else list(LAYOUTS)
+        for layout in layouts:  # undisturbed
             run(layout, [], Path(folder) / layout, 0).check_returncode()
             expected[layout] = losses(Path(folder) / layout)
         began = time.monotonic()
         for number in range(1, flags.runs + 1):
-            layout = dice.choice(list(LAYOUTS))
+            layout = dice.choice(layouts)
             faults = draw_faults(layout, dice)
             outcome, came = judge(layout, faults, expected[layout], Path(folder) / str(number))
             outcomes[layout, outcome] += 1
@@ -107,7 +113,7 @@ def main() -> None:
     columns = ["equal", "lost", "trained twice", "other losses", "failed", "hang"]
     rows = [
         [layout, sum(outcomes[layout, column] for column in columns), counts[layout], *(outcomes[layout, one] for one in columns)]
-        for layout in LAYOUTS
+        for layout in layouts
     ]
     print(tabulate(rows, ["layout", "runs", "faults", *columns], tablefmt="github"))
 

@@ -114,7 +114,7 @@ def test_targets_are_split_in_proportion_to_the_inputs():
     assert proportional_sizes(9, [3, 3, 3]) == [3, 3, 3]
     assert proportional_sizes(14, [4, 3]) == [8, 6]
     assert proportional_sizes(0, [0]) == [0]
-    with pytest.raises(ValueError, match=r"the targets have 8 rows, but the inputs have 7 \(split into 4, 3\)"):
+    with pytest.raises(ValueError, match=r"the targets have 8 rows, but the inputs have 7 \(rows 0 to 4 in one shard\)"):
         proportional_sizes(8, [4, 3])
 
 

@@ -120,6 +120,12 @@ def test_effective_batches_are_those_of_equal_rows(ranks):
         assert batches == expected
 
 
+def test_a_row_has_the_same_place_for_any_number_of_ranks():
+    """Random numbers that follow the rows are then the same."""
+    alone, *others = ([list(chain(*parts)) for parts in shares(make_balanced_samplers(ranks))] for ranks in (1, 2, 3, 7))
+    assert all(batches == alone for batches in others)
+
+
 def test_ranks_have_equal_cost():
     for parts in shares(make_balanced_samplers(4))[:2]:
         costs = [len(rows) * max(LENGTHS[row] for row in rows) for rows in parts]

@@ -9,7 +9,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from balanced_parallel import convert_sync_batchnorm
-from balanced_parallel.diagnostics.doctor import examine, is_note
+from balanced_parallel.diagnostics.doctor import examine
 
 
 def only(findings):
@@ -136,16 +136,3 @@ def test_coupled_and_unknown_criteria_are_found(criterion, wanted):
     finding = only(examine(nn.Linear(3, 3), criterion))
     assert finding.startswith("the loss: ")
     assert wanted in finding
-
-
-@pytest.mark.parametrize("layer", [nn.LSTM(3, 3), nn.GRU(3, 3)])
-def test_lstm_and_gru_give_a_note(layer):
-    finding = only(examine(nn.Sequential(layer)))
-    assert is_note(finding)
-    assert f"0 ({type(layer).__name__}) runs as replicas" in finding
-    assert "refuses" not in finding
-    assert not any(map(is_note, examine(Unregistered())))
-
-
-def test_rnn_gives_no_note():
-    assert examine(nn.Sequential(nn.RNN(3, 3))) == ()

@@ -52,11 +52,13 @@ def test_batch_norm_is_reported_as_a_reason():
 def test_dropout_is_reported_as_a_reason():
     report = check(nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 5)))
     assert report.first_difference.startswith("1 (Dropout)")
-    assert report.reasons == ("dropout: 1 draws different random numbers for each shard: compare in eval mode",)
+    assert report.reasons == (
+        "dropout: 1 draws different numbers for each shard: compare with reproducible=True, or in eval mode",
+    )
     net = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.5), nn.LSTM(6, 5, 2, dropout=0.1), nn.Dropout(0.0))
     assert list(_random_layers(net)) == [
-        "dropout: 1 draws different random numbers for each shard: compare in eval mode",
-        "dropout: 2 draws different random numbers for each shard: compare in eval mode",
+        "dropout: 1 draws different numbers for each shard: compare with reproducible=True, or in eval mode",
+        "dropout: 2 draws different numbers for each shard: compare with reproducible=True, or in eval mode",
     ]
     assert not list(_random_layers(net.eval()))
 
@@ -256,12 +258,11 @@ def test_rows_mixed_in_forward_are_a_reason(mix):
     report = check(nn.Sequential(nn.Identity(), Mixing(mix)), device_ids=["cpu"], micro_batch_size=3)
     (reason,) = [reason for reason in report.reasons if "rows" in reason and "state" not in reason]
     assert reason == (
-        "forward mixes rows, in 1 (Mixing), before 1.second: the output of a row depends on the other rows of its batch: move "
-        "this part into the criterion, with whole=True; for a batch norm use convert_sync_batchnorm(module)"
+        "forward mixes rows, in 1.second (Linear), or between it and 1.first (Linear): the output of a row depends on the other "
+        "rows of its batch: move this part into the criterion, with whole=True; for a batch norm use "
+        "convert_sync_batchnorm(module)"
     )
-    assert report.first_difference.startswith(
-        "1.second (Linear): its inputs differ already, so the cause is in forward of 1 (Mixing), before 1.second: relative error"
-    )
+    assert report.first_difference.startswith("1.second (Linear): relative error")
 
 
 class HiddenNorm(nn.Module):
@@ -276,7 +277,9 @@ class HiddenNorm(nn.Module):
 @pytest.mark.usefixtures("double")
 def test_a_batch_norm_that_is_not_registered_mixes_rows():
     report = check(HiddenNorm())
-    assert any(reason.startswith("forward mixes rows, in the model (HiddenNorm): ") for reason in report.reasons)
+    assert any(
+        reason.startswith("forward mixes rows, in the model (HiddenNorm), or between it and net ") for reason in report.reasons
+    )
     assert report.warnings == (
         "unregistered: norms of HiddenNorm holds modules that are not registered: make it an nn.ModuleList or an nn.ModuleDict",
     )
@@ -332,13 +335,14 @@ def noise(layer, x):
 def test_random_numbers_in_forward_are_a_reason():
     report = check(Noisy(dropout))
     assert report.reasons == (
-        "random numbers: the model draws them, in the model (Noisy), before second: compare in eval mode, or without them",
+        "random numbers: the model draws them, in second (Linear), or between it and first (Linear): compare with "
+        "reproducible=True, or in eval mode",
     )
     assert check(Noisy(dropout).eval()).equal
     for model in (Noisy(noise), Noisy(noise).eval(), nn.Sequential(nn.Dropout(), Noisy(noise))):
         (reason,) = [reason for reason in check(model).reasons if not reason.startswith("dropout: 0 ")]
         assert reason.startswith("random numbers: the model draws them, in eval mode too, in ")
-        assert reason.endswith("second: compare without them")
+        assert reason.endswith("first (Linear): compare with reproducible=True, or without them")
 
 
 def noisy_loss(output, target):
@@ -350,7 +354,8 @@ def noisy_loss(output, target):
 def test_random_numbers_of_the_loss_are_the_only_reason(settings):
     report = check(build_net(), DataParallelCriterion(noisy_loss, **settings))
     assert report.reasons == (
-        "random numbers: the loss draws them, because the same output gives another loss: compare without them",
+        "random numbers: the loss draws them, because the same output gives another loss: compare with reproducible=True, or "
+        "without them",
     )
 
 

@@ -74,9 +74,6 @@ def reads_values():
 def with_norm():
     return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), distance
 
-def recurrent():
-    return nn.Sequential(nn.LSTM(4, 3))
-
 class Packs(nn.Module):
     def __init__(self):
         super().__init__()

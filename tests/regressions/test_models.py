@@ -100,7 +100,7 @@ class TestMethods:
             DataParallelModel(module, CPUS, in_dims=(0, None)).call("scaled", x, scale)
 
     def test_call_of_a_missing_method_raises_an_error(self):
-        with pytest.raises(ValueError, match="TwoTowers has no method 'encode_audio' to call"):
+        with pytest.raises(AttributeError, match="'TwoTowers' object has no attribute 'encode_audio'"):
             DataParallelModel(self.TwoTowers(), CPUS).call("encode_audio", torch.zeros(1))
 
 

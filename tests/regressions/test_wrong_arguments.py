@@ -74,7 +74,7 @@ class TestTargets:
 
 class TestModelsAndCriteria:
     def test_model_without_data(self):
-        with pytest.raises(ValueError, match="weight is on the meta device and has no data: call module.to_empty"):
+        with pytest.raises(NotImplementedError, match=r"no data! Please use torch\.nn\.Module\.to_empty\(\)"):  # of torch
             DataParallelModel(nn.Linear(4, 3, device="meta"), CPUS)
 
     @pytest.mark.parametrize("criterion", [DataParallelCriterion(nn.MSELoss()), make_model()])

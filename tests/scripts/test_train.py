@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from helpers.scripts import SENTENCES, run, train
+from helpers.slow import slow
 
 
 def test_losses_are_equal_on_one_device_three_replicas_two_ranks_and_shards(tmp_path):
@@ -31,6 +32,26 @@ def test_losses_are_equal_on_one_device_three_replicas_two_ranks_and_shards(tmp_
         assert states[name].keys() == states["one"].keys()
         for tensor, other in zip(states[name].values(), states["one"].values(), strict=True):
             torch.testing.assert_close(tensor, other, rtol=0, atol=0.04)  # 12 steps of Adam move an element by 0.036 at most
+
+
+@pytest.mark.parametrize("task", [["digits"], slow(["text", "--vocabulary", 500])])
+def test_losses_with_dropout_are_equal_in_all_layouts(tmp_path, task):
+    flags = ["--task", *task, "--steps", 5, "--batch-size", 23, "--dropout", 0.1]
+    one = ["--devices", "cpu"]
+    layouts = {
+        "torch's own": (one, 1),
+        "one": ([*one, "--reproducible"], 1),
+        "simulated": (["--simulate", 4, "--reproducible"], 1),
+        "ranks": (["--micro-batch-size", 3, "--reproducible"], 2),
+    }
+    losses = {}
+    for name, (layout, ranks) in layouts.items():
+        _, lines, _ = train(tmp_path / name, *flags, *layout, ranks=ranks)
+        losses[name] = [line["loss"] for line in lines if "loss" in line]
+    assert len(losses["one"]) == 5
+    assert losses["torch's own"] != pytest.approx(losses["one"], rel=1e-3)
+    assert losses["simulated"] == pytest.approx(losses["one"], rel=1e-5)
+    assert losses["ranks"] == pytest.approx(losses["one"], rel=1e-5)
 
 
 def test_digits_task_reaches_95_percent_accuracy(tmp_path):

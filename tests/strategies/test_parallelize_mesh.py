@@ -10,7 +10,15 @@ from helpers.ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from balanced_parallel import Checkpoints, RankBatchSampler, TrainStep, convert_sync_batchnorm, gather, parallelize
+from balanced_parallel import (
+    BalancedOptimizer,
+    Checkpoints,
+    RankBatchSampler,
+    TrainStep,
+    convert_sync_batchnorm,
+    gather,
+    parallelize,
+)
 from balanced_parallel.strategies.ddp import DistributedModel
 
 
@@ -28,7 +36,7 @@ def train(place, mesh, strategy):
     """Returns the losses and parameters of updates by TrainStep and by hand, with uneven rows, dropout and batch norm."""
     module, sizes = build() if strategy == "ddp" else Language(0.5).double(), [6, 4]
     model, criterion = parallelize(module, nn.CrossEntropyLoss(), strategy=strategy, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    optimizer = BalancedOptimizer(model, torch.optim.AdamW, lr=0.1)
     step = TrainStep(model, criterion, optimizer, micro_batch_size=3, max_grad_norm=1.0)
     inputs, targets = language_batch(10)
     if strategy == "ddp":
@@ -44,7 +52,11 @@ def train(place, mesh, strategy):
     with torch.no_grad():
         outputs = gather(model.eval()(inputs))
     sampler = RankBatchSampler(range(10), 10)
-    return losses, [whole(parameter).tolist() for parameter in model.parameters()], outputs.tolist(), [*sampler]
+    moments = [values["exp_avg"].tolist() for values in optimizer.state_dict()["state"].values()]
+    local = getattr(optimizer.shards.inner, "optim", optimizer)  # under DDP, of this rank's parameters
+    owned = sum(tensor.numel() for values in local.state.values() for tensor in values.values())
+    parameters = [whole(parameter).tolist() for parameter in model.parameters()]
+    return losses, parameters, outputs.tolist(), [*sampler], moments, owned
 
 
 def train_on_a_mesh(rank, strategy):

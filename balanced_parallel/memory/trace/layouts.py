@@ -28,11 +28,10 @@ from ...loss.coupled import AdditiveLoss, CoupledLoss, WholeLoss, couple
 from ...loss.criterion import DataParallelCriterion
 from ...loss.sums import ShardLoss, add_up
 from ...replicas.model import DataParallelModel
-from ...replicas.replicas import Replicas, parameter_window
+from ...replicas.replicas import Replicas, parameter_window, window
 from ...replicas.workers import run_in_turn
 from ...runtime.collectives import world_size
 from ...runtime.streams import SideStreams
-from ...runtime.torch_private import get_gradient
 from ...runtime.values import Precision
 from ...strategies.fsdp import shard
 from ..devices import DeviceKind
@@ -147,20 +146,12 @@ def _rows(piece: Arguments) -> int:
 T = TypeVar("T")
 
 
-class OwnValues:
-    """An exchange in which a replica receives its own value in the place of each other value: one of the same size."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-
-    def exchange(self, index: int, number: int, value: Any) -> list[Any]:
-        """Returns ``value`` once per replica."""
-        return [value] * self.size
-
-
 def run_in_this_thread(work: Sequence[Callable[[], T]], devices: Sequence[torch.device], *, together: bool = True) -> list[T]:
-    """Runs replicas one after the other: a fake mode belongs to one thread."""
-    return run_in_turn(work, devices, OwnValues(len(work)))
+    """Runs replicas one after the other: a fake mode belongs to one thread.
+
+    In an exchange, a replica receives its own value in the place of each other value: one of the same size.
+    """
+    return run_in_turn(work, devices, lambda index, number, value: [value] * len(work))
 
 
 class TracedModel(DataParallelModel):
@@ -169,7 +160,7 @@ class TracedModel(DataParallelModel):
     def __init__(self, module: nn.Module, replicas: Replicas, request: "Request") -> None:
         nn.Module.__init__(self)
         devices = fake_devices(request.devices)
-        self._set_up(devices, replicas, dim=request.dim, precision=request.precision, split=request.split)
+        self._set_up(devices, replicas, request.dim, request.precision, request.split)
         self.module = module
 
 
@@ -250,7 +241,7 @@ class SingleDevice:
         """Begins a micro-batch that is not the last of its update. Its gradients stay unreduced until the end of the block."""
         block = contextlib.ExitStack()
         for replicas in self.replicas:
-            block.enter_context(replicas.no_sync())
+            block.enter_context(window(replicas, deferred=True))
         return block
 
     def window(self) -> contextlib.AbstractContextManager[Any]:
@@ -266,8 +257,7 @@ class SingleDevice:
         """Yields every gradient that exists, those that the replicas hold too."""
         groups = (group for optimizer in inner_optimizers(self.optimizers) for group in optimizer.param_groups)
         updated = [parameter for group in groups for parameter in group["params"]]
-        # the plain attribute of torch: reading the grad of a sharded parameter would gather it
-        yield from (get_gradient(parameter) for parameter in (*self.parameters, *updated) if parameter.is_leaf)
+        yield from (parameter.grad for parameter in (*self.parameters, *updated) if parameter.is_leaf)
         for bucket in (bucket for replicas in self.replicas for bucket in replicas.gradients.buckets):
             for gradients in bucket.held.values():
                 yield from gradients

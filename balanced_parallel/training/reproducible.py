@@ -1,0 +1,104 @@
+"""``reproducible=True``: an update draws the random numbers of one device with the whole batch, in any layout.
+
+An update takes one number from the CPU's generator, as its seed. Rows are numbered over the effective batch: those of the ranks
+before come first, then those that ``add`` has brought, then the rows of a batch in their order. So ranks exchange their numbers
+of rows in each update, with the seed of the first rank.
+
+A shape does not tell which dimension has the rows: ``(6, 3, 7)`` with 3 rows is 3 x 2 parts, or time-major. So the first batch
+of each kind runs in two small forwards, of its first two and three rows. The dimension that grows is that of the rows. Where rows
+are cut by cost, these are the first one twice and three times, which has one length.
+"""
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..batch import containers
+from ..batch.by_cost import CostBatch
+from ..batch.rows import Batch, Shard
+from ..runtime.collectives import gather_objects, rank, world_size
+from ..runtime.row_random import BatchRandom, Draw, Forward, UpdateRandom, find_draws
+from ..runtime.torch_private import draws_in_compiled_code
+from .recovery import Snapshot
+from .strategy import GradientSync
+
+
+class RandomByRow:
+    """The random numbers of a :class:`TrainStep` with ``reproducible=True``. ``before`` is for what the small forwards change.
+
+    Raises:
+        ValueError: the model is compiled to code that draws its own numbers.
+    """
+
+    def __init__(self, model: Any, sync: GradientSync, before: Snapshot) -> None:
+        if draws_in_compiled_code(model):
+            raise ValueError(
+                "reproducible=True with a compiled module, whose code draws numbers of its own, expected "
+                "torch._inductor.config.fallback_random = True before torch.compile"
+            )
+        self._model, self._sync, self._before = model, sync, before
+        self._draws: dict[Hashable, dict[str, list[Draw]]] = {}  # by the kind of a batch
+        self._update: UpdateRandom | None = None
+        self._rows = 0  # of this update, in this process and in the ranks before
+
+    def begin(self, batch: Batch | CostBatch, run: Callable[[list[Shard]], Any]) -> BatchRandom:
+        """Numbers the rows of a batch. All ranks call this. ``run`` runs model and criterion on the shards of one forward.
+
+        Raises:
+            ValueError: several ranks add batches; the batch is cut already; or draws follow the data.
+        """
+        if isinstance(batch, Batch) and batch.cut_already is not None:
+            raise ValueError("reproducible=True with inputs that are cut already, expected the whole batch and cut=ByCost(...)")
+        kind, rows = _kind_of(batch, self._model), batch.rows or 0
+        is_known = not rows or kind in self._draws
+        if self._update is None:
+            everyone = gather_objects((int(torch.empty((), dtype=torch.int64).random_()), rows, is_known))
+            self._update, self._rows = UpdateRandom(everyone[0][0]), sum(count for _, count, _ in everyone[: rank()])
+            is_known = all(is_known for _, _, is_known in everyone)
+        elif world_size() > 1:
+            raise ValueError(
+                "reproducible=True with several add() calls on several ranks, where the places of the rows would not be known: "
+                "pass the effective batch to step(inputs, targets)"
+            )
+        if not is_known:
+            self._find_draws(kind, batch, run)
+        self._rows += rows
+        return BatchRandom(
+            self._update, self._rows - rows, self._draws.get(kind, {}), None if isinstance(batch, CostBatch) else {}
+        )
+
+    def end(self) -> None:
+        """Ends the update."""
+        if self._update is not None:
+            self._update.end()
+            self._update = None
+
+    def _find_draws(self, kind: Hashable, batch: Batch | CostBatch, run: Callable[[list[Shard]], Any]) -> None:
+        """Finds the draws of the model and of the criterion in two small forwards. All ranks run them."""
+        assert self._update is not None
+        random, distinct = BatchRandom(self._update, 0, None), 1 if isinstance(batch, CostBatch) else batch.rows or 0
+        self._before.take()
+        with torch.no_grad():
+            for count in (2, 3) if batch.rows else (0, 0):
+                rows = [row % distinct for row in range(count)]
+                run([batch.shard(rows, self._model.devices[0])._replace(random=random)])
+        self._before.restore()
+        self._sync.begin()
+        parts: dict[str, list[Forward]] = {}
+        for forward in self._update.forwards:
+            if forward.expected is None:
+                parts.setdefault(forward.part, []).append(forward)
+        if batch.rows:
+            self._draws[kind] = {part: find_draws(forwards[-2:]) for part, forwards in parts.items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_update": None}
+
+
+def _kind_of(batch: Batch | CostBatch, model: nn.Module) -> Hashable:
+    """Returns what the draws of a batch depend on: the types of its leaves and the modules in training."""
+    leaves = () if isinstance(batch, CostBatch) else [*containers.leaves((batch.inputs, batch.targets))]
+    types = [(place, leaf.dtype, leaf.dim()) for place, leaf in leaves if isinstance(leaf, Tensor)]
+    return tuple(module.training for module in model.modules()), *types

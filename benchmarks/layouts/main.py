@@ -1,0 +1,233 @@
+"""Errors of updates with dropout, in layouts that split the rows differently
+
+Seven models that draw random numbers make one update of 7 rows in float64, by `TrainStep(reproducible=True)`. Run without
+arguments, it measures all layouts, the peers and the cost, and writes the README beside it.
+"""
+
+import argparse
+import contextlib
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+
+from costs import attention_costs, draw_costs, mask_costs, update_cost  # noqa: E402 - beside this file
+from models import MODELS, make_problem  # noqa: E402
+from peers import PEERS  # noqa: E402
+from tabulate import tabulate  # noqa: E402
+
+from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize, savings, simulate  # noqa: E402
+
+ROWS, PEER_ROWS = 7, 8
+TEXT = [name for name, (kind, _) in MODELS.items() if kind == "text"]
+PEER_MODELS = ["MLP", "BERT sdpa", "GPT-2"]
+Result = tuple[Tensor, dict[str, Tensor]]  # a loss and gradients
+
+
+class Layout(NamedTuple):
+    """A way to split the rows of an update."""
+
+    devices: list[str] | None = None  # of one process; None for ranks
+    micro_batch_size: int | None = None
+    split: list[int] | None = None
+    strategy: str = "ddp"  # of ranks
+    checkpointed: str = ""
+    reproducible: bool = True
+
+
+THREE = ["cpu"] * 3
+WHOLE = Layout(["cpu"])
+LAYOUTS = {
+    "one device, 4 micro-batches": Layout(["cpu"], 2),
+    "3 replicas (3, 2, 2 rows)": Layout(THREE),
+    "3 replicas (5, 1, 1 rows)": Layout(THREE, split=[5, 1, 1]),
+    "2 replicas, micro-batches of 1 row": Layout(["cpu"] * 2, 1),
+    "3 simulated devices, micro-batches of 2": Layout(["sim:0", "sim:1", "sim:2"], 2),
+    "2 ranks, DDP (5, 2 rows)": Layout(),
+    "2 ranks, DDP, micro-batches of 2": Layout(micro_batch_size=2),
+    "2 ranks, FSDP2 (5, 2 rows)": Layout(strategy="fsdp"),
+    "3 replicas, checkpointed by savings": Layout(THREE, 2, checkpointed="savings"),
+    "3 replicas, checkpointed by transformers": Layout(THREE, 2, checkpointed="transformers"),
+    "3 replicas without reproducible=True": Layout(THREE, reproducible=False),
+}
+
+
+def train(name: str, layout: Layout, rows: slice = slice(None)) -> Result:
+    """Runs one update whose gradients stay. Returns them with the loss."""
+    problem = make_problem(name, ROWS)
+    module: Any = problem.module
+    if layout.checkpointed == "savings":
+        blocks = [f"model.{'bert.encoder.layer' if 'BERT' in name else 'transformer.h'}.{number}" for number in range(2)]
+        savings.checkpoint_activations(module, blocks=blocks)
+    elif layout.checkpointed == "transformers":
+        module.model.activation_checkpointing_enable()
+    if layout.devices is None:
+        model, criterion = parallelize(module, problem.criterion, strategy=layout.strategy, weight=problem.weight)
+    else:
+        model = DataParallelModel(module, layout.devices, split=layout.split)
+        criterion = DataParallelCriterion(problem.criterion, weight=problem.weight)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+    settings = {"micro_batch_size": layout.micro_batch_size, "reproducible": layout.reproducible}
+    step = TrainStep(model, criterion, optimizer, **settings)
+    torch.manual_seed(3)
+    loss = step(problem.inputs[rows], tuple(target[rows] for target in problem.targets))
+    return loss.cpu(), {key: whole(parameter) for key, parameter in module.named_parameters()}
+
+
+def whole(parameter: Any) -> Tensor:
+    """Returns a copy of a parameter's gradient, joined from the ranks if they have shards of it."""
+    gradient = parameter.grad if parameter.grad is not None else torch.zeros_like(parameter)
+    joined: Tensor = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    return joined.detach().cpu().clone()
+
+
+def relative_error(result: Result, expected: Result) -> float:
+    """Returns the largest relative error of the loss and of the gradients that are not zero."""
+    pairs = [(result[0], expected[0]), *((result[1][name], value) for name, value in expected[1].items())]
+    return max(float((value - wanted).norm() / wanted.norm()) for value, wanted in pairs if wanted.norm() > 1e-12)
+
+
+def run_layout(name: str, layout: Layout) -> Result:
+    """Runs one update in a layout of one process."""
+    assert layout.devices is not None
+    with simulate(len(layout.devices)) if layout.devices[0].startswith("sim") else contextlib.nullcontext():
+        return train(name, layout)
+
+
+def measure_layouts(names: list[str]) -> dict[str, dict[str, float]]:
+    """Returns the errors of all layouts, by layout and model."""
+    of_ranks = run_on_ranks(["--layouts", *names])
+    errors: dict[str, dict[str, float]] = {label: {} for label in LAYOUTS}
+    for name in names:
+        expected = train(name, WHOLE)
+        for label, layout in LAYOUTS.items():
+            if layout.checkpointed and name not in TEXT:
+                continue
+            result = of_ranks[name, label] if layout.devices is None else run_layout(name, layout)
+            errors[label][name] = relative_error(result, expected)
+        print(name, {label: f"{row[name]:.1e}" for label, row in errors.items() if name in row}, flush=True)
+    return errors
+
+
+def run_on_ranks(flags: list[str], ranks: int = 2) -> Any:
+    """Runs this script on new ranks. Returns what their first has saved."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    with tempfile.TemporaryDirectory() as folder:
+        target = Path(folder) / "result.pt"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        command = [*launcher, str(HERE / "main.py"), "--save", str(target), *flags]
+        subprocess.run(command, check=True, timeout=900, env=environment)
+        return torch.load(target)
+
+
+def be_rank(names: list[str]) -> dict[tuple[str, str], Result]:
+    """Runs the layouts of two ranks, with 5 and 2 rows."""
+    rows = slice(0, 5) if os.environ["RANK"] == "0" else slice(5, ROWS)
+    of_ranks = [label for label, layout in LAYOUTS.items() if layout.devices is None]
+    return {(name, label): train(name, LAYOUTS[label], rows) for name in names for label in of_ranks}
+
+
+def be_peer(peer: str) -> dict[tuple[str, bool], Result]:
+    """Runs each model by a peer, with dropout and without, on as many ranks as there are. Each has its share of the rows."""
+    return {(name, draws): run_peer(peer, name, draws) for name in PEER_MODELS for draws in (False, True)}
+
+
+def run_peer(peer: str, name: str, draws: bool) -> Result:
+    """Runs one update by a peer. All its rows have the same number of labels, so that only random numbers can differ."""
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    problem = make_problem(name, PEER_ROWS, ignored=0.0)
+    share = slice(rank * PEER_ROWS // ranks, (rank + 1) * PEER_ROWS // ranks)
+    problem.module.train(draws)
+    share_of_targets = tuple(target[share] for target in problem.targets)
+    loss = PEERS[peer][1](problem._replace(inputs=problem.inputs[share], targets=share_of_targets))
+    return loss, {key: whole(parameter) for key, parameter in problem.module.named_parameters()}
+
+
+def measure_peers() -> dict[str, dict[tuple[str, bool], float]]:
+    """Returns how far the gradients on two ranks are from those on one, by program, model and whether dropout is on."""
+    errors = {}
+    for peer in PEERS:
+        one, two = (run_on_ranks(["--peer", peer], ranks) for ranks in (1, 2))
+        norms = {case: torch.stack([gradient.norm() for gradient in one[case][1].values()]).norm() for case in one}
+        errors[peer] = {
+            case: float(
+                torch.stack([(two[case][1][name] - value).norm() for name, value in gradients.items()]).norm() / norms[case]
+            )
+            for case, (_, gradients) in one.items()
+        }
+        print(peer, errors[peer], flush=True)
+    return errors
+
+
+def table(rows: list[list[str]], headers: list[str]) -> str:
+    """Returns a table in Markdown."""
+    return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
+
+
+def report(errors: dict[str, dict[str, float]], peers: dict[str, dict[tuple[str, bool], float]]) -> str:
+    """Returns the text of the README, with the costs, which are measured here."""
+    parts = {
+        "layouts": table(
+            [[label, *(f"{row[name]:.0e}" if name in row else "" for name in MODELS)] for label, row in errors.items()],
+            ["", *MODELS],
+        ),
+        "peers": table(
+            [
+                [
+                    peer,
+                    importlib.metadata.version(PEERS[peer][0]),
+                    *(f"{row[name, draws]:.1e}" for name in PEER_MODELS for draws in (False, True)),
+                ]
+                for peer, row in peers.items()
+            ],
+            ["", "version", *(f"{name}, dropout {state}" for name in PEER_MODELS for state in ("off", "on"))],
+        ),
+        "idioms": "\n".join(f"- {peer}. {' '.join((run.__doc__ or '').split())}" for peer, (_, run) in PEERS.items()),
+        "draws": table(draw_costs(), ["update", "draws", "without", "reproducible", "for each draw"]),
+        "masks": table(mask_costs(), ["shape", "`F.dropout`", "by row", "factor"]),
+        "attention": table(
+            attention_costs(), ["rows, heads, length, width", "without", "reproducible", "matrix of probabilities"]
+        ),
+        "update": update_cost(),
+        "torch": torch.__version__,
+        "environment": f"Python {platform.python_version()}, torch {torch.__version__}, transformers "
+        f"{importlib.metadata.version('transformers')}, {platform.machine()}, CPU with {os.cpu_count()} cores, one thread, gloo",
+    }
+    return (HERE / "page.md").read_text().format(**parts)
+
+
+def main() -> None:
+    """Measures everything, or runs as a rank."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layouts", nargs="+", help="models, on this rank (for the launcher)")
+    parser.add_argument("--peer", choices=PEERS, help="run one peer on this rank (for the launcher)")
+    parser.add_argument("--save", type=Path, help="where its results go")
+    flags = parser.parse_args()
+    torch.set_num_threads(1)
+    if flags.save:
+        results = be_rank(flags.layouts) if flags.layouts else be_peer(flags.peer)
+        if os.environ["RANK"] == "0":
+            torch.save(results, flags.save)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        return
+    errors = measure_layouts(list(MODELS))
+    (HERE / "README.md").write_text(report(errors, measure_peers()))
+    *exact, (_, control) = errors.items()
+    if max(error for _, row in exact for error in row.values()) > 1e-10 or min(control.values()) < 1e-3:
+        sys.exit("a layout is off by more than 1e-10, or the control is not")
+
+
+if __name__ == "__main__":
+    main()

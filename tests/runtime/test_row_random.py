@@ -1,0 +1,200 @@
+"""Random numbers by row: their bits, parts of a batch against the whole, and torch's kernels outside of forwards."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.by_row import CPU, drawing_by_row
+from torch import nn
+
+from balanced_parallel.runtime import row_random
+from balanced_parallel.runtime.row_random import BatchRandom, UpdateRandom, number_lines, philox, uniform
+from balanced_parallel.runtime.torch_private import has_kernel
+
+
+def philox_of_python(key, counter):
+    """Philox4x32-10 as the paper writes it."""
+    (k0, k1), words = (key & 0xFFFFFFFF, key >> 32), [counter, 0, 0, 0]
+    for _ in range(10):
+        p0, p1 = words[0] * 0xD2511F53, words[2] * 0xCD9E8D57
+        words = [(p1 >> 32) ^ words[1] ^ k0, p1 & 0xFFFFFFFF, (p0 >> 32) ^ words[3] ^ k1, p0 & 0xFFFFFFFF]
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return words
+
+
+def test_philox_has_the_published_bits():
+    """The first known answer of the Random123 library."""
+    assert [f"{word:08x}" for word in philox(torch.zeros(1, dtype=torch.int64), 4).tolist()] == [
+        *("6627e8d5", "e169c58d", "bc57ac4c", "9b00dbd8")
+    ]
+    keys = [0x123456789ABCDEF0, 2**63 - 1, 77]
+    expected = [philox_of_python(key, 0) + philox_of_python(key, 1) for key in keys]
+    assert philox(torch.tensor(keys)[:, None], 8).tolist() == expected
+
+
+def test_uniform_numbers_are_those_of_torch_where_it_has_a_kernel():
+    seeds = torch.tensor([[5], [-3]])
+    single, double = uniform(seeds, 6, torch.float32), uniform(seeds, 6, torch.float64)
+    words = philox(seeds, 12)
+    if not has_kernel("_philox_uniform_", "CPU"):  # before torch 2.15
+        assert torch.equal(single, (words[:, :6] % 2**24).float() / 2**24)
+    assert torch.equal(double, ((words[:, ::2] * 2**32 + words[:, 1::2]) % 2**53).double() / 2**53)
+    assert single.min() >= 0
+    assert double.max() < 1
+
+
+def test_dropout_kernel_has_the_same_bits():
+    """Triton's interpreter runs the kernel for CUDA on the CPU."""
+    pytest.importorskip("triton")
+    program = """
+import torch
+from balanced_parallel.runtime.dropout_kernel import dropout
+from balanced_parallel.runtime.row_random import mix, number_lines, uniform
+for shape, dim, p in [((3, 5, 7), 0, 0.1), ((4, 3, 130), 1, 0.2), ((3,), 0, 0.5), ((2, 1030), 0, 1 / 3)]:
+    numbers, length = number_lines(shape, torch.arange(9, 9 + shape[dim]), dim, torch.device("cpu"))
+    x, seeds = torch.randn(shape), mix(numbers)
+    expected = uniform(seeds, length, torch.float32).view(shape) < 1 - p
+    out, mask = dropout(x, p, seeds, length)
+    assert torch.equal(mask, expected) and torch.equal(out, x * mask * (1 / (1 - p)))
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=100, env={**os.environ, "TRITON_INTERPRET": "1"})
+
+
+DRAWS = {
+    "dropout": lambda x: F.dropout(x, 0.4),
+    "alpha_dropout": lambda x: F.alpha_dropout(x, 0.4, training=True),
+    "feature_alpha_dropout": lambda x: F.feature_alpha_dropout(x, 0.4, training=True),
+    "dropout2d": lambda x: F.dropout2d(x[..., None], 0.4)[..., 0],
+    "rand_like": torch.rand_like,
+    "randn_like": torch.randn_like,
+    "rand": lambda x: x + torch.rand(len(x), 1, 1),
+    "randn": lambda x: x + torch.randn(len(x), 3, 4),
+    "randint": lambda x: x + torch.randint(5, (len(x), 1, 1)),
+    "random_": lambda x: x + torch.empty(len(x), 1, 1).random_(7),
+    "exponential": lambda x: torch.empty_like(x).exponential_(),
+    "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),
+    "bernoulli_": lambda x: x * torch.empty(len(x), 1, 1).bernoulli_(0.5),
+    "gumbel_softmax": F.gumbel_softmax,
+    "rrelu": lambda x: F.rrelu(x, training=True),
+    "multinomial": lambda x: x + torch.multinomial(x[:, 0].softmax(-1), 2)[:, :1, None],
+    "multinomial with replacement": lambda x: x + torch.multinomial(x[:, 0].softmax(-1), 2, True)[:, :1, None],
+    "attention": lambda x: F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], dropout_p=0.4),
+    "time-major": lambda x: F.dropout(x.transpose(0, 1), 0.4).transpose(0, 1),
+    "flat": lambda x: F.dropout(x.flatten(0, 1), 0.4).view_as(x),
+    "shared": lambda x: x * F.dropout(torch.ones(3, 4), 0.4) + torch.rand(()) + torch.randperm(4),
+    "on another device": lambda x: x * torch.rand(len(x), 1, 1, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_parts_of_a_batch_draw_the_numbers_of_the_whole(name, dtype):
+    x, draw = torch.randn(7, 3, 4, generator=torch.Generator().manual_seed(0)).to(dtype), DRAWS[name]
+
+    def run(rows):
+        with drawing_by_row(11, rows, lambda count: draw(x[:1].expand(count, -1, -1))):
+            return draw(x[rows])
+
+    whole = run(range(7))
+    assert not torch.equal(whole, draw(x))  # torch's own numbers
+    for rows in ([0, 1, 2], [3], [6, 4], [5]):
+        torch.testing.assert_close(run(rows), whole[rows], rtol=1e-6, atol=1e-6)
+    assert torch.equal(run(range(7)), whole)
+
+
+def test_a_row_that_is_padded_draws_the_same_numbers():
+    x = torch.ones(3, 5, 4)
+
+    def run(width, length):
+        with drawing_by_row(11, range(3), lambda count: F.dropout(x[:count])):
+            return F.dropout(x[:, :length, :width].contiguous())
+
+    assert torch.equal(run(4, 3), run(4, 5)[:, :3])
+    assert torch.equal(run(2, 5), run(4, 5)[:, :, :2])
+
+
+def test_lines_of_a_batch_are_all_different():
+    numbers, length = number_lines((50, 40, 30, 7), torch.arange(50), 0, CPU)
+    assert length == 7
+    assert numbers.unique().numel() == 50 * 40 * 30
+
+
+def test_a_recomputation_draws_the_numbers_of_its_forward():
+    x = torch.randn(4, 6, requires_grad=True)
+    net = nn.Sequential(nn.Linear(6, 6), nn.Dropout(), nn.Linear(6, 6), nn.Dropout())
+
+    def run(rows, *, checkpointed):
+        def forward(part):
+            if not checkpointed:
+                return net(part)
+            return torch.utils.checkpoint.checkpoint_sequential(net, 2, part, use_reentrant=False)
+
+        with drawing_by_row(3, rows, lambda count: forward(x[:1].expand(count, -1))):
+            loss = forward(x[rows]).square().sum()
+            return torch.autograd.grad(loss, [*net.parameters()])
+
+    whole = run(range(4), checkpointed=False)
+    parts = zip(run([0, 3], checkpointed=True), run([1, 2], checkpointed=True), strict=True)
+    for gradient, (first, second) in zip(whole, parts, strict=True):
+        torch.testing.assert_close(first + second, gradient)
+
+
+def test_other_draws_of_the_process_are_those_of_torch():
+    torch.manual_seed(3)
+    expected = torch.rand(4), F.dropout(torch.ones(9)), torch.randperm(5)
+    torch.manual_seed(3)
+    update = UpdateRandom(1)
+    with BatchRandom(update, 0, {}).drawing("model", range(2), CPU):
+        numbers = torch.rand(4, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close((torch.rand(4), F.dropout(torch.ones(9)), torch.randperm(5)), expected)
+    update.end()
+    assert torch.equal(numbers, torch.rand(4, generator=torch.Generator().manual_seed(0)))
+    assert row_random._library is None
+    assert not row_random._forwards
+
+
+@pytest.mark.parametrize(
+    ("draw", "error", "message"),
+    [
+        (lambda x: torch.poisson(x.abs()), NotImplementedError, "poisson draws in this forward"),
+        (lambda x: torch._standard_gamma(x.abs()), NotImplementedError, "_standard_gamma draws in this forward"),
+        (lambda x: [torch.rand(2) for _ in x], ValueError, "draw 2 of the model is nothing of shape"),
+        (lambda x: torch.rand(len(x) ** 2), ValueError, "draw 0 .* has|draw 0 of the model is uniform_ of shape"),
+    ],
+)
+def test_draws_that_cannot_follow_the_rows_are_refused(draw, error, message):
+    with pytest.raises(error, match=message), drawing_by_row(1, range(3), lambda count: draw(torch.ones(count))):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("forward", "message"),
+    [
+        (lambda: None, "the model has drawn 0 times, expected 1 times"),
+        (lambda: torch.rand(3), r"draw 0 of the model is uniform_ of shape \(3,\) for 3 rows, expected the draws"),
+        (lambda: [torch.rand(3, 2), torch.rand(3, 2)], "draw 1 of the model is uniform_"),
+    ],
+)
+def test_a_forward_with_other_draws_than_the_small_ones_raises_an_error(forward, message):
+    with (
+        pytest.raises(ValueError, match=f"{message}.*must not depend on the data or on chance"),
+        drawing_by_row(1, range(3), lambda count: torch.rand(count, 2)),
+    ):
+        forward()
+
+
+def test_an_operator_that_is_not_replaced_raises_an_error(monkeypatch):
+    monkeypatch.setattr(row_random, "_KERNELS", {name: f for name, f in row_random._KERNELS.items() if name != "uniform_"})
+    update = UpdateRandom(1)
+
+    def forward():
+        with BatchRandom(update, 0, None).drawing("model", [0], CPU):
+            F.dropout(torch.ones(3))
+            torch.rand(3)
+
+    with pytest.raises(RuntimeError, match=r"does not know has drawn in the model.*before it were \['bernoulli_.float'\]"):
+        forward()
+    update.end()

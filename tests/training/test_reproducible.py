@@ -1,0 +1,269 @@
+"""``TrainStep(reproducible=True)``: random numbers are those of one device with the whole batch, in any layout."""
+
+import pickle
+import sys
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.ranks import run_ranks
+from torch import nn
+
+from balanced_parallel import ByCost, DataParallelCriterion, DataParallelModel, TrainStep, parallelize, simulate
+from balanced_parallel.runtime import row_random
+from balanced_parallel.savings import checkpoint_activations
+
+ROWS = 7
+
+
+class Net(nn.Module):
+    """Draws for rows, for time steps, for all rows, and inside of an LSTM and of attention."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.lstm = nn.Embedding(20, 8, padding_idx=0), nn.LSTM(8, 8, 2, dropout=0.3)
+        self.attend, self.head = nn.MultiheadAttention(8, 2, dropout=0.2, batch_first=True), nn.Linear(8, 5)
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.long))
+
+    def forward(self, words):
+        x = F.dropout(self.embed(words), 0.2, self.training)
+        x = self.lstm(x.transpose(0, 1))[0].transpose(0, 1)  # time-major
+        x = x + self.attend(x, x, x, key_padding_mask=words == 0)[0] * torch.rand(len(x), 1, 1, device=x.device)
+        features = (x * (words > 0)[..., None]).sum(1)
+        self.forwards += 1
+        return F.linear(features, F.dropout(self.head.weight, 0.2, self.training), self.head.bias) * (1 + torch.rand(()).to(x))
+
+
+class NoisyLabels(nn.Module):
+    """A loss that draws."""
+
+    def forward(self, logits, labels):
+        return F.cross_entropy(logits, torch.where(torch.rand(len(labels), device=labels.device) < 0.3, (labels + 1) % 5, labels))
+
+
+def batch():
+    numbers = torch.Generator().manual_seed(1)
+    lengths = torch.tensor([2, 6, 3, 5, 1, 4, 6])
+    words = torch.randint(1, 20, (ROWS, 6), generator=numbers) * (torch.arange(6) < lengths[:, None])
+    return words, torch.randint(5, (ROWS,), generator=numbers)
+
+
+def make_step(devices=("cpu",), change=lambda net: net, **settings):
+    net = change(Net().double())
+    model = DataParallelModel(net, list(devices), split=settings.pop("split", None))
+    criterion = DataParallelCriterion(NoisyLabels(), weight="rows")
+    return TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.1), reproducible=True, **settings)
+
+
+def train(step, updates=2, add=None):
+    """Returns losses and parameters of some updates, a buffer, and the next number of the CPU's generator."""
+    torch.manual_seed(5)
+    words, labels = batch()
+    losses = []
+    for _ in range(updates):
+        if add is None:
+            losses.append(step(words, labels))
+        else:
+            for part in zip(words.split(add), labels.split(add), strict=True):
+                step.add(*part)
+            losses.append(step.apply())
+    parameters = [parameter.detach().cpu() for parameter in step.model.module.parameters()]
+    return [torch.stack(losses).cpu(), *parameters], torch.rand(())
+
+
+def assert_equal(found, expected):
+    for one, other in zip(found[0], expected[0], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    assert torch.equal(found[1], expected[1])
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return train(make_step())
+
+
+LAYOUTS = {
+    "micro-batches": {"micro_batch_size": 2},
+    "3 replicas": {"devices": ["cpu"] * 3},
+    "uneven replicas": {"devices": ["cpu"] * 3, "split": [5, 1, 1]},
+    "auto": {"devices": ["cpu"] * 2, "micro_batch_size": "auto"},
+    "by cost": {"devices": ["cpu"] * 2, "cut": ByCost(lambda words: (words > 0).sum(1), trim=1), "micro_batch_size": 2},
+    "checkpointed": {
+        "devices": ["cpu"] * 2,
+        "change": lambda net: checkpoint_activations(net, blocks=["attend", "head"]) and net,
+    },
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_draw_the_numbers_of_one_device(name, expected):
+    assert_equal(train(make_step(**LAYOUTS[name])), expected)
+
+
+def test_batches_that_are_added_draw_the_numbers_of_one_batch(expected):
+    assert_equal(train(make_step(["cpu"] * 2), add=3), expected)
+
+
+def test_simulated_devices_draw_the_numbers_of_one_device(expected):
+    with simulate(3):
+        assert_equal(train(make_step(["sim:0", "sim:1", "sim:2"], micro_batch_size=2)), expected)
+
+
+def test_an_update_that_runs_again_after_an_out_of_memory_draws_the_same_numbers(expected):
+    seen = []  # two small forwards, two updates
+    with simulate(2) as cluster:
+        step = make_step(["sim:0", "sim:1"], micro_batch_size="auto")
+        step.model.register_forward_pre_hook(
+            lambda model, inputs: seen.append(cluster.fail_allocation(50 if len(seen) == 3 else 10**9))
+        )
+        assert_equal(train(step), expected)
+        assert step.micro_batch_size == 2
+
+
+def train_on_rank(rank, strategy, sizes, micro_batch_size):
+    torch.manual_seed(5 + rank)  # the first rank's seed is that of all
+    net, (words, labels) = Net().double(), batch()
+    model, criterion = parallelize(net, NoisyLabels(), ["cpu"], weight="rows", strategy=strategy)
+    step = TrainStep(
+        model, criterion, torch.optim.SGD(model.parameters(), lr=0.1), micro_batch_size=micro_batch_size, reproducible=True
+    )
+    torch.manual_seed(5 + rank)
+    rows = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
+    losses = [step(words[rows], labels[rows]) for _ in range(2)]
+    parameters = [whole(parameter.detach()) for parameter in model.parameters()]
+    if 0 not in sizes:
+        step.add(words[rows], labels[rows])
+        with pytest.raises(ValueError, match=r"several add\(\) calls on several ranks.*pass the effective batch to step"):
+            step.add(words[rows], labels[rows])
+    return [torch.stack(losses), *parameters], torch.rand(()) if rank == 0 else None
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize(("sizes", "micro_batch_size"), [([5, 2], None), ([4, 3], 2), ([7, 0], 3)])
+def test_ranks_draw_the_numbers_of_one_device(strategy, sizes, micro_batch_size, expected):
+    first, second = run_ranks(2, train_on_rank, strategy, sizes, micro_batch_size)
+    for one, other in zip(first[0], expected[0], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(second[0], first[0])
+
+
+def test_the_small_forwards_leave_buffers_and_generators_alone():
+    step = make_step()
+    torch.manual_seed(5)
+    torch.empty((), dtype=torch.int64).random_()  # the seed of an update
+    expected = torch.rand(())
+    torch.manual_seed(5)
+    step(*batch())
+    assert step.model.module.forwards == 1
+    torch.manual_seed(5)
+    step(*batch())
+    assert torch.equal(torch.rand(()), expected)
+
+
+def test_kernels_are_those_of_torch_again_after_an_update_and_after_a_failure():
+    step = make_step()
+    step(*batch())
+    assert row_random._library is None
+    with pytest.raises(IndexError):
+        step(torch.full((2, 6), 99), torch.zeros(2, dtype=torch.long))
+    assert row_random._library is None
+    step.add(*batch())
+    assert row_random._library is not None
+    step.apply()
+    assert row_random._library is None
+    assert not row_random._forwards
+    again = pickle.loads(pickle.dumps(make_step()))
+    assert_equal(train(again), train(make_step()))
+
+
+def test_modules_in_evaluation_and_in_training_are_two_kinds():
+    step, other = make_step(), make_step(["cpu"] * 3)
+    for each in (step, other):
+        torch.manual_seed(2)
+        each(*batch())
+        each.model.eval()
+        each.last = each(*batch())
+    torch.testing.assert_close(step.last, other.last)
+
+
+class LayerDrop(nn.Module):
+    def __init__(self, draws):
+        super().__init__()
+        self.draws, self.linear = draws, nn.Linear(6, 5)
+
+    def forward(self, x):
+        self.draws(x)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize(
+    ("draws", "message"),
+    [
+        (lambda x: torch.rand(1 + int((x > 0).sum())), "draw 0 of the model is uniform_ of shape"),
+        (lambda x: torch.rand(len(x)) if x.sum() > 3 else None, "draw 0 of the model is uniform_ of shape"),
+        (lambda x: torch.poisson(x.abs()), "poisson draws in this forward"),
+    ],
+)
+def test_draws_that_follow_the_data_are_refused(draws, message):
+    module = LayerDrop(draws)
+    step = TrainStep(
+        DataParallelModel(module, ["cpu"] * 2),
+        DataParallelCriterion(nn.CrossEntropyLoss()),
+        torch.optim.SGD(module.parameters(), lr=0.1),
+        reproducible=True,
+    )
+    x = torch.zeros(5, 6)
+    x[3:] = 5.0
+    with pytest.raises((ValueError, NotImplementedError), match=message):
+        step(x, torch.zeros(5, dtype=torch.long))
+
+
+def test_compiled_modules_are_refused_unless_they_draw_with_kernels_of_torch(monkeypatch):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own imports
+        net = torch.compile(nn.Linear(2, 2))
+    settings = DataParallelCriterion(nn.MSELoss()), torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="compiled module.*expected torch._inductor.config.fallback_random = True"):
+        TrainStep(DataParallelModel(net, ["cpu"]), *settings, reproducible=True)
+    from torch._inductor import config
+
+    monkeypatch.setattr(config, "fallback_random", True)
+    TrainStep(DataParallelModel(net, ["cpu"]), *settings, reproducible=True)
+
+
+def test_inputs_that_are_cut_already_are_refused():
+    from balanced_parallel import shard_by_cost
+
+    samples = [torch.ones(6), torch.ones(6)]
+    inputs, targets = shard_by_cost(samples, 2, cost=len, collate=lambda some: (torch.stack(some), torch.zeros(len(some), 5)))
+    module = nn.Linear(6, 5)
+    step = TrainStep(
+        DataParallelModel(module, ["cpu"] * 2),
+        DataParallelCriterion(nn.MSELoss()),
+        torch.optim.SGD(module.parameters(), lr=0.1),
+        reproducible=True,
+    )
+    with pytest.raises(ValueError, match=r"inputs that are cut already, expected the whole batch and cut=ByCost"):
+        step(inputs, targets)
+
+
+FILES = tuple(f"balanced_parallel/{name}.py" for name in ("runtime/row_random", "training/reproducible"))
+
+
+def test_a_step_without_the_setting_calls_nothing_of_it():
+    module, seen = nn.Sequential(nn.Linear(6, 5), nn.Dropout()), []
+    step = TrainStep(
+        DataParallelModel(module, ["cpu"] * 2), DataParallelCriterion(nn.MSELoss()), torch.optim.SGD(module.parameters(), lr=0.1)
+    )
+    sys.setprofile(lambda frame, event, _: seen.append(frame) if frame.f_code.co_filename.endswith(FILES) else None)
+    try:
+        step(torch.ones(4, 6), torch.zeros(4, 5))
+    finally:
+        sys.setprofile(None)
+    assert not seen
