@@ -65,10 +65,6 @@ class Lines:
         beyond.append((rows - self.first.rows, self.second.rows - self.first.rows))  # for blocks on the host
         steps, of = np.array(beyond, dtype=np.int64)[self._devices].T
         sizes: Numbers = first + (second - first) * steps // of
-        for place in self._chunks:
-            (all_rows, most), (more, _) = (trace.blocks[place].chunk or (1, 1) for trace in (self.first, self.second))
-            in_all = all_rows + (more - all_rows) * int(steps[place]) // int(of[place])
-            sizes[place] = int(first[place]) * min(in_all, most) // min(all_rows, most)
         return sizes
 
     @functools.cached_property
@@ -88,11 +84,6 @@ class Lines:
     @functools.cached_property
     def _certain(self) -> NDArray[np.bool_]:
         return np.array([block.kind != MAYBE for block in self.first.blocks])
-
-    @functools.cached_property
-    def _chunks(self) -> list[int]:
-        """The blocks of chunks of rows."""
-        return [place for place, block in enumerate(self.first.blocks) if block.chunk]
 
     @functools.cached_property
     def _events(self) -> Numbers:

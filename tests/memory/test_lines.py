@@ -9,7 +9,6 @@ from torch.nn import functional as F
 
 from balanced_parallel import memory, savings
 from balanced_parallel.memory.lines import most_that_fit
-from balanced_parallel.memory.trace.allocations import Count
 
 
 @pytest.mark.parametrize("limit", [None, 0, 1, 7, 100])
@@ -74,21 +73,3 @@ def test_the_loss_without_logits_is_a_line_below_and_above_one_chunk(length, dev
         assert report.at(at) == report._batches.traced_at(at)
         whole = report._batches._trace(at)
         assert report._batches.lines.flops(at) == whole.first.flops
-
-
-@pytest.mark.usefixtures("one_trace")
-def test_one_chunk_has_the_peak_of_all_chunks(monkeypatch):
-    def estimate():
-        words = torch.zeros(3, 300, dtype=torch.int64)
-        settings = {"precision": "bf16", "device_kind": "h200"}
-        return memory.estimate(nn.Embedding(500, 64), savings.LinearCrossEntropy(64, 500), words, words, **settings)
-
-    def every_chunk(count, rows, size):
-        for start in range(0, rows, size):
-            yield slice(start, start + size)
-
-    first = estimate()
-    monkeypatch.setattr(Count, "first_chunk", every_chunk)
-    whole = estimate()
-    assert len(first.timeline[0]) < len(whole.timeline[0])
-    assert (first.allocated, first.reserved, first.flops) == (whole.allocated, whole.reserved, whole.flops)

@@ -28,10 +28,7 @@ _OPTIMIZERS = (f"{_TORCH}/optim", f"{_TORCH}/amp")
 
 @dataclass
 class Block:
-    """The memory of one storage: device, bytes, purpose, and the operator, module and line that allocated it.
-
-    The bytes of a chunk of rows grow with all rows up to those of the largest chunk: the two numbers of ``chunk``.
-    """
+    """The memory of one storage: device, bytes, purpose, and the operator, module and line that allocated it."""
 
     device: str
     size: int
@@ -40,7 +37,6 @@ class Block:
     module: str
     line: str
     stream: int = 0  # 1 for a side stream: only that stream reuses the memory
-    chunk: tuple[int, int] | None = None
 
 
 MAYBE = "workspace of cuDNN"  # memory that is taken or not: not part of a report but of its upper bound
@@ -64,19 +60,11 @@ class Count(TorchDispatchMode):
         self.events: list[int] = []
         self.marks: dict[str, int] = {}
         self.flops = 0
-        self._chunk: tuple[int, int] | None = None  # all rows of the loss that runs, and those of its largest chunk
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._node: int | None = None  # the one that runs in a backward
         self._older = 0  # blocks that were there before it
         self._reused: tuple[int, int] | None = None  # a block, and the place of its release among the events
         self._is_paused = False
-
-    def first_chunk(self, rows: int, size: int) -> Iterator[slice]:
-        """Yields the first chunk of some rows. It has the operations of all, one after the other in the same memory."""
-        before, self._chunk = self.flops, (rows, size)
-        yield slice(0, size)
-        self._chunk = None
-        self.flops = before + (self.flops - before) * rows // max(min(rows, size), 1)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -136,9 +124,7 @@ class Count(TorchDispatchMode):
             entry = self._live.get(storage_id(storage))
             if entry is None:
                 module, line = _where(self.names)
-                chunk = self._chunk if self._chunk and tensor.shape[:1] == (min(self._chunk),) else None
-                block = Block(str(tensor.device), storage.nbytes(), kind, operator, module, line, chunk=chunk)
-                self._allocate(storage, block)
+                self._allocate(storage, Block(str(tensor.device), storage.nbytes(), kind, operator, module, line))
             elif kind != "temporaries":
                 self.blocks[entry[1] - 1].kind = kind
 

@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (  # torch has no public module of fak
 from ...batch.containers import leaves
 from ...batch.rows import Arguments, Batch
 from ...savings.checkpointing import checkpoint_blocks
+from ...savings.saving import around_update, change_module
 from ..errors import HINT, UnknownMemory
 from ..operators import cuda, values
 from ..operators.recurrent import autograd_kernels
@@ -29,7 +30,6 @@ from .allocations import Block, Count
 from .fakes import HOME, host_of, start_in_child
 from .layouts import Request, SingleDevice, TracedBatch
 from .optimizers import ExistingOptimizers, refuse_merges
-from .savings import around_update, change_module
 from .stacks import FEWEST, NotRepeating, Stack, divides_evenly, entries_of, extend, find_stack, replace_entries
 
 TRACED = 3  # micro-batches: a first, one that adds, one that reduces; more of them need no more memory
@@ -84,7 +84,8 @@ def _trace_or_reason(request: Request, rows: int) -> Trace | str:
     except Exception as error:
         if fakes.runs_in_parent_only(error):
             raise
-        return (str(error) or type(error).__name__).splitlines()[0]
+        prefix = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        return f"{prefix}{error}".splitlines()[0]
 
 
 def _trace(request: Request, rows: int) -> Trace:
@@ -173,7 +174,7 @@ def _run(request: Request, count: Count, module: Any, criterion: Any, batch: Tra
                 gc.collect(generation)  # the objects of this trace: the collector is off, so they are young
                 count.mark(name)
                 count.flops = 0
-                with around_update(request.savings, host_of(request.devices), count), layout.window():
+                with around_update(request.savings, host_of(request.devices)), layout.window():
                     _update(layout, count, update, host_of(request.devices) if request.kind.like_cuda else None)
         finally:
             layout.close()
