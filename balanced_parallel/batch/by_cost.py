@@ -21,7 +21,7 @@ from torch import Tensor
 from ..runtime.values import check_number, check_type
 from . import containers
 from .plan import Combine, Plan, RowNumbers, cost_of_shard, count_micro_batches, cut_by_cost, cut_to_budget
-from .rows import Along, Arguments, RowShards, Shard, count_rows, cut, map_marked, move_leaves, without_mark
+from .rows import Along, Arguments, RowShards, Shard, count_rows, map_marked, move_leaves, take, without_mark
 
 Mark = Callable[[Any, tuple[Any, ...]], tuple[Arguments, Arguments, tuple[int, int]]]
 Trim = int | Mapping[str, int]
@@ -32,17 +32,12 @@ class ByCost:
 
     Args:
         cost: returns the cost of a sample, with ``collate``; otherwise the costs of all rows, ``cost(inputs)``.
-        collate: makes ``(inputs, targets)`` of any list of samples, or a mapping of inputs with ``"labels"``. A batch is
-            such a list then: ``step(samples)``.
+        collate: makes ``(inputs, targets)``, or inputs with ``"labels"``, of any list of samples, as in ``step(samples)``.
         trim: dimension of padded inputs and targets that is cut to the largest cost in a shard, or a mapping to it from an
             argument of the model by name, and from ``"targets"``. ``None`` cuts nothing.
         combine: cost of a shard, from the costs of its rows. It must not decrease with another row. ``None`` is rows x longest,
             the size of a padded shard.
         limit: cost per device at most in one forward, in place of ``micro_batch_size``.
-
-    Raises:
-        TypeError: an argument that is not a function, a number or a dimension.
-        ValueError: ``collate`` and ``trim`` together, or a limit that is not positive.
 
     Example:
         >>> net = torch.nn.Embedding(10, 4)
@@ -79,7 +74,6 @@ class ByCost:
         ``names`` are the arguments of ``forward``, ``unit`` that of a limit, ``"rows"`` or ``"cost"``. If strict, a row over
         the limit is an error; otherwise it runs alone.
         """
-        batch: CostBatch
         is_list = self.collate is not None
         batch = _Samples(self, inputs, targets, mark) if is_list else _Padded(self, inputs, targets, mark, names)
         batch.unit, batch.is_strict = unit, is_strict
@@ -231,7 +225,7 @@ class _Padded(CostBatch):
 def _rows_of(shard: Shard, rows: RowNumbers, dims: tuple[int, int]) -> Shard:
     """Returns copies of some rows of a shard."""
     rows = list(rows)
-    (inputs,), (targets,) = cut(shard.inputs, [rows], dims[0]), cut(shard.targets, [rows], dims[1])
+    inputs, targets = take(shard.inputs, rows, dims[0]), take(shard.targets, rows, dims[1])
     return shard._replace(inputs=inputs, targets=targets, rows=rows, target_rows=len(rows))
 
 
@@ -248,10 +242,8 @@ def _trims(whole: Shard, trim: Trim, names: Sequence[str], costs: Sequence[float
     positions = [names[at] if at < len(names) else str(at) for at in range(len(inputs))]
     values = [*zip(positions, inputs, strict=True), *kwargs.items(), ("targets", whole.targets)]
     if isinstance(trim, Mapping) and (unknown := trim.keys() - {name for name, _ in values}):
-        raise ValueError(
-            f"trim= names {', '.join(map(str, unknown))}, expected some of {', '.join(name for name, _ in values)}: the "
-            "arguments of the model that were passed, and the targets"
-        )
+        names = [name for name, _ in values]
+        raise ValueError(f"trim= names {', '.join(map(str, unknown))}, expected some of {', '.join(names)}, which were passed")
     dims: list[int | None] = []
     length: int | None = None
     for name, value in values:
@@ -263,9 +255,7 @@ def _trims(whole: Shard, trim: Trim, names: Sequence[str], costs: Sequence[float
             dims.append(dim if has_dim and (isinstance(trim, Mapping) or tensor.size(dim) == length) else None)
     for row, cost in enumerate(costs):
         if cost != int(cost) or length is None or cost > length:
-            raise ValueError(
-                f"the cost of row {row} is {cost}, expected a number of entries, at most {length}, for trim={trim!r}"
-            )
+            raise ValueError(f"the cost of row {row} is {cost}, expected a number of entries, at most {length}, to trim to")
     return dims
 
 

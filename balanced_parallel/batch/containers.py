@@ -28,9 +28,6 @@ class Container(NamedTuple):
     rebuild: Callable[[Sequence[Any]], Any]
 
 
-_PLACES = [f"[{index}]" for index in range(16)]
-
-
 def is_plain(value: object) -> bool:
     """Returns True for a string, bytes, a number, or a bool."""
     return isinstance(value, (str, bytes, numbers.Number)) and not isinstance(value, torch.Tensor)
@@ -48,7 +45,7 @@ def is_row_list(value: object) -> TypeGuard[Sequence[Any]]:
 def open_container(node: Any) -> Container | None:
     """Takes a container apart. Returns None for a leaf: a tensor, a list of plain values, or any other object."""
     if type(node) is tuple and not is_row_list(node):  # the most frequent container: skips the slower checks below
-        return Container(_PLACES[: len(node)], list(node), tuple) if len(node) <= len(_PLACES) else _open_sequence(node)
+        return _open_sequence(node)
     if isinstance(node, (torch.Tensor, PackedSequence, Leaf)) or is_row_list(node):  # a PackedSequence's fields have no rows
         return None
     if isinstance(node, Mapping):  # before dataclasses: a ModelOutput is both, and its mapping has no entries that are None

@@ -188,18 +188,16 @@ def gather(outputs: Sequence[Any], device: DeviceLike | None = None, dim: int | 
     """Concatenates the outputs of the replicas, in the order of the rows.
 
     Tensors are concatenated along ``dim``, and 0-dim tensors are stacked. Lists of plain values are concatenated, one plain value
-    per replica becomes a list, and ``None`` stays ``None``. Tuples, named tuples, lists, mappings and dataclasses keep their
-    type. Gradients flow back to all replicas. Outputs of rows that were cut by cost come in the order of the batch, padded with
-    zeros to the longest. Several rows for each row of the batch, such as views or flattened tokens, need an order.
+    per replica becomes a list, and ``None`` stays ``None``. Containers keep their type. Gradients flow back to all replicas.
+    Outputs of rows that were cut by cost come in the order of the batch, padded with zeros to the longest.
 
     In a process group, the outputs of all ranks are gathered on every rank, in the order of the ranks. All ranks must call this
     function. Sizes may differ. A rank without rows passes an empty list.
 
     Args:
         outputs: one output per replica, as :class:`DataParallelModel` returns them.
-        device: device of the result. ``None`` means the device of the first output. With ``"cpu"``, outputs are moved one by
-            one, so no accelerator holds all rows.
-        dim: dimension of the rows. ``None`` means the ``out_dims`` of the model, which a :class:`PerReplica` carries, else 0.
+        device: device of the result; ``None`` is that of the first output. With ``"cpu"``, no accelerator holds all rows.
+        dim: dimension of the rows. ``None`` is that of a :class:`PerReplica`, else 0.
 
     Raises:
         TypeError: ``outputs`` is not a list or tuple, or contains an object that cannot be concatenated.

@@ -228,9 +228,7 @@ def count_rows(node: Any, dim: int = 0, expected: int | None = None, name: str =
     return None if first is None else first[2]
 
 
-def _leaves(
-    node: Any, name: str, holder: tuple[str, list[Any]] | None = None
-) -> Iterator[tuple[str, Any, tuple[str, list[Any]] | None]]:
+def _leaves(node: Any, name: str, holder: tuple[str, list[Any]] | None = None) -> Iterator[tuple[str, Any, Any]]:
     """Yields each leaf with its key path, and with the outermost list around it whose entries could be rows."""
     container = containers.open_container(node)
     if container is None:
@@ -492,7 +490,6 @@ def scatter(
         A list with one structure like ``inputs`` per device that gets rows. Without rows, a list with one structure.
 
     Raises:
-        TypeError: ``device_ids`` is not a list of devices, or ``dim`` not an integer.
         ValueError: inputs have different numbers of rows.
 
     Example:

@@ -36,7 +36,6 @@ class RankBatchSampler(Sampler[list[int]]):
         rank, ranks: this process and the number of processes; ``None`` asks the process group, or is one process.
 
     Raises:
-        TypeError: a number that is not an integer, or a data set without a length.
         ValueError: no rows, a batch size below 1, or a rank outside of the ranks.
 
     Example:
@@ -133,7 +132,7 @@ class BalancedBatchSampler(RankBatchSampler):
         combine: returns the cost of a rank from the costs of its rows. ``sum`` is for costs that add up, without padding.
 
     Raises:
-        ValueError: a cost is negative or not finite; no rows, a batch size below 1, or a rank outside of the ranks.
+        ValueError: a cost is negative or not finite; or as :class:`RankBatchSampler`.
 
     Example:
         >>> lengths = [10, 500, 12, 480, 11, 9, 520, 13]

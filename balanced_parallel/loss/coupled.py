@@ -5,7 +5,7 @@
     second pass    forward 0 | backward 0 | forward 1 | backward 1 | ...     from these derivatives
 
 This is GradCache (arXiv:2101.06983). The parts are outputs, which are gathered (:class:`WholeLoss`: contrastive losses, mined
-triplets), or statistics, which are summed (:class:`LossOfSums`, of an :class:`AdditiveLoss`: Dice, Pearson's correlation).
+triplets), or statistics, which are summed (``_LossOfSums``, of an :class:`AdditiveLoss`: Dice, Pearson's correlation).
 """
 
 import abc
@@ -109,7 +109,7 @@ class CoupledLoss(abc.ABC):
 
 def couple(criterion: ShardRunner, home: torch.device) -> CoupledLoss:
     """Returns the loss of one update of a criterion with ``whole=True``, or of an :class:`AdditiveLoss`."""
-    return WholeLoss(criterion, home) if criterion.whole else LossOfSums(criterion, home)
+    return WholeLoss(criterion, home) if criterion.whole else _LossOfSums(criterion, home)
 
 
 def check_coupled(criterion: Any, whole: bool, weight: Any, reduction: str | None, minimum: float) -> None:
@@ -134,7 +134,7 @@ class ShardStatistics(NamedTuple):
     nothing: Tensor  # a zero on the device of the output, connected to it
 
 
-class LossOfSums(CoupledLoss):
+class _LossOfSums(CoupledLoss):
     """The loss of the statistics of an update, of an :class:`AdditiveLoss`. A shard without rows adds nothing."""
 
     def __init__(self, criterion: Any, home: torch.device) -> None:
@@ -144,7 +144,6 @@ class LossOfSums(CoupledLoss):
         self._derivatives_on: dict[torch.device, list[Tensor | None]] = {}
 
     def value(self, outputs: PerReplica, shards: Sequence[Shard]) -> Tensor:
-        """Returns the loss of a batch. Statistics of all ranks are summed."""
         parts = self._parts(outputs, shards)
         self._add(parts)
         total, ranks = self._over_ranks(parts[0].nothing)
@@ -153,7 +152,6 @@ class LossOfSums(CoupledLoss):
         return self._finish(total)
 
     def differentiate(self, scaler: torch.amp.GradScaler | None) -> None:
-        """Computes the loss of the total of all ranks, and its derivative at the total."""
         has_rows = bool(self._total)
         total, ranks = self._over_ranks(None)
         if has_rows:

@@ -46,8 +46,8 @@ class DataParallelCriterion(ShardRunner):
     tuple as a replica's output fills the leading arguments of the criterion. Any other output is one argument.
 
     Args:
-        criterion: a module or a function. The parameters and buffers of a module are copied to each device, and its parameters
-            get gradients. The tensors of a ``functools.partial`` are moved to each device, those of a closure are not.
+        criterion: a module or a function. Parameters and buffers of a module are copied to each device, and its parameters get
+            gradients. The tensors of a ``functools.partial`` are moved to each device, those of a closure are not.
         device_ids: the devices that outputs may be on; ``None`` allows all.
         output_device: device of the loss; ``None`` is the device of the first output.
         dim: the dimension of the rows in the targets. ``None`` is 0, and an error if the rows of the outputs are in another.
@@ -60,14 +60,14 @@ class DataParallelCriterion(ShardRunner):
         precision: autocast inside every replica, as in :class:`DataParallelModel`.
         reduction: ``"sum"``, ``"mean"`` or ``"none"``, for a criterion that is not a loss of torch.
         minimum: lower bound of the divisor, for a criterion that divides by ``max(count, minimum)``. ``weight`` is the count.
-        in_dims: the dimension of the rows of each argument of the call, as in :class:`DataParallelModel`. The first argument is
-            the outputs. Its entry is used only if the outputs are not a :class:`PerReplica`.
+        in_dims: the dimension of the rows of each argument of the call, as in :class:`DataParallelModel`. The entry of the
+            outputs, the first argument, is used only if they are not a :class:`PerReplica`.
         whole: gathers all outputs and targets, of all ranks too, and computes the loss once per process, on ``output_device``.
             For losses whose rows depend on each other, such as contrastive ones. For functions of sums: :class:`AdditiveLoss`.
 
     Raises:
         TypeError: outputs are not a list with one entry per replica; the rows of a loss depend on each other.
-        ValueError: targets and outputs have different numbers of rows, a loss is not a scalar, or a setting is invalid.
+        ValueError: targets and outputs have different numbers of rows, or a loss is not a scalar.
         BaseException: the first failure of a replica. Its message, or a note, names the replica and its device.
 
     Example:

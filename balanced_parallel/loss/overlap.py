@@ -11,8 +11,8 @@ from .sums import widen
 class TverskyLoss(AdditiveLoss):
     r"""One minus the Tversky index of predictions and targets, over all rows, in the mean over classes.
 
-    The index of a class is :math:`\frac{TP + s}{TP + \alpha FP + \beta FN + s}`, with soft counts of true positives, false
-    positives and false negatives: sums of probabilities (Salehi et al., 2017, arXiv:1706.05721).
+    The index of a class is :math:`\frac{TP + s}{TP + \alpha FP + \beta FN + s}`, with sums of probabilities as counts of true
+    positives, false positives and false negatives (Salehi et al., 2017, arXiv:1706.05721).
 
     Integer targets without a dimension of classes are class indices: output ``(rows, classes, ...)``, target ``(rows, ...)``, and
     probabilities are the softmax over classes. Targets of the shape of the output are binary: probabilities are the sigmoid, and

@@ -66,8 +66,7 @@ def refuse_coupled(criterion: Any) -> None:
         )
 
 
-def _count(number: int) -> Tensor:
-    return torch.tensor(number)  # on the CPU: reading it does not wait for a device
+_count = torch.tensor  # on the CPU: reading it does not wait for a device
 
 
 def _broadcast(*tensors: Tensor) -> torch.Size:
@@ -165,7 +164,6 @@ if hasattr(nn, "LinearCrossEntropyLoss"):  # new in torch 2.13
 RULES: dict[Callable[..., Tensor], Rule] = {}
 # Handlers of these losses. A handler that a user registers for one of them replaces it here.
 _FORMS: dict[Callable[..., Tensor], tuple[type[nn.Module], Callable[..., Tensor]]] = {}
-_MISSING, _TENSOR = object(), torch.empty(0)
 
 
 @functools.cache
@@ -183,10 +181,9 @@ def _bind(function: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> dict
 
 def _divisor(rule: Rule, criterion: Any, arguments: dict[str, Any]) -> Tensor:
     for name in ("input", "target"):
-        if not isinstance(value := arguments.get(name, _TENSOR), Tensor):
-            raise TypeError(
-                f"the {name} of {_name(criterion)} is a {type(value).__name__}, expected a tensor: use torch.as_tensor"
-            )
+        if name in arguments and not isinstance(arguments[name], Tensor):
+            kind = type(arguments[name]).__name__
+            raise TypeError(f"the {name} of {_name(criterion)} is a {kind}, expected a tensor: use torch.as_tensor")
     return rule(**arguments).detach()  # faster than torch.no_grad()
 
 
@@ -200,7 +197,7 @@ def add_loss(module: type[nn.Module], function: Callable[..., Tensor], rule: Rul
     def weigh(criterion: Any, output: Any, *targets: Any, **kwargs: Any) -> Tensor:
         if type(criterion).forward is not module.forward:
             return loss_weight.dispatch(object)(criterion, output)  # a subclass with its own forward is another loss
-        settings = {name: value for name in names if (value := getattr(criterion, name, _MISSING)) is not _MISSING}
+        settings = {name: getattr(criterion, name) for name in names if hasattr(criterion, name)}
         bound = _bind(module.forward, criterion, output, *targets, **kwargs)
         del bound["self"]
         if "log_input" in bound:  # name of the argument in PoissonNLLLoss.forward

@@ -43,9 +43,7 @@ class ShardRunner(nn.Module):
         first: Dims = self.in_dims.get(0, self.dim) if isinstance(self.in_dims, Mapping) else (*self.in_dims, self.dim)[0]
         return first
 
-    def mark(
-        self, targets: tuple[Any, ...], kwargs: dict[str, Any], dims: Dims, leading: int | None = None
-    ) -> tuple[Arguments, int]:
+    def mark(self, targets: tuple[Any, ...], kwargs: Any, dims: Dims, leading: int | None = None) -> tuple[Arguments, int]:
         """Marks the arguments after the outputs with ``in_dims``. Also returns the dimension of the rows in unmarked arguments.
 
         An output fills ``leading`` arguments of the criterion; ``None`` asks its signature.

@@ -294,9 +294,8 @@ class MeanAndWeight:
 
 def _weighted(means: Any, weights: Any, minimum: float, place: str) -> Any:
     if isinstance(weights, float):
-        return containers.map_leaves(
-            lambda mean: None if mean is None else LossSum(weighted_sum(mean, max(weights, minimum)), weights), means
-        )
+        factor = max(weights, minimum)
+        return containers.map_leaves(lambda mean: None if mean is None else LossSum(weighted_sum(mean, factor), weights), means)
     container = containers.open_container(means)
     names = [*map(str, weights if isinstance(weights, dict) else range(len(weights)))]
     has_names = container is not None and (isinstance(weights, list) or containers.entry_names(container) == names)
@@ -360,8 +359,7 @@ def sum_of_terms(shard: ShardLoss) -> Tensor:
         weight = shard.weigh()
         if weight.is_cpu:
             return weighted_sum(shard.call(), float(weight))
-        terms = shard.call(_reducing(shard.criterion, "none"))  # a mean would need the number of counted targets
-        return widen(terms).sum()
+        return widen(shard.call(_reducing(shard.criterion, "none"))).sum()  # a mean would need the weight on the host
     if halves:  # autocast computes losses in float32, but not on the CPU
         shard = shard._replace(output=tuple(widen(leaf) if isinstance(leaf, Tensor) else leaf for leaf in outputs))
     return check_loss(shard.call(_reducing(shard.criterion, "sum")))

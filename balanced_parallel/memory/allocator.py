@@ -126,7 +126,7 @@ class CachingAllocator:
         address, end, _ = self.segments[number]
         last = self._ends.get((number, end), (0, number, end))
         length = -(-(size - last[0]) // _page(pool)) * _page(pool)
-        if self.capacity is not None and self.reserved + length > self.capacity and self._release_free_pages():
+        if self.capacity is not None and self.reserved + length > self.capacity and self._release_free():
             return self._grow(pool, size)
         if not self._reserve(length):
             return None
@@ -137,25 +137,20 @@ class CachingAllocator:
 
     def _reserve(self, length: int) -> bool:
         if self.capacity is not None and self.reserved + length > self.capacity:
-            self._release_free_segments()
+            self._release_free()
             if self.reserved + length > self.capacity:
                 return False
         self.reserved += length
         self.max_reserved = max(self.max_reserved, self.reserved)
         return True
 
-    def _release_free_segments(self) -> None:
-        for pool, free in self._free.items():
-            for block in [block for block in free if block[0] == self.segments[block[1]].size]:
-                self._remove(pool, block)
-                self.reserved -= block[0]
-
-    def _release_free_pages(self) -> int:
-        """Returns the bytes of all pages without a block in use, which it releases."""
+    def _release_free(self) -> int:
+        """Gives back whole segments, or pages of expandable ones, without a block in use. Returns their bytes."""
         before = self.reserved
         for pool, free in self._free.items():
             for size, segment, offset in list(free):
-                first, last = -(-offset // _page(pool)) * _page(pool), (offset + size) // _page(pool) * _page(pool)
+                page = _page(pool) if self.expandable else self.segments[segment].size
+                first, last = -(-offset // page) * page, (offset + size) // page * page
                 if first < last:
                     self._remove(pool, (size, segment, offset))
                     self.reserved -= last - first

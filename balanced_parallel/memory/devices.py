@@ -49,56 +49,20 @@ KIND_SOURCES = {
 }
 
 
-# Total GiB, multiprocessors, and compute capability (0 for AMD). The memory is that of public out-of-memory errors of torch
-# ("total capacity"), rounded down to half a GiB: less than the name of the GPU says. 184 GiB and all of AMD's are assumed.
-_GPUS = {
-    "gb200": (184, 152, 10),
-    "b200": (178, 148, 10),
-    "gh200": (94, 132, 9),
-    "h200": (139.5, 132, 9),
-    "h20": (95, 78, 9),
-    "h100": (79, 132, 9),
-    "h100-pcie": (79, 114, 9),
-    "h100-nvl": (93, 132, 9),
-    "a100": (79, 108, 8),
-    "a100-40gb": (39, 108, 8),
-    "a40": (44, 84, 8),
-    "a30": (23.5, 56, 8),
-    "a10": (22, 72, 8),
-    "a10g": (21.5, 80, 8),
-    "l40s": (44, 142, 8),
-    "l40": (44, 142, 8),
-    "l4": (22, 58, 8),
-    "t4": (14.5, 40, 7),
-    "v100": (31.5, 80, 7),
-    "v100-16gb": (15.5, 80, 7),
-    "p100": (15.5, 56, 6),
-    "rtxpro6000": (94.5, 188, 12),
-    "rtx6000-ada": (44, 142, 8),
-    "rtx6000": (23.5, 72, 7),
-    "rtx8000": (47, 72, 7),
-    "a6000": (47, 84, 8),
-    "a5000": (23.5, 64, 8),
-    "a4000": (15.5, 48, 8),
-    "rtx5090": (31, 170, 12),
-    "rtx5080": (15, 84, 12),
-    "rtx5070-ti": (15, 70, 12),
-    "rtx4090": (23.5, 128, 8),
-    "rtx4080": (15.5, 76, 8),
-    "rtx4070": (11.5, 46, 8),
-    "rtx3090": (23.5, 82, 8),
-    "rtx3080": (9.5, 68, 8),
-    "rtx3070": (7.5, 46, 8),
-    "rtx3060": (11.5, 28, 8),
-    "rtx2080-ti": (10.5, 68, 7),
-    "gtx1080-ti": (10.5, 28, 6),
-    "titan-rtx": (23.5, 72, 7),
-    "mi325x": (255.5, 304, 0),
-    "mi300x": (191.5, 304, 0),
-    "mi250x": (63.5, 110, 0),
-    "mi250": (63.5, 104, 0),
-    "mi210": (63.5, 104, 0),
-}
+# Name, total GiB, multiprocessors and compute capability (0 for AMD). The memory is that of public out-of-memory errors of torch
+# ("total capacity"), rounded down to half a GiB: less than the name of the GPU says. That of GB200 and of AMD is assumed.
+_GPUS = """
+    gb200 184 152 10, b200 178 148 10, gh200 94 132 9, h200 139.5 132 9, h20 95 78 9,
+    h100 79 132 9, h100-pcie 79 114 9, h100-nvl 93 132 9, a100 79 108 8, a100-40gb 39 108 8,
+    a40 44 84 8, a30 23.5 56 8, a10 22 72 8, a10g 21.5 80 8, l40s 44 142 8,
+    l40 44 142 8, l4 22 58 8, t4 14.5 40 7, v100 31.5 80 7, v100-16gb 15.5 80 7,
+    p100 15.5 56 6, rtxpro6000 94.5 188 12, rtx6000-ada 44 142 8, rtx6000 23.5 72 7, rtx8000 47 72 7,
+    a6000 47 84 8, a5000 23.5 64 8, a4000 15.5 48 8, rtx5090 31 170 12, rtx5080 15 84 12,
+    rtx5070-ti 15 70 12, rtx4090 23.5 128 8, rtx4080 15.5 76 8, rtx4070 11.5 46 8, rtx3090 23.5 82 8,
+    rtx3080 9.5 68 8, rtx3070 7.5 46 8, rtx3060 11.5 28 8, rtx2080-ti 10.5 68 7, gtx1080-ti 10.5 28 6,
+    titan-rtx 23.5 72 7, mi325x 255.5 304 0, mi300x 191.5 304 0, mi250x 63.5 110 0, mi250 63.5 104 0,
+    mi210 63.5 104 0
+"""
 _OTHER_GPUS = {"ti", "ada", "laptop"}  # words that make another GPU of a name
 
 
@@ -108,7 +72,8 @@ def _gpu(name: str, capacity: int, processors: int, capability: int) -> DeviceKi
     return DeviceKind(name, capacity, workspace=workspace, context=processors * 7 * MIB // 2)
 
 
-KINDS = {name: _gpu(name, int(size * GIB), *rest) for name, (size, *rest) in _GPUS.items()} | {
+_ROWS = [entry.split() for entry in _GPUS.split(",")]
+KINDS = {name: _gpu(name, int(float(size) * GIB), *map(int, rest)) for name, size, *rest in _ROWS} | {
     "sim": DeviceKind("sim", None, segments=False, fuses=False),  # as simulate() counts
     "cpu": DeviceKind("cpu", None, rounds_to=1, segments=False, like_cuda=False, fuses=False),
 }

@@ -273,7 +273,10 @@ def make_report(request: Request, rows: int, exact: Lines, lines: Lines, asked: 
         allocated=tuple(exact.allocated(i, at) for i, at in read),
         reserved=reserved,
         nvidia_smi=tuple(size + request.kind.context for size in reserved),
-        at_most=tuple((exact.reserved(i, at, upper=True) or 0) + request.kind.context for i, at in read),
+        at_most=tuple(
+            max(size, exact.reserved(i, at, upper=True) or 0) + request.kind.context
+            for size, (i, at) in zip(reserved, read, strict=True)
+        ),
         parts=tuple(_parts(exact, i, at) for i, at in read),
         assumed=assumed,
         timeline=tuple(tuple(exact.levels(i, at)[exact.start :].tolist()) for i, at in read),

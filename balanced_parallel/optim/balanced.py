@@ -35,8 +35,7 @@ class BalancedOptimizer(torch.optim.Optimizer):
     Args:
         model: a :class:`DataParallelModel`, or the model that :func:`parallelize` returns under torchrun.
         optimizer_class: an elementwise optimizer of ``torch.optim``, or a subclass of one.
-        params: parameters or param groups, as for the plain optimizer; ``None`` is ``model.parameters()``. Parameters that are
-            not the model's, such as those of a criterion, are updated in place.
+        params: parameters or param groups; ``None`` is ``model.parameters()``. Those of other modules are updated in place.
         defaults: settings of the optimizer: ``lr`` and so on.
 
     Raises:
@@ -53,35 +52,24 @@ class BalancedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer_class: type[torch.optim.Optimizer],
-        params: Iterable[Any] | None = None,
-        **defaults: Any,
+        self, model: nn.Module, optimizer_class: type[torch.optim.Optimizer], params: Iterable[Any] | None = None, **defaults: Any
     ) -> None:
         _refuse_others(optimizer_class)
         if not isinstance(model, nn.Module):
             raise TypeError(f"the model is an object of type {type(model).__name__}, expected a DataParallelModel")
-        self._model = model
-        self._recipe = optimizer_class, defaults
-        self._groups = _as_groups(model.parameters() if params is None else params)
-        if not any(group["params"] for group in self._groups):
+        groups = _as_groups(model.parameters() if params is None else params)
+        if not any(group["params"] for group in groups):
             raise ValueError("BalancedOptimizer got an empty parameter list, expected parameters to update")
-        self._is_ready = False
-        self.shards = _shard(model, self._groups, optimizer_class, defaults)
+        self._model, self._is_ready = model, False
+        self.recipe = optimizer_class, groups, defaults  # of the plain optimizer
+        self.shards = _shard(model, *self.recipe)
         super().__init__(self.shards.inner.param_groups, self.shards.inner.defaults)
         self.state = self.shards.inner.state
         self._is_ready = True
 
     def __reduce__(self) -> Any:
         """Makes a copy that belongs to the copy of the model. Under torchrun every rank makes one."""
-        return _rebuild, (self._model, *self._recipe, self._groups, self.state_dict())
-
-    @property
-    def recipe(self) -> tuple[type[torch.optim.Optimizer], Groups, dict[str, Any]]:
-        """The class of the plain optimizer, the groups of whole parameters, and the settings that it was made with."""
-        kind, defaults = self._recipe
-        return kind, self._groups, defaults
+        return _rebuild, (self._model, *self.recipe, self.state_dict())
 
     @property
     def param_groups(self) -> Groups:
@@ -107,10 +95,7 @@ class BalancedOptimizer(torch.optim.Optimizer):
         return loss
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        """Returns the whole gradient of one of the model's parameters; None if it has no gradient.
-
-        Changing the result changes no update. Under torchrun every rank must call this.
-        """
+        """Returns a copy of the whole gradient of one of the model's parameters, or None. Every rank must call this."""
         return self.shards.gradient(parameter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -118,10 +103,7 @@ class BalancedOptimizer(torch.optim.Optimizer):
         self.shards.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state of the plain optimizer over the same parameters, with tensors on the CPU.
-
-        Under torchrun every rank must call this.
-        """
+        """Returns the state of the plain optimizer, with tensors on the CPU. Every rank must call this."""
         for prepare in self._optimizer_state_dict_pre_hooks.values():  # torch has no public list of hooks, here and below
             prepare(self)
         state = self.shards.state_dict()
@@ -142,9 +124,7 @@ class BalancedOptimizer(torch.optim.Optimizer):
             finish(self)
 
 
-def _shard(
-    model: nn.Module, groups: Groups, optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]
-) -> "ReplicaShards | _DTensorShards":
+def _shard(model: nn.Module, optimizer_class: Any, groups: Groups, defaults: dict[str, Any]) -> "ReplicaShards | _DTensorShards":
     if isinstance(model, DataParallelModel):
         return ReplicaShards(model, groups, optimizer_class, defaults)
     if any(is_sharded(parameter) for group in groups for parameter in group["params"]):
@@ -210,7 +190,7 @@ def _whole(tensor: Tensor) -> Tensor:
     return whole.detach()
 
 
-def _rebuild(model: nn.Module, optimizer_class: Any, defaults: dict[str, Any], groups: Groups, state: Any) -> BalancedOptimizer:
+def _rebuild(model: nn.Module, optimizer_class: Any, groups: Groups, defaults: dict[str, Any], state: Any) -> BalancedOptimizer:
     optimizer = BalancedOptimizer(model, optimizer_class, groups, **defaults)
     optimizer.load_state_dict(state)  # a new optimizer has no hooks
     return optimizer

@@ -21,7 +21,7 @@ from ..runtime import torch_private, transport
 T = TypeVar("T", Tensor, Tensor | None)
 
 
-class Piece:
+class _Piece:
     """A run of one parameter's elements, the ``index``-th of a bucket, in the memory of the device that owns it.
 
     ``values`` is a leaf for the optimizer to update, flat if it is not the whole parameter. ``places`` are the same elements on
@@ -41,11 +41,9 @@ class Piece:
         return tensor if self.is_whole else tensor.reshape(-1)[self._run]
 
     def add_gradient(self, gradient: Tensor) -> None:
-        """Adds to the gradient that the owner has."""
         accumulate([self.values], [gradient.reshape(self.values.shape)])
 
     def repoint(self, copies: Mapping[torch.device, Tensor]) -> None:
-        """Takes its memory from ``copies`` of the parameter."""
         self.places = {device: self.cut(copy.detach()) for device, copy in copies.items()}
         self.values.data = self.places[self.owner]
 
@@ -56,7 +54,7 @@ class BucketOwners:
     def __init__(self, parameters: Sequence[nn.Parameter], copies: Sequence[dict[torch.device, Tensor]]) -> None:
         self._parameters = parameters
         self._devices = devices = list(copies[0])
-        self.pieces: list[Piece] = []
+        self.pieces: list[_Piece] = []
         share = -(-sum(parameter.numel() for parameter in parameters) // len(devices))  # collectives need equal sizes
         position = 0
         for index, (parameter, copied) in enumerate(zip(parameters, copies, strict=True)):
@@ -65,7 +63,7 @@ class BucketOwners:
             while start < size or start == 0:
                 owner = min(position // max(share, 1), len(devices) - 1)
                 stop = min(size, start + share * (owner + 1) - position) if splits else size
-                self.pieces.append(Piece(parameter, index, slice(start, stop), devices[owner], copied))
+                self.pieces.append(_Piece(parameter, index, slice(start, stop), devices[owner], copied))
                 start, position = stop, position + stop - start
                 if size == 0:
                     break
@@ -139,11 +137,11 @@ class BucketOwners:
         parameter = self._parameters[index]
         return transport.MemoryLayout(parameter.shape) if index in self._is_cut else transport.layout_of(parameter)
 
-    def _layouts(self, pieces: Sequence[Piece]) -> list[transport.MemoryLayout]:
+    def _layouts(self, pieces: Sequence[_Piece]) -> list[transport.MemoryLayout]:
         return [self._layout(p.index) if p.is_whole else transport.MemoryLayout(p.values.shape) for p in pieces]
 
 
-def _sizes(pieces: Sequence[Sequence[Piece]], parameters: int) -> list[int]:
+def _sizes(pieces: Sequence[Sequence[_Piece]], parameters: int) -> list[int]:
     """Returns the number of elements on each owner: equal numbers if padding suffices. A single parameter is not padded."""
     owned = [sum(piece.values.numel() for piece in run) for run in pieces]
     total, count = sum(owned), len(owned)
@@ -174,16 +172,14 @@ _all_shards: weakref.WeakSet["ReplicaShards"] = weakref.WeakSet()
 class ReplicaShards:
     """Shards of a :class:`DataParallelModel`, each updated on the device that owns it. Other parameters are updated in place."""
 
-    def __init__(
-        self, model: DataParallelModel, groups: Groups, optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]
-    ) -> None:
-        self._model = model
-        self._groups = groups
+    def __init__(self, model: DataParallelModel, groups: Groups, optimizer_class: Any, defaults: dict[str, Any]) -> None:
+        self._model, self._groups = model, groups
         self._owners: list[BucketOwners] = []
-        self._pieces: dict[Tensor, list[Piece]] = {}
+        self._pieces: dict[Tensor, list[_Piece]] = {}
         if len(set(model.devices)) > 1:
             self._shard()
-        self.inner = optimizer_class([{**group, "params": self._updated(group["params"])} for group in groups], **defaults)
+        updated = [{**group, "params": self._updated(group["params"])} for group in groups]
+        self.inner: torch.optim.Optimizer = optimizer_class(updated, **defaults)
 
     @torch.no_grad()
     def collect(self) -> None:
@@ -255,7 +251,7 @@ class ReplicaShards:
         for group, saved in zip(self._groups, state_dict["param_groups"], strict=True):
             first = at
             for parameter, index in zip(group["params"], saved["params"], strict=True):
-                pieces: Sequence[Piece | None] = self._pieces.get(parameter) or [None]
+                pieces: Sequence[_Piece | None] = self._pieces.get(parameter) or [None]
                 for piece in pieces:
                     if index in state_dict["state"]:
                         state[at] = _cut(parameter, piece, state_dict["state"][index])
@@ -293,14 +289,13 @@ def _join(parameter: Tensor, states: list[dict[str, Any] | None]) -> dict[str, A
     joined = {}
     for name, value in first.items():
         if len(states) > 1 and isinstance(value, Tensor) and value.dim() == 1:
-            parts = [state[name].cpu() for state in states if state]
-            joined[name] = torch.cat(parts).view(parameter.shape)
+            joined[name] = torch.cat([state[name].cpu() for state in states if state]).view(parameter.shape)
         else:
             joined[name] = value.detach().cpu() if isinstance(value, Tensor) else value
     return joined
 
 
-def _cut(parameter: Tensor, piece: Piece | None, state: dict[str, Any]) -> dict[str, Any]:
+def _cut(parameter: Tensor, piece: _Piece | None, state: dict[str, Any]) -> dict[str, Any]:
     def cut(value: Any) -> Any:
         if piece is None or piece.is_whole or not isinstance(value, Tensor) or value.shape != parameter.shape:
             return value.clone() if isinstance(value, Tensor) else value

@@ -35,8 +35,7 @@ def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
     must be called equally often on all ranks.
 
     Raises:
-        TypeError: if the ``forward`` of a subclass computes the statistics itself.
-        ValueError: if a lazy layer is not initialised yet.
+        TypeError: the ``forward`` of a subclass computes the statistics itself.
 
     Example:
         >>> net = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8))

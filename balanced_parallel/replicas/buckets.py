@@ -125,17 +125,13 @@ def _is_dense(tensor: Any) -> bool:
     return tensor is not None and bool(tensor.layout == torch.strided)
 
 
-class Owners(Protocol):
+class _Owners(Protocol):
     """Devices that own elements of a bucket's parameters, and receive the gradients of these elements."""
 
-    def take(self, replicas: Sequence[Gradients]) -> Callable[[], None]:
-        """Allocates sums of the replicas' gradients on the current streams. Returns a function that computes them."""
-
-    def forget(self) -> None:
-        """Clears the gradients."""
-
-    def repoint(self, copies: Mapping[nn.Parameter, Mapping[torch.device, Tensor]]) -> None:
-        """Takes memory from ``copies`` of some parameters, which have moved."""
+    # allocates sums on the current streams, and returns a function that computes them
+    def take(self, replicas: Sequence[Gradients]) -> Callable[[], None]: ...
+    def forget(self) -> None: ...  # clears the gradients
+    def repoint(self, copies: Mapping[nn.Parameter, Mapping[torch.device, Tensor]]) -> None: ...
 
 
 class Schedule(NamedTuple):
@@ -155,7 +151,7 @@ class Bucket:
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
-        self.owners: Owners | None = None  # receive the gradients in place of the parameters' ``grad``
+        self.owners: _Owners | None = None  # receive the gradients in place of the parameters' ``grad``
         self.held: dict[torch.device, Gradients] = {}  # not reduced yet, of the other replicas
         self._local: dict[int, weakref.ref[Tensor]] = {}  # by place of the parameter, the ``grad`` that others wait for
         self._lock = threading.RLock()  # backwards may run in several threads
@@ -276,9 +272,7 @@ class _Broadcast(torch.autograd.Function):
     """Broadcasts a bucket in the forward, and reduces its gradients in the backward, as the schedule of the forward says."""
 
     @staticmethod
-    def forward(
-        ctx: Any, bucket: Bucket, replicas: Sequence[Sequence[Tensor]], schedule: Schedule, *parameters: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, bucket: Bucket, replicas: Any, schedule: Schedule, *parameters: Tensor) -> tuple[Tensor, ...]:
         ctx.bucket, ctx.schedule, ctx.size = bucket, schedule, len(parameters)
         ctx.set_materialize_grads(False)
         return tuple([tensor.detach() for replica in replicas for tensor in replica])
@@ -358,12 +352,6 @@ class GradientBuckets:
         self.reduce()
         learning = [[parameter for parameter in group if parameter.requires_grad] for group in groups]
         self.buckets = [bucket for group in learning for bucket in make_buckets(group)]
-
-    def repoint(self, copies: Mapping[nn.Parameter, Mapping[torch.device, Tensor]]) -> None:
-        """Takes the owners' memory from ``copies`` of some parameters, which have moved."""
-        for bucket in self.buckets:
-            if bucket.owners is not None:
-                bucket.owners.repoint(copies)
 
     def unshard(self) -> None:
         """Takes the owners away. Gradients go to the parameters again."""

@@ -19,7 +19,7 @@ from ..runtime.row_random import by_row
 from ..runtime.values import Precision, check_type
 from .batchnorm import AllRowsBatchNorm
 from .module_tree import check_module
-from .replicas import Replicas
+from .replicas import Replicas, window
 
 
 class DataParallelModel(nn.DataParallel[nn.Module]):
@@ -38,18 +38,16 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         module: moved to the first device. Parameters and their gradients stay there.
         device_ids: integers, strings or devices, of any type. A device may be named several times (``["cpu"] * 4``).
             ``None`` is every visible accelerator, else the CPU.
-        output_device: device of the outputs if ``gather_outputs=True``; ``None`` is the first device. Otherwise outputs are not
-            moved, and ``gather(outputs, device)`` takes the device.
+        output_device: device of the outputs if ``gather_outputs=True``; ``None`` is the first device.
         dim: the dimension of the rows in inputs and outputs.
         precision: ``"fp32"``, ``"bf16"``, ``"fp16"`` or a :class:`Precision`, for autocast inside every replica. ``None`` is
             the autocast of the caller.
         split: for unequal shards one weight per device, or ``"memory"``, the free bytes of each device when the model is made.
             ``None`` is equal shards. The weights are in ``model.split`` and ``repr(model)``.
         in_dims: the dimension of the rows of each argument, as in ``torch.vmap``: a sequence by position, or a mapping by
-            position or name. An entry is a dimension, ``None`` for an argument that every replica needs whole, or a
-            sequence or mapping of these for a nested argument. Arguments that are not named have their rows in ``dim``.
-            :class:`Whole` and :class:`Rows` mark arguments at the call instead.
-        out_dims: the dimension of the rows of each output, by position or name, for :func:`gather`. ``None`` is an entry that is
+            position or name; ``None`` for an argument that every replica needs whole; a sequence or mapping for a nested one.
+            Other arguments have their rows in ``dim``. :class:`Whole` and :class:`Rows` mark arguments at the call instead.
+        out_dims: the dimension of the rows of each output, by position or name, for :func:`gather`, or ``None`` for one that is
             the same on all replicas. The default is ``dim``.
         gather_outputs: returns the outputs gathered on ``output_device``, as ``nn.DataParallel`` does, for loops that compute
             their loss themselves. That device then stores all of them.
@@ -121,7 +119,7 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
 
         Gradients of forwards in this block accumulate on the replicas, those of the first one in ``parameter.grad``. The next
         backward of a forward outside of the block reduces them, and so does :meth:`reduce_gradients`. ``optimizer.zero_grad()``
-        discards them. With ``set_to_none=False`` it discards those of the first replica alone: call :meth:`zero_grad`.
+        discards them; with ``set_to_none=False``, call :meth:`zero_grad` of the model.
 
         Example:
             >>> model = DataParallelModel(torch.nn.Linear(4, 1), ["cpu"] * 2)
@@ -131,7 +129,7 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
             >>> model.module.bias.grad
             tensor([3.])
         """
-        return self.replicas.no_sync()
+        return window(self.replicas, deferred=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients of all parameters, those that have accumulated on the replicas, and those that are sharded."""
@@ -139,10 +137,10 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
         self.replicas.gradients.drop()
 
     def refresh_replicas(self) -> None:
-        """Copies all parameters again before the next forward or update.
+        """Copies all parameters again before the next forward or update, as every forward does.
 
-        Every forward does so, but for those after the first one in a block of :meth:`no_sync` or ``savings.inference``. This is
-        needed there after a write that torch's version counters do not record, such as ``parameter.data.clamp_(...)``.
+        In a block of :meth:`no_sync` or ``savings.inference``, only the first forward does so. This is needed there after a write
+        that torch's version counters do not record, such as ``parameter.data.clamp_(...)``.
         """
         self.replicas.copies.forget_values()
 

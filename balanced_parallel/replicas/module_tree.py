@@ -147,7 +147,8 @@ class ModuleTree:
                     changes.append((attributes[PARAMETERS], name, tensors[at], self.parameters[at]))
             for name in part.lists:
                 before = attributes.get(name)
-                changes.append((attributes, name, self._swapped(before, tensors), before))
+                if (swapped := self._swapped(before, tensors)) is not before:
+                    changes.append((attributes, name, swapped, before))
         try:
             for attributes, name, value, _ in changes:
                 attributes[name] = value
@@ -164,15 +165,12 @@ class ModuleTree:
         """
         if type(value) is not list:
             return value
-        referents = [entry() if isinstance(entry, weakref.ref) else entry for entry in value]
-        if not any(isinstance(referent, nn.Parameter) for referent in referents):
+        places = [self.place.get(id(entry() if isinstance(entry, weakref.ref) else entry)) for entry in value]
+        if all(at is None for at in places):
             return value
-        swapped = []
-        for entry, referent in zip(value, referents, strict=True):
-            at = self.place.get(id(referent))
-            tensor = None if at is None else tensors[at]
-            swapped.append(entry if tensor is None else weakref.ref(tensor) if isinstance(entry, weakref.ref) else tensor)
-        return swapped
+        swapped = [entry if at is None else tensors[at] for entry, at in zip(value, places, strict=True)]
+        pairs = zip(value, swapped, strict=True)
+        return [weakref.ref(new) if isinstance(old, weakref.ref) and new is not old else new for old, new in pairs]
 
 
 def flatten_weights(rnns: Sequence[tuple[nn.RNNBase, list[int]]], tensors: Sequence[Tensor]) -> None:

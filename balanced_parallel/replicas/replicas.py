@@ -77,10 +77,6 @@ class Replicas:
             if devices[0] != home:
                 tree.take_buffers(self._skeletons[0])
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """Opens a window, in which gradients stay with the replicas."""
-        return window(self, deferred=True)
-
     def prepare(self, module: nn.Module, devices: Sequence[torch.device], *, all_values: bool = True) -> ModuleTree:
         """Returns the tree, with skeletons and copies up to date. Without ``all_values``, only recorded writes are copied."""
         with self.in_turn():
@@ -149,7 +145,10 @@ class Replicas:
         for device in renewed:
             flatten_weights(tree.rnns, copies.by_device[device])
         if moved and self.gradients.is_sharded:
-            self.gradients.repoint({tree.parameters[i]: copies.everywhere(tree.parameters[i], i) for i in moved})
+            renewed_copies = {tree.parameters[i]: copies.everywhere(tree.parameters[i], i) for i in moved}
+            for bucket in self.gradients.buckets:
+                if bucket.owners is not None:
+                    bucket.owners.repoint(renewed_copies)
 
     def _follow_buckets(self, tree: ModuleTree, *, is_frozen: bool) -> None:
         """Makes new buckets where parameters were frozen, unfrozen, resized or converted."""

@@ -204,8 +204,7 @@ def run_replicas(
     A single replica runs in the calling thread. Several run in one thread each, with the caller's :class:`ThreadState`, context
     variables, and current stream of every device. Replicas on one device share its random numbers, so they take turns, and under
     modes of torch all do. On the CPU they run one after the other in the calling thread unless they exchange values
-    (``together``). The first failure (in time) is raised, and
-    names the replica and its device. ``pool`` returns the threads. It is called only if there are several.
+    (``together``). The first failure (in time) is raised, and names the replica. ``pool`` returns the threads.
     """
     if len(work) == 1 or (not together and set(devices) == _CPU):
         return run_in_turn(work, devices, None)

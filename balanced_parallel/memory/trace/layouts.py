@@ -28,7 +28,7 @@ from ...loss.coupled import AdditiveLoss, CoupledLoss, WholeLoss, couple
 from ...loss.criterion import DataParallelCriterion
 from ...loss.sums import ShardLoss, add_up
 from ...replicas.model import DataParallelModel
-from ...replicas.replicas import Replicas, parameter_window
+from ...replicas.replicas import Replicas, parameter_window, window
 from ...replicas.workers import run_in_turn
 from ...runtime.collectives import world_size
 from ...runtime.streams import SideStreams
@@ -241,7 +241,7 @@ class SingleDevice:
         """Begins a micro-batch that is not the last of its update. Its gradients stay unreduced until the end of the block."""
         block = contextlib.ExitStack()
         for replicas in self.replicas:
-            block.enter_context(replicas.no_sync())
+            block.enter_context(window(replicas, deferred=True))
         return block
 
     def window(self) -> contextlib.AbstractContextManager[Any]:
