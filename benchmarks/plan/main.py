@@ -1,4 +1,4 @@
-"""How long does a plan take, how much memory, and what does it say? For GPT-2, a plain GPT and Llama 8B, on the command line.
+"""Time, memory and text of a plan for GPT-2, a plain GPT and Llama 8B, on the command line.
 
 Run without arguments, it prints the table of README.md. Arguments are names of problems: ``main.py small xl``.
 """

@@ -39,7 +39,7 @@ def test_largest_batch_fits_and_one_more_row_does_not(kind):
     capacity = report.nvidia_smi[0] * 3
     rows = report.largest(capacity)
     assert rows > 18
-    assert report.largest(str(capacity)) == rows
+    assert report.largest(f"{capacity}B") == rows
     assert report._batches.traced_at(rows)[0] <= capacity
     if kind != "h200":  # there the allocator may give back segments, and do with less than it would take
         assert report._batches.traced_at(rows + 1)[0] > capacity
