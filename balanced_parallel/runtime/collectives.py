@@ -3,15 +3,8 @@
 Without a process group there is one rank, and no function communicates. Functions take the process group of the ranks;
 ``None`` is the group of those that share a batch: all ranks, or the mesh that ``parallelize`` was given.
 
-A collective that fails says that its time is over, or that a connection is closed, but not why. So each rank leaves the number of
-its last reduction in the store of the process group, and an error names the ranks that are behind.
-
-gloo's threads can hang or crash an exit:
-
-- The destructor of a process group waits for its threads. A thread waits for its collective, which never comes to its end if
-  another rank has failed.
-- A thread that releases the tensors of the last collective while the interpreter shuts down aborts the process ("terminate
-  called without an active exception"). torch cannot wait for the release, https://github.com/pytorch/pytorch/issues/190489.
+Each rank leaves the number of its last reduction in the store of the process group. So the error of a collective names the ranks
+that are behind.
 """
 
 import contextlib
@@ -65,10 +58,9 @@ def rank(group: Group = None) -> int:
 
 
 def statistics_group(group: Group = None) -> Group:
-    """Returns a second process group of all ranks, for the statistics of layers. All ranks make it together in the first call.
+    """Returns a second process group of all ranks, for the statistics of layers. They may come before or after the gradients.
 
-    Ranks must call the collectives of one group in the same order. In a group of their own, the statistics may come before or
-    after the gradients.
+    All ranks make it together in the first call.
     """
     return _second_group("statistics", None, group)
 
@@ -135,10 +127,7 @@ def gather_objects(value: Any, group: Group = None) -> list[Any]:
 
 
 def gather_rows(tensor: torch.Tensor, sizes: list[int], dim: int, group: Group = None) -> torch.Tensor:
-    """Concatenates the rows of all ranks along ``dim``, on the device of ``tensor``. The result is differentiable.
-
-    ``sizes`` are the numbers of rows of the ranks.
-    """
+    """Concatenates the rows of all ranks along ``dim``, of these ``sizes``. The result is differentiable."""
     gathered: torch.Tensor = _GatherRows.apply(tensor, sizes, dim, group)
     return gathered
 
@@ -154,8 +143,7 @@ def _to_backend_device(tensor: torch.Tensor, group: Group) -> torch.Tensor:
 class _GatherRows(torch.autograd.Function):
     """All-gather of rows. Backward sums the gradients over the ranks and keeps the rows of this rank.
 
-    DistributedDataParallel averages gradients over ranks afterwards. So a loss that each rank computes from all rows has the
-    exact gradient.
+    DDP averages gradients afterwards. So a loss that each rank computes from all rows has the exact gradient.
     """
 
     @staticmethod
@@ -266,9 +254,9 @@ _TASKS = Path("/proc/self/task")  # Linux alone has it
 
 
 def keep_backends() -> None:
-    """Keeps gloo's backends of all running process groups until the process has ended. Their destructor does not run.
+    """Keeps gloo's backends of all running process groups until the process has ended.
 
-    Destructors of other backends do not wait, and run as usual.
+    Their destructor would wait for threads, whose collective never comes to its end if another rank has failed.
     """
     for group in torch_private.process_groups():
         for backend in torch_private.backends_of(group):
@@ -280,8 +268,9 @@ def keep_backends() -> None:
 def wait_until_idle(seconds: float = 5.0) -> None:
     """Waits until gloo's threads have released the tensors of their last collectives, which takes long on a busy machine.
 
-    A sleeping thread may still wait for the interpreter's lock. So the threads must sleep twice in a row. The lock is free in
-    between.
+    A thread that does so while the interpreter shuts down aborts the process ("terminate called without an active exception",
+    https://github.com/pytorch/pytorch/issues/190489). A sleeping thread may still wait for the interpreter's lock. So the
+    threads must sleep twice in a row. The lock is free in between.
     """
     if not _TASKS.exists():
         time.sleep(0.2)

@@ -27,14 +27,7 @@ def _dropout(x, out, mask, seeds, keep, scale, lines, length, LINES: tl.constexp
 
 
 def dropout(x: Tensor, p: float, seeds: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Returns the output and the mask, as ``torch.native_dropout`` does.
-
-    Args:
-        x: the input.
-        p: probability of a zero.
-        seeds: of each line, ``[..., 1]``.
-        length: of a line.
-    """
+    """Returns the output and the mask, as ``torch.native_dropout`` does. ``seeds`` are those of the lines, ``[..., 1]``."""
     x, seeds = x.contiguous(), seeds.contiguous()
     out, mask = torch.empty_like(x), torch.empty_like(x, dtype=torch.bool)
     quads = min(128, triton.next_power_of_2(-(-length // 4)))

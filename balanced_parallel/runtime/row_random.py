@@ -6,15 +6,14 @@ A number depends on the seed of the update, the number of the draw in the forwar
     number j of it  =  word j % 4 of philox4x32-10(key = seed of the line, counter = j // 4)
 
 A line is the last dimension of a tensor. Coordinates of the other dimensions are separate, so a row that is padded to another
-length has the same numbers where it has data. Philox is that of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"
-(SC 2011). The bits are those of torch's stateless numbers (``torch.func._random``, pytorch#177229) with a key for each line. They
-are computed by torch's kernel, by the Triton kernel of ``dropout_kernel``, or where both are missing by integer operators.
+length has the same numbers where it has data. The bits are those of torch's stateless numbers (``torch.func._random``,
+pytorch#177229) with a key for each line: by torch's kernel, by the Triton kernel of ``dropout_kernel``, or by integer operators.
 
-torch's kernels that draw are replaced during an update. A replaced kernel looks for the forward that runs. So modules, functions,
+torch's kernels that draw are replaced during an update. A replaced kernel looks for the forward that runs, so modules, functions,
 composites in C++ (``nn.LSTM``) and worker threads are covered. A call with ``generator=`` runs torch's kernel.
 
-During a forward, the seed of the device's generator is a ticket: the forward, and the number of the next draw. Whatever saves and
-sets states of generators carries it, above all activation checkpointing, in the threads of the backward too.
+During a forward, the seed of the device's generator is a ticket: the forward, and the number of the next draw. Activation
+checkpointing saves and sets states of generators, and so carries it into the backward.
 """
 
 import contextlib
@@ -75,7 +74,10 @@ def number_lines(shape: Sequence[int], rows: Tensor | None, dim: int, device: to
 
 
 def philox(seeds: Tensor, words: int) -> Tensor:
-    """Returns the first ``words`` words of 32 bits of each seed, ``[..., words]`` in int64, for seeds ``[..., 1]``."""
+    """Returns the first ``words`` words of 32 bits of each seed, ``[..., words]`` in int64, for seeds ``[..., 1]``.
+
+    The generator is that of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC 2011).
+    """
     k0, k1 = seeds & _LOW, (seeds >> 32) & _LOW
     c0 = torch.arange(-(-words // 4), device=seeds.device).expand(*seeds.shape[:-1], -1)
     c1 = c2 = c3 = torch.zeros((), dtype=torch.int64, device=seeds.device)
@@ -128,10 +130,6 @@ class BatchRandom(NamedTuple):
         """Surrounds a forward of ``"model"`` or ``"criterion"`` in this thread. The generator's state is put back.
 
         ``rows`` are their numbers in the batch; None if the arguments have no rows.
-
-        Raises:
-            ValueError: the forward has drawn other numbers than expected.
-            RuntimeError: an operator has drawn that is not replaced.
         """
         numbers = None if rows is None else torch.tensor(rows, dtype=torch.int64, device=device) + self.first
         forward = Forward(self, part, numbers, device)
@@ -221,11 +219,7 @@ _AS_ROWS = ": with reproducible=True, draws must not depend on the data or on ch
 
 
 def find_draws(forwards: Sequence[Forward]) -> list[Draw]:
-    """Returns the draws of a forward, from forwards of two and of three rows: the dimension that grows is that of the rows.
-
-    Raises:
-        ValueError: draws follow the data, or the size of one is not a multiple of the rows.
-    """
+    """Returns the draws of a forward, from forwards of two and of three rows: the dimension that grows is that of the rows."""
     two, three = (forward.shapes for forward in forwards)
     draws: list[Draw] = []
     for number, ((name, small), (other, large)) in enumerate(itertools.zip_longest(two, three, fillvalue=("nothing", ()))):

@@ -13,16 +13,15 @@ may be fewer: a branch was not taken, an output is not in the loss, a rank has n
 parameters::
 
     parameters ---> module ---> output --+
-        |                                +--> _Connect ---> output
+        |                                +--> _Watch ---> output
         +---> _Reach ---> zero ----------+
 
-The backward of ``_Connect`` passes the gradient of each output on, and ``None`` to the zero. So an unused parameter gets no
+The backward of ``_Watch`` passes the gradient of each output on, and ``None`` to the zero. So an unused parameter gets no
 gradient, but its hook runs, and the reducer goes on. ``_Reach`` is the youngest node behind the outputs, so it runs first:
 buckets of unused parameters wait for nobody.
 
 The reducer makes zeros of a missing gradient. A hook of each parameter notes whether it got one. Where a rank has unused
-parameters, the ranks agree on those that nobody has used, and their ``grad`` is ``None`` again. (``find_unused_parameters=True``
-does this in every update, and warns of it.)
+parameters, the ranks agree on those that nobody has used, and their ``grad`` is ``None`` again.
 """
 
 import contextlib
@@ -46,23 +45,20 @@ from ..runtime.torch_private import CHILDREN, base_of, children_of, current_back
 from ..runtime.values import Precision
 from ..training.settings import Settings
 from ..training.strategy import GradientSync, gradient_sync, run_backward
-from .ranks import RankModel, RankSync, first_row, forget_unused, shared_gradients, undone
+from .ranks import RankModel, RankSync, first_row, forget_unused, shared_gradients, undone, watch_output
 
 
 class DistributedModel(RankModel, DistributedDataParallel):
     """``DistributedDataParallel`` that returns a list with this rank's output, as :class:`DataParallelModel` does.
 
-    Every output of a forward whose gradients are reduced is connected to every parameter, by a zero that has no gradient. So
-    a backward through any output, whatever the loss is, reaches each parameter exactly once, and no bucket of the reducer
-    waits for a parameter that a rank has not used. The ``grad`` of a parameter that no rank has used stays ``None``.
+    A backward through any output reaches each parameter exactly once. The ``grad`` of a parameter that no rank has used stays
+    ``None``.
 
     Args:
         module: on this rank's device already.
         device: that device.
-        dim: the dimension of the rows in the inputs.
-        precision: autocast around the forward; ``None`` keeps the caller's.
+        dim, precision, in_dims, out_dims: as in :class:`DataParallelModel`.
         criterion: a module whose parameters are reduced with the model's.
-        in_dims, out_dims: as in :class:`DataParallelModel`.
 
     Raises:
         ValueError: no parameter requires a gradient; at the forward, a parameter that was frozen here requires one.
@@ -110,8 +106,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
     def rebuild_buckets(self) -> None:
         """Lets the reducer make its buckets anew behind its first reduction, and move the gradients there.
 
-        It does so in the next forward otherwise, with collectives: a rank that runs out of memory before that forward would leave
-        the others waiting.
+        In the next forward, its collectives would wait for a rank that runs out of memory before.
         """
         self.require_forward_param_sync = False
         with self.no_sync(), torch.enable_grad(), self._as_wrapped():
@@ -127,11 +122,8 @@ class DistributedModel(RankModel, DistributedDataParallel):
 
         @functools.wraps(hook)
         def complete(state: Any, bucket: Any) -> Any:
-            """Waits for a hook of several collectives (``powerSGD_hook``): on gloo's threads, they would mix with those of the
-            next bucket, in another order on each rank.
-            """
             future = hook(state, bucket)
-            future.wait()
+            future.wait()  # on gloo's threads, several collectives (powerSGD_hook) would mix with those of the next bucket
             return future
 
         super().register_comm_hook(state, hook if is_accelerator(self.devices[0]) else complete)
@@ -160,10 +152,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
             arguments = example or arguments
         inputs, kwargs = move_arguments(arguments, self.devices[0])
         for name in [name for name, parameter in self._frozen.items() if parameter.requires_grad]:
-            raise ValueError(
-                f"{name} requires a gradient now, which it did not when parallelize was called, so the ranks would not share "
-                "it: call parallelize again"
-            )
+            raise ValueError(f"{name} requires a gradient, but did not when parallelize was called: call parallelize again")
         children, module = children_of(self), self.module  # assigning self.module takes ten times as long as its entry
 
         def call() -> Any:
@@ -176,7 +165,7 @@ class DistributedModel(RankModel, DistributedDataParallel):
                     row = PerReplica([function(*inputs, **kwargs)], [1], self.out_dims)
                 output = map_leaves(_with_gradient, row.narrow(0, 0)[0])
             reduces = self.require_backward_grad_sync and torch.is_grad_enabled()
-            return connect(output, self.zero()) if reduces else output
+            return watch_output(output, self.zero()) if reduces else output
 
         with self._computing(), self._as_wrapped():
             output = DistributedDataParallel.forward(self, call)
@@ -246,8 +235,7 @@ class GradientRecord:
     """The numbers of the parameters that have got a gradient (``used``), and the parameters that the first reduction has reached.
 
     The reducer makes its buckets anew after the first reduction, in the order in which it was told of the parameters. So a
-    failure must not make it hear of one twice. The hook of a tensor runs before the gradient is accumulated, with None where
-    there is no gradient; the other one behind it, also without a gradient.
+    failure must not make it hear of one twice.
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
@@ -288,21 +276,15 @@ class GradientRecord:
 
     def _note_reached(self, parameter: Tensor) -> None:
         if parameter in self.reached:
-            raise RuntimeError(
-                "a parameter was reached twice in one backward, which DistributedDataParallel does not support, as in reentrant "
-                "backward passes: checkpoint with use_reentrant=False"
-            )
+            raise RuntimeError("reached a parameter twice, as in reentrant backward passes: checkpoint with use_reentrant=False")
         self.reached.add(parameter)
 
 
 class DDPSync(RankSync):
-    """Averages gradients over ranks, in the backward of each rank's last micro-batch.
-
-    While micro-batches accumulate, gradients lie in the reducer's buckets already: they exist once in memory.
-    """
+    """Averages gradients over ranks, in the backward of each rank's last micro-batch. They are in the reducer's buckets."""
 
     def __init__(self, model: DistributedModel) -> None:
-        super().__init__(model.process_group)
+        super().__init__(model, model.process_group, collectives.world_size(model.process_group))
         self._model = model
         self._parameters = model.reduced_parameters
         self._reduced = set(map(id, self._parameters))
@@ -326,15 +308,12 @@ class DDPSync(RankSync):
         """Returns ``count``, or the largest of any rank if layers of the model wait for every rank in each forward."""
         return collectives.max_over_ranks(count, self._group) if self._model.meets_ranks else count
 
-    def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
-        """Returns a power of two near the mean weight of a rank, as :meth:`agree_on_divisor` does."""
-        return self.agree_on_divisor(expected, before, in_float16, self._model.devices[0]) / self._ranks
-
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
         """Keeps gradients on this rank, in the buckets of the reducer, where autograd adds to them."""
         if not self._has_begun:
-            self._begin_gradients()
+            self._has_begun = True
+            self._model.record.used.clear()
             pairs = [*zip(self._parameters, self._gradients, strict=bool(self._gradients))]
             missing = [(parameter, view) for parameter, view in pairs if view is not None and parameter.grad is None]
             for parameter, view in missing:
@@ -354,17 +333,21 @@ class DDPSync(RankSync):
             return
         self.start(local)
         if not self._has_begun:
-            self._begin_gradients()
+            self._model.record.used.clear()
         self._has_begun, self._is_reducing = False, True
         roots = [loss for loss in losses if loss.requires_grad]
-        self._run_reducing(roots or [self._model.zero()], divisor)
+        self._model.agrees_on_unused = False
+        try:
+            run_backward(roots or [self._model.zero()], divisor)
+        finally:
+            self._model.agrees_on_unused = True
+            self._model.record.stop()
 
     def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
         """Returns loss and weight of all ranks. The host waits for them, but not for the backward.
 
         Raises:
-            torch.OutOfMemoryError: another rank is out of memory.
-            RuntimeError: the last backward of another rank has failed for another reason.
+            torch.OutOfMemoryError, RuntimeError: the last backward of another rank has failed.
             ValueError: the ranks have different settings.
         """
         assert self._local is not None
@@ -382,11 +365,7 @@ class DDPSync(RankSync):
         return LossSum(torch.full_like(local.total, total), weight)
 
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
-        """Multiplies the reduced gradients, and by the number of ranks: the reducer averages.
-
-        Raises:
-            ValueError: one of ``tensors`` has a gradient that is not reduced.
-        """
+        """Multiplies the reduced gradients, and by the number of ranks: the reducer averages."""
         gradients, factor = shared_gradients(tensors, self._reduced, "the module or of the criterion"), factor * self._ranks
         if isinstance(factor, Tensor) or factor != 1:
             sparse = [gradient for gradient in gradients if gradient.layout != torch.strided]
@@ -400,10 +379,7 @@ class DDPSync(RankSync):
         return self._is_abandoned
 
     def discard(self, *, out_of_memory: bool = False) -> None:
-        """Forgets the gradients that this rank has accumulated. If other ranks wait for them, it tells them of the failure.
-
-        Ranks that wait in the backward of a synchronised layer cannot be told. They fail when this process ends.
-        """
+        """Forgets the gradients of this rank. Tells ranks that wait for them, but not those in the backward of a layer."""
         if self._is_reducing and not self._model.meets_ranks:
             self._model.begin_sparse_gradients()
             self._complete()
@@ -432,18 +408,6 @@ class DDPSync(RankSync):
         if out_of_memory and not but_memory:
             raise torch.OutOfMemoryError(f"{out_of_memory} of {self._ranks} ranks ran out of memory, {last}")
 
-    def _begin_gradients(self) -> None:
-        self._has_begun = True
-        self._model.record.used.clear()
-
-    def _run_reducing(self, losses: Sequence[Tensor], divisor: Weight) -> None:
-        self._model.agrees_on_unused = False
-        try:
-            run_backward(losses, divisor)
-        finally:
-            self._model.agrees_on_unused = True
-            self._model.record.stop()
-
     def _complete(self) -> None:
         """Runs the hooks of parameters that a failed backward has not reached. Other ranks wait for them."""
         for parameter in self._parameters:
@@ -455,30 +419,6 @@ class DDPSync(RankSync):
 @gradient_sync.register
 def _(model: DistributedModel, criterion: DataParallelCriterion) -> GradientSync:
     return DDPSync(model)
-
-
-def connect(output: Any, zero: Tensor) -> Any:
-    """Returns the output connected to a zero. Leaves of the output without a gradient stay as they are."""
-    tensors = [leaf for _, leaf in leaves(output) if _has_gradient(leaf)]
-    connected = iter(_Connect.apply(zero, *tensors) if tensors else ())
-    return map_leaves(lambda leaf: next(connected) if _has_gradient(leaf) else leaf, output)
-
-
-def _has_gradient(leaf: Any) -> bool:
-    return isinstance(leaf, Tensor) and leaf.requires_grad
-
-
-class _Connect(torch.autograd.Function):
-    """The identity over several tensors, of which one is not returned."""
-
-    @staticmethod
-    def forward(ctx: Any, zero: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        return tuple(map(Tensor.detach, tensors))  # not views, which must not be written to in place
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, *gradients
 
 
 def _zero_of(parameters: Sequence[Tensor], begin: Callable[[torch_private.Node], None] | None = None) -> Tensor:
@@ -518,10 +458,9 @@ def row_of_ones(arguments: Arguments, dim: int) -> Arguments | None:
     def ones(leaf: Any, along: int = dim) -> Any:
         if isinstance(leaf, Along):
             return Along(ones(leaf.leaf, leaf.dim), leaf.dim)
-        is_tensor = isinstance(leaf, Tensor) and leaf.dim() > 0
-        return (
-            leaf.new_ones([1 if at == along % leaf.dim() else size for at, size in enumerate(leaf.shape)]) if is_tensor else leaf
-        )
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+            return leaf
+        return leaf.new_ones([1 if axis == along % leaf.dim() else size for axis, size in enumerate(leaf.shape)])
 
     row: Arguments = map_leaves(ones, arguments)
     return row

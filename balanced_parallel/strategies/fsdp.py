@@ -15,9 +15,8 @@ last of them where they fit, otherwise each backward reduces them to their shard
 agree on are one small all-reduce of the hosts in the end.
 
 FSDP2 reduces the gradients that a rank has. Ranks that have used different parameters would reduce tensors of different sizes, so
-zeros are set in place of missing gradients. (torch 2.13 can do this as well, but not 2.11, and a parameter that no rank has used
-would get a gradient of zeros.) A rank all-gathers a block when it runs it. Blocks of equal size that run in another order
-elsewhere would be mixed up without an error of FSDP2, so the hosts compare their orders::
+zeros are set in place of missing gradients. (torch 2.11 cannot do this itself.) A rank all-gathers a block when it runs it.
+Blocks of equal size that run in another order elsewhere would be mixed up without an error, so the hosts compare their orders::
 
     start of the backward    ranks compare the blocks that they have run, if these are new
     backward of a block      all-gather | gradients of parameters | zeros for missing ones | reduce-scatter
@@ -37,7 +36,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from ..batch.containers import Dims, leaves, map_leaves
+from ..batch.containers import Dims, leaves
 from ..batch.outputs import PerReplica
 from ..batch.rows import Arguments, move_arguments, move_leaves
 from ..loss.criterion import DataParallelCriterion
@@ -60,19 +59,18 @@ from ..runtime.values import Precision
 from ..savings.checkpointing import find_blocks
 from ..training.settings import Settings
 from ..training.strategy import GradientSync, gradient_sync, run_backward
-from .ranks import RankModel, RankSync, copied, first_row, forget_unused, shared_gradients, undone
+from .ranks import RankModel, RankSync, copied, first_row, forget_unused, shared_gradients, undone, watch, watch_output
 
 
 class ShardedModel(RankModel):
     """FSDP2's ``fully_shard`` on each block of a module, with a list of this rank's output as :class:`DataParallelModel` returns.
 
-    Parameters, gradients and optimizer state are sharded over the ranks. They are ``DTensor``s, which the optimizers of torch
-    accept. Every rank runs the same blocks in the same order, equally often. A rank without rows runs one row of an earlier one:
-    its output has no rows, its gradients are zeros, and random numbers and buffers stay as they were.
+    Parameters, gradients and optimizer state are ``DTensor``s, sharded over the ranks. Every rank runs the same blocks in the
+    same order, equally often. A rank without rows runs one row of an earlier one: its output has no rows, its gradients are
+    zeros, and random numbers and buffers stay as they were.
 
     Args:
-        module: on any device. It is sharded in place.
-        mesh: device mesh of the ranks.
+        module: on any device. It is sharded in place, over the ranks of ``mesh``.
         device: of this rank.
         dim, in_dims, out_dims: as in :class:`DataParallelModel`.
         precision: autocast around the forward, and the dtype in which parameters are all-gathered.
@@ -169,13 +167,13 @@ class ShardedModel(RankModel):
         if not torch.is_grad_enabled():
             self.root.reshard()  # after an evaluation, the module has its shards again
             self.gradients.order.compare()
-        return self.gradients.watch_output(output)
+        return watch_output(output, functools.partial(self.gradients.begin, is_dummy=self.gradients.is_dummy))
 
     @contextlib.contextmanager
     def _as_sharded(self) -> Iterator[None]:
         """Checks that the same parameters require a gradient. FSDP2 gathers them into tensors that would not know.
 
-        A forward without gradients may freeze layers for itself, as peft's ``disable_adapter()`` does: FSDP2 does not see it.
+        A forward without gradients may freeze layers, as peft's ``disable_adapter()`` does: FSDP2 does not see it.
         """
         changed = {name: entry for name, entry in self._required.items() if entry[0].requires_grad != entry[1]}
         for name, (parameter, before) in changed.items() if torch.is_grad_enabled() else ():
@@ -209,13 +207,11 @@ class FSDPSync(RankSync):
     All ranks run as many micro-batches as in the update before (a round), some of them without rows, and then exchange loss,
     weight and what else they must agree on. A rank that needs more micro-batches says so there, and another round begins.
     In the first update, and where no forward of a rank may be without its rows, they ask for the largest number first.
-
-    With several micro-batches in a round, gradients stay whole until the last, if they fit into half of the free memory of
-    each rank: ``4 bytes x parameters`` more, in place of a reduction in each micro-batch.
+    Gradients stay whole until the end of a round, if they fit into half of the free memory of each rank.
     """
 
     def __init__(self, model: ShardedModel, *, is_coupled: bool) -> None:
-        super().__init__(model.group)
+        super().__init__(model, model.group)
         self._model = model
         self._shards = set(map(id, model.gradients.parameters))
         self._always_asks = is_coupled or model.meets_ranks
@@ -238,10 +234,6 @@ class FSDPSync(RankSync):
         if count and self._ran == self._round:
             self._begin_round(count)
         return count
-
-    def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
-        """Returns a power of two near the weight of all ranks, as :meth:`agree_on_divisor` does."""
-        return self.agree_on_divisor(expected, before, in_float16, self._model.devices[0])
 
     def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
         """Takes part in forwards of other ranks that this rank has no rows for. Yields zeros for :meth:`backward`."""
@@ -267,11 +259,7 @@ class FSDPSync(RankSync):
             self._begin_round(self._left)
 
     def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
-        """Returns loss and weight of all ranks. The host waits for them, but not for the last backward.
-
-        Raises:
-            ValueError: the ranks have different settings.
-        """
+        """Returns loss and weight of all ranks. The host waits for them, but not for the last backward."""
         if self._local is None:  # no micro-batch was known to be the last
             self.start(local)
         assert self._local is not None
@@ -292,11 +280,7 @@ class FSDPSync(RankSync):
         return LossSum(torch.full_like(local.total, total), whole)
 
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
-        """Multiplies the shards of the reduced gradients.
-
-        Raises:
-            ValueError: one of ``tensors`` has a gradient that is not reduced.
-        """
+        """Multiplies the shards of the reduced gradients."""
         gradients = shared_gradients(tensors, self._shards, "the module")
         if isinstance(factor, Tensor) or factor != 1:
             torch_private.foreach_multiply_(local_tensors(gradients), factor)
@@ -316,11 +300,9 @@ class FSDPSync(RankSync):
         self._model.forget_gradients()
 
     def _begin_round(self, count: int, local: LossSum | None = None) -> None:
-        """Begins another round, of as many micro-batches as the largest ``count`` of any rank. Without rows, it runs them.
+        """Begins another round, of as many micro-batches as the largest ``count`` of any rank.
 
-        Args:
-            count: micro-batches with rows of this rank.
-            local: loss and weight of a rank in :meth:`finish`, which has no rows.
+        A rank in :meth:`finish` has no more rows. It gives its loss and weight, and runs them here.
         """
         if local is None:
             self._exchange(1, [0.0] * 7)
@@ -330,17 +312,16 @@ class FSDPSync(RankSync):
             zero = self._model.forward_without_rows()
             self.backward([zero], self._divisor, None)
 
-    def _exchange(self, more: int, numbers: Sequence[float]) -> list[float]:
+    def _exchange(self, more: int, numbers: Sequence[float]) -> Any:
         """Returns sums over all ranks: of ``more``, and of the numbers of ranks that have no more micro-batches."""
-        sums: list[float] = collectives.sum_over_ranks(torch.tensor([more, *numbers], dtype=torch.float64), self._group).tolist()
-        return sums
+        return collectives.sum_over_ranks(torch.tensor([more, *numbers], dtype=torch.float64), self._group).tolist()
 
     def _fits(self) -> bool:
         """Returns True once, if whole gradients fit beside the state of the optimizer, and a failure can forget them."""
         if self._updates != 1 or not hasattr(self._model.root, "reset_iter_state"):  # newer than torch 2.11
             return False
-        needed, device = 4 * sum(parameter.numel() for parameter in self._model.gradients.parameters), self._model.devices[0]
-        return not is_accelerator(device) or needed <= free_bytes(device) // 2
+        needed = 4 * sum(parameter.numel() for parameter in self._model.gradients.parameters)
+        return not is_accelerator(self._device) or needed <= free_bytes(self._device) // 2
 
 
 @gradient_sync.register
@@ -355,11 +336,7 @@ def _(model: ShardedModel, criterion: DataParallelCriterion) -> GradientSync:
 
 
 class ShardedGradients:
-    """Completes the gradients of sharded modules in every backward.
-
-    Args:
-        group: of the ranks.
-    """
+    """Completes the gradients of sharded modules in every backward."""
 
     def __init__(self, group: collectives.Group) -> None:
         self.order = BlockOrder(group)
@@ -405,11 +382,6 @@ class ShardedGradients:
 
         # runs after the hook of FSDP2, so its backward runs before; torch.compile leaves both out
         unit.register_forward_pre_hook(torch.compiler.disable(watch_inputs), with_kwargs=True)
-
-    def watch_output(self, output: Any) -> Any:
-        """Returns the output of the root, connected to the beginning of its backward."""
-        watched = iter(watch([leaf for _, leaf in leaves(output)], functools.partial(self.begin, is_dummy=self.is_dummy)))
-        return map_leaves(lambda _: next(watched), output)
 
     def begin(self, *, is_dummy: bool) -> None:
         """Begins a backward. This runs before the hooks of FSDP2, so its callback at the end runs before theirs."""
@@ -457,36 +429,9 @@ class ShardedGradients:
 
 
 def avoid_views(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """Returns outputs of the root that are not views, of which FSDP2 warns. Callers get those of :meth:`watch_output`."""
+    """Returns outputs of the root that are not views, of which FSDP2 warns. Callers get those of :func:`watch_output`."""
     values, rebuild = flatten(output)
     return rebuild(watch(values, lambda: None))
-
-
-def watch(values: list[Any], at_backward: Callable[[], None]) -> list[Any]:
-    """Returns values whose backward calls ``at_backward`` once, after the gradients of all of them are there."""
-    tensors = [value for value in values if isinstance(value, Tensor) and value.requires_grad] if torch.is_grad_enabled() else ()
-    if not tensors:
-        return values
-    watched = iter(_Watch.apply(at_backward, *tensors))
-    return [next(watched) if isinstance(value, Tensor) and value.requires_grad else value for value in values]
-
-
-class _Watch(torch.autograd.Function):
-    """The identity on the outputs of the root, or on the inputs of a unit.
-
-    Behind the inputs, its backward runs when the gradients of the unit's parameters are there.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, at_backward: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.at_backward = at_backward
-        ctx.set_materialize_grads(False)
-        return tuple(map(Tensor.detach, inputs))  # not views, which must not be written to in place
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        ctx.at_backward()
-        return None, *gradients
 
 
 def find_sharded_blocks(module: nn.Module) -> list[nn.Module]:
@@ -498,21 +443,15 @@ def find_sharded_blocks(module: nn.Module) -> list[nn.Module]:
     inner = without_compilation(module)
     blocks = _named_blocks(inner) or [inner.get_submodule(name) for name in find_blocks(inner)] or _repeated_layers(inner)
     blocks = list(dict.fromkeys(without_compilation(block) for block in blocks))
-    uses = _count_uses(inner)
-    return [
-        block for block in blocks if block is not inner and all(uses[key] == count for key, count in _count_uses(block).items())
-    ]
+    uses = _count_uses(inner).items()
+    return [block for block in blocks if block is not inner and _count_uses(block).items() <= uses]
 
 
 def shard(module: nn.Module, mesh: Any, precision: Precision, prepare: Callable[[nn.Module], None]) -> list[nn.Module]:
     """Shards a module in place over the ranks of a mesh. Returns the sharded blocks, and the root at the end.
 
-    Args:
-        module: with parameters on any device.
-        mesh: one dimension of shards, or a dimension of hosts with copies before it.
-        precision: parameters are all-gathered and used in its dtype, except in blocks with batch norm. Gradients are reduced in
-            float32.
-        prepare: is called for each block, and for the root, before it is sharded.
+    Parameters are all-gathered and used in the dtype of ``precision``, except in blocks with batch norm. Gradients are reduced in
+    float32. ``prepare`` is called for each block, and for the root, before it is sharded.
     """
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard  # imports torch._dynamo, which takes seconds
 
@@ -545,8 +484,7 @@ def _repeated_layers(module: nn.Module) -> list[nn.Module]:
 
 
 def _count_uses(module: nn.Module) -> Counter[int]:
-    parts = module.named_parameters(remove_duplicate=False)
-    return Counter(id(parameter) for _, parameter in parts)
+    return Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
 
 
 def sends_of_rank0(device: torch.device) -> Callable[[nn.Module], None]:
@@ -570,11 +508,8 @@ class BlockOrder:
     """The blocks that this rank has run since its last backward or evaluation.
 
     The ranks compare their orders when that of a rank is another than in its last comparison. If only one rank changes its order,
-    it waits in the comparison and the others wait for its shards, until the timeout of the process group: the comparison has a
-    group of its own, so that collectives never meet others.
-
-    Args:
-        group: of the ranks, for the comparison.
+    it waits in the comparison and the others wait for its shards, until the timeout of the process group. ``group`` is for the
+    comparison alone, so that collectives never meet others.
     """
 
     def __init__(self, group: collectives.Group = None) -> None:
@@ -592,11 +527,7 @@ class BlockOrder:
         self._ran.append(number)
 
     def compare(self) -> None:
-        """Compares the blocks of all ranks if they are new, and begins anew.
-
-        Raises:
-            RuntimeError: a rank has run others.
-        """
+        """Compares the blocks of all ranks if they are new, and begins anew. Raises ``RuntimeError`` if a rank has run others."""
         ran, self._ran = self._ran, []
         if ran == self._compared or not self._names[1:]:  # the root alone has no order
             return
@@ -613,7 +544,6 @@ class BlockOrder:
             if blocks[0] != blocks[1]
         )
         raise RuntimeError(
-            f"rank {rank} ran the block {block} where rank 0 ran {expected}, expected the same blocks in the same order: FSDP2 "
-            "has mixed up their parameters, and the loss is wrong. Run a block that only some rows need, such as an expert, on "
-            "every rank, also without rows; or use strategy='ddp'"
+            f"rank {rank} ran the block {block} where rank 0 ran {expected}, expected the same blocks in the same order: the "
+            "loss is wrong. Run a block that only some rows need on every rank, also without rows; or use strategy='ddp'"
         )

@@ -1,20 +1,19 @@
 """The start and the end of a rank: torchrun's environment, the device, the process group, the agreement of all ranks.
 
-- No other file reads the environment.
-- torchrun keeps one ``TCPStore`` for all restarts, although ``_create_c10d_store`` in ``torch/distributed/rendezvous.py`` relies
-  on a new one. A restarted rank finds the addresses of processes that have ended there, and waits for them. So the ranks agree on
-  a prefix for each start.
-- Ranks with different code or versions would hang, or train different models. So they compare both at the start.
+torchrun keeps one ``TCPStore`` for all restarts, although ``_create_c10d_store`` in ``torch/distributed/rendezvous.py`` relies on
+a new one. A restarted rank finds the addresses of processes that have ended there, and waits for them. So the ranks agree on a
+prefix for each start.
 """
 
 import atexit
 import functools
 import hashlib
+import itertools
 import os
 import sys
 import time
 import uuid
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -34,10 +33,9 @@ _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT
 
 @dataclass(frozen=True)
 class TorchrunEnvironment:
-    """Numbers of a process: ``rank`` among all processes, and ``local_rank`` among those of its machine.
+    """Numbers of a process among all, and among those of its machine; and where the ranks meet, on rank 0's machine.
 
-    ``master_address`` and ``master_port`` are those of rank 0's machine, where the ranks meet. ``shares_store`` is True if
-    torchrun has a store there for all restarts.
+    ``shares_store`` is True if torchrun has a store there for all restarts.
     """
 
     rank: int
@@ -50,11 +48,7 @@ class TorchrunEnvironment:
 
     @classmethod
     def detect(cls) -> "TorchrunEnvironment | None":
-        """Reads the environment. Returns None outside of torchrun, if neither ``RANK`` nor ``WORLD_SIZE`` is set.
-
-        Raises:
-            ValueError: a variable is missing or invalid. The message names it.
-        """
+        """Reads the environment. Returns None outside of torchrun, if neither ``RANK`` nor ``WORLD_SIZE`` is set."""
         if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
             return None
         missing = [name for name in (*_NUMBERS, "MASTER_ADDR") if name not in os.environ]
@@ -82,13 +76,7 @@ def rank_device(environment: TorchrunEnvironment, device_ids: Sequence[DeviceLik
     """Returns the device of this rank: an accelerator for each rank, or the CPU, which ranks share.
 
     If a rank can see only one accelerator, it uses that one, as with ``torchrun --virtual-local-rank`` and under Slurm.
-
-    Args:
-        environment: ranks of this process.
-        device_ids: one device for each local rank, or a single CPU for all; ``None`` is every visible accelerator, else the CPU.
-
-    Raises:
-        ValueError: fewer devices than local ranks.
+    ``device_ids`` has one device for each local rank, or a single CPU for all.
     """
     visible = visible_devices()
     devices = visible if device_ids is None else resolve_devices(device_ids)
@@ -108,11 +96,6 @@ def join_process_group(environment: TorchrunEnvironment, device: torch.device, t
 
     A group that is already running is used, and is not ended here.
 
-    Args:
-        environment: ranks of this process, and the address where they meet.
-        device: of this rank.
-        timeout: of the group; ``None`` is torch's default.
-
     Raises:
         RuntimeError: the ranks do not meet within the timeout, or the port is in use. It has the type of torch's error.
         ValueError: the running group has another rank or size than torchrun's environment.
@@ -120,10 +103,10 @@ def join_process_group(environment: TorchrunEnvironment, device: torch.device, t
     if is_accelerator(device):
         torch.accelerator.set_device_index(device.index)
     if dist.is_initialized():
-        running = dist.get_rank(), dist.get_world_size()
-        if running != (environment.rank, environment.world_size):
+        rank, ranks = dist.get_rank(), dist.get_world_size()
+        if (rank, ranks) != (environment.rank, environment.world_size):
             raise ValueError(
-                f"a process group is running with rank {running[0]} of {running[1]}, but torchrun's environment says rank "
+                f"a process group is running with rank {rank} of {ranks}, but torchrun's environment says rank "
                 f"{environment.rank} of {environment.world_size}: start only one of them, or unset RANK and WORLD_SIZE"
             )
         return
@@ -173,9 +156,6 @@ def store_of_this_start(environment: TorchrunEnvironment, timeout: timedelta | N
     """Returns torchrun's store behind a prefix that rank 0 has made up for this start.
 
     Each process counts its start in the store. Rank 0 answers to the newest start of each rank, until that confirms the prefix.
-
-    Raises:
-        RuntimeError: a rank does not come within the timeout.
     """
     timeout = dist.default_pg_timeout if timeout is None else timeout
     rank, ranks = environment.rank, environment.world_size
@@ -209,38 +189,28 @@ _PACKAGE = Path(__file__).parents[1]
 def check_agreement(module: nn.Module, settings: Mapping[str, Hashable]) -> None:
     """Compares the versions, the script, the module and the settings of all ranks, in one small all-gather.
 
-    Files are those of this package, the script, and the modules beside the script that every rank has imported. Values of
-    parameters are not compared: they are copied from rank 0 later.
-
-    Args:
-        module: before it is moved.
-        settings: of :func:`parallelize`.
-
-    Raises:
-        ValueError: on every rank, if they differ. The message names the ranks and their values.
+    Ranks that differ would hang, or train different models. Files are those of this package, the script, and the modules beside
+    the script that every rank has imported. Values of parameters are not compared: they are copied from rank 0 later.
     """
     lines = _module_lines(module)
-    facts = {"torch": str(torch.__version__), "balanced_parallel": _package_digest(), **_script_digests(), **settings}
+    versions = {"torch": str(torch.__version__), "balanced_parallel": _package_digest(), **_script_digests()}
+    facts = {**versions, **settings, "the module": digest("\n".join(lines).encode())}
 
     def explain(name: str, values: Sequence[str | None]) -> Sequence[str | None]:
         """Exchanges the lines of the modules: every rank sees the same difference, so all of them take part."""
         return _first_difference(gather_objects(lines)) if name == "the module" else values
 
-    module_digest = digest(line.encode() for line in lines)
-    compare_ranks(facts | {"the module": module_digest}, "the same code, versions and settings on all hosts", explain)
+    compare_ranks(facts, "the same code, versions and settings on all hosts", explain)
 
 
-def digest(parts: Iterable[bytes]) -> str:
-    """Returns the first digits of the SHA-256 of ``parts``. For a file they are those of ``sha256sum``."""
-    total = hashlib.sha256()
-    for part in parts:
-        total.update(part)
-    return total.hexdigest()[:12]
+def digest(content: bytes) -> str:
+    """Returns the first digits of the SHA-256 of bytes. For a file they are those of ``sha256sum``."""
+    return hashlib.sha256(content).hexdigest()[:12]
 
 
 @functools.cache
 def _package_digest() -> str:
-    return digest(path.read_bytes() for path in sorted(_PACKAGE.rglob("*.py")))
+    return digest(b"".join(path.read_bytes() for path in sorted(_PACKAGE.rglob("*.py"))))
 
 
 def _script_digests() -> dict[str, str]:
@@ -254,7 +224,7 @@ def _script_digests() -> dict[str, str]:
         name = getattr(imported, "__file__", None)
         if isinstance(name, str) and name.startswith(f"{folder}/") and "-packages/" not in name:  # of pip, or of Debian
             files.add(Path(name))
-    return {str(path.relative_to(folder)): digest([path.read_bytes()]) for path in sorted(files) if path.is_file()}
+    return {str(path.relative_to(folder)): digest(path.read_bytes()) for path in sorted(files) if path.is_file()}
 
 
 def _module_lines(module: nn.Module) -> list[str]:
@@ -266,6 +236,4 @@ def _module_lines(module: nn.Module) -> list[str]:
 
 def _first_difference(ranks: list[list[str]]) -> list[str]:
     """Returns the first line in which the ranks differ, from each of them."""
-    longest = max(map(len, ranks))
-    padded = [[*lines, *["no more parameters"] * (longest - len(lines))] for lines in ranks]
-    return list(next(lines for lines in zip(*padded, strict=True) if len(set(lines)) > 1))
+    return list(next(line for line in itertools.zip_longest(*ranks, fillvalue="no more parameters") if len(set(line)) > 1))

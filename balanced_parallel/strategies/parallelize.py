@@ -30,8 +30,6 @@ from .launch import TorchrunEnvironment, check_agreement, join_process_group, ra
 Strategy = Literal["auto", "replicas", "ddp", "fsdp"]
 STRATEGIES = ("auto", "replicas", "ddp", "fsdp")
 _log = logging.getLogger(__name__)
-
-
 Model = DataParallelModel | DistributedModel | ShardedModel
 
 
@@ -80,11 +78,10 @@ def parallelize(
 ) -> Model | tuple[Model, DataParallelCriterion]:
     """Wraps a model and a criterion for all devices, in one process or under torchrun, with the same losses and gradients.
 
-    In one process the result is a :class:`DataParallelModel` and a :class:`DataParallelCriterion`, also if torchrun started only
-    one. With more ranks the model is torch's ``DistributedDataParallel`` on this rank's device, or sharded over the ranks by
-    torch's ``fully_shard`` (FSDP2). Its forward returns a list too, and the value of the criterion is the loss over all ranks.
-    If torchrun's environment is set and no process group is running, one is started (NCCL for CUDA, gloo for CPUs) and ended at
-    exit.
+    In one process the result is a :class:`DataParallelModel` and a :class:`DataParallelCriterion`. With more ranks the model is
+    torch's ``DistributedDataParallel`` on this rank's device, or sharded over the ranks by torch's ``fully_shard`` (FSDP2). Its
+    forward returns a list too, and the value of the criterion is the loss over all ranks. Under torchrun a process group is
+    started (NCCL for CUDA, gloo for CPUs) if none is running, and ended at exit.
 
     Args:
         module: moved to the first device, or to this rank's. Under torchrun, a module without parameters to train, such as a
@@ -110,8 +107,8 @@ def parallelize(
     Raises:
         ValueError: the strategy is not possible here; torchrun's environment is incomplete, contradicts the running process
             group, or has more processes than devices; the ranks differ in versions, code, module or settings; ``split`` was given
-            under torchrun, where each rank passes its own rows; or ``weight`` was given for a :class:`DataParallelCriterion`. At
-            the forward of a rank: a parameter that was frozen before requires a gradient.
+            under torchrun; or ``weight`` was given for a :class:`DataParallelCriterion`. At a forward: a parameter that was
+            frozen before requires a gradient.
         RuntimeError: the ranks cannot meet at ``MASTER_ADDR`` and ``MASTER_PORT``.
 
     Example:
@@ -191,11 +188,7 @@ def _rank_model(
 
 
 def group_of(mesh: DeviceMesh | None, strategy: str) -> collectives.Group:
-    """Returns the process group of a device mesh; None for all ranks. All ranks call this.
-
-    Raises:
-        ValueError: it has too many dimensions.
-    """
+    """Returns the process group of a device mesh; None for all ranks. All ranks call this."""
     if mesh is None:
         return None
     if mesh.ndim > (1 if strategy == "ddp" else 2):
@@ -203,18 +196,14 @@ def group_of(mesh: DeviceMesh | None, strategy: str) -> collectives.Group:
             f"mesh= has the dimensions {mesh.mesh_dim_names or mesh.ndim}, expected one, of the ranks that share a batch, as in "
             "mesh['data'], or two with strategy='fsdp': copies and shards"
         )
-    group: collectives.Group = (
-        mesh.get_group() if mesh.ndim == 1 else dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
-    )
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    group: collectives.Group = dist.new_group(mesh.mesh.flatten().tolist(), use_local_synchronization=True)
     return group
 
 
 def check_strategy(strategy: str, compress: str | None, environment: TorchrunEnvironment | None) -> None:
-    """Checks that the strategy is possible where the script runs.
-
-    Raises:
-        ValueError: it is unknown, needs torchrun, or does not work under torchrun; or ``compress`` is not for it.
-    """
+    """Raises ``ValueError`` for a strategy that is unknown or not possible here, and for a ``compress`` that is not for it."""
     ranks = 1 if environment is None else environment.world_size
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy={strategy!r}, expected one of {', '.join(map(repr, STRATEGIES))}")
@@ -224,10 +213,7 @@ def check_strategy(strategy: str, compress: str | None, environment: TorchrunEnv
             "torchrun --nproc-per-node=gpu starts"
         )
     if strategy == "replicas" and ranks > 1:
-        raise ValueError(
-            f"strategy='replicas' with {ranks} ranks, expected 'auto', 'ddp' or 'fsdp': each process would train a model of its "
-            "own; start the script without torchrun"
-        )
+        raise ValueError(f"strategy='replicas' with {ranks} ranks, expected 'auto', 'ddp' or 'fsdp', or no torchrun")
     if compress not in (None, "bf16", "fp16"):
         raise ValueError(f"compress={compress!r}, expected 'bf16', 'fp16' or None")
     if compress is not None and strategy in ("replicas", "fsdp"):

@@ -1,7 +1,7 @@
 """Parts that the strategies over ranks share: the model of one rank, and its exchange with the other hosts in each update.
 
-Many modules refuse inputs without rows, such as ``nn.InstanceNorm2d`` and attention with a mask. A rank without rows runs one row
-in their place, and nothing of it is left but the structure of the output.
+Many modules refuse inputs without rows, such as attention with a mask. A rank without rows runs one row in their place, and
+nothing of it is left but the structure of the output.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..batch.containers import Dims, map_leaves
+from ..batch.containers import Dims, leaves, map_leaves
 from ..batch.outputs import PerReplica
 from ..batch.rows import Arguments, MicroBatch, count_rows, cut, mark_inputs
 from ..loss.sums import LossSum, Weight, add_up
@@ -75,10 +75,11 @@ class RankModel(nn.Module):
 
 
 class RankSync(GradientSync):
-    """Loss and weight of a rank, on their way to those of all ranks."""
+    """Loss and weight of a rank, on their way to those of all ranks. Gradients are averaged over ``averaged`` ranks."""
 
-    def __init__(self, group: collectives.Group = None) -> None:
+    def __init__(self, model: RankModel, group: collectives.Group, averaged: int = 1) -> None:
         self._group, self._ranks = group, collectives.world_size(group)
+        self._device, self._averaged = model.devices[0], averaged
         self._local: Callable[[], Tensor] | None = None  # returns loss and weight of this rank, on the host
 
     def start(self, local: LossSum) -> None:
@@ -86,28 +87,59 @@ class RankSync(GradientSync):
         weight = add_up([0.0 if local.weight is None else local.weight], local.total.device).double()
         self._local = devices.start_copy(torch.stack([local.total.double(), weight]))
 
-    def agree_on_divisor(self, expected: Weight, before: float, in_float16: bool, device: torch.device) -> Weight:
+    def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
         """Returns a power of two near the weight of the update before. It is the same on all ranks.
 
         In the first update it is 1. With float16 it is near the weight that all ranks expect: they exchange it once.
         """
         if before or not in_float16:
-            return power_of_two(before)
-        whole = collectives.sum_over_ranks(add_up([expected], device).double(), self._group)
-        return power_of_two(float(whole) if whole.is_cpu else whole)
+            return power_of_two(before) / self._averaged
+        whole = collectives.sum_over_ranks(add_up([expected], self._device).double(), self._group)
+        return power_of_two(float(whole) if whole.is_cpu else whole) / self._averaged
 
     def smallest(self, number: float) -> float:
         """Returns the smallest ``number`` of all ranks."""
         return -collectives.max_over_ranks(-number, self._group)
 
 
+def watch_output(output: Any, first: Any) -> Any:
+    """Returns nested output, of which :func:`watch` has watched the leaves."""
+    watched = iter(watch([leaf for _, leaf in leaves(output)], first))
+    return map_leaves(lambda _: next(watched), output)
+
+
+def watch(values: list[Any], first: Tensor | Callable[[], None]) -> list[Any]:
+    """Returns values whose backward runs once, after the gradients of all of them are there.
+
+    It reaches ``first``, if that is a tensor, without a gradient for it; otherwise it calls ``first``.
+    """
+    tensors = [value for value in values if isinstance(value, Tensor) and value.requires_grad] if torch.is_grad_enabled() else ()
+    if not tensors:
+        return values
+    watched = iter(_Watch.apply(first, *tensors))
+    return [next(watched) if isinstance(value, Tensor) and value.requires_grad else value for value in values]
+
+
+class _Watch(torch.autograd.Function):
+    """The identity over several tensors, after a first argument that it does not return."""
+
+    @staticmethod
+    def forward(ctx: Any, first: Tensor | Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.at_backward = None if isinstance(first, Tensor) else first
+        ctx.set_materialize_grads(False)
+        return tuple(map(Tensor.detach, tensors))  # not views, which must not be written to in place
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.at_backward is not None:
+            ctx.at_backward()
+        return None, *gradients
+
+
 def forget_unused(parameters: Sequence[Tensor], used: Collection[int], group: collectives.Group) -> None:
     """Sets the gradients of parameters that no rank has used to None. A rank that has used all does not wait for the others.
 
-    Args:
-        parameters: those of the reduced gradients. All ranks call this.
-        used: numbers of the parameters that this rank has used.
-        group: of the ranks.
+    All ranks call this. ``used`` are the numbers of the parameters that this rank has used.
     """
     counts = torch.tensor([number in used for number in range(len(parameters))], dtype=torch.int32)
     wait = collectives.start_sum(counts, group)
@@ -118,15 +150,10 @@ def forget_unused(parameters: Sequence[Tensor], used: Collection[int], group: co
 
 
 def shared_gradients(tensors: Iterable[Tensor], shared: Container[int], place: str) -> list[Tensor]:
-    """Returns the gradients of parameters of the optimizers.
-
-    Args:
-        tensors: the parameters.
-        shared: ids of those whose gradients are reduced.
-        place: of which a parameter should be part.
+    """Returns the gradients of parameters of the optimizers. ``shared`` are the ids of those whose gradients are reduced.
 
     Raises:
-        ValueError: a parameter has a gradient that is not reduced.
+        ValueError: a parameter has a gradient that is not reduced. It should be part of ``place``.
     """
     gradients = []
     for parameter in tensors:

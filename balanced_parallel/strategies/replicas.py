@@ -69,8 +69,5 @@ def _(model: DataParallelModel, criterion: DataParallelCriterion) -> GradientSyn
     if model.gather_outputs:
         raise TypeError("the model has gather_outputs=True, expected outputs that stay on their devices: leave it out")
     if world_size() > 1:
-        raise TypeError(
-            f"{world_size()} ranks are running, but a DataParallelModel does not reduce over ranks: "
-            "use parallelize(module, criterion)"
-        )
+        raise TypeError(f"{world_size()} ranks are running, which no DataParallelModel sums: use parallelize(module, criterion)")
     return ReplicaSync(model, criterion)

@@ -1,11 +1,10 @@
 """Loss, weight and gradients of the micro-batches since the last update.
 
 Gradients are those of a sum of losses. They are divided by a prediction of the total weight, the divisor, as they are made. It
-is chosen once, before the first backward of an update, and is the same on all ranks. What the prediction lacks is one factor,
-before the update. With float16 the divisor is a power of two, so that a division rounds nothing, and gradients are near their
-final size.
+is chosen once, before the first backward of an update, and is the same on all ranks. The rest is one factor before the update.
+With float16 the divisor is a power of two, so that a division rounds nothing, and gradients are near their final size.
 
-A weight on a device is copied to the host before the backward of its micro-batch is launched, and read after the last one. So the
+A weight on a device starts its way to the host before the backward of its micro-batch, and is read after the last one. So the
 host waits for no backward.
 """
 
@@ -25,16 +24,7 @@ from .strategy import GradientSync
 
 
 class Accumulation:
-    """Micro-batches that are not applied yet, on one rank.
-
-    Args:
-        sync: of their gradients.
-        trained: the parameters that get gradients, by name.
-        device: of the loss.
-        precision: of their forward.
-        weight_before: the weight of the last update, over everything.
-        is_mean: the criterion is a mean, on all ranks.
-    """
+    """Micro-batches that are not applied yet, on one rank. ``weight_before`` is that of the last update, over everything."""
 
     def __init__(
         self,
@@ -68,12 +58,9 @@ class Accumulation:
         self._is_mean = self._is_mean and losses.is_mean
 
     def backward(self, losses: Sequence[LossSum], followers: int, *, last: bool) -> None:
-        """Counts the losses of a micro-batch, and runs its backward.
+        """Counts the losses of a micro-batch, one for each replica, and runs its backward. The last one reduces all gradients.
 
-        Args:
-            losses: one for each replica.
-            followers: micro-batches of the same batch that follow, and probably weigh as much.
-            last: reduces all gradients.
+        ``followers`` is the number of micro-batches of the same batch that follow, and probably weigh as much.
         """
         weights, roots = [], []
         for term in losses:
@@ -91,14 +78,9 @@ class Accumulation:
         self.is_reduced = last
 
     def finish(self, minimum: float, settings: Callable[[], Settings]) -> tuple[Tensor, float, Weight]:
-        """Reduces what is not reduced yet.
+        """Reduces what is not reduced yet. Returns the loss over everything, its weight, and the factor for the gradients.
 
-        Args:
-            minimum: of the divisor.
-            settings: returns those of this rank. Ranks compare them.
-
-        Returns:
-            The loss over everything, its weight, and the factor for the gradients.
+        ``minimum`` is that of the divisor; ``settings`` returns those of this rank, which the ranks compare.
         """
         for zeros in self._sync.forwards_without_rows(is_reduced=self.is_reduced):
             self.backward([LossSum(zero, 0.0) for zero in zeros], 0, last=True)

@@ -48,8 +48,7 @@ class Checkpoints:
 
     Raises:
         ImportError: the package safetensors is missing.
-        TypeError: a part without state.
-        ValueError: no parts, or ``keep`` below 1.
+        TypeError, ValueError: a part without state; no parts, or ``keep`` below 1.
 
     Example:
         >>> from tempfile import TemporaryDirectory
@@ -114,11 +113,7 @@ class Checkpoints:
         _unreported[self._writing] = writer.folder
 
     def wait(self) -> None:
-        """Waits until the last save is complete. A program that ends without this ends with an error if the save has failed.
-
-        Raises:
-            OSError: it has failed.
-        """
+        """Waits until the last save is complete. Raises ``OSError`` if it has failed; otherwise the end of the program does."""
         if self._writing is None:
             return
         wait([self._writing])  # after Ctrl-C here, it is still being written
@@ -226,8 +221,8 @@ def _group() -> collectives.Group:
 
 
 def _reasons(error: BaseException) -> str:
-    failures = getattr(error, "failures", {})
-    return ", ".join(f"rank {rank}: {failure[0]}" for rank, failure in failures.items()) or str(error)
+    failures = getattr(error, "failures", {}).items()
+    return ", ".join(f"rank {rank}: {failure[0]}" for rank, failure in failures) or str(error)
 
 
 def _explain(folder: Path, error: BaseException) -> str:

@@ -33,10 +33,7 @@ MANIFEST, PARTIAL, OLD, REMOVED = "checkpoint.json", ".partial", ".old", ".remov
 
 
 class Writer(HuggingFaceStorageWriter):
-    """Writes one checkpoint. Every rank has one; the methods run in a thread, and in the order that DCP gives them.
-
-    ``tree`` is that of this rank, without tensors; ``keep``, how many undamaged checkpoints stay.
-    """
+    """Writes one checkpoint, with the ``tree`` of this rank, in a thread. ``keep`` undamaged checkpoints stay."""
 
     def __init__(self, folder: Path, tree: Any, rank: int, ranks: int, keep: int, damaged: Collection[int] = ()) -> None:
         super().__init__(f"{folder}{PARTIAL}", save_distributed=True)
@@ -134,10 +131,7 @@ def digests(folder: Path, names: Iterable[str]) -> dict[str, list[Any]]:
 
 
 def damage(folder: Path, rank: int, ranks: int) -> str:
-    """Returns a sentence about damaged files, or nothing. Each rank looks at its part of them.
-
-    A file that could not be read raises ``OSError``: it may be undamaged.
-    """
+    """Returns a sentence about damaged files, or nothing. Each rank looks at its part of them. Files may fail to be read."""
     try:
         with _open_plain(folder, MANIFEST) as file:
             manifest = json.load(file)

@@ -11,7 +11,7 @@ import contextlib
 import gc
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -42,14 +42,8 @@ class ElsewhereOutOfMemory(torch.OutOfMemoryError):
 class Recovery:
     """Failures of an update for lack of memory, and the state from before, for running it again in smaller micro-batches.
 
-    Random numbers and buffers are those of before, so the result is that of smaller micro-batches from the start.
-
-    Args:
-        model, criterion: with the buffers and random numbers that are put back.
-        sync: of the gradients. Ranks agree through it.
-
-    Attributes:
-        has_failed: memory was too small since the last :meth:`restart`.
+    Random numbers and buffers are those of before, so the result is that of smaller micro-batches from the start. ``has_failed``
+    tells that memory was too small since the last :meth:`restart`.
 
     Raises:
         ValueError: layers of the model wait for other ranks in their forward.
@@ -68,7 +62,7 @@ class Recovery:
     def forget(self) -> None:
         """Forgets the update."""
         self._has_begun = self.has_failed = self._is_local = False
-        self._originals, self._tried, self._reason = Originals(), list[float](), ""
+        self._recorded, self._tried, self._reason = list[tuple[Tensor, int]](), list[float](), ""
 
     def begin(self, batch: Batch | CostBatch | None = None) -> None:
         """Copies what an update changes, before its first forward, and records a batch of it."""
@@ -78,15 +72,10 @@ class Recovery:
                 self._before.take()
             self._has_begun = True
         if batch is not None:
-            self._originals.add(batch)
+            self._recorded += record_versions(batch)
 
     def keep(self, error: torch.OutOfMemoryError, *, is_local: bool) -> None:
-        """Records an out of memory.
-
-        Args:
-            error: the traceback of which is not kept, as it holds memory.
-            is_local: False for a failure that all ranks raise.
-        """
+        """Records an out of memory, without its traceback, which holds memory. ``is_local`` is False if all ranks raise it."""
         self.has_failed = True
         is_elsewhere = isinstance(error, ElsewhereOutOfMemory)
         self._is_local = not is_elsewhere if is_local else self._is_local
@@ -95,14 +84,13 @@ class Recovery:
     def restart(self, largest: Sequence[tuple[float, float]]) -> float:
         """Puts everything back. Returns a smaller limit, the same on all ranks.
 
-        Args:
-            largest: of each batch, its largest micro-batch per device, and the limit that halves it, 0 if nothing does.
+        ``largest`` are the largest micro-batch of each batch per device, and the limit that halves it, 0 if nothing does.
 
         Raises:
             torch.OutOfMemoryError: one row per device does not fit. Nothing has changed.
         """
         size, half = max(largest, default=(0, 0))
-        writes = self._originals.explain_writes()
+        writes = explain_writes(self._recorded)
         smaller = self._sync.smallest(0 if writes else half if self._is_local else _NO_LIMIT)
         if smaller == _NO_LIMIT:  # no forward or backward has failed, but the reduction behind them
             smaller = -self._sync.smallest(-half)  # of the largest, since others may have no rows
@@ -133,22 +121,17 @@ class Recovery:
         return retrying_allocations(self._devices)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_has_begun": False, "has_failed": False, "_originals": Originals(), "_tried": []}
+        return {**self.__dict__, "_has_begun": False, "has_failed": False, "_recorded": [], "_tried": []}
 
 
 class Snapshot:
-    """Copies of what the forwards of an update change: buffers, and the random numbers of the CPU and of the devices.
+    """Copies of what the forwards of an update change: buffers of modules, and random numbers of the CPU and of the devices.
 
-    Batch norm's statistics are buffers. The copies are made again in the same memory for each update.
-
-    Args:
-        modules: whose buffers are copied.
-        devices: of the replicas.
+    The copies are made again in the same memory for each update.
     """
 
     def __init__(self, modules: Iterable[Any], devices: Sequence[torch.device]) -> None:
-        self._modules = list(modules)
-        self._devices = list(devices)
+        self._modules, self._devices = list(modules), list(devices)
         self._buffers: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []  # of each module, and a copy
         self._copies: list[Tensor] = []
         self._kinds: list[tuple[Any, ...]] = []
@@ -185,28 +168,21 @@ class Snapshot:
         return [buffer for _, before in self._buffers for buffer in before.values() if buffer is not None]
 
 
-class Originals:
-    """Version counters of the tensors of batches. A batch that was changed in place cannot run again."""
+def record_versions(batch: Batch | CostBatch) -> list[tuple[Tensor, int]]:
+    """Returns the tensors of a batch with their version counters, before its first forward."""
+    tensors = _tensors_in([batch.inputs, batch.targets])
+    return list(zip(tensors, versions(tensors), strict=True))
 
-    def __init__(self) -> None:
-        self._tensors: list[Tensor] = []
-        self._versions: list[int] = []
 
-    def add(self, batch: Batch | CostBatch) -> None:
-        """Records a batch, before its first forward."""
-        tensors = _tensors_in([batch.inputs, batch.targets])
-        self._tensors += tensors
-        self._versions += versions(tensors)
-
-    def explain_writes(self) -> str:
-        """Describes a tensor that was changed in place, and a way to avoid it. Returns an empty text if there is none."""
-        for tensor, now, before in zip(self._tensors, versions(self._tensors), self._versions, strict=True):
-            if now != before:
-                return (
-                    f"a tensor of the batch ({tensor.dtype}, shape {tuple(tensor.shape)}) was changed in place since it was "
-                    "passed, but has to run again, expected the same values: change a copy (tensor.clone()) in the forward"
-                )
-        return ""
+def explain_writes(recorded: Sequence[tuple[Tensor, int]]) -> str:
+    """Describes a tensor that was changed in place and so cannot run again. Returns an empty text if there is none."""
+    for tensor, before in recorded:
+        if versions([tensor]) != [before]:
+            return (
+                f"a tensor of the batch ({tensor.dtype}, shape {tuple(tensor.shape)}) was changed in place since it was "
+                "passed, but has to run again, expected the same values: change a copy (tensor.clone()) in the forward"
+            )
+    return ""
 
 
 def _tensors_in(node: Any) -> list[Tensor]:
@@ -228,17 +204,10 @@ def _tensors_in(node: Any) -> list[Tensor]:
 class RetriedAllocations(TorchDispatchMode):
     """Runs an operator once more if it raises ``torch.OutOfMemoryError``, after the cached memory was given back.
 
-    An optimizer's step that ends in the middle has changed some parameters and not others. So the operator that has failed is
-    repeated, and the step goes on. An operator allocates its results before it writes to its arguments.
+    An optimizer's step cannot be undone in the middle. An operator can run again: it allocates before it writes.
     """
 
-    def __torch_dispatch__(
-        self,
-        function: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs one operator."""
         try:
             return function(*args, **(kwargs or {}))
@@ -256,8 +225,8 @@ def retrying_allocations(devices: Sequence[torch.device]) -> AbstractContextMana
 def release_memory() -> None:
     """Collects garbage and gives cached memory back to the devices.
 
-    After an error, autograd's threads of the other devices still run their present operator, and then free what they hold.
-    Nothing tells when, so the memory in use is read until it stays the same.
+    After an error, autograd's threads of the other devices end their operator, and free what they hold. Nothing tells when, so
+    the memory in use is read until it stays the same.
     """
     gc.collect()
     if not torch.accelerator.is_available():

@@ -1,12 +1,11 @@
 """``reproducible=True``: an update draws the random numbers of one device with the whole batch, in any layout.
 
-An update takes one number from the CPU's generator, as its seed. Rows are numbered over the effective batch: those of the ranks
-before come first, then those that ``add`` has brought, then the rows of a batch in their order. So ranks exchange their numbers
-of rows in each update, with the seed of the first rank.
+The seed of an update is one number from the CPU's generator, of the first rank. Rows are numbered over the effective batch: those
+of the ranks before come first, then those that ``add`` has brought, then the rows of a batch in their order.
 
 A shape does not tell which dimension has the rows: ``(6, 3, 7)`` with 3 rows is 3 x 2 parts, or time-major. So the first batch
-of each kind runs in two small forwards, of its first two and three rows. The dimension that grows is that of the rows. Where rows
-are cut by cost, these are the first one twice and three times, which has one length.
+of each kind runs in two small forwards, of its first two and three rows: the dimension that grows is that of the rows. Where rows
+are cut by cost, they are the first one twice and three times, which has one length.
 """
 
 from collections.abc import Callable, Hashable
@@ -26,11 +25,7 @@ from .strategy import GradientSync
 
 
 class RandomByRow:
-    """The random numbers of a :class:`TrainStep` with ``reproducible=True``. ``before`` is for what the small forwards change.
-
-    Raises:
-        ValueError: the model is compiled to code that draws its own numbers.
-    """
+    """The random numbers of a :class:`TrainStep` with ``reproducible=True``. ``before`` is for what the small forwards change."""
 
     def __init__(self, model: Any, sync: GradientSync, before: Snapshot) -> None:
         if draws_in_compiled_code(model):
@@ -44,11 +39,7 @@ class RandomByRow:
         self._rows = 0  # of this update, in this process and in the ranks before
 
     def begin(self, batch: Batch | CostBatch, run: Callable[[list[Shard]], Any]) -> BatchRandom:
-        """Numbers the rows of a batch. All ranks call this. ``run`` runs model and criterion on the shards of one forward.
-
-        Raises:
-            ValueError: several ranks add batches; the batch is cut already; or draws follow the data.
-        """
+        """Numbers the rows of a batch. All ranks call this. ``run`` runs model and criterion on the shards of one forward."""
         if isinstance(batch, Batch) and batch.cut_already is not None:
             raise ValueError("reproducible=True with inputs that are cut already, expected the whole batch and cut=ByCost(...)")
         kind, rows = _kind_of(batch, self._model), batch.rows or 0
@@ -65,9 +56,8 @@ class RandomByRow:
         if not is_known:
             self._find_draws(kind, batch, run)
         self._rows += rows
-        return BatchRandom(
-            self._update, self._rows - rows, self._draws.get(kind, {}), None if isinstance(batch, CostBatch) else {}
-        )
+        shared: dict[Any, tuple[int, ...]] | None = None if isinstance(batch, CostBatch) else {}
+        return BatchRandom(self._update, self._rows - rows, self._draws.get(kind, {}), shared)
 
     def end(self) -> None:
         """Ends the update."""

@@ -53,19 +53,12 @@ from .update import (
 
 
 class BatchRun(NamedTuple):
-    """A batch that the caller passes, and how it runs.
-
-    Args:
-        batch: taken apart.
-        is_whole: an effective batch. Its last backward reduces all gradients.
-        outputs: receives the detached outputs of its micro-batches; None keeps none.
-        random: numbers that follow its rows.
-    """
+    """A batch that the caller passes, and how it runs."""
 
     batch: Batch | CostBatch
-    is_whole: bool
-    outputs: list[PerReplica] | None = None
-    random: BatchRandom | None = None
+    is_whole: bool  # an effective batch: its last backward reduces all gradients
+    outputs: list[PerReplica] | None = None  # receives the detached outputs of its micro-batches
+    random: BatchRandom | None = None  # numbers that follow its rows
 
 
 class TrainStep:
@@ -209,10 +202,7 @@ class TrainStep:
     def _try(self, work: Callable[..., Any], *arguments: Any, is_local: bool = True) -> Any:
         """Calls ``work``, unless the update has failed. Keeps an out of memory for :meth:`_reduce`, which runs all rows again.
 
-        Args:
-            work: raises the error if there is no recovery.
-            arguments: of ``work``.
-            is_local: False for a failure that all ranks raise.
+        ``is_local`` is False for a failure that all ranks raise.
         """
         if self._recovery is None:
             return work(*arguments)
@@ -275,7 +265,12 @@ class TrainStep:
             with nullcontext() if self._recovery is None else self._recovery.retrying():
                 update.run(self._sync, factor, self.precision.scaler, self.max_grad_norm)
         except BaseException as error:
-            self._note_failure(error)
+            self._failure = f"failed with {type(error).__name__}: {error}"  # the others learn of it in the next reduction
+            if isinstance(error, torch.OutOfMemoryError):
+                error.add_note(
+                    "This was the optimizer's step, which may have changed some parameters and not others: go on from a "
+                    "checkpoint. BalancedOptimizer spreads its state over the devices; smaller micro-batches do not help"
+                )
             raise
         self._failure, self.grad_norm = "", update.grad_norm
         if self.scheduler is not None and update.has_stepped:
@@ -333,8 +328,9 @@ class TrainStep:
     @contextmanager
     def _dropping_on_failure(self) -> Iterator[None]:
         """Drops all rows since the last update if the block fails: nobody knows which rows the gradients are of."""
-        if not self._has_compared:
-            self._compare_settings()
+        if not self._has_compared and collectives.world_size() > 1:
+            self._settings().compare()  # before the first update
+        self._has_compared = True
         had_rows = self._sums is not None or bool(self._runs)
         with parameter_window(self.model, self.criterion), collectives.naming_ranks():
             try:
@@ -354,15 +350,6 @@ class TrainStep:
         self._sums = None
         self._sync.discard(out_of_memory=isinstance(error, torch.OutOfMemoryError))
 
-    def _note_failure(self, error: BaseException) -> None:
-        """Keeps a failure of the optimizers on this rank for the others, which learn of it in the next reduction."""
-        self._failure = f"failed with {type(error).__name__}: {error}"
-        if isinstance(error, torch.OutOfMemoryError):
-            error.add_note(
-                "This was the optimizer's step, which may have changed some parameters and not others: go on from a "
-                "checkpoint. BalancedOptimizer spreads its state over the devices; smaller micro-batches do not help"
-            )
-
     def _settings(self) -> Settings:
         return Settings(
             criterion=self.criterion,
@@ -374,12 +361,6 @@ class TrainStep:
             unit=self._unit,
             failure=self._failure,
         )
-
-    def _compare_settings(self) -> None:
-        """Compares all settings before the first update. All ranks call this."""
-        if collectives.world_size() > 1:
-            self._settings().compare()
-        self._has_compared = True
 
     @property
     def micro_batch_size(self) -> int | None:
@@ -422,8 +403,7 @@ class TrainStep:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes a state, which any number of devices or ranks may have saved.
 
-        With another number, accelerators get new seeds from the state of the CPU's generator, all different, and the random
-        numbers of Python and numpy stay.
+        With another number, accelerators get new seeds, all different, and the random numbers of Python and numpy stay.
 
         Raises:
             ValueError: optimizers or schedulers of another number or class or with other parameters, or not a whole state.

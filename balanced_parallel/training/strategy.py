@@ -36,10 +36,8 @@ class GradientSync(abc.ABC):
     def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
         """Returns the divisor of all gradients of an update, without waiting for a device. It is the same in all processes.
 
-        Args:
-            expected: the weight of this process's rows, as far as they are known.
-            before: the weight of the update before, over everything; 0 for the first.
-            in_float16: gradients need a divisor near the final one, and a power of two.
+        ``expected`` is the weight of this process's rows, as far as they are known; ``before``, that of the update before, over
+        everything, or 0. In float16, gradients need a divisor near the final one, and a power of two.
         """
 
     def accumulating(self) -> AbstractContextManager[None]:
@@ -50,28 +48,20 @@ class GradientSync(abc.ABC):
     def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
         """Takes part in forwards that other processes still make, without rows. Yields zeros for :meth:`backward`.
 
-        Args:
-            is_reduced: this process has run its last backward.
+        ``is_reduced`` tells that this process has run its last backward.
         """
 
     @abc.abstractmethod
     def backward(self, losses: Sequence[Tensor], divisor: Weight, local: LossSum | None) -> None:
-        """Runs backward from the losses over ``divisor``.
+        """Runs backward from the losses of a micro-batch over ``divisor``.
 
-        Args:
-            losses: of a micro-batch.
-            divisor: of the gradients.
-            local: loss and weight of this process in the last backward, which reduces all gradients. They begin their way to
-                the host before it.
+        ``local`` is loss and weight of this process in the last backward, which reduces all gradients. They begin their way to
+        the host before it.
         """
 
     @abc.abstractmethod
     def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
-        """Returns loss and weight over everything. All gradients are reduced. A weight of other ranks is on the host.
-
-        Raises:
-            ValueError: other processes have other settings.
-        """
+        """Returns loss and weight over everything. All gradients are reduced. A weight of other ranks is on the host."""
 
     @abc.abstractmethod
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
@@ -84,8 +74,7 @@ class GradientSync(abc.ABC):
     def abandon(self) -> bool:
         """Gives the update up, after this process ran out of memory.
 
-        Returns:
-            True if other processes wait in their reduction. :meth:`finish` then takes part, tells them, and raises.
+        Returns True if other processes wait in their reduction. :meth:`finish` then takes part, tells them, and raises.
 
         Raises:
             RuntimeError: another process failed for another reason.
@@ -99,20 +88,12 @@ class GradientSync(abc.ABC):
 
 @functools.singledispatch
 def gradient_sync(model: Any, criterion: DataParallelCriterion) -> GradientSync:
-    """Returns the gradient synchronisation of a model. Packages register theirs by the type of the model.
-
-    Raises:
-        TypeError: the model is of another kind, or cannot be trained as it is.
-    """
+    """Returns the gradient synchronisation of a model. Packages register theirs by the type of the model."""
     raise TypeError(f"the model is a {type(model).__name__}, expected a DataParallelModel or the model that parallelize returns")
 
 
 def run_backward(losses: Sequence[Tensor], divisor: Weight) -> None:
-    """Runs one backward from all losses that require a gradient, divided by ``divisor``.
-
-    Raises:
-        RuntimeError: no loss requires a gradient.
-    """
+    """Runs one backward from all losses that require a gradient, divided by ``divisor``."""
     factor, roots, gradients = 1 / divisor, [], []
     for loss in losses:
         if loss.requires_grad:
@@ -121,8 +102,7 @@ def run_backward(losses: Sequence[Tensor], divisor: Weight) -> None:
             gradients.append(move(factor, loss.device).to(loss.dtype) if is_tensor else torch.full_like(loss, factor))  # type: ignore[arg-type]
     if not roots:
         raise RuntimeError(
-            "the loss depends on no parameter with requires_grad=True, so there is nothing to train: expected a step outside "
-            "of torch.no_grad() and torch.inference_mode(), a model that is not frozen, and a criterion that returns a tensor "
-            "and neither detaches it nor calls .item()"
+            "the loss depends on no parameter with requires_grad=True, so there is nothing to train: expected a step outside of "
+            "torch.no_grad() and inference_mode(), a model that is not frozen, and a criterion that does not detach its result"
         )
     torch.autograd.backward(roots, gradients)

@@ -19,19 +19,14 @@ from ..batch.rows import Batch, Shard
 from ..loss.coupled import CoupledLoss
 from ..loss.sums import LossSum
 from ..runtime.values import Precision
-from .recovery import ElsewhereOutOfMemory, Originals, Snapshot, retrying_allocations
+from .recovery import ElsewhereOutOfMemory, Snapshot, explain_writes, record_versions, retrying_allocations
 from .strategy import GradientSync
 
 
 class TwoPasses:
     """The first pass of one update, and the agreement of the ranks behind it.
 
-    Args:
-        loss: of the update.
-        sync: of the gradients. Ranks agree through it.
-        precision: of the forwards.
-        devices: of the model.
-        is_auto: batches run again after an out of memory.
+    With ``is_auto``, batches run again after an out of memory.
     """
 
     def __init__(
@@ -54,21 +49,15 @@ class TwoPasses:
 
     @contextlib.contextmanager
     def undone(self, batches: Sequence[Batch | CostBatch], before: Snapshot) -> Iterator[None]:
-        """Surrounds the forwards of the first pass, without a graph. Random numbers and buffers are put back.
-
-        Raises:
-            RuntimeError: a forward has changed a batch in place.
-        """
+        """Surrounds the forwards of the first pass, without a graph. Random numbers and buffers are put back."""
         before.take()
-        originals, python = Originals(), random.getstate()
-        for batch in batches:
-            originals.add(batch)
+        python, recorded = random.getstate(), [entry for batch in batches for entry in record_versions(batch)]
         with torch.no_grad():
             yield
             for _ in self._sync.forwards_without_rows(is_reduced=self._has_run):
                 pass
         before.restore()
-        if writes := originals.explain_writes():
+        if writes := explain_writes(recorded):
             raise RuntimeError(f"a loss whose rows depend on each other takes two forwards: {writes}")
         random.setstate(python)
         self._sync.begin()
@@ -76,18 +65,15 @@ class TwoPasses:
     def at_once(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
         """Returns the losses of the only micro-batch of an update."""
         parts = self.loss.collect(outputs, shards)
-        self._agree_and_differentiate()
+        self.differentiate()
         return self.loss.hand_back_parts(parts)
 
     def differentiate(self) -> None:
         """Computes the derivatives of the loss of all ranks, after all of them have run their forwards."""
-        with self._precision.autocast(self._devices):
-            self._agree_and_differentiate()
-
-    def _agree_and_differentiate(self) -> None:
         self._agree("")
         # what follows the agreement of the ranks must not fail on one of them
-        with retrying_allocations(self._devices) if self._is_auto else contextlib.nullcontext():
+        retrying = retrying_allocations(self._devices) if self._is_auto else contextlib.nullcontext()
+        with retrying, self._precision.autocast(self._devices):
             self.loss.differentiate(self._precision.scaler_on(self._devices[0]))
 
     @contextlib.contextmanager

@@ -1,9 +1,5 @@
-"""One update of the parameters: gradients are unscaled, multiplied and clipped, then all optimizers step together.
+"""One update of the parameters: gradients are unscaled, multiplied and clipped, then all optimizers step together."""
 
-Tensors that get gradients in a training step, and changes of these gradients.
-"""
-
-import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -31,13 +27,10 @@ Schedulers = LRScheduler | Sequence[LRScheduler]
 
 
 class Update:
-    """One step of several optimizers on the gradients of one window.
+    """One step of several optimizers, together or not at all.
 
-    The optimizers are asked for their parameters anew in each update, because groups may be added at any time.
-
-    Args:
-        optimizers: those that step, together or not at all.
-        trained: the parameters of model and criterion by name, each once.
+    They are asked for their parameters anew in each update, because groups may be added at any time. ``trained`` are the
+    parameters of model and criterion by name, each once.
 
     Raises:
         ValueError: two optimizers have the same parameter.
@@ -70,50 +63,40 @@ class Update:
 
     def forget_gradients(self) -> None:
         """Drops the gradients of all parameters, in the optimizers and outside."""
-        if RELEASES:
-            refuse_released_gradients(self.optimizers)
         for optimizer in self.optimizers:
+            if optimizer in RELEASES:
+                raise TypeError(
+                    f"release_gradients_in_backward was applied to {type(optimizer).__name__}, so a backward updates at once, "
+                    "but a TrainStep updates after all of its micro-batches: call handle.remove(), or write the loop by hand"
+                )
             optimizer.zero_grad()
         for parameter in self.trained.values():
             parameter.grad = None
 
-    def run(
-        self,
-        sync: GradientSync,
-        factor: Weight,
-        scaler: torch.amp.GradScaler | None,
-        max_grad_norm: float | None,
-    ) -> None:
-        """Unscales, multiplies and clips the gradients, and steps the optimizers.
+    def run(self, sync: GradientSync, factor: Weight, scaler: torch.amp.GradScaler | None, max_grad_norm: float | None) -> None:
+        """Unscales the reduced gradients, makes them those of the loss by a factor, clips them, and steps the optimizers.
 
-        Args:
-            sync: of the gradients, which are reduced.
-            factor: makes them those of the loss.
-            scaler: of the gradients, if they are scaled.
-            max_grad_norm: of all optimizers' gradients together; ``None`` does not clip.
+        Scaled gradients are one optimizer's to the scaler, which would otherwise skip each optimizer on its own.
         """
-        with contextlib.nullcontext() if scaler is None else self.unscaled(scaler):
+        whole = cast(Optimizer, self)
+        try:
+            if scaler is not None:
+                scaler.unscale_(whole)
+                outside = [parameter for parameter in self.outside if parameter.grad is not None]
+                if outside:  # get_scale() would wait for the device
+                    scale_gradients(outside, 1 / scaler.scale(torch.ones((), device=outside[0].device)))
             sync.multiply([*self.parameters, *self.outside], factor)
-            if max_grad_norm is not None:
+            if max_grad_norm is not None:  # after an overflow in one optimizer, this makes the gradients of the others zero
                 norm = torch.nn.utils.clip_grad_norm_(self.parameters, max_grad_norm)
                 self.grad_norm = norm.full_tensor() if is_sharded(norm) else norm  # type: ignore[attr-defined]
             if scaler is None:
                 self.step()
             else:
-                scaler.step(self._as_optimizer())  # unless it found an overflow
+                scaler.step(whole)  # unless it found an overflow
                 scaler.update()
-
-    @contextlib.contextmanager
-    def unscaled(self, scaler: torch.amp.GradScaler) -> Iterator[None]:
-        """Divides gradients by the scale. A failure in the block leaves the scaler as it was before: the step can be repeated."""
-        try:
-            scaler.unscale_(self._as_optimizer())
-            outside = [parameter for parameter in self.outside if parameter.grad is not None]
-            if outside:  # get_scale() would wait for the device
-                scale_gradients(outside, 1 / scaler.scale(torch.ones((), device=outside[0].device)))
-            yield
         except BaseException:
-            scaler.update(scaler.get_scale())  # the scale it has: this forgets what was unscaled
+            if scaler is not None:
+                scaler.update(scaler.get_scale())  # the scale it has: this forgets what was unscaled, so the step can be repeated
             raise
 
     @property
@@ -126,13 +109,6 @@ class Update:
         for optimizer in self.optimizers:
             optimizer.step()
         self.has_stepped = True
-
-    def _as_optimizer(self) -> Optimizer:
-        """Returns this object as one optimizer for the scaler, which would otherwise skip each optimizer on its own.
-
-        After an overflow in one optimizer, clipping by the global norm makes the gradients of the others zero.
-        """
-        return cast(Optimizer, self)
 
     def _refuse_common_parameters(self) -> None:
         owner: dict[int, int] = {}
@@ -152,12 +128,7 @@ def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
 
 
 def each_optimizer(optimizers: Optimizers) -> list[Optimizer]:
-    """Returns a list of one or several optimizers.
-
-    Raises:
-        TypeError: something else is given.
-        ValueError: the list is empty.
-    """
+    """Returns a list of one or several optimizers."""
     each = [optimizers] if isinstance(optimizers, Optimizer) else _listed(optimizers, Optimizer, "optimizer")
     if not each:
         raise ValueError("no optimizer was given, expected one or more")
@@ -165,12 +136,7 @@ def each_optimizer(optimizers: Optimizers) -> list[Optimizer]:
 
 
 def each_scheduler(schedulers: Schedulers | None) -> list[LRScheduler]:
-    """Returns a list of one, several or no schedulers.
-
-    Raises:
-        TypeError: something else is given.
-        ValueError: a scheduler needs a metric.
-    """
+    """Returns a list of one, several or no schedulers."""
     each = [] if schedulers is None else _listed(schedulers, LRScheduler, "scheduler")
     for scheduler in each:
         if isinstance(scheduler, ReduceLROnPlateau):
@@ -186,16 +152,6 @@ def _listed(value: Any, kind: type[_Kind], name: str) -> list[_Kind]:
         if not isinstance(entry, kind):
             raise TypeError(f"the {name} is {describe(entry)}, expected {kind.__name__}, or a list of them")
     return listed
-
-
-def refuse_released_gradients(optimizers: Sequence[Optimizer]) -> None:
-    """Raises ``TypeError`` if an optimizer updates in the backward, before the gradients of the effective batch are final."""
-    for optimizer in optimizers:
-        if optimizer in RELEASES:
-            raise TypeError(
-                f"release_gradients_in_backward was applied to {type(optimizer).__name__}, so a backward updates at once, but a "
-                "TrainStep updates after all of its micro-batches: call handle.remove(), or write the loop by hand"
-            )
 
 
 def trained_tensors(model: Any, criterion: nn.Module) -> dict[str, Tensor]:
@@ -245,7 +201,7 @@ def check_optimizers(update: Update, schedulers: Sequence[LRScheduler]) -> None:
         refuse_closures(optimizer, "TrainStep")
         if isinstance(optimizer, BalancedOptimizer):  # its groups have the shards
             continue
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        parameters = list(_parameters_of(optimizer))
         if parameters and not any(id(parameter) in trained for parameter in parameters):
             name = f"{type(optimizer).__name__} (optimizer {number})" if number else type(optimizer).__name__
             raise ValueError(
