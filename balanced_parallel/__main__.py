@@ -1,9 +1,9 @@
 """Memory of a training step before it runs, and problems of a model with replicas.
 
-What a step needs:     python -m balanced_parallel estimate --problem net.py:build --devices 4
-How it fits:           python -m balanced_parallel plan --problem net.py:build --batch-size 512 --memory 24GiB
-What would save:       python -m balanced_parallel tricks --problem net.py:build --devices 4
-What will go wrong:    python -m balanced_parallel doctor --problem net.py:build
+What a step needs:     PROGRAM estimate --problem net.py:build --devices 4
+How it fits:           PROGRAM plan --problem net.py:build --batch-size 512 --memory 24GiB
+What would save:       PROGRAM tricks --problem net.py:build --devices 4
+What will go wrong:    PROGRAM doctor --problem net.py:build
 
 ``build`` is a function that returns ``(module, criterion, inputs, targets)``. For a module alone, ``--input 4,3,224,224`` is the
 shape of its input, and the loss is the mean of its output. With inputs, the doctor also runs a step on two simulated devices.
@@ -14,12 +14,16 @@ success, 1 if nothing fits or the doctor finds a problem, and 2, with one line o
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import logging
 import os
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,13 +32,14 @@ import torch
 from . import memory
 from .diagnostics.doctor import examine, find_waits, is_note
 from .memory.devices import find_kind
-from .memory.pictures import draw_report, load_pyplot
 from .memory.problem import Problem, build_problem
 from .memory.remedies import measure_tricks
 from .memory.report import load_plotly, write_page
 from .memory.trace.layouts import LAYOUTS, ReplicaLayout, SingleDevice
+from .runtime.values import parse_bytes
 from .simulation import simulate
 
+_log = logging.getLogger(__name__)
 _UNCHECKED = "; random numbers, and rows that forward mixes, are not checked: compare with balanced_parallel.verify"
 
 
@@ -60,8 +65,10 @@ dimension = functools.partial(whole_number, 0, "a dimension: 0, 1, ...")
 def make_parser() -> OneLineParser:
     """Makes the parser of all commands."""
     program = "balanced-parallel" if Path(sys.argv[0]).name == "balanced-parallel" else "python -m balanced_parallel"
-    parser = OneLineParser(program, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="|".join(COMMANDS))
+    description = (__doc__ or "").replace("PROGRAM", program)
+    parser = OneLineParser(program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action="version", version=f"balanced_parallel {version('balanced-parallel')}")
+    subparsers = parser.add_subparsers(dest="command", metavar="|".join(COMMANDS))
     commands = {name: subparsers.add_parser(name, allow_abbrev=False, help=text) for name, (_, text) in COMMANDS.items()}
     for name, command in commands.items():
         _add_problem(command)
@@ -73,7 +80,10 @@ def make_parser() -> OneLineParser:
     add("--balanced-optimizer", action="store_true", help="spread the optimizer's state over the devices")
     add("--checkpoint", metavar="NAMES", help="activation checkpointing: 'blocks', or names of submodules: encoder.0,encoder.1")
     sizes = "of each device, such as 24GiB, or a list: 24GiB,16GiB (default: that of the device kind)"
-    commands["plan"].add_argument("--memory", metavar="SIZE", help=sizes)
+    add = commands["plan"].add_argument
+    add("--memory", metavar="SIZE", help=sizes)
+    add("--hosts", type=positive, default=1, metavar="N", help="hosts with --devices each, under torchrun (default: 1)")
+    add("-v", "--verbose", action="store_true", help="also print what was not tried, and savings to apply by hand")
     return parser
 
 
@@ -94,7 +104,6 @@ def _add_step(parser: OneLineParser) -> None:
     add("--optimizer", default="AdamW", metavar="NAME", help="a class of torch.optim, in any case (default: adamw)")
     add("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="arithmetic of forward and loss (default: fp32)")
     add("--device-kind", metavar="KIND", help="h200, a100, rtx4090, ..., cpu (default: this machine's accelerator, else h200)")
-    add("--plot", type=Path, metavar="FILE.png", help="draw the memory of the devices, of the step, and for other batches")
     page = "write a page: memory over the step with a slider for rows, its holders, the options of a plan; needs no network"
     add("--html", type=Path, metavar="FILE.html", help=page)
     add("--json", action="store_true", help="print JSON, and assumptions to stderr")
@@ -121,8 +130,10 @@ def estimate(flags: argparse.Namespace) -> int:
 
 def plan(flags: argparse.Namespace) -> int:
     """Prints the plan. Returns the exit code: 1 if nothing fits."""
-    problem, rows, settings = _build(flags)
     sizes: list[Any] = flags.memory.split(",") if flags.memory else [None]
+    for size in filter(None, sizes):
+        parse_bytes(size)
+    problem, rows, settings = _build(flags)
     result = memory.plan(
         problem.module,
         problem.criterion,
@@ -130,10 +141,23 @@ def plan(flags: argparse.Namespace) -> int:
         problem.targets,
         batch_size=rows,
         capacity=sizes[0] if len(sizes) == 1 else sizes,
+        hosts=flags.hosts,
         **settings,
     )
-    _show(flags, problem, result, result.report, result.capacity)
+    if result.lines and not problem.assumed:
+        *before, first = result.lines[: result.lines.index("")]
+        lines = *before, first, *import_of(flags.problem), *result.lines[len(before) + 1 :]
+        result = dataclasses.replace(result, lines=lines)
+    capacity = result.capacity[: result.report.devices] if result.report else None
+    _show(flags, problem, result, result.report, capacity, result.describe(verbose=flags.verbose))
     return 0 if result.fits else 1
+
+
+def import_of(place: str) -> list[str]:
+    """Returns the lines that make the problem at ``place``, in a program that is beside its file."""
+    where, _, name = place.rpartition(":")
+    module = Path(where).stem if where.endswith(".py") else where
+    return [f"from {module} import {name.split('.')[0]}", "", f"module, criterion, inputs, targets = {name}()"]
 
 
 def tricks(flags: argparse.Namespace) -> int:
@@ -171,27 +195,26 @@ def _build(flags: argparse.Namespace) -> tuple[Any, int, dict[str, Any]]:
     settings = {"optimizer": find_optimizer(flags.optimizer)}
     settings |= {name: getattr(flags, name) for name in ("devices", "precision", "device_kind", "dim")}
     find_kind(flags.device_kind)
-    for path, load in ((flags.plot, load_pyplot), (flags.html, load_plotly)):
-        if path:
-            load()
-            path.parent.mkdir(parents=True, exist_ok=True)
+    if flags.html:
+        load_plotly()
+        flags.html.parent.mkdir(parents=True, exist_ok=True)
+    _log.info("building %s", flags.problem)
     problem = build_problem(flags.problem, flags.input)
+    _log.info("tracing %s", type(problem.module).__name__)
     if problem.inputs is None or problem.criterion is None:
         raise ValueError(f"{flags.problem} returned no inputs: expected (module, criterion, inputs, targets), or --input")
     return problem, flags.batch_size or problem.rows(flags.dim), settings
 
 
-def _show(flags: argparse.Namespace, problem: Problem, result: Any, report: Any, capacity: Any) -> None:
+def _show(flags: argparse.Namespace, problem: Problem, result: Any, report: Any, capacity: Any, text: str = "") -> None:
     aside = sys.stderr if flags.json else flags.output
     if problem.assumed:
         print(f"assumed: {problem.assumed}", end="\n" if flags.json else "\n\n", file=aside)
-    if flags.plot and report is not None:
-        draw_report(flags.plot, report, capacity)
     if flags.html and report is not None:
         write_page(flags.html, report, capacity, "" if result is report else result._repr_html_())
-    print(result.to_json() if flags.json else result, file=flags.output)
-    for path in filter(None, (flags.plot, flags.html)):
-        print(f"wrote {path}" if report is not None else f"nothing fits, so {path} was not written", file=aside)
+    print(result.to_json() if flags.json else text or result, file=flags.output)
+    if flags.html:
+        print(f"wrote {flags.html}" if report is not None else f"nothing fits, so {flags.html} was not written", file=aside)
 
 
 COMMANDS = {
@@ -206,6 +229,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command and returns its exit code. For bad input it prints one line to stderr and raises ``SystemExit(2)``."""
     parser = make_parser()
     flags = parser.parse_args(arguments, argparse.Namespace(output=sys.stdout))
+    if flags.command is None:
+        parser.print_help()
+        return 0
     command, _ = COMMANDS[flags.command]
     try:
         # a model may print, which is not part of the output
@@ -219,17 +245,44 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return code
 
 
+class Progress(logging.StreamHandler[Any]):
+    """Prints what is logged to a terminal, and the seconds since then."""
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self._begin, self._end = time.monotonic(), threading.Event()
+        self._thread = threading.Thread(target=self._count, daemon=True)
+
+    def __enter__(self) -> "Progress":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Prints one message, in a line of its own."""
+        self._begin = time.monotonic()
+        super().emit(record)
+
+    def _count(self) -> None:
+        while not self._end.wait(1):
+            self.stream.write(f"\r{time.monotonic() - self._begin:.0f} s \r")
+            self.stream.flush()
+
+
 @contextlib.contextmanager
 def logs_of_a_command() -> Iterator[None]:
-    """Prints what a plan tries to a terminal. Hides torch's log, a traceback for each shape that does not suit."""
-    planner, fakes = (logging.getLogger(name) for name in ("balanced_parallel.memory.planning", "torch._subclasses.fake_tensor"))
-    handler = logging.StreamHandler(sys.stderr) if sys.stderr.isatty() else logging.NullHandler()
+    """Prints what a command does to a terminal. Hides torch's log, a traceback for each shape that does not suit."""
+    package, fakes = (logging.getLogger(name) for name in ("balanced_parallel", "torch._subclasses.fake_tensor"))
     with contextlib.ExitStack() as undo:
-        for logger, level in ((planner, logging.INFO), (fakes, logging.CRITICAL)):
+        handler = undo.enter_context(Progress()) if sys.stderr.isatty() else logging.NullHandler()
+        for logger, level in ((package, logging.INFO), (fakes, logging.CRITICAL)):
             undo.callback(logger.setLevel, logger.level)
             logger.setLevel(level)
-        undo.callback(planner.removeHandler, handler)
-        planner.addHandler(handler)
+        undo.callback(package.removeHandler, handler)
+        package.addHandler(handler)
         yield
 
 

@@ -2,11 +2,13 @@
 
 A table between ``<!-- table PAGE: "START" -->`` and ``<!-- end of table -->`` is the first one on the benchmark's page whose
 header begins with START. With ``, rows "START"`` before the arrow, only the rows that begin so are copied. So the pages read the
-same on GitHub as on the site. A test compares them.
+same on GitHub as on the site. A test compares them. PAGE ``savings`` is the list of savings of the package.
 """
 
 import re
 from pathlib import Path
+
+from balanced_parallel.savings.saving import savings_table
 
 DOCS = Path(__file__).parent
 PLACE = re.compile(r'(<!-- table (\S+): "(.+?)"(?:, rows "(.+?)")? -->).*?(<!-- end of table -->)', re.DOTALL)
@@ -31,7 +33,8 @@ def with_tables(page: Path) -> str:
     """Returns the text of a page with its tables as the benchmarks have them now."""
 
     def filled(place: re.Match[str]) -> str:
-        return f"{place[1]}\n\n{table(page.parent / place[2], place[3], place[4])}\n{place[5]}"
+        text = savings_table() if place[2] == "savings" else table(page.parent / place[2], place[3], place[4])
+        return f"{place[1]}\n\n{text}\n{place[5]}"
 
     return PLACE.sub(filled, page.read_text(encoding="utf-8"))
 

@@ -1,8 +1,10 @@
 """``python -m balanced_parallel``: estimates, plans and findings are printed; errors are one line and exit code 2."""
 
 import json
+import logging
 import re
 import sys
+import time
 import warnings
 from types import SimpleNamespace
 
@@ -12,7 +14,7 @@ from helpers.processes import run_script
 from torch import nn
 
 from balanced_parallel import memory
-from balanced_parallel.__main__ import main
+from balanced_parallel.__main__ import logs_of_a_command, main
 
 pytestmark = pytest.mark.usefixtures("trace_in_this_process")
 
@@ -105,13 +107,6 @@ def test_dim_sets_the_dimension_of_the_rows(nets, capsys):
     assert json.loads(capsys.readouterr().out)["micro_batches"] == 4
 
 
-def test_estimate_writes_a_plot(nets, capsys, tmp_path):
-    path = tmp_path / "new" / "memory.png"
-    assert estimate("--problem", nets("small"), "--devices", "2", "--plot", str(path)) == 0
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert capsys.readouterr().out.endswith(f"wrote {path}\n")
-
-
 @pytest.mark.parametrize(
     ("flags", "wanted"),
     [
@@ -166,7 +161,10 @@ def test_missing_problems_print_one_line(capsys, tmp_path):
 
 
 def planned(**settings):
-    return SimpleNamespace(**{"report": None, "capacity": (1,), "fits": True, "to_json": lambda: "{}"} | settings)
+    return SimpleNamespace(
+        **{"report": None, "capacity": (1,), "fits": True, "lines": (), "to_json": lambda: "{}", "describe": lambda verbose: ""}
+        | settings
+    )
 
 
 def test_plan_receives_the_arguments(nets, capsys, monkeypatch):
@@ -183,7 +181,7 @@ def test_plan_receives_the_arguments(nets, capsys, monkeypatch):
     assert isinstance(asked.pop("criterion"), nn.BCEWithLogitsLoss)
     assert (asked.pop("inputs").shape, asked.pop("targets").shape) == ((6, 4), (6, 1))
     expected = {"batch_size": 16, "capacity": ["24GiB", "8GiB"], "devices": 2, "device_kind": "a10"}
-    assert asked == expected | {"precision": "fp32", "optimizer": torch.optim.RAdam, "dim": 0}
+    assert asked == expected | {"precision": "fp32", "optimizer": torch.optim.RAdam, "dim": 0, "hosts": 1}
 
 
 @pytest.mark.parametrize(("flags", "capacity"), [([], None), (["--memory", "2GiB"], "2GiB")])
@@ -197,11 +195,12 @@ def test_plan_that_does_not_fit_exits_with_code_1(nets, capsys, monkeypatch, fla
 
 def test_errors_of_plan_print_one_line(nets, capsys, monkeypatch):
     def plan(*args, **settings):
-        raise ValueError("'24QB' is not a memory size,\nexpected another")
+        raise ValueError("no such device,\nexpected another")
 
     monkeypatch.setattr(memory, "plan", plan)
-    line = said(capsys, "plan", "--problem", nets("small"), "--memory", "24QB")
-    assert line.endswith("error: '24QB' is not a memory size, expected another")
+    line = said(capsys, "plan", "--problem", nets("small"), "--memory", "24GiB")
+    assert line.endswith("error: no such device, expected another")
+    assert "'24' is not a memory size, it has no unit: 24GiB?" in said(capsys, "plan", "--problem", "nowhere", "--memory", "24")
 
 
 def test_warnings_of_plan_print_one_line(nets, capsys, monkeypatch):
@@ -250,10 +249,27 @@ def test_dim_is_passed_to_plan(nets, capsys, monkeypatch):
     assert asked == [1]
 
 
-# Pictures
+# The program
 
 
-def test_plot_without_matplotlib_names_the_extra_to_install(nets, capsys, monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    line = said(capsys, "estimate", "--problem", nets("small"), "--plot", tmp_path / "a.png")
-    assert "pip install 'balanced-parallel[plot]'" in line
+def test_without_a_command_the_help_is_printed(capsys, monkeypatch):
+    assert main([]) == 0
+    assert "python -m balanced_parallel plan --problem" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/balanced-parallel"])
+    main([])
+    assert "balanced-parallel plan --problem" in capsys.readouterr().out
+
+
+def test_the_version_is_printed(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert re.fullmatch(r"balanced_parallel \d+\.\d+\.\d+\n", capsys.readouterr().out)
+
+
+def test_progress_counts_seconds_on_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with logs_of_a_command():
+        logging.getLogger("balanced_parallel.memory").info("trying: it")
+        time.sleep(1.2)
+    assert re.fullmatch(r"trying: it\n\r1 s \r", capsys.readouterr().err)

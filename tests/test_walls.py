@@ -329,6 +329,8 @@ SINGLE_IMPORTER = {  # with the reason why a module is not part of its only impo
     "optim.replica_shards": "devices beside the ranks of balanced",
     "savings.evaluation": "public names",
     "savings.inplace": "a public function",
+    "savings.lm_heads": "a public function",
+    "savings.offloading": "a public function",
     "simulation.cluster": "the public name",
     "simulation.device_module": "the module that torch asks for the devices",
     "strategies.launch": "the environment of torchrun",

@@ -151,11 +151,12 @@ def verify(
         if dim is None and not isinstance(criterion, DataParallelCriterion):
             dim = wrapped.dim
         losses = _wrap_criterion(split.criterion, criterion, weight, dim)
-        step = _make_step(split, wrapped, losses, micro_batch_size, reproducible=reproducible)
+        make_step = functools.partial(TrainStep, reproducible=reproducible)
+        step = make_step(wrapped, losses, _NoUpdate(split.learning().values()), micro_batch_size=micro_batch_size)
         if reproducible:
-            single = _wrap_model(plain.module, model, wrapped.devices[:1], dim, in_dims)
+            alone = _wrap_model(plain.module, model, wrapped.devices[:1], dim, in_dims)
             of_all = _wrap_criterion(plain.criterion, criterion, weight, dim)
-            plain_step = _make_step(plain, single, of_all, None, reproducible=True)
+            plain_step = make_step(alone, of_all, _NoUpdate(plain.learning().values()))
         number, equal = 0, True
         while equal and number < 2:
             number += 1
@@ -218,13 +219,6 @@ class _NoUpdate(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         pass
-
-
-def _make_step(
-    program: Program, model: nn.Module, criterion: DataParallelCriterion, micro_batch_size: int | None, *, reproducible: bool
-) -> TrainStep:
-    optimizer = _NoUpdate(program.learning().values())
-    return TrainStep(model, criterion, optimizer, micro_batch_size=micro_batch_size, reproducible=reproducible)
 
 
 def _run_step(program: Program, step: TrainStep, inputs: Any, targets: Any) -> Tensor:

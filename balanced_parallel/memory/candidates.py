@@ -6,7 +6,8 @@ for several, and becomes a :class:`Choice`: a row of the plan's table, with byte
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+import logging
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +16,15 @@ from torch import nn
 from ..batch.plan import count_micro_batches, split_sizes
 from ..diagnostics.reasons import batch_norms
 from ..runtime.values import format_bytes
-from .errors import UnknownMemory
+from ..savings.saving import Saving, savings_of
+from ..savings.settings import BALANCED, SHARDED
+from ..strategies.parallelize import state_bytes
 from .lines import Lines, most_that_fit
-from .remedies import OFFLOAD, Saving
+from .remedies import with_savings
 from .trace.layouts import Request, is_coupled
-from .trace.tracer import run_traces
+from .trace.tracer import Trace, try_traces
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -27,14 +32,16 @@ class Choice:
     """One row of the table. Sizes are bytes, one entry per device.
 
     Attributes:
+        layout: ``"replicas"`` in one process; ``"ddp"`` or ``"fsdp"`` under torchrun.
         micro_batch_size: the most rows of a device in one forward; 0 if not even one row fits.
         micro_batches: number per update.
         split: the weight of each device; None for equal shares.
-        checkpoint: names of the modules whose activations are recomputed in the backward.
-        peak: maximum in use. ``reserved`` is the memory that the allocator takes from the device for it.
-        saved: bytes below the peak of plain replicas that run the whole batch at once.
+        allocated: maximum in use. ``reserved`` is the memory that the process takes from the device for it, as ``nvidia-smi``
+            shows it: the segments of the allocator, after it has given back its cache where the device is full, and the context.
+            In a choice that fits it is at most the capacity.
+        saved: bytes below the maximum of the plain program that runs the whole batch at once.
         recomputed: operations that run twice, as a fraction of those of a step without recomputation.
-        traffic: bytes to and from the busiest device per update, for parameters and gradients.
+        traffic: bytes to and from the busiest device per update, for parameters, gradients and offloaded activations.
         changes_result: the loss and the gradients are computed in another precision.
         statistics: rows that batch norm takes its statistics from: ``"replica"`` or ``"micro-batch"``; None for all rows.
         optimizer: name of an optimizer in the place of the given one, which makes this an alternative that is never chosen.
@@ -42,13 +49,13 @@ class Choice:
     """
 
     name: str
+    layout: str
     precision: str
     balanced_optimizer: bool
-    checkpoint: tuple[str, ...]
     micro_batch_size: int
     micro_batches: int
     split: tuple[float, ...] | None
-    peak: tuple[int, ...]
+    allocated: tuple[int, ...]
     reserved: tuple[int, ...]
     saved: int
     recomputed: float
@@ -66,20 +73,27 @@ class Choice:
 
     @property
     def cost(self) -> tuple[Any, ...]:
-        """Orders choices: exact ones first, then by operations, micro-batches and traffic."""
-        return self.optimizer is not None, self.changes_result, self.recomputed, self.micro_batches, self.traffic
+        """Orders choices: exact ones first, then by operations, micro-batches, traffic, and number of savings."""
+        work = self.recomputed, self.micro_batches, self.traffic, self.name.count(",")
+        return self.optimizer is not None, self.changes_result, *work
+
+
+HEADERS = ("", "rows", "allocated", "reserved", "run twice", "traffic", "result", "fits")
+WIDTHS = (22, 9, 10, 10, None, 10, 12, None)  # of the columns at most, 100 in all
 
 
 def row_of(choice: Choice) -> list[str]:
     """Returns the cells of a choice in the table of a plan: sizes of each of unequal devices, or the largest."""
     differences = ["other arithmetic"] * choice.changes_result + ["another optimizer"] * (choice.optimizer is not None)
     differences += [f"batch norm by {choice.statistics}"] if choice.statistics else []
-    rows = " + ".join(f"{weight:.0f}" for weight in choice.split) if choice.split else f"{choice.micro_batch_size} per device"
+    rows = " + ".join(f"{weight:.0f}" for weight in choice.split) if choice.split else f"{choice.micro_batch_size}"
     return [
         choice.name,
-        f"{rows} x {choice.micro_batches}" if choice.micro_batches else "not one row",
-        *(" + ".join(map(format_bytes, sizes if choice.split else [max(sizes)])) for sizes in (choice.peak, choice.reserved)),
-        format_bytes(choice.saved),
+        f"{rows} x {choice.micro_batches}" if choice.micro_batches else "not one",
+        *(
+            " + ".join(map(format_bytes, sizes if choice.split else [max(sizes)]))
+            for sizes in (choice.allocated, choice.reserved)
+        ),
         f"{choice.recomputed:.0%}",
         format_bytes(choice.traffic),
         ", ".join(differences) or "exact",
@@ -103,31 +117,44 @@ def statistics_of(module: nn.Module, devices: int, micro_batches: int) -> str | 
 class Option:
     """Savings that are applied together to updates of ``batch_size`` rows, on devices of ``capacity`` bytes.
 
-    Their memory is lines in the rows: for one micro-batch per update and for several (1 and 2 in ``traced``).
+    Their memory is lines in the rows: for one micro-batch per update and for several (1 and 2 in ``traced``). With ranks, the
+    trace is that of one of them, and ``capacity`` has an entry per rank.
     """
 
     def __init__(self, savings: Sequence[Saving], request: Request, capacity: Sequence[int], batch_size: int) -> None:
-        self.savings, self.batch_size = savings, batch_size
-        self.request = dataclasses.replace(request, micro_batches=1, update_rows=batch_size)
-        self.limits = [size - SCALARS for size in capacity]  # bytes for what a trace has
-        self.share = -(-batch_size // request.devices)  # rows of a device per update
+        self.savings, self.batch_size, self.capacity = tuple(savings), batch_size, tuple(capacity)
+        self.is_distributed = request.layout.is_distributed
+        limits = [min(capacity)] * request.devices if self.is_distributed else capacity
+        self.limits = [size - SCALARS for size in limits]  # bytes for what a trace has
+        self.share = -(-batch_size // len(capacity))  # rows of a device per update
+        rows = self.share if self.is_distributed else batch_size
+        self.request = dataclasses.replace(request, micro_batches=1, update_rows=rows)
         self.traced: dict[int, Lines] = {}
 
     @property
     def name(self) -> str:
         """The savings as text."""
-        return ", ".join(saving.option for saving in self.savings) or "replicas"
+        return ", ".join(saving.option for saving in self.savings) or self.request.layout.name
 
     @property
     def optimizer(self) -> str | None:
         """The name of an optimizer in the place of the given one."""
         return next((saving.option for saving in self.savings if saving.result == "another optimizer"), None)
 
+    @property
+    def is_unequal(self) -> bool:
+        """True for devices of several capacities in one process, which may have unequal shares."""
+        return not self.is_distributed and len(set(self.limits)) > 1
+
     def lines(self, micro_batches: int) -> Lines:
-        """Returns the lines for a number of micro-batches per update, traced at the first call."""
+        """Returns the lines for a number of micro-batches per update, traced at the first call.
+
+        Raises:
+            ValueError: they cannot be traced.
+        """
         several = min(micro_batches, 2)  # with replicas, one that adds and reduces is enough
-        if several not in self.traced:
-            measure([self], several)
+        if several not in self.traced and (reason := measure([self], several).get(self)):
+            raise ValueError(reason)
         return self.traced[several]
 
     def flops(self, micro_batches: int) -> float:
@@ -143,14 +170,23 @@ class Option:
         per_row = (more_flops - flops) / (more - rows)
         return per_row + (flops - per_row * rows) / self.batch_size  # the loss of all rows is computed once
 
+    def needs(self) -> int:
+        """Returns the bytes that one row per device reserves, on the device that needs the most."""
+        lines, rows = self.lines(2), self.request.row_step
+        reserved = max(lines.reserved(device, rows) or 0 for device in set(self.request.traced_devices))
+        return reserved + self.request.kind.context + SCALARS
+
     def most_rows(self, micro_batches: int, share: int) -> list[int]:
         """Returns the rows that fit on each device in one forward, at most ``share``."""
         lines = self.lines(micro_batches)
 
         def fits(device: int, rows: int) -> bool:
-            return lines.reserved(device, rows * self.request.devices, self.limits[device]) is not None
+            return lines.reserved(device, rows * self.request.row_step, self.limits[device]) is not None
 
-        return [most_that_fit(functools.partial(fits, device), share) for device in range(self.request.devices)]
+        most = {
+            device: most_that_fit(functools.partial(fits, device), share) for device in dict.fromkeys(self.request.traced_devices)
+        }
+        return [most[device] for device in self.request.traced_devices]
 
     def may_fit_at_once(self, several: int) -> bool:
         """Returns False if the lines for ``several`` micro-batches show that no option runs the batch in one micro-batch.
@@ -158,19 +194,17 @@ class Option:
         One micro-batch needs less memory than several, and sharding saves more. Both save at most the bytes of the gradients.
         """
         gradients: int = 2 * sum(parameter.nbytes for parameter in self.request.module.parameters())
-        devices = self.request.devices
-        return (
-            sum(self.lines(several).allocated_by_device(self.share * devices))
-            <= sum(self.limits) + (gradients + SCALARS) * devices
-        )
+        gradients //= self.request.devices if self.request.layout.is_sharded else 1
+        peaks = self.lines(several).allocated_by_device(self.share * self.request.row_step)
+        return sum(peaks) <= sum(self.limits) + (gradients + SCALARS) * len(peaks)
 
     def fits_at_once(self) -> bool:
         """Returns True if the whole batch fits equal devices in one micro-batch."""
-        return self.lines(1).fit(self.limits, self.share * self.request.devices)
+        return self.lines(1).fit(self.limits, self.share * self.request.row_step)
 
     def _rows(self) -> tuple[list[int], bool]:
         """Returns the most rows of each device in a forward, in as few micro-batches as fit, and True for unequal shares."""
-        unequal = len(set(self.limits)) > 1
+        unequal = self.is_unequal
         most_share = self.batch_size if unequal else self.share
         if 1 in self.traced and not unequal and self.fits_at_once():
             return [self.share for _ in self.limits], False
@@ -184,80 +218,244 @@ class Option:
         return rows, unequal
 
     def _holds(self, rows: list[int], unequal: bool) -> bool:
-        return (sum(rows) if unequal else min(rows) * len(rows)) >= self.batch_size
+        return sum(rows) >= self.batch_size if unequal else min(rows) >= self.share
 
     def choose(self, plain: "Option") -> Choice:
         """Returns the choice with the fewest micro-batches in which the batch fits."""
         rows, unequal = self._rows()
-        devices, fits = len(rows), all(rows)
+        fits = all(rows)
         split = tuple(map(float, rows)) if unequal and fits else None
         most = max(rows) if split else min(*rows, self.share)
-        count = count_micro_batches(self.batch_size, most, split or devices) if fits else 0
-        largest = split_sizes(-(-self.batch_size // count), split or devices) if fits else [1] * devices
-        lines = self.lines(count or 2)
-        read = [(device, max(rows, 1) * devices) for device, rows in enumerate(largest)]
-        operations = plain.flops(1)  # 0 if all operators are fused, which are not counted
-        parameters: int = sum(parameter.nbytes for parameter in self.request.module.parameters())
-        # a reduce-scatter and an all-gather, or the first device's copies and gradients of the others
-        traffic = 4 * (devices - 1) * parameters // devices if self.request.balanced else 2 * (devices - 1) * parameters
-        if fits and OFFLOAD in self.savings:  # to the host and back
-            traffic += 2 * count * lines.bytes_on_host(max(largest) * devices)
+        devices, rows_of_process = (1, self.share) if self.is_distributed else (len(rows), self.batch_size)
+        count = count_micro_batches(rows_of_process, most, split or devices) if fits else 0
+        largest = split_sizes(-(-rows_of_process // count), split or devices) if fits else [1] * devices
+        lines, step = self.lines(count or 2), self.request.row_step
+        read = [(device, max(largest[device], 1) * step) for device in self.request.traced_devices]
+        limits = self.limits if fits else [None] * len(read)
+        reserved = [lines.reserved(device, at, limit) for (device, at), limit in zip(read, limits, strict=True)]
+        context = self.request.kind.context
+        operations = plain.flops(1) if plain.traced else 0  # 0 if all operators are fused, which are not counted
+        traffic, whole = self._traffic(count, context + max(size or 0 for size in reserved))
+        if fits and self.request.savings:  # offloaded activations go to the host and come back
+            traffic += 2 * count * lines.bytes_on_host(max(largest) * step)
         return Choice(
-            name=self.name,
+            name=f"{self.name}, gradients reduced once" if whole else self.name,
+            layout=self.request.layout.name,
             precision=self.request.precision,
             balanced_optimizer=self.request.balanced,
-            checkpoint=self.request.blocks,
             micro_batch_size=most if fits else 0,
             micro_batches=count,
             split=split,
-            peak=tuple(lines.allocated(device, at) for device, at in read),
-            reserved=tuple(lines.reserved(device, at) or 0 for device, at in read),
+            allocated=tuple(lines.allocated(device, at) + whole for device, at in read),
+            reserved=tuple((size or 0) + whole + context for size in reserved),
             saved=0,
             recomputed=max(0.0, self.flops(count or 2) / operations - 1) if operations else 0.0,
             traffic=traffic,
             changes_result=any(saving.result == "other arithmetic" for saving in self.savings),
             fits=fits,
-            statistics=statistics_of(self.request.module, devices, count),
+            statistics=statistics_of(self.request.module, len(self.capacity), count),
             optimizer=self.optimizer,
             savings=self.request.savings,
         )
 
+    def _traffic(self, count: int, reserved: int) -> tuple[int, int]:
+        """Returns the bytes to and from the busiest device per update, and those of whole gradients.
 
-def measure_what_decides(options: Sequence[Option], plain: Option) -> None:
-    """Traces each of ``options``, for one micro-batch per update or for several.
+        Gradients of sharded parameters stay whole until the last micro-batch if they fit into half of what is free: the rule of
+        ``FSDPSync``. They are reduced once then. Otherwise each micro-batch reduces them.
+        """
+        parameters: int = sum(parameter.nbytes for parameter in self.request.module.parameters())
+        devices = len(self.capacity)
+        if self.request.layout.is_sharded:
+            whole = 4 * sum(parameter.numel() for parameter in self.request.module.parameters())
+            whole = whole if count > 1 and whole <= (min(self.capacity) - reserved) // 2 else 0
+            gathered = parameters // 2 if self.request.precision == "bf16" else parameters
+            moved = 4 * gathered * count + 2 * parameters * (1 if whole else count)
+            return moved * (devices - 1) // devices, whole
+        # a reduce-scatter and an all-gather, or the first device's copies and gradients of the others
+        is_ring = self.request.balanced or self.is_distributed
+        return (4 * (devices - 1) * parameters // devices if is_ring else 2 * (devices - 1) * parameters), 0
+
+
+def measure_what_decides(options: Sequence[Option], plain: Option) -> dict[Option, str]:
+    """Traces each of ``options``, for one micro-batch per update or for several. Returns reasons of those that cannot be traced.
 
     One micro-batch comes first if the batch may fit at once, and several only if it does not. Several come first on unequal
-    devices, where the rows of each depend on the traces. The same holds if plain replicas did not fit and are not among
+    devices, where the rows of each depend on the traces. The same holds if the plain program did not fit and is not among
     ``options``: the whole batch is unlikely to fit then.
     """
-    if len(set(plain.limits)) > 1 or plain not in options:
-        measure(options, 2)
-        return
-    plain.lines(1)
-    if plain.may_fit_at_once(1):
-        measure([each for each in options if each is not plain], 1)
-    measure([each for each in options if 1 not in each.traced or not each.fits_at_once()], 2)
+    if plain.is_unequal or plain not in options:
+        return measure(options, 2)
+    failed = measure([plain], 1)
+    if plain.traced and plain.may_fit_at_once(1):
+        failed |= measure([each for each in options if each is not plain], 1)
+    left = [each for each in options if each not in failed and (1 not in each.traced or not each.fits_at_once())]
+    return failed | measure(left, 2)
 
 
-def measure(options: Sequence[Option], several: int) -> None:
-    """Traces all of ``options`` together, for ``several`` micro-batches (1 or 2) per update."""
-    if not options:
-        return
-    requests = [dataclasses.replace(option.request, micro_batches=several) for option in options]
-    jobs = [(request, count * BASE * request.devices) for request in requests for count in (1, 2)]
-    try:
-        traces = run_traces(jobs)
-    except UnknownMemory:
-        raise
-    except Exception as error:
-        raise ValueError(
-            f"with {jobs[0][1]} to {jobs[-1][1]} rows over {jobs[0][0].devices} devices is {type(error).__name__}: {error}; "
-            "a plan needs a module, a criterion and an optimizer that take any number of rows"
-        ) from error
-    for option, request, first, second in zip(options, requests, traces[::2], traces[1::2], strict=True):
-        option.traced[several] = lines = Lines(request, first, second)
-        if not lines.is_affine:
-            raise ValueError(
-                "with twice the rows the module runs other operators, so that no plan can be made: see memory.estimate for each "
-                "number of rows"
-            )
+def measure(options: Iterable[Option], several: int) -> dict[Option, str]:
+    """Traces ``options`` together, for ``several`` micro-batches (1 or 2) per update. Returns the reasons where it fails."""
+    requests = [
+        (each, dataclasses.replace(each.request, micro_batches=several)) for each in options if several not in each.traced
+    ]
+    jobs = [(request, count * BASE * request.row_step) for _, request in requests for count in (1, 2)]
+    traces = try_traces(jobs) if jobs else []
+    failed: dict[Option, str] = {}
+    for (option, request), first, second in zip(requests, traces[::2], traces[1::2], strict=True):
+        if not isinstance(first, Trace) or not isinstance(second, Trace):
+            failed[option] = next(each for each in (first, second) if isinstance(each, str))
+            continue
+        lines = Lines(request, first, second)
+        if lines.is_affine:
+            option.traced[several] = lines
+        else:
+            failed[option] = "with twice the rows the module runs other operators: see memory.estimate for each number of rows"
+    return failed
+
+
+TRACED_DEVICES = 16  # replicas are traced all together, so more of them take long
+
+
+class Search:
+    """Traces options, the cheapest first, until one of them fits.
+
+    Savings are put together in their order, first those that leave the result as it is. Each combination is a step of a ladder,
+    and has several layouts over the devices. The last step of a ladder needs the least memory: if it does not fit, the others
+    are not traced. On a step, the layout that needs the least memory comes first.
+
+    Attributes:
+        choices: the options that were traced.
+        skipped: names of options that could not be traced, with the reasons.
+
+    Args:
+        request: the plain program.
+        capacity: bytes of each device, over all hosts.
+        hosts: number of hosts, with as many devices each.
+    """
+
+    def __init__(self, request: Request, capacity: Sequence[int], batch_size: int, hosts: int = 1) -> None:
+        self.request, self.capacity, self.batch_size, self.hosts = request, tuple(capacity), batch_size, hosts
+        self.choices: dict[Option, Choice] = {}
+        self.skipped: dict[str, str] = {}
+        self._failing: set[Saving] = set()
+        self._options: dict[tuple[Saving, ...], Option] = {}
+        (self.plain,) = self._make([()])
+        layouts = [saving for saving in savings_of("layout") if with_savings(request, [saving])]
+        self._layouts: list[tuple[Saving, ...]] = [(), *((saving,) for saving in layouts)]
+
+    def run(self) -> bool:
+        """Traces options until one fits. Returns False if none does; then optimizers with less state are traced as well."""
+        ladders = self._ladders()
+        in_one_process = [(*savings,) for savings in self._layouts if not any(saving is SHARDED for saving in savings)]
+        if self.fitting(self._make(in_one_process)):
+            return True
+        if any(self._climb(ladder) for ladder in ladders):
+            return True
+        exact = [saving for saving in ladders[0][-1] if saving not in self._failing]
+        others = [saving for saving in savings_of("optimizer") if with_savings(self.request, [saving])]
+        self.fitting(self._make([(saving, *self._layouts[-1], *exact) for saving in others]))
+        return False
+
+    def untried(self) -> list[str]:
+        """Returns the names of options that were not traced."""
+        combinations = [(*layout, *step) for ladder in self._ladders() for step in ladder for layout in self._layouts]
+        options = self._make(combinations)
+        return [option.name for option in options if option not in self.choices and option.name not in self.skipped]
+
+    def fitting(self, options: Sequence[Option]) -> list[Option]:
+        """Traces options, and returns those that fit."""
+        waiting = [option for option in options if option not in self.choices and option.name not in self.skipped]
+        if waiting:
+            _log.info("trying: %s", "; ".join(option.name for option in waiting))
+            failed = measure_what_decides(waiting, self.plain)
+            self.skipped |= {option.name: reason for option, reason in failed.items()}
+            for option in [option for option in waiting if option not in failed]:
+                try:
+                    self.choices[option] = option.choose(self.plain)
+                except ValueError as error:  # one micro-batch could be traced, and several could not, or the reverse
+                    self.skipped[option.name] = str(error)
+        return [option for option in options if option in self.choices and self.choices[option].fits]
+
+    def _ladders(self) -> list[list[tuple[Saving, ...]]]:
+        """Returns combinations of savings: exact ones, and the same with each that computes otherwise."""
+        steps: list[tuple[Saving, ...]] = [()]
+        for saving in savings_of("exact"):
+            others = [each for each in steps[-1] if each.name not in saving.instead_of]
+            steps += [(*others, saving)] if with_savings(self.request, [saving]) else []
+        arithmetic: list[Saving] = []
+        for saving in savings_of("arithmetic"):
+            arithmetic += [saving] if with_savings(self.request, [*arithmetic, saving]) else []
+        return [[(*step, *arithmetic[:count]) for step in steps] for count in range(len(arithmetic) + 1)]
+
+    def _climb(self, ladder: list[tuple[Saving, ...]]) -> bool:
+        """Traces the steps of a ladder until one fits. Returns False if none does."""
+        least, others = self._layouts[-1], self._layouts[:-1]
+        (last,) = self._make([(*least, *ladder[-1])])
+        if not self.fitting([last]) and last in self.choices:
+            return False
+        for step in ladder:
+            combination = tuple(saving for saving in step if saving not in self._failing)
+            (option,) = self._make([(*least, *combination)])
+            fits = bool(self.fitting([option]))
+            if fits or option not in self.choices:
+                options = self._make([(*layout, *combination) for layout in others])
+                fits = bool(self.fitting(options)) or fits
+                if combination and not any(each in self.choices for each in (option, *options)):
+                    self._failing.add(combination[-1])
+            if fits:
+                return True
+        return False
+
+    def _make(self, combinations: Iterable[Sequence[Saving]]) -> list[Option]:
+        """Returns an option for each of the combinations that suit the request."""
+        options = []
+        for savings in dict.fromkeys(map(tuple, combinations)):
+            if savings not in self._options and (changed := with_savings(self.request, savings)):
+                if changed.layout.is_sharded:
+                    changed = dataclasses.replace(changed, devices=self._shards(changed.devices))
+                self._options[savings] = Option(savings, changed, self.capacity, self.batch_size)
+            options += [self._options[savings]] if savings in self._options else []
+        return options
+
+    def _shards(self, devices: int) -> int:
+        """Returns the number of shards: those of one host if it has room for a copy of the model, as in ``make_mesh``."""
+        local = devices // self.hosts
+        has_room = state_bytes(self.request.module) // local <= min(self.capacity) // 2
+        return local if self.hosts > 1 and local > 1 and has_room else devices
+
+    def what_would_fit(self) -> tuple[int, int | None]:
+        """Returns the capacity at which one row per device fits, and the number of devices at which it fits these devices.
+
+        Where the state is spread or sharded, the memory of one of ``n`` devices is ``fixed + spread / n``. Traces for two numbers
+        give both terms, and a trace of the result confirms it. The number is None if no number of devices suffices.
+        """
+        least = min((option for option in self.choices if option.optimizer is None), key=Option.needs)
+        functions = [saving for saving in least.savings if saving.stage != "layout"]
+        layouts = [saving for saving in (SHARDED, BALANCED) if saving.option not in self.skipped]
+        capacity, devices = max(self.capacity), len(self.capacity)
+
+        @functools.cache
+        def needs(count: int) -> int | None:
+            request = dataclasses.replace(self.request, devices=count, split=None)
+            search = Search(request, [capacity] * count, count)
+            for layout in layouts:
+                for option in search._make([(layout, *functions)]):
+                    if search.fitting([option]) or option in search.choices:
+                        return option.needs()
+            return None
+
+        few, many = needs(2 * devices), needs(4 * devices)
+        if few is None or many is None or few <= many:
+            return least.needs(), None
+        spread = (few - many) * 4 * devices
+        free = capacity - (many - spread // (4 * devices))
+        if free <= 0:
+            return least.needs(), None
+        count = max(devices + 1, -(-spread // free))
+        for _ in range(4):  # shards are rounded up
+            if (count > TRACED_DEVICES and layouts[0] is not SHARDED) or (needs(count) or 0) <= capacity:
+                break
+            count += 1
+        while devices + 1 < count <= TRACED_DEVICES and (needs(count - 1) or capacity + 1) <= capacity:
+            count -= 1
+        return least.needs(), count

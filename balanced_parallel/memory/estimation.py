@@ -16,6 +16,7 @@ from ..batch.rows import Arguments, as_arguments, count_rows
 from ..replicas.module_tree import check_module
 from ..runtime.values import Precision, check_number
 from ..savings.checkpointing import find_blocks
+from ..savings.saving import sorted_names
 from .devices import KIND_SOURCES, find_kind
 from .errors import UnknownMemory
 from .lengths import trace_lengths
@@ -25,7 +26,6 @@ from .operators.recurrent import SOURCE as RECURRENCE
 from .report import PARTS, MemoryReport, OtherBatches, holders_of
 from .trace.layouts import LAYOUTS, Request, is_coupled, plain_criterion
 from .trace.optimizers import OptimizerChoice
-from .trace.savings import check_savings
 from .trace.tracer import Trace, run_traces
 
 
@@ -194,7 +194,7 @@ def make_request(
         kind=kind,
         dim=dim,
         scalar=scalar,
-        savings=check_savings(savings),
+        savings=sorted_names(savings),
         whole_gradients=whole_gradients,
     )
 
@@ -261,7 +261,7 @@ def make_report(request: Request, rows: int, exact: Lines, lines: Lines, asked: 
     if assumed:
         sources = {"recurrence": {"recurrent layers": RECURRENCE}, "aten.convolution": {"convolutions": CONVOLUTIONS}}
         for name, source in sources.items():
-            if any(name in operator for operator in exact.first.operators):
+            if any(name in block.operator for block in exact.first.blocks):
                 assumed = assumed | source
     return MemoryReport(
         layout=request.layout.name,
@@ -277,7 +277,7 @@ def make_report(request: Request, rows: int, exact: Lines, lines: Lines, asked: 
             max(size, exact.reserved(i, at, upper=True) or 0) + request.kind.context
             for size, (i, at) in zip(reserved, read, strict=True)
         ),
-        parts=tuple(_parts(exact, i, at) for i, at in read),
+        parts=tuple(parts_at_peak(exact, i, at) for i, at in read),
         assumed=assumed,
         timeline=tuple(tuple(exact.levels(i, at)[exact.start :].tolist()) for i, at in read),
         where=tuple(holders_of(exact, i, at) for i, at in read),
@@ -288,7 +288,8 @@ def make_report(request: Request, rows: int, exact: Lines, lines: Lines, asked: 
     )
 
 
-def _parts(lines: Lines, device: int, rows: int | None) -> dict[str, int]:
+def parts_at_peak(lines: Lines, device: int, rows: int | None) -> dict[str, int]:
+    """Returns the bytes of a device's peak by purpose."""
     kind, parts = lines.request.kind, dict.fromkeys(PARTS, 0)
     for block in lines.blocks_at_peak(device, rows):
         parts[block.kind] += -(-block.size // kind.rounds_to) * kind.rounds_to

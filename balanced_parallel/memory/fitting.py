@@ -16,6 +16,8 @@ from ..runtime.collectives import max_over_ranks, world_size
 from ..runtime.devices import free_bytes
 from ..runtime.torch_private import leaves_of_tree, storage_id
 from ..runtime.values import format_bytes, parse_each
+from ..savings.saving import savings_of
+from ..savings.settings import SHARDED
 from ..strategies.fsdp import ShardedModel
 from ..training.step import TrainStep
 from ..training.update import each_optimizer
@@ -24,7 +26,7 @@ from .devices import DeviceKind, find_kind
 from .estimation import lines_of, make_report, make_request, report_of
 from .lengths import LengthTraces, trace_lengths, with_length
 from .lines import Lines, most_that_fit, trace_exactly
-from .remedies import SAVINGS
+from .remedies import with_savings
 from .report import Holder, MemoryReport, OtherBatches
 from .trace.layouts import Request, is_coupled
 from .trace.optimizers import ExistingOptimizers, inner_optimizers
@@ -161,7 +163,8 @@ def explain(request: Request, limits: Sequence[int]) -> str:
     """Returns what one row per device needs, the largest holders of it, and the saving that would help most."""
     rows = request.row_step
     plain = trace_exactly(request, rows)
-    options = {each.name: changed for each in SAVINGS if each.result == "exact" and (changed := each.apply(request))}
+    savings = [saving for saving in savings_of("exact", "layout") if saving is not SHARDED]
+    options = {saving.name: changed for saving in savings if (changed := with_savings(request, [saving]))}
     traces = dict(zip(options, try_traces([(option, rows) for option in options.values()]), strict=True))
     report = make_report(request, rows, plain, plain)
     worst = max(range(len(limits)), key=lambda i: report.nvidia_smi[i] - limits[i])

@@ -6,6 +6,7 @@ lines. It is convex and piecewise linear, so one line through two peaks would be
 
 import bisect
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,6 @@ from numpy.typing import NDArray
 from ..batch.plan import split_sizes
 from .allocator import Replay, replay
 from .trace.allocations import MAYBE, Block
-from .trace.fakes import host_of
 from .trace.layouts import Request
 from .trace.tracer import Trace, run_traces
 
@@ -47,9 +47,10 @@ class Lines:
 
     @property
     def is_affine(self) -> bool:
-        """True if both traces ran the same events, so that other numbers of rows are known."""
-        first, second = self.first, self.second
-        return second is not None and first.events == second.events and first.operators == second.operators
+        """True if the same operators allocated and released memory in both traces, so that other numbers of rows are known."""
+        if self.second is None or self.first.events != self.second.events:
+            return False
+        return all(block.operator == other.operator for block, other in zip(self.first.blocks, self.second.blocks, strict=True))
 
     def device_name(self, device: int) -> str:
         """Returns the name of a traced device."""
@@ -57,14 +58,36 @@ class Lines:
 
     def sizes(self, rows: int | None = None) -> Numbers:
         """Returns the bytes of each block, without the allocator's rounding."""
-        first = np.array([block.size for block in self.first.blocks], dtype=np.int64)
+        first, second = self._sizes
         if rows is None or self.second is None:
             return first
-        second = np.array([block.size for block in self.second.blocks], dtype=np.int64)
-        beyond = {self.device_name(device): self._beyond(rows, device) for device in range(self.request.devices)}
-        everywhere = rows - self.first.rows, self.second.rows - self.first.rows  # for blocks on the host
-        places = np.array([beyond.get(block.device, everywhere) for block in self.first.blocks], dtype=np.int64)
-        return first + (second - first) * places[:, 0] // places[:, 1]
+        beyond = [self._beyond(rows, device) for device in range(self.request.devices)]
+        beyond.append((rows - self.first.rows, self.second.rows - self.first.rows))  # for blocks on the host
+        steps, of = np.array(beyond, dtype=np.int64)[self._devices].T
+        sizes: Numbers = first + (second - first) * steps // of
+        return sizes
+
+    @functools.cached_property
+    def _sizes(self) -> tuple[Numbers, Numbers]:
+        """The bytes of each block in both traces."""
+        first, second = (
+            np.array([block.size for block in trace.blocks], dtype=np.int64) for trace in (self.first, self.second or self.first)
+        )
+        return first, second
+
+    @functools.cached_property
+    def _devices(self) -> Numbers:
+        """The device of each block, after which the host counts as one more."""
+        places = {self.device_name(device): device for device in range(self.request.devices)}
+        return np.array([places.get(block.device, self.request.devices) for block in self.first.blocks], dtype=np.int64)
+
+    @functools.cached_property
+    def _certain(self) -> NDArray[np.bool_]:
+        return np.array([block.kind != MAYBE for block in self.first.blocks])
+
+    @functools.cached_property
+    def _events(self) -> Numbers:
+        return np.array(self.first.events, dtype=np.int64)
 
     def _beyond(self, rows: int, device: int) -> tuple[int, int]:
         """Returns the distance of a device's rows from those of the first trace, and the same for the second trace."""
@@ -101,19 +124,18 @@ class Lines:
     def _replay(self, device: int, rows: int | None, capacity: int | None = None, upper: bool = False) -> Replay | None:
         key = device, rows, capacity, upper
         if key not in self._replays:
-            name, kind = self.device_name(device), self.request.kind
-            is_here = np.array([block.device == name and (upper or block.kind != MAYBE) for block in self.first.blocks])
-            sizes = self.sizes(rows) * is_here
+            kind = self.request.kind
+            sizes = self.sizes(rows) * ((self._devices == device) & (self._certain | upper))
+            levels = np.cumsum(np.sign(self._events) * (-(-sizes // kind.rounds_to) * kind.rounds_to)[np.abs(self._events) - 1])
+            most = int(levels[0 if kind.segments else self.start :].max())
             limit = None if capacity is None else capacity - kind.context
-            if kind.segments:
+            if limit is not None and most > limit:  # a replay would take long
+                self._replays[key] = None
+            elif kind.segments:
                 streams = [block.stream for block in self.first.blocks]
                 self._replays[key] = replay(self.first.events, sizes.tolist(), limit, streams, kind.expandable)
             else:
-                events = np.array(self.first.events, dtype=np.int64)
-                rounded = -(-sizes // kind.rounds_to) * kind.rounds_to
-                levels = np.cumsum(np.sign(events) * rounded[np.abs(events) - 1])
-                most = int(levels[self.start :].max())
-                self._replays[key] = Replay(levels.tolist(), most) if limit is None or most <= limit else None
+                self._replays[key] = Replay(levels.tolist(), most)
         return self._replays[key]
 
     def fit(self, limits: Sequence[int], rows: int | None = None) -> bool:
@@ -130,18 +152,18 @@ class Lines:
 
     def bytes_on_host(self, rows: int | None = None) -> int:
         """Returns the bytes per device that a micro-batch of the second update allocates on the host."""
-        host, sizes = str(host_of(self.request.devices)), self.sizes(rows)
-        allocated = [event - 1 for event in self.first.events[self.start :] if event > 0]
-        total = sum(int(sizes[number]) for number in allocated if self.first.blocks[number].device == host)
-        return total // (self.request.devices * self.first.micro_batches)
+        events = self._events[self.start :]
+        allocated = events[events > 0] - 1
+        on_host = allocated[self._devices[allocated] == self.request.devices]
+        return int(self.sizes(rows)[on_host].sum()) // (self.request.devices * self.first.micro_batches)
 
     def blocks_at_peak(self, device: int, rows: int | None = None) -> list[Block]:
         """Returns the blocks in use at the peak of a device, with their sizes for ``rows`` rows."""
         peak = self.start + int(self.levels(device, rows)[self.start :].argmax())
         events = self.first.events[: peak + 1]
         live = set(events) - {-event for event in events if event < 0}
-        name, sizes = self.device_name(device), self.sizes(rows)
-        numbers = [number for number in sorted(live) if number > 0 and self.first.blocks[number - 1].device == name]
+        sizes = self.sizes(rows)
+        numbers = [number for number in sorted(live) if number > 0 and self._devices[number - 1] == device]
         return [dataclasses.replace(self.first.blocks[n - 1], size=int(sizes[n - 1])) for n in numbers]
 
     @property

@@ -1,20 +1,20 @@
-"""``memory.plan``: the cheapest way to fit an effective batch on given devices.
+"""``memory.plan``: the cheapest way to fit an effective batch on given devices, with the lines to write.
 
-Combinations of savings are traced in stages, the cheapest first, until one of them fits:
+:class:`Search` traces combinations of savings, the cheapest first, until one of them fits::
 
-    as it is  ->  loss without logits  ->  checkpointed blocks  ->  offloaded activations  ->  the same in bf16
+    as it is  ->  loss without logits  ->  checkpoints  ->  offloaded activations  ->  the same in bf16, and with bf16 parameters
         |
-        '-- each of them also with BalancedOptimizer, on several devices
+        '-- each of them also with BalancedOptimizer and FSDP2, on several devices
 
-Each stage is logged before it starts (``logging``, level ``INFO``), since a search may take long.
+Each trace is logged before it starts (``logging``, level ``INFO``), since a search may take long.
 """
 
 import dataclasses
 import functools
 import html
 import json
-import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,23 +27,20 @@ from ..batch.by_cost import ByCost
 from ..batch.plan import split_sizes
 from ..loss.criterion import DataParallelCriterion
 from ..loss.rules import is_known
-from ..replicas.model import DataParallelModel
+from ..optim.balanced import BalancedOptimizer
 from ..runtime.devices import DeviceLike
-from ..runtime.values import check_number, format_bytes, parse_each
-from ..savings.checkpointing import checkpoint_blocks
-from ..savings.offloading import offload_activations
+from ..runtime.values import UNITS, check_number, format_bytes, parse_each
+from ..savings.saving import around_update, change_module, find_saving, savings_of
+from ..strategies.launch import TorchrunEnvironment
+from ..strategies.parallelize import Model, check_strategy, parallelize
 from ..training.step import TrainStep
-from .candidates import SCALARS, Choice, Option, measure_what_decides, row_of
-from .estimation import make_report, make_request, report_of
+from .candidates import HEADERS, WIDTHS, Choice, Option, Search, row_of
+from .estimation import make_report, make_request, parts_at_peak, report_of
 from .lengths import check_lengths, trace_lengths, with_length
-from .remedies import BALANCED, BF16, CHECKPOINT, LOGITS, OFFLOAD, Saving, other_optimizers, with_savings
-from .report import MemoryReport, write_page
-from .trace.layouts import Request, plain_criterion
-from .trace.optimizers import OptimizerChoice
-from .trace.savings import change_module
-from .trace.tracer import Trace, try_traces
+from .remedies import with_savings
+from .report import MemoryReport, unit_of, write_page
+from .trace.layouts import plain_criterion
 
-_log = logging.getLogger(__name__)
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 _NOTES = {
     "replica": "batch norm uses the statistics of each replica's rows, so the result is not that of the whole batch: "
@@ -55,6 +52,7 @@ _UNKNOWN_DIVISOR = (
     "the divisor of the loss is not known, and without weight= each row counts the same: give weight= to plan.apply, as to "
     "DataParallelCriterion"
 )
+_RESERVED = "reserved: what the allocator takes from the device after it gave back its cache; this must fit"
 
 
 @dataclass(frozen=True)
@@ -63,15 +61,19 @@ class MemoryPlan:
 
     Attributes:
         batch_size: rows per update.
-        capacity: bytes of each device.
+        capacity: bytes of each device, over all hosts.
         choices: all that were traced. The chosen one is the first, if any fits. Those with another optimizer are the last.
         fits: the first choice fits.
+        lines: a program that applies the chosen one to ``module``, ``criterion``, ``inputs`` and ``targets``.
         needs: if none fits, the capacity in bytes that one row per device needs, and the number of devices that would suffice
             (None if no number would).
+        hosts: number of hosts.
         dim: the dimension of the rows.
         micro_batch_cost: the largest ``rows x longest`` of a device in one forward, if the plan was made for lengths.
         trim: the dimension of the lengths.
-        untried: names of options that were not traced. They cost more operations or change the result, and a cheaper one fits.
+        untried: names of options that were not traced, since a cheaper one fits, or one that needs less memory does not.
+        skipped: names of options that could not be traced, with the reasons.
+        remarks: savings that no trace has, as text.
         unknown_divisor: the loss needs a ``weight=`` to be exact.
         report: the estimate of the chosen one.
     """
@@ -81,9 +83,13 @@ class MemoryPlan:
     device_kind: str
     choices: tuple[Choice, ...]
     fits: bool
+    lines: tuple[str, ...] = ()
     needs: tuple[int, int | None] | None = None
+    hosts: int = 1
     dim: int = 0
     untried: tuple[str, ...] = ()
+    skipped: tuple[tuple[str, str], ...] = ()
+    remarks: tuple[str, ...] = ()
     micro_batch_cost: int | None = None
     trim: int = 1
     unknown_divisor: bool = False
@@ -97,12 +103,12 @@ class MemoryPlan:
             ValueError: nothing fits.
         """
         if not self.fits:
-            raise ValueError(f"nothing fits: {self.advice}")
+            raise ValueError(self.verdict)
         return self.choices[0]
 
     @property
     def devices(self) -> int:
-        """The number of devices."""
+        """The number of devices, over all hosts."""
         return len(self.capacity)
 
     @property
@@ -111,15 +117,31 @@ class MemoryPlan:
         return self.chosen.micro_batch_size
 
     @property
-    def advice(self) -> str:
-        """The capacity and the number of devices that would fit, and another optimizer that would, as text."""
+    def verdict(self) -> str:
+        """The first line: what fits, or the nearest that would."""
+        if self.fits:
+            return f"fits: yes, {self._rows} in {_count(self.chosen.micro_batches, 'micro-batch', 'es')}, {self._fullest}"
         assert self.needs is not None
         size, count = self.needs
         of_size = f"devices of {format_bytes(max(self.capacity))}"
-        more = f"no number of {of_size} would do" if count is None else f"or {count} {of_size}"
+        nearest = f"{count} {of_size}" if count is not None else f"no number of {of_size}, but larger ones"
         others = [choice.optimizer for choice in self.choices if choice.fits and choice.optimizer]
-        instead = f"; with optimizer={others[0]} it fits, which makes another result" if others else ""
-        return f"one row per device needs devices of {format_bytes(size)}, {more}{instead}"
+        instead = f"; or optimizer={others[0]}, which makes another result" if others else ""
+        return f"does not fit: needs {format_bytes(size)} for one row per device, nearest that does: {nearest}{instead}"
+
+    @property
+    def _rows(self) -> str:
+        if self.chosen.split:
+            return f"{' + '.join(f'{weight:.0f}' for weight in self.chosen.split)} rows at most"
+        return f"{_count(-(-self.batch_size // (self.devices * self.chosen.micro_batches)), 'row')} per device"
+
+    @property
+    def _fullest(self) -> str:
+        sizes = zip(self.chosen.reserved, self.capacity, strict=False)  # ranks are alike
+        reserved, capacity = max(sizes, key=lambda pair: pair[0] / pair[1])
+        unit = unit_of(capacity)
+        shown = [f"{int(10 * size / UNITS[unit]) / 10:g}" for size in (reserved, capacity)]
+        return f"{shown[0]} of {shown[1]} {unit}" if shown[0] != "0" else f"{format_bytes(reserved)} of {format_bytes(capacity)}"
 
     def apply(
         self,
@@ -133,13 +155,15 @@ class MemoryPlan:
         cost: Callable[[Any], Any] | None = None,
         collate: Callable[[list[Any]], Any] | None = None,
         **defaults: Any,
-    ) -> tuple[DataParallelModel, DataParallelCriterion, torch.optim.Optimizer, TrainStep]:
+    ) -> tuple[Model, DataParallelCriterion, torch.optim.Optimizer, TrainStep]:
         """Makes the model, the criterion, the optimizer and the step of the plan. The savings change ``module`` in place.
+
+        A plan for ranks (``chosen.layout``) is applied by each of them, under torchrun.
 
         Args:
             module, criterion: those of the plan. A :class:`DataParallelCriterion` stays as it is.
             optimizer: its class. ``defaults`` are its settings: ``lr`` and so on.
-            device_ids: as many as in the plan. ``None`` takes the first of the visible devices.
+            device_ids: as many as in the plan. ``None`` takes the first of the visible devices, or that of the rank.
             weight, max_grad_norm: as in :class:`DataParallelCriterion` and :class:`TrainStep`.
             cost, collate: as in :class:`ByCost`, for a plan with lengths. The cost of a row is its length. Padded batches,
                 without ``collate``, are trimmed.
@@ -150,21 +174,29 @@ class MemoryPlan:
         chosen = self.chosen
         if (cost is None) != (self.micro_batch_cost is None):
             raise ValueError("expected cost= for a plan that was made with lengths=, and only for such a plan")
+        options: dict[str, Any] = {"dim": self.dim}
+        if chosen.layout == "replicas":
+            if device_ids is None and torch.accelerator.is_available():
+                device_ids = list(range(self.devices))
+            if device_ids is not None and len(device_ids) != self.devices:
+                raise ValueError(f"device_ids has {len(device_ids)} devices, expected the {self.devices} that were planned for")
+            options["split"] = chosen.split
+        else:
+            check_strategy(chosen.layout, None, environment := TorchrunEnvironment.detect())
+            if environment is not None and environment.world_size != self.devices:
+                raise ValueError(f"{environment.world_size} ranks are running, expected the {self.devices} that were planned for")
+            options |= {"strategy": chosen.layout, "precision": chosen.precision}
         change_module(module, chosen.savings)
-        checkpoint_blocks(module, chosen.checkpoint)
-        devices = list(range(self.devices)) if device_ids is None and torch.accelerator.is_available() else device_ids
-        if devices is not None and len(devices) != self.devices:
-            raise ValueError(f"device_ids has {len(devices)} devices, expected the {self.devices} that were planned for")
-        model = DataParallelModel(module, devices, dim=self.dim, split=chosen.split)
         is_wrapped = isinstance(criterion, DataParallelCriterion)
         wrapped: Any = criterion if is_wrapped else DataParallelCriterion(criterion, dim=self.dim, weight=weight)
-        choice = OptimizerChoice(
-            functools.partial(optimizer, **defaults), foreach=False
-        )  # torch chooses kernels by itself on real devices
+        model: Model
+        model, wrapped = parallelize(module, wrapped, device_ids, **options)
         learned = [*model.parameters(), *wrapped.parameters()]
-        (trained,) = choice.balanced(model, learned) if chosen.balanced_optimizer else choice.plain(learned)
+        is_balanced = chosen.balanced_optimizer
+        make: Any = optimizer
+        trained = BalancedOptimizer(model, make, learned, **defaults) if is_balanced else optimizer(learned, **defaults)
         trim = self.trim if collate is None else None
-        step = (OffloadingStep if "offload_activations" in chosen.savings else TrainStep)(
+        step = SurroundedStep(
             model,
             wrapped,
             trained,
@@ -173,6 +205,7 @@ class MemoryPlan:
             max_grad_norm=max_grad_norm,
             cut=None if cost is None else ByCost(cost, collate=collate, trim=trim, limit=self.micro_batch_cost),
         )
+        step.savings = chosen.savings
         return model, wrapped, trained, step
 
     def save_html(self, path: Path | str) -> None:
@@ -183,52 +216,77 @@ class MemoryPlan:
             ValueError: nothing fits, or this plan was read from JSON.
         """
         if self.report is None:
-            reason = "this plan was read from JSON" if self.fits else f"nothing fits: {self.advice}"
-            raise ValueError(f"there is no report to show: {reason}")
-        write_page(path, self.report, self.capacity, self._repr_html_())
+            raise ValueError(f"there is no report to show: {'this plan was read from JSON' if self.fits else self.verdict}")
+        write_page(path, self.report, self.capacity[: self.report.devices], self._repr_html_())
 
     def to_json(self) -> str:
         """Returns the plan as JSON, without its report."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if field.name != "report"}
-        return json.dumps(values | {"choices": [dataclasses.asdict(choice) for choice in self.choices]}, indent=2)
+        values |= {"verdict": self.verdict, "choices": [dataclasses.asdict(choice) for choice in self.choices]}
+        return json.dumps(values, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> "MemoryPlan":
         """Returns the plan that :meth:`to_json` wrote."""
         values: dict[str, Any] = json.loads(text)
+        del values["verdict"]
         choices = tuple(Choice(**_with_tuples(choice)) for choice in values["choices"])
         return cls(**_with_tuples(values) | {"choices": choices})
 
     def __str__(self) -> str:
-        return "\n\n".join([self._title, self._table("simple"), *self._notes])
+        return self.describe()
+
+    def describe(self, *, verbose: bool = False) -> str:
+        """Returns the plan as text of at most 100 columns: verdict, lines to write, table, notes.
+
+        Args:
+            verbose: with the options that were not tried, and with savings that no trace has.
+        """
+        table = tabulate(map(row_of, self.choices), HEADERS, "simple", disable_numparse=True, maxcolwidths=WIDTHS)
+        notes = [textwrap.fill(note, 100, break_long_words=False) for note in self._notes(verbose)]
+        program = ["\n".join(f"    {line}".rstrip() for line in self.lines)] if self.lines else []
+        return "\n\n".join([self.verdict, *program, self._title, str(table), *notes])
 
     def _repr_html_(self) -> str:
         """Returns the plan as HTML, for notebooks."""
-        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self._notes)
-        return f"<p>{html.escape(self._title)}</p>{self._table('html')}{notes}"
+        table = tabulate(map(row_of, self.choices), HEADERS, "html", disable_numparse=True)
+        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self._notes(verbose=False))
+        program = f"<pre>{html.escape(chr(10).join(self.lines))}</pre>" if self.lines else ""
+        return f"<p>{html.escape(self.verdict)}</p>{program}<p>{html.escape(self._title)}</p>{table}{notes}"
 
     @property
     def _title(self) -> str:
         sizes = self.capacity[:1] if len(set(self.capacity)) == 1 else self.capacity
         shown = " + ".join(map(format_bytes, sizes))
-        return f"{self.batch_size} rows per update on {self.devices} x {self.device_kind} with {shown}"
+        hosts = f"{self.hosts} hosts of " if self.hosts > 1 else ""
+        return f"{self.batch_size} rows per update on {hosts}{self.devices // self.hosts} x {self.device_kind} with {shown}"
 
-    def _table(self, style: str) -> str:
-        headers = ["", "rows at most x micro-batches", "peak", "reserved", "saved", "recomputed", "traffic", "result", "fits"]
-        return str(tabulate(map(row_of, self.choices), headers, style, disable_numparse=True))
+    def _notes(self, verbose: bool) -> Iterator[str]:
+        yield _RESERVED
+        if note := _NOTES.get(self.choices[0].statistics or ""):
+            yield note
+        if self.unknown_divisor:
+            yield _UNKNOWN_DIVISOR
+        if self.micro_batch_cost is not None:
+            yield f"rows x longest of {self.micro_batch_cost} at most per device"
+        for name, reason in self.skipped:
+            yield f"skipped: {name}: {reason}"
+        if self.remarks and (verbose or not self.fits):
+            yield f"by hand: {'; '.join(self.remarks)}"
+        if self.untried and verbose:
+            yield f"not tried (`tricks` measures each saving): {'; '.join(self.untried)}"
 
-    @property
-    def _notes(self) -> list[str]:
-        last = f"chosen: {self.chosen.name}" if self.fits else f"nothing fits: {self.advice}"
-        last += "" if self.micro_batch_cost is None else f", with rows x longest of {self.micro_batch_cost} at most per device"
-        note = _NOTES.get(self.choices[0].statistics or "", "")
-        untried = f"not tried, because less fits (`tricks` measures each): {'; '.join(self.untried)}" if self.untried else ""
-        weight = _UNKNOWN_DIVISOR if self.unknown_divisor else ""
-        return [*filter(None, [note, weight, untried]), last]
+
+def _count(number: int, noun: str, plural: str = "s") -> str:
+    return f"{number} {noun}{plural if number != 1 else ''}"
 
 
 def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return {name: _as_tuple(value) for name, value in values.items()}
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
 
 
 def plan(
@@ -240,6 +298,7 @@ def plan(
     batch_size: int,
     capacity: int | str | Sequence[int | str] | None = None,
     devices: int = 1,
+    hosts: int = 1,
     optimizer: MakeOptimizer = torch.optim.AdamW,
     precision: str = "fp32",
     device_kind: str | None = None,
@@ -248,26 +307,28 @@ def plan(
     lengths: tuple[int, int] | None = None,
     trim: int = 1,
 ) -> MemoryPlan:
-    """Plans the cheapest way to fit an effective batch on the devices of one process.
+    """Plans the cheapest way to fit an effective batch on the devices of one host, or of several.
 
-    The plan chooses the number of micro-batches, the split over unequal devices, :class:`BalancedOptimizer`, the loss of a
-    language model without its logits, checkpointing of the module's repeated blocks, and offloaded activations. If none of these
-    suffices, it tries the same in bf16, which changes the result. The cheapest choice has the fewest operations, then the fewest
-    micro-batches, then the least traffic. If nothing fits, optimizers with less state are shown as alternatives.
+    The plan chooses the layout (replicas, :class:`BalancedOptimizer`, FSDP2), the number of micro-batches, the split over unequal
+    devices, the loss of a language model without its logits, checkpointing of the module's repeated blocks, and offloaded
+    activations. If none of these suffices, it tries the same in bf16, which changes the result. The cheapest choice has the
+    fewest operations, then the fewest micro-batches, then the least traffic. If nothing fits, optimizers with less state are
+    shown as alternatives. An option that cannot be traced is skipped, and named with the reason.
 
     Args:
         module, criterion, inputs, targets, optimizer, device_kind, dim, scalar: as for :func:`estimate`. Inputs and targets
             give the shapes; their number of rows does not matter.
         batch_size: rows per update over all devices. Any number, also one that does not divide evenly.
-        capacity: bytes or text such as ``"24GiB"``, for each device or one for all. ``None`` is that of the device kind.
-        devices: number of devices.
+        capacity: bytes or text such as ``"24GiB"``, for each device of a host or one for all. ``None`` is that of the kind.
+        devices: number of devices of a host.
+        hosts: number of hosts with as many devices each. With several, every device has a rank of torchrun.
         precision: the precision to try first.
         lengths: the shortest and the longest row. The plan is made for rows of the longest, and has a ``micro_batch_cost``: the
             largest budget such that every shard with ``rows x longest`` within it fits.
         trim: the dimension of the lengths, as for :func:`estimate`.
 
     Raises:
-        ValueError: a setting is out of its range, or :func:`estimate` refuses it.
+        ValueError: a setting is out of its range, :func:`estimate` refuses it, or no option can be traced.
 
     Example:
         >>> net, batch = torch.nn.Linear(256, 256), (torch.zeros(8, 256), torch.zeros(8, 256))
@@ -280,6 +341,8 @@ def plan(
         >>> MemoryPlan.from_json(found.to_json()) == found
         True
     """
+    for name, number in {"devices": devices, "hosts": hosts}.items():
+        check_number(name, number, "a positive number", at_least=1, whole=True)
     request = make_request(
         module,
         plain_criterion(criterion),
@@ -287,8 +350,8 @@ def plan(
         targets,
         optimizer=optimizer,
         precision=precision,
-        layout="replicas",
-        devices=devices,
+        layout="replicas" if hosts == 1 else "ddp",
+        devices=devices * hosts,
         device_kind=device_kind,
         dim=dim,
         scalar=scalar,
@@ -297,46 +360,37 @@ def plan(
         request = with_length(request, trim, check_lengths(request, trim, lengths)[1])
     if capacity is None and (capacity := request.kind.capacity) is None:
         raise ValueError(f"capacity=None with device_kind={request.kind.name!r}, which has none: expected a size, as '24GiB'")
-    limits = parse_each(capacity, devices)
+    limits = parse_each(capacity, devices) * hosts
     check_number("batch_size", batch_size, "a positive number of rows per update", at_least=1, whole=True)
-    stages = [options for options in stages_of(request, limits, batch_size) if options]
-    plain = stages[0][0]
-    measured: list[Option] = []
-    choices: list[Choice] = []
-    while stages and not any(choice.fits for choice in choices):
-        options = stages.pop(0)
-        _log.info("trying: %s", "; ".join(option.name for option in options))
-        try:
-            measure_what_decides(options, plain)
-        except ValueError:
-            if not (options[0].optimizer or OFFLOAD in options[0].savings):
-                raise
-            continue  # an optimizer that cannot be traced here; more rows that are offloaded than others
-        measured += options
-        choices += [option.choose(plain) for option in options]
-    whole = max(plain.lines(1).allocated_by_device(plain.share * devices))
-    choices = [dataclasses.replace(choice, saved=whole - max(choice.peak)) for choice in choices]
-    ranked = sorted(
-        zip(choices, measured, strict=True), key=lambda pair: (pair[0].optimizer is not None, not pair[0].fits, pair[0].cost)
-    )
-    best, how = ranked[0]
+    search = Search(request, limits, batch_size, hosts)
+    search.run()
+    if not search.choices:
+        name, reason = next(iter(search.skipped.items()))
+        raise ValueError(f"{name}: {reason}; a plan needs a module, a criterion and an optimizer that take any number of rows")
+    ranked = sorted(search.choices.items(), key=lambda pair: (pair[1].optimizer is not None, not pair[1].fits, pair[1].cost))
+    how, best = ranked[0]
     cost = None
     if lengths is not None and best.fits:
         cost = trace_lengths(dataclasses.replace(how.request, micro_batches=2), trim, lengths).largest_cost(how.limits)
-    return MemoryPlan(
+    result = MemoryPlan(
         batch_size=batch_size,
         capacity=limits,
         device_kind=request.kind.name,
-        choices=tuple(choice for choice, _ in ranked),
+        choices=tuple(choice for _, choice in ranked),
         fits=best.fits,
-        needs=None if best.fits else what_would_fit([option for option in measured if option.optimizer is None], max(limits)),
+        needs=None if best.fits else search.what_would_fit(),
+        hosts=hosts,
         dim=dim,
-        untried=tuple(option.name for stage in stages for option in stage),
+        untried=tuple(search.untried()),
+        skipped=tuple(search.skipped.items()),
+        remarks=_remarks(how),
         micro_batch_cost=cost,
         trim=trim,
         unknown_divisor=_has_unknown_divisor(criterion),
-        report=_report(how, best, batch_size) if best.fits else None,
+        report=_report(how, best) if best.fits else None,
     )
+    learns = isinstance(criterion, torch.nn.Module) and any(each.requires_grad for each in criterion.parameters())
+    return dataclasses.replace(result, lines=write_program(result, optimizer, learns)) if best.fits else result
 
 
 def _has_unknown_divisor(criterion: Any) -> bool:
@@ -346,85 +400,98 @@ def _has_unknown_divisor(criterion: Any) -> bool:
     return not (is_given or criterion.reduction == "sum" or is_known(criterion.module))
 
 
-def _report(option: Option, choice: Choice, batch_size: int) -> MemoryReport:
+def _remarks(option: Option) -> tuple[str, ...]:
+    """Returns the savings that no trace has, with their bytes where they are known, and their costs."""
+    lines = next(iter(option.traced.values()))
+    parts = parts_at_peak(lines, 0, option.request.row_step)
+    texts = []
+    for saving in savings_of("by hand", "optimizer"):
+        if saving.bytes_of is not None and with_savings(option.request, [saving]) is None and (size := saving.bytes_of(parts)):
+            texts.append(f"{saving.name} saves {format_bytes(size)} ({saving.cost})")
+        elif saving.change is None and saving.bytes_of is None:
+            texts.append(f"{saving.name} ({saving.cost})")
+    return tuple(texts)
+
+
+def _report(option: Option, choice: Choice) -> MemoryReport:
     """Makes the report from the traces of the plan. Unequal shares, and less than two rows per device, are traced again."""
-    count, devices = choice.micro_batches, option.request.devices
-    rows = -(-batch_size // count)
+    count, step = choice.micro_batches, option.request.row_step
+    rows = -(-option.share // count) if option.is_distributed else -(-option.batch_size // count)
     request = dataclasses.replace(option.request, micro_batches=count, split=choice.split)
-    if choice.split or rows < 2 * devices:
+    if choice.split or rows < 2 * step:
         return report_of(request, rows)
     lines = option.lines(count)
-    return make_report(request, rows, lines, lines, [size * devices for size in split_sizes(rows, devices)])
+    return make_report(request, rows, lines, lines, [size * step for size in _sizes(rows, option)])
 
 
-def stages_of(request: Request, capacity: tuple[int, ...], batch_size: int) -> Iterator[list[Option]]:
-    """Yields the options, the cheapest first.
-
-    Each stage costs more operations than the one before, or changes the result. It is traced only if nothing before it fits."""
-
-    def options(combinations: Iterable[Sequence[Saving]]) -> list[Option]:
-        requests = [(savings, with_savings(request, savings)) for savings in combinations]
-        return [Option(savings, changed, capacity, batch_size) for savings, changed in requests if changed is not None]
-
-    # a language model that computes its loss, and of which nothing reads the logits
-    changed = with_savings(request, [LOGITS])
-    logits = [LOGITS] if changed and isinstance(try_traces([(changed, 2 * request.row_step)])[0], Trace) else []
-    blocks = [CHECKPOINT] if with_savings(request, [CHECKPOINT]) else []
-    combinations = [(*logits, *blocks[:count], *rest) for count, rest in ((0, ()), (1, ()), (1, (OFFLOAD,)))]
-    for savings in dict.fromkeys([(), *combinations, *((*savings, BF16) for savings in combinations)]):
-        yield options([savings, (BALANCED, *savings)])
-    yield options([other, *logits, *blocks] for other in other_optimizers(request.optimizer))
+def _sizes(rows: int, option: Option) -> list[int]:
+    devices = option.request.devices
+    return [rows] * devices if option.is_distributed else split_sizes(rows, devices)
 
 
-TRACED_DEVICES = 16  # more take long to trace
+def write_program(plan: MemoryPlan, optimizer: MakeOptimizer, learns: bool) -> tuple[str, ...]:
+    """Returns the lines that apply the chosen way of a plan to ``module``, ``criterion``, ``inputs`` and ``targets``.
 
-
-def what_would_fit(measured: Sequence[Option], capacity: int) -> tuple[int, int | None]:
-    """Returns the capacity at which one row per device fits, and the number of devices at which it fits ``capacity``.
-
-    With :class:`BalancedOptimizer`, the memory of one of ``n`` devices is ``fixed + sharded / n``. Two traces give both terms.
-    The result, up to 16 devices, is traced too, with its neighbours. The number is None if no number of devices suffices.
+    Args:
+        learns: the criterion has parameters to train.
     """
+    chosen = plan.chosen
+    functions = [find_saving(name) for name in chosen.savings]
+    blocks = [line for saving in functions if saving.surround for line in saving.lines]
+    make, settings = optimizer, {}
+    if isinstance(optimizer, functools.partial):
+        make, settings = optimizer.func, optimizer.keywords
+    name = getattr(make, "__name__", repr(make))
+    name = f"torch.optim.{name}" if getattr(torch.optim, name, None) is make else name
+    learned = "[*model.parameters(), *criterion.parameters()]" if learns else "model.parameters()"
+    parallel: dict[str, Any] = {"device_ids": list(range(plan.devices)), "split": chosen.split} if chosen.split else {}
+    parallel |= {"dim": plan.dim} if plan.dim else {}
+    parallel |= {"strategy": chosen.layout, "precision": chosen.precision} if chosen.layout != "replicas" else {}
+    training: dict[str, Any] = {"micro_batch_size": chosen.micro_batch_size, "precision": chosen.precision}
+    cut = ""
+    if plan.micro_batch_cost is not None:
+        cut = f", cut=ByCost(len, trim={plan.trim}, limit={plan.micro_batch_cost})"
+        del training["micro_batch_size"]
+    is_balanced = chosen.balanced_optimizer
+    arguments = f"model, {name}, {learned}" if is_balanced else learned
+    names = ["TrainStep", "parallelize", *["BalancedOptimizer"] * is_balanced, *["ByCost"] * bool(cut)]
+    hosts = f" --nnodes={plan.hosts}" if plan.hosts > 1 else ""
+    torchrun = [f"# torchrun{hosts} --nproc-per-node={plan.devices // plan.hosts} train.py; every rank passes its own rows"]
+    return (
+        *(torchrun if chosen.layout != "replicas" else []),
+        "import torch",
+        f"from balanced_parallel import {', '.join([*sorted(names), *['savings'] * bool(functions)])}",
+        "",
+        *(line for saving in functions if not saving.surround for line in saving.lines),
+        f"model, criterion = parallelize(module, criterion{_text(parallel)})",
+        f"optimizer = {'BalancedOptimizer' if is_balanced else name}({arguments}{_text(settings)})",
+        f"step = TrainStep(model, criterion, optimizer{_text(training)}{cut})",
+        *(f"{'    ' * depth}{line}" for depth, line in enumerate([*blocks, "loss = step(inputs, targets)"])),
+    )
 
-    def lowest(each: Option) -> int:
-        devices = each.request.devices
-        return max(each.lines(2).reserved(device, devices) or 0 for device in range(devices)) + SCALARS
 
-    least = min(measured, key=lowest)
-    savings = tuple({*least.savings, BALANCED})
-
-    @functools.cache
-    def lowest_of(count: int) -> int:
-        request = dataclasses.replace(least.request, devices=count, balanced=True)
-        return lowest(Option(savings, request, (capacity,) * count, request.rows_of_update))
-
-    sharded = (lowest_of(2) - lowest_of(4)) * 4  # 1 / n falls from 1 / 2 to 1 / 4
-    free = capacity - (lowest_of(4) - sharded // 4)
-    if free <= 0 or sharded <= 0:
-        return lowest(least), None
-    fewest = least.request.devices + 1
-    count = max(fewest, -(-sharded // free))
-    while count < TRACED_DEVICES and lowest_of(count) > capacity:
-        count += 1
-    while fewest < count <= TRACED_DEVICES and lowest_of(count - 1) <= capacity:
-        count -= 1
-    return lowest(least), count
+def _text(settings: Mapping[str, Any]) -> str:
+    """Returns keyword arguments as they are written, without those that have their defaults."""
+    texts = {name: json.dumps(value) if isinstance(value, str) else repr(value) for name, value in settings.items()}
+    return "".join(f", {name}={text}" for name, text in texts.items() if text != '"fp32"')
 
 
-class OffloadingStep(TrainStep):
-    """A :class:`TrainStep` inside of :func:`offload_activations`."""
+class SurroundedStep(TrainStep):
+    """A :class:`TrainStep` inside of the savings that surround an update."""
+
+    savings: tuple[str, ...] = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Trains on one effective batch."""
-        with offload_activations():
+        with around_update(self.savings):
             return super().__call__(*args, **kwargs)
 
     def add(self, inputs: Any, targets: Any = ()) -> None:
         """Accumulates the gradients of some more rows."""
-        with offload_activations():
+        with around_update(self.savings):
             super().add(inputs, targets)
 
     def apply(self) -> Tensor:
         """Updates with the gradients of all rows that were added."""
-        with offload_activations():
+        with around_update(self.savings):
             return super().apply()

@@ -6,14 +6,17 @@ A :class:`MemoryReport` is plain data, and :class:`OtherBatches` behind it has t
 
 import collections
 import dataclasses
+import datetime
 import html
 import json
 import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import torch
 from tabulate import tabulate
 
 from ..runtime.values import UNITS, check_number, format_bytes, parse_each
@@ -254,6 +257,11 @@ class MemoryReport:
         return self._batches
 
     @property
+    def request(self) -> Request:
+        """The traced step."""
+        return self._of_batches.request
+
+    @property
     def _of_lengths(self) -> LengthTraces:
         if self._lengths is None:
             raise ValueError("this report has no lengths: call memory.estimate(..., lengths=(shortest, longest))")
@@ -296,8 +304,10 @@ _PAGE = """<!doctype html>
 <title>{title}</title>
 <style>
 body {{ font-family: system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem; }}
-table {{ border-collapse: collapse; display: block; font-size: 0.9rem; overflow-x: auto; }}
-th, td {{ padding: 0.2rem 0.8rem 0.2rem 0; text-align: left; border-bottom: 1px solid #ddd; }}
+table {{ border-collapse: collapse; font-size: 0.9rem; }}
+th, td {{ padding: 0.2rem 0.8rem 0.2rem 0; text-align: left; border-bottom: 1px solid #ddd; overflow-wrap: anywhere; }}
+pre {{ white-space: pre-wrap; }}
+@media (max-width: 40rem) {{ table {{ font-size: 0.65rem; }} th, td {{ padding-right: 0.3rem; }} }}
 </style>
 </head>
 <body>
@@ -331,10 +341,14 @@ def write_page(
     limits = () if capacity is None else parse_each(capacity, report.devices)
     rows = rows_to_show(report, limits, STEPS)[0] if report.affine else [report.rows]  # another number would be traced
     pages = [_page(report, count, limits) for count in rows]
-    title = title_of(report).rpartition(", ")[0]  # the slider changes the rows
+    request, versions = report.request, f"torch {torch.__version__}, balanced_parallel {version('balanced-parallel')}"
+    way = title_of(report).rpartition(", ")[0]  # the slider changes the rows
+    title = f"{type(request.module).__name__}: {way} ({versions}, {datetime.date.today()})"
     options = options and f"<h2>Options of the plan</h2>\n{options}"
     first = pages[rows.index(report.rows)]
-    figure = _figure(report, rows, limits).to_html(full_html=False, include_plotlyjs=True, div_id="memory")
+    figure = _figure(report, rows, limits).to_html(
+        full_html=False, include_plotlyjs=True, div_id="memory", config={"responsive": True}
+    )
     assumed = "".join(f"<p>{html.escape(name)}: {html.escape(source)}</p>" for name, source in report.assumed.items())
     text = _PAGE.format(
         assumed=assumed, title=html.escape(title), figure=figure, options=options, pages=json.dumps(pages), **first
@@ -389,12 +403,13 @@ def _figure(report: MemoryReport, rows: Sequence[int], limits: Sequence[int]) ->
     curves = {count: [_thinned(line, UNITS[unit]) for line in _levels(report, count)] for count in rows}
     figure = graphs.Figure()
     for device, (x, y) in enumerate(curves[report.rows]):
-        figure.add_scatter(x=x, y=y, line_shape="hv", name=f"device {device}")
+        hue = 180 + 120 * device // report.devices  # from cyan to violet: gray are phases, and red is the capacity
+        figure.add_scatter(x=x, y=y, line_shape="hv", line_color=f"hsl({hue}, 70%, 45%)", name=f"device {device}")
     for name, place in {"forward": 0, **titled_phases(report)}.items():
         figure.add_vline(x=place, line_dash="dot", line_color="gray", annotation_text=name, annotation_textangle=-90)
     for limit in dict.fromkeys(limits):
         label = {"annotation_text": f"capacity {format_bytes(limit)}", "annotation_position": "bottom right"}
-        figure.add_hline(y=limit / UNITS[unit], line_dash="dash", line_color="black", **label)
+        figure.add_hline(y=limit / UNITS[unit], line_dash="dash", line_color="red", **label)
     steps = [
         {"label": str(count), "method": "restyle", "args": [{"x": [x for x, _ in lines], "y": [y for _, y in lines]}]}
         for count, lines in curves.items()

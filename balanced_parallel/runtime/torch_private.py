@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn, overrides
-from torch._subclasses.fake_tensor import FakeTensorMode  # torch has no public module of fake tensors
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # torch has no public module of fake tensors
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm  # the common base class of batch norms
 from torch.nn.modules.dropout import _DropoutNd as Dropout  # the common base class of dropouts
@@ -158,6 +158,11 @@ _COMPILED = "_orig_mod"  # the child of the module that torch.compile returns
 def children_of(module: nn.Module) -> dict[str, nn.Module | None]:
     """Returns the direct submodules. Changes to the dictionary change the module."""
     return module._modules
+
+
+def is_traced(tensor: Tensor) -> bool:
+    """Returns True for a tensor of an estimate, which has a shape and no memory. The compiler's fake tensors are others."""
+    return isinstance(tensor, FakeTensor) and not torch.compiler.is_compiling()
 
 
 def parameters_of(module: nn.Module) -> dict[str, nn.Parameter | None]:

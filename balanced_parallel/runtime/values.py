@@ -10,16 +10,18 @@ from typing import Any
 
 import torch
 
-UNITS: dict[str, int] = {"": 1, "B": 1, **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)}}
+UNITS: dict[str, int] = {"B": 1, **{f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", 1)}}
 UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
 
 
 def parse_bytes(size: int | str) -> int:
-    """Returns the number of bytes in ``size``, a positive integer, or text such as ``"24GiB"`` or ``"1.5 GB"``."""
+    """Returns the number of bytes in ``size``, a positive integer, or text such as ``"24GiB"`` or ``"1.5 GB"``, with a unit."""
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
     unit = None if match is None else {name.lower(): factor for name, factor in UNITS.items()}.get(match[2].lower())
+    if match is not None and not match[2] and float(match[1]):
+        raise ValueError(f"{size!r} is not a memory size, it has no unit: {match[1]}GiB?")
     count = 0 if match is None or unit is None else round(float(match[1]) * unit)
     if count == 0:
         expected = "expected a positive number of bytes, or text with a unit, such as '24GiB', '512MiB' or '80GB'"

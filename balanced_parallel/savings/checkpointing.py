@@ -30,6 +30,7 @@ from ..runtime.torch_private import (
     versions,
 )
 from ..runtime.values import check_number, check_type, format_bytes, parse_bytes
+from .saving import Saving, sorted_names
 
 
 class LayerSegment(NamedTuple):
@@ -181,6 +182,7 @@ def checkpoint_activations(
     *,
     blocks: str | Iterable[str] = "auto",
     segments: int | None = None,
+    selective: bool = False,
     budget: int | str | None = None,
     inputs: Any = None,
 ) -> CheckpointHandle:
@@ -193,6 +195,7 @@ def checkpoint_activations(
         blocks: names of submodules (of the module itself: ``""``). ``"auto"`` takes the repeated blocks of the network, such as
             the layers of a transformer. If there are none, each outermost ``nn.Sequential`` is cut into segments.
         segments: number of segments of an ``nn.Sequential``. Default: the square root of its length. The last stays as it is.
+        selective: keeps the outputs of matrix multiplications, convolutions and attention, which are expensive to compute again.
         budget: bytes of activations that may stay, such as ``"2GiB"``. As few blocks or segments as possible are recomputed. In
             the backward, the activations of one block come on top. Default: all blocks are recomputed.
         inputs: needed for ``budget``: a batch of as many rows as one device gets in one forward. It is a tensor, a tuple of
@@ -214,9 +217,15 @@ def checkpoint_activations(
     """
     for submodule in module.modules():
         restore_module(submodule)
-    names = _names(module, blocks)
+    if selective and budget is not None:
+        raise ValueError("selective=True was given beside budget=, which chooses by itself: expected one of them")
+    cut = blocks == "auto" and not find_blocks(module)
     segments_of = {
-        name: _segments(find_module(module, name), segments, cut=blocks == "auto" and not find_blocks(module)) for name in names
+        name: tuple(
+            segment._replace(selective=selective and segment.recomputed)
+            for segment in _segments(find_module(module, name), segments, cut=cut)
+        )
+        for name in _names(module, blocks)
     }
     remaining = None
     if budget is not None:
@@ -526,3 +535,34 @@ def without_empty_cache(leaves: list[Any], name: str) -> list[Any]:
             )
         outputs.append(leaf if length is None else None)
     return outputs
+
+
+def _checkpoint(name: str, step: Any) -> Mapping[str, Any] | None:
+    has_parts = bool(find_blocks(step.module)) or any(type(part) is nn.Sequential for part in step.module.modules())
+    is_possible = has_parts and not step.blocks and name not in step.savings
+    return {"savings": sorted_names([*step.savings, name])} if is_possible else None
+
+
+SELECTIVE = Saving(
+    name="checkpoint_activations(selective=True)",
+    option="selective checkpoints",
+    saves="the activations inside of blocks, but results of matrix products and attention",
+    cost="a second run of the cheap operations of these blocks",
+    needs="repeated blocks, or an `nn.Sequential`",
+    order=300,
+    change=functools.partial(_checkpoint, "checkpoint_activations(selective=True)"),
+    change_module=functools.partial(checkpoint_activations, selective=True),
+    lines=("savings.checkpoint_activations(module, selective=True)",),
+)
+CHECKPOINT = Saving(
+    name="checkpoint_activations",
+    option="checkpointed blocks",
+    saves="the activations inside of blocks",
+    cost="a second forward of these blocks",
+    needs="repeated blocks, or an `nn.Sequential`",
+    order=310,
+    change=functools.partial(_checkpoint, "checkpoint_activations"),
+    change_module=checkpoint_activations,
+    instead_of=(SELECTIVE.name,),
+    lines=("savings.checkpoint_activations(module)",),
+)

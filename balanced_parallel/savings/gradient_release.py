@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ..runtime.collectives import world_size
+from .saving import Saving
 
 RELEASES: "weakref.WeakKeyDictionary[Optimizer, GradientRelease]" = weakref.WeakKeyDictionary()
 
@@ -110,3 +111,14 @@ def _refuse_ranks() -> None:
         raise RuntimeError(
             f"release_gradients_in_backward needs one process, {world_size()} ranks reduce their gradients after the backward"
         )
+
+
+RELEASE = Saving(
+    name="release_gradients_in_backward",
+    option="gradients released in the backward",
+    saves="the gradients, but the largest",
+    cost="no clipping, no accumulation",
+    needs="one process, and a loop by hand",
+    order=330,
+    stage="by hand",
+)

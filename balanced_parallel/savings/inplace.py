@@ -21,6 +21,7 @@ from ..runtime import torch_private
 from ..runtime.devices import keep_random_state, move
 from ..runtime.torch_private import StorageReference, TorchDispatchMode, is_differentiable, storage_id
 from .checkpointing import restore_module
+from .saving import Saving
 
 # Their backward in place needs the output alone. Others copy their input then, and dropout keeps a wider mask on a GPU.
 _ACTIVATIONS = (nn.ReLU, nn.LeakyReLU, nn.ELU, nn.CELU, nn.SELU, nn.RReLU)
@@ -166,3 +167,14 @@ class _InputUses(TorchDispatchMode):
             if isinstance(leaf, Tensor):
                 self.unsafe |= self._users.get(self._identity(leaf), set())
         return operator(*args, **kwargs or {})
+
+
+INPLACE = Saving(
+    name="inplace_activations",
+    option="activations in place",
+    saves="an activation for each module that changes",
+    cost="nothing",
+    needs="a batch of real values, to watch a forward",
+    order=320,
+    stage="by hand",
+)

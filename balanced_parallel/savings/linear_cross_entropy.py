@@ -8,13 +8,16 @@ states and of the weight are made in the forward, for the sum of the losses, and
 features and 32,768 classes it takes more than ten times as long as the plain layers on a CPU, and this function half as long.
 """
 
+import copy
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..runtime.torch_private import keeps_graph
+from ..runtime.torch_private import is_traced, keeps_graph
+from .saving import Saving
 
 
 class LinearCrossEntropy(nn.Module):
@@ -204,27 +207,58 @@ def _run(
     of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wanted[2] else None
     with torch.autocast(hidden.device.type, enabled=False):
         weight_there, bias_there = weight.to(dtype), None if bias is None else bias.to(dtype)
-        size = rows_per_chunk(weight.size(1))
-        for start in range(0, len(hidden), size):
-            rows = slice(start, start + size)
-            chunk = hidden[rows].to(dtype)
-            logits = F.linear(chunk, weight_there, bias_there).to(wide)
-            losses[rows] = _loss_and_gradient_(
-                logits, labels._replace(target=labels.target[rows]), any(wanted), None if factors is None else factors[rows]
-            )
+        chunks = _chunks(hidden, weight, labels.target, factors)
+        linear: Callable[..., Tensor] = F.linear
+        multiply: Callable[..., Tensor] = torch.mm
+        if is_traced(hidden):
+            chunks = _one_chunk(hidden, weight, labels.target, factors, 1 + wanted[0] + wanted[1])
+            linear, multiply = _empty_linear, _empty_product
+        for rows, chunk, target, factor in chunks:
+            chunk = chunk.to(dtype)
+            logits = linear(chunk, weight_there, bias_there).to(wide)
+            losses[rows] = _loss_and_gradient_(logits, labels._replace(target=target), any(wanted), factor)[: rows.stop]
             gradient = logits.to(dtype)
             del logits  # a wider copy of the gradient
             if of_hidden is not None:
-                of_hidden[rows] = gradient @ weight_there
+                of_hidden[rows] = multiply(gradient, weight_there)[: rows.stop]
             if of_weight is not None and wide == dtype:
                 of_weight.addmm_(gradient.t(), chunk)
             elif of_weight is not None:
-                of_weight += gradient.t() @ chunk
+                of_weight += multiply(gradient.t(), chunk)
             if of_bias is not None:
                 of_bias += gradient.sum(0, dtype=wide)
             del gradient  # before the next logits are made
     sums = (of_weight, weight), (of_bias, bias)
     return losses, (of_hidden, *(None if total is None or like is None else total.to(like.dtype) for total, like in sums))
+
+
+Chunks = Iterator[tuple[slice, Tensor, Tensor, Tensor | None]]  # rows, and their hidden states, targets and factors
+
+
+def _chunks(hidden: Tensor, weight: Tensor, target: Tensor, factors: Tensor | None) -> Chunks:
+    size = rows_per_chunk(weight.size(1))
+    for start in range(0, len(hidden), size):
+        rows = slice(start, start + size)
+        yield rows, hidden[rows], target[rows], None if factors is None else factors[rows]
+
+
+def _one_chunk(hidden: Tensor, weight: Tensor, target: Tensor, factors: Tensor | None, products: int) -> Chunks:
+    """Yields one chunk with all its rows for a trace, whose operators are then the same for every number of rows.
+
+    A product with a single result has the operations of all rows: ``products`` with the weight. Nothing is written.
+    """
+    size, operations = rows_per_chunk(weight.size(1)), len(hidden) * weight.numel() * products
+    torch.mm(hidden.new_empty(1, 1).expand(1, operations), hidden.new_empty(1, 1).expand(operations, 1))
+    factor = None if factors is None else factors[:1].expand(size)
+    yield slice(0, 0), hidden[:1].expand(size, -1), target[:1].expand(size), factor
+
+
+def _empty_linear(chunk: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return chunk.new_empty(len(chunk), len(weight))
+
+
+def _empty_product(first: Tensor, second: Tensor) -> Tensor:
+    return first.new_empty(len(first), second.size(1))
 
 
 def _loss_and_gradient_(logits: Tensor, labels: Labels, makes_gradient: bool, factors: Tensor | None) -> Tensor:
@@ -251,3 +285,28 @@ def _loss_and_gradient_(logits: Tensor, labels: Labels, makes_gradient: bool, fa
         if uniform:
             logits.addr_(uniform * counts * scale, class_weight, alpha=-1)
     return losses.masked_fill_(ignored, 0)  # of rows that may be nan
+
+
+def _without_logits(step: Any) -> dict[str, Any] | None:
+    """Puts the last linear layer into a :class:`LinearCrossEntropy`, if the loss of the step follows one."""
+    module = copy.deepcopy(step.module)
+    linear = [name for name, child in module.named_modules() if type(child) is nn.Linear and name]
+    if type(step.criterion) is not nn.CrossEntropyLoss or not linear:
+        return None
+    path, _, name = linear[-1].rpartition(".")
+    head: Any = module.get_submodule(linear[-1])
+    setattr(module.get_submodule(path), name, nn.Identity())
+    fused = LinearCrossEntropy(head.in_features, head.out_features, bias=head.bias is not None, device="meta")
+    return {"module": module, "criterion": fused}
+
+
+FUSED_HEAD = Saving(
+    name="LinearCrossEntropy",
+    option="loss without logits",
+    saves="the logits of a large vocabulary",
+    cost="nothing; the logits do not exist",
+    needs="a module that ends in a linear layer before a cross-entropy loss",
+    order=210,
+    stage="by hand",
+    change=_without_logits,
+)

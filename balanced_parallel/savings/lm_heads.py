@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .linear_cross_entropy import linear_cross_entropy
+from .saving import Saving
 
 
 def replace_lm_head(model: Any) -> None:
@@ -25,7 +26,8 @@ def replace_lm_head(model: Any) -> None:
     :func:`parallelize`. There is no way back, but ``model.state_dict()`` fits a new model.
 
     Args:
-        model: a causal language model of transformers, such as ``GPT2LMHeadModel`` or ``LlamaForCausalLM``.
+        model: a causal language model of transformers, such as ``GPT2LMHeadModel`` or ``LlamaForCausalLM``, also inside of a
+            ``PeftModel``.
 
     Raises:
         TypeError: the model does not pass the output of one ``nn.Linear`` to ``ForCausalLMLoss``. If it changes the logits in
@@ -43,6 +45,7 @@ def replace_lm_head(model: Any) -> None:
         >>> outputs[0].logits is None, criterion(outputs, words).shape
         (True, torch.Size([]))
     """
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # of peft, whose layers call this model
     kind: Any = type(model)
     name = kind.__name__
     if issubclass(kind, WithoutLogits):
@@ -152,3 +155,20 @@ def _without_logits(kind: Any) -> Any:
 
     body = {"forward": forward, "loss_function": property(get_loss_function, kind.loss_function.fset)}
     return type(kind.__name__, (WithoutLogits, kind), {**body, "__module__": kind.__module__, "__doc__": kind.__doc__})
+
+
+LOGITS = Saving(
+    name="replace_lm_head",
+    option="loss without logits",
+    saves="the logits of a Hugging Face model",
+    cost="nothing; the logits do not exist",
+    needs="a causal model of transformers, with labels among its inputs",
+    order=200,
+    change=lambda step: (
+        {"savings": ("replace_lm_head", *step.savings)}
+        if "labels" in step.inputs.kwargs and "replace_lm_head" not in step.savings
+        else None
+    ),
+    change_module=replace_lm_head,
+    lines=("savings.replace_lm_head(module)",),
+)

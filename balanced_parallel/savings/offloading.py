@@ -10,19 +10,20 @@ As in ``runtime.streams``, a compute stream waits for a copy before the memory i
 on timing. In the forward this happens at the copy :data:`AHEAD` later. In the backward, that many copies start early.
 """
 
+import contextlib
 import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from ..runtime.devices import current_stream, on_device
-from ..runtime.torch_private import StorageReference, base_of, versions
+from ..runtime.torch_private import StorageReference, base_of, storage_id, versions
 from ..runtime.values import parse_bytes
+from .saving import Saving
 
 AHEAD = 2
 
@@ -116,7 +117,7 @@ class Stored:
 MIN_BYTES = "1MiB"
 
 
-@contextmanager
+@contextlib.contextmanager
 def offload_activations(*, min_bytes: int | str = MIN_BYTES) -> Iterator[None]:
     """Moves what the forward saves for the backward to pinned memory of the host, in every replica.
 
@@ -241,3 +242,91 @@ def _modified(shape: torch.Size) -> RuntimeError:
         f"a tensor of shape {tuple(shape)} that the backward needs was modified by an in-place operation after the forward saved "
         "it: replace the operation by one that is not in place"
     )
+
+
+class TracedOffload(Offload):
+    """The hooks of one block. Its devices have one stream each, on which everything is in order."""
+
+    def __init__(self, host: torch.device) -> None:
+        super().__init__(parse_bytes(MIN_BYTES))
+        self.host = host
+
+    def stream_of(self, device: torch.device) -> Any:
+        """Returns a stream that has nothing to wait for."""
+        return _STREAM
+
+    def refer(self, storage: torch.UntypedStorage) -> Hashable:
+        """Returns a key that lets the Python object of a storage end, whose end a trace counts as a release."""
+        return _Reference(storage)
+
+    def make_link(self, device: torch.device) -> Link:
+        """Makes the copies between a fake device and the fake host."""
+        return _TracedLink(device, _STREAM, self.host)
+
+    def restore(self, loaded: Tensor, saved: Offloaded) -> Tensor:
+        """Returns a view: the fake mode keeps every storage that ``set_`` was given."""
+        return loaded.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
+
+    def stays(self, tensor: Tensor) -> bool:
+        """Returns True for parameters, small tensors, and tensors of the host."""
+        is_small = tensor.untyped_storage().nbytes() < self.min_bytes
+        return is_small or tensor.device == self.host or isinstance(base_of(tensor), nn.Parameter)
+
+
+class _Reference:
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self._number = storage_id(storage)
+        self._storage = weakref.ref(storage)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Reference) and (storage := self._storage()) is not None and storage is other._storage()
+
+    def __hash__(self) -> int:
+        return self._number
+
+
+class _TracedLink(Link):
+    def __init__(self, device: torch.device, side: Any, host: torch.device) -> None:
+        super().__init__(device, side)
+        self._host = host
+
+    def bytes_of(self, tensor: Tensor) -> Tensor:
+        count = tensor.untyped_storage().nbytes() // tensor.element_size()
+        return tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8)
+
+    def empty_on_host(self, size: int) -> Tensor:
+        return torch.empty(size, dtype=torch.uint8, device=self._host)
+
+
+class _Stream(contextlib.nullcontext[None]):
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def record_event(self) -> "_Stream":
+        return self
+
+
+_STREAM = _Stream()
+
+
+@contextlib.contextmanager
+def offload_in_trace(host: torch.device) -> Iterator[None]:
+    """Runs a block as :func:`offload_activations`, on fake devices: the same copies, without streams."""
+    offload = TracedOffload(host)
+    with torch.autograd.graph.saved_tensors_hooks(offload.pack, offload.unpack):
+        yield
+    offload.settle()
+
+
+OFFLOAD = Saving(
+    name="offload_activations",
+    option="offloaded activations",
+    saves="what waits for the backward, on accelerators",
+    cost="traffic to the host and back",
+    needs="pinned memory of the host",
+    order=400,
+    surround=offload_activations,
+    surround_trace=offload_in_trace,
+    lines=("with savings.offload_activations():",),
+)

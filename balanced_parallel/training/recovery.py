@@ -27,6 +27,7 @@ from ..runtime.collectives import rank, world_size
 from ..runtime.devices import accelerators
 from ..runtime.random_numbers import RandomState
 from ..runtime.torch_private import TorchDispatchMode, buffers_of, versions
+from ..savings.saving import advice
 from .strategy import GradientSync
 
 _log = logging.getLogger(__name__)
@@ -97,8 +98,10 @@ class Recovery:
         if not smaller:
             if writes:
                 raise torch.OutOfMemoryError(f"{writes}, or give a micro_batch_size that fits: {self._reason}")
-            remedy = "memory.fit(step, inputs, targets) names the largest holders of memory, and the saving that helps most"
-            raise torch.OutOfMemoryError(f"one row per device does not fit: {self._reason}. {remedy}")
+            raise torch.OutOfMemoryError(
+                f"one row per device does not fit: {self._reason}. memory.fit(step, inputs, targets) names the largest holders "
+                f"of memory, and the saving that helps most of these: {advice()}"
+            )
         self._tried.append(size)
         self.has_failed, self._is_local, self._reason = False, False, ""
         self._sync.begin()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _reorder_tensors_as, _take_tensors, _unflatten_dense_tensors
 
 from balanced_parallel import Precision, gather
-from balanced_parallel.batch.plan import split_sizes
+from balanced_parallel.batch.plan import consecutive, split_sizes
 from balanced_parallel.batch.rows import Arguments, count_rows, cut, move_leaves
 from balanced_parallel.loss.sums import ShardLoss
 from balanced_parallel.memory.trace.fakes import HOME, fake_devices
@@ -46,7 +46,7 @@ def run_replicas(module: nn.Module, arguments: Arguments, devices: list[torch.de
     names = [name for name, _ in module.named_parameters()]
     rows = count_rows(arguments, dim)
     sizes = [size for size in split_sizes(rows or 1, len(devices)) if size]
-    pieces = cut(arguments, sizes, dim) if rows else [arguments]
+    pieces = cut(arguments, consecutive(sizes), dim) if rows else [arguments]
     size, copied = len(names), Broadcast.apply(devices[: len(pieces)], *module.parameters())
     outputs = []
     for index, (piece, device) in enumerate(zip(pieces, devices, strict=False)):

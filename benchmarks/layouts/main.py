@@ -202,7 +202,8 @@ def report(errors: dict[str, dict[str, float]], peers: dict[str, dict[tuple[str,
         "update": update_cost(),
         "torch": torch.__version__,
         "environment": f"Python {platform.python_version()}, torch {torch.__version__}, transformers "
-        f"{importlib.metadata.version('transformers')}, {platform.machine()}, CPU with {os.cpu_count()} cores, one thread, gloo",
+        f"{importlib.metadata.version('transformers')}, {platform.machine()}, CPU with {os.cpu_count()} shared cores\n"
+        f"(load {os.getloadavg()[0]:.1f}), one thread, gloo",
     }
     return (HERE / "page.md").read_text().format(**parts)
 

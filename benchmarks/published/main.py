@@ -73,17 +73,20 @@ class Source:
 
 _GPUMEMNET = functools.partial(process, context=1429)
 SOURCES = {
-    "L": Source("Liger-Kernel, benchmark/data/all_benchmark_data.csv", "A100-SXM4-80GB", "2.4", "allocated", allocated),
+    "L": Source("Liger-Kernel, benchmark/data/all_benchmark_data.csv", "A100-SXM4-80GB", "not stated", "allocated", allocated),
     "C": Source("apple/ml-cross-entropy, README", "A100-SXM4-80GB", "2.4.1", "allocated", rise),
-    "Z": Source("PyTorch's tutorial of ZeroRedundancyOptimizer", "V100-SXM2-32GB", "1.8", "allocated", without_workspace),
-    "V": Source("PyTorch's tutorial of the optimizer step in the backward", "A100-SXM4-40GB", "2.1", "snapshot", allocated),
+    "Z": Source(
+        "PyTorch's tutorial of ZeroRedundancyOptimizer", "V100-SXM2-32GB", "1.8 or newer", "allocated", without_workspace
+    ),
+    "V": Source(
+        "PyTorch's tutorial of the optimizer step in the backward", "A100-SXM4-40GB", "2.1 or newer", "snapshot", allocated
+    ),
     "G": Source("LitGPT, tutorials/resource-tables.md", "A100-SXM4-40GB", "2.1.0", "allocated", allocated),
-    "T": Source("torchtune, README", "A100-SXM4-80GB", "2.5", "active", allocated),
-    "AO": Source("torchao, torchao/optim/README.md", "A100-SXM4-80GB", "2.5", "allocated", allocated),
+    "T": Source("torchtune, README", "A100-SXM4-80GB", "not stated", "active", allocated),
+    "AO": Source("torchao, torchao/optim/README.md", "A100-SXM4-80GB", "not stated", "allocated", allocated),
     "R": Source("optimum-benchmark, results on ROCm", "AMD Instinct MI250", "2.2.2", "allocated", allocated),
     "R'": Source("optimum-benchmark, results on ROCm", "AMD Instinct MI250", "2.2.2", "reserved", reserved),
-    "TT": Source("torchtitan, llama3_h100_202412_torchtitan.md", "NVIDIA H100 80GB HBM3", "2.6", "reserved", reserved),
-    "N": Source("GPUMemNet", "A100-SXM4-40GB", "1.13", "nvidia-smi", _GPUMEMNET),
+    "N": Source("GPUMemNet", "A100-SXM4-40GB", "not stated", "nvidia-smi", _GPUMEMNET),
 }
 
 
@@ -111,7 +114,6 @@ _phi, _stable, _llama = (functools.partial(models.lora, name) for name in models
 _mobile, _resnet, _vgg = (functools.partial(models.convolutional, name) for name in ("MobileNetV2", "ResNet-50", "VGG-16"))
 _CUDNN = "workspaces and kernels of cuDNN"
 _LITGPT = "the program is rebuilt: how it rotates and what it keeps until the next loss is partly a guess"
-_STREAMS = "streams of FSDP2 have pools of their own on a GPU"
 _VOCABULARY = {4096: 1280.126, 8192: 2560.126, 16384: 5120.126, 32768: 10240.126, 65536: 20480.125, 131072: 40960.125}
 _WIDTHS = {1024: 80.02, 2048: 160.031, 4096: 320.055, 8192: 640.102, 16384: 1280.195, 32768: 2560.383}
 ROWS = [
@@ -135,7 +137,6 @@ ROWS = [
     Row("R", "BERT, 2 x 16, AdamW", 2195.345408e6 / MIB, models.bert_base),
     Row("R'", "GPT-2, 2 x 16, AdamW", 2894.06976e6 / MIB, models.gpt2),
     Row("R'", "BERT, 2 x 16, AdamW", 2497.708032e6 / MIB, models.bert_base),
-    *_rows("TT", "Llama 3.1 8B, FSDP2 of {}", models.llama_8b, {8: 82.4 * 1024, 128: 67.0 * 1024}, _STREAMS),
     *_rows("N", "MobileNetV2, {} images", _mobile, {32: 4544, 128: 12578}, _CUDNN),
     *_rows("N", "ResNet-50, {} images", _resnet, {32: 5262, 128: 15120}, _CUDNN),
     *_rows("N", "VGG-16, {} images", _vgg, {32: 8222, 128: 24408}, _CUDNN),

@@ -320,35 +320,16 @@ def _next_token_loss(output: Any, tokens: Tensor) -> Tensor:
     return F.cross_entropy(output.logits.flatten(0, 1).float(), tokens.flatten())
 
 
-def _llama(width: int, hidden: int, depth: int, heads: int, tied: bool) -> Any:
-    """Returns the configuration of a Llama 3, with 8 heads of keys and values."""
-    import transformers
-
-    sizes = {"hidden_size": width, "intermediate_size": hidden, "num_hidden_layers": depth, "num_attention_heads": heads}
-    others = {"vocab_size": 128256, "num_key_value_heads": 8, "tie_word_embeddings": tied, "use_cache": False}
-    return transformers.LlamaConfig(**sizes, **others)
-
-
 @on_meta
 def llama_3b() -> Program:
     """Builds Llama 3.2 (3B) in bf16 with 2 rows of 4,096 tokens."""
     import transformers
 
-    config = _llama(3072, 8192, 28, 24, tied=True)
+    sizes = {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24}
+    others = {"vocab_size": 128256, "num_key_value_heads": 8, "tie_word_embeddings": True, "use_cache": False}
+    config = transformers.LlamaConfig(**sizes, **others)
     net, tokens = transformers.LlamaForCausalLM(config).to(bf16).train(), torch.empty(2, 4096, dtype=torch.int64)
     return Program(net, _next_token_loss, {"input_ids": tokens}, tokens, {"optimizer": adam(torch.optim.AdamW, fused=True)})
-
-
-@on_meta
-def llama_8b(ranks: int) -> Program:
-    """Builds Llama 3.1 (8B) under FSDP2 in bf16, with selective checkpointing and one row of 8,192 tokens per rank."""
-    import transformers
-
-    config = _llama(4096, 14336, 32, 32, tied=False)
-    net, tokens = transformers.LlamaForCausalLM(config).train(), torch.empty(1, 8192, dtype=torch.int64)
-    settings = {"layout": "fsdp", "devices": ranks, "precision": "bf16", "savings": ["checkpoint_activations"]}
-    settings |= {"optimizer": adam(torch.optim.AdamW, fused=True), "expandable_segments": True}
-    return Program(net, _next_token_loss, {"input_ids": tokens}, tokens, settings)
 
 
 # Convolutional networks --------------------------------------------------------------------------------------------------------

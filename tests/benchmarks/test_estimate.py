@@ -62,10 +62,11 @@ def test_report_extrapolates_to_other_numbers_of_rows(benchmark):
     assert benchmark.rows_error("MLP", "h200", (1, 17)) <= 1e-4
 
 
-def test_estimate_of_replicas_equals_the_simulated_peak(benchmark):
+@pytest.mark.parametrize(("layout", "balanced"), [("replicas", True), ("torch_data_parallel", False)])
+def test_estimate_of_replicas_equals_the_simulated_peak(benchmark, layout, balanced):
     problem = benchmark.build("MLP", rows=64)
-    used = benchmark.layouts.simulated_peaks(problem, "replicas", True, "fp32")
-    guess = benchmark.estimate(problem, layout="replicas", devices=4, balanced_optimizer=True, device_kind="sim").allocated
+    used = benchmark.layouts.simulated_peaks(problem, layout, balanced, "fp32")
+    guess = benchmark.estimate(problem, layout=layout, devices=4, balanced_optimizer=balanced, device_kind="sim").allocated
     assert guess == pytest.approx(used, rel=1e-3)
 
 

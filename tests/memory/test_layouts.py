@@ -247,7 +247,7 @@ def test_a_plan_knows_the_second_forward_and_the_outputs_of_all_rows():
     assert plain.micro_batches == 2
     assert plain.recomputed == pytest.approx(1 / 7)  # a second forward of 8,192 multiplications per row, beside 57,344
     found = simulated_peak(criterion(), 2, plain.micro_batch_size)
-    assert plain.peak == pytest.approx(found, rel=0.02)
+    assert plain.allocated == pytest.approx(found, rel=0.02)
     assert max(found) <= capacity
 
 

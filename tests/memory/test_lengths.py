@@ -82,7 +82,7 @@ def test_plans_have_the_budget_of_the_choice_that_fits():
     settings = {"batch_size": 64, "device_kind": "sim", "lengths": (1, LONGEST)}
     plan = memory.plan(net, words_loss, *batch(2, 8), capacity="3MiB", **settings)
     assert plan.micro_batch_size * LONGEST <= plan.micro_batch_cost
-    assert f"with rows x longest of {plan.micro_batch_cost} at most" in str(plan)
+    assert f"rows x longest of {plan.micro_batch_cost} at most" in str(plan)
     assert memory.MemoryPlan.from_json(plan.to_json()) == plan
     with pytest.raises(ValueError, match="expected cost= for a plan that was made with lengths="):
         plan.apply(net, words_loss)

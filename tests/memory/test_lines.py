@@ -1,12 +1,13 @@
 """Peaks of other batches, from two traces."""
 
 import pytest
+import torch
 from helpers.memory_problems import PROBLEMS
 from helpers.slow import slow
 from torch import nn
 from torch.nn import functional as F
 
-from balanced_parallel import memory
+from balanced_parallel import memory, savings
 from balanced_parallel.memory.lines import most_that_fit
 
 
@@ -38,7 +39,7 @@ def test_largest_batch_fits_and_one_more_row_does_not(kind):
     capacity = report.nvidia_smi[0] * 3
     rows = report.largest(capacity)
     assert rows > 18
-    assert report.largest(str(capacity)) == rows
+    assert report.largest(f"{capacity}B") == rows
     assert report._batches.traced_at(rows)[0] <= capacity
     if kind != "h200":  # there the allocator may give back segments, and do with less than it would take
         assert report._batches.traced_at(rows + 1)[0] > capacity
@@ -56,3 +57,19 @@ def test_extrapolation_with_unequal_splits():
     assert report.largest([capacity[0], "1GiB"]) >= 29 > report.largest(capacity[1])
     with pytest.raises(ValueError, match="capacity has 3 sizes for 2 devices"):
         report.largest(["1GiB"] * 3)
+
+
+@pytest.mark.parametrize("devices", [1, slow(2)])
+@pytest.mark.parametrize("length", [100, slow(300)])
+def test_the_loss_without_logits_is_a_line_below_and_above_one_chunk(length, devices):
+    """Its chunks have 256 rows of hidden states: more of them take no more memory for the logits."""
+    module, criterion = nn.Embedding(500, 64), savings.LinearCrossEntropy(64, 500)
+    words = torch.zeros(2 * devices, length, dtype=torch.int64)
+    layout = {"layout": "single"} if devices == 1 else {"layout": "replicas", "devices": devices}
+    report = memory.estimate(module, criterion, words, words, device_kind="cpu", **layout)
+    assert report.affine
+    for rows in (2, 3, 40):
+        at = rows * devices
+        assert report.at(at) == report._batches.traced_at(at)
+        whole = report._batches._trace(at)
+        assert report._batches.lines.flops(at) == whole.first.flops

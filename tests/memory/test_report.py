@@ -70,6 +70,19 @@ def test_page_has_the_peak_and_the_holders_for_each_number_of_rows(report, tmp_p
     assert all(name in text for name in ("forward", "backward", "update", "capacity 64.00 KiB"))
 
 
+def test_page_has_model_versions_and_date_and_a_meaning_for_each_colour(report, tmp_path):
+    report.save_html(tmp_path / "page.html", "64KiB")
+    text = (tmp_path / "page.html").read_text()
+    title = re.search("<title>(.*)</title>", text)[1]
+    pattern = r"Linear: replicas on 2 x cpu, fp32 \(torch \S+, balanced_parallel \S+, \d{4}-\d\d-\d\d\)"
+    assert re.fullmatch(pattern, title)
+    colours = re.findall(r'"color":"(hsl[^"]*|red|gray)"', text)
+    assert colours.count("red") == 1
+    assert len(set(colours)) == 2 + report.devices
+    assert "overflow-wrap: anywhere" in text
+    assert "overflow-x" not in text  # columns wrap on a narrow screen, and none is cut
+
+
 def test_page_needs_no_network(report, tmp_path):
     report.save_html(tmp_path / "page.html")
     without_library = re.sub(r"<script[^>]*>/\*\*.*?</script>", "", (tmp_path / "page.html").read_text(), flags=re.DOTALL)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from helpers.allocations import AllocatorProfile
 from helpers.problems import assert_same_gradients, gradients
 from helpers.ranks import run_ranks
+from torch import nn
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize, savings, simulate
 from balanced_parallel.savings import replace_lm_head
@@ -252,3 +253,27 @@ def test_other_models_are_refused():
     tokens, labels = batch()
     with pytest.raises(TypeError, match="the loss function of LlamaForCausalLM is .*expected ForCausalLMLoss"):
         model(tokens, labels=labels)
+
+
+class Adapted(nn.Module):
+    """A stand-in for a ``PeftModel``, which calls the model that it contains."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.base_model = model
+
+    def get_base_model(self):
+        return self.base_model
+
+    def forward(self, *args, **kwargs):
+        return self.base_model.forward(*args, **kwargs)
+
+
+def test_a_model_inside_of_peft_has_no_logits():
+    config = transformers.GPT2Config(vocab_size=50, n_positions=16, n_embd=16, n_layer=1, n_head=2)
+    model, words = Adapted(transformers.GPT2LMHeadModel(config).eval()), torch.arange(24).view(3, 8)
+    expected = model(words, labels=words).loss
+    replace_lm_head(model)
+    output = model(words, labels=words)
+    assert output.logits is None
+    torch.testing.assert_close(output.loss, expected)

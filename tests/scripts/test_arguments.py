@@ -19,6 +19,7 @@ BAD_INPUT = [
     (["--data", str(SCRIPT), "--vocabulary", "100000"], "a vocabulary of 100000 is larger than the text"),
     (["--data", str(SCRIPT.parent.parent / "setup.py")], "expected at least 1300"),
     (["--task", "digits", "--data", "x"], "--data and --vocabulary are for --task text"),
+    (["--simulate", "2", "--plot", "x.png", "--dropout", "0.1"], "whose --dropout draws other numbers: give one of them"),
     (["--precision", "int8"], "invalid choice: 'int8'"),
     (["--memory", "1GiB"], "expected --simulate N beside them"),
     (["--task", "digits", "--simulate", "2", "--memory", "3 parsecs"], "'3 parsecs' is not a memory size"),

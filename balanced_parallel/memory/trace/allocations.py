@@ -58,7 +58,6 @@ class Count(TorchDispatchMode):
         self.names = names  # of modules, by shared_id
         self.blocks: list[Block] = []
         self.events: list[int] = []
-        self.operators: list[str] = []
         self.marks: dict[str, int] = {}
         self.flops = 0
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
@@ -94,7 +93,6 @@ class Count(TorchDispatchMode):
         result = answer(func, args, kwargs or {}, self.scalar, _user_line)
         result = func(*args, **(kwargs or {})) if result is NotImplemented else result
         keep_elements(func, args, result)
-        self.operators.append(str(func))
         if (formula := flop_registry.get(func._overloadpacket)) is not None:
             self.flops += int(formula(*args, **(kwargs or {}), out_val=result))
         for leaf in [result] if isinstance(result, Tensor) else leaves_of_tree(result):

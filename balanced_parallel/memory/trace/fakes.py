@@ -266,6 +266,7 @@ def _send_result(function: Callable[[], Any], sender: Connection) -> None:
     status = 1
     try:
         gc.freeze()  # the collector does not visit, and so does not copy, the parent's objects
+        gc.disable()  # one more run, after a trace, would take a sixth of its time
         torch.set_num_threads(1)  # the threads of the parent's pool do not exist here
         try:
             result: Any = function()

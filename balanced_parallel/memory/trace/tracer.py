@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (  # torch has no public module of fak
 from ...batch.containers import leaves
 from ...batch.rows import Arguments, Batch
 from ...savings.checkpointing import checkpoint_blocks
+from ...savings.saving import around_update, change_module
 from ..errors import HINT, UnknownMemory
 from ..operators import cuda, values
 from ..operators.recurrent import autograd_kernels
@@ -29,7 +30,6 @@ from .allocations import Block, Count
 from .fakes import HOME, host_of, start_in_child
 from .layouts import Request, SingleDevice, TracedBatch
 from .optimizers import ExistingOptimizers, refuse_merges
-from .savings import around_update, change_module
 from .stacks import FEWEST, NotRepeating, Stack, divides_evenly, entries_of, extend, find_stack, replace_entries
 
 TRACED = 3  # micro-batches: a first, one that adds, one that reduces; more of them need no more memory
@@ -48,7 +48,6 @@ class Trace:
     micro_batches: int
     blocks: list[Block]
     events: list[int]
-    operators: list[str]
     marks: dict[str, int]
     flops: int
 
@@ -85,7 +84,8 @@ def _trace_or_reason(request: Request, rows: int) -> Trace | str:
     except Exception as error:
         if fakes.runs_in_parent_only(error):
             raise
-        return (str(error) or type(error).__name__).splitlines()[0]
+        prefix = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        return f"{prefix}{error}".splitlines()[0]
 
 
 def _trace(request: Request, rows: int) -> Trace:
@@ -99,7 +99,8 @@ def _trace_repeated(request: Request, rows: int) -> Trace | None:
     if stack is None or isinstance(request.optimizer, ExistingOptimizers) or not divides_evenly(request, stack):
         return None
     short, traced = None, 0
-    for count in itertools.count(FEWEST):
+    # a block of FSDP2 is released while the next but one is gathered
+    for count in itertools.count(FEWEST + request.layout.is_sharded):
         traced += count
         if traced >= stack.length:
             break
@@ -145,7 +146,7 @@ def _trace_whole(request: Request, rows: int, cut: tuple[Stack, int] | None = No
     ):
         _run(request, count, module, criterion, batch, rows)
     traced = min(request.micro_batches, TRACED)
-    return Trace(rows, traced, count.blocks, count.events, count.operators, count.marks, count.flops)
+    return Trace(rows, traced, count.blocks, count.events, count.marks, count.flops)
 
 
 def _run(request: Request, count: Count, module: Any, criterion: Any, batch: TracedBatch, rows: int) -> None:

@@ -10,8 +10,9 @@ from helpers.slow import slow
 from torch import nn
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, memory, savings, simulate
-from balanced_parallel.memory import MemoryPlan
-from balanced_parallel.memory.planning import OffloadingStep
+from balanced_parallel.memory import MemoryPlan, estimation
+from balanced_parallel.memory.planning import SurroundedStep
+from balanced_parallel.memory.trace.tracer import run_traces
 
 
 def build():
@@ -153,9 +154,9 @@ def test_plans_offload_where_less_does_not_fit():
             cluster.reset_peak()
             before = cluster.moved
             losses.append(float(step(*sequences(2))))
-        assert max(cluster.peak) == pytest.approx(plan.chosen.peak[0], rel=0.02)
+        assert max(cluster.peak) == pytest.approx(plan.chosen.allocated[0], rel=0.02)
         moved = cluster.moved["sim:0", "cpu"] - before["sim:0", "cpu"]
-        assert isinstance(step, OffloadingStep)
+        assert isinstance(step, SurroundedStep)
         assert 2 * moved == pytest.approx(plan.chosen.traffic, rel=0.02)
     plain = build()
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -165,3 +166,18 @@ def test_plans_offload_where_less_does_not_fit():
         optimizer.zero_grad()
         expected.backward()
         optimizer.step()
+
+
+def test_a_trace_runs_the_same_operators_for_every_number_of_rows():
+    """One chunk, with all its rows: fewer rows than that are counted as a whole chunk."""
+    criterion, traces = savings.LinearCrossEntropy(8, 600), []
+    for rows in (2, 256, 257, 4000):
+        hidden, target = torch.zeros(rows, 8), torch.zeros(rows, dtype=torch.int64)
+        request = estimation.make_request(nn.Identity(), criterion, hidden.requires_grad_(), target, device_kind="sim")
+        traces += run_traces([(request, rows)])
+    operators = [[block.operator for block in trace.blocks] for trace in traces]
+    assert all(each == operators[0] for each in operators)
+    assert [trace.flops // traces[0].flops for trace in traces] == [1, 128, 128, 2000]
+    blocks = [sum(block.size == 256 * 600 * 4 for block in trace.blocks) for trace in traces]
+    assert blocks[0] > 0
+    assert len(set(blocks)) == 1

@@ -1,0 +1,141 @@
+"""``Saving``: a way to need less memory, as one object. The list of them is read by everything that names a saving.
+
+``memory.plan`` tries them in their order, ``tricks`` measures each, an out of memory error and ``memory.fit`` advise them, and
+docs/savings.md has them in a table. A new saving is one file in this folder with a ``Saving`` at its top level: the list
+finds it there.
+"""
+
+import contextlib
+import functools
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+Result = Literal["exact", "other arithmetic", "another optimizer"]
+# Where a plan tries it: how devices share the work, what leaves the result as it is, what rounds otherwise, other optimizers.
+# The last kind is a change of the user's program, which a plan only names.
+Stage = Literal["layout", "exact", "arithmetic", "optimizer", "by hand"]
+
+
+@dataclass(frozen=True)
+class Saving:
+    """A way to need less memory.
+
+    Attributes:
+        name: the function, the class or the setting.
+        option: its name in a plan.
+        saves, cost, needs: as text. The cost is in time and in numbers.
+        order: of savings that are applied together, the smallest first. A plan tries them in this order.
+        stage: where a plan tries it.
+        result: what becomes of loss, gradients and update.
+        change: takes a step that is to be traced, and returns the fields of it that differ with the saving. ``None`` if it does
+            not suit the step or is applied already. By default the step has its name among ``savings``.
+        change_module: applies it to a module in place. A trace calls it with a fake copy.
+        surround: makes a block around an update.
+        surround_trace: makes the same block for fake devices, of which one is the host.
+        instead_of: names of savings that it replaces.
+        lines: the lines of a program that apply it to ``module``.
+        bytes_of: for a saving that no trace can run: the bytes that it saves, from the parts of the peak.
+    """
+
+    name: str
+    option: str
+    saves: str
+    cost: str
+    order: int
+    needs: str = ""
+    stage: Stage = "exact"
+    result: Result = "exact"
+    change: Callable[[Any], Mapping[str, Any] | None] | None = None
+    change_module: Callable[[nn.Module], object] | None = None
+    surround: Callable[[], AbstractContextManager[Any]] | None = None
+    surround_trace: Callable[[torch.device], AbstractContextManager[Any]] | None = None
+    instead_of: tuple[str, ...] = ()
+    lines: tuple[str, ...] = field(default=())
+    bytes_of: Callable[[Mapping[str, int]], int] | None = None
+
+    def changes(self, step: Any) -> Mapping[str, Any] | None:
+        """Returns the fields of a traced step that differ with the saving, or None if it does not suit the step."""
+        if self.change is not None:
+            return self.change(step)
+        is_possible = self.is_function and self.name not in step.savings
+        return {"savings": sorted_names([*step.savings, self.name])} if is_possible else None
+
+    @property
+    def is_function(self) -> bool:
+        """True if it changes a module or surrounds an update."""
+        return self.change_module is not None or self.surround is not None
+
+
+@functools.cache
+def all_savings() -> tuple[Saving, ...]:
+    """Returns the savings of all files of this folder, in their order."""
+    names = [module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)])]
+    modules = [importlib.import_module(f".{name}", __package__) for name in names]
+    savings = [value for module in modules for value in vars(module).values() if isinstance(value, Saving)]
+    return tuple(sorted(savings, key=lambda saving: saving.order))
+
+
+def savings_of(*stages: Stage) -> list[Saving]:
+    """Returns the savings of these stages, in their order."""
+    return [saving for saving in all_savings() if saving.stage in stages]
+
+
+def find_saving(name: str) -> Saving:
+    """Returns the saving with this name."""
+    return next(saving for saving in all_savings() if saving.name == name)
+
+
+def sorted_names(names: Iterable[str]) -> tuple[str, ...]:
+    """Returns the names of functions in the order in which they are applied.
+
+    Raises:
+        ValueError: one of them is not the name of a saving that a trace can apply.
+    """
+    requested = [names] if isinstance(names, str) else list(names)
+    functions = [saving.name for saving in all_savings() if saving.is_function]
+    for name in requested:
+        if name not in functions:
+            raise ValueError(f"savings has {name!r}, expected functions of balanced_parallel.savings: {', '.join(functions)}")
+    return tuple(name for name in functions if name in requested)
+
+
+def change_module(module: nn.Module, names: Iterable[str]) -> None:
+    """Applies the savings that change a module."""
+    for saving in map(find_saving, names):
+        if saving.change_module is not None:
+            saving.change_module(module)
+
+
+@contextlib.contextmanager
+def around_update(names: Iterable[str], host: torch.device | None = None) -> Iterator[None]:
+    """Applies the savings that surround an update. In a trace, ``host`` is the fake device of the host."""
+    with contextlib.ExitStack() as blocks:
+        for saving in map(find_saving, names):
+            if host is None and saving.surround is not None:
+                blocks.enter_context(saving.surround())
+            elif host is not None and saving.surround_trace is not None:
+                blocks.enter_context(saving.surround_trace(host))
+        yield
+
+
+def advice() -> str:
+    """Returns the savings that leave the result as it is, with their costs, for an error."""
+    return "; ".join(f"{saving.name} ({saving.cost})" for saving in savings_of("exact", "layout"))
+
+
+def savings_table() -> str:
+    """Returns the savings as a table in Markdown."""
+    rows = [["saving", "saves", "costs", "result", "needs", "`memory.plan`"]]
+    for saving in all_savings():
+        tried = "as a remark" if saving.bytes_of else "by hand" if saving.stage == "by hand" else "yes"
+        rows.append([f"`{saving.name}`", saving.saves, saving.cost, saving.result, saving.needs or "-", tried])
+    rows.insert(1, ["---"] * len(rows[0]))
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) + "\n"

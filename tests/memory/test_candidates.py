@@ -1,0 +1,208 @@
+"""The search of a plan: layouts over devices and hosts, options that cannot be traced, lines that run, one page of text."""
+
+import functools
+
+import pytest
+import torch
+from helpers.ranks import run_ranks
+from helpers.slow import slow
+from torch import nn
+
+from balanced_parallel import memory, simulate
+from balanced_parallel.memory import candidates
+from balanced_parallel.savings.saving import all_savings
+
+WIDTH = 64
+
+
+def blocks(factor, activation):
+    return [nn.Sequential(nn.Linear(WIDTH, factor * WIDTH), activation(), nn.Linear(factor * WIDTH, WIDTH)) for _ in "12"]
+
+
+class Wide(nn.Module):
+    """Two blocks, whose parameters and their state are most of the memory."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH)) for _ in "1234"
+        )
+
+    def forward(self, hidden):
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return hidden
+
+
+def batch(rows):
+    torch.manual_seed(rows)
+    return torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
+
+
+STATE = 16 * sum(parameter.numel() for parameter in Wide().parameters())  # parameters, gradients and AdamW's state
+
+
+@functools.cache
+def planned(capacity, **settings):
+    settings = {"batch_size": 64, "devices": 2, "device_kind": "sim"} | settings
+    return memory.plan(Wide(), nn.MSELoss(), *batch(4), capacity=capacity, **settings)
+
+
+def run_lines(lines, rows):
+    """Runs the lines of a plan. Returns the loss and the parameters."""
+    inputs, targets = rows
+    names = {"module": Wide(), "criterion": nn.MSELoss(), "inputs": inputs, "targets": targets}
+    exec("\n".join(lines), names)
+    return names["loss"].item(), [parameter.detach() for parameter in names["model"].parameters()], names["step"]
+
+
+def plain_loss(rows):
+    inputs, targets = batch(rows)
+    return nn.functional.mse_loss(Wide()(inputs), targets).item()
+
+
+def test_fsdp_is_chosen_where_replicas_do_not_fit():
+    plan = planned(int(0.75 * STATE))
+    assert plan.chosen.layout == "fsdp"
+    assert plan.chosen.exact
+    assert max(plan.chosen.reserved) <= plan.capacity[0]
+    assert {choice.layout for choice in plan.choices if choice.fits} == {"fsdp"}
+    with pytest.raises(ValueError, match="strategy='fsdp' in one process, expected 'auto' or 'replicas'"):
+        plan.apply(Wide(), nn.MSELoss())
+
+
+def run_on_rank(rank, lines, plan_text):
+    inputs, targets = batch(64)
+    share = slice(32 * rank, 32 * rank + 32)
+    loss, _, step = run_lines(lines, (inputs[share], targets[share]))
+    plan = memory.MemoryPlan.from_json(plan_text)
+    *_, applied = plan.apply(Wide(), nn.MSELoss(), lr=1e-3)
+    again = applied(inputs[share], targets[share]).item()
+    return loss, again, step.micro_batch_size, applied.micro_batch_size
+
+
+def test_lines_of_fsdp_run_on_ranks():
+    plan = planned(int(0.75 * STATE))
+    assert plan.lines[0] == "# torchrun --nproc-per-node=2 train.py; every rank passes its own rows"
+    for loss, again, *sizes in run_ranks(2, run_on_rank, plan.lines, plan.to_json()):
+        assert loss == pytest.approx(plain_loss(64), rel=1e-5)
+        assert again == pytest.approx(loss, rel=1e-5)
+        assert sizes == [plan.micro_batch_size] * 2
+
+
+@pytest.mark.parametrize("capacity", ["1GiB", slow(int(1.1 * STATE))])
+def test_lines_run_as_they_stand_on_devices_of_the_capacity(capacity):
+    plan = planned(capacity, batch_size=900, optimizer=functools.partial(torch.optim.AdamW, betas=(0.9, 0.99)))
+    assert any("betas=(0.9, 0.99)" in line for line in plan.lines)
+    with simulate(2, plan.capacity[0]):
+        loss, _, step = run_lines(plan.lines, batch(900))
+        assert loss == pytest.approx(plain_loss(900), rel=1e-4)
+        assert step.micro_batch_size == plan.micro_batch_size
+
+
+def test_several_hosts_have_ranks():
+    plan = planned("1GiB", hosts=2)
+    assert plan.devices == 4
+    assert {choice.layout for choice in plan.choices} == {"ddp"}
+    assert "64 rows per update on 2 hosts of 2 x sim" in str(plan)
+    assert "--nnodes=2 --nproc-per-node=2" in plan.lines[0]
+    assert 'strategy="ddp"' in "".join(plan.lines)
+    assert plan.chosen.micro_batch_size == 16
+
+
+@pytest.mark.slow
+def test_hosts_share_the_shards_where_one_has_no_room_for_the_model():
+    small = planned(int(0.5 * STATE), hosts=2)
+    assert small.chosen.layout == "fsdp"
+    assert memory.MemoryPlan.from_json(small.to_json()) == small
+
+
+class Forked(nn.Module):
+    """A stack whose second block reads a value if its blocks are checkpointed, which no trace knows."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 16 * WIDTH), nn.Tanh(), nn.Linear(16 * WIDTH, WIDTH)) for _ in "12"
+        )
+
+    def forward(self, hidden):
+        for layer in self.layers:
+            if hasattr(layer, "made_from"):
+                raise NotImplementedError("this block\nis not for checkpoints")
+            hidden = layer(hidden)
+        return hidden
+
+
+def test_an_option_that_cannot_be_traced_is_skipped_and_named():
+    settings = {"batch_size": 64, "device_kind": "sim"}
+    needs = memory.plan(Forked(), nn.MSELoss(), *batch(4), capacity="1KiB", **settings).needs[0]
+    plan = memory.plan(Forked(), nn.MSELoss(), *batch(4), capacity=needs + 2**16, precision="bf16", **settings)
+    reasons = dict(plan.skipped)
+    assert reasons["selective checkpoints"] == "NotImplementedError: this block"
+    assert "skipped: selective checkpoints: NotImplementedError: this block" in str(plan)
+    assert plan.choices
+    with pytest.raises(ValueError, match=r"replicas: RuntimeError: .*; a plan needs a module, a criterion and an "):
+        memory.plan(nn.Linear(3, 3), nn.MSELoss(), *batch(4), capacity="1GiB", **settings)
+
+
+@pytest.mark.parametrize("capacity", ["1GiB", int(0.75 * STATE), slow("64KiB")])
+def test_the_text_has_at_most_100_columns_and_begins_with_the_verdict(capacity):
+    plan = planned(capacity)
+    for text in (str(plan), plan.describe(verbose=True)):
+        first, _, second, *_ = text.splitlines()
+        assert max(map(len, text.splitlines())) <= 100
+        if plan.fits:
+            assert first.startswith("fits: yes, 32 rows per device in 1 micro-batch, ") or "micro-batches" in first
+            assert second.strip() == plan.lines[0]
+        else:
+            assert first.startswith("does not fit: needs ")
+            assert "nearest that does: " in first
+    assert ("not tried" in plan.describe(verbose=True)) == bool(plan.untried)
+    assert "not tried" not in str(plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sim", "a10"])
+def test_reserved_never_exceeds_the_capacity_in_a_row_that_fits(kind):
+    for capacity in (0.6, 0.8, 1.2):
+        plan = planned(int(capacity * STATE) + (kind == "a10") * 2**30, device_kind=kind, batch_size=20000)
+        for choice in plan.choices:
+            assert not choice.fits or max(choice.reserved) <= plan.capacity[0], choice.name
+
+
+@pytest.mark.slow
+def test_a_plan_that_does_not_fit_traces_few_options(monkeypatch):
+    jobs, run = [], candidates.try_traces
+    monkeypatch.setattr(candidates, "try_traces", lambda more: jobs.extend(more) or run(more))
+    plan = memory.plan(Wide(), nn.MSELoss(), *batch(4), capacity="64KiB", devices=2, batch_size=64, device_kind="sim")
+    assert not plan.fits
+    assert len(jobs) <= 28
+    assert len({choice.name for choice in plan.choices}) < len(plan.untried)
+
+
+@pytest.mark.slow
+def test_the_number_of_devices_is_solved_for():
+    plan = planned(int(0.2 * STATE), precision="fp16")
+    assert not plan.fits
+    count = plan.needs[1]
+    assert f"nearest that does: {count} devices of" in plan.verdict
+    assert planned(int(0.2 * STATE), precision="fp16", devices=count, batch_size=count).fits
+    assert not planned(int(0.2 * STATE), precision="fp16", devices=count - 1, batch_size=count - 1).fits
+
+
+@pytest.mark.slow
+def test_a_new_saving_is_one_object(monkeypatch):
+    """It is tried, skipped or chosen, and its lines are written, although nothing else knows it."""
+    from balanced_parallel.savings import saving
+
+    def shrink(module):
+        module.layers = module.layers[:1]
+
+    line = "module.layers = module.layers[:1]"
+    fewer = saving.Saving("shrink", "fewer layers", "layers", "another model", 305, change_module=shrink, lines=(line,))
+    monkeypatch.setattr(saving, "all_savings", lambda: tuple(sorted((*all_savings(), fewer), key=lambda each: each.order)))
+    plan = memory.plan(Wide(), nn.MSELoss(), *batch(4), capacity=int(0.4 * STATE), batch_size=64, device_kind="sim")
+    assert "fewer layers" in plan.chosen.name
+    assert line in plan.lines
