@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from models import count_labels, make_bert, make_gpt2, token_loss
+from networks import count_labels, make_bert, make_gpt2, token_loss
 from torch import nn
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep

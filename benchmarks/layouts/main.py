@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 from costs import attention_costs, draw_costs, mask_costs, update_cost  # noqa: E402 - beside this file
-from models import MODELS, make_problem  # noqa: E402
+from networks import MODELS, make_problem  # noqa: E402
 from peers import PEERS  # noqa: E402
 from tabulate import tabulate  # noqa: E402
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from models import Problem
+from networks import Problem
 from torch import Tensor, nn
 
 SEED = 3

@@ -37,7 +37,7 @@ def test_the_same_layout_repeats_itself_and_checkpoints_change_nothing(layouts):
 
 def test_costs_are_measured(layouts):
     from costs import Counting, update_cost
-    from models import make_gpt2
+    from networks import make_gpt2
 
     net, update = make_gpt2(1), Counting(0)
     assert update.run(lambda: net(torch.zeros(4, 8, dtype=torch.long)), 4) == 4

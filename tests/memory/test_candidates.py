@@ -62,6 +62,7 @@ def plain_loss(rows):
     return nn.functional.mse_loss(Wide()(inputs), targets).item()
 
 
+@pytest.mark.slow
 def test_fsdp_is_chosen_where_replicas_do_not_fit():
     plan = planned(int(0.75 * STATE))
     assert plan.chosen.layout == "fsdp"
@@ -135,6 +136,7 @@ class Forked(nn.Module):
         return hidden
 
 
+@pytest.mark.slow
 def test_an_option_that_cannot_be_traced_is_skipped_and_named():
     settings = {"batch_size": 64, "device_kind": "sim"}
     needs = memory.plan(Forked(), nn.MSELoss(), *batch(4), capacity="1KiB", **settings).needs[0]

@@ -224,7 +224,7 @@ def test_draws_that_follow_the_data_are_refused(draws, message):
         step(x, torch.zeros(5, dtype=torch.long))
 
 
-def test_compiled_modules_are_refused_unless_they_draw_with_kernels_of_torch(monkeypatch):
+def test_compiled_modules_are_refused_unless_they_draw_with_kernels_of_torch():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of torch's own imports
         net = torch.compile(nn.Linear(2, 2))
@@ -233,8 +233,8 @@ def test_compiled_modules_are_refused_unless_they_draw_with_kernels_of_torch(mon
         TrainStep(DataParallelModel(net, ["cpu"]), *settings, reproducible=True)
     from torch._inductor import config
 
-    monkeypatch.setattr(config, "fallback_random", True)
-    TrainStep(DataParallelModel(net, ["cpu"]), *settings, reproducible=True)
+    with config.patch(fallback_random=True):
+        TrainStep(DataParallelModel(net, ["cpu"]), *settings, reproducible=True)
 
 
 def test_inputs_that_are_cut_already_are_refused():
