@@ -83,6 +83,7 @@ def run_on_rank(rank, lines, plan_text):
     return loss, again, step.micro_batch_size, applied.micro_batch_size
 
 
+@pytest.mark.slow
 def test_lines_of_fsdp_run_on_ranks():
     plan = planned(int(0.75 * STATE))
     assert plan.lines[0] == "# torchrun --nproc-per-node=2 train.py; every rank passes its own rows"

@@ -8,6 +8,7 @@ from helpers.scripts import SENTENCES, run, train
 from helpers.slow import slow
 
 
+@pytest.mark.slow
 def test_losses_are_equal_on_one_device_three_replicas_two_ranks_and_shards(tmp_path):
     common = ["--vocabulary", 500, "--steps", 12, "--batch-size", 24]
     layouts = {
