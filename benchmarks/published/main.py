@@ -1,9 +1,9 @@
 """Predicted memory, compared with what others have measured on GPUs
 
 Each row is a number that somebody else has published: the bytes that torch's counters or nvidia-smi show on a real GPU. The
-program is rebuilt from its source, and ``memory.estimate`` predicts the same number on a machine without a GPU. Nothing is
-fitted, except where a row says so. Run without arguments, it predicts all rows and writes the README beside it; ``--only TEXT``
-prints the rows whose program has this text.
+program is rebuilt from its source, and ``memory.estimate`` predicts the same number on a machine without a GPU. Changes
+that were made after a comparison are named below the table. Run without arguments, it predicts all rows and writes the README
+beside it; ``--only TEXT`` prints the rows whose program has this text.
 """
 
 import argparse
