@@ -261,11 +261,18 @@ class _Begun(NamedTuple):
 
 def _find_forward(device: torch.device) -> tuple[Forward | None, int]:
     """Returns the forward that draws on a device, or runs again, and the number of its next draw; None if there is none."""
-    forward = running.get()  # a replica may draw on the host too
-    ticket, draw = divmod(_generator(device if forward is None else forward.device).initial_seed(), 2**_DRAW_BITS)
-    if forward is None:
-        return _forwards.get(ticket), draw  # one that runs again, in whatever thread
-    return forward, draw if ticket == forward.ticket else forward.next_draw  # unless another replica has had its turn
+    forward = running.get()
+    accelerator = torch.accelerator.current_accelerator()
+    devices = [device] if forward is None else [forward.device]
+    if forward is None and accelerator is not None:  # the thread of a device's backward may draw on the host
+        devices.append(torch.device(accelerator.type, torch.accelerator.current_device_index()))
+    for each in devices:
+        ticket, draw = divmod(_generator(each).initial_seed(), 2**_DRAW_BITS)
+        if forward is not None:
+            return forward, draw if ticket == forward.ticket else forward.next_draw  # unless another replica has had its turn
+        if ticket in _forwards:
+            return _forwards[ticket], draw
+    return None, 0
 
 
 def _begin_draw(operator: str, device: torch.device) -> _Begun | None:
@@ -274,7 +281,7 @@ def _begin_draw(operator: str, device: torch.device) -> _Begun | None:
     if forward is None:
         return None
     forward.next_draw = max(forward.next_draw, draw + 1)  # a part that runs again draws earlier numbers
-    _generator(forward.device if running.get() else device).manual_seed((forward.ticket << _DRAW_BITS) + draw + 1)
+    _generator(forward.device).manual_seed((forward.ticket << _DRAW_BITS) + draw + 1)
     return _Begun(forward, draw, operator)
 
 

@@ -111,6 +111,36 @@ def test_simulated_devices_draw_the_numbers_of_one_device(expected):
         assert_equal(train(make_step(["sim:0", "sim:1", "sim:2"], micro_batch_size=2)), expected)
 
 
+class DrawsOnTheHost(nn.Module):
+    """Draws on the host and on the device, in the middle of what runs again in the backward."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 5)
+
+    def forward(self, x):
+        def part(x):
+            x = F.dropout(self.first(x), 0.4)
+            return F.dropout(self.second(x * torch.rand(len(x), 1, dtype=x.dtype).to(x.device)).tanh(), 0.4)
+
+        return torch.utils.checkpoint.checkpoint(part, x, use_reentrant=False)
+
+
+def test_a_draw_on_the_host_that_runs_again_in_the_backward_of_a_device_is_the_same():
+    def gradients(devices):
+        net = DrawsOnTheHost().double()
+        model, criterion = DataParallelModel(net, devices), DataParallelCriterion(nn.CrossEntropyLoss())
+        step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.0), reproducible=True)
+        torch.manual_seed(5)
+        step(torch.ones(ROWS, 6, dtype=torch.float64), batch()[1])
+        return [parameter.grad.cpu() for parameter in net.parameters()]
+
+    expected = gradients(["cpu"])
+    with simulate(2):
+        torch.testing.assert_close(gradients(["sim:0", "sim:1"]), expected)
+
+
 def test_an_update_that_runs_again_after_an_out_of_memory_draws_the_same_numbers(expected):
     seen = []  # two small forwards, two updates
     with simulate(2) as cluster:
