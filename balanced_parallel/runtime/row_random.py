@@ -262,10 +262,10 @@ class _Begun(NamedTuple):
 def _find_forward(device: torch.device) -> tuple[Forward | None, int]:
     """Returns the forward that draws on a device, or runs again, and the number of its next draw; None if there is none."""
     forward = running.get()
-    accelerator = torch.accelerator.current_accelerator()
     devices = [device] if forward is None else [forward.device]
-    if forward is None and accelerator is not None:  # the thread of a device's backward may draw on the host
-        devices.append(torch.device(accelerator.type, torch.accelerator.current_device_index()))
+    if forward is None and torch.accelerator.is_available():  # the thread of a device's backward may draw on the host
+        kind = torch.accelerator.current_accelerator() or device
+        devices.append(torch.device(kind.type, torch.accelerator.current_device_index()))
     for each in devices:
         ticket, draw = divmod(_generator(each).initial_seed(), 2**_DRAW_BITS)
         if forward is not None:
