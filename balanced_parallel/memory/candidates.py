@@ -320,7 +320,7 @@ class Search:
     """Traces options, the cheapest first, until one of them fits.
 
     Savings are put together in their order, first those that leave the result as it is. Each combination is a step of a ladder,
-    and has several layouts over the devices. The last step of a ladder needs the least memory: if it does not fit, the others
+    and has several layouts over the devices. One of its last two steps needs the least memory: if they do not fit, the others
     are not traced. On a step, the layout that needs the least memory comes first.
 
     Attributes:
@@ -382,6 +382,8 @@ class Search:
         for saving in savings_of("exact"):
             others = [each for each in steps[-1] if each.name not in saving.instead_of]
             steps += [(*others, saving)] if with_savings(self.request, [saving]) else []
+        if len(steps[-1]) > 1:  # what runs twice may need more with offloaded activations than these alone
+            steps.append(steps[-1][-1:])
         arithmetic: list[Saving] = []
         for saving in savings_of("arithmetic"):
             arithmetic += [saving] if with_savings(self.request, [*arithmetic, saving]) else []
@@ -390,8 +392,8 @@ class Search:
     def _climb(self, ladder: list[tuple[Saving, ...]]) -> bool:
         """Traces the steps of a ladder until one fits. Returns False if none does."""
         least, others = self._layouts[-1], self._layouts[:-1]
-        (last,) = self._make([(*least, *ladder[-1])])
-        if not self.fitting([last]) and last in self.choices:
+        last = self._make([(*least, *step) for step in ladder[-2:]])
+        if not self.fitting(last) and any(option in self.choices for option in last):
             return False
         for step in ladder:
             combination = tuple(saving for saving in step if saving not in self._failing)

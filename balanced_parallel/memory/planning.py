@@ -124,7 +124,7 @@ class MemoryPlan:
         assert self.needs is not None
         size, count = self.needs
         of_size = f"devices of {format_bytes(max(self.capacity))}"
-        nearest = f"{count} {of_size}" if count is not None else f"no number of {of_size}, but larger ones"
+        nearest = f"{count} {of_size}" if count is not None else "larger devices"
         others = [choice.optimizer for choice in self.choices if choice.fits and choice.optimizer]
         instead = f"; or optimizer={others[0]}, which makes another result" if others else ""
         return f"does not fit: needs {format_bytes(size)} for one row per device, nearest that does: {nearest}{instead}"
