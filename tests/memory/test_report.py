@@ -55,6 +55,7 @@ def pages_of(path):
     return json.loads(re.search(r"const pages = (\[.*\]);", path.read_text())[1])
 
 
+@pytest.mark.slow
 def test_page_has_the_peak_and_the_holders_for_each_number_of_rows(report, tmp_path):
     report.save_html(tmp_path / "page.html", "64KiB")
     pages = pages_of(tmp_path / "page.html")
