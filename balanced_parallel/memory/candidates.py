@@ -39,7 +39,6 @@ class Choice:
         allocated: maximum in use. ``reserved`` is the memory that the process takes from the device for it, as ``nvidia-smi``
             shows it: the segments of the allocator, after it has given back its cache where the device is full, and the context.
             In a choice that fits it is at most the capacity.
-        saved: bytes below the maximum of the plain program that runs the whole batch at once.
         recomputed: operations that run twice, as a fraction of those of a step without recomputation.
         traffic: bytes to and from the busiest device per update, for parameters, gradients and offloaded activations.
         changes_result: the loss and the gradients are computed in another precision.
@@ -57,7 +56,6 @@ class Choice:
     split: tuple[float, ...] | None
     allocated: tuple[int, ...]
     reserved: tuple[int, ...]
-    saved: int
     recomputed: float
     traffic: int
     changes_result: bool
@@ -248,7 +246,6 @@ class Option:
             split=split,
             allocated=tuple(lines.allocated(device, at) + whole for device, at in read),
             reserved=tuple((size or 0) + whole + context for size in reserved),
-            saved=0,
             recomputed=max(0.0, self.flops(count or 2) / operations - 1) if operations else 0.0,
             traffic=traffic,
             changes_result=any(saving.result == "other arithmetic" for saving in self.savings),

@@ -261,18 +261,24 @@ class _Begun(NamedTuple):
 
 def _find_forward(device: torch.device) -> tuple[Forward | None, int]:
     """Returns the forward that draws on a device, or runs again, and the number of its next draw; None if there is none."""
-    forward = running.get()
-    devices = [device] if forward is None else [forward.device]
-    if forward is None and torch.accelerator.is_available():  # the thread of a device's backward may draw on the host
-        kind = torch.accelerator.current_accelerator() or device
-        devices.append(torch.device(kind.type, torch.accelerator.current_device_index()))
+    if (forward := running.get()) is not None:
+        ticket, draw = _read_ticket(forward.device)
+        return forward, draw if ticket == forward.ticket else forward.next_draw  # unless another replica has had its turn
+    devices = [device]
+    if (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
+        # the thread of a device's backward may draw on the host
+        devices.append(torch.device(accelerator.type, torch.accelerator.current_device_index()))
     for each in devices:
-        ticket, draw = divmod(_generator(each).initial_seed(), 2**_DRAW_BITS)
-        if forward is not None:
-            return forward, draw if ticket == forward.ticket else forward.next_draw  # unless another replica has had its turn
+        ticket, draw = _read_ticket(each)
         if ticket in _forwards:
             return _forwards[ticket], draw
     return None, 0
+
+
+def _read_ticket(device: torch.device) -> tuple[int, int]:
+    """Returns the ticket of a forward and the number of its next draw, from the seed of a device's generator."""
+    seed: int = _generator(device).initial_seed()
+    return seed >> _DRAW_BITS, seed % 2**_DRAW_BITS
 
 
 def _begin_draw(operator: str, device: torch.device) -> _Begun | None:

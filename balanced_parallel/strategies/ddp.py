@@ -316,8 +316,9 @@ class DDPSync(RankSync):
             self._model.record.used.clear()
             pairs = [*zip(self._parameters, self._gradients, strict=bool(self._gradients))]
             missing = [(parameter, view) for parameter, view in pairs if view is not None and parameter.grad is None]
+            torch_private.foreach_zero_([view for _, view in missing])  # one kernel, where zero_() would launch one for each
             for parameter, view in missing:
-                parameter.grad = view.zero_()
+                parameter.grad = view
         with self._model.no_sync():
             yield
 
