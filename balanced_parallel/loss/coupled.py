@@ -146,6 +146,7 @@ class LossOfSums(CoupledLoss):
         self._derivatives_on: dict[torch.device, dict[Any, Tensor | None]] = {}
 
     def value(self, outputs: PerReplica, shards: Sequence[Shard]) -> Any:
+        """Returns the loss of a batch. Every rank has the statistics of all ranks."""
         parts = self._parts(outputs, shards)
         self._add(parts)
         total, ranks = self._over_ranks(parts[0].nothing)
@@ -154,6 +155,7 @@ class LossOfSums(CoupledLoss):
         return self._finish(total)
 
     def differentiate(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Computes the loss of all statistics, and its derivative at each of them."""
         has_rows = bool(self._total)
         total, ranks = self._over_ranks(None)
         if has_rows:
@@ -265,7 +267,7 @@ class LossOfSums(CoupledLoss):
         return result
 
     @torch.no_grad()
-    def _compare(self, whole: ShardStatistics, halves: list[ShardStatistics], rows: int | None) -> None:
+    def _compare(self, whole: ShardStatistics, halves: Sequence[ShardStatistics], rows: int | None) -> None:
         """Raises ``ValueError`` if the statistics of the first shard are not the sum of those of its halves."""
         columns = [{**(part.tensors or {}), **part.more} for part in (whole, *halves)]
         for number, place in enumerate({place: None for column in columns for place in column}):

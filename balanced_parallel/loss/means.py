@@ -191,7 +191,7 @@ class MeanRecorder(TorchFunctionMode):
     def _record(self, name: str, result: Tensor, args: Any) -> None:
         """Records a scalar that depends on the rows: a mean, a sum, a quotient of sums, or zero."""
         if name == "mul" and any(isinstance(factor, (int, float)) and not factor for factor in args):
-            self._add("zero", result, Term(result, 1, None))  # it connects parameters that are not used
+            self._add("zero", result, Term(result, 0, None))  # it connects parameters that are not used
         elif name == "mean":
             tensor = args[0]
             total = tensor.sum(dtype=torch.float32 if tensor.dtype in (torch.float16, torch.bfloat16) else None)
@@ -256,7 +256,10 @@ class MeanRecorder(TorchFunctionMode):
             return None
         terms: dict[Name, Term] = {_CONSTANT: Term(torch.tensor(float(rows)), rows, None), **self.terms}
         places = {name: (name[0], name[1], self._calls[name[0]]) for name in form}
-        return {places[name]: terms[name]._replace(factor=factor) for name, factor in form.items()}
+        return {
+            places[name]: terms[name]._replace(factor=factor, weight=rows if terms[name].key is None else terms[name].weight)
+            for name, factor in form.items()
+        }
 
 
 def _plus(first: Form, second: Form) -> Form:
@@ -409,6 +412,12 @@ class LossOfMeans(LossOfSums):
     def _tolerance(self, tensor: Tensor) -> float:
         is_half = self.criterion.precision.name != "fp32" or torch.is_autocast_enabled(tensor.device.type)
         return 2e-2 if is_half else 1e-7 if tensor.dtype == torch.float64 else 1e-3
+
+    def _compare(self, whole: ShardStatistics, halves: Sequence[ShardStatistics], rows: int | None) -> None:
+        parts = []
+        for part in (whole, *halves):
+            parts.append(part._replace(tensors={name: each for name, each in (part.tensors or {}).items() if name != _SEVERAL}))
+        super()._compare(parts[0], parts[1:], rows)
 
     def _name(self, number: int, place: Any) -> str:
         _, (name, _, _), kind = place
