@@ -56,8 +56,8 @@ class DataParallelCriterion(ShardRunner):
             ``(output, *targets) -> scalar`` that also gets the keyword arguments that it accepts. It is called with the targets
             where they are, and on the outputs' devices only if that fails. For several means with different divisors it returns
             a divisor for each, in the same structure. Or a mapping or sequence of functions ``(*targets) -> scalar``, one for
-            each mean: :class:`TrainStep` counts targets before the first micro-batch. Without it, an unknown criterion is
-            weighted by rows, with a warning.
+            each mean: :class:`TrainStep` counts targets before the first micro-batch. A criterion that computes known means
+            inside, and adds them, needs none.
         precision: autocast inside every replica, as in :class:`DataParallelModel`.
         reduction: ``"sum"``, ``"mean"`` or ``"none"``, for a criterion that is not a loss of torch.
         minimum: lower bound of the divisor, for a criterion that divides by ``max(count, minimum)``. ``weight`` is the count.
@@ -68,7 +68,8 @@ class DataParallelCriterion(ShardRunner):
 
     Raises:
         TypeError: outputs are not a list with one entry per replica; the rows of a loss depend on each other.
-        ValueError: targets and outputs have different numbers of rows, or a loss is not a scalar.
+        ValueError: targets and outputs have different numbers of rows; a loss is not a scalar, or it is split over several
+            shards and is neither a sum of known means nor described by ``weight`` or ``reduction``.
         BaseException: the first failure of a replica. Its message, or a note, names the replica and its device.
 
     Example:
