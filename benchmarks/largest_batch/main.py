@@ -11,11 +11,11 @@ import torch
 from tabulate import tabulate
 
 sys.path.append(str(Path(__file__).parents[1] / "estimate"))
-import data_parallel  # noqa: E402, F401 - adds the layout of nn.DataParallel
-from problems import MODELS, gpt2_with_loss  # noqa: E402
+import data_parallel  # noqa: F401 - adds the layout of nn.DataParallel
+from problems import MODELS, gpt2_with_loss
 
-from balanced_parallel import memory  # noqa: E402
-from balanced_parallel.memory.devices import find_kind  # noqa: E402
+from balanced_parallel import memory
+from balanced_parallel.memory.devices import find_kind
 
 HERE = Path(__file__).parent
 CHART = HERE.parents[1] / "docs" / "images" / "largest_batch.png"
