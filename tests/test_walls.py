@@ -328,7 +328,6 @@ SINGLE_IMPORTER = {  # with the reason why a module is not part of its only impo
     "memory.snapshots": "a file format of torch",
     "optim.replica_shards": "devices beside the ranks of balanced",
     "savings.evaluation": "public names",
-    "savings.inplace": "a public function",
     "savings.lm_heads": "a public function",
     "savings.offloading": "a public function",
     "simulation.cluster": "the public name",
