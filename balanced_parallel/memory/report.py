@@ -12,19 +12,20 @@ import html
 import importlib
 import json
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tabulate import tabulate
 
 from ..runtime.values import UNITS, check_number, format_bytes, parse_each
 from .lengths import LengthTraces
 from .lines import Lines, most_that_fit, trace_exactly
-from .snapshots import make_snapshot
+from .trace.allocations import MAYBE
 from .trace.layouts import Request
 
 _HOLDERS = 12  # of a peak, the largest
@@ -222,12 +223,13 @@ class MemoryReport:
         """Writes both updates for torch's memory visualiser, https://pytorch.org/memory_viz.
 
         The file has the format of ``torch.cuda.memory._dump_snapshot``: every allocation and release of each device, with the
-        module, the operator and the line. Addresses are invented.
+        module, the operator and the line. Addresses are invented, and there are no segments.
 
         Raises:
             ValueError: this report was read from a file.
         """
-        Path(path).write_bytes(pickle.dumps(make_snapshot(self.batches.exact, self.batches.read)))
+        traces = [list(_snapshot_events(self.batches.exact, *place)) for place in self.batches.read]
+        Path(path).write_bytes(pickle.dumps({"segments": [], "device_traces": traces}))
 
     @property
     def batches(self) -> OtherBatches:
@@ -267,6 +269,21 @@ class MemoryReport:
         columns |= {name: tuple(parts[name] for parts in self.parts) for name in names}
         rows = [[f"device {i}", *(format_bytes(sizes[i]) for sizes in columns.values())] for i in range(self.devices)]
         return str(tabulate(rows, ["", *columns], style, disable_numparse=True, stralign="right"))
+
+
+def _snapshot_events(lines: Lines, device: int, rows: int | None) -> Iterator[dict[str, Any]]:
+    name, sizes = lines.device_name(device), lines.sizes(rows)
+    addresses = 2**32 + np.cumsum(sizes) - sizes  # no two blocks overlap
+    for time, event in enumerate(lines.first.events):
+        place = abs(event) - 1
+        block, size = lines.first.blocks[place], int(sizes[place])
+        if block.device == name and size and block.kind != MAYBE:
+            file, _, number = block.line.rpartition(":")
+            source = {"filename": file, "line": int(number)} if number.isdigit() else {"filename": block.line, "line": 0}
+            frames = [{"name": block.module or block.operator, **source}, {"name": block.operator, "filename": "", "line": 0}]
+            allocation = {"addr": int(addresses[place]), "size": size, "stream": block.stream, "frames": frames}
+            for later, action in enumerate(["alloc"] if event > 0 else ["free_requested", "free_completed"]):
+                yield {"action": action, **allocation, "category": block.kind, "time_us": 2 * time + later}
 
 
 POINTS = 600  # of a curve
