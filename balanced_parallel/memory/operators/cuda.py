@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.torch_private import current_node, map_tensors
-from .recurrent import RECURRENCE, REFUSED, aten_kernels, autograd_kernels
+from .recurrent import RECURRENCE, REFUSED, autograd_kernels
 
 _aten = torch.ops.aten
 
@@ -40,7 +40,7 @@ def cuda_choices(fuses: bool) -> Iterator[None]:
     # no public function reads or changes the lists of autocast
     registrations = torch._C._dispatch_get_registrations_for_dispatch_key
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    with aten_kernels() as library, autograd_kernels({"dropout": _dropout, **(fused if fuses else REFUSED)}):
+    with autograd_kernels({"dropout": _dropout, **(fused if fuses else REFUSED)}) as library:
         for name in (*_FP32, *_FP32_UNLESS_TOLD):
             base, _, overload = name.partition(".")
             operator = getattr(getattr(_aten, base, None), overload or "default", None)
