@@ -12,6 +12,7 @@ each shard, and a :class:`Shard` has views of them. 14 rows of at most 3 per dev
     device 1     rows 3-4        rows 8-9        rows 12-13
 """
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -386,6 +387,10 @@ class Shard(NamedTuple):
     target_rows: int  # a multiple of the rows if the targets are flattened
     device: torch.device
     random: BatchRandom | None = None  # numbers that follow the rows, and the place of the first row in the effective batch
+
+    def drawing(self, part: str) -> contextlib.AbstractContextManager[None]:
+        """Surrounds a forward of ``"model"`` or ``"criterion"``, whose random numbers may follow the rows."""
+        return contextlib.nullcontext() if self.random is None else self.random.drawing(part, self.rows, self.device)
 
 
 class MicroBatch(NamedTuple):

@@ -15,7 +15,6 @@ from ..batch.plan import check_split, share_by_memory
 from ..batch.rows import Arguments, Batch, MicroBatch, Shard, mark_inputs, move_arguments, move_leaves
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.random_numbers import offset_seeds
-from ..runtime.row_random import by_row
 from ..runtime.values import Precision, check_type
 from .batchnorm import AllRowsBatchNorm
 from .module_tree import check_module
@@ -186,8 +185,6 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
             offset_seeds(self.devices)
         with self.precision.autocast(devices), self.replicas.of(self.module, devices, self.devices[0]) as modules:
             work = [functools.partial(_call, method, *replica) for replica in zip(modules, shards, strict=True)]
-            if shards[0].random is not None:
-                work = by_row("model", work, shards)
             together = len(work) > 1 and any(isinstance(part, AllRowsBatchNorm) for part in self.replicas.modules_of(self.module))
             outputs = self.replicas.workers(work, devices, together=together)
         return PerReplica(outputs, sizes, self.out_dims)
@@ -217,4 +214,5 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
 
 def _call(method: str | None, replica: nn.Module, shard: Shard) -> Any:
     inputs, kwargs = move_arguments(shard.inputs, shard.device)
-    return (replica if method is None else getattr(replica, method))(*inputs, **kwargs)
+    with shard.drawing("model"):
+        return (replica if method is None else getattr(replica, method))(*inputs, **kwargs)

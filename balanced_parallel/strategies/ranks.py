@@ -43,11 +43,8 @@ class RankModel(nn.Module):
         """Runs the module on this rank's rows. Returns a list with its output."""
         if inputs and type(inputs[0]) is MicroBatch:
             (shard,) = inputs[0].shards
-            rows = None if shard.rows is None else len(shard.rows)
-            if shard.random is None:
-                return self._run(None, shard.inputs, rows)
-            with shard.random.drawing("model", shard.rows, shard.device):
-                return self._run(None, shard.inputs, rows)
+            with shard.drawing("model"):
+                return self._run(None, shard.inputs, None if shard.rows is None else len(shard.rows))
         arguments = self.mark(Arguments(inputs, kwargs))
         return self._run(None, arguments, count_rows(arguments, self.dim))
 
