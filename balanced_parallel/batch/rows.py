@@ -399,7 +399,7 @@ class MicroBatch(NamedTuple):
     shards: Sequence[Shard]
 
 
-_NOTHING = Arguments((), {})
+NOTHING = Arguments((), {})
 
 
 class Batch:
@@ -409,11 +409,13 @@ class Batch:
     """
 
     unit = "rows"  # of a limit
+    pads = False  # each shard to a length of its own
+    has_example = True  # a shard without rows can be made
 
-    def __init__(self, inputs: Arguments, targets: Arguments = _NOTHING, dims: tuple[int, int] = (0, 0)) -> None:
+    def __init__(self, inputs: Arguments, targets: Arguments = NOTHING, dims: tuple[int, int] = (0, 0)) -> None:
         self.inputs, self.targets, self.dims = inputs, targets, dims
         self.rows = count_rows(inputs, dims[0])  # None if no input has rows
-        self.target_rows = None if targets is _NOTHING else count_rows(targets, dims[1], self.rows, "targets")
+        self.target_rows = None if targets is NOTHING else count_rows(targets, dims[1], self.rows, "targets")
         if self.rows == 0 and self.target_rows:
             raise ValueError(f"the targets have {self.target_rows} rows, but the inputs have none: expected the same number")
         is_plain = len(targets.inputs) == 1 and type(targets.inputs[0]) is torch.Tensor
@@ -449,6 +451,9 @@ class Batch:
             raise ValueError(f"rows in {len(shards)} shards for {len(devices)} devices, expected one for each at most")
         return next(self._shards([consecutive([size or 0 for size in shards.sizes])], devices))
 
+    def check_weight(self, weigh: Callable[..., Any]) -> None:
+        """Raises ``ValueError`` if ``weigh(*targets)`` counts targets that the plan has cut."""
+
     def largest(self, shares: int | Sequence[float], limit: float | None) -> tuple[float, float]:
         """Returns the most rows of a device in one forward, and a limit that halves them, 0 if nothing does."""
         plan = equal_rows(self.rows or 0, shares, None if limit is None else int(limit))
@@ -475,6 +480,25 @@ class Batch:
             return Shard(inputs, self.targets, part, len(part), device)
         of_targets = part if target_rows == rows else scaled(part, rows, target_rows)
         return Shard(inputs, take(self.targets, of_targets, self.dims[1], place), part, len(of_targets), device)
+
+
+Mark = Callable[[Any, tuple[Any, ...]], tuple[Arguments, Arguments, tuple[int, int]]]
+
+
+class Cut:
+    """A way to cut batches, for ``TrainStep(cut=...)``. ``limit`` is that of a device in one forward."""
+
+    limit: float | None = None
+
+    def open(
+        self, inputs: Any, targets: tuple[Any, ...], mark: Mark, forward: Callable[..., Any], *, unit: str, is_strict: bool
+    ) -> Batch:
+        """Takes a batch apart. ``mark`` returns inputs and targets with marks, and the dimensions of the rows in what has none.
+
+        ``forward`` is that of the module, ``unit`` that of a limit, ``"rows"`` or ``"cost"``. A row over the limit is an error if
+        strict; otherwise it runs alone.
+        """
+        raise NotImplementedError
 
 
 def scatter(

@@ -84,7 +84,8 @@ def uniform(seeds: Tensor, length: int, dtype: torch.dtype) -> Tensor:
         return numbers
     if dtype == torch.float64:
         high, low = philox(seeds, 2 * length).unflatten(-1, (length, 2)).unbind(-1)
-        return (((high << 32) | low) & (2**53 - 1)).to(dtype).mul_(2.0**-53)
+        bits: Tensor = ((high << 32) | low) & (2**53 - 1)
+        return bits.to(dtype).mul_(2.0**-53)
     return (philox(seeds, length) & 0xFFFFFF).to(dtype).mul_(2.0**-24)
 
 
@@ -125,7 +126,8 @@ class BatchRandom(NamedTuple):
 
         ``rows`` are their numbers in the batch; None if the arguments have no rows.
         """
-        forward, generator = Forward(self, part, rows, device), _generator(device)
+        generator = _generator(device)
+        forward = Forward(self, part, rows, device)
         _forwards[forward.ticket] = forward
         self.update.forwards.append(forward)
         other = _forwards.get(generator.initial_seed() >> _DRAW_BITS)  # replicas of one device that take turns

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..batch.by_cost import CostBatch
 from ..batch.rows import Batch, map_marked
 from ..loss.criterion import DataParallelCriterion
 from ..replicas.batchnorm import meets_other_ranks
@@ -63,7 +62,7 @@ class Recovery:
         self._has_begun = self.has_failed = self._is_local = False
         self._recorded, self._tried, self._reason = list[tuple[Tensor, int]](), list[float](), ""
 
-    def begin(self, batch: Batch | CostBatch | None = None) -> None:
+    def begin(self, batch: Batch | None = None) -> None:
         """Copies what an update changes, before its first forward, and records a batch of it."""
         if not self._has_begun:
             self._sync.begin()
@@ -167,7 +166,7 @@ class Snapshot:
         return [buffer for _, before in self._buffers for buffer in before.values() if buffer is not None]
 
 
-def record_versions(batch: Batch | CostBatch) -> list[tuple[Tensor, int]]:
+def record_versions(batch: Batch) -> list[tuple[Tensor, int]]:
     """Returns the tensors of a batch with their version counters, before its first forward."""
     tensors: list[Tensor] = []
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..loss.criterion import DataParallelCriterion
 from ..loss.sums import LossSum, Weight
 from ..runtime.devices import move
+from ..runtime.torch_private import foreach_multiply_
 from .settings import Settings
 
 
@@ -59,13 +60,14 @@ class GradientSync(abc.ABC):
         the host before it.
         """
 
-    @abc.abstractmethod
     def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
         """Returns loss and weight over everything. All gradients are reduced. A weight of other ranks is on the host."""
+        return local
 
-    @abc.abstractmethod
     def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
-        """Multiplies the reduced gradients of ``tensors``."""
+        """Multiplies the reduced gradients of ``tensors``, those that exist."""
+        if isinstance(factor, Tensor) or factor != 1:
+            foreach_multiply_([tensor.grad for tensor in tensors if tensor.grad is not None], factor)
 
     def smallest(self, number: float) -> float:
         """Returns the smallest ``number`` of all processes."""

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from ..batch.by_cost import CostBatch
 from ..batch.outputs import PerReplica
 from ..batch.rows import Batch, Shard
 from ..loss.coupled import CoupledLoss
@@ -48,7 +47,7 @@ class TwoPasses:
         return self.loss.collect(outputs, shards)
 
     @contextlib.contextmanager
-    def undone(self, batches: Sequence[Batch | CostBatch], before: Snapshot) -> Iterator[None]:
+    def undone(self, batches: Sequence[Batch], before: Snapshot) -> Iterator[None]:
         """Surrounds the forwards of the first pass, without a graph. Random numbers and buffers are put back."""
         before.take()
         python, recorded = random.getstate(), [entry for batch in batches for entry in record_versions(batch)]

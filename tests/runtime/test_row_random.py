@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -197,4 +198,15 @@ def test_an_operator_that_is_not_replaced_raises_an_error(monkeypatch):
 
     with pytest.raises(RuntimeError, match=r"does not know has drawn in the model.*before it were \['bernoulli_.float'\]"):
         forward()
+    update.end()
+
+
+def test_devices_whose_generators_torch_does_not_give_are_refused(monkeypatch):
+    monkeypatch.setattr(torch, "get_device_module", lambda device: types.SimpleNamespace())  # as torch.mps
+    update = UpdateRandom(1)
+    with (
+        pytest.raises(NotImplementedError, match=r"reproducible=True on mps:0, expected CUDA or the CPU"),
+        BatchRandom(update, 0, None).drawing("model", None, torch.device("mps:0")),
+    ):
+        pass
     update.end()
