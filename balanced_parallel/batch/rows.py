@@ -15,7 +15,7 @@ each shard, and a :class:`Shard` has views of them. 14 rows of at most 3 per dev
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -283,16 +283,10 @@ def _holds_tensors(value: Any, depth: int) -> bool:
         return True
     if depth == 0 or isinstance(value, (*MARKS, torch.nn.Module, type, functools.partial)) or inspect.isroutine(value):
         return False
-    children: Iterable[Any] = value.values() if isinstance(value, Mapping) else value
     if not isinstance(value, (Mapping, list, tuple)):
-        children = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in _slots(value.__class__))]
-    return any(_holds_tensors(child, depth - 1) for child in children)
-
-
-@functools.lru_cache
-def _slots(kind: type) -> list[str]:
-    """Returns the names of the attributes in ``__slots__``, of base classes too."""
-    return [name for base in kind.__mro__ for name, value in vars(base).items() if inspect.ismemberdescriptor(value)]
+        state: Any = object.__getstate__(value)  # None, a dictionary of attributes, or also one of __slots__
+        value = {} if state is None else state if isinstance(state, dict) else {**(state[0] or {}), **state[1]}
+    return any(_holds_tensors(child, depth - 1) for child in (value.values() if isinstance(value, Mapping) else value))
 
 
 def _tensor_rows(tensor: torch.Tensor, dim: int, place: str) -> int | None:

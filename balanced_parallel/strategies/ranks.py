@@ -20,8 +20,7 @@ from ..runtime import collectives, devices, row_random
 from ..runtime.devices import is_accelerator
 from ..runtime.random_numbers import RandomState, cpu_numbers_of_rank, offset_seeds
 from ..runtime.values import Precision
-from ..training.accumulation import power_of_two
-from ..training.strategy import GradientSync
+from ..training.accumulation import GradientSync, power_of_two
 
 
 class RankModel(nn.Module):

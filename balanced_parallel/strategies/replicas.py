@@ -11,8 +11,7 @@ from ..loss.sums import LossSum, Weight
 from ..replicas.model import DataParallelModel
 from ..replicas.replicas import window
 from ..runtime.collectives import world_size
-from ..training.accumulation import larger, power_of_two
-from ..training.strategy import GradientSync, gradient_sync, run_backward
+from ..training.accumulation import GradientSync, gradient_sync, larger, power_of_two, run_backward
 
 
 class ReplicaSync(GradientSync):

@@ -19,8 +19,8 @@ from ..batch.rows import Batch, Shard
 from ..runtime.collectives import gather_objects, rank, world_size
 from ..runtime.row_random import BatchRandom, Draw, UpdateRandom, find_draws
 from ..runtime.torch_private import draws_in_compiled_code
+from .accumulation import GradientSync
 from .recovery import Snapshot
-from .strategy import GradientSync
 
 
 class RandomByRow:

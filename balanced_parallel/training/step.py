@@ -31,13 +31,11 @@ from ..replicas.replicas import parameter_window
 from ..runtime import collectives
 from ..runtime.row_random import BatchRandom
 from ..runtime.values import Precision
-from .accumulation import Accumulation
-from .recovery import Recovery, Snapshot
+from .accumulation import Accumulation, gradient_sync
+from .recovery import Recovery, Snapshot, TwoPasses
 from .reproducible import RandomByRow
 from .settings import Settings
 from .state import TrainedState
-from .strategy import gradient_sync
-from .two_passes import TwoPasses
 from .update import (
     Optimizers,
     Schedulers,

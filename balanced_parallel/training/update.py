@@ -18,7 +18,7 @@ from ..optim.balanced import BalancedOptimizer, refuse_closures
 from ..runtime.torch_private import foreach_multiply_, is_sharded
 from ..runtime.values import check_type
 from ..savings.gradient_release import RELEASES
-from .strategy import GradientSync
+from .accumulation import GradientSync
 
 _Kind = TypeVar("_Kind")
 Optimizers = Optimizer | Sequence[Optimizer]
