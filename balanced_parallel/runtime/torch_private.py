@@ -304,15 +304,6 @@ def has_kernel(name: str, key: str) -> bool:
 DRAWS_OF_ONE_FORM = ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet", "_cudnn_rnn", "_fused_dropout")
 
 
-def uniform_of_keys(keys: Tensor, length: int, dtype: torch.dtype) -> Tensor | None:
-    """Returns lines of stateless uniform numbers, or None if torch has no kernel. Not public yet (pytorch#177229)."""
-    if keys.device.type not in ("cpu", "cuda") or not has_kernel("_philox_uniform_", keys.device.type.upper()):
-        return None
-    lines = torch.empty(*keys.shape[:-1], length, dtype=dtype, device=keys.device)
-    pairs = torch.cat([keys, torch.zeros_like(keys)], -1).view(torch.uint64)
-    return torch.ops.aten._philox_uniform_(lines, pairs)  # type: ignore[no-any-return]
-
-
 def attention_in_parts(*arguments: Any, **settings: Any) -> Tensor:
     """Computes scaled dot product attention in operators of its own. The public function chooses a fused kernel."""
     return torch.ops.aten._scaled_dot_product_attention_math(*arguments, **settings)[0]  # type: ignore[no-any-return]

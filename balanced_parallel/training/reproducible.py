@@ -73,6 +73,7 @@ class RandomByRow:
         """Finds the draws of the model and of the criterion in two small forwards. All ranks run them."""
         assert self._update is not None
         random, distinct = BatchRandom(self._update, 0, None), 1 if batch.pads else batch.rows or 0
+        before = len(self._update.forwards)
         self._before.take()
         with torch.no_grad():
             for count in (2, 3) if batch.rows else (0, 0):
@@ -81,9 +82,9 @@ class RandomByRow:
         self._before.restore()
         self._sync.begin()
         if batch.rows:
-            forwards = [forward for forward in self._update.forwards if forward.expected is None]
-            parts = {part: [forward for forward in forwards if forward.part == part] for part in ("model", "criterion")}
-            self._draws[kind] = {part: find_draws(of_part[-2:]) for part, of_part in parts.items() if of_part}
+            forwards = self._update.forwards[before:]
+            parts = {forward.part: [other for other in forwards if other.part == forward.part] for forward in forwards}
+            self._draws[kind] = {part: find_draws(two_and_three) for part, two_and_three in parts.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_update": None}
