@@ -1,6 +1,6 @@
-"""How many rows fit into one forward on four GPUs of 24 GiB: with ``nn.DataParallel``, and with the steps of this library?
+"""Predicts how many rows fit into one forward on four GPUs of 24 GiB, with ``nn.DataParallel`` and with the steps of this library.
 
-Predicted by ``memory.estimate``, not measured on a GPU. Run without arguments, it writes README.md and the chart.
+Nothing is measured on a GPU. Run without arguments, it writes README.md and the chart.
 """
 
 import sys
