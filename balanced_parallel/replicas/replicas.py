@@ -120,7 +120,8 @@ class Replicas:
         tree = self.tree
         if tree is None or not tree.still_is(module):
             tree = ModuleTree(module)
-            if self.tree is None or not self.tree.has_parameters_of(tree):
+            before = self.tree
+            if before is None or before.kinds != tree.kinds or [*map(id, before.parameters)] != [*map(id, tree.parameters)]:
                 self._refuse_sharded()
                 self.gradients.rebuild()
                 self.copies = ParameterCopies()

@@ -74,10 +74,6 @@ class ShardedModel(RankModel):
         device: of this rank.
         dim, in_dims, out_dims: as in :class:`DataParallelModel`.
         precision: autocast around the forward, and the dtype in which parameters are all-gathered.
-
-    Raises:
-        ValueError: at the forward, a parameter was frozen or unfrozen since.
-        RuntimeError: at the first forward, no rank has a row; at a backward or an evaluation, ranks have run other blocks.
     """
 
     def __init__(
@@ -363,7 +359,7 @@ class ShardedGradients:
 
     def add(self, unit: nn.Module, name: str) -> None:
         """Completes the gradients of the parameters of a sharded module, without those that were added before."""
-        self.order.add(name)
+        self.order.names.append(name)
         seen, slots = set(map(id, self.parameters)), []
         for part in unit.modules():
             for name, parameter in part.named_parameters(recurse=False):
@@ -375,7 +371,7 @@ class ShardedGradients:
         self._units.append(slots)
 
         def watch_inputs(module: nn.Module, inputs: Any, kwargs: Any) -> Any:
-            self.order.note(place)
+            self.order.ran.append(place)
             values, rebuild = flatten((inputs, kwargs))  # as FSDP2 does
             complete = functools.partial(self.complete, slots, is_dummy=self.is_dummy)
             return rebuild(watch(values, complete))
@@ -514,29 +510,21 @@ class BlockOrder:
 
     def __init__(self, group: collectives.Group = None) -> None:
         self._group = group
-        self._ran: list[int] = []
+        self.names: list[str] = []  # of all blocks
+        self.ran: list[int] = []  # their numbers, as they have begun to run
         self._compared: list[int] | None = None
-        self._names: list[str] = []
-
-    def add(self, name: str) -> None:
-        """Adds a block, whose number is the count of those before."""
-        self._names.append(name)
-
-    def note(self, number: int) -> None:
-        """Notes that a block begins to run."""
-        self._ran.append(number)
 
     def compare(self) -> None:
         """Compares the blocks of all ranks if they are new, and begins anew. Raises ``RuntimeError`` if a rank has run others."""
-        ran, self._ran = self._ran, []
-        if ran == self._compared or not self._names[1:]:  # the root alone has no order
+        ran, self.ran = self.ran, []
+        if ran == self._compared or not self.names[1:]:  # the root alone has no order
             return
         digest = zlib.crc32(str(ran).encode()) % 2**20  # its square, summed over the ranks, fits into 64 bits
         total, squares = sum_over_ranks(torch.tensor([digest, digest * digest]), self._group).tolist()
         if world_size(self._group) * squares == total * total:  # no variance
             self._compared = ran
             return
-        orders = gather_objects([self._names[number] for number in ran], self._group)
+        orders = gather_objects([self.names[number] for number in ran], self._group)
         rank, expected, block = next(
             (rank, *blocks)
             for rank, order in enumerate(orders)

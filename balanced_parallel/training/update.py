@@ -30,17 +30,22 @@ class Update:
 
     They are asked for their parameters anew in each update, because groups may be added at any time. ``trained`` are the
     parameters of model and criterion by name, each once.
-
-    Raises:
-        ValueError: two optimizers have the same parameter.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], trained: Mapping[str, Tensor]) -> None:
         self.optimizers, self.trained = optimizers, trained
         self.has_stepped = False
         self.grad_norm: Tensor | None = None
-        if len(optimizers) > 1:
-            self._refuse_common_parameters()
+        owner: dict[int, int] = {}
+        for number, optimizer in enumerate(optimizers if len(optimizers) > 1 else ()):
+            for parameter in _parameters_of(optimizer):
+                first = owner.setdefault(id(parameter), number)
+                if first != number:
+                    names = [name for name, tensor in trained.items() if tensor is parameter]
+                    raise ValueError(
+                        f"{names[0] if names else 'a parameter'} of shape {tuple(parameter.shape)} is in the optimizers {first} "
+                        f"and {number}, expected in one of them: both would update it"
+                    )
 
     @functools.cached_property
     def parameters(self) -> list[Tensor]:
@@ -107,18 +112,6 @@ class Update:
         for optimizer in self.optimizers:
             optimizer.step()
         self.has_stepped = True
-
-    def _refuse_common_parameters(self) -> None:
-        owner: dict[int, int] = {}
-        for number, optimizer in enumerate(self.optimizers):
-            for parameter in _parameters_of(optimizer):
-                first = owner.setdefault(id(parameter), number)
-                if first != number:
-                    names = [name for name, tensor in self.trained.items() if tensor is parameter]
-                    raise ValueError(
-                        f"{names[0] if names else 'a parameter'} of shape {tuple(parameter.shape)} is in the optimizers {first} "
-                        f"and {number}, expected in one of them: both would update it"
-                    )
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
