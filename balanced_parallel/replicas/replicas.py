@@ -227,11 +227,7 @@ def window(*replicas: Replicas, deferred: bool = False) -> Iterator[None]:
 
 def parameter_window(*modules: Any) -> AbstractContextManager[None]:
     """Opens a :func:`window` of those modules that have replicas."""
-    replicas = []
-    for module in modules:
-        if isinstance(each := getattr(module, "replicas", None), Replicas):
-            replicas.append(each)
-    return window(*replicas)
+    return window(*[each for module in modules if isinstance(each := getattr(module, "replicas", None), Replicas)])
 
 
 _UNKNOWN = (0, torch.Size([-1]), 0, False)  # state of a parameter

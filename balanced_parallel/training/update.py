@@ -50,19 +50,14 @@ class Update:
     @functools.cached_property
     def parameters(self) -> list[Tensor]:
         """Parameters of the optimizers, each once."""
-        parameters: dict[int, Tensor] = {}
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                parameters |= zip(map(id, group["params"]), group["params"], strict=True)
-        return list(parameters.values())
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        return list({id(parameter): parameter for group in groups for parameter in group["params"]}.values())
 
     @functools.cached_property
     def outside(self) -> list[Tensor]:
         """Trained parameters that are not in the optimizers: another one's, which is to find their true gradients."""
-        others = dict(zip(map(id, self.trained.values()), self.trained.values(), strict=True))
-        for parameter in self.parameters:
-            others.pop(id(parameter), None)
-        return list(others.values())
+        inside = set(map(id, self.parameters))
+        return [parameter for parameter in self.trained.values() if id(parameter) not in inside]
 
     def forget_gradients(self) -> None:
         """Drops the gradients of all parameters, in the optimizers and outside."""
