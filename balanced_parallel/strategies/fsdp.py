@@ -261,14 +261,15 @@ class FSDPSync(RankSync):
         assert self._local is not None
         numbers = [*self._local().tolist(), *settings().digest(), float(self._fits())]
         while True:
-            has_rows, has_unused = self._without_rows == 0, self._model.gradients.has_unused
+            gradients = self._model.gradients
+            has_rows, has_unused = self._without_rows == 0, len(gradients.used) < len(gradients.parameters)
             more, full, unused, total, whole, *digests, fits = self._exchange(0, [has_rows, has_unused, *numbers])
             if not more:
                 break
             self._begin_round(0, local)
         settings().check(*digests)
         if unused:
-            self._model.gradients.forget_unused()
+            gradients.forget_unused()
         self._round = self._ran if full and not self._always_asks else 0  # otherwise no rank has needed so many
         self._updates += 1
         self._keeps_whole = self._keeps_whole or fits == self._ranks
@@ -348,14 +349,9 @@ class ShardedGradients:
 
     def begin_update(self) -> None:
         """Begins to note the parameters that this rank uses."""
-        self._used: set[int] = set()
+        self.used: set[int] = set()
         # whole gradients and their versions, after the backward before: FSDP2 replaces those in half precision
         self._whole_gradients: dict[int, tuple[TensorWeakRef, int]] = {}
-
-    @property
-    def has_unused(self) -> bool:
-        """Returns True if this rank has not used a parameter since the last update."""
-        return len(self._used) < len(self.parameters)
 
     def add(self, unit: nn.Module, name: str) -> None:
         """Completes the gradients of the parameters of a sharded module, without those that were added before."""
@@ -386,7 +382,7 @@ class ShardedGradients:
             self._backward, self._is_dummy = current_backward_id(), is_dummy
             if self.agrees:
                 self.begin_update()
-                self._used.update(number for number, parameter in enumerate(self.parameters) if parameter.grad is not None)
+                self.used.update(number for number, parameter in enumerate(self.parameters) if parameter.grad is not None)
             run_after_backward(self._end)
         self._is_dummy = self._is_dummy and is_dummy
 
@@ -404,8 +400,8 @@ class ShardedGradients:
             elif is_dummy:
                 if parameter.grad is not before:
                     parameter.grad.zero_()
-            elif number not in self._used and (parameter.grad is not before or versions([before]) != [version]):
-                self._used.add(number)
+            elif number not in self.used and (parameter.grad is not before or versions([before]) != [version]):
+                self.used.add(number)
             gradients.append(parameter.grad)
         if self.keeps_whole:
             numbers = [number for number, _, _ in slots]
@@ -414,7 +410,7 @@ class ShardedGradients:
 
     def forget_unused(self) -> None:
         """Sets the gradients of parameters that no rank has used to None."""
-        forget_unused(self.parameters, self._used, self._group)
+        forget_unused(self.parameters, self.used, self._group)
 
     def _end(self) -> None:
         """Completes the units that FSDP2 reduces at the end of the backward."""
