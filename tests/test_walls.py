@@ -322,13 +322,12 @@ def test_names_of_classes_and_types_have_one_owner():
 
 
 SINGLE_IMPORTER = {  # with the reason why a module is not part of its only importer, in its own folder
+    "memory.allocator": "the rules of the allocator of torch",
     "memory.fitting": "a public function",
     "memory.planning": "a public function",
     "memory.trace.stacks": "sequences of allocations; the tracer runs updates",
-    "memory.snapshots": "a file format of torch",
     "optim.replica_shards": "devices beside the ranks of balanced",
     "savings.evaluation": "public names",
-    "savings.inplace": "a public function",
     "savings.lm_heads": "a public function",
     "savings.offloading": "a public function",
     "simulation.cluster": "the public name",

@@ -89,7 +89,7 @@ class Cluster:
     @property
     def wait_count(self) -> int:
         """Number of all these calls so far. Subtract two values to measure a section."""
-        return self._waits.count
+        return self._waits.counts.total()
 
     @contextmanager
     def forbidding_waits(self) -> Iterator[None]:

@@ -17,7 +17,6 @@ from ..loss.sums import Weight
 from ..optim.balanced import BalancedOptimizer, refuse_closures
 from ..runtime.torch_private import foreach_multiply_, is_sharded
 from ..runtime.values import check_type
-from ..savings.gradient_release import RELEASES
 from .accumulation import GradientSync
 
 _Kind = TypeVar("_Kind")
@@ -62,11 +61,6 @@ class Update:
     def forget_gradients(self) -> None:
         """Drops the gradients of all parameters, in the optimizers and outside."""
         for optimizer in self.optimizers:
-            if optimizer in RELEASES:
-                raise TypeError(
-                    f"release_gradients_in_backward was applied to {type(optimizer).__name__}, so a backward updates at once, "
-                    "but a TrainStep updates after all of its micro-batches: call handle.remove(), or write the loop by hand"
-                )
             optimizer.zero_grad()
         for parameter in self.trained.values():
             parameter.grad = None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.torch_private import current_node, map_tensors
-from .recurrent import RECURRENCE, REFUSED, aten_kernels, autograd_kernels
+from .recurrent import RECURRENCE, REFUSED, autograd_kernels
 
 _aten = torch.ops.aten
 
@@ -40,11 +40,10 @@ def cuda_choices(fuses: bool) -> Iterator[None]:
     # no public function reads or changes the lists of autocast
     registrations = torch._C._dispatch_get_registrations_for_dispatch_key
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    with aten_kernels() as library, autograd_kernels({"dropout": _dropout, **(fused if fuses else REFUSED)}):
+    with autograd_kernels({"dropout": _dropout, **(fused if fuses else REFUSED)}) as library:
         for name in (*_FP32, *_FP32_UNLESS_TOLD):
             base, _, overload = name.partition(".")
-            packet = getattr(torch.ops.aten, base, None)
-            operator = getattr(packet, overload or "default", None)
+            operator = getattr(getattr(_aten, base, None), overload or "default", None)
             if operator is not None and not has_kernel(operator.name(), "AutocastCPU"):
                 library.impl(name, _in_float32(operator, unless_told=name in _FP32_UNLESS_TOLD), "AutocastCPU")
         for name in registrations("AutocastCPU"):
@@ -89,9 +88,7 @@ def fused_attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Te
     raise NotImplementedError
 
 
-@fused_attention_backward.register_fake
-def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor) -> list[Tensor]:
-    return [torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)]
+fused_attention_backward.register_fake(lambda grad, *tensors: [torch.empty_like(tensor) for tensor in tensors[:3]])
 
 
 def attention_buffers(func: Any, args: tuple[Any, ...]) -> list[int]:
@@ -147,8 +144,7 @@ fused_attention.register_autograd(_backward, setup_context=_save)
 
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
     if train and 0 < p < 1:
-        result: Tensor = torch.native_dropout(input, p, True)[0]
-        return result
+        return torch.native_dropout(input, p, True)[0]
     return input * 0 if train and p == 1 else input
 
 
@@ -163,12 +159,11 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    flat = query.dim() < 4
-    if flat:
-        query, key, value = query[None], key[None], value[None]
+    if query.dim() < 4:
+        return _attention(query[None], key[None], value[None], attn_mask)[0]
     mask = None if attn_mask is None else _kernel_mask(attn_mask, query, key)
     fused: Tensor = fused_attention(query, key, value, mask)[0]
-    return fused[0] if flat else fused
+    return fused
 
 
 def _kernel_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -214,11 +209,10 @@ def is_in_place(func: Any, *, is_of_node: bool) -> bool:
     return not is_of_node or len(set(edges)) < len(edges) if func is _aten.add.Tensor else is_of_node
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """Adds the bias of a linear layer in place if its input is not contiguous, as torch does without a mode."""
     if bias is None or input.dim() <= 2 or input.is_contiguous():
-        result: Tensor = torch.ops.aten.linear.default.decompose(input, weight, bias)
-        return result
+        return torch.ops.aten.linear.default.decompose(input, weight, bias)
     return torch.matmul(input, weight.t()).add_(bias)
 
 

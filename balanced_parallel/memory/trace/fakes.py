@@ -24,7 +24,6 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # torch ha
 
 from ...batch.containers import is_row_list, map_leaves
 from ...runtime.torch_private import leaves_of_tree, shared_id
-from ...savings.checkpointing import fake_like
 from .allocations import Count
 
 
@@ -53,6 +52,19 @@ def _shared(thing: Any) -> dict[int, Any]:
     modules = [module for part in parts if isinstance(part, nn.Module) for module in part.modules()]
     values = [value for module in modules for value in vars(module).values() if not isinstance(value, copied)]
     return {id(value): value for value in values}
+
+
+def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device, shape: torch.Size | None = None) -> Any:
+    """Returns a tensor without memory, like another one but for its device and shape."""
+    settings: dict[str, Any] = {"dtype": tensor.dtype, "device": device}
+    with mode, torch.no_grad():
+        if shape is None and tensor.layout == torch.strided:
+            copied = torch.empty_strided(tensor.size(), tensor.stride(), **settings)
+        else:
+            copied = torch.empty(tensor.shape if shape is None else shape, **settings)
+        if isinstance(tensor, nn.Parameter):
+            return nn.Parameter(copied, tensor.requires_grad)
+        return copied.requires_grad_(tensor.requires_grad)
 
 
 def fake_batch(batch: Any, rows: int, of: int, mode: FakeTensorMode, device: torch.device, dim: int = 0) -> Any:
