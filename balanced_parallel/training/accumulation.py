@@ -133,9 +133,7 @@ class Accumulation:
         *,
         is_mean: bool,
     ) -> None:
-        dtypes = set()
-        for tensor in trained.values():
-            dtypes.add(tensor.dtype.to_real())
+        dtypes = {tensor.dtype.to_real() for tensor in trained.values()}
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         self.total = torch.zeros((), dtype=dtype, device=device)
         self.weight: Weight = 0.0
@@ -216,10 +214,3 @@ def power_of_two(number: Weight) -> Weight:
     mantissa, _ = torch.frexp(number)  # number = mantissa * 2**exponent, and 0.5 <= mantissa < 1
     power = number / torch.where(mantissa < math.sqrt(0.5), 2 * mantissa, mantissa)
     return torch.where((number > 0) & (number < math.inf), power, 1.0)
-
-
-def larger(number: Weight, other: Weight) -> Weight:
-    """Returns the larger of two numbers."""
-    if isinstance(number, Tensor):
-        return number.clamp(min=other)
-    return other.clamp(min=number) if isinstance(other, Tensor) else max(number, other)

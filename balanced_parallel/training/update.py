@@ -29,34 +29,34 @@ class Update:
 
     They are asked for their parameters anew in each update, because groups may be added at any time. ``trained`` are the
     parameters of model and criterion by name, each once.
-
-    Raises:
-        ValueError: two optimizers have the same parameter.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], trained: Mapping[str, Tensor]) -> None:
         self.optimizers, self.trained = optimizers, trained
         self.has_stepped = False
         self.grad_norm: Tensor | None = None
-        if len(optimizers) > 1:
-            self._refuse_common_parameters()
+        owner: dict[int, int] = {}
+        for number, optimizer in enumerate(optimizers if len(optimizers) > 1 else ()):
+            for parameter in _parameters_of(optimizer):
+                first = owner.setdefault(id(parameter), number)
+                if first != number:
+                    names = [name for name, tensor in trained.items() if tensor is parameter]
+                    raise ValueError(
+                        f"{names[0] if names else 'a parameter'} of shape {tuple(parameter.shape)} is in the optimizers {first} "
+                        f"and {number}, expected in one of them: both would update it"
+                    )
 
     @functools.cached_property
     def parameters(self) -> list[Tensor]:
         """Parameters of the optimizers, each once."""
-        parameters: dict[int, Tensor] = {}
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                parameters |= zip(map(id, group["params"]), group["params"], strict=True)
-        return list(parameters.values())
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        return list({id(parameter): parameter for group in groups for parameter in group["params"]}.values())
 
     @functools.cached_property
     def outside(self) -> list[Tensor]:
         """Trained parameters that are not in the optimizers: another one's, which is to find their true gradients."""
-        others = dict(zip(map(id, self.trained.values()), self.trained.values(), strict=True))
-        for parameter in self.parameters:
-            others.pop(id(parameter), None)
-        return list(others.values())
+        inside = set(map(id, self.parameters))
+        return [parameter for parameter in self.trained.values() if id(parameter) not in inside]
 
     def forget_gradients(self) -> None:
         """Drops the gradients of all parameters, in the optimizers and outside."""
@@ -101,18 +101,6 @@ class Update:
         for optimizer in self.optimizers:
             optimizer.step()
         self.has_stepped = True
-
-    def _refuse_common_parameters(self) -> None:
-        owner: dict[int, int] = {}
-        for number, optimizer in enumerate(self.optimizers):
-            for parameter in _parameters_of(optimizer):
-                first = owner.setdefault(id(parameter), number)
-                if first != number:
-                    names = [name for name, tensor in self.trained.items() if tensor is parameter]
-                    raise ValueError(
-                        f"{names[0] if names else 'a parameter'} of shape {tuple(parameter.shape)} is in the optimizers {first} "
-                        f"and {number}, expected in one of them: both would update it"
-                    )
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
