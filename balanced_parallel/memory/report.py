@@ -181,9 +181,6 @@ class MemoryReport:
 
         Args:
             capacity: bytes or text such as ``"24GiB"``, for each device or one for all.
-
-        Raises:
-            ValueError: not a size of memory, a wrong number of sizes, or this report was read from a file.
         """
         return self.batches.largest(parse_each(capacity, self.devices))
 
@@ -191,26 +188,14 @@ class MemoryReport:
         """Returns the largest budget of cost that fits: a ``micro_batch_cost`` for :class:`TrainStep`.
 
         Each device may run any shard whose ``rows x longest`` is within it. The estimate had ``lengths=``. The result is a
-        number of the longest rows: 0 if one of them does not fit.
-
-        Args:
-            capacity: as for :meth:`largest`.
-
-        Raises:
-            ValueError: as for :meth:`largest`, or the estimate had no lengths.
+        number of the longest rows: 0 if one of them does not fit. ``capacity`` is as for :meth:`largest`.
         """
         return self._of_lengths.largest_cost(parse_each(capacity, self.devices))
 
     def save_html(self, path: Path | str, capacity: int | str | Sequence[int | str] | None = None) -> None:
         """Writes a page that needs no network: memory over the step, a slider for the rows, and the holders of the peak.
 
-        Args:
-            path: of the file.
-            capacity: as for :meth:`largest`. It is drawn as a line.
-
-        Raises:
-            ImportError: plotly is not installed.
-            ValueError: not a size of memory, a wrong number of sizes, or this report was read from a file.
+        ``capacity``, as for :meth:`largest`, is drawn as a line. This needs plotly.
         """
         write_page(path, self, capacity)
 
@@ -219,9 +204,6 @@ class MemoryReport:
 
         The file has the format of ``torch.cuda.memory._dump_snapshot``: every allocation and release of each device, with the
         module, the operator and the line. Addresses are invented, and there are no segments.
-
-        Raises:
-            ValueError: this report was read from a file.
         """
         traces = [list(_snapshot_events(self.batches.exact, *place)) for place in self.batches.read]
         Path(path).write_bytes(pickle.dumps({"segments": [], "device_traces": traces}))
