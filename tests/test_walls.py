@@ -338,7 +338,6 @@ SINGLE_IMPORTER = {  # with the reason why a module is not part of its only impo
     "training.checkpoint_files": "imported at the first use: its imports take seconds",
     "training.reproducible": "a public argument",
     "training.settings": "the settings of ranks",
-    "training.two_passes": "another way to run an update",
 }
 
 

@@ -57,8 +57,8 @@ from ..runtime.torch_private import (
 )
 from ..runtime.values import Precision
 from ..savings.checkpointing import find_blocks
+from ..training.accumulation import GradientSync, gradient_sync, run_backward
 from ..training.settings import Settings
-from ..training.strategy import GradientSync, gradient_sync, run_backward
 from .ranks import RankModel, RankSync, copied, first_row, forget_unused, shared_gradients, undone, watch, watch_output
 
 
@@ -92,7 +92,7 @@ class ShardedModel(RankModel):
     ) -> None:
         super().__init__()
         self.module = module
-        self.group = collectives.host_group()
+        self.group = collectives.second_group("hosts")
         self._set_rows(device, dim, precision, in_dims, out_dims)
         self.gradients = ShardedGradients(self.group)
         without_compilation(module).register_forward_hook(torch.compiler.disable(avoid_views))

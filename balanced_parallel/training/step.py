@@ -10,7 +10,6 @@ Out of memory with ``"auto"`` puts everything back and goes through the same bat
 on each other goes through the plan twice.
 """
 
-import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -20,10 +19,10 @@ from typing import Any, Literal, NamedTuple, cast, overload
 import torch
 from torch import Tensor, nn
 
-from ..batch.by_cost import ByCost, CostBatch, check_limit
+from ..batch.by_cost import check_limit
 from ..batch.containers import spread
 from ..batch.outputs import PerReplica, detach_outputs, join_outputs
-from ..batch.rows import Arguments, Batch, MicroBatch, Shard, as_arguments
+from ..batch.rows import Arguments, Batch, Cut, MicroBatch, Shard, as_arguments
 from ..loss.coupled import couple
 from ..loss.criterion import BatchLosses, DataParallelCriterion, losses_of_batch
 from ..loss.sums import LossSum, Weight
@@ -32,13 +31,11 @@ from ..replicas.replicas import parameter_window
 from ..runtime import collectives
 from ..runtime.row_random import BatchRandom
 from ..runtime.values import Precision
-from .accumulation import Accumulation
-from .recovery import Recovery, Snapshot
+from .accumulation import Accumulation, gradient_sync
+from .recovery import Recovery, Snapshot, TwoPasses
 from .reproducible import RandomByRow
 from .settings import Settings
 from .state import TrainedState
-from .strategy import gradient_sync
-from .two_passes import TwoPasses
 from .update import (
     Optimizers,
     Schedulers,
@@ -55,7 +52,7 @@ from .update import (
 class BatchRun(NamedTuple):
     """A batch that the caller passes, and how it runs."""
 
-    batch: Batch | CostBatch
+    batch: Batch
     is_whole: bool  # an effective batch: its last backward reduces all gradients
     outputs: list[PerReplica] | None = None  # receives the detached outputs of its micro-batches
     random: BatchRandom | None = None  # numbers that follow its rows
@@ -111,7 +108,7 @@ class TrainStep:
         precision: str | Precision = "fp32",
         max_grad_norm: float | None = None,
         scheduler: Schedulers | None = None,
-        cut: ByCost | None = None,
+        cut: Cut | None = None,
         reproducible: bool = False,
     ) -> None:
         self._sync = gradient_sync(model, criterion)
@@ -167,12 +164,12 @@ class TrainStep:
         with self._dropping_on_failure():
             return self._apply()
 
-    def _open(self, inputs: Any, targets: Any) -> Batch | CostBatch:
+    def _open(self, inputs: Any, targets: Any) -> Batch:
         """Takes a batch apart."""
         if self.cut is None:
             return Batch(*self._mark(inputs, spread(targets)))
-        names = list(inspect.signature(self.model.module.forward).parameters)
-        batch = self.cut.open(inputs, spread(targets), self._mark, names, unit=self._unit, is_strict=not self._is_auto)
+        forward, is_strict = self.model.module.forward, not self._is_auto
+        batch = self.cut.open(inputs, spread(targets), self._mark, forward, unit=self._unit, is_strict=is_strict)
         if not batch.has_example and collectives.world_size() > 1 and meets_other_ranks(self.model.modules()):
             raise RuntimeError("this rank had no sample in its first batch, expected one: others wait for its batch norm")
         return batch
@@ -219,7 +216,7 @@ class TrainStep:
         """Runs forward and backward of each micro-batch."""
         plan, sums = self._plan(run), self._begin()
         losses = losses or losses_of_batch(self.criterion, run.batch.counted_targets, is_whole=run.is_whole)
-        if isinstance(run.batch, CostBatch):
+        if run.batch.pads:
             run.batch.check_weight(self.criterion.weigh_targets)
         sums.begin_batch(losses)
         for followers, shards in zip(reversed(range(len(plan))), plan, strict=True):

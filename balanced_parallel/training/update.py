@@ -1,7 +1,7 @@
 """One update of the parameters: gradients are unscaled, multiplied and clipped, then all optimizers step together."""
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -9,16 +9,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ..batch.by_cost import ByCost
 from ..batch.containers import describe
+from ..batch.rows import Cut
 from ..loss.criterion import DataParallelCriterion
 from ..loss.shards import SEVERAL
 from ..loss.sums import Weight
 from ..optim.balanced import BalancedOptimizer, refuse_closures
-from ..runtime import torch_private
-from ..runtime.torch_private import is_sharded
+from ..runtime.torch_private import foreach_multiply_, is_sharded
 from ..runtime.values import check_type
-from .strategy import GradientSync
+from .accumulation import GradientSync
 
 _Kind = TypeVar("_Kind")
 Optimizers = Optimizer | Sequence[Optimizer]
@@ -75,9 +74,9 @@ class Update:
         try:
             if scaler is not None:
                 scaler.unscale_(whole)
-                outside = [parameter for parameter in self.outside if parameter.grad is not None]
-                if outside:  # get_scale() would wait for the device
-                    scale_gradients(outside, 1 / scaler.scale(torch.ones((), device=outside[0].device)))
+                gradients = [parameter.grad for parameter in self.outside if parameter.grad is not None]
+                if gradients:  # get_scale() would wait for the device
+                    foreach_multiply_(gradients, 1 / scaler.scale(torch.ones((), device=gradients[0].device)))
             sync.multiply([*self.parameters, *self.outside], factor)
             if max_grad_norm is not None:  # after an overflow in one optimizer, this makes the gradients of the others zero
                 norm = torch.nn.utils.clip_grad_norm_(self.parameters, max_grad_norm)
@@ -154,12 +153,6 @@ def trained_tensors(model: Any, criterion: nn.Module) -> dict[str, Tensor]:
     return {name.replace(".module", "", 1): tensor for name, tensor in (*both.named_parameters(), *learning)}
 
 
-def scale_gradients(tensors: Iterable[Tensor], factor: Weight) -> None:
-    """Multiplies the gradients that exist."""
-    if isinstance(factor, Tensor) or factor != 1:
-        torch_private.foreach_multiply_([tensor.grad for tensor in tensors if tensor.grad is not None], factor)
-
-
 def check_arguments(criterion: Any, micro_batch_size: Any, max_grad_norm: float | None, scheduler: Any, cut: Any) -> None:
     """Raises ``TypeError`` for a criterion or a scheduler of another kind, ``ValueError`` for settings out of their range."""
     each_scheduler(scheduler)
@@ -168,7 +161,7 @@ def check_arguments(criterion: Any, micro_batch_size: Any, max_grad_norm: float 
         raise TypeError(f"the criterion is a {type(criterion).__name__}, expected a DataParallelCriterion: wrap it in one{more}")
     if micro_batch_size != "auto":
         check_micro_batch_size(micro_batch_size, "None or 'auto'")
-    check_type("cut", cut, ByCost | None, "ByCost(...), or None for equal rows")
+    check_type("cut", cut, Cut | None, "ByCost(...), or None for equal rows")
     if cut is not None and cut.limit is not None and micro_batch_size is not None:
         raise ValueError(f"micro_batch_size={micro_batch_size!r} and ByCost(limit=...) were given, expected one of them")
     if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):
