@@ -103,15 +103,16 @@ def host_of(count: int) -> torch.device:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Turns off warnings, the log of fake tensors, the garbage collector, and compilation, which refuses dispatch modes."""
+    """Turns off warnings, logs, the garbage collector, and compilation, which refuses dispatch modes."""
     eager = torch.compiler.set_stance("force_eager")
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # torch raises an error and logs it too, with a traceback
-    collects = gc.isenabled()
-    with warnings.catch_warnings(action="ignore"), _replaced(log, "disabled", True), eager:
+    collects, level = gc.isenabled(), logging.root.manager.disable
+    with warnings.catch_warnings(action="ignore"), eager:
         gc.disable()  # its runs depend on earlier objects, and equal traces must have equal events
+        logging.disable()  # torch raises errors and logs them too; a model logs in each process
         try:
             yield
         finally:
+            logging.disable(level)
             if collects:
                 gc.enable()
 
