@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # torch ha
 
 from ...batch.containers import is_row_list, map_leaves
 from ...runtime.torch_private import leaves_of_tree, shared_id
+from ...savings import linear_cross_entropy
 from ...savings.checkpointing import fake_like
 from .allocations import Count
 
@@ -203,6 +204,11 @@ def rows_of_one_sequence() -> Context:
     if not hasattr(masks, "find_packed_sequence_indices"):
         return contextlib.nullcontext()
     return _replaced(masks, "find_packed_sequence_indices", lambda position_ids: None)
+
+
+def part_of_batch(share: float) -> Context:
+    """Tells the loss without logits that the traced batch is this part of the largest one, which may be less than a chunk."""
+    return _replaced(linear_cross_entropy, "traced_share", share)
 
 
 T = TypeVar("T")
