@@ -183,7 +183,7 @@ def _check_class(optimizer_class: type[torch.optim.Optimizer]) -> None:
     if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, torch.optim.Optimizer):
         name = getattr(optimizer_class, "__name__", repr(optimizer_class))
         raise TypeError(f"{name} was given, expected a class of optimizers, such as torch.optim.AdamW")
-    _refuse_closure(optimizer_class, "BalancedOptimizer")
+    refuse_closures(optimizer_class, "BalancedOptimizer")
 
 
 def _as_groups(params: Iterable[Any]) -> Groups:
@@ -196,12 +196,8 @@ def _as_groups(params: Iterable[Any]) -> Groups:
     return groups
 
 
-def refuse_closures(optimizer: torch.optim.Optimizer, caller: str) -> None:
-    """Raises ``TypeError`` if ``optimizer.step()`` needs a closure, which ``caller``, a name, does not have."""
-    _refuse_closure(type(optimizer), caller)
-
-
-def _refuse_closure(optimizer_class: type[torch.optim.Optimizer], caller: str) -> None:
+def refuse_closures(optimizer_class: type[torch.optim.Optimizer], caller: str) -> None:
+    """Raises ``TypeError`` if ``step()`` of an optimizer needs a closure, which ``caller``, a name, does not have."""
     parameters = list(inspect.signature(optimizer_class.step).parameters.values())[1:]
     if parameters and parameters[0].default is inspect.Parameter.empty and parameters[0].name == "closure":
         raise TypeError(

@@ -1,5 +1,6 @@
 """Optimizers over the ranks of a process group: whole parameters that belong to a rank, or the shards of FSDP2."""
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,20 +42,10 @@ class ElementRanks:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Takes the state of a plain optimizer over whole parameters."""
-        from torch.distributed.tensor import distribute_tensor
-
-        def distribute(value: Any, like: Any) -> Any:
-            if not isinstance(value, Tensor) or is_sharded(value):
-                return value
-            value = value.clone()  # torch would go on with the caller's tensors
-            has_elements = value.shape == like.shape and value.dim() > 0
-            return distribute_tensor(value.to(like.device), like.device_mesh, like.placements) if has_elements else value
-
-        parameters = [parameter for group in self.inner.param_groups for parameter in group["params"]]
-        state = {
-            key: {name: distribute(value, parameters[key]) for name, value in values.items()}
-            for key, values in state_dict["state"].items()
-        }
+        parameters, state = [each for group in self.inner.param_groups for each in group["params"]], {}
+        for key, values in state_dict["state"].items():
+            copies = map_tensors(torch.clone, values)  # torch would go on with the caller's tensors
+            state[key] = map_tensors(functools.partial(_distributed, like=parameters[key]), copies)
         self.inner.load_state_dict({**state_dict, "state": state})
 
 
@@ -68,7 +59,7 @@ class ParameterRanks(ElementRanks):
         super().__init__(recipe)
         self._parameters: list[Any] = [parameter for group in self.inner.param_groups for parameter in group["params"]]
         self._owners = assign_owners(self._parameters, world_size())
-        owned = [parameter for parameter in self._parameters if self._owners[parameter] == rank()]
+        owned = [parameter for parameter, owner in self._owners.items() if owner == rank()]
         self._gathered = {parameter: _empty(parameter).requires_grad_() for parameter in owned if is_sharded(parameter)}
         values = {parameter: self._gathered.get(parameter, parameter) for parameter in owned}
         self._optimizers = OwnerOptimizers(recipe, self.inner, [values] if values else [])
@@ -113,14 +104,12 @@ class ParameterRanks(ElementRanks):
 
     def _send(self, parameters: list[Any], owner: int) -> None:
         """Copies the values of parameters from their owner to all ranks."""
-        values = [
-            self._gathered.get(parameter, _empty(parameter)) if is_sharded(parameter) else parameter for parameter in parameters
-        ]
+        values = [self._gathered.get(each, _empty(each)) if is_sharded(each) else each for each in parameters]
         layouts = [transport.layout_of(value) for value in values]
         flat = transport.pack(layouts, [value.detach() for value in values])
         dist.broadcast(flat, group=batch_group(), group_src=owner)
-        received = zip(parameters, transport.unpack(layouts, flat), strict=True)
-        torch_private.foreach_copy_(torch_private.local_tensors(parameters), [_local(value, like) for like, value in received])
+        received = map(_distributed, transport.unpack(layouts, flat), parameters)
+        torch_private.foreach_copy_(torch_private.local_tensors(parameters), torch_private.local_tensors(received))
 
     def _release(self) -> None:
         for value in self._gathered.values():
@@ -136,12 +125,11 @@ def _empty(parameter: Tensor) -> Tensor:
     return torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
 
 
-def _local(value: Tensor, like: Any) -> Tensor:
-    """Returns the part of a whole value that this rank has of ``like``."""
-    if not is_sharded(like):
+def _distributed(value: Tensor, like: Any) -> Tensor:
+    """Returns a value with the shape of ``like`` sharded in the same way, and others as they are. Nothing is sent."""
+    if is_sharded(value) or not is_sharded(like) or value.shape != like.shape:
         return value
     from torch.distributed.tensor import DTensor, Replicate
 
-    everywhere = DTensor.from_local(value, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
-    local: Tensor = everywhere.redistribute(placements=like.placements).to_local()
-    return local
+    placements, mesh = [Replicate()] * like.device_mesh.ndim, like.device_mesh
+    return DTensor.from_local(value.to(like.device), mesh, placements, run_check=False).redistribute(placements=like.placements)

@@ -70,13 +70,10 @@ class BucketOwners:
         position = 0
         for index in self._order:
             parameter, copied = parameters[index], copies[index]
-            if owners is not None:
-                self.pieces.append(_Piece(parameter, index, slice(0, parameter.numel()), devices[owners[parameter]], copied))
-                continue
-            splits = all(copy.is_contiguous() for copy in copied.values())
+            splits = owners is None and all(copy.is_contiguous() for copy in copied.values())
             start, size = 0, parameter.numel()
             while start < size or start == 0:
-                owner = min(position // max(share, 1), len(devices) - 1)
+                owner = min(position // max(share, 1), len(devices) - 1) if owners is None else owners[parameter]
                 stop = min(size, start + share * (owner + 1) - position) if splits else size
                 self.pieces.append(_Piece(parameter, index, slice(start, stop), devices[owner], copied))
                 start, position = stop, position + stop - start

@@ -82,16 +82,18 @@ _UPDATES = 12  # of small tensors; D-Adaptation's first ones hardly differ
 def check_exact(recipe: Recipe, shard: str) -> None:
     """Raises ``TypeError`` unless small tensors get the same values from sharded optimizers as from one.
 
-    Some optimizers divide by a norm of all gradients, or draw random numbers. The updates run in a thread of their own, without
-    the modes of this one.
+    Others divide by a norm of all gradients, for example, or draw random numbers. The updates run in a thread of their own,
+    without the modes of this one.
     """
     name = recipe.optimizer_class.__name__
     with ThreadPoolExecutor(1) as thread:
-        try:
-            whole, sharded = (thread.submit(_update_samples, recipe, each).result() for each in (None, shard))
-        except Exception as error:
-            raise TypeError(f"{name} failed to update small tensors, which shows if shard={shard!r} is exact: {error}") from error
-    if not all(map(torch.equal, whole, sharded)):
+        for dtype in (torch.float64, torch.float32):  # many kernels and some devices have no float64
+            trial = thread.submit(_is_exact, recipe, shard, dtype)
+            if trial.exception() is None:
+                break
+    if (error := trial.exception()) is not None:
+        raise TypeError(f"{name} failed to update small tensors, which shows if shard={shard!r} is exact: {error}") from error
+    if not trial.result():
         expected = "elementwise updates" if shard == "elements" else "updates of single parameters, without random numbers"
         raise TypeError(
             f"{name} with shard={shard!r} differs from {name} over the whole model, expected {expected}: turn off norms or sums "
@@ -99,36 +101,37 @@ def check_exact(recipe: Recipe, shard: str) -> None:
         )
 
 
-def _update_samples(recipe: Recipe, shard: str | None) -> list[Tensor]:
-    """Returns small tensors, at most two for each group, after updates by one optimizer, or sharded."""
-    generator, limit = torch.Generator().manual_seed(0), 96  # squared, larger than the blocks of quantized state
-    samples = [(place, parameter) for place, group in enumerate(recipe.groups) for parameter in group["params"][:2]]
+def _is_exact(recipe: Recipe, shard: str, dtype: torch.dtype) -> bool:
+    whole, sharded = (_update_samples(recipe, shard, dtype, is_cut=is_cut) for is_cut in (False, True))
+    return all(map(torch.equal, whole, sharded))
 
-    def draw() -> list[Tensor]:
-        tensors = []
-        for _, parameter in samples:
-            dtype = torch.complex64 if parameter.is_complex() else torch.float32
-            shape = [min(size, limit) for size in parameter.shape]
-            tensors.append(torch.randn(shape, dtype=dtype, generator=generator).to(parameter.device))
-        return tensors
+
+def _update_samples(recipe: Recipe, shard: str, dtype: torch.dtype, *, is_cut: bool) -> list[Tensor]:
+    """Returns small tensors, at most two for each group, after updates by one optimizer, or sharded."""
+    samples = [(place, parameter) for place, group in enumerate(recipe.groups) for parameter in group["params"][:2]][:16]
+    limit = 96 if shard == "elements" else 8  # a matrix has more elements than a block of quantized state
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(parameter: Tensor) -> Tensor:
+        shape, kind = [min(size, limit) for size in parameter.shape], dtype.to_complex() if parameter.is_complex() else dtype
+        return torch.randn(shape, dtype=kind, generator=generator).to(parameter.device)
 
     def cut(tensor: Tensor) -> Sequence[Tensor]:
-        return tensor.view(-1).split(tensor.numel() // 2 + 1) if shard == "elements" else [tensor.detach()]
+        return tensor.view(-1).split(tensor.numel() // 3 + 1) if is_cut and shard == "elements" else [tensor.detach()]
 
-    values, directions = draw(), draw()
+    values, directions = ([draw(parameter) for _, parameter in samples] for _ in range(2))
+    noise = 1.0 if shard == "elements" else 0.1  # D-Adaptation needs steady gradients
     leaves = [[piece.requires_grad_() for piece in cut(value)] for value in values]
-    parts = min(2, len(samples)) if shard == "parameters" else 1
-    optimizers = []
-    for part in range(parts):
-        groups: Groups = [{**group, "params": []} for group in recipe.groups]
-        for number in range(part, len(samples), parts):
-            groups[samples[number][0]]["params"] += leaves[number]
-        optimizers.append(recipe.make(groups))
-        if hasattr(optimizers[-1], "train"):  # of schedule-free optimizers
-            optimizers[-1].train()
+    parts = 2 if is_cut and shard == "parameters" else 1
+    groups: list[Groups] = [[{**group, "params": []} for group in recipe.groups] for _ in range(parts)]
+    for number, (place, _) in enumerate(samples):
+        groups[number % parts][place]["params"] += leaves[number]
+    optimizers = [recipe.make(part) for part in groups if any(group["params"] for group in part)]
+    for optimizer in optimizers:
+        getattr(optimizer, "train", bool)()  # schedule-free optimizers have it
     for _ in range(_UPDATES):
-        for pieces, direction, noise in zip(leaves, directions, draw(), strict=True):
-            for piece, gradient in zip(pieces, cut(direction + noise / 10), strict=True):
+        for (_, parameter), pieces, direction in zip(samples, leaves, directions, strict=True):
+            for piece, gradient in zip(pieces, cut(direction + noise * draw(parameter)), strict=True):
                 piece.grad = gradient.clone()
         for optimizer in optimizers:
             optimizer.step()

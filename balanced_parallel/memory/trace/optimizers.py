@@ -36,7 +36,7 @@ class OptimizerChoice:
     def plain(self, parameters: Iterable[Tensor]) -> list[torch.optim.Optimizer]:
         """Makes the optimizer."""
         optimizer = self.make(parameters)
-        refuse_closures(optimizer, "an estimate")
+        refuse_closures(type(optimizer), "an estimate")
         use_kernels([optimizer], self.foreach)
         return [optimizer]
 
