@@ -90,13 +90,10 @@ class Replicas:
         self, module: nn.Module, devices: Sequence[torch.device], parameters: Sequence[Tensor]
     ) -> list[tuple[Bucket, list[dict[torch.device, Tensor]]]]:
         """Makes buckets for ``parameters`` that need owners. Returns them, with the copies by device of their parameters."""
-        if self.gradients.is_sharded:
-            raise ValueError("the model has a BalancedOptimizer already, expected one: give it all param groups, or delete it")
         tree = self.prepare(module, devices)
         chosen = set(map(id, parameters))
         others = [parameter for parameter in tree.parameters if id(parameter) not in chosen]
         self.gradients.rebuild([parameter for parameter in tree.parameters if id(parameter) in chosen], others)
-        self.gradients.is_sharded = True
         return [
             (bucket, [self.copies.everywhere(parameter, tree.place[id(parameter)]) for parameter in bucket.parameters])
             for bucket in self.gradients.buckets

@@ -172,10 +172,15 @@ def check_optimizers(update: Update, schedulers: Sequence[LRScheduler]) -> None:
             )
     trained = {id(tensor) for tensor in update.trained.values()}
     for number, optimizer in enumerate(update.optimizers):
-        refuse_closures(optimizer, "TrainStep")
+        refuse_closures(type(optimizer), "TrainStep")
         if isinstance(optimizer, BalancedOptimizer):  # its groups have the shards
             continue
         parameters = list(_parameters_of(optimizer))
+        if isinstance(optimizer, torch.optim.Muon) and any(map(is_sharded, parameters)):
+            raise TypeError(
+                "Muon over shards of strategy='fsdp' differs by percents, because it multiplies pieces in bfloat16, expected "
+                "BalancedOptimizer(model, torch.optim.Muon, matrices, lr=...), which updates whole matrices"
+            )
         if parameters and not any(id(parameter) in trained for parameter in parameters):
             name = f"{type(optimizer).__name__} (optimizer {number})" if number else type(optimizer).__name__
             raise ValueError(
