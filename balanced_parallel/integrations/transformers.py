@@ -220,7 +220,7 @@ class BalancedTrainer(Trainer):
         return torch.tensor(counts, dtype=torch.float64) * (inputs is not self._repeated)
 
     def _get_num_items_in_batch(self, batch_samples: Any, device: Any) -> Tensor | None:
-        return self._head.items(self._divisors) if self._head is not None else None
+        return self._head.items(self._divisors) if self._head is not None and self._divisors else None
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
         """Returns the micro-batches of the next update, and what their loss divides by."""
@@ -260,30 +260,30 @@ class BalancedTrainer(Trainer):
             losses = self._run(model, inputs, compute)
             loss = add_up(losses, self.args.device) * (0.0 if is_repeated else world_size())  # DDP averages over the ranks
             self.accelerator.backward(loss)
-        return loss.detach() if any(self._divisors) else torch.full_like(loss, math.nan)
+        return loss.detach() if all(self._divisors) else torch.full_like(loss, math.nan)  # as a mean of nothing
 
     def prediction_step(
         self, model: nn.Module, inputs: Inputs, prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Any, Any, Any]:
         """Runs a batch. Returns its loss, and outputs and labels in the order of its rows."""
-        step = super().prediction_step
+        predict = functools.partial(self._predict, super().prediction_step, model)
         has_loss = bool(self.label_names or self.can_return_loss) and all(
             inputs.get(name) is not None for name in self.label_names
         )
-        new = self._leave_out_repeated(inputs)
-        if has_loss and new is not inputs:
-            self._predict(step, model, new, True, ignore_keys, is_evaluated=True)
-        is_evaluated = has_loss and new is inputs
-        return self._predict(step, model, inputs, prediction_loss_only, ignore_keys, is_evaluated=is_evaluated)
+        new = self._leave_out_repeated(inputs) if has_loss else inputs
+        if new is not inputs:  # the loss of fewer rows than those with outputs
+            predict(new, True, ignore_keys, has_loss=True, is_evaluated=True)
+        return predict(inputs, prediction_loss_only, ignore_keys, has_loss=has_loss, is_evaluated=has_loss and new is inputs)
 
     def _predict(
-        self, step: Callable[..., Any], model: nn.Module, inputs: Inputs, *settings: Any, is_evaluated: bool
+        self, step: Callable[..., Any], model: nn.Module, inputs: Inputs, *settings: Any, has_loss: bool, is_evaluated: bool
     ) -> tuple[Any, Any, Any]:
-        counts, device = self._count(inputs), self.args.device
+        device, head = self.args.device, self._find_head(inputs) if has_loss else Head(False, (), ())
+        counts = self._count(inputs) if has_loss else torch.empty(0)
         divisors = self._divisors = [count or 1.0 for count in counts.tolist()]
 
         def predict(replica: nn.Module, rows: Inputs) -> tuple[Any, Any, Any, list[Tensor]]:
-            with self._find_head(rows).means(divisors) as means:
+            with head.means(divisors) as means:
                 result = step(replica, dict(rows), *settings)
             return *result, means.values if means else []
 
@@ -291,7 +291,6 @@ class BalancedTrainer(Trainer):
             losses, logits, labels, values = zip(*self._run(model, inputs, predict), strict=True)
         loss = None if losses[0] is None else add_up(losses, device)
         if is_evaluated and loss is not None:
-            head = self._find_head(inputs)
             terms = [
                 add_up(column, device) * factor for column, factor in zip(zip(*values, strict=True), head.factors, strict=True)
             ]
@@ -360,7 +359,8 @@ def read_head(loss_of: Callable[[Inputs, float | None], float], inputs: Inputs, 
         if not number:
             with contextlib.suppress(TypeError):  # a function that divides by None
                 number = (with_items - of_means) / (run(None, None)[0] - of_means)
-        counts.insert(0, find_count(number, 0.05) if number else candidates[0])
+        guess = next(count for count in candidates if not math.isnan(count(inputs)))
+        counts.insert(0, find_count(number, 0.05) if number else guess)
         if counts[0] is None:
             raise ValueError(
                 f"the loss divides by {number:.4g} for the labels of a few rows, expected the number of those that count"
@@ -372,7 +372,7 @@ def read_head(loss_of: Callable[[Inputs, float | None], float], inputs: Inputs, 
     ]
     if abs(sum(parts) - whole) > 0.02 * abs(whole):
         raise ValueError(
-            f"the loss of a few rows is {whole:.4g}, and the sum of the losses of each is {sum(parts):.4g}: its rows depend on each "
+            f"the loss of a few rows is {whole:.4g}, and those of each add up to {sum(parts):.4g}: its rows depend on each "
             "other, expected a sum over rows. DataParallelCriterion(..., whole=True) and TrainStep compute such losses"
         )
     factors = []
