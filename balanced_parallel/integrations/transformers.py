@@ -8,7 +8,7 @@ shard can divide its sums by the counts of the window, and nothing is averaged a
     prediction_step         the same for evaluation; outputs are gathered in the order of the rows
 
 The loss is the model's, label smoothing, ``compute_loss_func``, or a ``compute_loss`` of a subclass. A :class:`Head` says what it
-divides by. Two rows of the first batch tell, in a few forwards.
+divides by. A few rows of the first batch tell.
 """
 
 import contextlib
@@ -119,7 +119,7 @@ class BalancedTrainer(Trainer):
 
     Raises:
         ValueError: ``device_ids`` under torchrun; DeepSpeed or a ``parallelism_config``; ``torch_compile`` on several devices. At
-            the first batch, a loss that is not a sum over rows, such as a contrastive one, or one with the loss of a router.
+            the first batch of a window in parts, a loss that is not a sum over rows: contrastive, or with that of a router.
 
     Example:
         >>> trainer = BalancedTrainer(model, args, train_dataset=rows)  # doctest: +SKIP
@@ -145,15 +145,20 @@ class BalancedTrainer(Trainer):
             args._n_gpu = len(devices)  # its batch sizes are multiples of it
         args.average_tokens_across_devices = False  # would multiply the loss
         super().__init__(model, args, *arguments, **settings)
+        if getattr(self.model, "is_quantized", False) and not devices:
+            args._n_gpu = 1  # its weights have no copies
         count = max(args.n_gpu, 1)  # 1 if the model's layers are on several devices
         self.devices = devices or [torch.device(args.device.type, place) if count > 1 else args.device for place in range(count)]
         if self.is_deepspeed_enabled or getattr(self.accelerator, "parallelism_config", None) is not None:
             raise ValueError("DeepSpeed or a parallelism_config was given, expected neither: transformers.Trainer has them")
+        if args.optim in ("lomo", "adalomo"):
+            raise ValueError(f"optim={args.optim!r} updates inside of the backward, expected another: a window has several")
         if args.torch_compile and len(self.devices) > 1:
             raise ValueError(f"torch_compile=True with {len(self.devices)} devices in one process, expected one: start torchrun")
         self._parallel: DataParallelModel | None = None
         self._head: Head | None = None
-        self._divisors: list[float] = []  # of the rows that run now
+        self._divisors: list[float] = []  # of the rows that run now; 1 in place of 0
+        self._has_labels = True  # for each divisor
         self._repeated: Any = None  # a batch whose rows another rank has
         self._evaluated: list[tuple[Tensor, Tensor]] = []  # the terms of the loss of each batch, and their divisors
 
@@ -180,11 +185,17 @@ class BalancedTrainer(Trainer):
         return PerReplica([function(model, inputs)], [None])
 
     def _find_head(self, inputs: Inputs) -> Head:
-        """Returns the divisors of the loss. The first call runs the model on two rows."""
+        """Returns the divisors of the loss. The first call runs the model on a few rows."""
         if self._head is None:
             rows = move_leaves(dict(inputs), next(self.model.parameters()).device)
-            with torch.no_grad(), self.accelerator.autocast(), evaluating(self.model):
-                self._head = read_head(self._loss_of_rows, sample_rows(rows, self.label_names), self._counts_of_labels())
+            self.model.eval()  # training_step undoes it
+            with torch.no_grad(), self.accelerator.autocast():
+                try:
+                    self._head = read_head(self._loss_of_rows, sample_rows(rows, self.label_names), self._counts_of_labels())
+                except ValueError:
+                    if len(self.devices) * world_size() * self.args.gradient_accumulation_steps > 1:
+                        raise
+                    self._head = Head(False, (), ())  # a window is one forward, and any loss is that of the window
         return self._head
 
     def _counts_of_labels(self) -> list[CountRule]:
@@ -227,8 +238,8 @@ class BalancedTrainer(Trainer):
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         if batches:
             batches[-1] = self._leave_out_repeated(batches[-1])
-            counts = sum_over_ranks(torch.stack([self._count(batch) for batch in batches]).sum(0))
-            self._divisors = counts.tolist()
+            counts = sum_over_ranks(torch.stack([self._count(batch) for batch in batches]).sum(0)).tolist()
+            self._divisors, self._has_labels = [count or 1.0 for count in counts], all(counts)
         return batches, self._get_num_items_in_batch(batches, device)
 
     def _leave_out_repeated(self, inputs: Inputs) -> Inputs:
@@ -247,12 +258,11 @@ class BalancedTrainer(Trainer):
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()
-        divisors = [divisor or 1.0 for divisor in self._divisors]
         is_repeated = inputs is self._repeated
-        inputs = self._prepare_inputs(inputs)
+        inputs, head = self._prepare_inputs(inputs), self._find_head(inputs)
 
         def compute(replica: nn.Module, rows: Inputs) -> Any:
-            with self._find_head(rows).means(divisors):
+            with head.means(self._divisors):
                 return self.compute_loss(replica, dict(rows), num_items_in_batch=num_items_in_batch)
 
         is_deferred = isinstance(model, DataParallelModel) and not self.accelerator.sync_gradients
@@ -260,7 +270,10 @@ class BalancedTrainer(Trainer):
             losses = self._run(model, inputs, compute)
             loss = add_up(losses, self.args.device) * (0.0 if is_repeated else world_size())  # DDP averages over the ranks
             self.accelerator.backward(loss)
-        return loss.detach() if all(self._divisors) else torch.full_like(loss, math.nan)  # as a mean of nothing
+        steps = self.args.torch_empty_cache_steps
+        if steps and self.state.global_step % steps == 0 and torch.accelerator.is_available():
+            torch.accelerator.empty_cache()
+        return loss.detach() if self._has_labels else torch.full_like(loss, math.nan)  # as a mean of nothing
 
     def prediction_step(
         self, model: nn.Module, inputs: Inputs, prediction_loss_only: bool, ignore_keys: list[str] | None = None
@@ -310,22 +323,10 @@ class BalancedTrainer(Trainer):
         """Runs all batches, as Trainer does. Their loss is that of all rows, not the mean over batches."""
         self._evaluated = []
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        if f"{metric_key_prefix}_loss" in output.metrics:
+        if f"{metric_key_prefix}_loss" in output.metrics and self._head is not None and self._head.counts:
             sums, counts = (sum_over_ranks(torch.stack(column).sum(0)) for column in zip(*self._evaluated, strict=True))
             output.metrics[f"{metric_key_prefix}_loss"] = (sums / counts).sum().item()
         return output
-
-
-@contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Puts a model into evaluation mode. Afterwards each module is as it was."""
-    modules = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in modules:
-            module.training = True
 
 
 def read_head(loss_of: Callable[[Inputs, float | None], float], inputs: Inputs, candidates: Sequence[CountRule]) -> Head:

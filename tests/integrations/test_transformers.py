@@ -184,6 +184,7 @@ def test_simulated_devices():
 class Contrastive(nn.Module):
     def __init__(self):
         super().__init__()
+        torch.manual_seed(0)
         self.linear = nn.Linear(3, 4)
 
     def forward(self, pixel_values, labels=None):
@@ -200,14 +201,22 @@ def test_losses_that_are_no_sums_are_refused(head, model, text):
         trainer.train()
 
 
-def test_window_without_labels():
-    rows = make_rows("masked words", 8)
+@pytest.mark.parametrize("head", ["masked words", "gpt2"])
+def test_window_without_labels(head):
+    rows = make_rows(head, 8)
     for row in rows[:4]:
         row["labels"] = torch.full_like(row["labels"], -100)
-    trainer = BalancedTrainer(make_model("masked words"), make_arguments(), train_dataset=rows, data_collator=pad, device_ids=TWO)
+    trainer = BalancedTrainer(make_model(head), make_arguments(), train_dataset=rows, data_collator=pad, device_ids=TWO)
     numbers = train(trainer)
     assert numbers[0] == (0, 0)  # the log leaves out nan
-    check(numbers[1:], train_plainly(make_model("masked words"), rows[4:], 4))
+    check(numbers[1:], train_plainly(make_model(head), rows[4:], 4))
+
+
+def test_a_window_that_is_one_forward_has_any_loss():
+    rows = make_rows("images", 4)
+    expected = train_plainly(Contrastive(), rows, 2, lambda model, batch: model(**batch)["loss"])
+    numbers = train(make_trainer("images", make_arguments(), model=Contrastive(), rows=4, devices=None))
+    check(numbers, expected)
 
 
 def test_settings_that_are_refused():
