@@ -10,6 +10,7 @@ version = re.search(r'^__version__ = "(.+)"$', (here / "balanced_parallel" / "__
 assert version is not None
 
 extras = {
+    "hf": ["accelerate>=1.10", "transformers>=5.23"],
     "train": ["safetensors", "scikit-learn", "tqdm"],
     "plot": ["matplotlib", "plotly"],
     "test": [
@@ -18,6 +19,7 @@ extras = {
         "hypothesis",
         "lightning-fabric>=2.5",
         "matplotlib",
+        "peft",
         "plotly",
         "pytest",
         "pytest-timeout",
@@ -26,6 +28,7 @@ extras = {
         "safetensors",
         "scikit-learn",
         "tensorboard",
+        "torchmetrics",
         "tqdm",
         "transformers",
     ],
