@@ -367,6 +367,8 @@ def move_arguments(arguments: Arguments, device: torch.device) -> Arguments:
 class RowShards(PerReplica):
     """One argument, or one part of it, that is cut already: one shard per replica."""
 
+    _has_places = True
+
 
 class Shard(NamedTuple):
     """Rows of one device in one forward. Its tensors are views of the batch, marked and not moved."""

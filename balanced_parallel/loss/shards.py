@@ -66,7 +66,9 @@ class ShardRunner(nn.Module):
         batch, dim = self.mark(targets, kwargs, entries.dim, len(containers.spread(entries[0])))
         expected = None if None in entries.sizes else sum(size or 0 for size in entries.sizes)
         rows = count_rows(batch, dim, expected, "targets")
-        if not isinstance(outputs, PerReplica) and not all(isinstance(part, PerReplica) for part in outputs):
+        if not (isinstance(outputs, PerReplica) and outputs.has_sizes) and not all(
+            isinstance(part, PerReplica) for part in outputs
+        ):
             check_rows_of_list(entries, rows)
         if expected is None:
             sizes = [1] * len(entries) if rows is None else split_sizes(rows, len(entries))

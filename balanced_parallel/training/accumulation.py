@@ -101,7 +101,12 @@ class GradientSync(abc.ABC):
 @functools.singledispatch
 def gradient_sync(model: Any, criterion: DataParallelCriterion) -> GradientSync:
     """Returns the gradient synchronisation of a model. Packages register theirs by the type of the model."""
-    raise TypeError(f"the model is a {type(model).__name__}, expected a DataParallelModel or the model that parallelize returns")
+    inside = getattr(model, "module", None)
+    is_wrapped = gradient_sync.dispatch(type(inside)) is not gradient_sync.dispatch(object)
+    advice = f": pass the {type(inside).__name__} that is in its .module" if is_wrapped else ""
+    raise TypeError(
+        f"the model is a {type(model).__name__}, expected a DataParallelModel or the model that parallelize returns{advice}"
+    )
 
 
 def run_backward(losses: Sequence[Tensor], divisor: Weight) -> None:
