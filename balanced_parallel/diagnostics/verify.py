@@ -36,12 +36,9 @@ class VerificationReport:
     largest entry of all gradients, if that is more.
 
     Attributes:
-        devices: one device per replica.
-        micro_batches: number of micro-batches.
+        devices, micro_batches: one device per replica, and the number of forwards of each.
         tolerance: largest relative error that counts as equal.
-        plain_loss: loss of the plain program.
-        split_loss: loss of the split program.
-        loss_error: relative error of the loss.
+        plain_loss, split_loss, loss_error: losses of both programs, and their relative error.
         gradient_errors: relative error of each gradient, by the name of the parameter.
         first_difference: first module whose output differs, with its error; None if there is none.
         reasons: known reasons for a difference that apply.

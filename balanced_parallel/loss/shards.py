@@ -15,7 +15,6 @@ from ..batch.plan import RowNumbers, consecutive, proportional_sizes, split_size
 from ..batch.rows import Arguments, Shard, count_rows, cut, mark, move_arguments, move_leaves, parameters_of
 from ..replicas.replicas import Replicas
 from ..runtime.devices import pin
-from ..runtime.row_random import by_row
 from ..runtime.values import Precision, check_number
 from .rules import find_torch_loss, reduction_of
 from .sums import MINIMUM, Criterion, MeanAndWeight, ShardLoss, call_spread, map_weights
@@ -68,7 +67,9 @@ class ShardRunner(nn.Module):
         batch, dim = self.mark(targets, kwargs, entries.dim, len(containers.spread(entries[0])))
         expected = None if None in entries.sizes else sum(size or 0 for size in entries.sizes)
         rows = count_rows(batch, dim, expected, "targets")
-        if not isinstance(outputs, PerReplica) and not all(isinstance(part, PerReplica) for part in outputs):
+        if not (isinstance(outputs, PerReplica) and outputs.has_sizes) and not all(
+            isinstance(part, PerReplica) for part in outputs
+        ):
             check_rows_of_list(entries, rows)
         if expected is None:
             sizes = [1] * len(entries) if rows is None else split_sizes(rows, len(entries))
@@ -97,8 +98,6 @@ class ShardRunner(nn.Module):
                 weights = self._weights_in_place(term, outputs, shards)
             replicas = zip(criteria, outputs, shards, weights, devices, strict=True)
             work = [functools.partial(_run, term, *replica) for replica in replicas]
-            if shards[0].random is not None:
-                work = by_row("criterion", work, shards)
             return self.replicas.workers(work, devices, together=False)
 
     def _weights_in_place(self, term: MeanAndWeight, outputs: PerReplica, shards: Sequence[Shard]) -> list[Any]:
@@ -115,7 +114,8 @@ class ShardRunner(nn.Module):
 
 def _run(term: Callable[..., Any], criterion: Criterion, output: Any, shard: Shard, weights: Any, device: torch.device) -> Any:
     targets, kwargs = move_arguments(shard.targets, device)
-    return term(ShardLoss(criterion, shard.target_rows, output, targets, kwargs, weights))
+    with shard.drawing("criterion"):
+        return term(ShardLoss(criterion, shard.target_rows, output, targets, kwargs, weights))
 
 
 def devices_of(outputs: PerReplica, allowed: Sequence[torch.device] | None) -> list[torch.device]:
