@@ -259,7 +259,7 @@ class TrainStep:
             warnings.warn("no target of this batch was counted: nothing is updated, and its loss is nan", stacklevel=3)
             return loss
         try:
-            with retrying_allocations(self.model.devices if self._is_auto else ()):
+            with retrying_allocations(self.model.devices) if self._is_auto else nullcontext():
                 update.run(self._sync, factor, self.precision.scaler, self.max_grad_norm)
         except BaseException as error:
             self._failure = f"failed with {type(error).__name__}: {error}"  # the others learn of it in the next reduction
