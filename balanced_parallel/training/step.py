@@ -289,9 +289,7 @@ class TrainStep:
             if recovery is None:
                 return self._finish()
             if not recovery.has_failed or self._sync.abandon():
-                with retrying_allocations(
-                    self.model.devices
-                ):  # what follows the agreement of the ranks must not fail on one of them
+                with retrying_allocations(self.model.devices):  # after the agreement of the ranks, none of them must fail
                     result: tuple[Tensor, float, Weight] = self._try(self._finish, is_local=False)
             if not recovery.has_failed:
                 recovery.end(self._unit, self._limit)
