@@ -49,8 +49,8 @@ _NOTES = {
     "a norm within each row, such as LayerNorm, has none",
 }
 _UNKNOWN_DIVISOR = (
-    "the divisor of the loss is not known, and without weight= each row counts the same: give weight= to plan.apply, as to "
-    "DataParallelCriterion"
+    "the divisor of the loss is not known before it runs: a sum of means is exact, another loss needs weight= in plan.apply, as "
+    "in DataParallelCriterion"
 )
 _RESERVED = "reserved: what the allocator takes from the device after it gave back its cache; this must fit"
 
@@ -74,7 +74,7 @@ class MemoryPlan:
         untried: names of options that were not traced, since a cheaper one fits, or one that needs less memory does not.
         skipped: names of options that could not be traced, with the reasons.
         remarks: savings that no trace has, as text.
-        unknown_divisor: the loss needs a ``weight=`` to be exact.
+        unknown_divisor: the loss needs a ``weight=`` if it is not a sum of means.
         report: the estimate of the chosen one.
     """
 
@@ -396,8 +396,7 @@ def plan(
 def _has_unknown_divisor(criterion: Any) -> bool:
     if not isinstance(criterion, DataParallelCriterion):
         return not is_known(criterion)
-    is_given = criterion.weight is not None or criterion.is_coupled
-    return not (is_given or criterion.reduction == "sum" or is_known(criterion.module))
+    return criterion.finds_means
 
 
 def _remarks(option: Option) -> tuple[str, ...]:

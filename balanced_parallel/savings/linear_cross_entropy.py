@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
 
 from ..runtime.torch_private import is_traced, keeps_graph
 from .saving import Saving
@@ -127,6 +128,12 @@ def linear_cross_entropy(
 
     The loss of half precision inputs is in float32. Targets are class indices, ``[...]`` for inputs ``[..., features]``.
     """
+    tensors = input, linear_weight, target
+    if has_torch_function(tensors):
+        call: Any = handle_torch_function
+        settings = {"weight": weight, "reduction": reduction, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        result: Tensor = call(linear_cross_entropy, tensors, *tensors, linear_bias=linear_bias, **settings)
+        return result
     _check_reduction(reduction)
     if target.shape != input.shape[:-1] or target.dtype != torch.int64:
         raise ValueError(

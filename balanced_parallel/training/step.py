@@ -23,8 +23,7 @@ from ..batch.by_cost import check_limit
 from ..batch.containers import spread
 from ..batch.outputs import PerReplica, detach_outputs, join_outputs
 from ..batch.rows import Arguments, Batch, Cut, MicroBatch, Shard, as_arguments
-from ..loss.coupled import couple
-from ..loss.criterion import BatchLosses, DataParallelCriterion, losses_of_batch
+from ..loss.criterion import BatchLosses, DataParallelCriterion, couple, losses_of_batch
 from ..loss.sums import LossSum, Weight
 from ..replicas.batchnorm import meets_other_ranks
 from ..replicas.replicas import parameter_window
@@ -311,6 +310,8 @@ class TrainStep:
         passes = TwoPasses(loss, self._sync, self.precision, self.model.devices, is_auto=self._is_auto)
         with passes.telling_ranks():
             is_single = len(batches) == 1 and self._runs[0].is_whole and len(self._plan(self._runs[0])) == 1
+            may_split = self._is_auto or self._limit is not None or len(self.model.devices) * collectives.world_size() > 1
+            loss.is_split = may_split or not is_single
             if passes.takes_one(is_single):
                 self._run(self._runs[0], BatchLosses(passes.at_once, is_mean=False))
                 return
