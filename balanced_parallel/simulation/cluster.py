@@ -126,7 +126,7 @@ class Cluster:
 
         ``"parameters"`` (with buffers), ``"gradients"`` (the ``grad`` of parameters), ``"optimizer state"``, ``"inputs"`` (copied
         from the CPU, or created on the device from no other tensor), ``"activations"`` (results of operators in a forward) and
-        ``"other"`` (gradients of activations, and temporary tensors of a backward or an update).
+        ``"temporaries"`` (gradients of activations, and other tensors of a backward or an update).
 
         Args:
             device: index of the device.
