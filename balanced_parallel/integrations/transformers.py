@@ -30,7 +30,7 @@ from transformers.trainer_utils import unwrap_peft_model
 from ..batch.outputs import PerReplica, join
 from ..batch.rows import Whole, move_leaves
 from ..loss.rules import RULES, loss_weight, reduction_of
-from ..loss.sums import add_up
+from ..loss.sums import add_up, weighted_sum
 from ..replicas.model import DataParallelModel
 from ..runtime.collectives import rank, sum_over_ranks, world_size
 from ..runtime.devices import DeviceLike, keep_random_state, resolve_devices
@@ -60,20 +60,28 @@ class Means(TorchFunctionMode):
         reduction = reduction_of(functools.partial(function, **kwargs)) if function in RULES else "none"
         if reduction == "none":
             return function(*args, **kwargs)
-        is_told = isinstance(self.divisors, Sequence) and reduction != "sum" and function is not F.ctc_loss
-        means = kwargs | {"reduction": "mean"} if reduction == "sum" else kwargs
-        count = 0.0 if is_told else float(loss_weight(functools.partial(function, **means), *args))  # waits for the device
+        is_told, count = isinstance(self.divisors, Sequence), 0.0
+        if not is_told or function is F.ctc_loss:  # to count waits for the device
+            mean = functools.partial(function, **kwargs | {"reduction": "mean" if reduction == "sum" else reduction})
+            count = float(loss_weight(mean, *args))
         if reduction == "sum":
             self.summed.append(count)
             return function(*args, **kwargs)
-        divisor = self.divisors[len(self.counts)] if isinstance(self.divisors, Sequence) else self.divisors or count
-        if self.divisors is None or function is F.ctc_loss:  # whose sum is another
-            value = function(*args, **kwargs) * (count / divisor if count else 1.0)
+        if self.divisors is None:
+            value = function(*args, **kwargs)
         else:
-            value = function(*args, **kwargs | {"reduction": "none"}).float().sum() / divisor
+            divisor = self.divisors[len(self.counts)] if isinstance(self.divisors, Sequence) else self.divisors
+            value = self._sum(function, args, kwargs, count) / divisor
         self.counts.append(count)
         self.values.append(value.detach())
         return value
+
+    def _sum(self, function: Any, args: Any, kwargs: Any, count: float) -> Tensor:
+        if function is F.ctc_loss:  # its sum does not divide by the lengths
+            return weighted_sum(function(*args, **kwargs), count)
+        if args[0].dtype in (torch.float16, torch.bfloat16):
+            return function(*args, **kwargs | {"reduction": "none"}).float().sum()
+        return function(*args, **kwargs | {"reduction": "sum"})
 
 
 class Head(NamedTuple):
