@@ -67,6 +67,17 @@ def weighted_loss(outputs, labels, num_items_in_batch=None):
     return F.cross_entropy(outputs.logits.flatten(0, -2), labels.flatten(), torch.arange(1.0, 6.0))
 
 
+def loss_with_another_ignored_label(outputs, labels, num_items_in_batch=None):
+    return F.cross_entropy(outputs.logits.flatten(0, -2), labels.clamp(min=0).flatten(), ignore_index=0)
+
+
+def sum_and_mean(outputs, labels, num_items_in_batch=None):
+    return (
+        F.cross_entropy(outputs.logits.flatten(0, -2), labels.flatten())
+        + 0.01 * (outputs.logits.square().sum(-1) * (labels != -100)).sum()
+    )
+
+
 def manual_loss(outputs, labels, num_items_in_batch):
     """Returns a sum that torch's losses have no part in."""
     logs = outputs.logits[:, :-1].log_softmax(-1).gather(-1, labels[:, 1:, None].clamp(min=0))[..., 0]
@@ -74,7 +85,15 @@ def manual_loss(outputs, labels, num_items_in_batch):
 
 
 @pytest.mark.parametrize(
-    ("head", "function"), [("gpt2", shifted_loss), ("tags", weighted_loss), slow("gpt2", manual_loss), slow("llama", manual_loss)]
+    ("head", "function"),
+    [
+        ("gpt2", shifted_loss),
+        ("tags", weighted_loss),
+        ("tags", loss_with_another_ignored_label),
+        slow("tags", sum_and_mean),
+        slow("gpt2", manual_loss),
+        slow("llama", manual_loss),
+    ],
 )
 def test_compute_loss_func(head, function):
     def loss_of(model, batch):
@@ -193,7 +212,7 @@ class Contrastive(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("head", "model", "text"), [("routers", None, "not a mean over them"), ("images", Contrastive, "depend on each other")]
+    ("head", "model", "text"), [("routers", None, "no sum or mean over them"), ("images", Contrastive, "depend on each other")]
 )
 def test_losses_that_are_no_sums_are_refused(head, model, text):
     trainer = make_trainer(head, make_arguments(), model=model and model())
