@@ -52,7 +52,7 @@ class Means(TorchFunctionMode):
         super().__init__()
         self.divisors = divisors
         self.counts: list[float] = []  # of each mean
-        self.ignored: list[int | None] = []  # the label that each leaves out
+        self.ignored: list[float | None] = []  # the label that each leaves out; nan if it has weights
         self.values: list[Tensor] = []
         self.summed: list[float] = []  # the counts of losses that are sums already
 
@@ -74,8 +74,9 @@ class Means(TorchFunctionMode):
             divisor = self.divisors[len(self.counts)] if isinstance(self.divisors, Sequence) else self.divisors
             value = self._sum(function, args, kwargs, count) / divisor
         self.counts.append(count)
-        has_labels = function in (F.cross_entropy, F.nll_loss) and kwargs.get("weight") is None
-        self.ignored.append(kwargs.get("ignore_index", IGNORED) if has_labels else None)
+        has_labels = function in (F.cross_entropy, F.nll_loss) and not args[1].is_floating_point()
+        ignored = kwargs.get("ignore_index", IGNORED) if has_labels else None
+        self.ignored.append(ignored if kwargs.get("weight") is None else math.nan)
         self.values.append(value.detach())
         return value
 
@@ -401,9 +402,13 @@ def read_head(loss_of: Callable[[Inputs, float | None], float], inputs: Inputs, 
 
 
 def sample_rows(inputs: Inputs, names: Sequence[str]) -> Inputs:
-    """Returns the first row twice and the last. Where labels are ignored, others are, so that no two counts are the same."""
+    """Returns the first row twice and the last, with another mask and other ignored labels: no two counts are the same."""
     is_packed = any(isinstance(value, Tensor) and value.dim() and len(value) != count_rows(inputs) for value in inputs.values())
     rows = take_rows(inputs, [0] if is_packed else [0, 0, -1])
+    mask = rows.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() == 2 and len(mask) > 1:
+        rows["attention_mask"] = mask.clone()
+        rows["attention_mask"][1, 2:] = 0  # some losses count the words of a text
     for name in ("shift_labels", *names):
         labels = rows.get(name)
         if not isinstance(labels, Tensor) or labels.is_floating_point():

@@ -43,6 +43,17 @@ def test_heads_on_one_device(head):
     check(train(make_trainer(head, arguments, devices=None)), expected)
 
 
+def test_counts_that_the_first_batch_does_not_tell():
+    """The first and the last row of the first batch have no padding, and others have."""
+    rows = sorted(make_rows("replaced words", 19), key=lambda row: -row["attention_mask"].sum())
+    expected = train_plainly(make_model("replaced words"), rows, 8)
+    arguments = make_arguments(gradient_accumulation_steps=2)
+    check(
+        train(BalancedTrainer(make_model("replaced words"), arguments, train_dataset=rows, data_collator=pad, device_ids=TWO)),
+        expected,
+    )
+
+
 def test_trainer_of_transformers_is_wrong():
     expected = train_plainly(make_model("masked words"), make_rows("masked words", 16), 8)
     numbers = train(make_trainer("masked words", make_arguments(gradient_accumulation_steps=4), Trainer, rows=16))
