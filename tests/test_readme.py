@@ -102,7 +102,7 @@ def commands():
 
 def test_flags_in_commands_are_accepted(monkeypatch):
     monkeypatch.setattr(sys, "path", [str(ROOT / "scripts"), *sys.path])
-    train = importlib.import_module("arguments").make_parser()
+    train = importlib.import_module("train").make_parser()
     seen = []
     for page, words in commands():
         place = next(i for i, word in enumerate(words) if word.endswith(".py") or word == "balanced_parallel")
