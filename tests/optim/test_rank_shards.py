@@ -59,6 +59,7 @@ def resume(rank, folder):
     return results
 
 
+@pytest.mark.slow  # test_whole_parameters loads states in the same layout
 @pytest.mark.usefixtures("double")
 def test_checkpoints_of_whole_parameters_move_between_layouts(tmp_path):
     net, folder = build_square(), str(tmp_path / "run")
