@@ -9,7 +9,18 @@ here = Path(__file__).parent
 version = re.search(r'^__version__ = "(.+)"$', (here / "balanced_parallel" / "__init__.py").read_text(), re.MULTILINE)
 assert version is not None
 
+URL = "https://github.com/balanced-parallel/balanced_parallel"  # a placeholder until the first release
+
+
+def long_description() -> str:
+    """Returns the README with absolute links, since PyPI shows it away from the files of the repository."""
+    readme = (here / "README.md").read_text(encoding="utf-8")
+    with_images = re.sub(r"!\[([^]]*)\]\((?!https?:)([^)]+)\)", rf"![\1]({URL}/raw/main/\2)", readme)
+    return re.sub(r"(?<!!)\[([^]]*)\]\((?!https?:|#)([^)]+)\)", rf"[\1]({URL}/blob/main/\2)", with_images)
+
+
 extras = {
+    "hf": ["accelerate>=1.10", "transformers>=5.23"],
     "train": ["safetensors", "scikit-learn", "tqdm"],
     "plot": ["matplotlib", "plotly"],
     "test": [
@@ -18,6 +29,7 @@ extras = {
         "hypothesis",
         "lightning-fabric>=2.5",
         "matplotlib",
+        "peft",
         "plotly",
         "pytest",
         "pytest-timeout",
@@ -28,6 +40,7 @@ extras = {
         "schedulefree",
         "scikit-learn",
         "tensorboard",
+        "torchmetrics",
         "tqdm",
         "transformers",
     ],
@@ -39,8 +52,16 @@ setup(
     name="balanced-parallel",
     version=version.group(1),
     description="Train with the batch you want on the GPUs you have: exact data parallelism for PyTorch, balanced over devices.",
-    long_description=(here / "README.md").read_text(encoding="utf-8"),
+    long_description=long_description(),
     long_description_content_type="text/markdown",
+    author="The balanced_parallel maintainers",
+    url=URL,
+    project_urls={
+        "Documentation": f"{URL}/blob/main/docs/README.md",
+        "Changelog": f"{URL}/blob/main/CHANGELOG.md",
+        "Issues": f"{URL}/issues",
+    },
+    keywords=["pytorch", "data parallel", "gpu memory", "gradient accumulation", "out of memory", "DDP", "FSDP"],
     license="Apache-2.0",
     license_files=["LICENSE"],
     packages=find_packages(include=["balanced_parallel", "balanced_parallel.*"]),
@@ -56,6 +77,7 @@ setup(
         "Programming Language :: Python :: 3.11",
         "Programming Language :: Python :: 3.12",
         "Programming Language :: Python :: 3.13",
+        "Programming Language :: Python :: 3.14",
         "Topic :: Scientific/Engineering :: Artificial Intelligence",
         "Typing :: Typed",
     ],

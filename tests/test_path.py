@@ -15,17 +15,21 @@ import balanced_parallel
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize, simulate
 
 PACKAGE = str(Path(balanced_parallel.__file__).parent)
+COMPREHENSIONS = {"<listcomp>", "<dictcomp>", "<setcomp>"}
 
 
 def count(update):
-    """Returns the numbers of files, functions and calls of the fifth update. Comprehensions are functions before Python 3.12."""
+    """Returns the numbers of files, functions and calls of the fifth update.
+
+    Comprehensions are functions before Python 3.12. They are not counted, so that all versions have the same numbers.
+    """
     for _ in range(4):
         update()
     calls = collections.Counter()
 
     def note(frame, event, argument):
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(PACKAGE):
+        if event == "call" and code.co_filename.startswith(PACKAGE) and code.co_name not in COMPREHENSIONS:
             calls[code.co_filename, code.co_qualname] += 1
 
     threading.setprofile(note)
@@ -50,7 +54,7 @@ def build():
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
 
 
-@pytest.mark.parametrize(("devices", "micro_batches", "budget"), [(1, 4, (20, 90, 400)), (2, 2, (30, 150, 650))])
+@pytest.mark.parametrize(("devices", "micro_batches", "budget"), [(1, 4, (20, 90, 300)), (2, 2, (25, 110, 300))])
 def test_update_of_replicas(devices, micro_batches, budget):
     model = DataParallelModel(build(), ["cpu"] * devices)
     numbers = count(make_update(model, DataParallelCriterion(nn.CrossEntropyLoss()), micro_batches))
@@ -60,7 +64,7 @@ def test_update_of_replicas(devices, micro_batches, budget):
 def test_update_of_simulated_devices():
     with simulate(2):
         numbers = count(make_update(DataParallelModel(build()), DataParallelCriterion(nn.CrossEntropyLoss()), 2))
-    assert all(itertools.starmap(int.__le__, zip(numbers, (30, 170, 500), strict=True))), numbers
+    assert all(itertools.starmap(int.__le__, zip(numbers, (26, 145, 390), strict=True))), numbers
 
 
 def count_on_rank(rank, strategy):
@@ -69,7 +73,7 @@ def count_on_rank(rank, strategy):
     return count(make_update(model, criterion, 2))
 
 
-@pytest.mark.parametrize(("strategy", "budget"), [("ddp", (30, 150, 450)), ("fsdp", (30, 150, 600))])
+@pytest.mark.parametrize(("strategy", "budget"), [("ddp", (25, 145, 280)), ("fsdp", (25, 145, 350))])
 def test_update_of_ranks(strategy, budget):
     for numbers in run_ranks(2, count_on_rank, strategy):
         assert all(itertools.starmap(int.__le__, zip(numbers, budget, strict=True))), numbers

@@ -1,5 +1,6 @@
 """Releases: the wheel and the sdist work in a new environment, and the files around them agree with the package."""
 
+import re
 import subprocess
 import sys
 import sysconfig
@@ -60,7 +61,7 @@ def test_distributions_run_in_a_new_environment(built, tmp_path, pattern):
 
 
 @pytest.mark.slow
-def test_distributions_hold_the_package_and_nothing_else(built):
+def test_the_wheel_has_the_package_alone_and_the_sdist_what_the_tests_read(built):
     (wheel,), (sdist,) = built.glob("*.whl"), built.glob("*.tar.gz")
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"balanced_parallel"}
@@ -69,7 +70,11 @@ def test_distributions_hold_the_package_and_nothing_else(built):
         list((ROOT / "balanced_parallel" / "simulation" / "native").iterdir())
     )
     with tarfile.open(sdist) as archive:
-        assert not [name for name in archive.getnames() if "/tests" in name or "/benchmarks" in name]
+        folders = {name.split("/")[1] for name in archive.getnames() if name.count("/") > 1}
+    assert {"tests", "examples", "scripts", "benchmarks", "docs"} <= folders
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = archive.read(next(name for name in names if name.endswith("METADATA"))).decode()
+    assert not re.findall(r"\]\((?!https?:|#)[^)]*\)", metadata), "relative links lead nowhere on PyPI"
 
 
 def test_citation_has_the_version_of_the_package():
@@ -83,7 +88,11 @@ def test_files_of_github_are_valid(path):
     content = yaml.safe_load(path.read_text())
     if path.parent.name == "workflows":
         assert content["permissions"] == {"contents": "read"}
-        assert all(job["steps"] for job in content["jobs"].values())
+        steps = [step for job in content["jobs"].values() for step in job["steps"]]
+        actions = [step for step in steps if "uses" in step]
+        assert all(re.fullmatch(r"[\w./-]+@[0-9a-f]{40}", step["uses"]) for step in actions), "a tag can be moved"
+        checkouts = [step for step in actions if step["uses"].startswith("actions/checkout@")]
+        assert all(step["with"]["persist-credentials"] is False for step in checkouts)
     elif path.stem != "config":
         assert {"name", "description", "body"} <= content.keys()
 

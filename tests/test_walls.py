@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "memory": {"diagnostics", "savings", "strategies", "training", "optim", "loss", "replicas", "batch", "runtime"},
     "diagnostics": {"savings", "strategies", "training", "optim", "loss", "replicas", "batch", "runtime"},
     "simulation": {"runtime"},
+    "integrations": {"loss", "replicas", "batch", "runtime"},
 }
 TORCH_ONLY = [Path("loss/rules.py")]
 OTHER_TESTS = {"helpers", "regressions"}  # their files are not named after modules
@@ -322,14 +323,13 @@ def test_names_of_classes_and_types_have_one_owner():
 
 
 SINGLE_IMPORTER = {  # with the reason why a module is not part of its only importer, in its own folder
+    "memory.allocator": "the rules of the allocator of torch",
     "memory.fitting": "a public function",
     "memory.planning": "a public function",
     "memory.trace.stacks": "sequences of allocations; the tracer runs updates",
-    "memory.snapshots": "a file format of torch",
     "optim.rank_shards": "the ranks of balanced",
     "optim.replica_shards": "the devices of balanced",
     "savings.evaluation": "public names",
-    "savings.inplace": "a public function",
     "savings.lm_heads": "a public function",
     "savings.offloading": "a public function",
     "simulation.cluster": "the public name",
@@ -340,7 +340,6 @@ SINGLE_IMPORTER = {  # with the reason why a module is not part of its only impo
     "training.checkpoint_files": "imported at the first use: its imports take seconds",
     "training.reproducible": "a public argument",
     "training.settings": "the settings of ranks",
-    "training.two_passes": "another way to run an update",
 }
 
 

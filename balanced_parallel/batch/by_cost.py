@@ -18,16 +18,32 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..runtime.devices import pin
 from ..runtime.values import check_number, check_type
 from . import containers
 from .plan import Combine, Plan, RowNumbers, cost_of_shard, count_micro_batches, cut_by_cost, cut_to_budget
-from .rows import Along, Arguments, RowShards, Shard, count_rows, map_marked, move_leaves, take, without_mark
+from .rows import (
+    NOTHING,
+    Along,
+    Arguments,
+    Batch,
+    Cut,
+    Mark,
+    Rows,
+    RowShards,
+    Shard,
+    count_rows,
+    map_marked,
+    move_leaves,
+    parameters_of,
+    take,
+    without_mark,
+)
 
-Mark = Callable[[Any, tuple[Any, ...]], tuple[Arguments, Arguments, tuple[int, int]]]
 Trim = int | Mapping[str, int]
 
 
-class ByCost:
+class ByCost(Cut):
     """A cut of batches by the cost of their rows, for ``TrainStep(cut=ByCost(...))``: all devices carry about the same.
 
     Args:
@@ -67,15 +83,11 @@ class ByCost:
         self.example: list[Any] = []  # the first sample of a batch, in place of no samples in a later one
 
     def open(
-        self, inputs: Any, targets: tuple[Any, ...], mark: Mark, names: Sequence[str], *, unit: str, is_strict: bool
+        self, inputs: Any, targets: tuple[Any, ...], mark: Mark, forward: Callable[..., Any], *, unit: str, is_strict: bool
     ) -> "CostBatch":
-        """Returns a batch. ``mark`` returns inputs and targets with marks, and the dimensions of their rows.
-
-        ``names`` are the arguments of ``forward``, ``unit`` that of a limit, ``"rows"`` or ``"cost"``. If strict, a row over
-        the limit is an error; otherwise it runs alone.
-        """
+        """Takes a batch apart: padded tensors, or with ``collate`` a list of samples."""
         is_list = self.collate is not None
-        batch = _Samples(self, inputs, targets, mark) if is_list else _Padded(self, inputs, targets, mark, names)
+        batch = _Samples(self, inputs, targets, mark) if is_list else _Padded(self, inputs, targets, mark, forward)
         batch.unit, batch.is_strict = unit, is_strict
         return batch
 
@@ -91,27 +103,20 @@ def check_limit(name: str, cost: Any) -> None:
         check_number(name, cost, "a positive number, the cost of a device in one forward", at_least=math.ulp(0.0))
 
 
-class CostBatch:
+class CostBatch(Batch):
     """A batch that is cut by cost."""
 
-    unit = "cost"  # of a limit
+    pads = True
     is_strict = True  # a row over the limit is an error; otherwise it runs alone
-    has_example = True  # a shard without rows can be made
-    weighed: tuple[Any, ...] | None = None  # all targets, if shards could lack some of what the criterion counts in them
 
-    def __init__(self, cut: ByCost, inputs: Any, targets: Any, costs: list[float]) -> None:
-        self.inputs, self.targets, self.costs, self._combine = inputs, targets, costs, cut.combine
-        self.rows = len(costs)
-        self.counted_targets: list[tuple[Any, ...]] = []  # of the planned shards
-
-    def shard(self, rows: RowNumbers, device: torch.device) -> Shard:
-        """Returns copies of some rows."""
-        raise NotImplementedError
+    def __init__(self, cut: ByCost, inputs: Arguments, targets: Arguments, dims: tuple[int, int], costs: Sequence[float]) -> None:
+        super().__init__(inputs, targets, dims)
+        self.costs, self._combine = costs, cut.combine
 
     def plan(
         self, devices: Sequence[torch.device], weights: Sequence[float] | None, limit: float | None, agree: Callable[[int], int]
     ) -> Iterator[list[Shard]]:
-        """Yields the shards of each micro-batch. See :meth:`Batch.plan`."""
+        """Yields the shards of each micro-batch."""
         if weights is not None:
             raise ValueError(f"split={weights} of the model and cost= were given, expected one of them")
         if not self.has_example:
@@ -123,18 +128,6 @@ class CostBatch:
         shards_of_all = [shard for row in shards for shard in row] or [self.shard([], devices[0])]
         self.counted_targets = [move_leaves(shard.targets.inputs, None) for shard in shards_of_all]
         return iter(shards)
-
-    def check_weight(self, weigh: Callable[..., Any]) -> None:
-        """Raises ``ValueError`` if ``weigh(*targets)`` counts targets that were cut with the padding."""
-        whole = None if self.weighed is None else weigh(*self.weighed)
-        if not isinstance(whole, Tensor) or not whole.is_cpu:
-            return
-        counted = sum(float(weigh(*part) or 0) for part in self.counted_targets)
-        if counted != float(whole):
-            raise ValueError(
-                f"the criterion counts {float(whole):g} targets, but {counted:g} of them within the lengths that cost= "
-                "returned: pad at the end, and the targets with the ignore_index of the criterion"
-            )
 
     def largest(self, shares: int | Sequence[float], limit: float | None) -> tuple[float, float]:
         """Returns the cost of the costliest shard, and half of it, but no less than that of a row alone."""
@@ -171,15 +164,15 @@ class _Samples(CostBatch):
             )
         if targets not in ((), (None,)):
             raise TypeError("step was given targets beside a list of samples, expected step(samples): collate= makes the targets")
-        super().__init__(cut, samples, targets, [cut.cost(sample) for sample in samples])
+        super().__init__(cut, Arguments((Rows(samples),), {}), NOTHING, (0, 0), [cut.cost(sample) for sample in samples])
         cut.example = list(samples[:1]) or cut.example
         self._collate: Any = cut.collate
-        self._mark, self._example = mark, cut.example
+        self._mark, self._samples, self._example = mark, samples, cut.example
         self.has_example = bool(self._example)
 
-    def shard(self, rows: RowNumbers, device: torch.device) -> Shard:
+    def shard(self, part: RowNumbers, device: torch.device, place: tuple[int, int] = (0, 1)) -> Shard:
         """Returns what ``collate`` makes of some samples, which must have one row for each."""
-        chosen = [self.inputs[row] for row in rows] or self._example
+        chosen = [self._samples[row] for row in part] or self._example
         of_model, of_criterion = inputs_and_targets(self._collate(chosen))
         inputs, targets, dims = self._mark(of_model, containers.spread(of_criterion))
         for name, node, dim in zip(("inputs", "targets"), (inputs, targets), dims, strict=True):
@@ -189,44 +182,51 @@ class _Samples(CostBatch):
                     f"collate was given {len(chosen)} samples and returned {name} with {count or 'no'} rows, expected one row "
                     f"for each sample, {len(chosen)}"
                 )
-        shard = Shard(inputs, targets, rows, count or 0, device)
-        return shard if rows else _rows_of(shard, [], dims)
+        return Shard(inputs, targets, part, count or 0, device) if part else _rows_of(inputs, targets, dims, part, device)
 
 
 class _Padded(CostBatch):
     """Padded tensors. A shard has some of their rows, cut to the longest of them."""
 
-    def __init__(self, cut: ByCost, inputs: Any, targets: tuple[Any, ...], mark: Mark, names: Sequence[str]) -> None:
+    def __init__(self, cut: ByCost, inputs: Any, targets: tuple[Any, ...], mark: Mark, forward: Callable[..., Any]) -> None:
         costs = cut.cost(inputs)
         if not isinstance(costs, Iterable) or (isinstance(costs, Tensor) and costs.dim() == 0):
             raise TypeError(f"cost= returned {containers.describe(costs)}, expected one number for each row of the inputs")
-        super().__init__(cut, inputs, targets, costs.tolist() if isinstance(costs, Tensor) else list(costs))
-        arguments, marked_targets, self._dims = mark(inputs, targets)
-        rows = count_rows(arguments, self._dims[0])
-        if rows is None or any(isinstance(cost, (list, Tensor)) for cost in self.costs) or len(self.costs) != rows:
-            raise ValueError(f"cost= returned {len(self.costs)} costs for {rows or 'no'} rows, expected one number for each row")
-        target_rows = count_rows(marked_targets, self._dims[1], rows)
-        if target_rows not in (None, rows):
-            raise ValueError(f"the targets have {target_rows} rows and the inputs {rows}, expected as many for a cut by cost")
-        self._whole = Shard(arguments, marked_targets, range(rows), rows, torch.device("cpu"))
-        self._trims = [] if cut.trim is None else _trims(self._whole, cut.trim, names, self.costs)
-        self.weighed = targets if self._trims else None
+        super().__init__(cut, *mark(inputs, targets), costs.tolist() if isinstance(costs, Tensor) else list(costs))
+        if self.rows is None or any(isinstance(cost, (list, Tensor)) for cost in self.costs) or len(self.costs) != self.rows:
+            count = self.rows or "no"
+            raise ValueError(f"cost= returned {len(self.costs)} costs for {count} rows, expected one number for each row")
+        if self.target_rows not in (None, self.rows):
+            raise ValueError(
+                f"the targets have {self.target_rows} rows and the inputs {self.rows}, expected as many for a cut by cost"
+            )
+        self._trims = [] if cut.trim is None else _trims(self.inputs, self.targets, cut.trim, forward, self.costs)
 
-    def shard(self, rows: RowNumbers, device: torch.device) -> Shard:
+    def shard(self, part: RowNumbers, device: torch.device, place: tuple[int, int] = (0, 1)) -> Shard:
         """Returns copies of some rows, cut to the longest of them."""
-        shard = self._whole._replace(device=device)
+        nodes = self.inputs, self.targets
         if self._trims:
-            length, trims = max(int(max((self.costs[row] for row in rows), default=1)), 1), iter(self._trims)
-            nodes = containers.map_leaves(lambda leaf: _shorten(leaf, next(trims), length), (shard.inputs, shard.targets))
-            shard = shard._replace(inputs=nodes[0], targets=nodes[1])
-        return _rows_of(shard, rows, self._dims)
+            length, trims = max(int(max((self.costs[row] for row in part), default=1)), 1), iter(self._trims)
+            nodes = containers.map_leaves(lambda leaf: _shorten(leaf, next(trims), length), nodes)
+        return _rows_of(*nodes, self.dims, part, device)
+
+    def check_weight(self, weigh: Callable[..., Any]) -> None:
+        """Raises ``ValueError`` if ``weigh(*targets)`` counts targets that were cut with the padding."""
+        whole = weigh(*move_leaves(self.targets.inputs, None)) if self._trims else None
+        if not isinstance(whole, Tensor) or not whole.is_cpu:
+            return
+        counted = sum(float(weigh(*part) or 0) for part in self.counted_targets)
+        if counted != float(whole):
+            raise ValueError(
+                f"the criterion counts {float(whole):g} targets, but {counted:g} of them within the lengths that cost= "
+                "returned: pad at the end, and the targets with the ignore_index of the criterion"
+            )
 
 
-def _rows_of(shard: Shard, rows: RowNumbers, dims: tuple[int, int]) -> Shard:
-    """Returns copies of some rows of a shard."""
-    rows = list(rows)
-    inputs, targets = take(shard.inputs, rows, dims[0]), take(shard.targets, rows, dims[1])
-    return shard._replace(inputs=inputs, targets=targets, rows=rows, target_rows=len(rows))
+def _rows_of(inputs: Arguments, targets: Arguments, dims: tuple[int, int], part: RowNumbers, device: torch.device) -> Shard:
+    """Returns a shard with copies of some rows."""
+    rows = list(part)
+    return Shard(take(inputs, rows, dims[0]), take(targets, rows, dims[1]), rows, len(rows), device)
 
 
 def _shorten(leaf: Any, dim: int | None, length: int) -> Any:
@@ -236,11 +236,13 @@ def _shorten(leaf: Any, dim: int | None, length: int) -> Any:
     return leaf.narrow(dim, 0, min(length, leaf.size(dim)))
 
 
-def _trims(whole: Shard, trim: Trim, names: Sequence[str], costs: Sequence[float]) -> list[int | None]:
+def _trims(
+    inputs: Arguments, targets: Arguments, trim: Trim, forward: Callable[..., Any], costs: Sequence[float]
+) -> list[int | None]:
     """Returns the dimension to cut of each leaf of inputs and targets, or None."""
-    inputs, kwargs = whole.inputs
-    positions = [names[at] if at < len(names) else str(at) for at in range(len(inputs))]
-    values = [*zip(positions, inputs, strict=True), *kwargs.items(), ("targets", whole.targets)]
+    names = [parameter.name for parameter in parameters_of(forward) or ()]
+    positions = [names[at] if at < len(names) else str(at) for at in range(len(inputs.inputs))]
+    values = [*zip(positions, inputs.inputs, strict=True), *inputs.kwargs.items(), ("targets", targets)]
     if isinstance(trim, Mapping) and (unknown := trim.keys() - {name for name, _ in values}):
         names = [name for name, _ in values]
         raise ValueError(f"trim= names {', '.join(map(str, unknown))}, expected some of {', '.join(names)}, which were passed")
@@ -264,11 +266,10 @@ def _pinned(shard: Shard) -> Shard:
     if shard.device.type == "cpu":
         return shard
 
-    def pin(leaf: Any) -> Any:
-        can_pin = isinstance(leaf, Tensor) and leaf.is_cpu and leaf.layout == torch.strided
-        return leaf.pin_memory() if can_pin else leaf
+    def pin_leaf(leaf: Any) -> Any:
+        return pin(leaf) if isinstance(leaf, Tensor) and leaf.layout == torch.strided else leaf
 
-    return shard._replace(inputs=map_marked(pin, shard.inputs), targets=map_marked(pin, shard.targets))
+    return shard._replace(inputs=map_marked(pin_leaf, shard.inputs), targets=map_marked(pin_leaf, shard.targets))
 
 
 def shard_by_cost(

@@ -6,7 +6,6 @@ the same sizes, and no shard gets a longer longest row.
 """
 
 import bisect
-import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
@@ -206,7 +205,7 @@ def _fill(ordered: Sequence[float], capacity: float, combine: Combine | None, li
         return
     start, end = 0, len(ordered)
     while start < end:
-        rows = limit if limit < end - start else end - start
+        rows = min(limit, end - start)
         if combine is None:
             if rows * ordered[start] > capacity:
                 rows = int(capacity / ordered[start] + 1e-9) or 1
@@ -240,16 +239,12 @@ def _use_all(runs: Sequence[RowNumbers], shards: int, ordered: Sequence[float], 
     def cost(run: Sequence[int]) -> float:
         return cost_of_shard([ordered[place] for place in run], combine)
 
-    def entry(run: Sequence[int]) -> tuple[bool, float, int, int, Sequence[int]]:
-        return len(run) == 1, -cost(run), -len(run), run[0], run
-
-    heap = [entry(run) for run in runs]
-    heapq.heapify(heap)
-    while len(heap) < shards:
-        run = heap[0][-1]
+    split = [*runs]
+    while len(split) < shards:
+        run = max(split, key=lambda run: (len(run) > 1, cost(run), len(run), -run[0]))
         parts = range(1, len(run) - 1)
         above = 1 + bisect.bisect_left(parts, 1, key=lambda rows: (cost(run[:rows]), 2 * rows) >= (cost(run[rows:]), len(run)))
         rows = min(max(above - 1, 1), above, key=lambda rows: (max(cost(run[:rows]), cost(run[rows:])), abs(2 * rows - len(run))))
-        heapq.heapreplace(heap, entry(run[:rows]))
-        heapq.heappush(heap, entry(run[rows:]))
-    return sorted((run for *_, run in heap), key=lambda run: run[0])
+        split.remove(run)
+        split += [run[:rows], run[rows:]]
+    return sorted(split, key=lambda run: run[0])

@@ -12,9 +12,10 @@ each shard, and a :class:`Shard` has views of them. 14 rows of at most 3 per dev
     device 1     rows 3-4        rows 8-9        rows 12-13
 """
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -234,16 +235,12 @@ def _leaves(node: Any, name: str, holder: tuple[str, list[Any]] | None = None) -
     if container is None:
         yield name.removeprefix("."), node, holder
         return
-    if holder is None and isinstance(node, list) and _may_be_rows(node):
-        holder = name.removeprefix("."), node
+    if holder is None and isinstance(node, list):  # entries of one type, and tensors of one number of dimensions and dtype
+        kinds = {(type(entry), entry.dim(), entry.dtype) if isinstance(entry, torch.Tensor) else type(entry) for entry in node}
+        if len(kinds) == 1 and not kinds & {*MARKS, PerReplica, type(None)}:
+            holder = name.removeprefix("."), node
     for place, child in zip(container.places, container.children, strict=True):
         yield from _leaves(child, name + place, holder)
-
-
-def _may_be_rows(entries: list[Any]) -> bool:
-    """Returns True if the entries have one type, and tensors among them one number of dimensions and one dtype."""
-    kinds = {(type(entry), entry.dim(), entry.dtype) if isinstance(entry, torch.Tensor) else type(entry) for entry in entries}
-    return len(kinds) == 1 and not kinds & {*MARKS, PerReplica, type(None)}
 
 
 def _described(leaf: Any) -> str:
@@ -282,16 +279,10 @@ def _holds_tensors(value: Any, depth: int) -> bool:
         return True
     if depth == 0 or isinstance(value, (*MARKS, torch.nn.Module, type, functools.partial)) or inspect.isroutine(value):
         return False
-    children: Iterable[Any] = value.values() if isinstance(value, Mapping) else value
     if not isinstance(value, (Mapping, list, tuple)):
-        children = [*getattr(value, "__dict__", {}).values(), *(getattr(value, name, None) for name in _slots(value.__class__))]
-    return any(_holds_tensors(child, depth - 1) for child in children)
-
-
-@functools.lru_cache
-def _slots(kind: type) -> list[str]:
-    """Returns the names of the attributes in ``__slots__``, of base classes too."""
-    return [name for base in kind.__mro__ for name, value in vars(base).items() if inspect.ismemberdescriptor(value)]
+        state: Any = object.__getstate__(value)  # None, a dictionary of attributes, or also one of __slots__
+        value = {} if state is None else state if isinstance(state, dict) else {**(state[0] or {}), **state[1]}
+    return any(_holds_tensors(child, depth - 1) for child in (value.values() if isinstance(value, Mapping) else value))
 
 
 def _tensor_rows(tensor: torch.Tensor, dim: int, place: str) -> int | None:
@@ -376,6 +367,8 @@ def move_arguments(arguments: Arguments, device: torch.device) -> Arguments:
 class RowShards(PerReplica):
     """One argument, or one part of it, that is cut already: one shard per replica."""
 
+    _has_places = True
+
 
 class Shard(NamedTuple):
     """Rows of one device in one forward. Its tensors are views of the batch, marked and not moved."""
@@ -387,6 +380,10 @@ class Shard(NamedTuple):
     device: torch.device
     random: BatchRandom | None = None  # numbers that follow the rows, and the place of the first row in the effective batch
 
+    def drawing(self, part: str) -> contextlib.AbstractContextManager[None]:
+        """Surrounds a forward of ``"model"`` or ``"criterion"``, whose random numbers may follow the rows."""
+        return contextlib.nullcontext() if self.random is None else self.random.drawing(part, self.rows, self.device)
+
 
 class MicroBatch(NamedTuple):
     """The shards of one forward. A model takes it in place of arguments, so that its hooks run as in any forward."""
@@ -394,7 +391,7 @@ class MicroBatch(NamedTuple):
     shards: Sequence[Shard]
 
 
-_NOTHING = Arguments((), {})
+NOTHING = Arguments((), {})
 
 
 class Batch:
@@ -404,11 +401,13 @@ class Batch:
     """
 
     unit = "rows"  # of a limit
+    pads = False  # each shard to a length of its own
+    has_example = True  # a shard without rows can be made
 
-    def __init__(self, inputs: Arguments, targets: Arguments = _NOTHING, dims: tuple[int, int] = (0, 0)) -> None:
+    def __init__(self, inputs: Arguments, targets: Arguments = NOTHING, dims: tuple[int, int] = (0, 0)) -> None:
         self.inputs, self.targets, self.dims = inputs, targets, dims
         self.rows = count_rows(inputs, dims[0])  # None if no input has rows
-        self.target_rows = None if targets is _NOTHING else count_rows(targets, dims[1], self.rows, "targets")
+        self.target_rows = None if targets is NOTHING else count_rows(targets, dims[1], self.rows, "targets")
         if self.rows == 0 and self.target_rows:
             raise ValueError(f"the targets have {self.target_rows} rows, but the inputs have none: expected the same number")
         is_plain = len(targets.inputs) == 1 and type(targets.inputs[0]) is torch.Tensor
@@ -444,6 +443,9 @@ class Batch:
             raise ValueError(f"rows in {len(shards)} shards for {len(devices)} devices, expected one for each at most")
         return next(self._shards([consecutive([size or 0 for size in shards.sizes])], devices))
 
+    def check_weight(self, weigh: Callable[..., Any]) -> None:
+        """Raises ``ValueError`` if ``weigh(*targets)`` counts targets that the plan has cut."""
+
     def largest(self, shares: int | Sequence[float], limit: float | None) -> tuple[float, float]:
         """Returns the most rows of a device in one forward, and a limit that halves them, 0 if nothing does."""
         plan = equal_rows(self.rows or 0, shares, None if limit is None else int(limit))
@@ -470,6 +472,25 @@ class Batch:
             return Shard(inputs, self.targets, part, len(part), device)
         of_targets = part if target_rows == rows else scaled(part, rows, target_rows)
         return Shard(inputs, take(self.targets, of_targets, self.dims[1], place), part, len(of_targets), device)
+
+
+Mark = Callable[[Any, tuple[Any, ...]], tuple[Arguments, Arguments, tuple[int, int]]]
+
+
+class Cut:
+    """A way to cut batches, for ``TrainStep(cut=...)``. ``limit`` is that of a device in one forward."""
+
+    limit: float | None = None
+
+    def open(
+        self, inputs: Any, targets: tuple[Any, ...], mark: Mark, forward: Callable[..., Any], *, unit: str, is_strict: bool
+    ) -> Batch:
+        """Takes a batch apart. ``mark`` returns inputs and targets with marks, and the dimensions of the rows in what has none.
+
+        ``forward`` is that of the module, ``unit`` that of a limit, ``"rows"`` or ``"cost"``. A row over the limit is an error if
+        strict; otherwise it runs alone.
+        """
+        raise NotImplementedError
 
 
 def scatter(

@@ -192,8 +192,8 @@ def loss_in_parts(output: Any, criterion: Criterion, wrapped: DataParallelCriter
     """Yields a reason if the loss computed in parts differs from the loss of the whole batch."""
     if not is_known(criterion) or wrapped.weight is not None:  # else a rule gives the divisor
         single_output, single_targets = _single((output, containers.spread(targets)))
-        if kind := _Parts(_single(criterion), _single(wrapped), single_output, single_targets, dims).kind():
-            yield kind
+        if reason := _Parts(_single(criterion), _single(wrapped), single_output, single_targets, dims).reason():
+            yield reason
 
 
 def weight_in_parts(output: Any, wrapped: DataParallelCriterion, targets: Any, dims: Dims) -> Iterator[str]:
@@ -205,10 +205,9 @@ def weight_in_parts(output: Any, wrapped: DataParallelCriterion, targets: Any, d
     with torch.no_grad(), warnings.catch_warnings(action="ignore"):
         try:
             parts = _Parts(count, wrapped, output, containers.spread(targets), dims)
-            shards = [shard for sizes in ([parts.rows], [1, parts.rows - 1]) for shard in parts.arguments(sizes)]
-            whole, first, others = (
-                sum(flat_weights(call_weight(count, ShardLoss(wrapped, 0, output, rows, {})))) for output, rows in shards
-            )
+            shards = *parts.arguments([parts.rows]), *parts.arguments([1, parts.rows - 1])
+            losses = [ShardLoss(wrapped, 0, *shard, {}) for shard in shards]
+            whole, first, others = (sum(flat_weights(call_weight(count, loss))) for loss in losses)
         except Exception:  # noqa: BLE001 - no function, or one that may raise any error
             return
     if abs(first + others - whole) > _ROUNDING * whole:
@@ -256,7 +255,7 @@ class _Parts:
         parts = self.arguments(sizes)
         return [scalar_of(copy_of(self.criterion)(*containers.spread(output), *targets)) for output, targets in parts]
 
-    def kind(self) -> str | None:
+    def reason(self) -> str | None:
         """Returns the reason for a difference, or None if the split program has the loss of the whole batch."""
         third, rows = max(self.rows // 3, 1), self.rows
         cuts = [[third, rows - third], [rows - third, third], [1, rows - 1]]  # uneven: the mean of the parts differs
@@ -274,16 +273,14 @@ class _Parts:
             return 'the loss is a sum (its parts add up to the whole): give DataParallelCriterion reduction="sum"'
         if all(_close((pair[0] * sizes[0] + pair[1] * sizes[1]) / rows, whole) for pair, sizes in zip(parts, cuts, strict=True)):
             return 'the loss is a mean over rows: give DataParallelCriterion weight="rows"'
-        is_mean = self._is_weighted_mean(whole)
+        is_mean, advice = self._is_weighted_mean(whole), _WEIGHT if self.wrapped.weight is None else _OTHER_WEIGHT
         if is_mean is None:
             return (
                 "the loss: computed in parts it differs from the loss of the whole batch, so its rows depend on each other "
-                f"({_WHOLE}), or {_WEIGHT if self.wrapped.weight is None else _OTHER_WEIGHT}"
+                f"({_WHOLE}), or {advice}"
             )
-        if is_mean and self.wrapped.weight is not None:
-            return f"the loss is a mean, and {_OTHER_WEIGHT}"
         if is_mean:
-            return f"the loss is a mean, but not over rows: {_WEIGHT}"
+            return f"the loss is a mean, {'but not over rows:' if self.wrapped.weight is None else 'and'} {advice}"
         return (
             "the loss: its rows depend on each other, or it is a sum plus a mean, so it cannot be computed in parts: "
             f"{_WHOLE}, or AdditiveLoss(statistics, finish), if it is a function of sums"
@@ -304,20 +301,16 @@ class _Parts:
         then be the loss of the whole batch.
         """
         part, rest = self.rows // 4, self.rows - 2 * (self.rows // 4)
-        cuts = ((rest, part, part), (part, rest, part), (part, part, rest)) if part else ()
-        answers = (self._is_mean_of(sizes, whole) for sizes in cuts)
-        return next((answer for answer in answers if answer is not None), None)
-
-    def _is_mean_of(self, sizes: Sequence[int], whole: Tensor) -> bool | None:
-        loss_1, loss_2, loss_3 = map(float, self.losses(sizes))
-        loss_12 = float(self.losses([sizes[0] + sizes[1], sizes[2]])[0])
-        loss_23 = float(self.losses([sizes[0], sizes[1] + sizes[2]])[1])
-        differences = loss_1 - loss_12, loss_23 - loss_3, loss_1 - loss_2, loss_2 - loss_3
-        if not all(abs(difference) > 1e-6 * abs(float(whole)) for difference in differences):  # also if one of them is nan
-            return None
-        weight_1, weight_3 = (loss_12 - loss_2) / differences[0], (loss_2 - loss_23) / differences[1]  # with weight_2 = 1
-        mean = (weight_1 * loss_1 + loss_2 + weight_3 * loss_3) / (weight_1 + 1 + weight_3)
-        return weight_1 >= 0 and weight_3 >= 0 and _close(torch.tensor(mean), whole)
+        for sizes in ((rest, part, part), (part, rest, part), (part, part, rest)) if part else ():
+            loss_1, loss_2, loss_3 = map(float, self.losses(sizes))
+            loss_12 = float(self.losses([sizes[0] + sizes[1], sizes[2]])[0])
+            loss_23 = float(self.losses([sizes[0], sizes[1] + sizes[2]])[1])
+            differences = loss_1 - loss_12, loss_23 - loss_3, loss_1 - loss_2, loss_2 - loss_3
+            if all(abs(difference) > 1e-6 * abs(float(whole)) for difference in differences):  # not if one of them is nan
+                weight_1, weight_3 = (loss_12 - loss_2) / differences[0], (loss_2 - loss_23) / differences[1]  # weight_2 is 1
+                mean = (weight_1 * loss_1 + loss_2 + weight_3 * loss_3) / (weight_1 + 1 + weight_3)
+                return weight_1 >= 0 and weight_3 >= 0 and _close(torch.tensor(mean), whole)
+        return None
 
 
 def _close(value: Tensor, expected: Tensor) -> bool:

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,7 +15,6 @@ from ..batch.plan import RowNumbers, consecutive, proportional_sizes, split_size
 from ..batch.rows import Arguments, Shard, count_rows, cut, mark, move_arguments, move_leaves, parameters_of
 from ..replicas.replicas import Replicas
 from ..runtime.devices import pin
-from ..runtime.row_random import by_row
 from ..runtime.values import Precision, check_number
 from .rules import find_torch_loss, reduction_of
 from .sums import MINIMUM, Criterion, MeanAndWeight, ShardLoss, call_spread, map_weights
@@ -28,6 +26,8 @@ class ShardRunner(nn.Module):
     module: Criterion
     whole: bool  # the loss is computed once, of all outputs
     is_checked = False  # parts of a coupled loss are checked in the first batch
+    is_coupled: bool
+    minimum: float
     devices: list[torch.device] | None  # that outputs may be on
     output_device: torch.device | None
     dim: int | None
@@ -67,7 +67,9 @@ class ShardRunner(nn.Module):
         batch, dim = self.mark(targets, kwargs, entries.dim, len(containers.spread(entries[0])))
         expected = None if None in entries.sizes else sum(size or 0 for size in entries.sizes)
         rows = count_rows(batch, dim, expected, "targets")
-        if not isinstance(outputs, PerReplica) and not all(isinstance(part, PerReplica) for part in outputs):
+        if not (isinstance(outputs, PerReplica) and outputs.has_sizes) and not all(
+            isinstance(part, PerReplica) for part in outputs
+        ):
             check_rows_of_list(entries, rows)
         if expected is None:
             sizes = [1] * len(entries) if rows is None else split_sizes(rows, len(entries))
@@ -96,8 +98,6 @@ class ShardRunner(nn.Module):
                 weights = self._weights_in_place(term, outputs, shards)
             replicas = zip(criteria, outputs, shards, weights, devices, strict=True)
             work = [functools.partial(_run, term, *replica) for replica in replicas]
-            if shards[0].random is not None:
-                work = by_row("criterion", work, shards)
             return self.replicas.workers(work, devices, together=False)
 
     def _weights_in_place(self, term: MeanAndWeight, outputs: PerReplica, shards: Sequence[Shard]) -> list[Any]:
@@ -114,7 +114,8 @@ class ShardRunner(nn.Module):
 
 def _run(term: Callable[..., Any], criterion: Criterion, output: Any, shard: Shard, weights: Any, device: torch.device) -> Any:
     targets, kwargs = move_arguments(shard.targets, device)
-    return term(ShardLoss(criterion, shard.target_rows, output, targets, kwargs, weights))
+    with shard.drawing("criterion"):
+        return term(ShardLoss(criterion, shard.target_rows, output, targets, kwargs, weights))
 
 
 def devices_of(outputs: PerReplica, allowed: Sequence[torch.device] | None) -> list[torch.device]:
@@ -240,18 +241,6 @@ def count_leading(function: Callable[..., Any], targets: int) -> int:
     positional = [parameter for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     required = [parameter for parameter in positional if parameter.default is parameter.empty]
     return max(len(required) - targets, 1)
-
-
-def warn_unknown(criterion: Criterion, stacklevel: int) -> None:
-    """Warns that a criterion is weighted by rows, and names the settings for other criteria."""
-    setting = getattr(criterion, "reduction", "mean")
-    note = "" if setting == "mean" else f" (the attribute reduction={setting!r} has no effect on a forward of its own)"
-    warnings.warn(
-        f"the divisor of the mean of {_described(criterion)} is unknown: it is weighted by rows, which is exact only for a mean "
-        "over rows with equal weights. Give DataParallelCriterion weight=, a function (output, *targets) -> scalar, for another "
-        f"mean; reduction='sum' for a sum; weight='rows' for a mean over rows{note}",
-        stacklevel=stacklevel,
-    )
 
 
 def _described(criterion: Any) -> str:

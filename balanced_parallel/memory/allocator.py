@@ -22,21 +22,12 @@ from typing import NamedTuple
 MIB = 2**20
 _SMALL, _MEDIUM = MIB, 10 * MIB
 _SMALL_SEGMENT, _MEDIUM_SEGMENT, _ROUND = 2 * MIB, 20 * MIB, 2 * MIB
-_FIRST_ADDRESS = 2**32
 Free = tuple[int, int, int]  # size, segment, offset
 Pool = tuple[bool, int]  # small blocks or others, and their stream
 
 
-class Segment(NamedTuple):
-    """Memory of the device, with an invented address."""
-
-    address: int
-    size: int
-    pool: Pool
-
-
 class CachingAllocator:
-    """Segments, in the order of their addresses, and the free blocks in them.
+    """Segments and the free blocks in them.
 
     Free segments are released before the total of all segments exceeds ``capacity`` bytes.
     """
@@ -47,7 +38,7 @@ class CachingAllocator:
         self._free: defaultdict[Pool, list[Free]] = defaultdict(list)
         self._starts: dict[tuple[int, int], Free] = {}
         self._ends: dict[tuple[int, int], Free] = {}
-        self.segments: list[Segment] = []
+        self._segments: list[tuple[int, Pool]] = []  # size and pool
         self._used: dict[int, Free] = {}
 
     def allocate(self, key: int, size: int, stream: int = 0) -> bool:
@@ -69,11 +60,6 @@ class CachingAllocator:
         self.allocated += length
         return True
 
-    def place(self, key: int) -> tuple[int, int]:
-        """Returns the address and the size of the block that was allocated under the name ``key``."""
-        size, segment, offset = self._used[key]
-        return self.segments[segment].address + offset, size
-
     def release(self, key: int) -> None:
         """Frees the bytes that were allocated under the name ``key``."""
         block = self._used.pop(key, None)
@@ -81,7 +67,7 @@ class CachingAllocator:
             return
         size, segment, offset = block
         self.allocated -= size
-        pool = self.segments[segment].pool
+        pool = self._segments[segment][1]
         before, after = self._ends.get((segment, offset)), self._starts.get((segment, offset + size))
         if before is not None:
             self._remove(pool, before)
@@ -114,16 +100,15 @@ class CachingAllocator:
         length = _SMALL_SEGMENT if pool[0] else _MEDIUM_SEGMENT if size < _MEDIUM else -(-size // _ROUND) * _ROUND
         if not self._reserve(length):
             return None
-        address = sum(self.segments[-1][:2]) if self.segments else _FIRST_ADDRESS
-        self.segments.append(Segment(address, length, pool))
-        return length, len(self.segments) - 1, 0
+        self._segments.append((length, pool))
+        return length, len(self._segments) - 1, 0
 
     def _grow(self, pool: Pool, size: int) -> Free | None:
         """Appends pages to the only segment of a pool, behind a free block at its end. Pages given back leave a gap."""
-        number = next((place for place, segment in enumerate(self.segments) if segment.pool == pool), len(self.segments))
-        if number == len(self.segments):
-            self.segments.append(Segment(_FIRST_ADDRESS * 2**8 * (number + 1), 0, pool))
-        address, end, _ = self.segments[number]
+        pools = [other for _, other in self._segments]
+        number = pools.index(pool) if pool in pools else len(pools)
+        self._segments[number:] = self._segments[number:] or [(0, pool)]
+        end, _ = self._segments[number]
         last = self._ends.get((number, end), (0, number, end))
         length = -(-(size - last[0]) // _page(pool)) * _page(pool)
         if self.capacity is not None and self.reserved + length > self.capacity and self._release_free():
@@ -132,7 +117,7 @@ class CachingAllocator:
             return None
         if last[0]:
             self._remove(pool, last)
-        self.segments[number] = Segment(address, end + length, pool)
+        self._segments[number] = end + length, pool
         return last[0] + length, number, last[2]
 
     def _reserve(self, length: int) -> bool:
@@ -149,7 +134,7 @@ class CachingAllocator:
         before = self.reserved
         for pool, free in self._free.items():
             for size, segment, offset in list(free):
-                page = _page(pool) if self.expandable else self.segments[segment].size
+                page = _page(pool) if self.expandable else self._segments[segment][0]
                 first, last = -(-offset // page) * page, (offset + size) // page * page
                 if first < last:
                     self._remove(pool, (size, segment, offset))

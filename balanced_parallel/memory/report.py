@@ -5,24 +5,27 @@ A :class:`MemoryReport` is plain data, and :class:`OtherBatches` behind it has t
 """
 
 import collections
+import contextlib
 import dataclasses
 import datetime
 import html
+import importlib
 import json
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from tabulate import tabulate
 
 from ..runtime.values import UNITS, check_number, format_bytes, parse_each
 from .lengths import LengthTraces
 from .lines import Lines, most_that_fit, trace_exactly
-from .snapshots import make_snapshot
+from .trace.allocations import MAYBE
 from .trace.layouts import Request
 
 _HOLDERS = 12  # of a peak, the largest
@@ -68,20 +71,16 @@ class OtherBatches:
     def allocated_at(self, rows: int) -> tuple[int, ...]:
         """Returns the allocated bytes of each device for ``rows`` rows."""
         is_special = rows == 1 or not self.lines.is_affine  # one row broadcasts and has other strides
-        return self.traced_at(rows) if is_special else self.lines.allocated_by_device(rows)
-
-    def traced_at(self, rows: int) -> tuple[int, ...]:
-        """Returns the allocated bytes of each device in a trace of ``rows`` rows."""
-        return self._trace(rows).allocated_by_device()
+        return self.trace(rows).allocated_by_device() if is_special else self.lines.allocated_by_device(rows)
 
     def at(self, rows: int) -> tuple[Lines, int | None]:
         """Returns lines, and the rows at which to read them; None for the traced ones."""
-        return (self.lines, rows) if self.lines.is_affine else (self._trace(rows), None)
+        return (self.lines, rows) if self.lines.is_affine else (self.trace(rows), None)
 
     def largest(self, limits: Sequence[int]) -> int:
         """Returns the most rows that fit; 0 if not even one row fits. A trace at the result confirms it."""
         rows = most_that_fit(lambda rows: self.fits(rows, limits))
-        while self.lines.is_affine and rows and not self._trace(rows).fit(limits):  # not affine in between
+        while self.lines.is_affine and rows and not self.trace(rows).fit(limits):  # not affine in between
             rows -= 1
         return rows
 
@@ -90,7 +89,8 @@ class OtherBatches:
         lines, at = self.at(rows)
         return lines.fit(limits, at)
 
-    def _trace(self, rows: int) -> Lines:
+    def trace(self, rows: int) -> Lines:
+        """Returns the lines of a trace of ``rows`` rows."""
         if rows == self.exact.first.rows:
             return self.exact
         if rows not in self.traces:
@@ -170,67 +170,32 @@ class MemoryReport:
             length: of all rows, if the estimate had ``lengths=``.
 
         Raises:
-            ValueError: ``rows`` or ``length`` is not positive, this report was read from a file, or it has no lengths.
+            ValueError: a number is not positive, this report was read from a file, or it has no lengths.
         """
-        check_number("rows", rows, "a positive number", at_least=1, whole=True)
-        if length is None:
-            return self._of_batches.allocated_at(rows)
-        check_number("length", length, "a positive number", at_least=1, whole=True)
-        return self._of_lengths.allocated(rows, length)
+        for name, number in {"rows": rows, "length": 1 if length is None else length}.items():
+            check_number(name, number, "a positive number", at_least=1, whole=True)
+        return self.batches.allocated_at(rows) if length is None else self._of_lengths.allocated(rows, length)
 
     def largest(self, capacity: int | str | Sequence[int | str]) -> int:
         """Returns the most rows of a micro-batch, over all devices, that fit; 0 if not even one row fits.
 
         Args:
             capacity: bytes or text such as ``"24GiB"``, for each device or one for all.
-
-        Raises:
-            ValueError: not a size of memory, a wrong number of sizes, or this report was read from a file.
         """
-        return self._of_batches.largest(parse_each(capacity, self.devices))
+        return self.batches.largest(parse_each(capacity, self.devices))
 
     def largest_cost(self, capacity: int | str | Sequence[int | str]) -> int:
         """Returns the largest budget of cost that fits: a ``micro_batch_cost`` for :class:`TrainStep`.
 
         Each device may run any shard whose ``rows x longest`` is within it. The estimate had ``lengths=``. The result is a
-        number of the longest rows: 0 if one of them does not fit.
-
-        Args:
-            capacity: as for :meth:`largest`.
-
-        Raises:
-            ValueError: as for :meth:`largest`, or the estimate had no lengths.
+        number of the longest rows: 0 if one of them does not fit. ``capacity`` is as for :meth:`largest`.
         """
         return self._of_lengths.largest_cost(parse_each(capacity, self.devices))
-
-    def levels_at(self, rows: int) -> list[list[int]]:
-        """Returns the timeline for micro-batches of ``rows`` rows over all devices.
-
-        Raises:
-            ValueError: as for :meth:`at`.
-        """
-        lines, at = self._lines_at(rows)
-        return [lines.levels(device, at)[lines.start :].tolist() for device in lines.request.traced_devices]
-
-    def holders_at(self, rows: int) -> list[tuple[Holder, ...]]:
-        """Returns ``where`` for micro-batches of ``rows`` rows over all devices.
-
-        Raises:
-            ValueError: as for :meth:`at`.
-        """
-        lines, at = self._lines_at(rows)
-        return [holders_of(lines, device, at) for device in lines.request.traced_devices]
 
     def save_html(self, path: Path | str, capacity: int | str | Sequence[int | str] | None = None) -> None:
         """Writes a page that needs no network: memory over the step, a slider for the rows, and the holders of the peak.
 
-        Args:
-            path: of the file.
-            capacity: as for :meth:`largest`. It is drawn as a line.
-
-        Raises:
-            ImportError: plotly is not installed.
-            ValueError: not a size of memory, a wrong number of sizes, or this report was read from a file.
+        ``capacity``, as for :meth:`largest`, is drawn as a line. This needs plotly.
         """
         write_page(path, self, capacity)
 
@@ -238,28 +203,17 @@ class MemoryReport:
         """Writes both updates for torch's memory visualiser, https://pytorch.org/memory_viz.
 
         The file has the format of ``torch.cuda.memory._dump_snapshot``: every allocation and release of each device, with the
-        module, the operator and the line. Addresses are invented.
-
-        Raises:
-            ValueError: this report was read from a file.
+        module, the operator and the line. Addresses are invented, and there are no segments.
         """
-        batches = self._of_batches
-        Path(path).write_bytes(pickle.dumps(make_snapshot(batches.exact, batches.read)))
-
-    def _lines_at(self, rows: int) -> tuple[Lines, int | None]:
-        check_number("rows", rows, "a positive number", at_least=1, whole=True)
-        return self._of_batches.at(rows)
+        traces = [list(_snapshot_events(self.batches.exact, *place)) for place in self.batches.read]
+        Path(path).write_bytes(pickle.dumps({"segments": [], "device_traces": traces}))
 
     @property
-    def _of_batches(self) -> OtherBatches:
+    def batches(self) -> OtherBatches:
+        """The traces behind this report."""
         if self._batches is None:
             raise ValueError("this report was read from a file: call memory.estimate again for other batches")
         return self._batches
-
-    @property
-    def request(self) -> Request:
-        """The traced step."""
-        return self._of_batches.request
 
     @property
     def _of_lengths(self) -> LengthTraces:
@@ -292,6 +246,21 @@ class MemoryReport:
         columns |= {name: tuple(parts[name] for parts in self.parts) for name in names}
         rows = [[f"device {i}", *(format_bytes(sizes[i]) for sizes in columns.values())] for i in range(self.devices)]
         return str(tabulate(rows, ["", *columns], style, disable_numparse=True, stralign="right"))
+
+
+def _snapshot_events(lines: Lines, device: int, rows: int | None) -> Iterator[dict[str, Any]]:
+    name, sizes = lines.device_name(device), lines.sizes(rows)
+    addresses = 2**32 + np.cumsum(sizes) - sizes  # no two blocks overlap
+    for time, event in enumerate(lines.first.events):
+        place = abs(event) - 1
+        block, size = lines.first.blocks[place], int(sizes[place])
+        if block.device == name and size and block.kind != MAYBE:
+            file, _, number = block.line.rpartition(":")
+            source = {"filename": file, "line": int(number)} if number.isdigit() else {"filename": block.line, "line": 0}
+            frames = [{"name": block.module or block.operator, **source}, {"name": block.operator, "filename": "", "line": 0}]
+            allocation = {"addr": int(addresses[place]), "size": size, "stream": block.stream, "frames": frames}
+            for later, action in enumerate(["alloc"] if event > 0 else ["free_requested", "free_completed"]):
+                yield {"action": action, **allocation, "category": block.kind, "time_us": 2 * time + later}
 
 
 POINTS = 600  # of a curve
@@ -339,19 +308,18 @@ def write_page(
 ) -> None:
     """Writes the page of :meth:`MemoryReport.save_html`, with the options of a plan (HTML) as a section."""
     limits = () if capacity is None else parse_each(capacity, report.devices)
-    rows = rows_to_show(report, limits, STEPS)[0] if report.affine else [report.rows]  # another number would be traced
+    rows = _rows_to_show(report, limits) if report.affine else [report.rows]  # another number would be traced
     pages = [_page(report, count, limits) for count in rows]
-    request, versions = report.request, f"torch {torch.__version__}, balanced_parallel {version('balanced-parallel')}"
+    versions = f"torch {torch.__version__}, balanced_parallel {version('balanced-parallel')}"
     way = title_of(report).rpartition(", ")[0]  # the slider changes the rows
-    title = f"{type(request.module).__name__}: {way} ({versions}, {datetime.date.today()})"
-    options = options and f"<h2>Options of the plan</h2>\n{options}"
-    first = pages[rows.index(report.rows)]
-    figure = _figure(report, rows, limits).to_html(
-        full_html=False, include_plotlyjs=True, div_id="memory", config={"responsive": True}
-    )
-    assumed = "".join(f"<p>{html.escape(name)}: {html.escape(source)}</p>" for name, source in report.assumed.items())
+    title = f"{type(report.batches.request.module).__name__}: {way} ({versions}, {datetime.date.today()})"
     text = _PAGE.format(
-        assumed=assumed, title=html.escape(title), figure=figure, options=options, pages=json.dumps(pages), **first
+        title=html.escape(title),
+        figure=_figure(report, rows, limits).to_html({"responsive": True}, full_html=False, div_id="memory"),
+        assumed="".join(f"<p>{html.escape(name)}: {html.escape(source)}</p>" for name, source in report.assumed.items()),
+        options=options and f"<h2>Options of the plan</h2>\n{options}",
+        pages=json.dumps(pages),
+        **pages[rows.index(report.rows)],
     )
     Path(path).write_text(text, encoding="utf-8")
 
@@ -362,21 +330,15 @@ def title_of(report: MemoryReport) -> str:
     return f"{report.layout} on {report.devices} x {report.device_kind}, {report.precision}, {size}"
 
 
-def titled_phases(report: MemoryReport) -> dict[str, int]:
-    """Returns the phases with their titles: the backward of the last micro-batch is not the only one."""
-    titles = {"backward": "last backward"} if report.micro_batches > 1 else {}
-    return {titles.get(name, name): place for name, place in report.phases.items()}
-
-
-def rows_to_show(report: MemoryReport, limits: Sequence[int], count: int) -> tuple[list[int], int]:
-    """Returns about ``count`` numbers of rows, up to 20 % beyond the largest that fits, and that number; 0 if it is not known."""
-    try:
-        largest = report.largest(limits) if limits and report.affine else 0
-    except ValueError:  # any number fits
-        largest = 0
+def _rows_to_show(report: MemoryReport, limits: Sequence[int]) -> list[int]:
+    """Returns about ``STEPS`` numbers of rows, up to 20 % beyond the largest that fits, which is one of them."""
+    largest = 0
+    if limits:
+        with contextlib.suppress(ValueError):  # any number fits
+            largest = report.largest(limits)
     most = max(largest * 1.2, 2 * report.rows)
-    rows = {max(1, round(most * step / count / report.devices)) * report.devices for step in range(1, count + 1)}
-    return sorted({*rows, report.rows, *([largest] if largest else [])}), largest
+    rows = {max(1, round(most * step / STEPS / report.devices)) * report.devices for step in range(1, STEPS + 1)}
+    return sorted({*rows, report.rows, largest} - {0})
 
 
 def unit_of(size: int) -> str:
@@ -387,13 +349,15 @@ def unit_of(size: int) -> str:
 def _page(report: MemoryReport, rows: int, limits: Sequence[int]) -> dict[str, str]:
     peaks = report.allocated if rows == report.rows else report.at(rows)
     hottest = peaks.index(max(peaks))
-    fits = "".join(
-        f", {'fits' if report._of_batches.fits(rows, limits) else 'does not fit'} "
-        f"in {' + '.join(map(format_bytes, limits if len(set(limits)) > 1 else limits[:1]))}"
-        for _ in limits[:1]
-    )
-    text = f"{report.micro_batches} micro-batch(es) of {rows} rows: peak {format_bytes(max(peaks))} on device {hottest}{fits}"
-    holders = report.where[hottest] if rows == report.rows else report.holders_at(rows)[hottest]
+    text = f"{report.micro_batches} micro-batch(es) of {rows} rows: peak {format_bytes(max(peaks))} on device {hottest}"
+    if limits:
+        sizes = limits if len(set(limits)) > 1 else limits[:1]
+        verdict = "fits" if report.batches.fits(rows, limits) else "does not fit"
+        text += f", {verdict} in {' + '.join(map(format_bytes, sizes))}"
+    holders = report.where[hottest]
+    if rows != report.rows:
+        lines, at = report.batches.at(rows)
+        holders = holders_of(lines, lines.request.traced_devices[hottest], at)
     return {"peak": text, "holders": holders_table(holders, "html")}
 
 
@@ -405,7 +369,8 @@ def _figure(report: MemoryReport, rows: Sequence[int], limits: Sequence[int]) ->
     for device, (x, y) in enumerate(curves[report.rows]):
         hue = 180 + 120 * device // report.devices  # from cyan to violet: gray are phases, and red is the capacity
         figure.add_scatter(x=x, y=y, line_shape="hv", line_color=f"hsl({hue}, 70%, 45%)", name=f"device {device}")
-    for name, place in {"forward": 0, **titled_phases(report)}.items():
+    backward = "last backward" if report.micro_batches > 1 else "backward"
+    for name, place in {"forward": 0, backward: report.phases["backward"], "update": report.phases["update"]}.items():
         figure.add_vline(x=place, line_dash="dot", line_color="gray", annotation_text=name, annotation_textangle=-90)
     for limit in dict.fromkeys(limits):
         label = {"annotation_text": f"capacity {format_bytes(limit)}", "annotation_position": "bottom right"}
@@ -414,12 +379,8 @@ def _figure(report: MemoryReport, rows: Sequence[int], limits: Sequence[int]) ->
         {"label": str(count), "method": "restyle", "args": [{"x": [x for x, _ in lines], "y": [y for _, y in lines]}]}
         for count, lines in curves.items()
     ]
-    slider = {
-        "active": list(rows).index(report.rows),
-        "currentvalue": {"prefix": "rows over all devices: "},
-        "pad": {"t": 60},
-        "steps": steps,
-    }
+    prefix = {"prefix": "rows over all devices: "}
+    slider = {"active": list(rows).index(report.rows), "currentvalue": prefix, "pad": {"t": 60}, "steps": steps}
     figure.update_layout(
         xaxis_title="allocations and releases",
         yaxis_title=f"{unit} of tensors",
@@ -433,7 +394,11 @@ def _figure(report: MemoryReport, rows: Sequence[int], limits: Sequence[int]) ->
 
 
 def _levels(report: MemoryReport, rows: int) -> Sequence[Sequence[int]]:
-    return report.timeline if rows == report.rows else report.levels_at(rows)
+    """Returns the timeline of each device for other rows."""
+    if rows == report.rows:
+        return report.timeline
+    lines, at = report.batches.at(rows)
+    return [lines.levels(device, at)[lines.start :].tolist() for device in lines.request.traced_devices]
 
 
 def _thinned(line: Sequence[int], unit: int) -> tuple[list[int], list[float]]:
@@ -447,7 +412,6 @@ def _thinned(line: Sequence[int], unit: int) -> tuple[list[int], list[float]]:
 def load_plotly() -> Any:
     """Returns plotly's graph objects."""
     try:
-        from plotly import graph_objects
+        return importlib.import_module("plotly.graph_objects")
     except ImportError as error:
         raise ImportError("pages need plotly, which is not installed: pip install 'balanced-parallel[plot]'") from error
-    return graph_objects

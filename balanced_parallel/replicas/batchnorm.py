@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..runtime.collectives import gather_rows, statistics_group, world_size
+from ..runtime.collectives import gather_rows, second_group, world_size
 from ..runtime.devices import current_stream
 from ..runtime.streams import wait_for
 from ..runtime.torch_private import BatchNorm, current_backward_id
@@ -177,12 +177,12 @@ class AllRowsBatchNorm(BatchNorm):
 
 
 class AllRanksBatchNorm(nn.SyncBatchNorm):
-    """torch's ``SyncBatchNorm``, in the process group of :func:`statistics_group`."""
+    """torch's ``SyncBatchNorm``, in the process group for statistics."""
 
     @property
     def process_group(self) -> Any:  # type: ignore[override]
         """Returns the process group. It is not an attribute of the layer, which could then not be copied or pickled."""
-        return statistics_group()
+        return second_group("statistics")
 
 
 class Statistics(NamedTuple):
@@ -207,7 +207,7 @@ def _gather_statistics(values: Tensor, dims: list[int]) -> list[Statistics]:
     if world_size() == 1:
         return moved
     packed = torch.stack([torch.cat([part.moments, torch.full_like(part.moments[:1], part.size)]) for part in moved])
-    gathered = gather_rows(packed, [len(packed)] * world_size(), 0, statistics_group())
+    gathered = gather_rows(packed, [len(packed)] * world_size(), 0, second_group("statistics"))
     sizes = gathered[:, 2, 0].tolist()  # the host waits once
     return [Statistics(int(size), part[:2]) for size, part in zip(sizes, gathered, strict=True)]
 

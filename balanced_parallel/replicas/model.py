@@ -10,12 +10,11 @@ import torch
 from torch import nn
 
 from ..batch.containers import Dims, check_dim, check_dims, leaf_dims, leaves
-from ..batch.outputs import PerReplica, join, repeated_rows
+from ..batch.outputs import PerReplica
 from ..batch.plan import check_split, share_by_memory
-from ..batch.rows import Arguments, Batch, MicroBatch, Shard, mark_inputs, move_arguments, move_leaves
+from ..batch.rows import Arguments, Batch, MicroBatch, Shard, mark_inputs, move_arguments
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.random_numbers import offset_seeds
-from ..runtime.row_random import by_row
 from ..runtime.values import Precision, check_type
 from .batchnorm import AllRowsBatchNorm
 from .module_tree import check_module
@@ -178,16 +177,12 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
 
     def _run_shards(self, shards: Sequence[Shard], method: str | None) -> PerReplica:
         """Runs a replica on each shard of one forward, which are in the order of the ``devices``. Returns their outputs."""
-        devices, sizes = [], []
-        for shard in shards:
-            devices.append(shard.device)
-            sizes.append(None if shard.rows is None else len(shard.rows))
+        devices = [shard.device for shard in shards]
+        sizes = [None if shard.rows is None else len(shard.rows) for shard in shards]
         if len(devices) > 1:
             offset_seeds(self.devices)
         with self.precision.autocast(devices), self.replicas.of(self.module, devices, self.devices[0]) as modules:
             work = [functools.partial(_call, method, *replica) for replica in zip(modules, shards, strict=True)]
-            if shards[0].random is not None:
-                work = by_row("model", work, shards)
             together = len(work) > 1 and any(isinstance(part, AllRowsBatchNorm) for part in self.replicas.modules_of(self.module))
             outputs = self.replicas.workers(work, devices, together=together)
         return PerReplica(outputs, sizes, self.out_dims)
@@ -195,16 +190,12 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
     def _gather(self, outputs: PerReplica) -> Any:
         if outputs.order is not None:
             return outputs.gather(self._gathers_on)
-        if len(outputs) == 1:
-            return move_leaves(outputs[0], self._gathers_on)
-        if refusal := repeated_rows(outputs, outputs.sizes, self.out_dims):
-            raise ValueError(refusal)
         rows = max(size or 0 for size in outputs.sizes)
         output = outputs[outputs.sizes.index(rows)]
         for (place, leaf), dim in zip(leaves(output), leaf_dims(output, self.out_dims, 0), strict=True):
             shape = leaf.shape if isinstance(leaf, torch.Tensor) else (rows,)
             is_scalar = shape == () or (dim is not None and shape[dim:][:1] == (1,) and rows > 1)
-            if is_scalar and torch.is_grad_enabled() and not self._warned:
+            if is_scalar and len(outputs) > 1 and torch.is_grad_enabled() and not self._warned:
                 self._warned = True
                 warnings.warn(
                     f"the output{place} has one value per replica. If it is a loss, the mean of the gathered values is not the "
@@ -212,9 +203,10 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
                     "DataParallelCriterion with weight= and no gather_outputs",
                     stacklevel=6,
                 )
-        return join(outputs, self._gathers_on, self.out_dims)
+        return outputs.on(self._gathers_on)
 
 
 def _call(method: str | None, replica: nn.Module, shard: Shard) -> Any:
     inputs, kwargs = move_arguments(shard.inputs, shard.device)
-    return (replica if method is None else getattr(replica, method))(*inputs, **kwargs)
+    with shard.drawing("model"):
+        return (replica if method is None else getattr(replica, method))(*inputs, **kwargs)

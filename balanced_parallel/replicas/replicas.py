@@ -117,7 +117,8 @@ class Replicas:
         tree = self.tree
         if tree is None or not tree.still_is(module):
             tree = ModuleTree(module)
-            if self.tree is None or not self.tree.has_parameters_of(tree):
+            before = self.tree
+            if before is None or before.kinds != tree.kinds or [*map(id, before.parameters)] != [*map(id, tree.parameters)]:
                 self._refuse_sharded()
                 self.gradients.rebuild()
                 self.copies = ParameterCopies()
@@ -223,11 +224,7 @@ def window(*replicas: Replicas, deferred: bool = False) -> Iterator[None]:
 
 def parameter_window(*modules: Any) -> AbstractContextManager[None]:
     """Opens a :func:`window` of those modules that have replicas."""
-    replicas = []
-    for module in modules:
-        if isinstance(each := getattr(module, "replicas", None), Replicas):
-            replicas.append(each)
-    return window(*replicas)
+    return window(*[each for module in modules if isinstance(each := getattr(module, "replicas", None), Replicas)])
 
 
 _UNKNOWN = (0, torch.Size([-1]), 0, False)  # state of a parameter

@@ -57,30 +57,21 @@ def rank(group: Group = None) -> int:
     return dist.get_rank(group or _batch_group) if world_size(group) > 1 else 0
 
 
-def statistics_group(group: Group = None) -> Group:
-    """Returns a second process group of all ranks, for the statistics of layers. They may come before or after the gradients.
-
-    All ranks make it together in the first call.
-    """
-    return _second_group("statistics", None, group)
-
-
-def host_group(group: Group = None) -> Group:
-    """Returns a process group of all ranks for the words of the hosts, between collectives of parameters and gradients."""
-    return _second_group("hosts", None, group)
-
-
-def checkpoint_group(group: Group = None) -> Group:
+def checkpoint_group() -> Group:
     """Returns a process group of all ranks for the thread that writes checkpoints, with the CPU's backend: it moves objects."""
     if _batch_group is not None:  # each group of ranks would write to the same files
         raise ValueError(
             f"Checkpoints with mesh= of {world_size()} of {dist.get_world_size()} ranks, expected all ranks: save "
             "step.state_dict() with torch.distributed.checkpoint"
         )
-    return _second_group("checkpoints", "gloo", group)
+    return second_group("checkpoints", "gloo")
 
 
-def _second_group(purpose: str, backend: str | None, group: Group) -> Group:
+def second_group(purpose: str, backend: str | None = None, group: Group = None) -> Group:
+    """Returns a process group of the same ranks, whose collectives may come before or after those of the gradients.
+
+    All ranks make it together in the first call for a ``purpose``, such as the statistics of layers.
+    """
     group = group or _batch_group
     first = group or dist.group.WORLD if world_size(group) > 1 else None
     if first is None:
@@ -227,7 +218,7 @@ def begin_reduction() -> None:
 
 
 @contextlib.contextmanager
-def naming_ranks(group: Group = None) -> Iterator[None]:
+def naming_ranks() -> Iterator[None]:
     """Adds the ranks that have not begun this rank's last reduction to an error of a collective."""
     try:
         yield
@@ -235,14 +226,14 @@ def naming_ranks(group: Group = None) -> Iterator[None]:
         raise
     except RuntimeError as error:
         with contextlib.suppress(Exception):  # the store may have ended as well
-            if missing := _missing(group):
+            if missing := _missing():
                 error.add_note(f"rank {dist.get_rank()} waits in the reduction of step {_updates}, and {', '.join(missing)}")
         raise
 
 
-def _missing(group: Group) -> list[str]:
+def _missing() -> list[str]:
     store, missing = torch_private.default_store(), []
-    for other in dist.get_process_group_ranks(group or _batch_group):
+    for other in dist.get_process_group_ranks(_batch_group):
         key = _KEY.format(other)
         reached = int(store.get(key)) if store.check([key]) else 0
         if reached < _updates:

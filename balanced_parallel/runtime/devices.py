@@ -104,9 +104,14 @@ def keep_random_state() -> contextlib.AbstractContextManager[None]:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Returns the number of bytes that can still be allocated: free memory, and unused memory of torch's caching allocator."""
+    """Returns the number of bytes that can still be allocated: free memory, and unused memory of torch's caching allocator.
+
+    On the CPU of a system that does not tell the free memory, such as macOS, it is half of the memory.
+    """
     if not is_accelerator(device):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        tells_free = "SC_AVPHYS_PAGES" in os.sysconf_names
+        pages = os.sysconf("SC_AVPHYS_PAGES") if tells_free else os.sysconf("SC_PHYS_PAGES") // 2
+        return pages * os.sysconf("SC_PAGE_SIZE")
     free, _ = torch.accelerator.get_memory_info(device)
     return free + torch.accelerator.memory_reserved(device) - torch.accelerator.memory_allocated(device)
 

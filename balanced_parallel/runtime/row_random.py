@@ -2,12 +2,12 @@
 
 A number depends on the seed of the update, the number of the draw in the forward, the row, and the element of the row::
 
-    seed of a line  =  mix(hash of update and draw + row * A + coordinate * B + coordinate * C ...)
+    seed of a line  =  mix(hash of update and draw + row * F ** n + coordinate * F ** m + ...)
     number j of it  =  word j % 4 of philox4x32-10(key = seed of the line, counter = j // 4)
 
 A line is the last dimension of a tensor. Coordinates of the other dimensions are separate, so a row that is padded to another
-length has the same numbers where it has data. The bits are those of torch's stateless numbers (``torch.func._random``,
-pytorch#177229) with a key for each line: by torch's kernel, by the Triton kernel of ``dropout_kernel``, or by integer operators.
+length has the same numbers where it has data. Integer operators and the Triton kernel of ``dropout_kernel`` make the same bits:
+those of torch's stateless numbers (``torch.func._random``, pytorch#177229, whose kernels come with torch 2.15).
 
 torch's kernels that draw are replaced during an update. A replaced kernel looks for the forward that runs, so modules, functions,
 composites in C++ (``nn.LSTM``) and worker threads are covered. A call with ``generator=`` runs torch's kernel.
@@ -18,25 +18,21 @@ checkpointing saves and sets states of generators, and so carries it into the ba
 
 import contextlib
 import contextvars
-import functools
 import itertools
 import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .torch_private import DRAWS_OF_ONE_FORM, attention_in_parts, has_kernel, remove_kernels, uniform_of_keys
+from .torch_private import DRAWS_OF_ONE_FORM, attention_in_parts, has_kernel, remove_kernels
 
 _LOW = 2**32 - 1
 _DRAW_BITS = 24  # of a ticket, for the number of a draw
-_DRAW, _ROW, *_COORDINATES = (  # factors of 64 bits, odd and without a pattern; coordinates from the innermost on
-    *(0x9E3779B97F4A7C15, 0x6C8E9CF570932BD5, 0xE220A8397B1DCDAF, 0xA5CB9243F1CEFE2D, 0xC1D38CE22A1A3B4F),
-    *(0x910A2DEC89025CC1, 0xBEEB8DA1658EEC67, 0xF893A2EEFB32555F, 0x71C18690EE42C90B),
-)
+_FACTOR = 0x9E3779B97F4A7C15  # of 64 bits, odd and without a pattern
 
 
 def signed(number: int) -> int:
@@ -60,17 +56,11 @@ def number_lines(shape: Sequence[int], rows: Tensor | None, dim: int, device: to
     sizes = list(shape) or [1]
     if rows is not None:
         sizes[dim : dim + 1] = [len(rows), shape[dim] // len(rows)]
-        if dim == len(shape) - 1 and sizes[-1] == 1:
-            sizes.append(1)
-    inner = [axis for axis in reversed(range(len(sizes) - 1)) if rows is None or axis not in (dim, dim + 1)]
-    if rows is not None and dim + 1 < len(sizes) - 1:
-        inner.append(dim + 1)  # parts of a row are the outermost coordinate, wherever the rows are
     numbers = torch.zeros((), dtype=torch.int64, device=device)
-    if rows is not None:
-        numbers = numbers + (rows * signed(_ROW)).view([-1] + [1] * (len(sizes) - 1 - dim))
-    for factor, axis in zip(_COORDINATES, inner, strict=False):
-        numbers = numbers + (torch.arange(sizes[axis], device=device) * signed(factor)).view([-1] + [1] * (len(sizes) - 1 - axis))
-    return numbers.expand(*sizes[:-1], 1), sizes[-1]
+    for axis, size in enumerate(sizes[:-1]):
+        coordinates = torch.arange(size, device=device) if rows is None or axis != dim else rows
+        numbers = numbers[..., None] + coordinates * signed(_FACTOR ** (axis + 2))
+    return numbers[..., None], sizes[-1]
 
 
 def philox(seeds: Tensor, words: int) -> Tensor:
@@ -90,16 +80,19 @@ def philox(seeds: Tensor, words: int) -> Tensor:
 
 def uniform(seeds: Tensor, length: int, dtype: torch.dtype) -> Tensor:
     """Returns numbers in [0, 1), ``[..., length]`` for seeds ``[..., 1]``, in float32 (24 bits) or float64 (53 bits)."""
-    if (numbers := uniform_of_keys(seeds, length, dtype)) is not None:
-        return numbers
     if dtype == torch.float64:
-        pairs = philox(seeds, 2 * length).unflatten(-1, (length, 2))
-        bits: Tensor = ((pairs[..., 0] << 32) | pairs[..., 1]) & (2**53 - 1)
+        high, low = philox(seeds, 2 * length).unflatten(-1, (length, 2)).unbind(-1)
+        bits: Tensor = ((high << 32) | low) & (2**53 - 1)
         return bits.to(dtype).mul_(2.0**-53)
     return (philox(seeds, length) & 0xFFFFFF).to(dtype).mul_(2.0**-24)
 
 
-Draw: TypeAlias = tuple[str, int, int | None]  # operator, number of dimensions, and that of the rows; None if it has no rows
+class Draw(NamedTuple):
+    """A draw of a forward of two rows."""
+
+    operator: str
+    shape: tuple[int, ...]
+    dim: int | None  # of the rows; None if it has none
 
 
 class UpdateRandom:
@@ -131,11 +124,10 @@ class BatchRandom(NamedTuple):
 
         ``rows`` are their numbers in the batch; None if the arguments have no rows.
         """
-        numbers = None if rows is None else torch.tensor(rows, dtype=torch.int64, device=device) + self.first
-        forward = Forward(self, part, numbers, device)
+        generator = _generator(device)
+        forward = Forward(self, part, rows, device)
         _forwards[forward.ticket] = forward
         self.update.forwards.append(forward)
-        generator = _generator(device)
         other = _forwards.get(generator.initial_seed() >> _DRAW_BITS)  # replicas of one device that take turns
         forward.state_before = generator.get_state() if other is None else other.state_before
         token = running.set(forward)
@@ -149,57 +141,44 @@ class BatchRandom(NamedTuple):
             forward.lines.clear()
 
 
-def by_row(part: str, work: Sequence[Callable[[], Any]], shards: Sequence[Any]) -> list[functools.partial[Any]]:
-    """Returns the calls of replicas, each with the random numbers of its shard."""
-
-    def run(call: Callable[[], Any], shard: Any) -> Any:
-        with shard.random.drawing(part, shard.rows, shard.device):
-            return call()
-
-    return [functools.partial(run, *each) for each in zip(work, shards, strict=True)]
-
-
 class Forward:
     """One forward of one replica, with the numbers of its rows on its device."""
 
-    def __init__(self, batch: BatchRandom, part: str, rows: Tensor | None, device: torch.device) -> None:
-        self.batch, self.part, self.device = batch, part, device
+    def __init__(self, batch: BatchRandom, part: str, rows: Sequence[int] | None, device: torch.device) -> None:
+        self.part, self.device, self.count = part, device, 0 if rows is None else len(rows)
         self.expected = None if batch.draws is None else batch.draws.get(part, ())
-        self.rows = {} if rows is None else {device: rows}
-        self.count = 0 if rows is None else len(rows)
         self.shapes: list[tuple[str, tuple[int, ...]]] = []  # operator and shape of each draw
         self.lines: dict[Any, tuple[Tensor, int]] = {}  # by shape
         self.ticket, self.next_draw = next(_tickets), 0
         self.state_before: Any = None  # of the generator
-        self._seed = batch.update.seed + len(part)
+        self._rows = torch.tensor(rows or (), dtype=torch.int64, device=device) + batch.first
+        self._seed, self._shared = batch.update.seed + len(part), batch.shared
 
     def seeds(self, operator: str, draw: int, shape: Sequence[int], device: torch.device) -> tuple[Tensor, int]:
         """Returns the seed of each line of a tensor that is drawn, and the length of a line."""
         if draw == len(self.shapes):  # not when it runs again
             self.shapes.append((operator, tuple(shape)))
-        dim = self._dim(operator, draw, shape)
+        dim = self._dim(operator, draw, tuple(shape))
         key = tuple(shape), dim, device
         if (lines := self.lines.get(key)) is None:
-            if dim is not None and device not in self.rows:
-                self.rows[device] = self.rows[self.device].to(device)
-            lines = number_lines(shape, None if dim is None else self.rows[device], dim or 0, device)
+            lines = number_lines(shape, None if dim is None else self._rows.to(device), dim or 0, device)
             if running.get() is self:  # when it runs again, nobody would forget them
                 self.lines[key] = lines
-        return mix(lines[0] + signed(self._seed + (2 * draw + (dim is None)) * _DRAW)), lines[1]
+        return mix(lines[0] + signed(self._seed + (2 * draw + (dim is None)) * _FACTOR)), lines[1]
 
-    def _dim(self, operator: str, draw: int, shape: Sequence[int]) -> int | None:
+    def _dim(self, operator: str, draw: int, shape: tuple[int, ...]) -> int | None:
         """Returns the dimension of the rows, or None if a tensor has no rows."""
         if self.expected is None or not self.count:
             return None
         if draw < len(self.expected):
-            (*kind, dim), size = self.expected[draw], tuple(shape)
-            shared = self.batch.shared if dim is None else None
-            is_same = shared is None or shared.setdefault((self.part, draw), size) == size
-            if [operator, len(shape)] == kind and is_same and (dim is None or shape[dim] % self.count == 0):
+            name, small, dim = self.expected[draw]
+            shared = None if dim is not None or self._shared is None else self._shared.setdefault((self.part, draw), shape)
+            is_same = operator == name and len(shape) == len(small) and shared in (None, shape)
+            if is_same and (dim is None or shape[dim] % self.count == 0):
                 return dim
         raise ValueError(
-            f"draw {draw} of the {self.part} is {operator} of shape {tuple(shape)} for {self.count} rows, expected the draws of "
-            f"a forward of two rows{_AS_ROWS}"
+            f"draw {draw} of the {self.part} is {operator} of shape {shape} for {self.count} rows, expected the draws of a "
+            f"forward of two rows{_AS_ROWS}"
         )
 
     def check_end(self, generator: Any) -> None:
@@ -223,14 +202,14 @@ def find_draws(forwards: Sequence[Forward]) -> list[Draw]:
     two, three = (forward.shapes for forward in forwards)
     draws: list[Draw] = []
     for number, ((name, small), (other, large)) in enumerate(itertools.zip_longest(two, three, fillvalue=("nothing", ()))):
-        grown = [axis for axis in range(len(small)) if len(small) == len(large) and small[axis] != large[axis]]
+        grown = [axis for axis, (size, other_size) in enumerate(zip(small, large, strict=False)) if size != other_size]
         is_even = all(3 * small[axis] == 2 * large[axis] for axis in grown)
         if name != other or len(small) != len(large) or len(grown) > 1 or not is_even:
             raise ValueError(
                 f"draw {number} of the {forwards[0].part} is {name} of shape {small} for 2 rows, and {other} of shape {large} "
                 f"for 3, expected one dimension of rows{_AS_ROWS}"
             )
-        draws.append((name, len(small), grown[0] if grown else None))
+        draws.append(Draw(name, small, grown[0] if grown else None))
     return draws
 
 
@@ -241,7 +220,12 @@ _forwards: dict[int, Forward] = {}  # by ticket, of the updates that run: a back
 
 def _generator(device: torch.device) -> Any:
     """Returns the default generator of a device."""
-    return torch.default_generator if device.type == "cpu" else torch.get_device_module(device).default_generators[device.index]
+    if device.type == "cpu":
+        return torch.default_generator
+    generators = getattr(torch.get_device_module(device), "default_generators", None)
+    if generators is None:
+        raise NotImplementedError(f"reproducible=True on {device}, expected CUDA or the CPU: torch does not give its generators")
+    return generators[device.index]
 
 
 class _Begun(NamedTuple):
@@ -261,34 +245,17 @@ class _Begun(NamedTuple):
 
 def _find_forward(device: torch.device) -> tuple[Forward | None, int]:
     """Returns the forward that draws on a device, or runs again, and the number of its next draw; None if there is none."""
-    if (forward := running.get()) is not None:
-        ticket, draw = _read_ticket(forward.device)
-        return forward, draw if ticket == forward.ticket else forward.next_draw  # unless another replica has had its turn
-    devices = [device]
-    if (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
+    forward = running.get()
+    devices = [device if forward is None else forward.device]
+    if forward is None and (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
         # the thread of a device's backward may draw on the host
         devices.append(torch.device(accelerator.type, torch.accelerator.current_device_index()))
     for each in devices:
-        ticket, draw = _read_ticket(each)
-        if ticket in _forwards:
-            return _forwards[ticket], draw
-    return None, 0
-
-
-def _read_ticket(device: torch.device) -> tuple[int, int]:
-    """Returns the ticket of a forward and the number of its next draw, from the seed of a device's generator."""
-    seed: int = _generator(device).initial_seed()
-    return seed >> _DRAW_BITS, seed % 2**_DRAW_BITS
-
-
-def _begin_draw(operator: str, device: torch.device) -> _Begun | None:
-    """Returns the draw that begins on a device, or None if no forward draws by row."""
-    forward, draw = _find_forward(device)
-    if forward is None:
-        return None
-    forward.next_draw = max(forward.next_draw, draw + 1)  # a part that runs again draws earlier numbers
-    _generator(forward.device).manual_seed((forward.ticket << _DRAW_BITS) + draw + 1)
-    return _Begun(forward, draw, operator)
+        seed: int = _generator(each).initial_seed()
+        ticketed = _forwards.get(seed >> _DRAW_BITS)
+        if ticketed is not None and forward in (None, ticketed):
+            return ticketed, seed % 2**_DRAW_BITS
+    return forward, 0 if forward is None else forward.next_draw  # another replica of the device has had its turn
 
 
 def _bernoulli_(begun: _Begun, self: Tensor, p: Any = 0.5) -> Tensor:
@@ -302,7 +269,7 @@ def _normal_(begun: _Begun, self: Tensor, mean: float = 0.0, std: float = 1.0) -
 
 def _exponential_(begun: _Begun, self: Tensor, rate: float = 1.0) -> Tensor:
     numbers = begun.uniform(self)
-    return self.copy_(-torch.log(numbers + (2.0**-54 if numbers.dtype == torch.float64 else 2.0**-25)) / rate)
+    return self.copy_(-torch.log(numbers + torch.finfo(numbers.dtype).eps / 4) / rate)  # never infinite
 
 
 def _integers_(begun: _Begun, self: Tensor, low: int, high: int | None) -> Tensor:
@@ -393,11 +360,13 @@ def _replacement(name: str, key: str, function: Callable[..., Any]) -> Callable[
     def draw(keys: Any, *args: Any, **kwargs: Any) -> Any:
         first = args[0] if isinstance(args[0], Tensor) else kwargs["out"]
         has_generator = any(isinstance(value, torch.Generator) for value in (*args, *kwargs.values()))
-        begun = None if has_generator else _begin_draw(name, first.device)
-        if begun is None:
+        forward, number = (None, 0) if has_generator else _find_forward(first.device)
+        if forward is None:
             return kernel.call_boxed(keys, *args, **kwargs)
+        forward.next_draw = max(forward.next_draw, number + 1)  # a part that runs again draws earlier numbers
+        _generator(forward.device).manual_seed((forward.ticket << _DRAW_BITS) + number + 1)
         kwargs.pop("generator", None)
-        return function(begun, *args, **kwargs)
+        return function(_Begun(forward, number, name), *args, **kwargs)
 
     return draw
 

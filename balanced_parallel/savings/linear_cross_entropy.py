@@ -3,18 +3,19 @@
 The logits of one chunk exist at a time. They become the chunk's softmax and then its gradient, in place. Gradients of the hidden
 states and of the weight are made in the forward, for the sum of the losses, and multiplied by one scalar in the backward.
 
-``torch.nn.functional.linear_cross_entropy`` is new in torch 2.13. It makes chunks too, but not with label smoothing or for
-``[rows, positions]``, and under autocast it returns the loss in bfloat16. Its chunks are small where the layer is narrow: with 64
-features and 32,768 classes it takes more than ten times as long as the plain layers on a CPU, and this function half as long.
+``torch.nn.functional.linear_cross_entropy``, new in torch 2.13, makes chunks too, but not with label smoothing or for
+``[rows, positions]``. It returns a loss in bfloat16 under autocast, and is slow for narrow layers, whose chunks it makes small.
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
 
 from ..runtime.torch_private import is_traced, keeps_graph
 from .saving import Saving
@@ -29,20 +30,13 @@ class LinearCrossEntropy(nn.Module):
 
     The layer is part of the criterion, so give ``criterion.parameters()`` to the optimizer as well. To tie the weight to an
     embedding, assign it: ``criterion.linear.weight = embedding.weight``. Pass hidden states of ``[rows, positions, in_features]``
-    as they are, with targets of ``[rows, positions]``.
-
-    Without the gradient, as under ``torch.no_grad()``, only losses are computed. The backward has no graph, so
-    ``create_graph=True`` raises ``RuntimeError``.
+    as they are, with targets of ``[rows, positions]``. The backward has no graph: ``create_graph=True`` raises ``RuntimeError``.
 
     Args:
-        in_features: size of each hidden state.
+        in_features, bias, device, dtype: of the linear layer.
         num_classes: number of classes, such as the words of a vocabulary.
-        bias: adds a learned bias to the logits.
-        weight: weights of the classes, as in ``nn.CrossEntropyLoss``.
-        ignore_index: target that does not count.
-        label_smoothing: as in ``nn.CrossEntropyLoss``.
+        weight, ignore_index, label_smoothing: as in ``nn.CrossEntropyLoss``.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``. ``"none"`` computes the logits again in the backward.
-        device, dtype: of the parameters.
 
     Raises:
         ValueError: a setting is out of its range; at the call, targets do not fit the hidden states.
@@ -134,6 +128,12 @@ def linear_cross_entropy(
 
     The loss of half precision inputs is in float32. Targets are class indices, ``[...]`` for inputs ``[..., features]``.
     """
+    tensors = input, linear_weight, target
+    if has_torch_function(tensors):
+        call: Any = handle_torch_function
+        settings = {"weight": weight, "reduction": reduction, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        result: Tensor = call(linear_cross_entropy, tensors, *tensors, linear_bias=linear_bias, **settings)
+        return result
     _check_reduction(reduction)
     if target.shape != input.shape[:-1] or target.dtype != torch.int64:
         raise ValueError(
@@ -209,10 +209,9 @@ def _run(
         weight_there, bias_there = weight.to(dtype), None if bias is None else bias.to(dtype)
         chunks = _chunks(hidden, weight, labels.target, factors)
         linear: Callable[..., Tensor] = F.linear
-        multiply: Callable[..., Tensor] = torch.mm
         if is_traced(hidden):
             chunks = _one_chunk(hidden, weight, labels.target, factors, 1 + wanted[0] + wanted[1])
-            linear, multiply = _empty_linear, _empty_product
+            linear = _empty_linear
         for rows, chunk, target, factor in chunks:
             chunk = chunk.to(dtype)
             logits = linear(chunk, weight_there, bias_there).to(wide)
@@ -220,11 +219,11 @@ def _run(
             gradient = logits.to(dtype)
             del logits  # a wider copy of the gradient
             if of_hidden is not None:
-                of_hidden[rows] = multiply(gradient, weight_there)[: rows.stop]
+                of_hidden[rows] = linear(gradient, weight_there.t())[: rows.stop]
             if of_weight is not None and wide == dtype:
                 of_weight.addmm_(gradient.t(), chunk)
             elif of_weight is not None:
-                of_weight += multiply(gradient.t(), chunk)
+                of_weight += linear(gradient.t(), chunk.t())
             if of_bias is not None:
                 of_bias += gradient.sum(0, dtype=wide)
             del gradient  # before the next logits are made
@@ -242,23 +241,24 @@ def _chunks(hidden: Tensor, weight: Tensor, target: Tensor, factors: Tensor | No
         yield rows, hidden[rows], target[rows], None if factors is None else factors[rows]
 
 
-def _one_chunk(hidden: Tensor, weight: Tensor, target: Tensor, factors: Tensor | None, products: int) -> Chunks:
-    """Yields one chunk with all its rows for a trace, whose operators are then the same for every number of rows.
+traced_share = 0.0  # a traced batch as a part of the largest one that may come; 0 if that is not known
 
-    A product with a single result has the operations of all rows: ``products`` with the weight. Nothing is written.
+
+def _one_chunk(hidden: Tensor, weight: Tensor, target: Tensor, factors: Tensor | None, products: int) -> Chunks:
+    """Yields one chunk for a trace, whose operators are then the same for every number of rows.
+
+    It has as many rows as that of the largest batch: all of a chunk, if that batch is not smaller. A product with a single result
+    has the operations of all rows: ``products`` with the weight. Nothing is written.
     """
     size, operations = rows_per_chunk(weight.size(1)), len(hidden) * weight.numel() * products
+    size = min(size, math.ceil(len(hidden) / traced_share)) if traced_share else size
     torch.mm(hidden.new_empty(1, 1).expand(1, operations), hidden.new_empty(1, 1).expand(operations, 1))
     factor = None if factors is None else factors[:1].expand(size)
     yield slice(0, 0), hidden[:1].expand(size, -1), target[:1].expand(size), factor
 
 
-def _empty_linear(chunk: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return chunk.new_empty(len(chunk), len(weight))
-
-
-def _empty_product(first: Tensor, second: Tensor) -> Tensor:
-    return first.new_empty(len(first), second.size(1))
+def _empty_linear(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return rows.new_empty(len(rows), len(weight))
 
 
 def _loss_and_gradient_(logits: Tensor, labels: Labels, makes_gradient: bool, factors: Tensor | None) -> Tensor:
@@ -271,7 +271,6 @@ def _loss_and_gradient_(logits: Tensor, labels: Labels, makes_gradient: bool, fa
     losses = -(1 - labels.label_smoothing) * weights * logits.gather(1, chosen).squeeze(1)
     peaked = (1 - labels.label_smoothing) * weights
     mass = peaked
-    class_weight = logits.new_ones(0)
     if uniform:
         class_weight = logits.new_ones(logits.size(1)) if labels.class_weight is None else labels.class_weight.to(logits.dtype)
         losses -= uniform * counts * (logits @ class_weight)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from ..runtime.devices import current_stream, on_device
-from ..runtime.torch_private import StorageReference, base_of, storage_id, versions
+from ..runtime.torch_private import StorageReference, base_of, versions
 from ..runtime.values import parse_bytes
 from .saving import Saving
 
@@ -148,13 +148,6 @@ def offload_activations(*, min_bytes: int | str = MIN_BYTES) -> Iterator[None]:
             offload.settle()
 
 
-class _Kept(NamedTuple):
-    """A saved tensor that stays. Not the tensor itself: an output of a node would keep its node alive."""
-
-    tensor: Tensor
-    version: int
-
-
 class Offloaded(NamedTuple):
     """A saved tensor whose storage is on the host."""
 
@@ -174,12 +167,12 @@ class Offload:
         self._links: dict[torch.device, Link] = {}
         self._stored: weakref.WeakValueDictionary[tuple[Hashable, int], Stored] = weakref.WeakValueDictionary()
 
-    def pack(self, tensor: Tensor) -> _Kept | Offloaded:
-        """Hook that autograd calls with each tensor that it saves."""
+    def pack(self, tensor: Tensor) -> tuple[Tensor, int] | Offloaded:
+        """Hook that autograd calls with each tensor that it saves. Returns one that stays with its version."""
         stream = self.stream_of(tensor.device)
         (version,) = versions([tensor])
         if stream is None or self.stays(tensor):
-            return _Kept(tensor.detach(), version)
+            return tensor.detach(), version  # an output of a node would keep its node alive
         with self._lock:
             if tensor.device not in self._links:
                 self._links[tensor.device] = self.make_link(tensor.device)
@@ -191,12 +184,13 @@ class Offload:
                 self._stored[key] = stored = link.store(tensor, stream)
         return Offloaded(stored, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
 
-    def unpack(self, saved: _Kept | Offloaded) -> Tensor:
+    def unpack(self, saved: tuple[Tensor, int] | Offloaded) -> Tensor:
         """Hook that autograd calls when it needs a saved tensor."""
-        if isinstance(saved, _Kept):
-            if versions([saved.tensor]) != [saved.version]:  # torch does not check tensors with hooks
-                raise _modified(saved.tensor.shape)
-            return saved.tensor
+        if not isinstance(saved, Offloaded):
+            tensor, version = saved
+            if versions([tensor]) != [version]:  # torch does not check tensors with hooks
+                raise _modified(tensor.shape)
+            return tensor
         link = saved.stored.link
         with link.lock:
             if saved.stored.overwritten:
@@ -244,45 +238,29 @@ def _modified(shape: torch.Size) -> RuntimeError:
     )
 
 
-class TracedOffload(Offload):
-    """The hooks of one block. Its devices have one stream each, on which everything is in order."""
+class _TracedOffload(Offload):
+    """The hooks of one block on fake devices, which have one stream each. Everything on it is in order."""
 
     def __init__(self, host: torch.device) -> None:
         super().__init__(parse_bytes(MIN_BYTES))
-        self.host = host
+        self._host = host
 
     def stream_of(self, device: torch.device) -> Any:
-        """Returns a stream that has nothing to wait for."""
         return _STREAM
 
     def refer(self, storage: torch.UntypedStorage) -> Hashable:
-        """Returns a key that lets the Python object of a storage end, whose end a trace counts as a release."""
-        return _Reference(storage)
+        return weakref.ref(storage)  # lets the Python object of a storage end, whose end a trace counts as a release
 
     def make_link(self, device: torch.device) -> Link:
-        """Makes the copies between a fake device and the fake host."""
-        return _TracedLink(device, _STREAM, self.host)
+        return _TracedLink(device, _STREAM, self._host)
 
     def restore(self, loaded: Tensor, saved: Offloaded) -> Tensor:
-        """Returns a view: the fake mode keeps every storage that ``set_`` was given."""
+        # a view: the fake mode keeps every storage that ``set_`` was given
         return loaded.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
 
     def stays(self, tensor: Tensor) -> bool:
-        """Returns True for parameters, small tensors, and tensors of the host."""
         is_small = tensor.untyped_storage().nbytes() < self.min_bytes
-        return is_small or tensor.device == self.host or isinstance(base_of(tensor), nn.Parameter)
-
-
-class _Reference:
-    def __init__(self, storage: torch.UntypedStorage) -> None:
-        self._number = storage_id(storage)
-        self._storage = weakref.ref(storage)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Reference) and (storage := self._storage()) is not None and storage is other._storage()
-
-    def __hash__(self) -> int:
-        return self._number
+        return is_small or tensor.device == self._host or isinstance(base_of(tensor), nn.Parameter)
 
 
 class _TracedLink(Link):
@@ -313,7 +291,7 @@ _STREAM = _Stream()
 @contextlib.contextmanager
 def offload_in_trace(host: torch.device) -> Iterator[None]:
     """Runs a block as :func:`offload_activations`, on fake devices: the same copies, without streams."""
-    offload = TracedOffload(host)
+    offload = _TracedOffload(host)
     with torch.autograd.graph.saved_tensors_hooks(offload.pack, offload.unpack):
         yield
     offload.settle()

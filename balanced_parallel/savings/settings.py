@@ -139,6 +139,23 @@ _ADAMW8BIT = dataclasses.replace(
     change=_use_8_bits,
     bytes_of=lambda parts: parts["optimizer state"] * 3 // 4,
 )
+_IN_PLACE = Saving(
+    name="nn.LeakyReLU(inplace=True)",
+    option="activations in place",
+    saves="the input of each such activation",
+    cost="an error or other numbers where something else reads that input",
+    order=320,
+    stage="by hand",
+)
+_UPDATES_IN_BACKWARD = Saving(
+    name="register_post_accumulate_grad_hook",
+    option="updates in the backward",
+    saves="the gradients, but the largest",
+    cost="no clipping, no accumulation",
+    needs="one process, and a loop by hand",
+    order=330,
+    stage="by hand",
+)
 _STATE_ON_HOST = Saving(
     name="CPUOffloadOptimizer",
     option="optimizer state on the host",

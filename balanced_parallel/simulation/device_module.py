@@ -114,19 +114,18 @@ default_generators = [_generator(index) for index in range(64)]  # the most that
 
 def initial_seed() -> int:
     """Returns the seed of the random number generator of the current device."""
-    state = torch.ops.balanced_parallel_simulation.random_state(current_device())
-    return torch.Generator().set_state(state).initial_seed()
+    return int(default_generators[current_device()].initial_seed())
 
 
 def manual_seed(seed: int) -> None:
     """Seeds the random number generator of the current device."""
-    load_native().simulation_seed(current_device(), seed % 2**64)
+    default_generators[current_device()].manual_seed(seed)
 
 
 def manual_seed_all(seed: int) -> None:
     """Seeds the random number generators of all devices."""
-    for index in range(device_count()):
-        load_native().simulation_seed(index, seed % 2**64)
+    for generator in default_generators[: device_count()]:
+        generator.manual_seed(seed)
 
 
 def _is_in_bad_fork() -> bool:

@@ -61,24 +61,21 @@ class Waits:
 
     def __init__(self, labels: MemoryLabels) -> None:
         self.record: deque[Wait] = deque(maxlen=MAX_WAITS)
-        self.count = 0
+        self.counts: Counter[tuple[torch.device, int]] = Counter()  # by device and step
         self._lock = threading.Lock()
         self._labels = labels  # which know the number of finished steps
         self.forbidding_blocks = 0
         self.listener = LISTENER(self._note)
 
-    def per_step(self, device: torch.device) -> list[int | None]:
-        """Returns the number of waits for a device in each step, None for steps that the record no longer has in full."""
-        record = self.record.copy()
-        first = record[0].step + 1 if len(record) == MAX_WAITS else 1
-        numbers = Counter(wait.step for wait in record if wait.device == device)
-        return [numbers[step] if step >= first else None for step in range(1, max([self._labels.steps + 1, *numbers]) + 1)]
+    def per_step(self, device: torch.device) -> list[int]:
+        """Returns the number of waits for a device in each step."""
+        return [self.counts[device, step] for step in range(1, self._labels.steps + 2)]
 
     def _note(self, device: int, kind: bytes, buffer: int, size: int) -> None:
         wait = Wait(torch.device("sim", device), kind.decode(), *_caller(inspect.currentframe()), self._labels.steps + 1)
         with self._lock:
             self.record.append(wait)
-            self.count += 1
+            self.counts[wait.device, wait.step] += 1
         if self.forbidding_blocks:
             message = (
                 f"the host would wait for a GPU, which forbidding_waits() does not allow: {wait}. To avoid it, {wait.advice}"
@@ -90,19 +87,18 @@ def _caller(frame: FrameType | None) -> tuple[str, int]:
     """Returns file and line of the innermost caller outside of torch and of this package."""
     while frame is not None and frame.f_code.co_filename.startswith(_SKIPPED):
         frame = frame.f_back
-    if frame is not None:
-        return frame.f_code.co_filename, frame.f_lineno
-    return "a thread without Python code" if current_backward_id() is None else "backward", 0
+    if frame is None:
+        return "a thread without Python code" if current_backward_id() is None else "backward", 0
+    return frame.f_code.co_filename, frame.f_lineno
 
 
-def describe_steps(numbers: list[int | None]) -> str:
+def describe_steps(numbers: list[int]) -> str:
     """Formats the number of waits in each step, the last four runs of equal ones at most: ``step 1: 41, steps 2-20: 5 each``."""
-    if not any(number != 0 for number in numbers):
+    if not any(numbers):
         return "none"
     texts, first = [], 1
     for number, run in itertools.groupby(numbers):
         last = first + len(list(run)) - 1
-        count = "not kept" if number is None else number if first == last else f"{number} each"
-        texts.append(f"step {first}: {count}" if first == last else f"steps {first}-{last}: {count}")
+        texts.append(f"step {first}: {number}" if first == last else f"steps {first}-{last}: {number} each")
         first = last + 1
     return ", ".join(texts if len(texts) < 5 else ["...", *texts[-4:]])

@@ -26,7 +26,6 @@ parameters, the ranks agree on those that nobody has used, and their ``grad`` is
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -43,8 +42,8 @@ from ..runtime import collectives, torch_private
 from ..runtime.devices import is_accelerator
 from ..runtime.torch_private import CHILDREN, base_of, children_of, current_backward_id, is_differentiable, run_after_backward
 from ..runtime.values import Precision
+from ..training.accumulation import GradientSync, gradient_sync, run_backward
 from ..training.settings import Settings
-from ..training.strategy import GradientSync, gradient_sync, run_backward
 from .ranks import RankModel, RankSync, first_row, forget_unused, shared_gradients, undone, watch_output
 
 
@@ -59,9 +58,6 @@ class DistributedModel(RankModel, DistributedDataParallel):
         device: that device.
         dim, precision, in_dims, out_dims: as in :class:`DataParallelModel`.
         criterion: a module whose parameters are reduced with the model's.
-
-    Raises:
-        ValueError: no parameter requires a gradient; at the forward, a parameter that was frozen here requires one.
     """
 
     def __init__(
@@ -127,12 +123,6 @@ class DistributedModel(RankModel, DistributedDataParallel):
             return future
 
         super().register_comm_hook(state, hook if is_accelerator(self.devices[0]) else complete)
-        if getattr(hook, "__name__", "") == "batched_powerSGD_hook":
-            warnings.warn(
-                "batched_powerSGD_hook was given: torch raises an AssertionError without a message where it begins to compress, "
-                "from step start_powerSGD_iter on (https://github.com/pytorch/pytorch/pull/75157); use powerSGD_hook",
-                stacklevel=2,
-            )
 
     def compress_gradients(self, name: str) -> None:
         """Reduces gradients in ``"bf16"`` or ``"fp16"``, by torch's communication hooks."""
@@ -345,12 +335,7 @@ class DDPSync(RankSync):
             self._model.record.stop()
 
     def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
-        """Returns loss and weight of all ranks. The host waits for them, but not for the backward.
-
-        Raises:
-            torch.OutOfMemoryError, RuntimeError: the last backward of another rank has failed.
-            ValueError: the ranks have different settings.
-        """
+        """Returns loss and weight of all ranks. The host waits for them, but not for the backward. All raise a failure of one."""
         assert self._local is not None
         total, weight, *digests = self._agree(self._local(), settings().digest(), out_of_memory=self._is_abandoned)
         self._refuse_failures()

@@ -20,8 +20,7 @@ from ..runtime import collectives, devices, row_random
 from ..runtime.devices import is_accelerator
 from ..runtime.random_numbers import RandomState, cpu_numbers_of_rank, offset_seeds
 from ..runtime.values import Precision
-from ..training.accumulation import power_of_two
-from ..training.strategy import GradientSync
+from ..training.accumulation import GradientSync, power_of_two
 
 
 class RankModel(nn.Module):
@@ -43,11 +42,8 @@ class RankModel(nn.Module):
         """Runs the module on this rank's rows. Returns a list with its output."""
         if inputs and type(inputs[0]) is MicroBatch:
             (shard,) = inputs[0].shards
-            rows = None if shard.rows is None else len(shard.rows)
-            if shard.random is None:
-                return self._run(None, shard.inputs, rows)
-            with shard.random.drawing("model", shard.rows, shard.device):
-                return self._run(None, shard.inputs, rows)
+            with shard.drawing("model"):
+                return self._run(None, shard.inputs, None if shard.rows is None else len(shard.rows))
         arguments = self.mark(Arguments(inputs, kwargs))
         return self._run(None, arguments, count_rows(arguments, self.dim))
 
@@ -150,11 +146,7 @@ def forget_unused(parameters: Sequence[Tensor], used: Collection[int], group: co
 
 
 def shared_gradients(tensors: Iterable[Tensor], shared: Container[int], place: str) -> list[Tensor]:
-    """Returns the gradients of parameters of the optimizers. ``shared`` are the ids of those whose gradients are reduced.
-
-    Raises:
-        ValueError: a parameter has a gradient that is not reduced. It should be part of ``place``.
-    """
+    """Returns the gradients of parameters of the optimizers. ``shared`` are the ids of those that are reduced, in ``place``."""
     gradients = []
     for parameter in tensors:
         if parameter.grad is not None:

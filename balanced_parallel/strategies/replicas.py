@@ -2,7 +2,7 @@
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
@@ -11,10 +11,7 @@ from ..loss.sums import LossSum, Weight
 from ..replicas.model import DataParallelModel
 from ..replicas.replicas import window
 from ..runtime.collectives import world_size
-from ..training.accumulation import larger, power_of_two
-from ..training.settings import Settings
-from ..training.strategy import GradientSync, gradient_sync, run_backward
-from ..training.update import scale_gradients
+from ..training.accumulation import GradientSync, gradient_sync, power_of_two, run_backward
 
 
 class ReplicaSync(GradientSync):
@@ -27,7 +24,7 @@ class ReplicaSync(GradientSync):
     def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
         """Returns the expected weight, if the host knows it. One device then computes as the plain program does, bit for bit."""
         if in_float16:
-            return power_of_two(larger(expected, before))
+            return power_of_two(expected.clamp(min=before) if isinstance(expected, Tensor) else max(expected, before))
         return expected if isinstance(expected, float) and 0 < expected < math.inf else 1.0
 
     def accumulating(self) -> contextlib.AbstractContextManager[None]:
@@ -47,14 +44,6 @@ class ReplicaSync(GradientSync):
         for replicas in (self._criterion.replicas, self._model.replicas) if local is not None else ():
             if replicas.gradients.buckets:  # only with several devices
                 replicas.gradients.reduce()
-
-    def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
-        """Returns ``local``."""
-        return local
-
-    def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
-        """Multiplies the gradients of ``tensors``."""
-        scale_gradients(tensors, factor)
 
     def discard(self, *, out_of_memory: bool = False) -> None:
         """Forgets the gradients on the replicas."""

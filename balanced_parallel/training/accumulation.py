@@ -1,26 +1,128 @@
-"""Loss, weight and gradients of the micro-batches since the last update.
+"""The gradients of an update: their sum over the micro-batches of a process, and the protocol that synchronises them.
 
 Gradients are those of a sum of losses. They are divided by a prediction of the total weight, the divisor, as they are made. It
 is chosen once, before the first backward of an update, and is the same on all ranks. The rest is one factor before the update.
 With float16 the divisor is a power of two, so that a division rounds nothing, and gradients are near their final size.
 
 A weight on a device starts its way to the host before the backward of its micro-batch, and is read after the last one. So the
-host waits for no backward.
+host waits for no backward. ::
+
+    with sync.accumulating():
+        sync.backward(losses, divisor, None)          # micro-batches before the last
+    sync.backward(losses, divisor, loss_sum)          # gradients are reduced while it runs
+    loss_sum = sync.finish(loss_sum, settings)        # everything is summed
 """
 
+import abc
+import contextlib
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..loss.criterion import BatchLosses
+from ..loss.criterion import BatchLosses, DataParallelCriterion
 from ..loss.sums import LossSum, Weight, add_up
 from ..runtime.collectives import begin_reduction
 from ..runtime.devices import move, start_copy
+from ..runtime.torch_private import foreach_multiply_
 from ..runtime.values import Precision, scaled
 from .settings import Settings
-from .strategy import GradientSync
+
+
+class GradientSync(abc.ABC):
+    """Synchronises the gradients of one update, of a model and its criterion. Defaults are those of one process."""
+
+    def begin(self) -> None:  # noqa: B027 - nothing to do in one process
+        """Begins an update that may be abandoned."""
+
+    def count_micro_batches(self, count: int) -> int:
+        """Returns how many micro-batches to run, if this process needs ``count``."""
+        return count
+
+    @abc.abstractmethod
+    def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
+        """Returns the divisor of all gradients of an update, without waiting for a device. It is the same in all processes.
+
+        ``expected`` is the weight of this process's rows, as far as they are known; ``before``, that of the update before, over
+        everything, or 0. In float16, gradients need a divisor near the final one, and a power of two.
+        """
+
+    def accumulating(self) -> AbstractContextManager[None]:
+        """Surrounds micro-batches before the last, whose gradients stay where they are."""
+        return contextlib.nullcontext()
+
+    @abc.abstractmethod
+    def forwards_without_rows(self, *, is_reduced: bool) -> Iterator[list[Tensor]]:
+        """Takes part in forwards that other processes still make, without rows. Yields zeros for :meth:`backward`.
+
+        ``is_reduced`` tells that this process has run its last backward.
+        """
+
+    @abc.abstractmethod
+    def backward(self, losses: Sequence[Tensor], divisor: Weight, local: LossSum | None) -> None:
+        """Runs backward from the losses of a micro-batch over ``divisor``.
+
+        ``local`` is loss and weight of this process in the last backward, which reduces all gradients. They begin their way to
+        the host before it.
+        """
+
+    def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
+        """Returns loss and weight over everything. All gradients are reduced. A weight of other ranks is on the host."""
+        return local
+
+    def multiply(self, tensors: Sequence[Tensor], factor: Weight) -> None:
+        """Multiplies the reduced gradients of ``tensors``, those that exist."""
+        if isinstance(factor, Tensor) or factor != 1:
+            foreach_multiply_([tensor.grad for tensor in tensors if tensor.grad is not None], factor)
+
+    def smallest(self, number: float) -> float:
+        """Returns the smallest ``number`` of all processes."""
+        return number
+
+    def abandon(self) -> bool:
+        """Gives the update up, after this process ran out of memory.
+
+        Returns True if other processes wait in their reduction. :meth:`finish` then takes part, tells them, and raises.
+
+        Raises:
+            RuntimeError: another process failed for another reason.
+        """
+        return False
+
+    @abc.abstractmethod
+    def discard(self, *, out_of_memory: bool = False) -> None:
+        """Forgets the gradients that are not reduced yet, after a failure. Processes that wait for them are told."""
+
+
+@functools.singledispatch
+def gradient_sync(model: Any, criterion: DataParallelCriterion) -> GradientSync:
+    """Returns the gradient synchronisation of a model. Packages register theirs by the type of the model."""
+    inside = getattr(model, "module", None)
+    is_wrapped = gradient_sync.dispatch(type(inside)) is not gradient_sync.dispatch(object)
+    advice = f": pass the {type(inside).__name__} that is in its .module" if is_wrapped else ""
+    raise TypeError(
+        f"the model is a {type(model).__name__}, expected a DataParallelModel or the model that parallelize returns{advice}"
+    )
+
+
+def run_backward(losses: Sequence[Tensor], divisor: Weight) -> None:
+    """Runs one backward from all losses that require a gradient, divided by ``divisor``."""
+    factor, roots, gradients = 1 / divisor, [], []
+    for loss in losses:
+        if loss.requires_grad:
+            roots.append(loss)
+            is_tensor = isinstance(factor, Tensor)
+            gradients.append(move(factor, loss.device).to(loss.dtype) if is_tensor else torch.full_like(loss, factor))  # type: ignore[arg-type]
+    if not roots:
+        raise RuntimeError(
+            "the loss depends on no parameter with requires_grad=True, so there is nothing to train: expected a step outside of "
+            "torch.no_grad() and inference_mode(), a model that is not frozen, and a criterion that does not detach its result"
+        )
+    torch.autograd.backward(roots, gradients)
 
 
 class Accumulation:
@@ -36,9 +138,7 @@ class Accumulation:
         *,
         is_mean: bool,
     ) -> None:
-        dtypes = set()
-        for tensor in trained.values():
-            dtypes.add(tensor.dtype.to_real())
+        dtypes = {tensor.dtype.to_real() for tensor in trained.values()}
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         self.total = torch.zeros((), dtype=dtype, device=device)
         self.weight: Weight = 0.0
@@ -119,10 +219,3 @@ def power_of_two(number: Weight) -> Weight:
     mantissa, _ = torch.frexp(number)  # number = mantissa * 2**exponent, and 0.5 <= mantissa < 1
     power = number / torch.where(mantissa < math.sqrt(0.5), 2 * mantissa, mantissa)
     return torch.where((number > 0) & (number < math.inf), power, 1.0)
-
-
-def larger(number: Weight, other: Weight) -> Weight:
-    """Returns the larger of two numbers."""
-    if isinstance(number, Tensor):
-        return number.clamp(min=other)
-    return other.clamp(min=number) if isinstance(other, Tensor) else max(number, other)

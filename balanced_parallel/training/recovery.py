@@ -1,34 +1,48 @@
-"""Running out of memory: everything is put back, and the same effective batch runs again in smaller micro-batches.
+"""Forwards that run again: after an out of memory, and for losses whose rows depend on each other.
+
+After an out of memory, everything is put back, and the same effective batch runs again in smaller micro-batches.
 
     rank 0   forward | backward | out of memory      abandon | put back | forward | backward | ...
     rank 1   forward | backward | forward | backward  finish | put back | forward | backward | ...
 
 All ranks learn of it in the all-reduce of their losses. Nothing is updated before. :class:`TrainStep` has the loop. What a failed
 attempt changes is here: random numbers, buffers, and batches that a model changes in place, which cannot run again.
+
+A loss whose rows depend on each other takes two passes over the micro-batches of an update (GradCache, arXiv:2101.06983)::
+
+    forward 0 | forward 1 | loss of all | forward 0 | backward 0 | forward 1 | backward 1 | update
+     without a graph                      same random numbers and buffers
+
+Batches are kept until the update, since their rows are needed twice. An update of one micro-batch takes one pass.
 """
 
 import contextlib
 import gc
 import logging
+import random
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..batch.by_cost import CostBatch
-from ..batch.rows import Batch, map_marked
+from ..batch.containers import leaves
+from ..batch.outputs import PerReplica
+from ..batch.rows import Batch, Shard, move_leaves
+from ..loss.coupled import CoupledLoss
 from ..loss.criterion import DataParallelCriterion
+from ..loss.sums import LossSum
 from ..replicas.batchnorm import meets_other_ranks
 from ..runtime import torch_private
 from ..runtime.collectives import rank, world_size
 from ..runtime.devices import accelerators
 from ..runtime.random_numbers import RandomState
 from ..runtime.torch_private import TorchDispatchMode, buffers_of, versions
+from ..runtime.values import Precision
 from ..savings.saving import advice
-from .strategy import GradientSync
+from .accumulation import GradientSync
 
 _log = logging.getLogger(__name__)
 _NO_LIMIT = 2**62
@@ -43,9 +57,6 @@ class Recovery:
 
     Random numbers and buffers are those of before, so the result is that of smaller micro-batches from the start. ``has_failed``
     tells that memory was too small since the last :meth:`restart`.
-
-    Raises:
-        ValueError: layers of the model wait for other ranks in their forward.
     """
 
     def __init__(self, model: Any, criterion: DataParallelCriterion, sync: GradientSync) -> None:
@@ -54,7 +65,7 @@ class Recovery:
                 "micro_batch_size='auto' with batch norm over all ranks: after an out of memory in the forward of one rank, the "
                 "others would wait for it; give micro_batch_size a number, as memory.fit finds it"
             )
-        self._sync, self._devices = sync, model.devices
+        self._sync = sync
         self._before = Snapshot([model, criterion], [*model.devices, *(criterion.devices or ())])
         self.forget()
 
@@ -63,7 +74,7 @@ class Recovery:
         self._has_begun = self.has_failed = self._is_local = False
         self._recorded, self._tried, self._reason = list[tuple[Tensor, int]](), list[float](), ""
 
-    def begin(self, batch: Batch | CostBatch | None = None) -> None:
+    def begin(self, batch: Batch | None = None) -> None:
         """Copies what an update changes, before its first forward, and records a batch of it."""
         if not self._has_begun:
             self._sync.begin()
@@ -84,9 +95,6 @@ class Recovery:
         """Puts everything back. Returns a smaller limit, the same on all ranks.
 
         ``largest`` are the largest micro-batch of each batch per device, and the limit that halves it, 0 if nothing does.
-
-        Raises:
-            torch.OutOfMemoryError: one row per device does not fit. Nothing has changed.
         """
         size, half = max(largest, default=(0, 0))
         writes = explain_writes(self._recorded)
@@ -114,10 +122,6 @@ class Recovery:
             kind = "rows" if unit == "rows" else "of cost"
             _log.warning("out of memory with %s %s per device in one forward: from now on at most %s", tried, kind, limit)
         self.forget()
-
-    def retrying(self) -> AbstractContextManager[Any]:
-        """Runs an operator of the block once more if its allocation fails, after the cached memory was given back."""
-        return retrying_allocations(self._devices)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_has_begun": False, "has_failed": False, "_recorded": [], "_tried": []}
@@ -167,16 +171,10 @@ class Snapshot:
         return [buffer for _, before in self._buffers for buffer in before.values() if buffer is not None]
 
 
-def record_versions(batch: Batch | CostBatch) -> list[tuple[Tensor, int]]:
+def record_versions(batch: Batch) -> list[tuple[Tensor, int]]:
     """Returns the tensors of a batch with their version counters, before its first forward."""
-    tensors: list[Tensor] = []
-
-    def note(leaf: Any) -> Any:
-        if isinstance(leaf, Tensor):
-            tensors.append(leaf)
-        return leaf
-
-    map_marked(note, [batch.inputs, batch.targets])
+    unmarked = leaves(move_leaves([batch.inputs, batch.targets], None))
+    tensors = [leaf for _, leaf in unmarked if isinstance(leaf, Tensor)]
     return list(zip(tensors, versions(tensors), strict=True))
 
 
@@ -231,3 +229,76 @@ def release_memory() -> None:
     for device in devices:
         torch.accelerator.synchronize(device)  # blocks that another stream still uses are freed then
     torch.accelerator.empty_cache()
+
+
+class TwoPasses:
+    """The first pass of one update, and the agreement of the ranks behind it.
+
+    With ``is_auto``, batches run again after an out of memory.
+    """
+
+    def __init__(
+        self, loss: CoupledLoss, sync: GradientSync, precision: Precision, devices: Sequence[torch.device], *, is_auto: bool
+    ) -> None:
+        self.loss, self._sync, self._precision, self._devices, self._is_auto = loss, sync, precision, devices, is_auto
+        self._has_run = False  # a forward of the first pass
+        self._is_single = False  # there is one pass
+        self._has_agreed = False  # with the other ranks, on going on
+
+    def takes_one(self, is_single: bool) -> bool:
+        """Returns True if every rank has a single micro-batch, so that one pass is enough. All ranks call this."""
+        self._is_single = bool(self._sync.smallest(is_single))
+        return self._is_single
+
+    def collect(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[Any]:
+        """Collects the parts of a micro-batch in the first pass."""
+        self._has_run = True
+        return self.loss.collect(outputs, shards)
+
+    @contextlib.contextmanager
+    def undone(self, batches: Sequence[Batch], before: Snapshot) -> Iterator[None]:
+        """Surrounds the forwards of the first pass, without a graph. Random numbers and buffers are put back."""
+        before.take()
+        python, recorded = random.getstate(), [entry for batch in batches for entry in record_versions(batch)]
+        with torch.no_grad():
+            yield
+            for _ in self._sync.forwards_without_rows(is_reduced=self._has_run):
+                pass
+        before.restore()
+        if writes := explain_writes(recorded):
+            raise RuntimeError(f"a loss whose rows depend on each other takes two forwards: {writes}")
+        random.setstate(python)
+        self._sync.begin()
+
+    def at_once(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
+        """Returns the losses of the only micro-batch of an update."""
+        parts = self.loss.collect(outputs, shards)
+        self.differentiate()
+        return self.loss.hand_back_parts(parts)
+
+    def differentiate(self) -> None:
+        """Computes the derivatives of the loss of all ranks, after all of them have run their forwards."""
+        self._agree("")
+        # what follows the agreement of the ranks must not fail on one of them
+        with retrying_allocations(self._devices if self._is_auto else ()), self._precision.autocast(self._devices):
+            self.loss.differentiate(self._precision.scaler_on(self._devices[0]))
+
+    @contextlib.contextmanager
+    def telling_ranks(self) -> Iterator[None]:
+        """Tells the other ranks if this one runs out of memory in the block, before they differentiate."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            if self._is_auto and not self._has_agreed:
+                self._sync.abandon()  # raises if the other ranks cannot be told
+                with torch.set_grad_enabled(self._is_single):  # others may wait for this rank in their first forward
+                    for _ in self._sync.forwards_without_rows(is_reduced=False):
+                        pass
+                self._agree(str(error))
+            raise
+
+    def _agree(self, failure: str) -> None:
+        """Raises ``torch.OutOfMemoryError`` on all ranks if one has run out of memory, and would run its batches again."""
+        self._has_agreed = True
+        if self._is_auto and not self._sync.smallest(0 if failure else 1):
+            raise torch.OutOfMemoryError(failure) if failure else ElsewhereOutOfMemory("another rank ran out of memory")

@@ -12,16 +12,15 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..batch import containers
-from ..batch.by_cost import CostBatch
 from ..batch.rows import Batch, Shard
 from ..runtime.collectives import gather_objects, rank, world_size
-from ..runtime.row_random import BatchRandom, Draw, Forward, UpdateRandom, find_draws
+from ..runtime.row_random import BatchRandom, Draw, UpdateRandom, find_draws
 from ..runtime.torch_private import draws_in_compiled_code
+from .accumulation import GradientSync
 from .recovery import Snapshot
-from .strategy import GradientSync
 
 
 class RandomByRow:
@@ -34,16 +33,18 @@ class RandomByRow:
                 "torch._inductor.config.fallback_random = True before torch.compile"
             )
         self._model, self._sync, self._before = model, sync, before
+        self._modules = list(model.modules())  # walked once: a thousand modules take almost a millisecond
         self._draws: dict[Hashable, dict[str, list[Draw]]] = {}  # by the kind of a batch
         self._update: UpdateRandom | None = None
         self._rows = 0  # of this update, in this process and in the ranks before
 
-    def begin(self, batch: Batch | CostBatch, run: Callable[[list[Shard]], Any]) -> BatchRandom:
+    def begin(self, batch: Batch, run: Callable[[list[Shard]], Any]) -> BatchRandom:
         """Numbers the rows of a batch. All ranks call this. ``run`` runs model and criterion on the shards of one forward."""
-        if isinstance(batch, Batch) and batch.cut_already is not None:
+        if batch.cut_already is not None:
             raise ValueError("reproducible=True with inputs that are cut already, expected the whole batch and cut=ByCost(...)")
-        kind, rows = _kind_of(batch, self._model), batch.rows or 0
+        kind, rows = self._kind_of(batch), batch.rows or 0
         is_known = not rows or kind in self._draws
+        shapes: dict[Any, tuple[int, ...]] = {}  # of draws without rows, which are the same in all forwards of a batch
         if self._update is None:
             everyone = gather_objects((int(torch.empty((), dtype=torch.int64).random_()), rows, is_known))
             self._update, self._rows = UpdateRandom(everyone[0][0]), sum(count for _, count, _ in everyone[: rank()])
@@ -55,9 +56,12 @@ class RandomByRow:
             )
         if not is_known:
             self._find_draws(kind, batch, run)
+            draws = [
+                ((part, number), draw) for part, each in self._draws.get(kind, {}).items() for number, draw in enumerate(each)
+            ]
+            shapes = {place: draw.shape for place, draw in draws if draw.dim is None}
         self._rows += rows
-        shared: dict[Any, tuple[int, ...]] | None = None if isinstance(batch, CostBatch) else {}
-        return BatchRandom(self._update, self._rows - rows, self._draws.get(kind, {}), shared)
+        return BatchRandom(self._update, self._rows - rows, self._draws.get(kind, {}), None if batch.pads else shapes)
 
     def end(self) -> None:
         """Ends the update."""
@@ -65,10 +69,11 @@ class RandomByRow:
             self._update.end()
             self._update = None
 
-    def _find_draws(self, kind: Hashable, batch: Batch | CostBatch, run: Callable[[list[Shard]], Any]) -> None:
+    def _find_draws(self, kind: Hashable, batch: Batch, run: Callable[[list[Shard]], Any]) -> None:
         """Finds the draws of the model and of the criterion in two small forwards. All ranks run them."""
         assert self._update is not None
-        random, distinct = BatchRandom(self._update, 0, None), 1 if isinstance(batch, CostBatch) else batch.rows or 0
+        random, distinct = BatchRandom(self._update, 0, None), 1 if batch.pads else batch.rows or 0
+        before = len(self._update.forwards)
         self._before.take()
         with torch.no_grad():
             for count in (2, 3) if batch.rows else (0, 0):
@@ -76,19 +81,16 @@ class RandomByRow:
                 run([batch.shard(rows, self._model.devices[0])._replace(random=random)])
         self._before.restore()
         self._sync.begin()
-        parts: dict[str, list[Forward]] = {}
-        for forward in self._update.forwards:
-            if forward.expected is None:
-                parts.setdefault(forward.part, []).append(forward)
         if batch.rows:
-            self._draws[kind] = {part: find_draws(forwards[-2:]) for part, forwards in parts.items()}
+            forwards = self._update.forwards[before:]
+            parts = {forward.part: [other for other in forwards if other.part == forward.part] for forward in forwards}
+            self._draws[kind] = {part: find_draws(two_and_three) for part, two_and_three in parts.items()}
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_update": None}
 
-
-def _kind_of(batch: Batch | CostBatch, model: nn.Module) -> Hashable:
-    """Returns what the draws of a batch depend on: the types of its leaves and the modules in training."""
-    leaves = () if isinstance(batch, CostBatch) else [*containers.leaves((batch.inputs, batch.targets))]
-    types = [(place, leaf.dtype, leaf.dim()) for place, leaf in leaves if isinstance(leaf, Tensor)]
-    return tuple(module.training for module in model.modules()), *types
+    def _kind_of(self, batch: Batch) -> Hashable:
+        """Returns what the draws of a batch depend on: the types of its leaves and the modules in training."""
+        leaves = containers.leaves((batch.inputs, batch.targets))
+        types = [(place, leaf.dtype, leaf.dim()) for place, leaf in leaves if isinstance(leaf, Tensor)]
+        return tuple([module.training for module in self._modules]), *types

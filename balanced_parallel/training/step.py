@@ -10,7 +10,6 @@ Out of memory with ``"auto"`` puts everything back and goes through the same bat
 on each other goes through the plan twice.
 """
 
-import inspect
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -20,25 +19,22 @@ from typing import Any, Literal, NamedTuple, cast, overload
 import torch
 from torch import Tensor, nn
 
-from ..batch.by_cost import ByCost, CostBatch, check_limit
+from ..batch.by_cost import check_limit
 from ..batch.containers import spread
 from ..batch.outputs import PerReplica, detach_outputs, join_outputs
-from ..batch.rows import Arguments, Batch, MicroBatch, Shard, as_arguments
-from ..loss.coupled import couple
-from ..loss.criterion import BatchLosses, DataParallelCriterion, losses_of_batch
+from ..batch.rows import Arguments, Batch, Cut, MicroBatch, Shard, as_arguments
+from ..loss.criterion import BatchLosses, DataParallelCriterion, couple, losses_of_batch
 from ..loss.sums import LossSum, Weight
 from ..replicas.batchnorm import meets_other_ranks
 from ..replicas.replicas import parameter_window
 from ..runtime import collectives
 from ..runtime.row_random import BatchRandom
 from ..runtime.values import Precision
-from .accumulation import Accumulation
-from .recovery import Recovery, Snapshot
+from .accumulation import Accumulation, gradient_sync
+from .recovery import Recovery, Snapshot, TwoPasses, retrying_allocations
 from .reproducible import RandomByRow
 from .settings import Settings
 from .state import TrainedState
-from .strategy import gradient_sync
-from .two_passes import TwoPasses
 from .update import (
     Optimizers,
     Schedulers,
@@ -55,7 +51,7 @@ from .update import (
 class BatchRun(NamedTuple):
     """A batch that the caller passes, and how it runs."""
 
-    batch: Batch | CostBatch
+    batch: Batch
     is_whole: bool  # an effective batch: its last backward reduces all gradients
     outputs: list[PerReplica] | None = None  # receives the detached outputs of its micro-batches
     random: BatchRandom | None = None  # numbers that follow its rows
@@ -111,7 +107,7 @@ class TrainStep:
         precision: str | Precision = "fp32",
         max_grad_norm: float | None = None,
         scheduler: Schedulers | None = None,
-        cut: ByCost | None = None,
+        cut: Cut | None = None,
         reproducible: bool = False,
     ) -> None:
         self._sync = gradient_sync(model, criterion)
@@ -167,12 +163,12 @@ class TrainStep:
         with self._dropping_on_failure():
             return self._apply()
 
-    def _open(self, inputs: Any, targets: Any) -> Batch | CostBatch:
+    def _open(self, inputs: Any, targets: Any) -> Batch:
         """Takes a batch apart."""
         if self.cut is None:
             return Batch(*self._mark(inputs, spread(targets)))
-        names = list(inspect.signature(self.model.module.forward).parameters)
-        batch = self.cut.open(inputs, spread(targets), self._mark, names, unit=self._unit, is_strict=not self._is_auto)
+        forward, is_strict = self.model.module.forward, not self._is_auto
+        batch = self.cut.open(inputs, spread(targets), self._mark, forward, unit=self._unit, is_strict=is_strict)
         if not batch.has_example and collectives.world_size() > 1 and meets_other_ranks(self.model.modules()):
             raise RuntimeError("this rank had no sample in its first batch, expected one: others wait for its batch norm")
         return batch
@@ -219,7 +215,7 @@ class TrainStep:
         """Runs forward and backward of each micro-batch."""
         plan, sums = self._plan(run), self._begin()
         losses = losses or losses_of_batch(self.criterion, run.batch.counted_targets, is_whole=run.is_whole)
-        if isinstance(run.batch, CostBatch):
+        if run.batch.pads:
             run.batch.check_weight(self.criterion.weigh_targets)
         sums.begin_batch(losses)
         for followers, shards in zip(reversed(range(len(plan))), plan, strict=True):
@@ -262,7 +258,7 @@ class TrainStep:
             warnings.warn("no target of this batch was counted: nothing is updated, and its loss is nan", stacklevel=3)
             return loss
         try:
-            with nullcontext() if self._recovery is None else self._recovery.retrying():
+            with retrying_allocations(self.model.devices if self._is_auto else ()):
                 update.run(self._sync, factor, self.precision.scaler, self.max_grad_norm)
         except BaseException as error:
             self._failure = f"failed with {type(error).__name__}: {error}"  # the others learn of it in the next reduction
@@ -292,7 +288,9 @@ class TrainStep:
             if recovery is None:
                 return self._finish()
             if not recovery.has_failed or self._sync.abandon():
-                with recovery.retrying():  # what follows the agreement of the ranks must not fail on one of them
+                with retrying_allocations(
+                    self.model.devices
+                ):  # what follows the agreement of the ranks must not fail on one of them
                     result: tuple[Tensor, float, Weight] = self._try(self._finish, is_local=False)
             if not recovery.has_failed:
                 recovery.end(self._unit, self._limit)
@@ -314,6 +312,8 @@ class TrainStep:
         passes = TwoPasses(loss, self._sync, self.precision, self.model.devices, is_auto=self._is_auto)
         with passes.telling_ranks():
             is_single = len(batches) == 1 and self._runs[0].is_whole and len(self._plan(self._runs[0])) == 1
+            may_split = self._is_auto or self._limit is not None or len(self.model.devices) * collectives.world_size() > 1
+            loss.is_split = may_split or not is_single
             if passes.takes_one(is_single):
                 self._run(self._runs[0], BatchLosses(passes.at_once, is_mean=False))
                 return

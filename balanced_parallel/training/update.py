@@ -1,7 +1,7 @@
 """One update of the parameters: gradients are unscaled, multiplied and clipped, then all optimizers step together."""
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
@@ -9,17 +9,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from ..batch.by_cost import ByCost
 from ..batch.containers import describe
+from ..batch.rows import Cut
 from ..loss.criterion import DataParallelCriterion
 from ..loss.shards import SEVERAL
 from ..loss.sums import Weight
 from ..optim.balanced import BalancedOptimizer, refuse_closures
-from ..runtime import torch_private
-from ..runtime.torch_private import is_sharded
+from ..runtime.torch_private import foreach_multiply_, is_sharded
 from ..runtime.values import check_type
-from ..savings.gradient_release import RELEASES
-from .strategy import GradientSync
+from .accumulation import GradientSync
 
 _Kind = TypeVar("_Kind")
 Optimizers = Optimizer | Sequence[Optimizer]
@@ -31,43 +29,38 @@ class Update:
 
     They are asked for their parameters anew in each update, because groups may be added at any time. ``trained`` are the
     parameters of model and criterion by name, each once.
-
-    Raises:
-        ValueError: two optimizers have the same parameter.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], trained: Mapping[str, Tensor]) -> None:
         self.optimizers, self.trained = optimizers, trained
         self.has_stepped = False
         self.grad_norm: Tensor | None = None
-        if len(optimizers) > 1:
-            self._refuse_common_parameters()
+        owner: dict[int, int] = {}
+        for number, optimizer in enumerate(optimizers if len(optimizers) > 1 else ()):
+            for parameter in _parameters_of(optimizer):
+                first = owner.setdefault(id(parameter), number)
+                if first != number:
+                    names = [name for name, tensor in trained.items() if tensor is parameter]
+                    raise ValueError(
+                        f"{names[0] if names else 'a parameter'} of shape {tuple(parameter.shape)} is in the optimizers {first} "
+                        f"and {number}, expected in one of them: both would update it"
+                    )
 
     @functools.cached_property
     def parameters(self) -> list[Tensor]:
         """Parameters of the optimizers, each once."""
-        parameters: dict[int, Tensor] = {}
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                parameters |= zip(map(id, group["params"]), group["params"], strict=True)
-        return list(parameters.values())
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        return list({id(parameter): parameter for group in groups for parameter in group["params"]}.values())
 
     @functools.cached_property
     def outside(self) -> list[Tensor]:
         """Trained parameters that are not in the optimizers: another one's, which is to find their true gradients."""
-        others = dict(zip(map(id, self.trained.values()), self.trained.values(), strict=True))
-        for parameter in self.parameters:
-            others.pop(id(parameter), None)
-        return list(others.values())
+        inside = set(map(id, self.parameters))
+        return [parameter for parameter in self.trained.values() if id(parameter) not in inside]
 
     def forget_gradients(self) -> None:
         """Drops the gradients of all parameters, in the optimizers and outside."""
         for optimizer in self.optimizers:
-            if optimizer in RELEASES:
-                raise TypeError(
-                    f"release_gradients_in_backward was applied to {type(optimizer).__name__}, so a backward updates at once, "
-                    "but a TrainStep updates after all of its micro-batches: call handle.remove(), or write the loop by hand"
-                )
             optimizer.zero_grad()
         for parameter in self.trained.values():
             parameter.grad = None
@@ -81,9 +74,9 @@ class Update:
         try:
             if scaler is not None:
                 scaler.unscale_(whole)
-                outside = [parameter for parameter in self.outside if parameter.grad is not None]
-                if outside:  # get_scale() would wait for the device
-                    scale_gradients(outside, 1 / scaler.scale(torch.ones((), device=outside[0].device)))
+                gradients = [parameter.grad for parameter in self.outside if parameter.grad is not None]
+                if gradients:  # get_scale() would wait for the device
+                    foreach_multiply_(gradients, 1 / scaler.scale(torch.ones((), device=gradients[0].device)))
             sync.multiply([*self.parameters, *self.outside], factor)
             if max_grad_norm is not None:  # after an overflow in one optimizer, this makes the gradients of the others zero
                 norm = torch.nn.utils.clip_grad_norm_(self.parameters, max_grad_norm)
@@ -108,18 +101,6 @@ class Update:
         for optimizer in self.optimizers:
             optimizer.step()
         self.has_stepped = True
-
-    def _refuse_common_parameters(self) -> None:
-        owner: dict[int, int] = {}
-        for number, optimizer in enumerate(self.optimizers):
-            for parameter in _parameters_of(optimizer):
-                first = owner.setdefault(id(parameter), number)
-                if first != number:
-                    names = [name for name, tensor in self.trained.items() if tensor is parameter]
-                    raise ValueError(
-                        f"{names[0] if names else 'a parameter'} of shape {tuple(parameter.shape)} is in the optimizers {first} "
-                        f"and {number}, expected in one of them: both would update it"
-                    )
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -160,12 +141,6 @@ def trained_tensors(model: Any, criterion: nn.Module) -> dict[str, Tensor]:
     return {name.replace(".module", "", 1): tensor for name, tensor in (*both.named_parameters(), *learning)}
 
 
-def scale_gradients(tensors: Iterable[Tensor], factor: Weight) -> None:
-    """Multiplies the gradients that exist."""
-    if isinstance(factor, Tensor) or factor != 1:
-        torch_private.foreach_multiply_([tensor.grad for tensor in tensors if tensor.grad is not None], factor)
-
-
 def check_arguments(criterion: Any, micro_batch_size: Any, max_grad_norm: float | None, scheduler: Any, cut: Any) -> None:
     """Raises ``TypeError`` for a criterion or a scheduler of another kind, ``ValueError`` for settings out of their range."""
     each_scheduler(scheduler)
@@ -174,7 +149,7 @@ def check_arguments(criterion: Any, micro_batch_size: Any, max_grad_norm: float 
         raise TypeError(f"the criterion is a {type(criterion).__name__}, expected a DataParallelCriterion: wrap it in one{more}")
     if micro_batch_size != "auto":
         check_micro_batch_size(micro_batch_size, "None or 'auto'")
-    check_type("cut", cut, ByCost | None, "ByCost(...), or None for equal rows")
+    check_type("cut", cut, Cut | None, "ByCost(...), or None for equal rows")
     if cut is not None and cut.limit is not None and micro_batch_size is not None:
         raise ValueError(f"micro_batch_size={micro_batch_size!r} and ByCost(limit=...) were given, expected one of them")
     if max_grad_norm is not None and not (isinstance(max_grad_norm, (int, float)) and max_grad_norm > 0):

@@ -65,7 +65,7 @@ def mask_costs() -> list[list[str]]:
     rows = []
     for shape in ((8, 512, 768), (8, 12, 256, 256), (8, 768)):
         x, update = torch.randn(shape), Counting(0)
-        draws: list[Draw] = [("bernoulli_.float", len(shape), 0)]
+        draws = [Draw("bernoulli_.float", shape, 0)]
         plain, by_row = seconds(lambda: F.dropout(x, 0.1), lambda: update.run(lambda: F.dropout(x, 0.1), 8, draws))  # noqa: B023
         update.end()
         rows.append([str(shape), f"{plain * 1e3:.2f} ms", f"{by_row * 1e3:.2f} ms", f"{by_row / plain:.1f}"])
@@ -77,7 +77,7 @@ def attention_costs() -> list[list[str]]:
     rows = []
     for shape in ((4, 8, 128, 64), (4, 8, 512, 64)):
         query, key, value = (torch.randn(shape, requires_grad=True) for _ in range(3))
-        update, draws = Counting(0), [("bernoulli_.float", 4, 0)]
+        update, draws = Counting(0), [Draw("bernoulli_.float", shape, 0)]
 
         def attend(rate: float) -> None:
             F.scaled_dot_product_attention(query, key, value, dropout_p=rate).sum().backward()  # noqa: B023

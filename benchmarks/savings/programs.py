@@ -118,11 +118,6 @@ def checkpoint(program: Program) -> None:
     savings.checkpoint_activations(program.net)
 
 
-def inplace(program: Program) -> None:
-    """Applies activations in place."""
-    savings.inplace_activations(program.net, program.inputs[:2])
-
-
 def offload(program: Program) -> None:
     """Moves activations to the host."""
     program.surroundings.append(lambda: savings.offload_activations(min_bytes="64KiB"))
@@ -134,11 +129,6 @@ def linear_cross_entropy(program: Program) -> None:
     assert head is not None
     program.criterion = savings.LinearCrossEntropy(head.in_features, head.out_features).to(head.weight.dtype)
     program.criterion.linear.weight, program.net.head = head.weight, None
-
-
-def release_gradients(program: Program) -> None:
-    """Updates in the backward."""
-    savings.release_gradients_in_backward(program.optimizer)
 
 
 def inference(program: Program) -> None:
@@ -154,10 +144,8 @@ def running_loss(program: Program) -> None:
 Change = Callable[[Program], None]
 TRAINING: dict[str, Change] = {
     "checkpoint_activations": checkpoint,
-    "inplace_activations": inplace,
     "offload_activations": offload,
     "LinearCrossEntropy": linear_cross_entropy,
-    "release_gradients_in_backward": release_gradients,
 }
 EVALUATION: dict[str, Change] = {"inference": inference, "RunningLoss": running_loss}
 

@@ -231,7 +231,6 @@ CALLS = {
     "smooth": [lambda value: DiceLoss(smooth=value)],
     "alpha": [lambda value: TverskyLoss(alpha=value)],
     "ignore_index": [lambda value: DiceLoss(ignore_index=value)],
-    "segments": [lambda value: savings.checkpoint_activations(nn.Sequential(nn.Tanh(), nn.Tanh()), segments=value)],
     "blocks": [lambda value: savings.checkpoint_activations(nn.Sequential(nn.Tanh(), nn.Tanh()), blocks=value)],
 }
 
@@ -251,7 +250,7 @@ def test_mappings(name):
             call({"text": 2.5})
 
 
-@pytest.mark.parametrize("name", ["dim", "batch_size", "seed", "shards", "keep", "number", "segments"])
+@pytest.mark.parametrize("name", ["dim", "batch_size", "seed", "shards", "keep", "number"])
 def test_integers(name):
     for call in CALLS[name]:
         for value in (2.5, "text", True, torch.ones(2)):

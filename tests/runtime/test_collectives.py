@@ -74,8 +74,8 @@ def check_group(rank):
     compare_ranks({"rows": 4}, "as many rows", group=group)
     with pytest.raises(ValueError, match="rows: 1 on rank 0 and 2 on rank 1"):
         compare_ranks({"rows": 1 + place}, "as many rows", group=group)
-    second = collectives.statistics_group(group)
-    assert second is collectives.statistics_group(group) is not group
+    second = collectives.second_group("statistics", group=group)
+    assert second is collectives.second_group("statistics", group=group) is not group
     assert collectives.gather_objects(rank, second) == [0, 2]
     return True
 

@@ -1,9 +1,11 @@
 """Device lists: resolving, errors, moving tensors."""
 
+import os
+
 import pytest
 import torch
 
-from balanced_parallel.runtime.devices import move, resolve_devices, visible_devices
+from balanced_parallel.runtime.devices import free_bytes, move, resolve_devices, visible_devices
 
 CPU = torch.device("cpu")
 
@@ -46,3 +48,9 @@ def test_gpus_hidden_by_earlier_simulated_devices_raise_an_error(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     with pytest.raises(RuntimeError, match="this process has simulated devices.*use them in a new process"):
         visible_devices()
+
+
+def test_free_memory_of_the_host_is_half_of_all_where_the_system_does_not_tell(monkeypatch):
+    assert 0 < free_bytes(torch.device("cpu")) < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    monkeypatch.delitem(os.sysconf_names, "SC_AVPHYS_PAGES")  # macOS
+    assert free_bytes(torch.device("cpu")) == os.sysconf("SC_PHYS_PAGES") // 2 * os.sysconf("SC_PAGE_SIZE")

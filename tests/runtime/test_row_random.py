@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from torch import nn
 
 from balanced_parallel.runtime import row_random
 from balanced_parallel.runtime.row_random import BatchRandom, UpdateRandom, number_lines, philox, uniform
-from balanced_parallel.runtime.torch_private import has_kernel
 
 
 def philox_of_python(key, counter):
@@ -35,12 +35,11 @@ def test_philox_has_the_published_bits():
     assert philox(torch.tensor(keys)[:, None], 8).tolist() == expected
 
 
-def test_uniform_numbers_are_those_of_torch_where_it_has_a_kernel():
+def test_uniform_numbers_are_words_of_philox():
     seeds = torch.tensor([[5], [-3]])
     single, double = uniform(seeds, 6, torch.float32), uniform(seeds, 6, torch.float64)
     words = philox(seeds, 12)
-    if not has_kernel("_philox_uniform_", "CPU"):  # before torch 2.15
-        assert torch.equal(single, (words[:, :6] % 2**24).float() / 2**24)
+    assert torch.equal(single, (words[:, :6] % 2**24).float() / 2**24)
     assert torch.equal(double, ((words[:, ::2] * 2**32 + words[:, 1::2]) % 2**53).double() / 2**53)
     assert single.min() >= 0
     assert double.max() < 1
@@ -197,4 +196,15 @@ def test_an_operator_that_is_not_replaced_raises_an_error(monkeypatch):
 
     with pytest.raises(RuntimeError, match=r"does not know has drawn in the model.*before it were \['bernoulli_.float'\]"):
         forward()
+    update.end()
+
+
+def test_devices_whose_generators_torch_does_not_give_are_refused(monkeypatch):
+    monkeypatch.setattr(torch, "get_device_module", lambda device: types.SimpleNamespace())  # as torch.mps
+    update = UpdateRandom(1)
+    with (
+        pytest.raises(NotImplementedError, match=r"reproducible=True on mps:0, expected CUDA or the CPU"),
+        BatchRandom(update, 0, None).drawing("model", None, torch.device("mps:0")),
+    ):
+        pass
     update.end()

@@ -28,15 +28,11 @@ def checkpoint_all_blocks(net):
     savings.checkpoint_activations(net)
 
 
-def checkpoint_part(net):
-    inputs = torch.randn(7, WIDTH)
-    kept = savings.checkpoint_activations(net, budget="1GiB", inputs=inputs).activation_bytes
-    handle = savings.checkpoint_activations(net, budget=int(0.8 * kept), inputs=inputs)
-    assert handle.parts
-    assert 0.5 * kept < handle.activation_bytes < 0.8 * kept
+def checkpoint_selectively(net):
+    savings.checkpoint_activations(net, selective=True)
 
 
-@pytest.mark.parametrize("saving", [checkpoint_all_blocks, checkpoint_part])
+@pytest.mark.parametrize("saving", [checkpoint_all_blocks, checkpoint_selectively])
 @pytest.mark.parametrize("name", ["residual", "convolutions", "encoder"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_loss_gradients_and_statistics_are_those_without_it(ranks, name, saving):
@@ -50,25 +46,17 @@ def bytes_of_forward(cluster, net, inputs):
     return cluster.live[0] - before - output.untyped_storage().nbytes()
 
 
-def test_the_budget_is_kept_to_the_byte():
+def test_a_selective_checkpoint_keeps_more_than_a_plain_one_and_less_than_none():
     with simulate(1) as cluster:
         net, inputs = LanguageModel(dropout=0.1).to("sim:0"), tokens(8).to("sim:0")
         plain = bytes_of_forward(cluster, net, inputs)
-        found = {}
-        for budget in ("1MiB", "700KiB", "600KiB", "400KiB", "300KiB"):
-            handle = savings.checkpoint_activations(net, budget=budget, inputs=inputs)
-            assert handle.activation_bytes == bytes_of_forward(cluster, net, inputs)
-            found[budget] = handle.parts
-        assert found == {
-            "1MiB": (),
-            "700KiB": ("layers.0",),
-            "600KiB": ("layers.0", "layers.1 (selective)"),
-            "400KiB": ("layers.0", "layers.1"),
-            "300KiB": ("layers.0", "layers.1", "layers.2 (selective)"),
-        }
-        with pytest.raises(ValueError, match=r"do not fit into budget=1\.00 KiB: 64\.00 KiB \(65536 bytes\) stay"):
-            savings.checkpoint_activations(net, budget="1KiB", inputs=inputs)
-        assert bytes_of_forward(cluster, net, inputs) == plain  # as before the refused call
+        handle = savings.checkpoint_activations(net, selective=True)
+        assert handle.parts == ("layers.0", "layers.1", "layers.2")
+        selective = bytes_of_forward(cluster, net, inputs)
+        savings.checkpoint_activations(net)
+        assert 2 * bytes_of_forward(cluster, net, inputs) < selective < 0.8 * plain
+        handle.remove()
+        assert bytes_of_forward(cluster, net, inputs) == plain
 
 
 def test_replicas_on_accelerators_peak_lower():
@@ -103,7 +91,7 @@ def test_replicas_follow_a_call_after_their_first_forward():
         plain = bytes_of_graph()
         handle = savings.checkpoint_activations(net)
         assert all(checkpointed < 0.8 * kept for checkpointed, kept in zip(bytes_of_graph(), plain, strict=True))
-        savings.checkpoint_activations(net, segments=2)
+        savings.checkpoint_activations(net, blocks="")
         assert max(bytes_of_graph()) < max(plain)
         handle.remove()
         assert bytes_of_graph() == plain
@@ -128,8 +116,8 @@ def test_retained_graphs_double_backward_and_nested_blocks(double):
 
 def test_copies_pickles_and_hooks_of_checkpointed_modules():
     net = nn.Sequential(*[layer for _ in range(3) for layer in (nn.Linear(4, 4), nn.Tanh())])
-    handle = savings.checkpoint_activations(net, segments=3)
-    assert handle.parts == ("[0:2]", "[2:4]")
+    handle = savings.checkpoint_activations(net)
+    assert handle.parts == ("[0:3]",)
     assert isinstance(net, nn.Sequential)
     file = io.BytesIO()
     torch.save(net, file)
@@ -171,24 +159,11 @@ def write_in_place():
     net(torch.ones(2, 2))
 
 
-def count_values():
-    class Reading(nn.Linear):
-        def forward(self, x):
-            return super().forward(x) if x.sum() > 0 else x
-
-    savings.checkpoint_activations(Reading(2, 2), blocks="", budget=1, inputs=torch.ones(2, 2))
-
-
 REFUSED = [
-    (write_in_place, "Sequential writes to its input in place.*call checkpoint_activations before inplace_activations"),
-    (count_values, "cannot be counted without its values.*choose blocks by name"),
+    (write_in_place, "Sequential writes to its input in place.*set inplace=False on the module that does"),
     (lambda: savings.checkpoint_activations(nn.Linear(2, 2)), "Linear has neither repeated blocks nor an nn.Sequential"),
     (lambda: savings.checkpoint_activations(nn.Linear(2, 2), blocks="layer"), "there is no module 'layer'"),
     (lambda: savings.checkpoint_activations(nn.Linear(2, 2), blocks=()), r"blocks=\(\) is empty"),
-    (lambda: savings.checkpoint_activations(nn.Linear(2, 2), blocks="", segments=2), "segments=2, but Linear is not"),
-    (lambda: savings.checkpoint_activations(nn.Sequential(nn.ReLU(), nn.ReLU()), segments=3), "from 2 to the 2 modules"),
-    (lambda: savings.checkpoint_activations(nn.Linear(2, 2), blocks="", budget=1), "budget needs inputs"),
-    (lambda: savings.checkpoint_activations(nn.Linear(2, 2), blocks="", budget="1 mile", inputs=1), "not a memory size"),
 ]
 
 
@@ -356,14 +331,13 @@ def t5():
     return T5ForConditionalGeneration(T5Config(vocab_size=50, decoder_start_token_id=0, **sizes))
 
 
-@pytest.mark.parametrize("share", [1.0, 0.7, 0.4])
+@pytest.mark.parametrize("selective", [False, True])
 @pytest.mark.parametrize("make", [llama, t5])
-def test_gradients_are_those_without_checkpoints(double, make, share):
+def test_gradients_are_those_without_checkpoints(double, make, selective):
     torch.manual_seed(0)
     plain = make().train()
     net = copy.deepcopy(plain)
-    kept = savings.checkpoint_activations(net, budget="1GiB", inputs=BATCH).activation_bytes
-    savings.checkpoint_activations(net, budget=int(share * kept), inputs=BATCH)
+    savings.checkpoint_activations(net, selective=selective)
     for each in (plain, net):
         torch.manual_seed(1)
         each(**BATCH).loss.backward()

@@ -169,3 +169,27 @@ def test_wrong_settings_are_refused():
         LinearCrossEntropy(4, 3, label_smoothing=2)
     with pytest.raises(ValueError, match="reduction='max', expected 'mean', 'sum' or 'none'"):
         LinearCrossEntropy(4, 3, reduction="max")
+
+
+def test_a_tied_head_is_updated_in_the_backward_by_hooks_of_its_parameter(double):
+    """The recipe of torch: the hook runs once in a backward, with the sum of all replicas' gradients."""
+    weights = []
+    for in_backward in (False, True):
+        torch.manual_seed(1)
+        net, head = nn.Embedding(11, 6), LinearCrossEntropy(6, 11)
+        head.linear.weight = net.weight  # both the first and the last layer
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+        if in_backward:
+
+            def update(weight, optimizer=optimizer):
+                optimizer.step()
+                optimizer.zero_grad()
+
+            net.weight.register_post_accumulate_grad_hook(update)
+        model, criterion = DataParallelModel(net, ["cpu"] * 2), DataParallelCriterion(head)
+        for _ in range(3):
+            criterion(model(torch.arange(7)), torch.arange(1, 8)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        weights.append(net.weight.detach())
+    torch.testing.assert_close(weights[1], weights[0], rtol=1e-10, atol=1e-10)

@@ -173,7 +173,6 @@ def test_ranks_equal_the_plain_model(name):
 
 OTHERS = {
     "checkpoint_activations": lambda model, tokens: savings.checkpoint_activations(model),
-    "inplace_activations": lambda model, tokens: savings.inplace_activations(model, tokens[:2]),
     "offload_activations": lambda model, tokens: None,
 }
 
@@ -193,20 +192,6 @@ def test_other_savings_apply_too(other, first):
         found.backward()
     torch.testing.assert_close(found.detach(), loss, rtol=1e-10, atol=1e-10)
     assert_same_gradients(gradients(model), expected)
-
-
-def test_gradients_may_be_released():
-    models, (tokens, labels) = [llama(), llama()], batch()
-    replace_lm_head(models[1])
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
-    savings.release_gradients_in_backward(optimizers[1])
-    for _ in range(2):
-        loss_of_logits(models[0], tokens, labels).backward()
-        models[1](tokens, labels=labels).loss.backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    torch.testing.assert_close(models[1].state_dict(), models[0].state_dict(), rtol=1e-8, atol=1e-8)
 
 
 def test_logits_never_exist():

@@ -289,19 +289,6 @@ def test_comm_hook_buckets_contain_only_gradients():
     assert run_ranks(2, check_bucketwise) == [True, True]
 
 
-def check_batched(rank):
-    from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, batched_powerSGD_hook
-
-    model, _ = parallelize(Chosen(), nn.CrossEntropyLoss())
-    with pytest.warns(UserWarning, match="torch raises an AssertionError without a message.*use powerSGD_hook"):
-        model.register_comm_hook(PowerSGDState(None), batched_powerSGD_hook)
-    return True
-
-
-def test_batched_powersgd_hook_emits_a_warning():
-    assert run_ranks(2, check_batched) == [True, True]
-
-
 def check_compressed(rank):
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 

@@ -1,16 +1,10 @@
 """Bytes that an update moves between the devices of one process, and optimizers that it refuses."""
 
-import copy
-
-import pytest
 import torch
-from helpers.problems import build_net, class_targets
-from helpers.steps import make_step
 from helpers.traffic import traffic
 from torch import nn
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, TrainStep, parallelize, simulate
-from balanced_parallel.savings import release_gradients_in_backward
 
 
 def test_a_training_step_moves_only_the_batch_parameters_gradients_and_scalars():
@@ -46,18 +40,3 @@ def test_micro_batches_move_parameters_and_gradients_but_no_outputs():
         _, between = traffic(cluster, before)
         assert set(between) == {(f"sim:{a}", f"sim:{b}") for a, b in ((0, 1), (1, 2), (1, 0), (2, 0))}
         assert all(count <= 5 * (size + 64) for count in between.values())
-
-
-def test_gradients_that_are_released_in_the_backward_are_refused():
-    net = build_net()
-    before = copy.deepcopy(net.state_dict())
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    step = make_step(net, None, optimizer)
-    handle = release_gradients_in_backward(optimizer)
-    with pytest.raises(TypeError, match="release_gradients_in_backward was applied to SGD.*write the loop by hand"):
-        step(torch.randn(7, 4), class_targets(7))
-    assert all(torch.equal(before[name], value) for name, value in net.state_dict().items())
-    with pytest.raises(TypeError, match="release_gradients_in_backward was applied to SGD"):
-        make_step(net, None, optimizer).add(torch.randn(7, 4), class_targets(7))
-    handle.remove()
-    assert step(torch.randn(7, 4), class_targets(7)).isfinite()

@@ -232,6 +232,17 @@ class LayerDrop(nn.Module):
         return self.linear(x)
 
 
+def five_rows():
+    x = torch.zeros(5, 6)
+    x[3:] = 5.0
+    return x
+
+
+def make_step_of(module, devices):
+    model, criterion = DataParallelModel(module, devices), DataParallelCriterion(nn.CrossEntropyLoss())
+    return TrainStep(model, criterion, torch.optim.SGD(module.parameters(), lr=0.1), reproducible=True)
+
+
 @pytest.mark.parametrize(
     ("draws", "message"),
     [
@@ -241,17 +252,24 @@ class LayerDrop(nn.Module):
     ],
 )
 def test_draws_that_follow_the_data_are_refused(draws, message):
-    module = LayerDrop(draws)
-    step = TrainStep(
-        DataParallelModel(module, ["cpu"] * 2),
-        DataParallelCriterion(nn.CrossEntropyLoss()),
-        torch.optim.SGD(module.parameters(), lr=0.1),
-        reproducible=True,
-    )
-    x = torch.zeros(5, 6)
-    x[3:] = 5.0
+    step = make_step_of(LayerDrop(draws), ["cpu"] * 2)
     with pytest.raises((ValueError, NotImplementedError), match=message):
-        step(x, torch.zeros(5, dtype=torch.long))
+        step(five_rows(), torch.zeros(5, dtype=torch.long))
+
+
+def test_one_device_refuses_a_draw_whose_size_follows_the_data():
+    """The first three rows draw one number in the small forwards, all rows draw three."""
+    step = make_step_of(LayerDrop(lambda x: torch.rand(1 + int((x > 0).sum() > 6) * 2)), ["cpu"])
+    with pytest.raises(ValueError, match=r"draw 0 of the model is uniform_ of shape \(3,\) for 5 rows"):
+        step(five_rows(), torch.zeros(5, dtype=torch.long))
+
+
+def test_modules_in_evaluation_are_another_kind_where_others_stay_in_training():
+    net = nn.Sequential(nn.Linear(6, 6), nn.Dropout(), nn.Linear(6, 5), nn.Dropout())
+    step = make_step_of(net, ["cpu"] * 2)
+    step(five_rows(), torch.zeros(5, dtype=torch.long))
+    net[1].eval()
+    step(five_rows(), torch.zeros(5, dtype=torch.long))
 
 
 def test_compiled_modules_are_refused_unless_they_draw_with_kernels_of_torch():

@@ -21,6 +21,8 @@ from helpers.steps import CPUS, make_step, run
 from torch import nn
 
 from balanced_parallel import DataParallelCriterion, DataParallelModel, Precision, TrainStep, gather, parallelize, simulate
+from balanced_parallel.batch.plan import consecutive
+from balanced_parallel.batch.rows import Batch, Cut
 
 
 def test_bfloat16_and_float16_losses_are_close_to_float32():
@@ -488,3 +490,33 @@ def check_ranks(rank):
 
 def test_return_outputs_has_the_rows_of_each_rank():
     assert run_ranks(2, check_ranks) == [True, True]
+
+
+class BySizes(Cut):
+    """Cuts a batch into shards of given sizes: a way of cutting is one file."""
+
+    def __init__(self, sizes):
+        self.sizes = sizes
+
+    def open(self, inputs, targets, mark, forward, *, unit, is_strict):
+        batch = SizedBatch(*mark(inputs, targets))
+        batch.sizes = self.sizes
+        return batch
+
+
+class SizedBatch(Batch):
+    def plan(self, devices, weights, limit, agree):
+        parts = consecutive(self.sizes)
+        return self._shards([parts[start : start + len(devices)] for start in range(0, len(parts), len(devices))], devices)
+
+
+@pytest.mark.parametrize("reproducible", [False, True])
+def test_another_way_of_cutting_needs_no_change_of_the_step(reproducible):
+    def train(**settings):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 3), nn.Dropout(0.5 if reproducible else 0.0)).double()
+        model, criterion = DataParallelModel(net, ["cpu"] * 2), DataParallelCriterion(nn.CrossEntropyLoss())
+        step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.1), reproducible=reproducible, **settings)
+        return [step(torch.randn(7, 4).double(), torch.randint(3, (7,))), *net.parameters()]
+
+    torch.testing.assert_close(train(cut=BySizes([1, 3, 2, 1])), train())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ...runtime.torch_private import current_node, map_tensors
-from .recurrent import RECURRENCE, REFUSED, aten_kernels, autograd_kernels
+from .recurrent import RECURRENCE, REFUSED, autograd_kernels
 
 _aten = torch.ops.aten
 
@@ -40,11 +40,10 @@ def cuda_choices(fuses: bool) -> Iterator[None]:
     # no public function reads or changes the lists of autocast
     registrations = torch._C._dispatch_get_registrations_for_dispatch_key
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    with aten_kernels() as library, autograd_kernels({"dropout": _dropout, **(fused if fuses else REFUSED)}):
+    with autograd_kernels({"dropout": _dropout, **(fused if fuses else REFUSED)}) as library:
         for name in (*_FP32, *_FP32_UNLESS_TOLD):
             base, _, overload = name.partition(".")
-            packet = getattr(torch.ops.aten, base, None)
-            operator = getattr(packet, overload or "default", None)
+            operator = getattr(getattr(_aten, base, None), overload or "default", None)
             if operator is not None and not has_kernel(operator.name(), "AutocastCPU"):
                 library.impl(name, _in_float32(operator, unless_told=name in _FP32_UNLESS_TOLD), "AutocastCPU")
         for name in registrations("AutocastCPU"):
@@ -83,32 +82,18 @@ def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[T
     return out, query.new_empty((*rows, heads, length), dtype=torch.float32)
 
 
-@torch.library.custom_op("balanced_parallel::fused_attention_backward", mutates_args=())
-def fused_attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor) -> list[Tensor]:
-    """Backward of fused attention, which has no matrix of probabilities."""
-    raise NotImplementedError
-
-
-@fused_attention_backward.register_fake
-def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor) -> list[Tensor]:
-    return [torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)]
-
-
-def attention_buffers(func: Any, args: tuple[Any, ...]) -> list[int]:
+def _attention_buffers(query: Tensor, key: Tensor) -> list[int]:
     """Returns the bytes that the backward of fused attention takes for itself (``mha_bwd`` of flash_api.cpp).
 
     These are sums, in half precision the gradient of the query in float32, and gradients of expanded keys and values.
     """
-    if func is not torch.ops.balanced_parallel.fused_attention_backward.default:
-        return []
-    _, query, key, *_ = args
     *rows, heads, length, width = query.shape
     outer = torch.Size(rows).numel() * heads
     sums = 4 * outer * -(-length // 128) * 128
     if query.dtype == torch.float32:
         return [sums]
-    expanded = outer * key.shape[-2] * width * query.itemsize if key.shape[-3] != heads else 0
-    return [sums, sums * -(-width // 32) * 32, *[expanded] * 2]
+    expanded = outer * key.shape[-2] * width * query.itemsize
+    return [sums, sums * -(-width // 32) * 32, *([expanded] * 2 if key.shape[-3] != heads else [])]
 
 
 CONVOLUTIONS = (
@@ -137,9 +122,12 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
-    query, key, value, mask, *results = ctx.saved_tensors
+    query, key, value, mask, *_results = ctx.saved_tensors
     of_mask = mask.new_empty(mask.shape) if ctx.needs_input_grad[3] else None
-    return *fused_attention_backward(grad, query, key, value, *results), of_mask
+    gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
+    buffers = [query.new_empty(size, dtype=torch.uint8) for size in _attention_buffers(query, key)]
+    del buffers
+    return *gradients, of_mask
 
 
 fused_attention.register_autograd(_backward, setup_context=_save)
@@ -147,8 +135,7 @@ fused_attention.register_autograd(_backward, setup_context=_save)
 
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:
     if train and 0 < p < 1:
-        result: Tensor = torch.native_dropout(input, p, True)[0]
-        return result
+        return torch.native_dropout(input, p, True)[0]
     return input * 0 if train and p == 1 else input
 
 
@@ -163,12 +150,11 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    flat = query.dim() < 4
-    if flat:
-        query, key, value = query[None], key[None], value[None]
+    if query.dim() < 4:
+        return _attention(query[None], key[None], value[None], attn_mask)[0]
     mask = None if attn_mask is None else _kernel_mask(attn_mask, query, key)
     fused: Tensor = fused_attention(query, key, value, mask)[0]
-    return fused[0] if flat else fused
+    return fused
 
 
 def _kernel_mask(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -214,11 +200,10 @@ def is_in_place(func: Any, *, is_of_node: bool) -> bool:
     return not is_of_node or len(set(edges)) < len(edges) if func is _aten.add.Tensor else is_of_node
 
 
-def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
     """Adds the bias of a linear layer in place if its input is not contiguous, as torch does without a mode."""
     if bias is None or input.dim() <= 2 or input.is_contiguous():
-        result: Tensor = torch.ops.aten.linear.default.decompose(input, weight, bias)
-        return result
+        return torch.ops.aten.linear.default.decompose(input, weight, bias)
     return torch.matmul(input, weight.t()).add_(bias)
 
 

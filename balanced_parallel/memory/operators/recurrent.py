@@ -66,22 +66,6 @@ def _(
     return out, torch.empty_like(hidden[0]), torch.empty_like(hidden[-1]), reserve
 
 
-@torch.library.custom_op("balanced_parallel::recurrence_backward", mutates_args=())
-def recurrence_backward(
-    grad: Tensor, input: Tensor, hidden: list[Tensor], weights: list[Tensor], out: Tensor, reserve: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of recurrent layers: of the input, of the states, and of all weights in one tensor."""
-    raise NotImplementedError
-
-
-@recurrence_backward.register_fake
-def _(
-    grad: Tensor, input: Tensor, hidden: list[Tensor], weights: list[Tensor], out: Tensor, reserve: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    flat = weights[0].new_empty(sum(weight.numel() for weight in weights))
-    return torch.empty_like(input), torch.empty_like(hidden[0]), torch.empty_like(hidden[-1]), flat
-
-
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
     input, hidden, weights, _, _ = inputs
     ctx.states = len(hidden)
@@ -89,15 +73,16 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
-    input, *tensors, out, reserve = ctx.saved_tensors
+    """Allocates the gradients: of the input, of the states, and of all weights in one tensor."""
+    input, *tensors, _, _ = ctx.saved_tensors
     hidden, weights = tensors[: ctx.states], tensors[ctx.states :]
     with _workspace(weights):
-        # cuDNN takes contiguous tensors only
-        grad, contiguous = grad.contiguous(), input.contiguous()
-        d_input, d_hx, d_cx, flat = recurrence_backward(grad, contiguous, hidden, weights, out, reserve)
+        grad, contiguous = grad.contiguous(), input.contiguous()  # cuDNN takes contiguous tensors only
+        d_input, d_hidden = torch.empty_like(contiguous), [torch.empty_like(state) for state in (hidden[0], hidden[-1])]
+        flat = weights[0].new_empty(sum(weight.numel() for weight in weights))
     pieces = flat.split([weight.numel() for weight in weights])
     d_weights = [piece.view(weight.shape) for piece, weight in zip(pieces, weights, strict=True)]
-    return d_input, [d_hx, d_cx][: ctx.states], d_weights, None, None
+    return d_input, d_hidden[: ctx.states], d_weights, None, None
 
 
 recurrence.register_autograd(_backward, setup_context=_save)
@@ -109,22 +94,15 @@ RECURRENCE = {f"{name}.input": functools.partial(_padded, name) for name in KEPT
 
 
 @contextlib.contextmanager
-def aten_kernels() -> Iterator[torch.library.Library]:
-    """Yields a library for kernels of ATen's operators. They are removed at the end of the block."""
-    library = torch.library.Library("aten", "IMPL")
-    try:
-        yield library
-    finally:
-        library._destroy()
-
-
-@contextlib.contextmanager
-def autograd_kernels(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
-    """Replaces operators of fake CPU tensors in this block.
+def autograd_kernels(kernels: Mapping[str, Callable[..., Any]]) -> Iterator[torch.library.Library]:
+    """Replaces operators of fake CPU tensors in this block. Yields the library, for others of ATen's operators.
 
     A dispatch mode would not be active when checkpointing recomputes a forward in the backward.
     """
-    with aten_kernels() as library:
+    library = torch.library.Library("aten", "IMPL")
+    try:
         for name, kernel in kernels.items():
             library.impl(name, kernel, "AutogradCPU")
-        yield
+        yield library
+    finally:
+        library._destroy()

@@ -5,7 +5,7 @@ result, because torch reduces them in place.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ def _ctc_of_lists(scores: Tensor, targets: Tensor, steps: Sequence[int], lengths
 
 
 VALUE_KERNELS = {"ctc_loss.IntList": _ctc_of_lists}
+# no operator has a public name
 _SCALARS = {_aten._local_scalar_dense.default, _aten.is_nonzero.default}
 
 
@@ -43,7 +44,7 @@ def answer(
         number = 0.9 if args[0].is_floating_point() else 1  # NAdam divides by one minus a product of its momenta
         value = True if func is _aten.is_nonzero.default or args[0].dtype == torch.bool else number
         return type(value)(scalar) if line and scalar is not None else value
-    if func is _aten._pack_padded_sequence.default:  # no operator has a public name
+    if func is _aten._pack_padded_sequence.default:
         raise UnknownMemory(
             f"{func} packs sequences by their lengths, which are values: give memory.estimate the module with padded sequences, "
             "of which packing never needs more"
@@ -70,7 +71,7 @@ def selected(func: Any, args: tuple[Any, ...]) -> int:
     return sum(2 * 8 * mask.numel() * mask.dim() for mask in masks)  # the result of nonzero, and a copy per dimension
 
 
-def _is_mask(index: Tensor | None) -> bool:
+def _is_mask(index: Tensor | None) -> TypeGuard[Tensor]:
     return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
@@ -78,38 +79,19 @@ def _integers(tensor: Tensor, *shape: int) -> Tensor:
     return tensor.new_empty(shape, dtype=torch.int64)
 
 
-def _nonzero(mask: Tensor) -> Tensor:
-    return _integers(mask, mask.numel(), mask.dim())
-
-
-def _masked_select(tensor: Tensor, mask: Tensor) -> Tensor:
-    return tensor.new_empty(torch.broadcast_shapes(tensor.shape, mask.shape).numel())
-
-
 def _index(tensor: Tensor, indices: Sequence[Tensor | None]) -> Any:
     if not any(map(_is_mask, indices)):
         return NotImplemented
     expanded: list[Tensor | None] = []
     for index in indices:
-        if index is not None and _is_mask(index):
-            expanded += [_integers(index, index.numel()) for _ in range(index.dim())]
-        else:
-            expanded.append(index)
+        expanded += [_integers(index, index.numel()) for _ in range(index.dim())] if _is_mask(index) else [index]
     return _aten.index.Tensor(tensor, expanded)
-
-
-def _unique(tensor: Tensor, *settings: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return tensor.new_empty(tensor.numel()), _integers(tensor, *tensor.shape), _integers(tensor, tensor.numel())
 
 
 def _ctc(scores: Tensor, targets: Tensor, *settings: Any) -> tuple[Tensor, Tensor]:
     steps, rows, _ = scores.shape
     longest = targets.size(1) if targets.dim() == 2 else targets.numel()  # one row may have all of the concatenated targets
     return scores.new_empty(rows), scores.new_empty((rows, steps, 2 * longest + 1))
-
-
-def _ctc_backward(gradient: Tensor, scores: Tensor, *settings: Any) -> Tensor:
-    return torch.empty_like(scores, memory_format=torch.contiguous_format)
 
 
 def _group_norm_backward(gradient: Tensor, inputs: Tensor, *settings: Any) -> tuple[Tensor | None, ...]:
@@ -120,18 +102,21 @@ def _group_norm_backward(gradient: Tensor, inputs: Tensor, *settings: Any) -> tu
     return tuple(result if asked else None for result, asked in zip(results, mask, strict=True))
 
 
-# no operator has a public name
 _CTC_BACKWARD = {_aten._ctc_loss_backward.default, _aten._ctc_loss_backward.Tensor}
 _WRITES = {_aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
 _INDEXES = {*_WRITES, _aten.index.Tensor, _aten._unsafe_index.Tensor}
 _RULES: dict[Any, Callable[..., Any]] = {
-    _aten.nonzero.default: _nonzero,
-    _aten.masked_select.default: _masked_select,
+    _aten.nonzero.default: lambda mask: _integers(mask, mask.numel(), mask.dim()),
+    _aten.masked_select.default: lambda tensor, mask: tensor.new_empty(torch.broadcast_shapes(tensor.shape, mask.shape).numel()),
     _aten.index.Tensor: _index,
-    _aten._unique2.default: _unique,
+    _aten._unique2.default: lambda tensor, *settings: (
+        tensor.new_empty(tensor.numel()),
+        _integers(tensor, *tensor.shape),
+        _integers(tensor, tensor.numel()),
+    ),
     _aten._ctc_loss.default: _ctc,
     _aten._ctc_loss.Tensor: _ctc,
-    **dict.fromkeys(_CTC_BACKWARD, _ctc_backward),
+    **dict.fromkeys(_CTC_BACKWARD, lambda gradient, scores, *settings: scores.new_empty(scores.shape)),
     _aten.native_group_norm_backward.default: _group_norm_backward,
 }
 

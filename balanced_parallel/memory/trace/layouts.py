@@ -24,8 +24,8 @@ from ...batch.containers import leaves, map_leaves
 from ...batch.outputs import PerReplica
 from ...batch.plan import split_sizes
 from ...batch.rows import Along, Arguments, count_rows
-from ...loss.coupled import AdditiveLoss, CoupledLoss, WholeLoss, couple
-from ...loss.criterion import DataParallelCriterion
+from ...loss.coupled import AdditiveLoss, CoupledLoss, WholeLoss
+from ...loss.criterion import DataParallelCriterion, couple
 from ...loss.sums import ShardLoss, add_up
 from ...optim.whole_parameters import assign_owners
 from ...replicas.model import DataParallelModel
@@ -97,18 +97,22 @@ TracedBatch = tuple[Arguments, tuple[Any, ...]]
 
 def plain_criterion(criterion: Any) -> Any:
     """Returns the criterion in a :class:`DataParallelCriterion`, or the criterion itself, also if its rows are coupled."""
-    return criterion.module if isinstance(criterion, DataParallelCriterion) and not criterion.is_coupled else criterion
+    return criterion.module if isinstance(criterion, DataParallelCriterion) and not is_coupled(criterion) else criterion
 
 
 def is_coupled(criterion: Any) -> bool:
     """Returns True for a criterion with ``whole=True``, and for an :class:`AdditiveLoss`."""
-    return criterion.is_coupled if isinstance(criterion, DataParallelCriterion) else isinstance(criterion, AdditiveLoss)
+    if isinstance(criterion, DataParallelCriterion):
+        return criterion.is_coupled and not criterion.finds_means
+    return isinstance(criterion, AdditiveLoss)
 
 
 def traced_criterion(criterion: Any, replicas: Replicas, request: "Request") -> DataParallelCriterion:
     """Returns a criterion of a trace on fake devices. It is a fake copy, so a wrapped one is changed in place."""
     wrapped = criterion if isinstance(criterion, DataParallelCriterion) else DataParallelCriterion(criterion)
     wrapped.devices = wrapped.output_device = None
+    if wrapped.finds_means:
+        wrapped.weigh_by("rows")  # takes the same memory
     wrapped.dim, wrapped.replicas = request.dim, replicas
     wrapped.is_checked = True  # fake tensors have no values
     if wrapped.precision.name == "fp32":

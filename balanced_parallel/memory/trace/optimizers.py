@@ -40,6 +40,18 @@ class OptimizerChoice:
         use_kernels([optimizer], self.foreach)
         return [optimizer]
 
+    def state_bytes(self, parameters: Sequence[Tensor]) -> int:
+        """Returns about the bytes of state for ``parameters``, from an update of a small one; 0 if this update fails."""
+        small = torch.nn.Parameter(torch.zeros(64, 64))
+        small.grad = torch.zeros_like(small)
+        try:
+            (optimizer,) = self.plain([small])
+            optimizer.step()
+        except Exception:  # noqa: BLE001 - an optimizer may raise anything, and a trace tells it
+            return 0
+        states = [state for state in optimizer.state[small].values() if isinstance(state, Tensor)]
+        return sum(map(_bytes, parameters)) * sum(map(_bytes, states)) // _bytes(small)
+
     def balanced(self, model: DataParallelModel, parameters: Iterable[Tensor]) -> list[torch.optim.Optimizer]:
         """Makes a :class:`BalancedOptimizer` for ``model``."""
         make: Any = self.make
@@ -51,6 +63,10 @@ class OptimizerChoice:
         optimizer = BalancedOptimizer(model, make, parameters, **settings)
         use_kernels([optimizer], self.foreach)
         return [optimizer]
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def inner_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
