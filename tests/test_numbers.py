@@ -11,7 +11,6 @@ UNITS = r"\s?(?:%|times\b|ms\b|µs\b|[KMG]iB\b)"
 MEASURED = re.compile(rf"({NUMBER})(?=((?: (?:and|to|→) {NUMBER})?{UNITS})|)")
 VERSIONS = re.compile(r"(?:Python|torch|version) \d+(?:\.\d+)+\S*(?: and \d+(?:\.\d+)+)?")
 ELSEWHERE = {
-    "docs/tricks.md": "a benchmark writes the page",
     "docs/migrating_from.md": "tests/examples/test_migrating_pairs.py runs the programs and compares",
 }
 NOT_MEASURED = {
