@@ -20,6 +20,7 @@ def long_description() -> str:
 
 
 extras = {
+    "hf": ["accelerate>=1.10", "transformers>=5.23"],
     "train": ["safetensors", "scikit-learn", "tqdm"],
     "plot": ["matplotlib", "plotly"],
     "test": [
@@ -28,14 +29,18 @@ extras = {
         "hypothesis",
         "lightning-fabric>=2.5",
         "matplotlib",
+        "peft",
         "plotly",
         "pytest",
         "pytest-timeout",
         "pytest-xdist",
+        "pytorch_optimizer>=4.1",
         "pyyaml",
         "safetensors",
+        "schedulefree",
         "scikit-learn",
         "tensorboard",
+        "torchmetrics",
         "tqdm",
         "transformers",
     ],

@@ -1,22 +1,28 @@
-"""The two tasks of train.py: data that is on every machine, a small network, a loss, and a baseline to beat.
+"""The two tasks of train.py: their flags, data that is on every machine, a small network, and a baseline for its loss.
 
 Rows are tensors: ``inputs[i]`` and ``targets[i]`` belong together. No layer mixes rows, so the split cannot change the result.
 """
 
+import argparse
 import collections
+import contextlib
 import functools
 import hashlib
 import math
 import re
+import signal
+import sys
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
-from balanced_parallel import gather
+from balanced_parallel import BalancedBatchSampler, ByCost, DataParallelCriterion, RankBatchSampler, gather
 
 CONTEXT = 64  # words of a row, in text without functions and classes
 LONGEST = 128  # words of a row at most
@@ -50,16 +56,38 @@ class Rows(Dataset[tuple[Tensor, Tensor]]):
 
 @dataclass(frozen=True)
 class Task:
-    """Data, module and settings of a task."""
+    """A network and its data.
+
+    Attributes:
+        baseline: the loss of a model that ignores its inputs, on the validation rows.
+    """
 
     description: str
     module: nn.Module
     train: Rows
     validation: Rows
-    learning_rate: float
-    steps: int
-    baseline: float | None = None  # a loss that training must beat
-    classifies: bool = False  # accuracy is meaningful
+    baseline: float
+
+    @property
+    def cut(self) -> ByCost | None:
+        """The cut of a step: rows of equal cost for each device, padded to its own longest. None for rows without padding."""
+        return ByCost(count_words, trim=1) if self.train.lengths else None
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module, batch_size: int, precision: str) -> dict[str, float]:
+        """Returns the loss over all validation rows of all ranks, the baseline beside it, and the accuracy of a classifier."""
+        criterion = DataParallelCriterion(nn.CrossEntropyLoss(reduction="none"), precision=precision)
+        model.eval()
+        losses, hits = [], []
+        for inputs, targets in make_loader(self.validation, RankBatchSampler(self.validation, batch_size)):
+            outputs = model(inputs)
+            predictions, labels = gather([output.argmax(1) for output in outputs], "cpu"), gather([targets], "cpu")
+            counted = labels != IGNORED
+            losses.append(gather(criterion(outputs, targets), "cpu")[counted])
+            hits.append((predictions == labels)[counted])
+        model.train()
+        results = {"validation_loss": torch.cat(losses).double().mean().item(), "baseline_loss": self.baseline}
+        return results if self.train.lengths else {**results, "accuracy": torch.cat(hits).double().mean().item()}
 
 
 class LanguageModel(nn.Module):
@@ -103,6 +131,79 @@ class DigitClassifier(nn.Sequential):
         )
 
 
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of the tasks."""
+    add = parser.add_argument
+    add("--task", choices=["text", "digits"], default="text", help="what to learn (default: text)")
+    add("--data", type=Path, metavar="FILE_OR_FOLDER", help="text to learn (default: Python's standard library)")
+    add("--vocabulary", type=count, metavar="N", help="words of the text task (default: 8192, or all of a small text)")
+    add("--dropout", type=float, default=0.0, metavar="P", help="rate in the network (default: none)")
+
+
+def count(text: str, at_least: int = 1) -> int:
+    """Parses a whole number."""
+    if not text.isdecimal() or int(text) < at_least:
+        raise argparse.ArgumentTypeError(f"{text!r} was given, expected a whole number of at least {at_least}")
+    return int(text)
+
+
+def natural(text: str) -> int:
+    """Parses a whole number of at least 0."""
+    return count(text, at_least=0)
+
+
+@contextlib.contextmanager
+def one_line(code: int, *kinds: type[Exception]) -> Iterator[None]:
+    """Ends the program with one line on stderr for some kinds of errors, and for Ctrl-C."""
+    try:
+        yield
+    except kinds as error:
+        advice = "Give --micro-batch-size auto, fewer rows or more --memory." * isinstance(error, torch.OutOfMemoryError)
+        print("train.py: error:", *str(error).split(), *advice.split(), file=sys.stderr)
+        sys.exit(code)
+    except KeyboardInterrupt:
+        print("stopped by Ctrl-C: nothing was saved, except by --checkpoint-every", file=sys.stderr)
+        sys.exit(130)
+
+
+def load_task(flags: argparse.Namespace) -> Task:
+    """Returns the task that the flags name.
+
+    Raises:
+        OSError, ValueError: the data cannot be read; a flag does not suit them.
+    """
+    if flags.task == "text":
+        return text_task(flags.data, flags.vocabulary, flags.dropout)
+    if flags.data or flags.vocabulary:
+        raise ValueError("--data and --vocabulary are for --task text")
+    return digits_task(flags.dropout)
+
+
+def make_batches(rows: Rows, batch_size: int, seed: int) -> RankBatchSampler:
+    """Returns the rows of each batch for this rank, of equal cost for each rank if rows have padding."""
+    return BalancedBatchSampler(rows.lengths, batch_size, seed) if rows.lengths else RankBatchSampler(rows, batch_size, seed)
+
+
+def make_loader(rows: Rows, batches: RankBatchSampler, workers: int = 0) -> DataLoader[Any]:
+    """Returns a loader of this rank's rows, with as many processes as ``workers``."""
+    return DataLoader(
+        rows,
+        batch_sampler=batches,
+        collate_fn=tuple,
+        num_workers=workers,
+        pin_memory=torch.accelerator.is_available(),
+        persistent_workers=workers > 0,
+        generator=torch.Generator(),  # the default one would advance that of dropout in each epoch
+        worker_init_fn=ignore_signals,
+    )
+
+
+def ignore_signals(worker: int) -> None:
+    """Leaves SIGTERM and Ctrl-C to the process that trains. A scheduler and a terminal send them to all."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 def text_task(data: Path | None, vocabulary: int | None, dropout: float = 0.0) -> Task:
     """Predicts the next word of the sources of Python's standard library, or of ``data`` (a file or a folder).
 
@@ -128,15 +229,8 @@ def text_task(data: Path | None, vocabulary: int | None, dropout: float = 0.0) -
     size = len(index) + 2
     mean = sum(map(len, rows)) / len(rows) - 1
     description = f"text: {counts.total():,} words, {size:,} of them different, rows of {mean:.0f} and at most {inputs.size(1)}"
-    return Task(
-        description,
-        LanguageModel(size, dropout=dropout),
-        train,
-        validation,
-        learning_rate=3e-3,
-        steps=200,
-        baseline=unigram_loss(train.targets, validation.targets, size),
-    )
+    baseline = unigram_loss(train.targets, validation.targets, size)
+    return Task(description, LanguageModel(size, dropout=dropout), train, validation, baseline)
 
 
 def split_text(text: str) -> list[list[str]]:
@@ -158,18 +252,14 @@ def count_words(inputs: Tensor) -> Tensor:
 def read_text(data: Path | None) -> str:
     """Returns the text of a file, of the UTF-8 files in a folder, or of the standard library, in the order of their paths."""
     if data is not None and not data.is_dir():
-        try:
-            return data.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{data} is not UTF-8 text: {error.reason} at byte {error.start}") from error
+        return data.read_text(encoding="utf-8")
     paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py") if data is None else data.rglob("*"))
     texts = []
-    for path in paths:
-        if path.is_file():
-            try:
-                texts.append(path.read_text(encoding="utf-8"))
-            except UnicodeDecodeError:
-                print(f"skipped {path}: not UTF-8 text")
+    for path in filter(Path.is_file, paths):
+        try:
+            texts.append(path.read_text(encoding="utf-8"))
+        except UnicodeDecodeError:
+            print(f"skipped {path}: not UTF-8 text")
     return "\n".join(texts)
 
 
@@ -202,13 +292,6 @@ def digits_task(dropout: float = 0.0) -> Task:
     inputs = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16
     targets = torch.tensor(labels)
     held_out = torch.arange(len(inputs)) % 5 == 4
-    return Task(
-        f"digits: {len(inputs):,} images of 8 x 8 pixels in 10 classes",
-        DigitClassifier(dropout),
-        Rows(inputs[~held_out], targets[~held_out]),
-        Rows(inputs[held_out], targets[held_out]),
-        learning_rate=3e-3,
-        steps=300,
-        baseline=math.log(10),
-        classifies=True,
-    )
+    train, validation = (Rows(inputs[rows], targets[rows]) for rows in (~held_out, held_out))
+    description = f"digits: {len(inputs):,} images of 8 x 8 pixels in 10 classes"
+    return Task(description, DigitClassifier(dropout), train, validation, baseline=math.log(10))

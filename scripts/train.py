@@ -4,230 +4,192 @@ One process, every visible accelerator (else the CPU):    python scripts/train.p
 One process, three replicas on the CPU:                   python scripts/train.py --devices cpu,cpu,cpu
 One process per device:                                   torchrun --standalone --nproc-per-node=2 scripts/train.py
 A model sharded over them:                                torchrun ... scripts/train.py --strategy fsdp
-Four simulated GPUs, compared with plain PyTorch:         python scripts/train.py --simulate 4 --plot runs/memory.png
 A run that survives being killed, run again:              python scripts/train.py --checkpoint-every 50 --resume
-Equal numbers of rows in place of equal cost:             python scripts/train.py --pack rows --devices cpu,cpu,cpu
 With dropout, and the same losses in all of these:        python scripts/train.py --dropout 0.1 --reproducible
 A plan of what fits, without training:                    python scripts/train.py --plan --simulate 4 --memory 48MiB
-Curves, and a page about the memory of an update:         python scripts/train.py --tensorboard --html runs/memory.html
+Four simulated GPUs, compared with plain PyTorch:         python scripts/train.py --simulate 4 --plot runs/memory.png
 
-The losses are the same each time. --batch-size is the effective batch over all devices and ranks. Its split into replicas,
-ranks and micro-batches does not change loss or gradients, nor with --dropout if --reproducible. Copy this file; the two tasks
-are in tasks.py.
+--batch-size is the effective batch over all devices and ranks. Its split does not change the losses. Copy this file, and put your
+data and model in place of tasks.py. The file comparison.py is for --simulate alone.
 """
 
 import argparse
 import contextlib
-import copy
+import itertools
+import json
 import logging
+import math
+import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from arguments import SIMULATED_STEPS, check, make_parser, memory_sizes, one_line_errors
-from comparison import (
-    draw_memory,
-    estimated_parts,
-    loss_table,
-    memory_table,
-    plain_losses,
-    predict,
-    torch_data_parallel_parts,
-)
-from loading import make_loader
-from packing import make_batches, make_cut
-from recording import Recorder
-from stopping import StopSignal
-from tasks import IGNORED, Task, check_same_data, digits_task, text_task
+from safetensors.torch import save_file
+from tasks import Task, add_arguments, check_same_data, count, load_task, make_batches, make_loader, natural, one_line
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.utils.data import DataLoader
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from tqdm import tqdm
 
-from balanced_parallel import (
-    BalancedOptimizer,
-    Checkpoints,
-    DataParallelCriterion,
-    RankBatchSampler,
-    TrainStep,
-    gather,
-    memory,
-    parallelize,
-    simulate,
-)
+from balanced_parallel import BalancedOptimizer, Checkpoints, TrainStep, gather, parallelize
 
 
-def train(flags: argparse.Namespace, task: Task, model: Any, criterion: DataParallelCriterion, cluster: Any) -> list[float]:
-    """Trains the task's module, on the devices of a simulated cluster if there is one.
-
-    Returns:
-        The loss of each step. It is empty after SIGTERM or Ctrl-C, if steps are left.
-    """
-    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    batches = make_batches(flags, task.train)
-    loader = make_loader(task.train, batches, flags.workers)
-    held_out = make_loader(task.validation, RankBatchSampler(task.validation, flags.batch_size))
-    total = count_steps(flags, task, len(loader))
-
-    optimizer = BalancedOptimizer(model, torch.optim.AdamW, lr=flags.learning_rate or task.learning_rate)
-    step = TrainStep(
-        model,
-        criterion,
-        optimizer,
-        micro_batch_size=flags.micro_batch_size,
-        precision=flags.precision,
-        max_grad_norm=flags.max_grad_norm,
-        cut=make_cut(flags, task.train),
-        reproducible=flags.reproducible,
-    )
-    each_row = DataParallelCriterion(nn.CrossEntropyLoss(reduction="none"), precision=flags.precision)
-
-    recorder = Recorder(flags, task, model.devices, rank, ranks, total, cluster)
-    saves = bool(flags.checkpoint_every or flags.resume)
-    checkpoints = Checkpoints(flags.out / "checkpoints", keep=flags.keep, step=step, batches=batches, recorder=recorder)
-    if not flags.resume or checkpoints.load_latest() is None:
-        recorder.begin()
-    stop = StopSignal(saves)
-    for inputs, targets in recorder.timed(loader):
-        recorder.record_step(step(inputs, targets).item())
-        batches.advance()
-        if recorder.done == total or batches.batches % len(batches) == 0:
-            recorder.record_validation(validate(model, each_row, held_out, task.classifies))
-        is_last = recorder.done == total or stop.on_any_rank()
-        if saves and (is_last or recorder.done % (flags.checkpoint_every or total) == 0):
-            checkpoints.save(recorder.done)
-        if is_last:
-            break
-    checkpoints.wait()
-    flags.micro_batch_size = step.micro_batch_size  # that "auto" has settled on
-    recorder.finish()
-    optimizer.zero_grad()  # nothing is left on simulated devices, which end before the optimizer is collected
-    return recorder.losses if recorder.done == total else []
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser. The description holds the usage, so an error is one line without it."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("train.py", usage=argparse.SUPPRESS, description=__doc__, formatter_class=raw)
+    add = parser.add_argument
+    add_arguments(parser)
+    add("--steps", type=count, metavar="N", help="updates (default: 200, or 12 with --simulate)")
+    add("--batch-size", type=count, default=24, metavar="N", help="rows per update, over all devices and ranks (default: 24)")
+    rows = "rows per device in one forward (default: auto, its whole share, and less where that does not fit)"
+    add("--micro-batch-size", type=lambda text: text if text == "auto" else count(text), default="auto", metavar="N", help=rows)
+    add("--precision", choices=["fp32", "bf16", "fp16"], default="fp32", help="arithmetic of forward and loss (default: fp32)")
+    add("--devices", metavar="LIST", help="such as cpu,cpu,cpu or 0,1 (default: every accelerator, else cpu)")
+    add("--strategy", choices=["auto", "replicas", "ddp", "fsdp"], default="auto", help="default: auto, which says why")
+    add("--max-grad-norm", type=float, default=1.0, metavar="X", help="clip the gradient's global norm (default: 1.0)")
+    add("--learning-rate", type=float, default=3e-3, metavar="X", help="of AdamW (default: 0.003)")
+    add("--reproducible", action="store_true", help="draw the dropout of one device with any devices, ranks and micro-batches")
+    add("--seed", type=natural, default=0, metavar="N", help="of the weights and of the order of rows (default: 0)")
+    add("--workers", type=natural, default=0, metavar="N", help="processes that load data, per rank (default: 0)")
+    add("--checkpoint-every", type=count, metavar="N", help="save all state every N updates, and at SIGTERM or Ctrl-C")
+    add("--resume", action="store_true", help="go on from the newest checkpoint in DIR/checkpoints, if there is one")
+    add("--simulate", type=count, metavar="N", help="compare N simulated GPUs with plain PyTorch: losses and memory")
+    add("--memory", metavar="SIZE", help="of each simulated GPU, such as 2GiB, or a list: 2GiB,1GiB (default: no limit)")
+    add("--plot", type=Path, metavar="FILE", help="with --simulate: draw the memory")
+    add("--table", action="store_true", help="with --simulate: a table with the categories, traffic and waits of each GPU")
+    add("--plan", action="store_true", help="print how --batch-size fits --devices or --simulate with --memory, and do not train")
+    add("--out", type=Path, default=Path("runs/latest"), metavar="DIR", help="where results go (default: runs/latest)")
+    return parser
 
 
-@torch.no_grad()
-def validate(model: nn.Module, criterion: nn.Module, loader: DataLoader[Any], classifies: bool) -> dict[str, float]:
-    """Returns loss and accuracy over all rows of all ranks. ``gather`` joins the results in the order of the rows."""
-    model.eval()
-    losses, hits = [], []
-    for inputs, targets in loader:
-        outputs = model(inputs)
-        predictions, labels = gather([output.argmax(1) for output in outputs], "cpu"), gather([targets], "cpu")
-        counted = labels != IGNORED
-        losses.append(gather(criterion(outputs, targets), "cpu")[counted])
-        hits.append((predictions == labels)[counted])
-    model.train()
-    results = {"validation_loss": torch.cat(losses).double().mean().item()}
-    return {**results, "accuracy": torch.cat(hits).double().mean().item()} if classifies else results
+class Training:
+    """A run: the model, the batches, and the losses, which are part of a checkpoint."""
 
+    def __init__(self, flags: argparse.Namespace, task: Task) -> None:
+        settings = {"precision": flags.precision, "strategy": flags.strategy}
+        self.model, criterion = parallelize(task.module, nn.CrossEntropyLoss(), flags.devices, **settings)
+        check_same_data(task)
+        self.flags, self.task, self.losses, self.stopping = flags, task, list[float](), False
+        self.is_main = not dist.is_initialized() or dist.get_rank() == 0
+        self.step = TrainStep(
+            self.model,
+            criterion,
+            BalancedOptimizer(self.model, torch.optim.AdamW, lr=flags.learning_rate),
+            micro_batch_size=flags.micro_batch_size,
+            precision=flags.precision,
+            max_grad_norm=flags.max_grad_norm,
+            cut=task.cut,
+            reproducible=flags.reproducible,
+        )
+        self.batches = make_batches(task.train, flags.batch_size, flags.seed)
+        folder = flags.out / "checkpoints"
+        if not flags.resume and any(folder.glob("step-*")):
+            raise ValueError(f"{folder} is of another run: go on with it by --resume, or give another --out")
+        flags.out.mkdir(parents=True, exist_ok=True)
+        self.checkpoints = Checkpoints(folder, step=self.step, batches=self.batches, losses=self)
+        if not flags.resume or self.checkpoints.load_latest() is None:
+            self.record([], "w")
 
-def count_steps(flags: argparse.Namespace, task: Task, batches: int) -> int:
-    """Returns the number of updates. An epoch has ``batches`` of them."""
-    default = SIMULATED_STEPS if flags.simulate else task.steps
-    steps: int = flags.steps or (flags.epochs * batches if flags.epochs else default)
-    return min(steps, flags.epochs * batches) if flags.epochs else steps
+    def state_dict(self) -> dict[str, list[float]]:
+        """Returns the losses so far."""
+        return {"losses": list(self.losses)}
 
+    def load_state_dict(self, state_dict: dict[str, list[float]]) -> None:
+        """Goes back to the losses of a checkpoint."""
+        self.losses = []
+        self.record(state_dict["losses"], "w")
 
-def make_plan(flags: argparse.Namespace, task: Task) -> memory.MemoryPlan:
-    """Plans the effective batch for simulated GPUs, for those of this machine, or for as many H200 as ``--devices`` names."""
-    inputs, targets = task.train.__getitems__([0, 1])
-    return memory.plan(
-        task.module,
-        nn.CrossEntropyLoss(),
-        inputs,
-        targets,
-        batch_size=flags.batch_size,
-        capacity=memory_sizes(flags),
-        devices=flags.simulate or (len(flags.devices) if flags.devices else max(1, torch.accelerator.device_count())),
-        precision=flags.precision,
-        device_kind="sim" if flags.simulate else None,
-    )
+    def record(self, losses: list[float], mode: str = "a") -> None:
+        """Writes lines of metrics.jsonl. The file has the same lines after a run that was interrupted."""
+        lines = [json.dumps({"step": step, "loss": loss}) + "\n" for step, loss in enumerate(losses, len(self.losses) + 1)]
+        self.losses += losses
+        if self.is_main:
+            with (self.flags.out / "metrics.jsonl").open(mode) as file:
+                file.writelines(lines)
 
+    def run(self) -> bool:
+        """Trains. Returns False if a signal has ended the run before its last update, with all state saved."""
+        flags, first, began, every = self.flags, len(self.losses), time.perf_counter(), self.flags.checkpoint_every
+        for number in (signal.SIGTERM, signal.SIGINT) if every else ():
+            signal.signal(number, self.stop)
+        if self.is_main and not flags.simulate:
+            print(f"{self.task.description}; {flags.batch_size} rows per update; {type(self.model).__name__}", flush=True)
+        loader = make_loader(self.task.train, self.batches, flags.workers)
+        batches = itertools.chain.from_iterable(itertools.repeat(loader))  # epoch after epoch
+        hidden = None if self.is_main else True  # None: shown on a terminal
+        steps = tqdm(range(first + 1, flags.steps + 1), initial=first, total=flags.steps, disable=hidden, leave=False)
+        for step, (inputs, targets) in zip(steps, batches, strict=False):
+            loss = self.step(inputs, targets).item()
+            if not math.isfinite(loss):  # no later update mends it
+                advice = "begin anew with a smaller --learning-rate or --precision fp32, or go on from an earlier checkpoint"
+                raise FloatingPointError(f"the loss of step {step} is {loss}: {advice}")
+            self.batches.advance()
+            self.record([loss])
+            if self.is_main and not flags.simulate and (step in (1, flags.steps) or step % max(1, flags.steps // 10) == 0):
+                speed = (step - first) * flags.batch_size / (time.perf_counter() - began)
+                with tqdm.external_write_mode():
+                    print(f"step {step}/{flags.steps}: loss {loss:.4f}, {speed:.0f} rows/s", flush=True)
+            stops = bool(every) and any(gather([[self.stopping]], "cpu"))  # on any rank
+            if every and (stops or step == flags.steps or step % every == 0):
+                self.checkpoints.save(step)
+            if stops:
+                break
+        self.checkpoints.wait()
+        return len(self.losses) >= int(flags.steps)
 
-def start_simulation(flags: argparse.Namespace, stack: contextlib.ExitStack) -> Any:
-    """Returns the cluster of simulated GPUs. Without a compiler it is None, and replicas run on the CPU."""
-    try:
-        return stack.enter_context(simulate(flags.simulate, memory_sizes(flags)))
-    except RuntimeError as error:
-        if flags.memory:
-            raise
-        print(f"{error}\nRunning {flags.simulate} replicas on the CPU instead. Their memory is estimated.\n", flush=True)
-        flags.devices = flags.devices or ["cpu"] * flags.simulate
-        return None
+    def stop(self, *_: Any) -> None:
+        """Lets the update under way end. A second Ctrl-C ends the process."""
+        self.stopping = True
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
-
-def compare(flags: argparse.Namespace, task: Task, before: nn.Module, losses: list[float], cluster: Any) -> None:
-    """Compares losses with those of one device and memory with that of ``nn.DataParallel``, and draws the memory."""
-    task.module.cpu()
-    if cluster is not None:
-        bars = {"nn.DataParallel": torch_data_parallel_parts(task, flags)}
-        bars["balanced_parallel"] = [cluster.categories(index) for index in range(flags.simulate)]
-        name, limits = "simulated GPUs", cluster.memory
-    else:
-        bars = {"balanced_parallel": estimated_parts(task, flags)}
-        name, limits = "replicas on the CPU", [None] * flags.simulate
-    plain = plain_losses(task, before, flags, min(len(losses), SIMULATED_STEPS))
-    print(f"\n{loss_table(plain, losses, f'balanced_parallel, {flags.simulate} {name}', flags.precision)}\n")
-    print(f"{memory_table(bars)}\n")
-    draw_memory(flags.plot, f"{flags.task}: {flags.batch_size} rows per update, AdamW, {flags.precision}", limits, bars)
-    print(f"wrote {flags.plot}")
-
-
-def write_page(flags: argparse.Namespace, task: Task, before: nn.Module, devices: list[torch.device]) -> None:
-    """Writes the page about the memory of an update of this run: where it is at each moment, and for other numbers of rows."""
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
-    over_ranks = "fsdp" if isinstance(task.module, FSDPModule) else "ddp"
-    layout = over_ranks if ranks > 1 else "replicas" if len(devices) > 1 else "single"
-    kind = devices[0].type if devices[0].type in ("cpu", "sim") else None
-    report = predict(before, task, flags, layout, max(ranks, len(devices)), kind)
-    report.save_html(flags.html, memory_sizes(flags))
-    print(f"wrote {flags.html}")
+    def finish(self) -> None:
+        """Writes the model and a summary. Every rank calls it, for shards and memory of all ranks."""
+        flags, task, ranks = self.flags, self.task, dist.get_world_size() if dist.is_initialized() else 1
+        results = {} if flags.simulate else task.evaluate(self.model, flags.batch_size, flags.precision)
+        devices = [device for device in dict.fromkeys(self.model.devices) if device.type != "cpu"]
+        peaks = gather([[torch.accelerator.max_memory_allocated(device) for device in devices]], "cpu")
+        state: Any = get_model_state_dict(task.module, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if self.is_main:
+            save_file(state, flags.out / "model.safetensors")
+            layout = {"ranks": ranks, "devices": self.model.devices, "micro_batch_size": self.step.micro_batch_size}
+            summary = vars(flags) | {"loss": self.losses[-1], **results, **layout, "peak_bytes": peaks}
+            (flags.out / "summary.json").write_text(json.dumps(summary, indent=2, default=str) + "\n")
+            if not flags.simulate:
+                print(", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in results.items()))
+                print(f"wrote {flags.out}/metrics.jsonl, summary.json, model.safetensors")
 
 
 def main() -> None:
     """Runs the script with the flags of its command line."""
-    parser = make_parser(__doc__)
-    flags = parser.parse_args()
-    torch.manual_seed(flags.seed)
+    flags, comparison = make_parser().parse_args(), None
+    flags.steps = flags.steps or (12 if flags.simulate else 200)
+    flags.devices = flags.devices and [int(name) if name.isdecimal() else name for name in flags.devices.split(",")]
     logging.basicConfig(format="%(message)s")
     logging.getLogger("balanced_parallel").setLevel(logging.INFO)  # why "auto" chose a strategy
     with contextlib.ExitStack() as stack:
-        with one_line_errors(parser):
-            check(flags)
-            is_text = flags.task == "text"
-            task = text_task(flags.data, flags.vocabulary, flags.dropout) if is_text else digits_task(flags.dropout)
-            if flags.plan:
-                plan = make_plan(flags, task)
-                print(plan)
-                if flags.html:
-                    plan.save_html(flags.html)
-                return
-            cluster = start_simulation(flags, stack) if flags.simulate else None
-            before = copy.deepcopy(task.module) if flags.plot or flags.html else task.module
-            settings = {"precision": flags.precision, "strategy": flags.strategy}
-            model, criterion = parallelize(task.module, nn.CrossEntropyLoss(), flags.devices, **settings)
-            check_same_data(task)
-            flags.out.mkdir(parents=True, exist_ok=True)
-        try:
-            losses = train(flags, task, model, criterion, cluster)
-        except (OSError, FloatingPointError) as error:  # a checkpoint, on a full disk; a loss that is nan
-            parser.exit(1, f"{parser.prog}: error: {error}\n")
-        except torch.OutOfMemoryError as error:
-            if cluster is None:
-                raise
-            print(cluster)
-            first = str(error).splitlines()[0]
-            parser.exit(
-                1, f"{parser.prog}: error: {first} Give --micro-batch-size auto or fewer rows, or the devices more --memory.\n"
-            )
-    if not losses or (dist.is_initialized() and dist.get_rank() > 0):
-        return
-    if cluster is not None:
-        alone = "" if not dist.is_initialized() else "rank 0, which uses one of its devices; every rank simulates its own:\n\n"
-        print(f"\n{alone}{cluster}")
-    if flags.plot:
-        compare(flags, task, before, losses, cluster)
-    if flags.html:
-        write_page(flags, task, before, model.devices)
+        with one_line(2, OSError, ValueError, ImportError, RuntimeError):
+            if not flags.simulate and (flags.plot or flags.table or (flags.memory and not flags.plan)):
+                raise ValueError("--memory, --plot and --table describe simulated GPUs, expected --simulate N beside them")
+            torch.manual_seed(flags.seed)
+            task = load_task(flags)
+            if flags.plan or flags.simulate:
+                from comparison import Comparison, make_plan
+
+                if flags.plan:
+                    print(make_plan(task, flags))
+                    return
+                comparison = Comparison(task, flags, stack)
+            training = Training(flags, task)
+        with one_line(1, OSError, FloatingPointError, *[torch.OutOfMemoryError] * bool(flags.simulate)):
+            finished = training.run()
+            if finished:
+                training.finish()
+            elif training.is_main:
+                print(f"stopped after step {len(training.losses)}/{flags.steps}, all state is saved: go on with --resume")
+    if comparison and finished and training.is_main:
+        comparison.show(training.losses, training.model.devices)
 
 
 if __name__ == "__main__":

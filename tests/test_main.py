@@ -228,7 +228,7 @@ def test_doctor_lists_findings_and_exits_with_code_1(nets, capsys):
     assert main(["doctor", "--problem", nets("with_norm")]) == 1
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("- batch norm: 1: ")
-    assert second.startswith("- the loss: the divisor of the mean of distance is unknown")
+    assert second.startswith("- note: the loss: distance is exact as it is if it is a sum of means")
 
 
 def test_doctor_finds_waits_by_a_step_on_simulated_devices(nets, capsys):

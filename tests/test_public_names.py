@@ -56,7 +56,7 @@ def test_the_version_is_read_without_torch():
 
 def test_scripts_and_examples_import_public_names_only():
     root = SCRIPT.parents[1]
-    sources = [*root.glob("scripts/*.py"), *root.glob("examples/*/*.py")]
+    sources = [*root.glob("scripts/**/*.py"), *root.glob("examples/*/*.py")]
     assert len(sources) > 5
     for path in sources:
         assert len(path.read_text().splitlines()) <= 300

@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "memory": {"diagnostics", "savings", "strategies", "training", "optim", "loss", "replicas", "batch", "runtime"},
     "diagnostics": {"savings", "strategies", "training", "optim", "loss", "replicas", "batch", "runtime"},
     "simulation": {"runtime"},
+    "integrations": {"loss", "replicas", "batch", "runtime"},
 }
 TORCH_ONLY = [Path("loss/rules.py")]
 OTHER_TESTS = {"helpers", "regressions"}  # their files are not named after modules
@@ -326,7 +327,8 @@ SINGLE_IMPORTER = {  # with the reason why a module is not part of its only impo
     "memory.fitting": "a public function",
     "memory.planning": "a public function",
     "memory.trace.stacks": "sequences of allocations; the tracer runs updates",
-    "optim.replica_shards": "devices beside the ranks of balanced",
+    "optim.rank_shards": "the ranks of balanced",
+    "optim.replica_shards": "the devices of balanced",
     "savings.evaluation": "public names",
     "savings.lm_heads": "a public function",
     "savings.offloading": "a public function",

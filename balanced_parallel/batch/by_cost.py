@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..runtime.devices import pin
 from ..runtime.values import check_number, check_type
 from . import containers
 from .plan import Combine, Plan, RowNumbers, cost_of_shard, count_micro_batches, cut_by_cost, cut_to_budget
@@ -265,11 +266,10 @@ def _pinned(shard: Shard) -> Shard:
     if shard.device.type == "cpu":
         return shard
 
-    def pin(leaf: Any) -> Any:
-        can_pin = isinstance(leaf, Tensor) and leaf.is_cpu and leaf.layout == torch.strided
-        return leaf.pin_memory() if can_pin else leaf
+    def pin_leaf(leaf: Any) -> Any:
+        return pin(leaf) if isinstance(leaf, Tensor) and leaf.layout == torch.strided else leaf
 
-    return shard._replace(inputs=map_marked(pin, shard.inputs), targets=map_marked(pin, shard.targets))
+    return shard._replace(inputs=map_marked(pin_leaf, shard.inputs), targets=map_marked(pin_leaf, shard.targets))
 
 
 def shard_by_cost(

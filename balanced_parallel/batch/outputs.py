@@ -34,7 +34,8 @@ class PerReplica(list[Any], containers.Leaf):
 
     Args:
         entries: one entry per replica that had rows.
-        sizes: number of rows of each entry; None if the batch had no rows.
+        sizes: number of rows of each entry; None if the batch had no rows. Without this argument, as where another library
+            applies a function to all tensors, they are those of the first tensor of each entry.
         dim: dimension of the rows in the entries, or one dimension per part of an entry.
 
     Example:
@@ -48,13 +49,25 @@ class PerReplica(list[Any], containers.Leaf):
         torch.Size([5, 10])
     """
 
-    def __init__(self, entries: Iterable[Any], sizes: Sequence[int | None], dim: Dims = 0) -> None:
+    _has_places = False
+
+    def __init__(self, entries: Iterable[Any], sizes: Sequence[int | None] | None = None, dim: Dims = 0) -> None:
         if not (isinstance(entries, Iterable) and isinstance(sizes, Iterable)):  # an output is made in every forward
             check_type("entries", entries, Iterable, "one entry per replica")
-            check_type("sizes", sizes, Iterable, "the number of rows of each entry")
+            check_type("sizes", [] if sizes is None else sizes, Iterable, "the number of rows of each entry")
         if type(dim) is not int:
             check_dims(dim, "dim")
         super().__init__(entries)
+        self.has_sizes = sizes is not None
+        if sizes is None:
+            if self._has_places:
+                raise TypeError(
+                    f"a {type(self).__name__} was made of entries alone, perhaps by another library that applies a function to "
+                    "all tensors. These outputs have their rows in another dimension or order than the batch, which would be "
+                    "lost: call gather() before, or leave precision and devices to this library"
+                )
+            tensors = [containers.first_tensor(entry) for entry in self]
+            sizes = [None if tensor is None or not tensor.dim() else tensor.size(0) for tensor in tensors]
         self.sizes = tuple(sizes)
         if len(self.sizes) != len(self):
             raise ValueError(f"{len(self)} entries and {len(self.sizes)} sizes, expected the rows of each entry")
@@ -62,15 +75,23 @@ class PerReplica(list[Any], containers.Leaf):
             list(leaf_dims(list.__getitem__(self, 0), dim, 0, "the entry, or the result of map(function, dim=...),"))  # a check
         self.dim = dim
         self.order: list[int] | None = None
+        if dim != 0:
+            self._keep_places()
+
+    def _keep_places(self) -> None:
+        if type(self) is PerReplica:
+            self.__class__ = _PlacedOutputs
 
     def in_order(self, order: Sequence[int] | None) -> Self:
         """Sets the order of the rows: their positions in the batch. ``None`` is the order of the batch. Returns ``self``."""
+        if order is not None:
+            self._keep_places()
         self.order = None if order is None else list(order)
         return self
 
-    def gather(self, device: DeviceLike | None = None) -> Any:
-        """Concatenates the entries of all ranks, as :func:`balanced_parallel.gather` does."""
-        return gather(self, device)
+    def gather(self, device: DeviceLike | None = None, *, ranks: bool = True) -> Any:
+        """Concatenates the entries of all ranks, or of this rank, as :func:`balanced_parallel.gather` does."""
+        return gather(self, device, ranks=ranks)
 
     def map(self, function: Callable[[Any], Any], dim: Dims = None) -> "PerReplica":
         """Returns a ``PerReplica`` of ``function(entry)`` for each entry, with the same rows in the same order.
@@ -123,7 +144,12 @@ class PerReplica(list[Any], containers.Leaf):
         return self._select(key, lambda entry: entry[key])
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("sizes", "dim", "order"):  # copy and pickle ask for them before they are set
+        if name.startswith("__") or name in (
+            "sizes",
+            "dim",
+            "order",
+            "has_sizes",
+        ):  # copy and pickle ask for them before they are set
             raise AttributeError(name)
         entries = list(self)
         if any(isinstance(entry, torch.Tensor) for entry in entries) or not all(hasattr(entry, name) for entry in entries):
@@ -159,6 +185,12 @@ class PerReplica(list[Any], containers.Leaf):
     __gt__, __ge__, __lt__, __le__ = _operator(">"), _operator(">="), _operator("<"), _operator("<=")
 
 
+class _PlacedOutputs(PerReplica):
+    """Outputs with their rows in another dimension or order than the batch, which a copy of the entries alone would lose."""
+
+    _has_places = True
+
+
 def _refuse(operation: str, error: type[Exception]) -> NoReturn:
     raise error(
         f"{operation} is not defined for a PerReplica, which is the list of the outputs of the replicas and not a tensor: call "
@@ -184,7 +216,7 @@ def _narrow(entry: Any, start: int, rows: int, dims: Dims, size: int) -> Any:
     return containers.map_leaves(narrow, entry)
 
 
-def gather(outputs: Sequence[Any], device: DeviceLike | None = None, dim: int | None = None) -> Any:
+def gather(outputs: Sequence[Any], device: DeviceLike | None = None, dim: int | None = None, *, ranks: bool = True) -> Any:
     """Concatenates the outputs of the replicas, in the order of the rows.
 
     Tensors are concatenated along ``dim``, and 0-dim tensors are stacked. Lists of plain values are concatenated, one plain value
@@ -198,6 +230,7 @@ def gather(outputs: Sequence[Any], device: DeviceLike | None = None, dim: int | 
         outputs: one output per replica, as :class:`DataParallelModel` returns them.
         device: device of the result; ``None`` is that of the first output. With ``"cpu"``, no accelerator holds all rows.
         dim: dimension of the rows. ``None`` is that of a :class:`PerReplica`, else 0.
+        ranks: False leaves out the rows of other ranks, for a metric that sums over ranks itself, as those of torchmetrics do.
 
     Raises:
         TypeError: ``outputs`` is not a list or tuple, or contains an object that cannot be concatenated.
@@ -217,19 +250,21 @@ def gather(outputs: Sequence[Any], device: DeviceLike | None = None, dim: int | 
             f"gather was given a list of the outputs of {len(outputs)} calls of a model, expected those of one call: gather "
             "each, as in [outputs.gather() for outputs in calls], and join the results with torch.cat"
         )
-    if not outputs and world_size() == 1:
+    check_type("ranks", ranks, bool, "True or False")
+    is_local = not ranks or world_size() == 1
+    if not outputs and is_local:
         raise ValueError("gather was given no outputs, expected at least one")
     check_dim(dim)
     dims = getattr(outputs, "dim", 0) if dim is None else dim
     order: list[int] | None = getattr(outputs, "order", None)
     sizes = getattr(outputs, "sizes", None)
-    refusal = repeated_rows(outputs, sizes, dims) if order is None and (len(outputs) > 1 or world_size() > 1) else None
-    if refusal and world_size() == 1:
+    refusal = repeated_rows(outputs, sizes, dims) if order is None and (len(outputs) > 1 or not is_local) else None
+    if refusal and is_local:
         raise ValueError(refusal)
     local = [join(outputs, device, dims, pads=order is not None)] if outputs else []
     if order is not None:
         local = [reorder(output, order, dims, len(outputs)) for output in local]
-    if world_size() == 1:
+    if is_local:
         return local[0]
     on = visible_devices()[0] if device is None else resolve_device(device)
     return _gather_ranks(local, dims, on, refusal, pads=order is not None)

@@ -235,16 +235,12 @@ def _leaves(node: Any, name: str, holder: tuple[str, list[Any]] | None = None) -
     if container is None:
         yield name.removeprefix("."), node, holder
         return
-    if holder is None and isinstance(node, list) and _may_be_rows(node):
-        holder = name.removeprefix("."), node
+    if holder is None and isinstance(node, list):  # entries of one type, and tensors of one number of dimensions and dtype
+        kinds = {(type(entry), entry.dim(), entry.dtype) if isinstance(entry, torch.Tensor) else type(entry) for entry in node}
+        if len(kinds) == 1 and not kinds & {*MARKS, PerReplica, type(None)}:
+            holder = name.removeprefix("."), node
     for place, child in zip(container.places, container.children, strict=True):
         yield from _leaves(child, name + place, holder)
-
-
-def _may_be_rows(entries: list[Any]) -> bool:
-    """Returns True if the entries have one type, and tensors among them one number of dimensions and one dtype."""
-    kinds = {(type(entry), entry.dim(), entry.dtype) if isinstance(entry, torch.Tensor) else type(entry) for entry in entries}
-    return len(kinds) == 1 and not kinds & {*MARKS, PerReplica, type(None)}
 
 
 def _described(leaf: Any) -> str:
@@ -370,6 +366,8 @@ def move_arguments(arguments: Arguments, device: torch.device) -> Arguments:
 
 class RowShards(PerReplica):
     """One argument, or one part of it, that is cut already: one shard per replica."""
+
+    _has_places = True
 
 
 class Shard(NamedTuple):

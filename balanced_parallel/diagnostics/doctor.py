@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..batch import containers
 from ..loss.coupled import AdditiveLoss
 from ..loss.criterion import DataParallelCriterion
+from ..loss.means import UnknownMeanError
 from ..loss.rules import is_known, refuse_coupled
 from ..replicas.batchnorm import advice
 from ..replicas.model import DataParallelModel
@@ -79,9 +80,8 @@ def _coupled_rows(criterion: Any) -> Iterator[str]:
         return
     if not is_known(criterion):
         yield (
-            f"the loss: the divisor of the mean of {name} is unknown: give DataParallelCriterion weight=, a function "
-            '(output, *targets) -> scalar; reduction="sum" if it is a sum; whole=True, which is '
-            "criterion(gather(outputs), targets), if its rows couple"
+            f"note: the loss: {name} is exact as it is if it is a sum of means, such as F.cross_entropy(output, target). Another "
+            "loss raises an error in the first batch, and needs weight=, reduction='sum' or whole=True"
         )
 
 
@@ -111,6 +111,8 @@ def find_waits(
             for _ in range(2):  # the first step prepares replicas
                 step(*batch)
             waits = [wait for wait in cluster.waits if wait.step == 2]
+    except UnknownMeanError as error:
+        return (f"the loss: {error}",)
     except Exception as error:  # noqa: BLE001 - a model may raise anything on the small numbers that it is given
         return (f"note: waits: a step on simulated devices failed, so they are not known: {str(error).splitlines()[0]}",)
     places = collections.Counter((wait.kind, wait.file, wait.line, wait.advice) for wait in waits)

@@ -82,7 +82,7 @@ def find_reasons(
         reasons += _without_errors(_reasons_of_forward(module, wrap, inputs, device, limit))
         loss = list(state_of_criterion(criterion, plain.criterion, devices))
         loss = loss or _without_errors(loss_draws(criterion, plain.output, following, limit))
-        if not loss and not losses.is_coupled:  # a coupled loss is computed from all rows, in one piece
+        if not loss and (losses.finds_means or not losses.is_coupled):  # a coupled loss is computed from all rows, in one piece
             loss = [*weight_in_parts(plain.output, losses, targets, model.out_dims)]
             loss += _without_errors(loss_in_parts(plain.output, criterion, losses, targets, model.out_dims))
     reasons += [*loss, *state_of_model(module, plain.module, devices)]

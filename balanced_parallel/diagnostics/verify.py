@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from ..batch.containers import Dims
 from ..batch.rows import count_rows
 from ..loss.criterion import DataParallelCriterion
-from ..loss.rules import is_known, refuse_coupled
+from ..loss.means import UnknownMeanError
+from ..loss.rules import refuse_coupled
 from ..loss.sums import Criterion
 from ..replicas.model import DataParallelModel
 from ..replicas.module_tree import check_is_module
@@ -35,12 +36,9 @@ class VerificationReport:
     largest entry of all gradients, if that is more.
 
     Attributes:
-        devices: one device per replica.
-        micro_batches: number of micro-batches.
+        devices, micro_batches: one device per replica, and the number of forwards of each.
         tolerance: largest relative error that counts as equal.
-        plain_loss: loss of the plain program.
-        split_loss: loss of the split program.
-        loss_error: relative error of the loss.
+        plain_loss, split_loss, loss_error: losses of both programs, and their relative error.
         gradient_errors: relative error of each gradient, by the name of the parameter.
         first_difference: first module whose output differs, with its error; None if there is none.
         reasons: known reasons for a difference that apply.
@@ -145,7 +143,6 @@ def verify(
     dtype = next((parameter.dtype for parameter in module.parameters()), torch.float32)
     limit = _TOLERANCES.get(dtype, 1e-4) if tolerance is None else tolerance
     with keep_random_state(), without_tf32(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="the divisor of the mean of .* is unknown")
         plain, split = Program(module, inner), Program(module, inner)
         wrapped = _wrap_model(split.module, model, device_ids, dim, in_dims)
         if dim is None and not isinstance(criterion, DataParallelCriterion):
@@ -157,7 +154,7 @@ def verify(
             alone = _wrap_model(plain.module, model, wrapped.devices[:1], dim, in_dims)
             of_all = _wrap_criterion(plain.criterion, criterion, weight, dim)
             plain_step = make_step(alone, of_all, _NoUpdate(plain.learning().values()))
-        number, equal = 0, True
+        number, equal, refusal = 0, True, ""
         while equal and number < 2:
             number += 1
             if reproducible:
@@ -165,7 +162,12 @@ def verify(
             else:
                 plain.forward(inputs, wrapped.devices[0], seed=0)
                 loss = plain.backward(targets, wrapped.devices[0])
-            split_loss = _run_step(split, step, inputs, targets)
+            try:
+                split_loss = _run_step(split, step, inputs, targets)
+            except UnknownMeanError as error:  # the report has it, and the reasons if the rows do not count the same
+                refusal = str(error)
+                losses.weigh_by("rows")
+                split_loss = _run_step(split, step, inputs, targets)
             expected, gradients = plain.gradients(), split.gradients()
             largest = max((float(gradient.abs().max()) for gradient in expected.values() if gradient.numel()), default=0.0)
             errors = {name: relative_error(gradients[name], expected[name], largest / 1000) for name in expected}
@@ -173,7 +175,7 @@ def verify(
             equal = max(errors.values()) <= limit
         count = len(wrapped.devices)
         state, numbers = compare_state(plain, split, count, limit)
-        hidden = numbers, weight_in_parts(plain.output, losses, targets, wrapped.out_dims)
+        hidden = [refusal] * bool(refusal), numbers, weight_in_parts(plain.output, losses, targets, wrapped.out_dims)
         reasons = () if equal or state else _rounding(dtype, max(errors.values()))
         if (equal and state) or reasons:
             reasons += (*state_of_criterion(inner, plain.criterion, count), *state_of_model(module, plain.module, count))
@@ -246,12 +248,14 @@ def _wrap_criterion(
         wrapped = copy.deepcopy(like)
         wrapped.module, wrapped.devices, wrapped.output_device, wrapped.precision = module, None, None, Precision("fp32")
         wrapped.dim = wrapped.dim if dim is None else dim
-        wrapped.weight = weight or wrapped.weight
+        wrapped.is_coupled, wrapped.is_checked = wrapped.is_coupled or wrapped.finds_means, False
+        if weight is not None:
+            wrapped.weigh_by(weight)
     else:
         wrapped = DataParallelCriterion(module, dim=dim, weight=weight)
     try:
-        if wrapped.weight is None and not wrapped.is_coupled and not is_known(module):
+        if wrapped.finds_means:
             refuse_coupled(module)
     except TypeError:  # a loss whose rows depend on each other: the report shows its error
-        wrapped.weight = lambda output, *targets: count_rows(targets, wrapped.dim or 0) or 1
+        wrapped.weigh_by(lambda output, *targets: count_rows(targets, wrapped.dim or 0) or 1)
     return wrapped

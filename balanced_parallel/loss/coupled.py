@@ -5,13 +5,14 @@
     second pass    forward 0 | backward 0 | forward 1 | backward 1 | ...     from these derivatives
 
 This is GradCache (arXiv:2101.06983). The parts are outputs, which are gathered (:class:`WholeLoss`: contrastive losses, mined
-triplets), or statistics, which are summed (``_LossOfSums``, of an :class:`AdditiveLoss`: Dice, Pearson's correlation).
+triplets), or statistics, which are summed (``LossOfSums``, of an :class:`AdditiveLoss`: Dice, Pearson's correlation).
 """
 
 import abc
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +22,17 @@ from ..batch.outputs import PerReplica, gather, join_tensors, repeated_rows
 from ..batch.rows import Along, Arguments, Rows, Shard, map_marked, mark_leaves, move_leaves, without_mark
 from ..runtime.collectives import gather_objects, rank, sum_over_ranks, world_size
 from ..runtime.devices import move
+from ..runtime.random_numbers import generator_states, set_generators
 from ..runtime.torch_private import is_differentiable
 from ..runtime.values import scaled
-from .shards import ShardRunner, copy_criterion
+from .shards import ShardRunner, copy_criterion, devices_of
 from .sums import LossSum, ShardLoss, add_up, call_spread, hand_back, loss_of, replace_value, weighted_sum, widen
 
 
 class CoupledLoss(abc.ABC):
     """The loss of one update, whose rows depend on each other. ``home`` is a device for a process without rows."""
+
+    is_split = True  # over devices, ranks or micro-batches
 
     def __init__(self, criterion: ShardRunner, home: torch.device) -> None:
         self.criterion, self.home = criterion, home
@@ -107,11 +111,6 @@ class CoupledLoss(abc.ABC):
         return None if derivative is None or rank() not in ranks else derivative / len(ranks)
 
 
-def couple(criterion: ShardRunner, home: torch.device) -> CoupledLoss:
-    """Returns the loss of one update of a criterion with ``whole=True``, or of an :class:`AdditiveLoss`."""
-    return WholeLoss(criterion, home) if criterion.whole else _LossOfSums(criterion, home)
-
-
 def check_coupled(criterion: Any, whole: bool, weight: Any, reduction: str | None, minimum: float) -> None:
     """Raises ``ValueError`` for settings of a divisor, which a loss whose rows depend on each other does not have."""
     if not isinstance(whole, bool):
@@ -129,21 +128,25 @@ def check_coupled(criterion: Any, whole: bool, weight: Any, reduction: str | Non
 class ShardStatistics(NamedTuple):
     """The statistics of one replica's rows."""
 
-    tensors: list[Tensor] | None  # None without rows
+    tensors: dict[Any, Tensor] | None  # by key path; None without rows
     structure: Any  # whose leaves the tensors are
     nothing: Tensor  # a zero on the device of the output, connected to it
+    more: Mapping[Any, Tensor] = types.MappingProxyType({})  # adds up over the rows too, and is checked alone
 
 
-class _LossOfSums(CoupledLoss):
+class LossOfSums(CoupledLoss):
     """The loss of the statistics of an update, of an :class:`AdditiveLoss`. A shard without rows adds nothing."""
+
+    may_lack = False  # shards may lack some statistics
 
     def __init__(self, criterion: Any, home: torch.device) -> None:
         super().__init__(criterion, home)
-        self._total: list[Tensor] = []
+        self._total: dict[Any, Tensor] = {}
         self._structure: Any = None
-        self._derivatives_on: dict[torch.device, list[Tensor | None]] = {}
+        self._derivatives_on: dict[torch.device, dict[Any, Tensor | None]] = {}
 
-    def value(self, outputs: PerReplica, shards: Sequence[Shard]) -> Tensor:
+    def value(self, outputs: PerReplica, shards: Sequence[Shard]) -> Any:
+        """Returns the loss of a batch. Every rank has the statistics of all ranks."""
         parts = self._parts(outputs, shards)
         self._add(parts)
         total, ranks = self._over_ranks(parts[0].nothing)
@@ -152,104 +155,141 @@ class _LossOfSums(CoupledLoss):
         return self._finish(total)
 
     def differentiate(self, scaler: torch.amp.GradScaler | None) -> None:
+        """Computes the loss of all statistics, and its derivative at each of them."""
         has_rows = bool(self._total)
         total, ranks = self._over_ranks(None)
         if has_rows:
-            derivatives = self._derivatives(functools.partial(self._finish, total), total, ranks, scaler)
-            self._derivatives_on = {total[0].device: derivatives}
+            values = list(total.values())
+            slopes = self._derivatives(lambda: add_leaves(self._finish(total)), values, ranks, scaler)
+            self._derivatives_on = {values[0].device: dict(zip(total, slopes, strict=True))}
+
+    def _statistics(self, shard: ShardLoss) -> ShardStatistics:
+        """Returns the statistics of a replica. It runs in the thread of the replica."""
+        nothing = shard.nothing()
+        if not shard.rows:
+            return ShardStatistics(None, None, nothing)
+        criterion: Any = shard.criterion
+        result = call_spread(criterion.statistics, shard.output, shard.targets, shard.kwargs)
+        tensors = {place: _as_tensor(leaf, nothing.device) for place, leaf in containers.leaves(result)}
+        return ShardStatistics(tensors, containers.map_leaves(lambda _: containers.Leaf(), result), nothing)
 
     def _parts(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[ShardStatistics]:
-        parts: list[ShardStatistics] = self.criterion.run(_statistics_of, outputs, shards)
+        halves, failure = list[ShardStatistics](), None
         if not self.criterion.is_checked:
-            with torch.no_grad():
-                self._check(parts[0], outputs, shards)
+            try:
+                halves = self._halves(outputs, shards)
+            except Exception as error:  # noqa: BLE001 - it may raise anything, and does so for all rows too if it is wrong
+                failure = error
+        parts: list[ShardStatistics] = self.criterion.run(self._statistics, outputs, shards)
+        if failure is not None:
+            self._refuse(f"half of the first rows raises {type(failure).__name__}: {failure}", failure)
+        if halves and None not in (part.tensors for part in (parts[0], *halves)):
+            self._compare(parts[0], halves, outputs.sizes[0])
         return parts
 
     def _collect(self, parts: list[ShardStatistics]) -> None:
-        with torch.no_grad():
-            self._add(parts)
+        for part in parts:
+            tensors = part.tensors and {place: tensor.detach() for place, tensor in part.tensors.items()}
+            self._add([part._replace(tensors=tensors)])
 
     def _add(self, parts: list[ShardStatistics]) -> None:
         for part in parts:
             if part.tensors is None:
                 continue
-            shapes, others = ([tuple(tensor.shape) for tensor in row] for row in (self._total or part.tensors, part.tensors))
-            if shapes != others:
+            shapes, others = (
+                [tuple(tensor.shape) for tensor in row.values()] for row in (self._total or part.tensors, part.tensors)
+            )
+            if shapes != others and not self.may_lack:
                 raise ValueError(f"the statistics have shapes {shapes} and {others}, expected equal shapes for all rows")
-            if not self._total:
-                self._structure, self._total = part.structure, [widen(tensor) for tensor in part.tensors]
-                continue
-            pairs = zip(self._total, part.tensors, strict=True)
-            self._total = [total + move(widen(tensor), total.device) for total, tensor in pairs]
+            self._structure = part.structure
+            for place, tensor in part.tensors.items():
+                total = self._total.get(place)
+                self._total[place] = widen(tensor) if total is None else total + move(widen(tensor), total.device)
 
     def _take(self, part: ShardStatistics) -> list[tuple[Tensor, Tensor | None]]:
         if part.tensors is None:
             return [(part.nothing, None)]
         by_device, device = self._derivatives_on, part.nothing.device
         if device not in by_device:
-            by_device[device] = [slope if slope is None else move(slope, device) for slope in next(iter(by_device.values()))]
-        return list(zip(part.tensors, by_device[device], strict=True))
+            first = next(iter(by_device.values()))
+            by_device[device] = {place: slope if slope is None else move(slope, device) for place, slope in first.items()}
+        return [(tensor, by_device[device].get(place)) for place, tensor in part.tensors.items()]
 
-    def _over_ranks(self, nothing: Tensor | None) -> tuple[list[Tensor], list[int]]:
+    def _over_ranks(self, nothing: Tensor | None) -> tuple[dict[Any, Tensor], list[int]]:
         """Returns the total of all ranks, with the graph of ``nothing``, and the ranks that have rows. Every rank calls this."""
         local = self._total
-        layouts = gather_objects((self._structure, [(tensor.shape, tensor.dtype) for tensor in local]) if local else None)
-        by_rank = {number: layout for number, layout in enumerate(layouts) if layout is not None}
-        different = {str([tuple(shape) for shape, _ in shapes]) for _, shapes in by_rank.values()}
-        if len(different) > 1:
+        layout = self._structure, {place: (tensor.shape, tensor.dtype) for place, tensor in local.items()}
+        by_rank = {
+            number: layout for number, layout in enumerate(gather_objects(layout if local else None)) if layout is not None
+        }
+        different = {str([tuple(shape) for shape, _ in shapes.values()]) for _, shapes in by_rank.values()}
+        if len(different) > 1 and not self.may_lack:
             raise ValueError(f"the statistics of the ranks have shapes {' and '.join(sorted(different))}, expected equal shapes")
         if world_size() == 1 or not by_rank:
             return local, [*by_rank]
-        self._structure, shapes = next(iter(by_rank.values()))
-        device = nothing.device if nothing is not None else self.home
-        local = local or [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes]
-        whole = [sum_over_ranks(tensor) for tensor in local]
+        self._structure, device = next(iter(by_rank.values()))[0], nothing.device if nothing is not None else self.home
+        shapes = {place: shape for _, shapes in by_rank.values() for place, shape in shapes.items()}
+        local = {
+            place: local[place] if place in local else torch.zeros(shape, dtype=dtype, device=device)
+            for place, (shape, dtype) in shapes.items()
+        }
+        whole = {place: sum_over_ranks(tensor) for place, tensor in local.items()}
         if nothing is None:
             return whole, [*by_rank]
         # Every rank computes the whole loss, and DistributedDataParallel averages their gradients.
-        ours = [tensor * world_size() + nothing if is_differentiable(tensor) else tensor for tensor in local]
-        return [replace_value(tensor, total) for tensor, total in zip(ours, whole, strict=True)], [*by_rank]
+        for place, tensor in local.items():
+            ours = tensor * world_size() + nothing if is_differentiable(tensor) else tensor
+            whole[place] = replace_value(ours, whole[place])
+        return whole, [*by_rank]
 
-    def _finish(self, total: list[Tensor]) -> Tensor:
-        tensors, device = iter(total), total[0].device
+    def _finish(self, total: dict[Any, Tensor]) -> Any:
+        """Returns the loss of the statistics of all rows."""
+        tensors, device = iter(total.values()), next(iter(total.values())).device
         criterion: Any = self.criterion.module
         finish = functools.partial(criterion.finish, containers.map_leaves(lambda _: next(tensors), self._structure))
         with self.criterion.precision.autocast([device]):
             (loss,) = self.criterion.replicas.workers([finish], [device], together=False)
         return move(weighted_sum(loss, 1), self.criterion.output_device or device)
 
-    def _check(self, part: ShardStatistics, outputs: PerReplica, shards: Sequence[Shard]) -> None:
-        """Raises ``ValueError`` if the statistics of the first shard are not the sum of those of its halves."""
+    @torch.no_grad()
+    def _halves(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[ShardStatistics]:
+        """Returns the statistics of the halves of the first shard, none if it has a single row. Random numbers are put back."""
         output, rows = outputs[:1], outputs.sizes[0]
-        if part.tensors is None or rows is None or rows < 2:
-            return
+        if rows is None or rows < 2:
+            return []
         self.criterion.is_checked = True
         pieces = output.narrow(0, rows // 2), output.narrow(rows // 2, rows - rows // 2)
         halves = PerReplica([piece[0] for piece in pieces], [piece.sizes[0] for piece in pieces], output.dim)
-        parts = self.criterion.run(_statistics_of, *self.criterion.cut(halves, *shards[0].targets))
-        if None in (half.tensors for half in parts):
-            return
-        for place, tensors in enumerate(zip(part.tensors, *(half.tensors for half in parts), strict=True)):
-            whole, first, last = map(widen, tensors)
-            if whole.shape == first.shape == last.shape:
-                size = torch.stack([whole, first, last]).abs().max()
+        devices = devices_of(halves, None)
+        states = generator_states(devices)
+        result: list[ShardStatistics] = self.criterion.run(self._statistics, *self.criterion.cut(halves, *shards[0].targets))
+        set_generators(states, devices)
+        return result
+
+    @torch.no_grad()
+    def _compare(self, whole: ShardStatistics, halves: Sequence[ShardStatistics], rows: int | None) -> None:
+        """Raises ``ValueError`` if the statistics of the first shard are not the sum of those of its halves."""
+        columns = [{**(part.tensors or {}), **part.more} for part in (whole, *halves)]
+        for number, place in enumerate({place: None for column in columns for place in column}):
+            total, first, last = (widen(column[place]) if place in column else torch.zeros(()) for column in columns)
+            if total.shape == first.shape == last.shape:
+                size = torch.stack([move(each, total.device) for each in (total, first, last)]).abs().max()
                 # a mean is off by its own size; nan is the caller's
-                if not bool((whole - first - last).abs().max() > 5e-2 * size):
+                if not bool((total - first - last).abs().max() > self._tolerance(total) * size):
                     continue
-            raise ValueError(
-                f"statistics do not add up: number {place} of {rows} rows is {_shown(whole)}, but of their halves "
-                f"{_shown(first)} and {_shown(last)}; expected sums over the rows, so return .sum() in place of .mean()"
-            )
+            values = f"of {rows} rows is {_shown(total)}, but of their halves {_shown(first)} and {_shown(last)}"
+            self._refuse(f"{self._name(number, place)} {values}")
 
+    def _tolerance(self, tensor: Tensor) -> float:
+        return 5e-2
 
-def _statistics_of(shard: ShardLoss) -> ShardStatistics:
-    nothing = shard.nothing()
-    if not shard.rows:
-        return ShardStatistics(None, None, nothing)
-    criterion: Any = shard.criterion
-    result = call_spread(criterion.statistics, shard.output, shard.targets, shard.kwargs)
-    tensors = [_as_tensor(leaf, nothing.device) for _, leaf in containers.leaves(result)]
-    return ShardStatistics(tensors, containers.map_leaves(lambda _: containers.Leaf(), result), nothing)
+    def _name(self, number: int, place: Any) -> str:
+        return f"number {number}"
+
+    def _refuse(self, reason: str, cause: Exception | None = None) -> NoReturn:
+        raise ValueError(
+            f"statistics do not add up: {reason}; expected sums over the rows, so return .sum() in place of .mean()"
+        ) from cause
 
 
 def _as_tensor(leaf: Any, device: torch.device) -> Tensor:
@@ -262,6 +302,11 @@ def _as_tensor(leaf: Any, device: torch.device) -> Tensor:
 
 def _shown(tensor: Tensor) -> str:
     return f"{float(tensor):.6g}" if tensor.numel() == 1 else f"a tensor of shape {tuple(tensor.shape)}"
+
+
+def add_leaves(loss: Any) -> Tensor:
+    """Returns the sum of all losses in a structure."""
+    return functools.reduce(torch.add, [weighted_sum(leaf, 1) for _, leaf in containers.leaves(loss) if leaf is not None])
 
 
 class WholeLoss(CoupledLoss):
@@ -291,9 +336,8 @@ class WholeLoss(CoupledLoss):
             return
         leaves = _output_leaves(rows.batch, self._outputs)
 
-        def compute() -> Any:
-            loss = self._call(rows.batch, device)
-            return sum(weighted_sum(leaf, 1) for _, leaf in containers.leaves(loss) if leaf is not None)
+        def compute() -> Tensor:
+            return add_leaves(self._call(rows.batch, device))
 
         derivatives = self._derivatives(compute, [without_mark(leaf) for leaf in leaves], rows.ranks, scaler)
         starts = iter(rows.starts)

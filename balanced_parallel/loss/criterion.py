@@ -15,9 +15,10 @@ from ..replicas.replicas import Replicas
 from ..runtime.collectives import sum_over_ranks
 from ..runtime.devices import DeviceLike, resolve_device, resolve_devices
 from ..runtime.values import Precision
-from .coupled import AdditiveLoss, check_coupled, couple
-from .rules import find_torch_loss, has_sum, is_known, reduction_in, reduction_of, refuse_coupled, weight_of_targets
-from .shards import Divisor, ShardRunner, call_weight, check_settings, warn_unknown, weights_of_targets
+from .coupled import AdditiveLoss, CoupledLoss, LossOfSums, WholeLoss, check_coupled
+from .means import LossOfMeans, single_mean
+from .rules import find_torch_loss, has_sum, is_known, reduction_in, reduction_of, weight_of_targets
+from .shards import Divisor, ShardRunner, call_weight, check_settings, weights_of_targets
 from .sums import (
     Criterion,
     LossSum,
@@ -55,8 +56,8 @@ class DataParallelCriterion(ShardRunner):
             ``(output, *targets) -> scalar`` that also gets the keyword arguments that it accepts. It is called with the targets
             where they are, and on the outputs' devices only if that fails. For several means with different divisors it returns
             a divisor for each, in the same structure. Or a mapping or sequence of functions ``(*targets) -> scalar``, one for
-            each mean: :class:`TrainStep` counts targets before the first micro-batch. Without it, an unknown criterion is
-            weighted by rows, with a warning.
+            each mean: :class:`TrainStep` counts targets before the first micro-batch. A criterion that computes known means
+            inside, and adds them, needs none.
         precision: autocast inside every replica, as in :class:`DataParallelModel`.
         reduction: ``"sum"``, ``"mean"`` or ``"none"``, for a criterion that is not a loss of torch.
         minimum: lower bound of the divisor, for a criterion that divides by ``max(count, minimum)``. ``weight`` is the count.
@@ -67,7 +68,8 @@ class DataParallelCriterion(ShardRunner):
 
     Raises:
         TypeError: outputs are not a list with one entry per replica; the rows of a loss depend on each other.
-        ValueError: targets and outputs have different numbers of rows, or a loss is not a scalar.
+        ValueError: targets and outputs have different numbers of rows; a loss is not a scalar, or it is split over several
+            shards and is neither a sum of known means nor described by ``weight`` or ``reduction``.
         BaseException: the first failure of a replica. Its message, or a note, names the replica and its device.
 
     Example:
@@ -104,24 +106,33 @@ class DataParallelCriterion(ShardRunner):
         self.dim, self.in_dims, self.whole = dim, in_dims, whole
         self.precision = Precision("fp32" if precision is None else precision)
         self.replicas = Replicas()
-        self.is_coupled = whole or isinstance(criterion, AdditiveLoss)  # its rows depend on each other
         self.weight, self.minimum, self._reduction = weight, minimum, reduction
-        self._warned = False
+        self.is_coupled = False  # it is computed once of all rows, in two passes over several micro-batches
+        is_coupled = whole or isinstance(criterion, AdditiveLoss)
+        is_mean = not is_coupled and weight is None and self.reduction == "mean"
+        self.finds_means = is_mean and not is_known(criterion)  # its means are found while it runs
+        self.is_coupled = is_coupled or self.finds_means  # until all of its means are over one count
+
+    def weigh_by(self, weight: Divisor) -> None:
+        """Sets the divisor of the criterion's mean."""
+        self.is_coupled = self.is_coupled and not self.finds_means
+        self.weight, self.finds_means = weight, False
 
     @property
     def reduction(self) -> str:
         """The reduction of the criterion: ``"mean"``, ``"batchmean"``, ``"sum"`` or ``"none"``."""
-        if self.is_coupled:
+        if self.is_coupled and not self.finds_means:
             return "sum"  # its parts add up to it
         return self._reduction or reduction_of(self.module)
 
     def forward(self, outputs: Sequence[Any], *targets: Any, **kwargs: Any) -> Any:
         """Returns the loss of the batch. ``targets`` and ``kwargs`` have all rows of the batch."""
-        kwargs = kwargs if self.is_coupled else self._modern(kwargs)
+        is_whole = self.is_coupled and not self.finds_means
+        kwargs = kwargs if is_whole else self._modern(kwargs)
         entries, shards = self.cut(outputs, targets, kwargs)
-        if self.is_coupled:
-            return couple(self, torch.device("cpu")).value(entries, shards)
         reduction = kwargs.get("reduction", self.reduction)
+        if is_whole or (self.finds_means and reduction == "mean"):
+            return couple(self, torch.device("cpu")).value(entries, shards)
         if reduction == "none":
             return PerReplica(self.run(ShardLoss.call, entries, shards), entries.sizes, entries.dim)
         parts = self.run(self._term(reduction), entries, shards)
@@ -137,6 +148,8 @@ class DataParallelCriterion(ShardRunner):
         """Returns the function that computes one replica's part of the loss."""
         if reduction == "sum":
             return total_of
+        if self.finds_means:
+            return single_mean
         if self.weight is None and has_sum(self.module):
             return sum_and_weight
         return MeanAndWeight(self._weigh(), self.minimum)
@@ -167,14 +180,14 @@ class DataParallelCriterion(ShardRunner):
         """Returns the function that computes the weight of one replica's mean, for criteria without ``reduction="sum"``."""
         if self.weight is not None and self.weight != "rows":
             return functools.partial(call_weight, self.weight)
-        if self.weight is None and is_known(self.module):
-            return ShardLoss.weigh
-        if self.weight is None:
-            refuse_coupled(self.module)
-            if self._reduction is None and not self._warned:
-                self._warned = True
-                warn_unknown(self.module, stacklevel=7)
-        return lambda shard: shard.rows
+        return ShardLoss.weigh if self.weight is None else lambda shard: shard.rows
+
+
+def couple(criterion: DataParallelCriterion, home: torch.device) -> CoupledLoss:
+    """Returns the loss of one update that is computed once: of all rows, of an :class:`AdditiveLoss`, or of means inside."""
+    if criterion.whole:
+        return WholeLoss(criterion, home)
+    return (LossOfMeans if criterion.finds_means else LossOfSums)(criterion, home)
 
 
 class BatchLosses(NamedTuple):

@@ -171,7 +171,7 @@ def _signature(function: Callable[..., Tensor]) -> inspect.Signature:
     return inspect.signature(function)
 
 
-def _bind(function: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> dict[str, Any]:
+def arguments_of(function: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Returns the arguments of a call by name."""
     try:
         return _signature(function).bind(*args, **kwargs).arguments
@@ -179,7 +179,8 @@ def _bind(function: Callable[..., Tensor], /, *args: Any, **kwargs: Any) -> dict
         raise TypeError(f"{function.__qualname__}: {error}; pass targets after outputs: criterion(outputs, targets)") from error
 
 
-def _divisor(rule: Rule, criterion: Any, arguments: dict[str, Any]) -> Tensor:
+def divisor(rule: Rule, criterion: Any, arguments: dict[str, Any]) -> Tensor:
+    """Returns the divisor of a mean from the arguments of its call by name."""
     for name in ("input", "target"):
         if name in arguments and not isinstance(arguments[name], Tensor):
             kind = type(arguments[name]).__name__
@@ -198,11 +199,11 @@ def add_loss(module: type[nn.Module], function: Callable[..., Tensor], rule: Rul
         if type(criterion).forward is not module.forward:
             return loss_weight.dispatch(object)(criterion, output)  # a subclass with its own forward is another loss
         settings = {name: getattr(criterion, name) for name in names if hasattr(criterion, name)}
-        bound = _bind(module.forward, criterion, output, *targets, **kwargs)
+        bound = arguments_of(module.forward, criterion, output, *targets, **kwargs)
         del bound["self"]
         if "log_input" in bound:  # name of the argument in PoissonNLLLoss.forward
             bound["input"] = bound.pop("log_input")
-        return _divisor(rule, criterion, settings | bound)
+        return divisor(rule, criterion, settings | bound)
 
     _FORMS[weigh] = module, function
 
@@ -227,10 +228,10 @@ def _weigh_function(criterion: Any, output: Any, *targets: Any, **kwargs: Any) -
     if not isinstance(function, FUNCTIONS) or function not in RULES:
         weigh = loss_weight.dispatch(object) if function is criterion else loss_weight
         return weigh(function, output, *targets, **settings | kwargs)
-    bound = _bind(function, *arguments, output, *targets, **settings | kwargs)
+    bound = arguments_of(function, *arguments, output, *targets, **settings | kwargs)
     if bound.get("size_average") is not None or bound.get("reduce") is not None:
         raise ValueError(f"{_name(function)} was given size_average= or reduce=, which torch deprecated; use reduction=")
-    return _divisor(RULES[function], function, bound)
+    return divisor(RULES[function], function, bound)
 
 
 # Handlers for many criteria, which may raise TypeError.

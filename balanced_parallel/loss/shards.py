@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -27,6 +26,8 @@ class ShardRunner(nn.Module):
     module: Criterion
     whole: bool  # the loss is computed once, of all outputs
     is_checked = False  # parts of a coupled loss are checked in the first batch
+    is_coupled: bool
+    minimum: float
     devices: list[torch.device] | None  # that outputs may be on
     output_device: torch.device | None
     dim: int | None
@@ -66,7 +67,9 @@ class ShardRunner(nn.Module):
         batch, dim = self.mark(targets, kwargs, entries.dim, len(containers.spread(entries[0])))
         expected = None if None in entries.sizes else sum(size or 0 for size in entries.sizes)
         rows = count_rows(batch, dim, expected, "targets")
-        if not isinstance(outputs, PerReplica) and not all(isinstance(part, PerReplica) for part in outputs):
+        if not (isinstance(outputs, PerReplica) and outputs.has_sizes) and not all(
+            isinstance(part, PerReplica) for part in outputs
+        ):
             check_rows_of_list(entries, rows)
         if expected is None:
             sizes = [1] * len(entries) if rows is None else split_sizes(rows, len(entries))
@@ -238,18 +241,6 @@ def count_leading(function: Callable[..., Any], targets: int) -> int:
     positional = [parameter for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     required = [parameter for parameter in positional if parameter.default is parameter.empty]
     return max(len(required) - targets, 1)
-
-
-def warn_unknown(criterion: Criterion, stacklevel: int) -> None:
-    """Warns that a criterion is weighted by rows, and names the settings for other criteria."""
-    setting = getattr(criterion, "reduction", "mean")
-    note = "" if setting == "mean" else f" (the attribute reduction={setting!r} has no effect on a forward of its own)"
-    warnings.warn(
-        f"the divisor of the mean of {_described(criterion)} is unknown: it is weighted by rows, which is exact only for a mean "
-        "over rows with equal weights. Give DataParallelCriterion weight=, a function (output, *targets) -> scalar, for another "
-        f"mean; reduction='sum' for a sum; weight='rows' for a mean over rows{note}",
-        stacklevel=stacklevel,
-    )
 
 
 def _described(criterion: Any) -> str:

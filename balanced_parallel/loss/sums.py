@@ -109,11 +109,11 @@ def divide_once(sums: Sequence[LossSum], device: torch.device, minimum: float = 
     weights = [part.weight for part in sums if part.weight is not None]
     divisor = add_up(weights, device) if weights else torch.ones((), device=device)
     if world_size() == 1:
-        return _divide(total, divisor.clamp(min=minimum) if minimum else divisor)
+        return divide(total, divisor.clamp(min=minimum) if minimum else divisor)
     whole = sum_over_ranks(torch.stack([total.double(), divisor.double()]))
     whole_divisor = whole[1].clamp(min=minimum) if weights else torch.ones_like(whole[1])
-    local = _divide(total * world_size(), whole_divisor.to(total.dtype))
-    return replace_value(local, _divide(whole[0], whole_divisor).to(total.dtype))
+    local = divide(total * world_size(), whole_divisor.to(total.dtype))
+    return replace_value(local, divide(whole[0], whole_divisor).to(total.dtype))
 
 
 def replace_value(local: Tensor, whole: Tensor) -> Tensor:
@@ -168,7 +168,8 @@ class _HandBack(torch.autograd.Function):
         return None, None, *results
 
 
-def _divide(total: Tensor, divisor: Tensor) -> Tensor:
+def divide(total: Tensor, divisor: Tensor) -> Tensor:
+    """Returns the quotient, or nan with gradients of zero if the divisor is zero."""
     counted = divisor != 0
     return torch.where(counted, total / torch.where(counted, divisor, 1), torch.nan).to(total.dtype)
 

@@ -22,7 +22,8 @@ from ..strategies.parallelize import state_bytes
 from .lines import Lines, most_that_fit
 from .remedies import with_savings
 from .trace.layouts import Request, is_coupled
-from .trace.tracer import Trace, try_traces
+from .trace.optimizers import OptimizerChoice
+from .trace.tracer import try_traces
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +40,7 @@ class Choice:
         allocated: maximum in use. ``reserved`` is the memory that the process takes from the device for it, as ``nvidia-smi``
             shows it: the segments of the allocator, after it has given back its cache where the device is full, and the context.
             In a choice that fits it is at most the capacity.
+        operations: of matrix products, convolutions and attention per update, on each device.
         recomputed: operations that run twice, as a fraction of those of a step without recomputation.
         traffic: bytes to and from the busiest device per update, for parameters, gradients and offloaded activations.
         changes_result: the loss and the gradients are computed in another precision.
@@ -56,6 +58,7 @@ class Choice:
     split: tuple[float, ...] | None
     allocated: tuple[int, ...]
     reserved: tuple[int, ...]
+    operations: int
     recomputed: float
     traffic: int
     changes_result: bool
@@ -70,12 +73,20 @@ class Choice:
         return not self.changes_result and self.statistics is None and self.optimizer is None
 
     @property
+    def work(self) -> int:
+        """Operations that take as long as this choice: traffic counts as many per byte as a device has on average."""
+        return self.operations + self.traffic * OPERATIONS_PER_BYTE[self.precision]
+
+    @property
     def cost(self) -> tuple[Any, ...]:
-        """Orders choices: exact ones first, then by operations, micro-batches, traffic, and number of savings."""
-        work = self.recomputed, self.micro_batches, self.traffic, self.name.count(",")
-        return self.optimizer is not None, self.changes_result, *work
+        """Orders choices: exact ones first, then by time, micro-batches, and number of savings."""
+        return self.optimizer is not None, self.changes_result, self.work, self.micro_batches, self.name.count(",")
 
 
+# Operations in the time of a byte of traffic, of the peak and the link in the data sheets of NVIDIA: with bf16 and fp16 from 800
+# (V100 with NVLink) to 5,000 (RTX 4090 with PCIe 4.0 x16) and 11,000 (L40S); in fp32 a tenth. One number orders choices well
+# enough, since those of language models differ by a factor of ten and more.
+OPERATIONS_PER_BYTE = {"fp32": 300, "bf16": 3000, "fp16": 3000}
 HEADERS = ("", "rows", "allocated", "reserved", "run twice", "traffic", "result", "fits")
 WIDTHS = (22, 9, 10, 10, None, 10, 12, None)  # of the columns at most, 100 in all
 
@@ -151,8 +162,16 @@ class Option:
             ValueError: they cannot be traced.
         """
         several = min(micro_batches, 2)  # with replicas, one that adds and reduces is enough
-        if several not in self.traced and (reason := measure([self], several).get(self)):
-            raise ValueError(reason)
+        if several not in self.traced:
+            request = dataclasses.replace(self.request, micro_batches=several)
+            first, second = try_traces([(request, count * BASE * request.row_step) for count in (1, 2)])
+            if isinstance(first, str) or isinstance(second, str):
+                raise ValueError(first if isinstance(first, str) else second)
+            lines = Lines(request, first, second)
+            if not lines.is_affine:
+                reason = "with twice the rows the module runs other operators"
+                raise ValueError(f"{reason}: see memory.estimate for each number of rows")
+            self.traced[several] = lines
         return self.traced[several]
 
     def flops(self, micro_batches: int) -> float:
@@ -186,31 +205,23 @@ class Option:
         }
         return [most[device] for device in self.request.traced_devices]
 
-    def may_fit_at_once(self, several: int) -> bool:
-        """Returns False if the lines for ``several`` micro-batches show that no option runs the batch in one micro-batch.
+    def _may_fit_at_once(self) -> bool:
+        """Returns False if the lines for several micro-batches show that the batch does not fit in one micro-batch.
 
-        One micro-batch needs less memory than several, and sharding saves more. Both save at most the bytes of the gradients.
+        One micro-batch needs less memory than several, but saves at most the bytes of the gradients.
         """
         gradients: int = 2 * sum(parameter.nbytes for parameter in self.request.module.parameters())
         gradients //= self.request.devices if self.request.layout.is_sharded else 1
-        peaks = self.lines(several).allocated_by_device(self.share * self.request.row_step)
+        peaks = self.lines(2).allocated_by_device(self.share * self.request.row_step)
         return sum(peaks) <= sum(self.limits) + (gradients + SCALARS) * len(peaks)
-
-    def fits_at_once(self) -> bool:
-        """Returns True if the whole batch fits equal devices in one micro-batch."""
-        return self.lines(1).fit(self.limits, self.share * self.request.row_step)
 
     def _rows(self) -> tuple[list[int], bool]:
         """Returns the most rows of each device in a forward, in as few micro-batches as fit, and True for unequal shares."""
-        unequal = self.is_unequal
-        most_share = self.batch_size if unequal else self.share
-        if 1 in self.traced and not unequal and self.fits_at_once():
-            return [self.share for _ in self.limits], False
+        most_share = self.batch_size if self.is_unequal else self.share
         # a loss whose rows depend on each other needs less memory in two passes, which one micro-batch does not take
         rows = self.most_rows(2, max(most_share // 2, 1) if is_coupled(self.request.criterion) else most_share)
-        unequal = unequal and min(rows) < self.share  # else equal shares fit
-        untried = 1 not in self.traced or unequal
-        if untried and not self._holds(rows, unequal) and self.may_fit_at_once(2):
+        unequal = self.is_unequal and min(rows) < self.share  # else equal shares fit
+        if not self._holds(rows, unequal) and self._may_fit_at_once():
             at_once = self.most_rows(1, most_share)
             rows = at_once if self._holds(at_once, unequal) else rows
         return rows, unequal
@@ -218,8 +229,12 @@ class Option:
     def _holds(self, rows: list[int], unequal: bool) -> bool:
         return sum(rows) >= self.batch_size if unequal else min(rows) >= self.share
 
-    def choose(self, plain: "Option") -> Choice:
-        """Returns the choice with the fewest micro-batches in which the batch fits."""
+    def choose(self, operations: float = 0) -> Choice:
+        """Returns the choice with the fewest micro-batches in which the batch fits.
+
+        Args:
+            operations: per row without recomputation, 0 if they are not known.
+        """
         rows, unequal = self._rows()
         fits = all(rows)
         split = tuple(map(float, rows)) if unequal and fits else None
@@ -232,7 +247,7 @@ class Option:
         limits = self.limits if fits else [None] * len(read)
         reserved = [lines.reserved(device, at, limit) for (device, at), limit in zip(read, limits, strict=True)]
         context = self.request.kind.context
-        operations = plain.flops(1) if plain.traced else 0  # 0 if all operators are fused, which are not counted
+        performed = self.flops(count or 2)
         traffic, whole = self._traffic(count, context + max(size or 0 for size in reserved))
         if fits and self.request.savings:  # offloaded activations go to the host and come back
             traffic += 2 * count * lines.bytes_on_host(max(largest) * step)
@@ -246,7 +261,8 @@ class Option:
             split=split,
             allocated=tuple(lines.allocated(device, at) + whole for device, at in read),
             reserved=tuple((size or 0) + whole + context for size in reserved),
-            recomputed=max(0.0, self.flops(count or 2) / operations - 1) if operations else 0.0,
+            operations=int(performed * self.batch_size / len(self.capacity)),
+            recomputed=max(0.0, performed / operations - 1) if operations else 0.0,
             traffic=traffic,
             changes_result=any(saving.result == "other arithmetic" for saving in self.savings),
             fits=fits,
@@ -254,6 +270,11 @@ class Option:
             optimizer=self.optimizer,
             savings=self.request.savings,
         )
+
+    @property
+    def least_traffic(self) -> int:
+        """The traffic of one micro-batch per update."""
+        return self._traffic(1, 0)[0]
 
     def _traffic(self, count: int, reserved: int) -> tuple[int, int]:
         """Returns the bytes to and from the busiest device per update, and those of whole gradients.
@@ -274,55 +295,20 @@ class Option:
         return (4 * (devices - 1) * parameters // devices if is_ring else 2 * (devices - 1) * parameters), 0
 
 
-def measure_what_decides(options: Sequence[Option], plain: Option) -> dict[Option, str]:
-    """Traces each of ``options``, for one micro-batch per update or for several. Returns reasons of those that cannot be traced.
-
-    One micro-batch comes first if the batch may fit at once, and several only if it does not. Several come first on unequal
-    devices, where the rows of each depend on the traces. The same holds if the plain program did not fit and is not among
-    ``options``: the whole batch is unlikely to fit then.
-    """
-    if plain.is_unequal or plain not in options:
-        return measure(options, 2)
-    failed = measure([plain], 1)
-    if plain.traced and plain.may_fit_at_once(1):
-        failed |= measure([each for each in options if each is not plain], 1)
-    left = [each for each in options if each not in failed and (1 not in each.traced or not each.fits_at_once())]
-    return failed | measure(left, 2)
-
-
-def measure(options: Iterable[Option], several: int) -> dict[Option, str]:
-    """Traces ``options`` together, for ``several`` micro-batches (1 or 2) per update. Returns the reasons where it fails."""
-    requests = [
-        (each, dataclasses.replace(each.request, micro_batches=several)) for each in options if several not in each.traced
-    ]
-    jobs = [(request, count * BASE * request.row_step) for _, request in requests for count in (1, 2)]
-    traces = try_traces(jobs) if jobs else []
-    failed: dict[Option, str] = {}
-    for (option, request), first, second in zip(requests, traces[::2], traces[1::2], strict=True):
-        if not isinstance(first, Trace) or not isinstance(second, Trace):
-            failed[option] = next(each for each in (first, second) if isinstance(each, str))
-            continue
-        lines = Lines(request, first, second)
-        if lines.is_affine:
-            option.traced[several] = lines
-        else:
-            failed[option] = "with twice the rows the module runs other operators: see memory.estimate for each number of rows"
-    return failed
-
-
 TRACED_DEVICES = 16  # replicas are traced all together, so more of them take long
 
 
 class Search:
-    """Traces options, the cheapest first, until one of them fits.
+    """Traces options until one of them fits in little more time than any of them could take.
 
     Savings are put together in their order, first those that leave the result as it is. Each combination is a step of a ladder,
-    and has several layouts over the devices. One of its last two steps needs the least memory: if they do not fit, the others
-    are not traced. On a step, the layout that needs the least memory comes first.
+    and has several layouts over the devices. If one of the last two steps does not fit either, which need the least memory, the
+    others are not traced. Nor are layouts in which parameters, gradients and the optimizer's state leave less than a fifth of a
+    device: temporaries of an update take as much.
 
     Attributes:
         choices: the options that were traced.
-        skipped: names of options that could not be traced, with the reasons.
+        skipped: names of options that were not or could not be traced, with the reasons.
 
     Args:
         request: the plain program.
@@ -336,21 +322,34 @@ class Search:
         self.skipped: dict[str, str] = {}
         self._failing: set[Saving] = set()
         self._options: dict[tuple[Saving, ...], Option] = {}
-        (self.plain,) = self._make([()])
         layouts = [saving for saving in savings_of("layout") if with_savings(request, [saving])]
         self._layouts: list[tuple[Saving, ...]] = [(), *((saving,) for saving in layouts)]
+        self._least = self._layouts[-1]
+        self._traffic = min(option.least_traffic for option in self._make(self._layouts))
+        self._leave_out()
+
+    def _leave_out(self) -> None:
+        """Leaves out layouts that hold too much."""
+        module, optimizer = self.request.module, self.request.optimizer
+        learned = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        size = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers(), *learned))
+        state = optimizer.state_bytes(learned) if isinstance(optimizer, OptimizerChoice) else 0
+        for layout in [each for each in self._layouts if each != self._least]:
+            (option,) = self._make([layout])
+            held = size + state // (option.request.devices if option.request.balanced else 1)
+            if held > max(self.capacity) * 4 // 5:
+                self._layouts.remove(layout)
+                self.skipped[option.name] = f"parameters, gradients and optimizer state take {format_bytes(held)} per device"
 
     def run(self) -> bool:
-        """Traces options until one fits. Returns False if none does; then optimizers with less state are traced as well."""
+        """Traces options. Returns False if none fits; then optimizers with less state are traced as well."""
         ladders = self._ladders()
-        in_one_process = [(*savings,) for savings in self._layouts if not any(saving is SHARDED for saving in savings)]
-        if self.fitting(self._make(in_one_process)):
-            return True
         if any(self._climb(ladder) for ladder in ladders):
             return True
         exact = [saving for saving in ladders[0][-1] if saving not in self._failing]
         others = [saving for saving in savings_of("optimizer") if with_savings(self.request, [saving])]
-        self.fitting(self._make([(saving, *self._layouts[-1], *exact) for saving in others]))
+        for option in self._make([(saving, *self._least, *exact) for saving in others]):
+            self._fits(option)
         return False
 
     def untried(self) -> list[str]:
@@ -359,19 +358,22 @@ class Search:
         options = self._make(combinations)
         return [option.name for option in options if option not in self.choices and option.name not in self.skipped]
 
-    def fitting(self, options: Sequence[Option]) -> list[Option]:
-        """Traces options, and returns those that fit."""
-        waiting = [option for option in options if option not in self.choices and option.name not in self.skipped]
-        if waiting:
-            _log.info("trying: %s", "; ".join(option.name for option in waiting))
-            failed = measure_what_decides(waiting, self.plain)
-            self.skipped |= {option.name: reason for option, reason in failed.items()}
-            for option in [option for option in waiting if option not in failed]:
-                try:
-                    self.choices[option] = option.choose(self.plain)
-                except ValueError as error:  # one micro-batch could be traced, and several could not, or the reverse
-                    self.skipped[option.name] = str(error)
-        return [option for option in options if option in self.choices and self.choices[option].fits]
+    def _fits(self, option: Option) -> bool:
+        """Traces an option."""
+        if option not in self.choices and option.name not in self.skipped:
+            _log.info("trying: %s", option.name)
+            try:
+                first = next(iter(self.choices), None)  # without recomputation, if it can be traced
+                self.choices[option] = option.choose(0 if first is None else first.flops(1))
+            except ValueError as error:
+                self.skipped[option.name] = str(error)
+        return option in self.choices and self.choices[option].fits
+
+    def _is_fast(self) -> bool:
+        """Returns True if a choice fits whose time is within a half of the least: no recomputation, in one micro-batch."""
+        first, *_ = choices = list(self.choices.values())
+        least = {name: dataclasses.replace(first, traffic=self._traffic, precision=name).work for name in OPERATIONS_PER_BYTE}
+        return any(choice.fits and choice.work <= 1.5 * least[choice.precision] for choice in choices)
 
     def _ladders(self) -> list[list[tuple[Saving, ...]]]:
         """Returns combinations of savings: exact ones, and the same with each that computes otherwise."""
@@ -387,22 +389,35 @@ class Search:
         return [[(*step, *arithmetic[:count]) for step in steps] for count in range(len(arithmetic) + 1)]
 
     def _climb(self, ladder: list[tuple[Saving, ...]]) -> bool:
-        """Traces the steps of a ladder until one fits. Returns False if none does."""
-        least, others = self._layouts[-1], self._layouts[:-1]
-        last = self._make([(*least, *step) for step in ladder[-2:]])
-        if not self.fitting(last) and any(option in self.choices for option in last):
-            return False
-        for step in ladder:
-            combination = tuple(saving for saving in step if saving not in self._failing)
-            (option,) = self._make([(*least, *combination)])
-            fits = bool(self.fitting([option]))
-            if fits or option not in self.choices:
-                options = self._make([(*layout, *combination) for layout in others])
-                fits = bool(self.fitting(options)) or fits
-                if combination and not any(each in self.choices for each in (option, *options)):
-                    self._failing.add(combination[-1])
-            if fits:
-                return True
+        """Traces the steps of a ladder until one fits and is fast. Returns False if none fits.
+
+        After the first step comes the layout that needs the least memory, and the others only if it fits and is not fast.
+        """
+        if self._fit_fast(self._layouts, ladder[0]):
+            return True
+        *others, least = [layout for layout in self._layouts if self._is_traced((*layout, *ladder[0]))] or self._layouts
+        if not self._any_fits():
+            last = self._make([(*least, *step) for step in ladder[-2:]])
+            results = [self._fits(option) for option in last]
+            if not any(results) and any(option in self.choices for option in last):
+                return False
+        steps = [(layouts, step) for layouts in ([least], others[::-1]) for step in ladder[1:]]
+        return any(self._fit_fast(layouts, step) for layouts, step in steps) or self._any_fits()
+
+    def _is_traced(self, savings: tuple[Saving, ...]) -> bool:
+        return any(option in self.choices for option in self._make([savings]))
+
+    def _any_fits(self) -> bool:
+        return any(choice.fits for choice in self.choices.values())
+
+    def _fit_fast(self, layouts: Sequence[tuple[Saving, ...]], step: Sequence[Saving]) -> bool:
+        """Traces a step of a ladder with some layouts until a choice is fast. A saving that cannot be traced is left out."""
+        combination = tuple(saving for saving in step if saving not in self._failing)
+        options = self._make([(*layout, *combination) for layout in layouts])
+        if any(self._fits(option) and self._is_fast() for option in options):
+            return True
+        if combination and options and not any(option in self.choices for option in options):
+            self._failing.add(combination[-1])
         return False
 
     def _make(self, combinations: Iterable[Sequence[Saving]]) -> list[Option]:
@@ -439,7 +454,7 @@ class Search:
             search = Search(request, [capacity] * count, count)
             for layout in layouts:
                 for option in search._make([(layout, *functions)]):
-                    if search.fitting([option]) or option in search.choices:
+                    if search._fits(option) or option in search.choices:
                         return option.needs()
             return None
 

@@ -71,7 +71,7 @@ def estimate(
         layout: ``"single"``, the plain program on one device; ``"replicas"``, :class:`DataParallelModel`; ``"ddp"`` and
             ``"fsdp"``, one rank of several, with ``inputs`` of its own.
         devices: number of devices, or of ranks.
-        balanced_optimizer: uses :class:`BalancedOptimizer`, which under ddp is torch's ``ZeroRedundancyOptimizer``.
+        balanced_optimizer: uses :class:`BalancedOptimizer`. Under ddp it is a rank with whole parameters.
         checkpoint: ``"blocks"`` for activation checkpointing of the module's repeated blocks, or names of submodules.
         savings: names of functions of ``balanced_parallel.savings``, such as ``["offload_activations"]``, with their default
             settings. They are applied to the copies that are traced.

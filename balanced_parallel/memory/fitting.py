@@ -207,7 +207,7 @@ def request_of_step(step: TrainStep, inputs: Any, targets: Any) -> Request:
     optimizers = each_optimizer(step.optimizer)
     request = make_request(
         model.module,
-        criterion if is_local or criterion.is_coupled else criterion.module,
+        criterion if is_local or is_coupled(criterion) else criterion.module,
         inputs,
         targets,
         precision=next((each.name for each in (model.precision, step.precision) if each.name != "fp32"), "fp32"),

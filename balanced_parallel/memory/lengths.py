@@ -100,5 +100,4 @@ def with_length(request: Request, dim: int, length: int) -> Request:
 
 
 def _with_dim(request: Request, dim: int) -> list[Tensor]:
-    tensors = [leaf for _, leaf in leaves((request.inputs, request.targets)) if isinstance(leaf, Tensor)]
-    return [tensor for tensor in tensors if dim < tensor.dim()]
+    return [leaf for _, leaf in leaves((request.inputs, request.targets)) if isinstance(leaf, Tensor) and dim < leaf.dim()]

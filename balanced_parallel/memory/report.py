@@ -71,20 +71,16 @@ class OtherBatches:
     def allocated_at(self, rows: int) -> tuple[int, ...]:
         """Returns the allocated bytes of each device for ``rows`` rows."""
         is_special = rows == 1 or not self.lines.is_affine  # one row broadcasts and has other strides
-        return self.traced_at(rows) if is_special else self.lines.allocated_by_device(rows)
-
-    def traced_at(self, rows: int) -> tuple[int, ...]:
-        """Returns the allocated bytes of each device in a trace of ``rows`` rows."""
-        return self._trace(rows).allocated_by_device()
+        return self.trace(rows).allocated_by_device() if is_special else self.lines.allocated_by_device(rows)
 
     def at(self, rows: int) -> tuple[Lines, int | None]:
         """Returns lines, and the rows at which to read them; None for the traced ones."""
-        return (self.lines, rows) if self.lines.is_affine else (self._trace(rows), None)
+        return (self.lines, rows) if self.lines.is_affine else (self.trace(rows), None)
 
     def largest(self, limits: Sequence[int]) -> int:
         """Returns the most rows that fit; 0 if not even one row fits. A trace at the result confirms it."""
         rows = most_that_fit(lambda rows: self.fits(rows, limits))
-        while self.lines.is_affine and rows and not self._trace(rows).fit(limits):  # not affine in between
+        while self.lines.is_affine and rows and not self.trace(rows).fit(limits):  # not affine in between
             rows -= 1
         return rows
 
@@ -93,7 +89,8 @@ class OtherBatches:
         lines, at = self.at(rows)
         return lines.fit(limits, at)
 
-    def _trace(self, rows: int) -> Lines:
+    def trace(self, rows: int) -> Lines:
+        """Returns the lines of a trace of ``rows`` rows."""
         if rows == self.exact.first.rows:
             return self.exact
         if rows not in self.traces:
@@ -173,22 +170,17 @@ class MemoryReport:
             length: of all rows, if the estimate had ``lengths=``.
 
         Raises:
-            ValueError: ``rows`` or ``length`` is not positive, this report was read from a file, or it has no lengths.
+            ValueError: a number is not positive, this report was read from a file, or it has no lengths.
         """
-        check_number("rows", rows, "a positive number", at_least=1, whole=True)
-        if length is None:
-            return self.batches.allocated_at(rows)
-        check_number("length", length, "a positive number", at_least=1, whole=True)
-        return self._of_lengths.allocated(rows, length)
+        for name, number in {"rows": rows, "length": 1 if length is None else length}.items():
+            check_number(name, number, "a positive number", at_least=1, whole=True)
+        return self.batches.allocated_at(rows) if length is None else self._of_lengths.allocated(rows, length)
 
     def largest(self, capacity: int | str | Sequence[int | str]) -> int:
         """Returns the most rows of a micro-batch, over all devices, that fit; 0 if not even one row fits.
 
         Args:
             capacity: bytes or text such as ``"24GiB"``, for each device or one for all.
-
-        Raises:
-            ValueError: not a size of memory, a wrong number of sizes, or this report was read from a file.
         """
         return self.batches.largest(parse_each(capacity, self.devices))
 
@@ -196,26 +188,14 @@ class MemoryReport:
         """Returns the largest budget of cost that fits: a ``micro_batch_cost`` for :class:`TrainStep`.
 
         Each device may run any shard whose ``rows x longest`` is within it. The estimate had ``lengths=``. The result is a
-        number of the longest rows: 0 if one of them does not fit.
-
-        Args:
-            capacity: as for :meth:`largest`.
-
-        Raises:
-            ValueError: as for :meth:`largest`, or the estimate had no lengths.
+        number of the longest rows: 0 if one of them does not fit. ``capacity`` is as for :meth:`largest`.
         """
         return self._of_lengths.largest_cost(parse_each(capacity, self.devices))
 
     def save_html(self, path: Path | str, capacity: int | str | Sequence[int | str] | None = None) -> None:
         """Writes a page that needs no network: memory over the step, a slider for the rows, and the holders of the peak.
 
-        Args:
-            path: of the file.
-            capacity: as for :meth:`largest`. It is drawn as a line.
-
-        Raises:
-            ImportError: plotly is not installed.
-            ValueError: not a size of memory, a wrong number of sizes, or this report was read from a file.
+        ``capacity``, as for :meth:`largest`, is drawn as a line. This needs plotly.
         """
         write_page(path, self, capacity)
 
@@ -224,9 +204,6 @@ class MemoryReport:
 
         The file has the format of ``torch.cuda.memory._dump_snapshot``: every allocation and release of each device, with the
         module, the operator and the line. Addresses are invented, and there are no segments.
-
-        Raises:
-            ValueError: this report was read from a file.
         """
         traces = [list(_snapshot_events(self.batches.exact, *place)) for place in self.batches.read]
         Path(path).write_bytes(pickle.dumps({"segments": [], "device_traces": traces}))

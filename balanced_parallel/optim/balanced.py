@@ -9,21 +9,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..replicas.model import DataParallelModel
-from ..runtime.collectives import batch_group, rank, world_size
-from ..runtime.torch_private import is_sharded, map_tensors
+from ..runtime.collectives import world_size
+from ..runtime.torch_private import is_sharded
 from ..runtime.values import check_type
-from .replica_shards import Groups, ReplicaShards
+from .rank_shards import ElementRanks, ParameterRanks
+from .replica_shards import ReplicaShards
+from .whole_parameters import Groups, Recipe, check_exact
 
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "ASGD")
 
 
 class BalancedOptimizer(torch.optim.Optimizer):
-    """An optimizer of torch whose work and state are sharded over the devices of a model.
+    """An optimizer whose work and state are sharded over the devices of a model, or over the ranks.
 
-    With replicas in one process, each device owns an equal part of the parameters' elements. Gradients are reduced to their
-    owner. The optimizer steps there, in memory that the replicas share, and the update is copied to the other devices. This moves
-    ``4 (n - 1) / n`` times the bytes of the parameters per step and device, in and out together. Under torchrun it is
-    ``torch.distributed.optim.ZeroRedundancyOptimizer``, or the plain optimizer over the shards of ``strategy="fsdp"``.
+    With replicas in one process, each device owns an equal part of the parameters' elements, or whole parameters. Gradients are
+    reduced to their owner. The optimizer steps there, in memory that the replicas share, and the update is copied to the other
+    devices. This moves ``4 (n - 1) / n`` times the bytes of the parameters per step and device, in and out together. Under
+    torchrun each rank owns whole parameters and sends them after its update. With ``strategy="fsdp"`` an elementwise optimizer
+    updates the shards, and for others each parameter is gathered by its owner.
 
     ``state_dict()`` equals that of the plain optimizer over ``model.parameters()``, with tensors on the CPU, so a checkpoint
     moves between one device, many devices and many ranks. ``param_groups`` hold the owners' pieces and their gradients, for
@@ -34,13 +37,17 @@ class BalancedOptimizer(torch.optim.Optimizer):
 
     Args:
         model: a :class:`DataParallelModel`, or the model that :func:`parallelize` returns under torchrun.
-        optimizer_class: an elementwise optimizer of ``torch.optim``, or a subclass of one.
+        optimizer_class: an optimizer of ``torch.optim`` or of another library.
         params: parameters or param groups; ``None`` is ``model.parameters()``. Those of other modules are updated in place.
+        shard: ``"elements"``: parts of parameters, of equal size. ``"parameters"``: whole parameters, the largest first, each
+            goes to the owner with the fewest bytes. ``None``: elements for SGD, Adam, AdamW, Adagrad, Adadelta, Adamax, NAdam,
+            RAdam, RMSprop, Rprop and ASGD of torch, and for their subclasses; otherwise, and for ranks of DDP, parameters.
         defaults: settings of the optimizer: ``lr`` and so on.
 
     Raises:
-        TypeError: another kind of model; or an optimizer that is not elementwise, such as LBFGS, Adafactor or Muon.
-        ValueError: the model has a ``BalancedOptimizer`` already.
+        TypeError: another kind of model; or an optimizer that is not exact if it is sharded in this way, because an update of a
+            parameter depends on others, or which needs a closure. Small tensors show it when the optimizer is made.
+        ValueError: parameters have a ``BalancedOptimizer`` already, or ``"elements"`` for ranks of DDP.
 
     Example:
         >>> model = DataParallelModel(torch.nn.Linear(4, 2), ["cpu"] * 3)
@@ -52,24 +59,31 @@ class BalancedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(
-        self, model: nn.Module, optimizer_class: type[torch.optim.Optimizer], params: Iterable[Any] | None = None, **defaults: Any
+        self,
+        model: nn.Module,
+        optimizer_class: type[torch.optim.Optimizer],
+        params: Iterable[Any] | None = None,
+        shard: str | None = None,
+        **defaults: Any,
     ) -> None:
-        _refuse_others(optimizer_class)
+        _check_class(optimizer_class)
+        if shard not in (None, "elements", "parameters"):
+            raise ValueError(f"shard={shard!r}, expected 'elements', 'parameters' or None")
         if not isinstance(model, nn.Module):
             raise TypeError(f"the model is an object of type {type(model).__name__}, expected a DataParallelModel")
         groups = _as_groups(model.parameters() if params is None else params)
         if not any(group["params"] for group in groups):
             raise ValueError("BalancedOptimizer got an empty parameter list, expected parameters to update")
         self._model, self._is_ready = model, False
-        self.recipe = optimizer_class, groups, defaults  # of the plain optimizer
-        self.shards = _shard(model, *self.recipe)
+        self.recipe, self.shard = Recipe(optimizer_class, groups, defaults), shard
+        self.shards = _shard(model, self.recipe, shard)
         super().__init__(self.shards.inner.param_groups, self.shards.inner.defaults)
         self.state = self.shards.inner.state
         self._is_ready = True
 
     def __reduce__(self) -> Any:
         """Makes a copy that belongs to the copy of the model. Under torchrun every rank makes one."""
-        return _rebuild, (self._model, *self.recipe, self.state_dict())
+        return _rebuild, (self._model, self.recipe, self.shard, self.state_dict())
 
     @property
     def param_groups(self) -> Groups:
@@ -91,8 +105,18 @@ class BalancedOptimizer(torch.optim.Optimizer):
         """Updates each shard on the device that owns it. Returns the result of the closure."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        self.shards.step()
+        self.shards.run("step")
         return loss
+
+    def train(self) -> None:
+        """Begins the training mode of optimizers that have modes, such as schedule-free ones. Every rank must call this."""
+        if hasattr(self.recipe.optimizer_class, "train"):
+            self.shards.run("train")
+
+    def eval(self) -> None:
+        """Begins the evaluation mode of optimizers that have modes. Every rank must call this."""
+        if hasattr(self.recipe.optimizer_class, "eval"):
+            self.shards.run("eval")
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """Returns a copy of the whole gradient of one of the model's parameters, or None. Every rank must call this."""
@@ -124,89 +148,42 @@ class BalancedOptimizer(torch.optim.Optimizer):
             finish(self)
 
 
-def _shard(model: nn.Module, optimizer_class: Any, groups: Groups, defaults: dict[str, Any]) -> "ReplicaShards | _DTensorShards":
+def _shard(model: nn.Module, recipe: Recipe, shard: str | None) -> ReplicaShards | ElementRanks:
+    is_elementwise = issubclass(recipe.optimizer_class, tuple(getattr(torch.optim, name) for name in _ELEMENTWISE))
+    kind = shard or ("elements" if is_elementwise else "parameters")
     if isinstance(model, DataParallelModel):
-        return ReplicaShards(model, groups, optimizer_class, defaults)
-    if any(is_sharded(parameter) for group in groups for parameter in group["params"]):
-        return _DTensorShards(optimizer_class(groups, **defaults))
-    if world_size() > 1 or dist.is_initialized():
-        from torch.distributed.optim import ZeroRedundancyOptimizer  # imports torch._dynamo, which takes seconds
-
-        return _RankShards(ZeroRedundancyOptimizer(groups, optimizer_class, process_group=batch_group(), **defaults))
-    raise TypeError(f"the model is a {type(model).__name__}, expected a DataParallelModel or the model that parallelize returns")
-
-
-class _DTensorShards:
-    """The plain optimizer over groups of ``DTensor``s, sharded as the parameters are. A state dict has whole tensors."""
-
-    def __init__(self, inner: Any) -> None:
-        self.inner = inner
-        self.step, self.zero_grad = inner.step, inner.zero_grad
-
-    def collect(self) -> None:
-        """Does nothing: the backward has reduced the gradients."""
-
-    def gradient(self, parameter: Tensor) -> Tensor | None:
-        return None if parameter.grad is None else _whole(parameter.grad)
-
-    def state_dict(self) -> dict[str, Any]:
-        whole: dict[str, Any] = map_tensors(lambda tensor: _whole(tensor).cpu(), self.inner.state_dict())
-        return whole
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        from torch.distributed.tensor import distribute_tensor
-
-        def distribute(value: Any, like: Any) -> Any:
-            if not isinstance(value, Tensor) or is_sharded(value):
-                return value
-            value = value.clone()  # torch would go on with the caller's tensors
-            has_elements = value.shape == like.shape and value.dim() > 0
-            return distribute_tensor(value.to(like.device), like.device_mesh, like.placements) if has_elements else value
-
-        parameters = [parameter for group in self.inner.param_groups for parameter in group["params"]]
-        state = {
-            key: {name: distribute(value, parameters[key]) for name, value in values.items()}
-            for key, values in state_dict["state"].items()
-        }
-        self.inner.load_state_dict({**state_dict, "state": state})
+        count = len(set(model.devices))
+    elif world_size() > 1 or dist.is_initialized():
+        count = world_size()
+    else:
+        raise TypeError(
+            f"the model is a {type(model).__name__}, expected a DataParallelModel or the model that parallelize returns"
+        )
+    if count > 1 and not is_elementwise:
+        check_exact(recipe, kind)
+    if isinstance(model, DataParallelModel):
+        return ReplicaShards(model, recipe, kind)
+    if kind == "elements" and any(is_sharded(parameter) for group in recipe.groups for parameter in group["params"]):
+        return ElementRanks(recipe)
+    if shard == "elements":
+        raise ValueError("shard='elements' with ranks of DDP, expected 'parameters' or None: each rank owns whole parameters")
+    return ParameterRanks(recipe)
 
 
-class _RankShards(_DTensorShards):
-    """State sharded over the ranks of the running process group. A step broadcasts the updated parameters."""
-
-    def state_dict(self) -> dict[str, Any]:
-        self.inner.consolidate_state_dict(to=0)
-        shared: list[Any] = [super().state_dict() if rank() == 0 else None]
-        dist.broadcast_object_list(shared, group=batch_group(), group_src=0)
-        whole: dict[str, Any] = shared[0]
-        return whole
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        self.inner.load_state_dict(dict(state_dict))
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    whole: Tensor = tensor.full_tensor() if is_sharded(tensor) else tensor  # type: ignore[attr-defined]
-    return whole.detach()
-
-
-def _rebuild(model: nn.Module, optimizer_class: Any, groups: Groups, defaults: dict[str, Any], state: Any) -> BalancedOptimizer:
-    optimizer = BalancedOptimizer(model, optimizer_class, groups, **defaults)
+def _rebuild(model: nn.Module, recipe: Recipe, shard: str | None, state: Any) -> BalancedOptimizer:
+    optimizer = BalancedOptimizer(model, recipe.optimizer_class, recipe.groups, shard, **recipe.defaults)
     optimizer.load_state_dict(state)  # a new optimizer has no hooks
     return optimizer
 
 
-def _refuse_others(optimizer_class: type[torch.optim.Optimizer]) -> None:
-    elementwise = tuple(getattr(torch.optim, name) for name in _ELEMENTWISE)
+def _check_class(optimizer_class: type[torch.optim.Optimizer]) -> None:
     if isinstance(optimizer_class, torch.optim.Optimizer):
         name = type(optimizer_class).__name__
         raise TypeError(f"an instance of {name} was given, expected the class: BalancedOptimizer(model, {name}, lr=...)")
-    if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, elementwise):
+    if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, torch.optim.Optimizer):
         name = getattr(optimizer_class, "__name__", repr(optimizer_class))
-        raise TypeError(
-            f"{name} was given, expected an elementwise optimizer of torch.optim ({', '.join(_ELEMENTWISE)}) or a subclass of "
-            "one: others need whole parameters, and cannot be spread over devices; use it by itself"
-        )
+        raise TypeError(f"{name} was given, expected a class of optimizers, such as torch.optim.AdamW")
+    refuse_closures(optimizer_class, "BalancedOptimizer")
 
 
 def _as_groups(params: Iterable[Any]) -> Groups:
@@ -219,11 +196,11 @@ def _as_groups(params: Iterable[Any]) -> Groups:
     return groups
 
 
-def refuse_closures(optimizer: torch.optim.Optimizer, caller: str) -> None:
-    """Raises ``TypeError`` if ``optimizer.step()`` needs a closure, which ``caller``, a name, does not have."""
-    parameters = list(inspect.signature(type(optimizer).step).parameters.values())[1:]
+def refuse_closures(optimizer_class: type[torch.optim.Optimizer], caller: str) -> None:
+    """Raises ``TypeError`` if ``step()`` of an optimizer needs a closure, which ``caller``, a name, does not have."""
+    parameters = list(inspect.signature(optimizer_class.step).parameters.values())[1:]
     if parameters and parameters[0].default is inspect.Parameter.empty and parameters[0].name == "closure":
         raise TypeError(
-            f"{type(optimizer).__name__} evaluates the loss several times per step, and {caller} once: expected an optimizer "
+            f"{optimizer_class.__name__} evaluates the loss several times per step, and {caller} once: expected an optimizer "
             "whose step() needs no closure; otherwise call optimizer.step(closure) in a loop of your own"
         )

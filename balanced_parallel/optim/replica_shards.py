@@ -1,6 +1,7 @@
 """Shards of parameters over the devices of one process, and the optimizer over them.
 
-Each device owns an equal part of the elements: it reduces their gradients, keeps their optimizer state, and updates them. ::
+Each device owns an equal part of the elements, or whole parameters: it reduces their gradients, keeps their optimizer state, and
+updates them. ::
 
     parameters   | weight            | bias | weight       |        pieces share the memory of the replicas
     owners       | device 0    | device 1    | device 2    |        reduce-scatter -> update of a piece -> all-gather
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from ..replicas.buckets import Gradients, accumulate
 from ..replicas.model import DataParallelModel
 from ..runtime import torch_private, transport
+from .whole_parameters import OwnerOptimizers, Recipe, assign_owners
 
 T = TypeVar("T", Tensor, Tensor | None)
 
@@ -49,19 +51,29 @@ class _Piece:
 
 
 class BucketOwners:
-    """The pieces of one bucket, cut into as many bytes for each of the devices in ``copies``, the copies of each parameter."""
+    """The pieces of one bucket, in the order of their owners, which are the devices in ``copies``, the copies of each parameter.
 
-    def __init__(self, parameters: Sequence[nn.Parameter], copies: Sequence[dict[torch.device, Tensor]]) -> None:
+    ``owners`` are the devices of whole parameters, by number. Without them, each device owns as many bytes.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        copies: Sequence[dict[torch.device, Tensor]],
+        owners: Mapping[Tensor, int] | None = None,
+    ) -> None:
         self._parameters = parameters
         self._devices = devices = list(copies[0])
         self.pieces: list[_Piece] = []
+        self._order = sorted(range(len(parameters)), key=lambda index: owners[parameters[index]] if owners else 0)
         share = -(-sum(parameter.numel() for parameter in parameters) // len(devices))  # collectives need equal sizes
         position = 0
-        for index, (parameter, copied) in enumerate(zip(parameters, copies, strict=True)):
-            splits = all(copy.is_contiguous() for copy in copied.values())
+        for index in self._order:
+            parameter, copied = parameters[index], copies[index]
+            splits = owners is None and all(copy.is_contiguous() for copy in copied.values())
             start, size = 0, parameter.numel()
             while start < size or start == 0:
-                owner = min(position // max(share, 1), len(devices) - 1)
+                owner = min(position // max(share, 1), len(devices) - 1) if owners is None else owners[parameter]
                 stop = min(size, start + share * (owner + 1) - position) if splits else size
                 self.pieces.append(_Piece(parameter, index, slice(start, stop), devices[owner], copied))
                 start, position = stop, position + stop - start
@@ -77,7 +89,7 @@ class BucketOwners:
 
     def take(self, replicas: Sequence[Gradients]) -> Callable[[], None]:
         """Allocates sums of the replicas' gradients on the owners. Returns a function that computes them."""
-        chosen = [i for i in range(len(self._parameters)) if any(gradients[i] is not None for gradients in replicas)]
+        chosen = [i for i in self._order if any(gradients[i] is not None for gradients in replicas)]
         learned = set(chosen)
         pieces = [[piece for piece in owned if piece.index in learned] for owned in self._owned]
         sizes = _sizes(pieces, len(chosen))
@@ -158,13 +170,11 @@ def _check_dense(gradient: T) -> T:
     """Returns the gradient. Raises ``TypeError`` if it is sparse."""
     if gradient is not None and gradient.layout != torch.strided:
         raise TypeError(
-            "a gradient is sparse, expected dense ones: BalancedOptimizer spreads elements over devices; set sparse=False in the "
-            "embedding, or use a plain optimizer"
+            "a gradient is sparse, expected dense ones: BalancedOptimizer sends gradients to their owners; set sparse=False in "
+            "the embedding, or use a plain optimizer"
         )
     return gradient
 
-
-Groups = list[dict[str, Any]]
 
 _all_shards: weakref.WeakSet["ReplicaShards"] = weakref.WeakSet()
 
@@ -172,14 +182,20 @@ _all_shards: weakref.WeakSet["ReplicaShards"] = weakref.WeakSet()
 class ReplicaShards:
     """Shards of a :class:`DataParallelModel`, each updated on the device that owns it. Other parameters are updated in place."""
 
-    def __init__(self, model: DataParallelModel, groups: Groups, optimizer_class: Any, defaults: dict[str, Any]) -> None:
-        self._model, self._groups = model, groups
+    def __init__(self, model: DataParallelModel, recipe: Recipe, shard: str) -> None:
+        self._model, self._groups = model, recipe.groups
         self._owners: list[BucketOwners] = []
         self._pieces: dict[Tensor, list[_Piece]] = {}
         if len(set(model.devices)) > 1:
-            self._shard()
-        updated = [{**group, "params": self._updated(group["params"])} for group in groups]
-        self.inner: torch.optim.Optimizer = optimizer_class(updated, **defaults)
+            self._shard(shard)
+        updated = [{**group, "params": self._updated(group["params"])} for group in recipe.groups]
+        self.inner: torch.optim.Optimizer = recipe.make(updated)
+        self._optimizers: OwnerOptimizers | None = None
+        if self._pieces and shard == "parameters":
+            by_device: dict[torch.device, dict[Tensor, Tensor]] = {}
+            for tensor in (tensor for group in updated for tensor in group["params"]):
+                by_device.setdefault(tensor.device, {})[tensor] = tensor
+            self._optimizers = OwnerOptimizers(recipe, self.inner, list(by_device.values()))
 
     @torch.no_grad()
     def collect(self) -> None:
@@ -208,14 +224,20 @@ class ReplicaShards:
                 piece.cut(whole).copy_(piece.values.grad)
         return whole
 
-    def step(self) -> None:
-        """Updates each shard on its owner, from the values of the model's own parameters, and copies it to the other devices."""
+    def run(self, method: str) -> None:
+        """Calls ``step()``, ``train()`` or ``eval()`` of the optimizers.
+
+        Each shard is updated on its owner, from the values of the model's own parameters, and copied to the other devices.
+        """
         self._prepare()
         self.collect()
         with self._model.replicas.in_turn():
             for owners in () if self._model.replicas.copies.are_fresh else self._owners:
                 owners.fetch()
-            self.inner.step()
+            if self._optimizers is None:
+                getattr(self.inner, method)()
+            else:
+                self._optimizers.run(method)
             for owners in self._owners:
                 owners.publish()
 
@@ -237,7 +259,7 @@ class ReplicaShards:
             numbered = {index: parameter for parameter, index in zip(group["params"], places, strict=False)}
             for index, parameter in numbered.items():
                 states = [inner["state"].get(number[id(tensor)]) for tensor in self._updated([parameter])]
-                if any(states):
+                if any(entries is not None for entries in states):
                     state[index] = _join(parameter, states)
             groups.append({**saved, "params": list(numbered)})
         return {"state": state, "param_groups": groups}
@@ -269,36 +291,40 @@ class ReplicaShards:
         pieces = ((parameter, self._pieces.get(parameter)) for parameter in parameters)
         return [tensor for parameter, owned in pieces for tensor in ([p.values for p in owned] if owned else [parameter])]
 
-    def _shard(self) -> None:
+    def _shard(self, shard: str) -> None:
         model = self._model
         parameters = [parameter for group in self._groups for parameter in group["params"]]
-        if not model.replicas.gradients.is_sharded and any(p in shards._pieces for shards in _all_shards for p in parameters):
-            raise ValueError("the module's parameters belong to another BalancedOptimizer, expected one: delete it first")
-        for bucket, copies in model.replicas.shard(model.module, model.devices, parameters):
-            bucket.owners = owners = BucketOwners(bucket.parameters, copies)
+        if any(parameter in shards._pieces for shards in _all_shards for parameter in parameters):
+            raise ValueError(
+                "parameters of the module have a BalancedOptimizer already, expected one for each: leave them out of params=, or "
+                "delete the other optimizer first"
+            )
+        buckets = model.replicas.shard(model.module, model.devices, parameters)
+        sharded = [parameter for bucket, _ in buckets for parameter in bucket.parameters]
+        whole = assign_owners(sharded, len(set(model.devices))) if shard == "parameters" else None
+        for bucket, copies in buckets:
+            bucket.owners = owners = BucketOwners(bucket.parameters, copies, whole)
             self._owners.append(owners)
             for piece in owners.pieces:
                 self._pieces.setdefault(piece.parameter, []).append(piece)
         _all_shards.add(self)
-        weakref.finalize(self, model.replicas.gradients.unshard)
+        weakref.finalize(self, model.replicas.gradients.unshard, [bucket for bucket, _ in buckets])
 
 
 def _join(parameter: Tensor, states: list[dict[str, Any] | None]) -> dict[str, Any]:
     """Joins the states of a parameter's pieces. Entries shaped like a piece are concatenated; others are equal in all pieces."""
-    first = next(state for state in states if state)
+    first: dict[str, Any] = next((state for state in states if state), {})
     joined = {}
     for name, value in first.items():
         if len(states) > 1 and isinstance(value, Tensor) and value.dim() == 1:
             joined[name] = torch.cat([state[name].cpu() for state in states if state]).view(parameter.shape)
         else:
-            joined[name] = value.detach().cpu() if isinstance(value, Tensor) else value
+            joined[name] = torch_private.map_tensors(lambda tensor: tensor.detach().cpu(), value)
     return joined
 
 
 def _cut(parameter: Tensor, piece: _Piece | None, state: dict[str, Any]) -> dict[str, Any]:
-    def cut(value: Any) -> Any:
-        if piece is None or piece.is_whole or not isinstance(value, Tensor) or value.shape != parameter.shape:
-            return value.clone() if isinstance(value, Tensor) else value
-        return piece.cut(value).clone()
+    def cut(value: Tensor) -> Tensor:
+        return (value if piece is None or value.shape != parameter.shape else piece.cut(value)).clone()
 
-    return {name: cut(value) for name, value in state.items()}
+    return {name: torch_private.map_tensors(cut, value) for name, value in state.items()}

@@ -20,7 +20,7 @@ Sums are taken in the order of the replicas, except by NCCL. Under ``no_sync()``
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -327,7 +327,6 @@ class GradientBuckets:
     def __init__(self, side: SideStreams | None = None) -> None:
         self.buckets: list[Bucket] = []
         self.deferring = 0  # blocks that defer the reduction of the forwards that run now
-        self.is_sharded = False  # owners receive the gradients, until the sharding is undone
         self.side = side  # for sums that overlap with the backward; made on first use where devices have streams
 
     def reduce(self) -> None:
@@ -347,16 +346,22 @@ class GradientBuckets:
         if self.side is not None:  # a backward that failed did not join
             self.side.join()
 
-    def rebuild(self, *groups: Sequence[nn.Parameter]) -> None:
-        """Makes new buckets of those parameters in each of ``groups`` that require a gradient."""
-        self.reduce()
-        learning = [[parameter for parameter in group if parameter.requires_grad] for group in groups]
-        self.buckets = [bucket for group in learning for bucket in make_buckets(group)]
+    @property
+    def is_sharded(self) -> bool:
+        """True while owners receive gradients."""
+        return any(bucket.owners is not None for bucket in self.buckets)
 
-    def unshard(self) -> None:
+    def rebuild(self, *groups: Sequence[nn.Parameter]) -> None:
+        """Makes new buckets of those parameters in each of ``groups`` that require a gradient and have no owners."""
+        self.reduce()
+        sharded = [bucket for bucket in self.buckets if bucket.owners is not None]
+        owned = {id(parameter) for bucket in sharded for parameter in bucket.parameters}
+        learning = [[each for each in group if each.requires_grad and id(each) not in owned] for group in groups]
+        self.buckets = [*sharded, *(bucket for group in learning for bucket in make_buckets(group))]
+
+    def unshard(self, buckets: Iterable[Bucket]) -> None:
         """Takes the owners away. Gradients go to the parameters again."""
-        self.is_sharded = False
-        for bucket in self.buckets:
+        for bucket in buckets:
             bucket.owners = None
 
     def schedule(self, bucket: Bucket, streams: Streams) -> Schedule:

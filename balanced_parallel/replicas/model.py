@@ -177,10 +177,8 @@ class DataParallelModel(nn.DataParallel[nn.Module]):
 
     def _run_shards(self, shards: Sequence[Shard], method: str | None) -> PerReplica:
         """Runs a replica on each shard of one forward, which are in the order of the ``devices``. Returns their outputs."""
-        devices, sizes = [], []
-        for shard in shards:
-            devices.append(shard.device)
-            sizes.append(None if shard.rows is None else len(shard.rows))
+        devices = [shard.device for shard in shards]
+        sizes = [None if shard.rows is None else len(shard.rows) for shard in shards]
         if len(devices) > 1:
             offset_seeds(self.devices)
         with self.precision.autocast(devices), self.replicas.of(self.module, devices, self.devices[0]) as modules:

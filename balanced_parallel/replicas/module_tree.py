@@ -81,10 +81,6 @@ class ModuleTree:
         """Notes shapes and dtypes of the parameters."""
         self.kinds = [(parameter.shape, parameter.dtype) for parameter in self.parameters]
 
-    def has_parameters_of(self, other: "ModuleTree") -> bool:
-        """Returns True if both trees have the same parameters, of the same shapes and dtypes."""
-        return [*map(id, self.parameters)] == [*map(id, other.parameters)] and self.kinds == other.kinds
-
     def make_skeletons(self) -> Skeletons:
         """Returns an empty copy of each module. :meth:`fill` fills them before each forward."""
         skeletons = {id(module): type(module).__new__(type(module)) for module in self.modules}

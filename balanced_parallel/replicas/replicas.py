@@ -90,13 +90,10 @@ class Replicas:
         self, module: nn.Module, devices: Sequence[torch.device], parameters: Sequence[Tensor]
     ) -> list[tuple[Bucket, list[dict[torch.device, Tensor]]]]:
         """Makes buckets for ``parameters`` that need owners. Returns them, with the copies by device of their parameters."""
-        if self.gradients.is_sharded:
-            raise ValueError("the model has a BalancedOptimizer already, expected one: give it all param groups, or delete it")
         tree = self.prepare(module, devices)
         chosen = set(map(id, parameters))
         others = [parameter for parameter in tree.parameters if id(parameter) not in chosen]
         self.gradients.rebuild([parameter for parameter in tree.parameters if id(parameter) in chosen], others)
-        self.gradients.is_sharded = True
         return [
             (bucket, [self.copies.everywhere(parameter, tree.place[id(parameter)]) for parameter in bucket.parameters])
             for bucket in self.gradients.buckets
@@ -120,7 +117,8 @@ class Replicas:
         tree = self.tree
         if tree is None or not tree.still_is(module):
             tree = ModuleTree(module)
-            if self.tree is None or not self.tree.has_parameters_of(tree):
+            before = self.tree
+            if before is None or before.kinds != tree.kinds or [*map(id, before.parameters)] != [*map(id, tree.parameters)]:
                 self._refuse_sharded()
                 self.gradients.rebuild()
                 self.copies = ParameterCopies()
@@ -226,11 +224,7 @@ def window(*replicas: Replicas, deferred: bool = False) -> Iterator[None]:
 
 def parameter_window(*modules: Any) -> AbstractContextManager[None]:
     """Opens a :func:`window` of those modules that have replicas."""
-    replicas = []
-    for module in modules:
-        if isinstance(each := getattr(module, "replicas", None), Replicas):
-            replicas.append(each)
-    return window(*replicas)
+    return window(*[each for module in modules if isinstance(each := getattr(module, "replicas", None), Replicas)])
 
 
 _UNKNOWN = (0, torch.Size([-1]), 0, False)  # state of a parameter

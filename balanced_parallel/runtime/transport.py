@@ -52,7 +52,7 @@ def reduce_scatter(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None
     in_order = [tensor.device for tensor in tensors] == [output.device for output in outputs]
     if in_order and not _have_nccl(tensors):
         _reduce_scatter_in_rounds(slices, outputs)
-    elif in_order and _have_equal_sizes(outputs):
+    elif in_order and len(set(map(torch.numel, outputs))) == 1:
         _run(nccl.reduce_scatter, [*map(_real, tensors)], [*map(_real, outputs)])
     else:
         for output, parts in zip(outputs, zip(*slices, strict=True), strict=True):
@@ -78,7 +78,9 @@ def _reduce_scatter_in_rounds(slices: Sequence[Sequence[Tensor]], outputs: Seque
 
 def all_gather(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
     """Concatenates ``tensors`` in each of ``outputs``, which are on the same devices. A tensor may be a slice of its output."""
-    if _have_nccl(tensors) and _have_equal_sizes(tensors):  # nccl.broadcast ignores its root, so it does not do for other sizes
+    if (
+        _have_nccl(tensors) and len(set(map(torch.numel, tensors))) == 1
+    ):  # nccl.broadcast ignores its root, so it does not do for other sizes
         _run(nccl.all_gather, [*map(_bits, tensors)], [*map(_bits, outputs)])
         return
     slices = [output.split([tensor.numel() for tensor in tensors]) for output in outputs]
@@ -92,10 +94,6 @@ def all_gather(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
 
 def _have_nccl(tensors: Sequence[Tensor]) -> bool:
     return tensors[0].is_cuda and torch_private.has_nccl() and tensors[0].numel() > 0 and nccl.is_available(tensors)
-
-
-def _have_equal_sizes(tensors: Sequence[Tensor]) -> bool:
-    return len({tensor.numel() for tensor in tensors}) == 1
 
 
 def _run(collective: Callable[..., None], *arguments: object, **settings: object) -> None:

@@ -60,17 +60,7 @@ def checkpoint_blocks(module: nn.Module, names: Sequence[str], *, selective: boo
             raise ValueError(f"there is no module {name!r} to checkpoint, {EXPECTED}")
     for name in names:
         if not isinstance(modules[name], Checkpointed):
-            checkpoint_module(modules[name], selective=selective)
-
-
-def checkpoint_module(module: nn.Module, segments: int = 1, *, selective: bool) -> None:
-    """Checkpoints a module in place, or an ``nn.Sequential`` in several segments, of which the last stays as it is."""
-    module.__class__ = _checkpointed(_kind(module), segments, selective)
-
-
-def restore_module(module: nn.Module) -> None:
-    """Undoes :func:`checkpoint_module`."""
-    module.__class__ = _kind(module)
+            modules[name].__class__ = _checkpointed(_kind(modules[name]), 1, selective)
 
 
 def _kind(module: Any) -> Any:
@@ -102,7 +92,7 @@ def _checkpointed(kind: Any, segments: int, selective: bool) -> Any:
         settings: dict[str, Any] = {"name": kind.__name__, "selective": selective}
         if segments == 1:
             return run_checkpointed([self], functools.partial(kind.forward, self), args, kwargs, **settings)
-        places = segment_places(self, segments)
+        places = _segment_places(self, segments)
         for start, end in places:
             layers = list(self)[start:end]
             args = (run_checkpointed(layers, functools.partial(_run_layers, layers), args, kwargs, **settings),)
@@ -112,8 +102,8 @@ def _checkpointed(kind: Any, segments: int, selective: bool) -> Any:
     return type(kind.__name__, (Checkpointed, kind), {"forward": forward, "__module__": kind.__module__, "made_from": made_from})
 
 
-def segment_places(module: nn.Module, segments: int) -> list[tuple[int, int]]:
-    """Returns the places of the modules in each segment of an ``nn.Sequential`` but the last."""
+def _segment_places(module: nn.Module, segments: int) -> list[tuple[int, int]]:
+    """Returns the places of the modules in each segment of an ``nn.Sequential`` but the last, which stays as it is."""
     size = len(children_of(module)) // segments
     return [(start, start + size) for start in range(0, size * (segments - 1), size)]
 
@@ -138,7 +128,7 @@ class CheckpointHandle:
     def remove(self) -> None:
         """Undoes the checkpointing, for graphs that are made from now on."""
         for module in self._modules:
-            restore_module(module)
+            module.__class__ = _kind(module)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(parts={list(self.parts)})"
@@ -170,7 +160,7 @@ def checkpoint_activations(
         CheckpointHandle(parts=['[0:4]', '[4:8]', '[8:12]'])
     """
     for submodule in module.modules():
-        restore_module(submodule)
+        submodule.__class__ = _kind(submodule)
     names: Sequence[str] = find_blocks(module)
     if blocks != "auto":
         check_type("blocks", blocks, Iterable, "'auto', or the names of submodules")
@@ -186,8 +176,8 @@ def checkpoint_activations(
     parts: list[str] = []
     for name, child in sequentials.items():
         segments = max(2, round(math.sqrt(len(children_of(child)))))
-        checkpoint_module(child, segments, selective=selective)
-        parts += [f"{name}[{start}:{end}]" for start, end in segment_places(child, segments)]
+        child.__class__ = _checkpointed(_kind(child), segments, selective)
+        parts += [f"{name}[{start}:{end}]" for start, end in _segment_places(child, segments)]
     return CheckpointHandle(list(sequentials.values()), tuple(parts))
 
 
@@ -218,8 +208,7 @@ def run_checkpointed(
         return function(*positional, **named)
 
     if torch.compiler.is_compiling():  # the compiler runs operators again, with their random numbers, and no writes
-        settings: dict[str, Any] = {"context_fn": _make_selective} if selective else {}
-        return checkpoint(run, *leaves, use_reentrant=False, **settings)
+        return checkpoint(run, *leaves, use_reentrant=False, context_fn=_make_selective if selective else noop_context_fn)
     # Tensors are passed by position: torch finds the devices, and thereby autocast, from positional arguments only.
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     before = versions(tensors)
@@ -290,16 +279,11 @@ class _Rerun:
 _MULTIPLICATIONS = {getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "bmm", "baddbmm", "linear", "convolution")}
 
 
-def is_expensive(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Returns True for an operator whose outputs are kept."""
-    place = torch_private.ATTENTION_KERNELS.get(operator)
-    if place is not None:  # attention that draws random numbers has to run again, to draw them again
-        return not (args[place] if len(args) > place else kwargs.get("dropout_p", 0.0))
-    return operator in _MULTIPLICATIONS
-
-
 def _keep_expensive(_context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if is_expensive(operator, args, kwargs) else CheckpointPolicy.PREFER_RECOMPUTE
+    is_expensive, place = operator in _MULTIPLICATIONS, torch_private.ATTENTION_KERNELS.get(operator)
+    if place is not None:  # attention that draws random numbers has to run again, to draw them again
+        is_expensive = not (args[place] if len(args) > place else kwargs.get("dropout_p", 0.0))
+    return CheckpointPolicy.MUST_SAVE if is_expensive else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 _make_selective = functools.partial(create_selective_checkpoint_contexts, _keep_expensive)
@@ -328,7 +312,7 @@ def without_empty_cache(leaves: list[Any], name: str) -> list[Any]:
 
 
 def _checkpoint(name: str, step: Any) -> Mapping[str, Any] | None:
-    has_parts = bool(find_blocks(step.module)) or any(type(part) is nn.Sequential for part in step.module.modules())
+    has_parts = bool(find_blocks(step.module) or _outermost_sequentials(step.module))
     is_possible = has_parts and not step.blocks and name not in step.savings
     return {"savings": sorted_names([*step.savings, name])} if is_possible else None
 

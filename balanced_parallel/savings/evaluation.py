@@ -72,21 +72,20 @@ class RunningLoss:
         Raises:
             ValueError: the loss or the weight is not a scalar.
         """
+        device = torch.device("cpu")
         for name, value in (("loss", loss), ("weight", weight)):
             if isinstance(value, Tensor) and value.numel() != 1:
                 raise ValueError(f"the {name} has shape {tuple(value.shape)}, expected a scalar")
-        devices = [value.device for value in (loss, weight) if isinstance(value, Tensor) and not value.is_cpu]
-        device = devices[0] if devices else torch.device("cpu")
+            device = value.device if device.type == "cpu" and isinstance(value, Tensor) else device
         with torch.no_grad():
             mean, count = (_on(each, device) for each in (loss, weight))
             pair = torch.stack([torch.where(count == 0, 0, mean * count), count])
-            before = self._sums.get(device)
-            self._sums[device] = pair if before is None else before + pair
+            self._sums[device] = pair + self._sums.get(device, 0)
 
     def compute(self) -> float:
         """Returns the mean; nan without a loss. This reads each device once. All ranks must call it."""
         sums = self.state_dict()
-        return sums["total"] / sums["weight"] if sums["weight"] else math.nan
+        return sums["total"] / (sums["weight"] or math.nan)
 
     def state_dict(self) -> dict[str, float]:
         """Returns the sums over all ranks. All ranks must call it."""

@@ -8,12 +8,14 @@ states and of the weight are made in the forward, for the sum of the losses, and
 """
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
 
 from ..runtime.torch_private import is_traced, keeps_graph
 from .saving import Saving
@@ -126,6 +128,12 @@ def linear_cross_entropy(
 
     The loss of half precision inputs is in float32. Targets are class indices, ``[...]`` for inputs ``[..., features]``.
     """
+    tensors = input, linear_weight, target
+    if has_torch_function(tensors):
+        call: Any = handle_torch_function
+        settings = {"weight": weight, "reduction": reduction, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+        result: Tensor = call(linear_cross_entropy, tensors, *tensors, linear_bias=linear_bias, **settings)
+        return result
     _check_reduction(reduction)
     if target.shape != input.shape[:-1] or target.dtype != torch.int64:
         raise ValueError(
@@ -233,12 +241,17 @@ def _chunks(hidden: Tensor, weight: Tensor, target: Tensor, factors: Tensor | No
         yield rows, hidden[rows], target[rows], None if factors is None else factors[rows]
 
 
-def _one_chunk(hidden: Tensor, weight: Tensor, target: Tensor, factors: Tensor | None, products: int) -> Chunks:
-    """Yields one chunk with all its rows for a trace, whose operators are then the same for every number of rows.
+traced_share = 0.0  # a traced batch as a part of the largest one that may come; 0 if that is not known
 
-    A product with a single result has the operations of all rows: ``products`` with the weight. Nothing is written.
+
+def _one_chunk(hidden: Tensor, weight: Tensor, target: Tensor, factors: Tensor | None, products: int) -> Chunks:
+    """Yields one chunk for a trace, whose operators are then the same for every number of rows.
+
+    It has as many rows as that of the largest batch: all of a chunk, if that batch is not smaller. A product with a single result
+    has the operations of all rows: ``products`` with the weight. Nothing is written.
     """
     size, operations = rows_per_chunk(weight.size(1)), len(hidden) * weight.numel() * products
+    size = min(size, math.ceil(len(hidden) / traced_share)) if traced_share else size
     torch.mm(hidden.new_empty(1, 1).expand(1, operations), hidden.new_empty(1, 1).expand(operations, 1))
     factor = None if factors is None else factors[:1].expand(size)
     yield slice(0, 0), hidden[:1].expand(size, -1), target[:1].expand(size), factor

@@ -243,7 +243,7 @@ class _TracedOffload(Offload):
 
     def __init__(self, host: torch.device) -> None:
         super().__init__(parse_bytes(MIN_BYTES))
-        self.host = host
+        self._host = host
 
     def stream_of(self, device: torch.device) -> Any:
         return _STREAM
@@ -252,7 +252,7 @@ class _TracedOffload(Offload):
         return weakref.ref(storage)  # lets the Python object of a storage end, whose end a trace counts as a release
 
     def make_link(self, device: torch.device) -> Link:
-        return _TracedLink(device, _STREAM, self.host)
+        return _TracedLink(device, _STREAM, self._host)
 
     def restore(self, loaded: Tensor, saved: Offloaded) -> Tensor:
         # a view: the fake mode keeps every storage that ``set_`` was given
@@ -260,7 +260,7 @@ class _TracedOffload(Offload):
 
     def stays(self, tensor: Tensor) -> bool:
         is_small = tensor.untyped_storage().nbytes() < self.min_bytes
-        return is_small or tensor.device == self.host or isinstance(base_of(tensor), nn.Parameter)
+        return is_small or tensor.device == self._host or isinstance(base_of(tensor), nn.Parameter)
 
 
 class _TracedLink(Link):

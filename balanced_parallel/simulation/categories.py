@@ -16,14 +16,14 @@ from ..runtime.torch_private import leaves_of_tree
 
 
 class Category(IntEnum):
-    """Category of an allocation. The numbers are those of ``native/ledger.h``."""
+    """Category of an allocation. The numbers are those of ``native/ledger.h``, which calls the last one ``Other``."""
 
     PARAMETERS = 0
     GRADIENTS = 1
     OPTIMIZER_STATE = 2
     INPUTS = 3
     ACTIVATIONS = 4
-    OTHER = 5
+    TEMPORARIES = 5
 
     @property
     def title(self) -> str:

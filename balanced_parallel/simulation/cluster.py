@@ -126,7 +126,7 @@ class Cluster:
 
         ``"parameters"`` (with buffers), ``"gradients"`` (the ``grad`` of parameters), ``"optimizer state"``, ``"inputs"`` (copied
         from the CPU, or created on the device from no other tensor), ``"activations"`` (results of operators in a forward) and
-        ``"other"`` (gradients of activations, and temporary tensors of a backward or an update).
+        ``"temporaries"`` (gradients of activations, and other tensors of a backward or an update).
 
         Args:
             device: index of the device.
@@ -176,12 +176,10 @@ def simulate(devices: int, memory: Memory = None, *, strict: bool = True) -> Ite
 
     Simulated devices behave like GPUs in placement, memory and traffic. torch treats them as its accelerator:
     ``DataParallelModel(net)``, ``torch.accelerator`` and ``torch.nn.DataParallel`` find them. Results are bitwise equal to those
-    of the CPU. Under torchrun, each rank has its own cluster.
+    of the CPU. Under torchrun, each rank has its own cluster. On first use a C++ extension is compiled, in about fifteen seconds.
 
     Streams are checked: it is an error to use or free memory on a stream that has not waited for another stream that uses it.
     Speed, workspaces inside a kernel (such as cuDNN's), fragmentation and the traffic of torch.distributed are not simulated.
-
-    On first use a C++ extension is compiled, in about fifteen seconds, and cached in ``~/.cache/balanced_parallel``.
 
     Args:
         devices: number of devices, at most 64.
@@ -192,14 +190,10 @@ def simulate(devices: int, memory: Memory = None, *, strict: bool = True) -> Ite
 
     Returns:
         A context manager that returns a :class:`Cluster`. After the block, tensors on its devices can only be freed or copied to
-        the CPU.
-
-    The end of the block removes the devices and all hooks, and restores the random state of torch. The device type ``sim`` and
-    the module ``torch.sim`` remain, so ``torch.accelerator.current_accelerator()`` returns it from then on. On a machine with
-    GPUs, simulate in a process of its own.
+        the CPU. The device type ``sim`` and the module ``torch.sim`` remain, so ``torch.accelerator.current_accelerator()``
+        returns it from then on: on a machine with GPUs, simulate in a process of its own.
 
     Raises:
-        ValueError: if ``devices`` or ``memory`` is invalid.
         RuntimeError: if a cluster is active already, another library uses the out-of-tree device type of torch, or the extension
             cannot be compiled.
 

@@ -58,9 +58,6 @@ class DistributedModel(RankModel, DistributedDataParallel):
         device: that device.
         dim, precision, in_dims, out_dims: as in :class:`DataParallelModel`.
         criterion: a module whose parameters are reduced with the model's.
-
-    Raises:
-        ValueError: no parameter requires a gradient; at the forward, a parameter that was frozen here requires one.
     """
 
     def __init__(
@@ -338,12 +335,7 @@ class DDPSync(RankSync):
             self._model.record.stop()
 
     def finish(self, local: LossSum, settings: Callable[[], Settings]) -> LossSum:
-        """Returns loss and weight of all ranks. The host waits for them, but not for the backward.
-
-        Raises:
-            torch.OutOfMemoryError, RuntimeError: the last backward of another rank has failed.
-            ValueError: the ranks have different settings.
-        """
+        """Returns loss and weight of all ranks. The host waits for them, but not for the backward. All raise a failure of one."""
         assert self._local is not None
         total, weight, *digests = self._agree(self._local(), settings().digest(), out_of_memory=self._is_abandoned)
         self._refuse_failures()

@@ -74,10 +74,6 @@ class ShardedModel(RankModel):
         device: of this rank.
         dim, in_dims, out_dims: as in :class:`DataParallelModel`.
         precision: autocast around the forward, and the dtype in which parameters are all-gathered.
-
-    Raises:
-        ValueError: at the forward, a parameter was frozen or unfrozen since.
-        RuntimeError: at the first forward, no rank has a row; at a backward or an evaluation, ranks have run other blocks.
     """
 
     def __init__(
@@ -265,14 +261,15 @@ class FSDPSync(RankSync):
         assert self._local is not None
         numbers = [*self._local().tolist(), *settings().digest(), float(self._fits())]
         while True:
-            has_rows, has_unused = self._without_rows == 0, self._model.gradients.has_unused
+            gradients = self._model.gradients
+            has_rows, has_unused = self._without_rows == 0, len(gradients.used) < len(gradients.parameters)
             more, full, unused, total, whole, *digests, fits = self._exchange(0, [has_rows, has_unused, *numbers])
             if not more:
                 break
             self._begin_round(0, local)
         settings().check(*digests)
         if unused:
-            self._model.gradients.forget_unused()
+            gradients.forget_unused()
         self._round = self._ran if full and not self._always_asks else 0  # otherwise no rank has needed so many
         self._updates += 1
         self._keeps_whole = self._keeps_whole or fits == self._ranks
@@ -352,18 +349,13 @@ class ShardedGradients:
 
     def begin_update(self) -> None:
         """Begins to note the parameters that this rank uses."""
-        self._used: set[int] = set()
+        self.used: set[int] = set()
         # whole gradients and their versions, after the backward before: FSDP2 replaces those in half precision
         self._whole_gradients: dict[int, tuple[TensorWeakRef, int]] = {}
 
-    @property
-    def has_unused(self) -> bool:
-        """Returns True if this rank has not used a parameter since the last update."""
-        return len(self._used) < len(self.parameters)
-
     def add(self, unit: nn.Module, name: str) -> None:
         """Completes the gradients of the parameters of a sharded module, without those that were added before."""
-        self.order.add(name)
+        self.order.names.append(name)
         seen, slots = set(map(id, self.parameters)), []
         for part in unit.modules():
             for name, parameter in part.named_parameters(recurse=False):
@@ -375,7 +367,7 @@ class ShardedGradients:
         self._units.append(slots)
 
         def watch_inputs(module: nn.Module, inputs: Any, kwargs: Any) -> Any:
-            self.order.note(place)
+            self.order.ran.append(place)
             values, rebuild = flatten((inputs, kwargs))  # as FSDP2 does
             complete = functools.partial(self.complete, slots, is_dummy=self.is_dummy)
             return rebuild(watch(values, complete))
@@ -390,7 +382,7 @@ class ShardedGradients:
             self._backward, self._is_dummy = current_backward_id(), is_dummy
             if self.agrees:
                 self.begin_update()
-                self._used.update(number for number, parameter in enumerate(self.parameters) if parameter.grad is not None)
+                self.used.update(number for number, parameter in enumerate(self.parameters) if parameter.grad is not None)
             run_after_backward(self._end)
         self._is_dummy = self._is_dummy and is_dummy
 
@@ -408,8 +400,8 @@ class ShardedGradients:
             elif is_dummy:
                 if parameter.grad is not before:
                     parameter.grad.zero_()
-            elif number not in self._used and (parameter.grad is not before or versions([before]) != [version]):
-                self._used.add(number)
+            elif number not in self.used and (parameter.grad is not before or versions([before]) != [version]):
+                self.used.add(number)
             gradients.append(parameter.grad)
         if self.keeps_whole:
             numbers = [number for number, _, _ in slots]
@@ -418,7 +410,7 @@ class ShardedGradients:
 
     def forget_unused(self) -> None:
         """Sets the gradients of parameters that no rank has used to None."""
-        forget_unused(self.parameters, self._used, self._group)
+        forget_unused(self.parameters, self.used, self._group)
 
     def _end(self) -> None:
         """Completes the units that FSDP2 reduces at the end of the backward."""
@@ -514,29 +506,21 @@ class BlockOrder:
 
     def __init__(self, group: collectives.Group = None) -> None:
         self._group = group
-        self._ran: list[int] = []
+        self.names: list[str] = []  # of all blocks
+        self.ran: list[int] = []  # their numbers, as they have begun to run
         self._compared: list[int] | None = None
-        self._names: list[str] = []
-
-    def add(self, name: str) -> None:
-        """Adds a block, whose number is the count of those before."""
-        self._names.append(name)
-
-    def note(self, number: int) -> None:
-        """Notes that a block begins to run."""
-        self._ran.append(number)
 
     def compare(self) -> None:
         """Compares the blocks of all ranks if they are new, and begins anew. Raises ``RuntimeError`` if a rank has run others."""
-        ran, self._ran = self._ran, []
-        if ran == self._compared or not self._names[1:]:  # the root alone has no order
+        ran, self.ran = self.ran, []
+        if ran == self._compared or not self.names[1:]:  # the root alone has no order
             return
         digest = zlib.crc32(str(ran).encode()) % 2**20  # its square, summed over the ranks, fits into 64 bits
         total, squares = sum_over_ranks(torch.tensor([digest, digest * digest]), self._group).tolist()
         if world_size(self._group) * squares == total * total:  # no variance
             self._compared = ran
             return
-        orders = gather_objects([self._names[number] for number in ran], self._group)
+        orders = gather_objects([self.names[number] for number in ran], self._group)
         rank, expected, block = next(
             (rank, *blocks)
             for rank, order in enumerate(orders)

@@ -95,10 +95,6 @@ def join_process_group(environment: TorchrunEnvironment, device: torch.device, t
     """Makes ``device`` current and starts the process group (NCCL for CUDA, gloo for CPUs), which ends at exit.
 
     A group that is already running is used, and is not ended here.
-
-    Raises:
-        RuntimeError: the ranks do not meet within the timeout, or the port is in use. It has the type of torch's error.
-        ValueError: the running group has another rank or size than torchrun's environment.
     """
     if is_accelerator(device):
         torch.accelerator.set_device_index(device.index)
@@ -192,13 +188,18 @@ def check_agreement(module: nn.Module, settings: Mapping[str, Hashable]) -> None
     Ranks that differ would hang, or train different models. Files are those of this package, the script, and the modules beside
     the script that every rank has imported. Values of parameters are not compared: they are copied from rank 0 later.
     """
-    lines = _module_lines(module)
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    details = (f"{name} {list(tensor.shape)} {tensor.dtype}{' trained' * tensor.requires_grad}" for name, tensor in tensors)
+    lines = [type(module).__qualname__, *details]
     versions = {"torch": str(torch.__version__), "balanced_parallel": _package_digest(), **_script_digests()}
     facts = {**versions, **settings, "the module": digest("\n".join(lines).encode())}
 
     def explain(name: str, values: Sequence[str | None]) -> Sequence[str | None]:
-        """Exchanges the lines of the modules: every rank sees the same difference, so all of them take part."""
-        return _first_difference(gather_objects(lines)) if name == "the module" else values
+        """Returns the first lines of the modules that differ: every rank sees the same difference, so all of them take part."""
+        if name != "the module":
+            return values
+        of_ranks = itertools.zip_longest(*gather_objects(lines), fillvalue="no more parameters")
+        return next(line for line in of_ranks if len(set(line)) > 1)
 
     compare_ranks(facts, "the same code, versions and settings on all hosts", explain)
 
@@ -225,15 +226,3 @@ def _script_digests() -> dict[str, str]:
         if isinstance(name, str) and name.startswith(f"{folder}/") and "-packages/" not in name:  # of pip, or of Debian
             files.add(Path(name))
     return {str(path.relative_to(folder)): digest(path.read_bytes()) for path in sorted(files) if path.is_file()}
-
-
-def _module_lines(module: nn.Module) -> list[str]:
-    """Returns a line for the type of a module, and for each parameter and buffer."""
-    tensors = [*module.named_parameters(), *module.named_buffers()]
-    details = (f"{name} {list(tensor.shape)} {tensor.dtype}{' trained' * tensor.requires_grad}" for name, tensor in tensors)
-    return [type(module).__qualname__, *details]
-
-
-def _first_difference(ranks: list[list[str]]) -> list[str]:
-    """Returns the first line in which the ranks differ, from each of them."""
-    return list(next(line for line in itertools.zip_longest(*ranks, fillvalue="no more parameters") if len(set(line)) > 1))

@@ -146,11 +146,7 @@ def forget_unused(parameters: Sequence[Tensor], used: Collection[int], group: co
 
 
 def shared_gradients(tensors: Iterable[Tensor], shared: Container[int], place: str) -> list[Tensor]:
-    """Returns the gradients of parameters of the optimizers. ``shared`` are the ids of those whose gradients are reduced.
-
-    Raises:
-        ValueError: a parameter has a gradient that is not reduced. It should be part of ``place``.
-    """
+    """Returns the gradients of parameters of the optimizers. ``shared`` are the ids of those that are reduced, in ``place``."""
     gradients = []
     for parameter in tensors:
         if parameter.grad is not None:

@@ -11,7 +11,7 @@ from ..loss.sums import LossSum, Weight
 from ..replicas.model import DataParallelModel
 from ..replicas.replicas import window
 from ..runtime.collectives import world_size
-from ..training.accumulation import GradientSync, gradient_sync, larger, power_of_two, run_backward
+from ..training.accumulation import GradientSync, gradient_sync, power_of_two, run_backward
 
 
 class ReplicaSync(GradientSync):
@@ -24,7 +24,7 @@ class ReplicaSync(GradientSync):
     def divisor(self, expected: Weight, before: float, in_float16: bool) -> Weight:
         """Returns the expected weight, if the host knows it. One device then computes as the plain program does, bit for bit."""
         if in_float16:
-            return power_of_two(larger(expected, before))
+            return power_of_two(expected.clamp(min=before) if isinstance(expected, Tensor) else max(expected, before))
         return expected if isinstance(expected, float) and 0 < expected < math.inf else 1.0
 
     def accumulating(self) -> contextlib.AbstractContextManager[None]:

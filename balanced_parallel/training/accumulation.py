@@ -101,7 +101,12 @@ class GradientSync(abc.ABC):
 @functools.singledispatch
 def gradient_sync(model: Any, criterion: DataParallelCriterion) -> GradientSync:
     """Returns the gradient synchronisation of a model. Packages register theirs by the type of the model."""
-    raise TypeError(f"the model is a {type(model).__name__}, expected a DataParallelModel or the model that parallelize returns")
+    inside = getattr(model, "module", None)
+    is_wrapped = gradient_sync.dispatch(type(inside)) is not gradient_sync.dispatch(object)
+    advice = f": pass the {type(inside).__name__} that is in its .module" if is_wrapped else ""
+    raise TypeError(
+        f"the model is a {type(model).__name__}, expected a DataParallelModel or the model that parallelize returns{advice}"
+    )
 
 
 def run_backward(losses: Sequence[Tensor], divisor: Weight) -> None:
@@ -133,9 +138,7 @@ class Accumulation:
         *,
         is_mean: bool,
     ) -> None:
-        dtypes = set()
-        for tensor in trained.values():
-            dtypes.add(tensor.dtype.to_real())
+        dtypes = {tensor.dtype.to_real() for tensor in trained.values()}
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
         self.total = torch.zeros((), dtype=dtype, device=device)
         self.weight: Weight = 0.0
@@ -216,10 +219,3 @@ def power_of_two(number: Weight) -> Weight:
     mantissa, _ = torch.frexp(number)  # number = mantissa * 2**exponent, and 0.5 <= mantissa < 1
     power = number / torch.where(mantissa < math.sqrt(0.5), 2 * mantissa, mantissa)
     return torch.where((number > 0) & (number < math.inf), power, 1.0)
-
-
-def larger(number: Weight, other: Weight) -> Weight:
-    """Returns the larger of two numbers."""
-    if isinstance(number, Tensor):
-        return number.clamp(min=other)
-    return other.clamp(min=number) if isinstance(other, Tensor) else max(number, other)

@@ -57,9 +57,6 @@ class Recovery:
 
     Random numbers and buffers are those of before, so the result is that of smaller micro-batches from the start. ``has_failed``
     tells that memory was too small since the last :meth:`restart`.
-
-    Raises:
-        ValueError: layers of the model wait for other ranks in their forward.
     """
 
     def __init__(self, model: Any, criterion: DataParallelCriterion, sync: GradientSync) -> None:
@@ -68,7 +65,7 @@ class Recovery:
                 "micro_batch_size='auto' with batch norm over all ranks: after an out of memory in the forward of one rank, the "
                 "others would wait for it; give micro_batch_size a number, as memory.fit finds it"
             )
-        self._sync, self._devices = sync, model.devices
+        self._sync = sync
         self._before = Snapshot([model, criterion], [*model.devices, *(criterion.devices or ())])
         self.forget()
 
@@ -98,9 +95,6 @@ class Recovery:
         """Puts everything back. Returns a smaller limit, the same on all ranks.
 
         ``largest`` are the largest micro-batch of each batch per device, and the limit that halves it, 0 if nothing does.
-
-        Raises:
-            torch.OutOfMemoryError: one row per device does not fit. Nothing has changed.
         """
         size, half = max(largest, default=(0, 0))
         writes = explain_writes(self._recorded)
@@ -128,10 +122,6 @@ class Recovery:
             kind = "rows" if unit == "rows" else "of cost"
             _log.warning("out of memory with %s %s per device in one forward: from now on at most %s", tried, kind, limit)
         self.forget()
-
-    def retrying(self) -> AbstractContextManager[Any]:
-        """Runs an operator of the block once more if its allocation fails, after the cached memory was given back."""
-        return retrying_allocations(self._devices)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_has_begun": False, "has_failed": False, "_recorded": [], "_tried": []}
@@ -290,8 +280,7 @@ class TwoPasses:
         """Computes the derivatives of the loss of all ranks, after all of them have run their forwards."""
         self._agree("")
         # what follows the agreement of the ranks must not fail on one of them
-        retrying = retrying_allocations(self._devices) if self._is_auto else contextlib.nullcontext()
-        with retrying, self._precision.autocast(self._devices):
+        with retrying_allocations(self._devices if self._is_auto else ()), self._precision.autocast(self._devices):
             self.loss.differentiate(self._precision.scaler_on(self._devices[0]))
 
     @contextlib.contextmanager

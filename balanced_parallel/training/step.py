@@ -23,8 +23,7 @@ from ..batch.by_cost import check_limit
 from ..batch.containers import spread
 from ..batch.outputs import PerReplica, detach_outputs, join_outputs
 from ..batch.rows import Arguments, Batch, Cut, MicroBatch, Shard, as_arguments
-from ..loss.coupled import couple
-from ..loss.criterion import BatchLosses, DataParallelCriterion, losses_of_batch
+from ..loss.criterion import BatchLosses, DataParallelCriterion, couple, losses_of_batch
 from ..loss.sums import LossSum, Weight
 from ..replicas.batchnorm import meets_other_ranks
 from ..replicas.replicas import parameter_window
@@ -32,7 +31,7 @@ from ..runtime import collectives
 from ..runtime.row_random import BatchRandom
 from ..runtime.values import Precision
 from .accumulation import Accumulation, gradient_sync
-from .recovery import Recovery, Snapshot, TwoPasses
+from .recovery import Recovery, Snapshot, TwoPasses, retrying_allocations
 from .reproducible import RandomByRow
 from .settings import Settings
 from .state import TrainedState
@@ -259,7 +258,7 @@ class TrainStep:
             warnings.warn("no target of this batch was counted: nothing is updated, and its loss is nan", stacklevel=3)
             return loss
         try:
-            with nullcontext() if self._recovery is None else self._recovery.retrying():
+            with retrying_allocations(self.model.devices if self._is_auto else ()):
                 update.run(self._sync, factor, self.precision.scaler, self.max_grad_norm)
         except BaseException as error:
             self._failure = f"failed with {type(error).__name__}: {error}"  # the others learn of it in the next reduction
@@ -289,7 +288,9 @@ class TrainStep:
             if recovery is None:
                 return self._finish()
             if not recovery.has_failed or self._sync.abandon():
-                with recovery.retrying():  # what follows the agreement of the ranks must not fail on one of them
+                with retrying_allocations(
+                    self.model.devices
+                ):  # what follows the agreement of the ranks must not fail on one of them
                     result: tuple[Tensor, float, Weight] = self._try(self._finish, is_local=False)
             if not recovery.has_failed:
                 recovery.end(self._unit, self._limit)
@@ -311,6 +312,8 @@ class TrainStep:
         passes = TwoPasses(loss, self._sync, self.precision, self.model.devices, is_auto=self._is_auto)
         with passes.telling_ranks():
             is_single = len(batches) == 1 and self._runs[0].is_whole and len(self._plan(self._runs[0])) == 1
+            may_split = self._is_auto or self._limit is not None or len(self.model.devices) * collectives.world_size() > 1
+            loss.is_split = may_split or not is_single
             if passes.takes_one(is_single):
                 self._run(self._runs[0], BatchLosses(passes.at_once, is_mean=False))
                 return

@@ -29,34 +29,34 @@ class Update:
 
     They are asked for their parameters anew in each update, because groups may be added at any time. ``trained`` are the
     parameters of model and criterion by name, each once.
-
-    Raises:
-        ValueError: two optimizers have the same parameter.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], trained: Mapping[str, Tensor]) -> None:
         self.optimizers, self.trained = optimizers, trained
         self.has_stepped = False
         self.grad_norm: Tensor | None = None
-        if len(optimizers) > 1:
-            self._refuse_common_parameters()
+        owner: dict[int, int] = {}
+        for number, optimizer in enumerate(optimizers if len(optimizers) > 1 else ()):
+            for parameter in _parameters_of(optimizer):
+                first = owner.setdefault(id(parameter), number)
+                if first != number:
+                    names = [name for name, tensor in trained.items() if tensor is parameter]
+                    raise ValueError(
+                        f"{names[0] if names else 'a parameter'} of shape {tuple(parameter.shape)} is in the optimizers {first} "
+                        f"and {number}, expected in one of them: both would update it"
+                    )
 
     @functools.cached_property
     def parameters(self) -> list[Tensor]:
         """Parameters of the optimizers, each once."""
-        parameters: dict[int, Tensor] = {}
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                parameters |= zip(map(id, group["params"]), group["params"], strict=True)
-        return list(parameters.values())
+        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
+        return list({id(parameter): parameter for group in groups for parameter in group["params"]}.values())
 
     @functools.cached_property
     def outside(self) -> list[Tensor]:
         """Trained parameters that are not in the optimizers: another one's, which is to find their true gradients."""
-        others = dict(zip(map(id, self.trained.values()), self.trained.values(), strict=True))
-        for parameter in self.parameters:
-            others.pop(id(parameter), None)
-        return list(others.values())
+        inside = set(map(id, self.parameters))
+        return [parameter for parameter in self.trained.values() if id(parameter) not in inside]
 
     def forget_gradients(self) -> None:
         """Drops the gradients of all parameters, in the optimizers and outside."""
@@ -101,18 +101,6 @@ class Update:
         for optimizer in self.optimizers:
             optimizer.step()
         self.has_stepped = True
-
-    def _refuse_common_parameters(self) -> None:
-        owner: dict[int, int] = {}
-        for number, optimizer in enumerate(self.optimizers):
-            for parameter in _parameters_of(optimizer):
-                first = owner.setdefault(id(parameter), number)
-                if first != number:
-                    names = [name for name, tensor in self.trained.items() if tensor is parameter]
-                    raise ValueError(
-                        f"{names[0] if names else 'a parameter'} of shape {tuple(parameter.shape)} is in the optimizers {first} "
-                        f"and {number}, expected in one of them: both would update it"
-                    )
 
 
 def _parameters_of(optimizer: Optimizer) -> Iterator[Tensor]:
@@ -184,10 +172,15 @@ def check_optimizers(update: Update, schedulers: Sequence[LRScheduler]) -> None:
             )
     trained = {id(tensor) for tensor in update.trained.values()}
     for number, optimizer in enumerate(update.optimizers):
-        refuse_closures(optimizer, "TrainStep")
+        refuse_closures(type(optimizer), "TrainStep")
         if isinstance(optimizer, BalancedOptimizer):  # its groups have the shards
             continue
         parameters = list(_parameters_of(optimizer))
+        if isinstance(optimizer, torch.optim.Muon) and any(map(is_sharded, parameters)):
+            raise TypeError(
+                "Muon over shards of strategy='fsdp' differs by percents, because it multiplies pieces in bfloat16, expected "
+                "BalancedOptimizer(model, torch.optim.Muon, matrices, lr=...), which updates whole matrices"
+            )
         if parameters and not any(id(parameter) in trained for parameter in parameters):
             name = f"{type(optimizer).__name__} (optimizer {number})" if number else type(optimizer).__name__
             raise ValueError(

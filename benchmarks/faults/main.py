@@ -46,7 +46,7 @@ def run(layout: str, faults: list[str], out: Path, restarts: int, *more: Any) ->
     """
     ranks, flags = LAYOUTS[layout]
     program = [HERE / "inject.py", out / "faults", ",".join(faults) or "none:0:0", SCRIPT, "--out", out, "--task", "digits"]
-    program += ["--batch-size", 719, "--epochs", STEPS // 2, "--checkpoint-every", EVERY, "--resume", *flags, *more]
+    program += ["--batch-size", 719, "--steps", STEPS, "--checkpoint-every", EVERY, "--resume", *flags, *more]
     if ranks:
         launcher = [f"--nproc-per-node={ranks}", f"--max-restarts={restarts}", "--monitor-interval=0.1"]
         return run_torchrun(*launcher, *program, timeout=LIMIT)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 from main import LAYOUTS, losses, run
+from safetensors.torch import load_file
 from tabulate import tabulate
 from torch import Tensor
 
@@ -35,7 +36,7 @@ def draw_fault(layout: str, dice: random.Random) -> str:
 
 def outcome(out: Path) -> Outcome:
     """Returns the losses and the weights of a run that has ended."""
-    weights = torch.load(out / "model.pt", weights_only=True)
+    weights = load_file(out / "model.safetensors")
     return {line["step"]: line["loss"] for line in losses(out) if "loss" in line}, torch.cat(
         [*map(torch.flatten, weights.values())]
     )

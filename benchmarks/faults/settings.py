@@ -37,7 +37,7 @@ def run(out: Path, layout: str, rank: int, flag: str, value: str) -> tuple[int, 
 
     program = [HERE / "settings.py", rank, flag, value, SCRIPT, "--out", out, "--task", "digits", "--batch-size", 719]
     try:
-        done = run_torchrun(*program, "--epochs", 2, *LAYOUTS[layout], timeout=LIMIT)
+        done = run_torchrun(*program, "--steps", 4, *LAYOUTS[layout], timeout=LIMIT)
     except AssertionError:
         return -1, ""
     return done.returncode, done.stderr

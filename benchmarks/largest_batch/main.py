@@ -1,4 +1,4 @@
-"""Predicts how many rows fit into one forward on four GPUs of 24 GiB, with ``nn.DataParallel`` and with the steps of this library.
+"""Predicts how many rows fit into one forward on four GPUs of 24 GiB, with ``nn.DataParallel`` and with this library.
 
 Nothing is measured on a GPU. Run without arguments, it writes README.md and the chart.
 """

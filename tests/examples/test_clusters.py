@@ -43,7 +43,7 @@ def parse(command, monkeypatch):
     launcher = get_args_parser().parse_args(command[1:])
     assert launcher.training_script == "scripts/train.py"
     monkeypatch.setattr(sys, "path", [str(ROOT / "scripts"), *sys.path])
-    return launcher, importlib.import_module("arguments").make_parser().parse_args(launcher.training_script_args)
+    return launcher, importlib.import_module("train").make_parser().parse_args(launcher.training_script_args)
 
 
 def test_torchrun_by_hand(tmp_path, monkeypatch):

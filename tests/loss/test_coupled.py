@@ -12,8 +12,9 @@ from helpers.coupled import (
     plain_update,
 )
 from helpers.problems import build_net
+from torch import nn
 
-from balanced_parallel import AdditiveLoss, DataParallelCriterion, DataParallelModel, PerReplica, verify
+from balanced_parallel import AdditiveLoss, DataParallelCriterion, DataParallelModel, PerReplica, TrainStep, verify
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -81,3 +82,28 @@ def test_an_output_without_rows_must_be_the_same_everywhere():
     outputs = DataParallelModel(net, ["cpu"] * 2)(torch.randn(5, 4))
     with pytest.raises(ValueError, match="has no rows and differs between replicas"):
         criterion(outputs.map(lambda output: (output, output.mean())))
+
+
+class ScaledErrors(AdditiveLoss):
+    """Squared errors, times a parameter in the statistics."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor([2.0]))
+
+    def statistics(self, output, target):
+        return (self.scale * (output - target).square()).sum(), output.numel()
+
+    def finish(self, total):
+        return total[0] / total[1]
+
+
+def test_a_parameter_in_the_statistics_learns_from_the_only_shard():
+    net, criterion, inputs, target = build_net(), ScaledErrors(), torch.randn(4, 4), torch.rand(4, 5)
+    loss = criterion(net(inputs), target)
+    (expected,) = torch.autograd.grad(loss, [criterion.scale])
+    step = TrainStep(
+        DataParallelModel(net, ["cpu"]), DataParallelCriterion(criterion), torch.optim.SGD(criterion.parameters(), 0.0)
+    )
+    torch.testing.assert_close(step(inputs, target), loss.detach())
+    torch.testing.assert_close(criterion.scale.grad, expected)

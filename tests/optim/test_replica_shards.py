@@ -102,7 +102,7 @@ def test_replaced_parameters_raise_an_error():
         net = build_net()
         model = DataParallelModel(net)
         optimizer = BalancedOptimizer(model, torch.optim.SGD, lr=1.0)
-        with pytest.raises(ValueError, match="has a BalancedOptimizer already"):
+        with pytest.raises(ValueError, match="have a BalancedOptimizer already"):
             BalancedOptimizer(model, torch.optim.SGD, lr=1.0)
         net[1].note = "an attribute is not a parameter"
         train(model, optimizer, 1)
@@ -282,7 +282,7 @@ def test_two_optimizers_of_one_module_raise_an_error():
         net = build_net()
         first, second = DataParallelModel(net), DataParallelModel(net)
         optimizer = BalancedOptimizer(first, torch.optim.SGD, lr=0.1)
-        with pytest.raises(ValueError, match="the module's parameters belong to another BalancedOptimizer"):
+        with pytest.raises(ValueError, match="parameters of the module have a BalancedOptimizer already"):
             BalancedOptimizer(second, torch.optim.SGD, lr=0.1)
         del optimizer
 

@@ -32,7 +32,7 @@ class TestReduction:
         assert_equal_program(
             module, DataParallelCriterion(criterion, weight="rows"), lambda net: criterion(net(x), target), [x], [target]
         )
-        with pytest.warns(UserWarning, match=f"weighted by rows.*reduction='{setting}' has no effect"):
+        with pytest.raises(ValueError, match=f"weight='rows'.*reduction='{setting}' has no effect"):
             DataParallelCriterion(criterion)(DataParallelModel(module, CPUS)(x), target)
 
     def test_focal_loss_over_an_unreduced_loss_equals_the_plain_program(self):
@@ -66,10 +66,11 @@ class TestReduction:
         found = DataParallelCriterion(F.mse_loss)(DataParallelModel(net, CPUS)(x), target, **settings)
         torch.testing.assert_close(gather(found) if isinstance(found, list) else found, expected)
 
-    def test_warning_for_unknown_losses_names_all_settings(self):
+    def test_error_for_unknown_losses_names_all_settings(self):
         criterion = DataParallelCriterion(lambda output, target: (output - target).pow(2).sum())
-        with pytest.warns(UserWarning, match=r"weight=.*reduction='sum' for a sum; weight='rows'"):
-            criterion([torch.zeros(2, 3)], torch.ones(2, 3))
+        assert criterion([torch.zeros(2, 3)], torch.ones(2, 3)) == 6  # nothing is split
+        with pytest.raises(ValueError, match=r"weight=.*; weight='rows' .*; reduction='sum' for a sum; whole=True"):
+            criterion([torch.zeros(2, 3), torch.zeros(1, 3)], torch.ones(3, 3))
 
     @pytest.mark.parametrize(
         ("settings", "message"),

@@ -1,6 +1,6 @@
 """The main job on simulated GPUs, compared with the plain program and ``nn.DataParallel``."""
 
-import json
+import re
 
 import pytest
 from helpers.scripts import run, train
@@ -8,34 +8,48 @@ from helpers.scripts import run, train
 
 @pytest.mark.slow
 def test_simulated_gpus_print_losses_and_memory_and_write_the_plot(tmp_path):
-    flags = ["--simulate", 4, "--memory", "2GiB", "--steps", 3, "--batch-size", 8, "--vocabulary", 500]
+    flags = ["--simulate", 4, "--memory", "2GiB", "--steps", 3, "--batch-size", 8, "--vocabulary", 500, "--table"]
     output, lines, summary = train(tmp_path / "sim", *flags, "--plot", tmp_path / "plots" / "peak.png")
     assert summary["devices"] == [f"sim:{index}" for index in range(4)]
-    table = [line.split() for line in output.splitlines() if line.lstrip().startswith("sim:")]
-    assert [row[0] for row in table] == summary["devices"]
-    assert "optimizer state" in output
+    assert output.startswith("LanguageModel, 0.5 M parameters; 8 rows per update, AdamW, fp32; simulated GPUs: 3 updates\n")
+    assert output.splitlines()[-1].startswith(f"wrote {tmp_path}/plots/peak.png, ")
+    table = [line for line in output.splitlines() if line.lstrip().startswith("sim:")]
+    assert [line.split()[0] for line in table] == summary["devices"]
+    assert "temporaries" in output
+    assert "steps 2-3: 1 each" in table[0]  # the loss
     assert (tmp_path / "plots" / "peak.png").read_bytes().startswith(b"\x89PNG")
-    losses = [line["loss"] for line in lines if "loss" in line]
-    speed = [json.loads(line) for line in (tmp_path / "sim" / "speed.jsonl").read_text().splitlines()]
-    assert [line["waits"] for line in speed][1:] == [1, 1]  # the loss
-    assert "waits for a GPU: 1" in output
-    for step in (1, 2, 3):
-        plain, ours = side_by_side(output)[step]
-        assert plain == pytest.approx(losses[step - 1], rel=1e-4)
-        assert ours == pytest.approx(losses[step - 1], abs=1e-6)
-    rows = [line.split() for line in output.partition("MiB at the peak of an update")[2].splitlines()]
-    peaks = {
-        row[0]: [float(word) for word in row[1:]] for row in rows if row and row[0] in ("nn.DataParallel", "balanced_parallel")
-    }
-    assert [len(row) for row in peaks.values()] == [5, 5]
-    assert peaks["nn.DataParallel"][-1] > 1.5  # the hottest over the mean
-    assert peaks["balanced_parallel"][-1] < 1.1
+    losses = [line["loss"] for line in lines]
+    plain, parallel, balanced = rows_of(output)
+    for name, _, others, _, _ in (plain, parallel, balanced):
+        assert others == pytest.approx(losses, rel=1e-4), name
+    assert (plain[0], parallel[0], balanced[0]) == (
+        "plain PyTorch, 1 GPU",
+        "nn.DataParallel, 4 GPUs",
+        "balanced_parallel, 4 GPUs",
+    )
+    assert parallel[3] / parallel[4] > 1.5  # the hottest over the mean
+    assert balanced[3] / balanced[4] < 1.1
+    assert plain[3] == plain[4]
 
 
-def side_by_side(output):
-    """Returns the two losses of each step that the script compares."""
-    words = [line.split() for line in output.partition("The loss of the same steps")[2].splitlines()]
-    return {int(row[0]): (float(row[1]), float(row[2])) for row in words if len(row) == 3 and row[0].isdecimal()}
+def rows_of(output):
+    """Returns the lines of the table: name, difference, losses, hottest and mean in MiB."""
+    rows = []
+    for line in output.splitlines():
+        match = re.fullmatch(r"(\S.*GPUs?)((?: +\d+\.\d{6})+) +([\de.-]*) +([\d.]+) MiB +([\d.]+) MiB", line)
+        if match:
+            name, losses, difference, hottest, mean = match.groups()
+            rows.append((name, difference, [*map(float, losses.split())], float(hottest), float(mean)))
+    return rows
+
+
+def test_a_simulation_prints_one_line_for_each_configuration_and_no_table(tmp_path):
+    flags = ["--simulate", 2, "--task", "digits", "--steps", 2, "--precision", "bf16"]
+    output, _, _ = train(tmp_path, *flags)
+    assert [row[0] for row in rows_of(output)] == ["plain PyTorch, 1 GPU", "nn.DataParallel, 2 GPUs", "balanced_parallel, 2 GPUs"]
+    assert "sim:0" not in output
+    assert len(output.splitlines()) == 9
+    assert not output.endswith("\n\n")
 
 
 @pytest.mark.slow
@@ -46,9 +60,9 @@ def test_missing_compiler_falls_back_to_cpu_replicas(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "found no compiler" in done.stdout
     assert "Running 3 replicas on the CPU instead. Their memory is estimated." in done.stdout
-    plain, ours = side_by_side(done.stdout)[2]
-    assert ours == pytest.approx(plain, rel=1e-4)
-    assert "hottest / mean" in done.stdout
+    plain, balanced = rows_of(done.stdout)
+    assert plain[2] == pytest.approx(balanced[2], rel=1e-4)
+    assert plain[3] > balanced[3] >= balanced[4]
     assert (tmp_path / "peak.png").exists()
     done = run("--simulate", 3, "--memory", "1GiB", "--task", "digits", "--out", tmp_path / "run", **nowhere)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)

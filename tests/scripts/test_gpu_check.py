@@ -71,26 +71,26 @@ def test_gpu_check_passes_on_simulated_devices(part, tmp_path):
 
 
 def test_an_error_is_a_row_and_the_other_checks_go_on(tmp_path, monkeypatch, capsys):
-    monkeypatch.syspath_prepend(SCRIPT.parent)
+    monkeypatch.syspath_prepend(SCRIPT.with_name("gpu_check"))
     monkeypatch.setenv("OUT", str(tmp_path / "page.md"))
-    import check_machine
-    import check_table
+    import table
+    from machine import Machine, NotPossible
 
     def fails(machine):
-        yield check_table.at_most("before", "error", 1.0, 2.0)
+        yield table.at_most("before", "error", 1.0, 2.0)
         raise RuntimeError("no\nmemory | left")
 
     def cannot(machine):
-        yield check_table.attempt("two GPUs", lambda: (_ for _ in ()).throw(check_machine.NotPossible("there is one")))
-        yield check_table.attempt("a time", lambda: check_table.judge("a time", "3 s", True), "it has no clock")
+        yield table.attempt("two GPUs", lambda: (_ for _ in ()).throw(NotPossible("there is one")))
+        yield table.attempt("a time", lambda: table.judge("a time", "3 s", True), "it has no clock")
 
     def nan(machine):
-        yield check_table.at_most("nan", "error", float("nan"), 2.0)
+        yield table.at_most("nan", "error", float("nan"), 2.0)
 
     with simulate(1) as cluster:
-        machine = check_machine.Machine(cluster.devices, cluster)
-        assert check_table.run_checks("some", machine, {"cannot": cannot})
-        assert not check_table.run_checks("some", machine, {"fails": fails, "cannot": cannot, "nan": nan})
+        machine = Machine(cluster.devices, cluster)
+        assert table.run_checks("some", machine, {"cannot": cannot})
+        assert not table.run_checks("some", machine, {"fails": fails, "cannot": cannot, "nan": nan})
     assert rows_of((tmp_path / "page.md").read_text()) == {
         "before": ("error: 1 (limit 2)", "ok"),
         "fails": ("RuntimeError: no memory / left", "TOO FAR"),

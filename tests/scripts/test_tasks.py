@@ -2,6 +2,7 @@
 
 import sys
 
+import torch
 from helpers.ranks import run_ranks
 from helpers.scripts import SCRIPT
 
@@ -24,7 +25,7 @@ def error_of_rank(rank, words_of_last_rank):
     words = torch.arange(12).view(4, 3)
     rows = tasks["Rows"](words, words if rank < dist.get_world_size() - 1 else torch.tensor(words_of_last_rank).view(4, 3))
     try:
-        tasks["check_same_data"](tasks["Task"]("text", torch.nn.Linear(1, 1), rows, rows, 0.1, 1))
+        tasks["check_same_data"](tasks["Task"]("text", torch.nn.Linear(1, 1), rows, rows, 0.1))
     except ValueError as error:
         return str(error)
     return None
@@ -36,3 +37,31 @@ def test_data_of_the_ranks_are_compared():
     assert error.startswith("the data differ, expected the same on all hosts: ")
     digests = [part.split(" on rank ")[0] for part in error.partition("hosts: ")[2].partition(";")[0].split(", ")]
     assert digests[0] == digests[1] != digests[2]
+
+
+def test_sources_are_split_into_functions_and_classes_and_other_text_into_blocks(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import tasks
+
+    source = "import os\n\nclass One:\n    def first(self):\n        pass\n\nasync def second():\n    return 2\n"
+    assert [row[:2] for row in tasks.split_text(source)] == [
+        ["import", "os"],
+        ["class", "One"],
+        ["def", "first"],
+        ["async", "def"],
+    ]
+    assert [len(row) for row in tasks.split_text("word " * 150)] == [65, 65, 20]
+    assert max(len(row) for row in tasks.split_text("def f():\n" + "    x\n" * 300)) == 129
+
+
+def test_rows_of_text_have_lengths_and_images_have_none(monkeypatch):
+    monkeypatch.syspath_prepend(str(SCRIPT.parent))
+    import tasks
+
+    lengths = torch.arange(1, 101) ** 2 // 80 + 1
+    inputs = (torch.arange(126) < lengths[:, None]).long()
+    rows = tasks.Rows(inputs, inputs.masked_fill(inputs == 0, tasks.IGNORED))
+    assert rows.lengths == tasks.count_words(inputs).tolist() == lengths.tolist()
+    images = tasks.Rows(torch.zeros(5, 1, 8, 8), torch.zeros(5, dtype=torch.long))
+    assert images.lengths is None
+    assert tasks.Task("images", torch.nn.Linear(1, 1), images, images, 0.1).cut is None

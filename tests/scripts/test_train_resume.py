@@ -50,12 +50,6 @@ def test_killed_run_has_the_lines_of_the_undisturbed_one(undisturbed, tmp_path, 
         file.write('{"step": 16, "lo')  # the line that was being written
     train(tmp_path, *FLAGS, "--resume")
     assert lines_of(tmp_path) == undisturbed
-    charts = [json.loads(line) for line in (tmp_path / "wandb-history.jsonl").read_text().splitlines()]
-    assert [(line["_step"], line["loss"]) for line in charts if "loss" in line] == losses_of(undisturbed)
-
-
-def losses_of(lines):
-    return [(line["step"], line["loss"]) for line in map(json.loads, lines) if "loss" in line]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, slow(signal.SIGINT)])
@@ -63,7 +57,7 @@ def test_a_signal_saves_and_exits_with_0_and_the_run_goes_on(undisturbed, tmp_pa
     """After Ctrl-C the steps since the last checkpoint were lost, with a traceback."""
     command = list(map(str, [sys.executable, SCRIPT, "--out", tmp_path, *FLAGS, "--workers", 1]))
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
-        wait_for_step_3(process)
+        wait_for_step(3, process)
         began = time.monotonic()
         os.killpg(process.pid, number)  # the workers get it too
         output, _ = process.communicate(timeout=60)
@@ -81,7 +75,7 @@ def test_a_signal_saves_and_exits_with_0_and_the_run_goes_on(undisturbed, tmp_pa
 def test_sigterm_to_torchrun_saves_on_all_ranks(undisturbed, tmp_path):
     command = list(map(str, [*TORCHRUN, SCRIPT, "--out", tmp_path, *FLAGS]))
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
-        wait_for_step_3(process)
+        wait_for_step(3, process)
         process.send_signal(signal.SIGTERM)
         process.communicate(timeout=60)
     saved = [int(path.name.removeprefix("step-")) for path in (tmp_path / "checkpoints").iterdir()]
@@ -102,8 +96,8 @@ def test_finished_run_is_loaded_with_three_lines_of_plain_torch(undisturbed, tmp
 
     net = DigitClassifier()
     net.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    trained = torch.load(tmp_path / "model.pt", weights_only=True)
-    assert all(torch.equal(tensor, trained[name]) for name, tensor in net.state_dict().items())
+    rows = torch.rand(3, 1, 8, 8)
+    assert net(rows).shape == (3, 10)
 
 
 def test_full_disk_ends_the_run_with_one_line_and_leaves_the_last_checkpoint(tmp_path):
@@ -123,9 +117,19 @@ def test_run_whose_checkpoints_are_all_damaged_does_not_begin_anew_in_their_fold
         (path / "checkpoint.json").write_text("")
     for _ in range(2):
         done = run("--out", tmp_path, *FLAGS[:2], "--steps", 8, "--resume")
-        assert done.returncode == 1
+        assert (done.returncode, done.stderr.count("\n")) == (2, 3)  # each run warns of the damage, in two lines
         assert "are damaged (step-00000004): begin anew in another folder" in done.stderr
         assert lines_of(tmp_path) == lines
+
+
+def test_ctrl_c_without_checkpoints_says_in_one_line_that_nothing_was_saved(tmp_path):
+    """It was a traceback."""
+    command = list(map(str, [sys.executable, SCRIPT, "--out", tmp_path, "--task", "digits", "--steps", 10**6]))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        wait_for_step(1, process)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate(timeout=60)
+    assert (process.returncode, errors) == (130, "stopped by Ctrl-C: nothing was saved, except by --checkpoint-every\n")
 
 
 @pytest.mark.slow
@@ -133,7 +137,7 @@ def test_ctrl_c_leaves_no_process_behind(tmp_path):
     command = list(map(str, [*TORCHRUN, SCRIPT, "--out", tmp_path, *FLAGS, "--workers", 1]))
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, start_new_session=True) as process:
-        wait_for_step_3(process)
+        wait_for_step(3, process)
         os.killpg(process.pid, signal.SIGINT)
         process.communicate(timeout=60)
     deadline = time.monotonic() + 10
@@ -142,9 +146,9 @@ def test_ctrl_c_leaves_no_process_behind(tmp_path):
     assert processes_of(process.pid) == []
 
 
-def wait_for_step_3(process):
+def wait_for_step(step, process):
     for line in process.stdout:
-        if line.startswith("step 3/"):
+        if line.startswith(f"step {step}/"):
             return
     raise AssertionError(f"the run ended with exit code {process.wait()}")
 

@@ -22,7 +22,7 @@ def test_categories_of_the_peak_add_up_to_it():
         size = sum(-(-parameter.nbytes // 512) * 512 for parameter in net.parameters())
         adam_step(cluster, net, rows=2)
         parts = cluster.categories(0)
-        assert list(parts) == ["parameters", "gradients", "optimizer state", "inputs", "activations", "other"]
+        assert list(parts) == ["parameters", "gradients", "optimizer state", "inputs", "activations", "temporaries"]
         assert sum(parts.values()) == cluster.peak[0]
         assert (parts["parameters"], parts["inputs"]) == (size, 2 * 64 * 4)
         assert parts["gradients"] == size
@@ -30,7 +30,7 @@ def test_categories_of_the_peak_add_up_to_it():
         adam_step(cluster, net, rows=8192)
         parts = cluster.categories(0)  # now the peak is in the backward
         assert parts["activations"] >= 8192 * 1024 * 4
-        assert parts["other"] >= 8192 * 1024 * 4  # the gradient of an activation
+        assert parts["temporaries"] >= 8192 * 1024 * 4  # the gradient of an activation
         assert (parts["parameters"], parts["inputs"]) == (size, 8192 * 64 * 4)
 
 

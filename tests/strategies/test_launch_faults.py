@@ -21,7 +21,7 @@ from balanced_parallel import TrainStep, parallelize
 
 FAULTS = SCRIPT.parents[1] / "benchmarks" / "faults" / "inject.py"
 # 17, 17 and 1 row: one rank has none. With a larger learning rate, AdamW turns the rounding of two ranks and of one into 1e-4.
-FLAGS = ["--batch-size", 17, "--epochs", 4, "--checkpoint-every", 2, "--resume", "--learning-rate", 3e-4]
+FLAGS = ["--batch-size", 17, "--steps", 12, "--checkpoint-every", 2, "--resume", "--learning-rate", 3e-4]
 STEPS = 12
 
 

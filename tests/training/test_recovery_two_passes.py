@@ -160,8 +160,9 @@ def simulated_update(kind, size, fail=None):
         if fail is not None:
             cluster.fail_allocation(fail)
         loss = step(inputs, targets)
+        count = cluster.allocations - before  # of the update alone
         gradients = {name: one.cpu() for name, one in gradients_of(module, criterion).items()}
-        return loss.cpu(), gradients, step.micro_batch_size, cluster.allocations - before
+        return loss.cpu(), gradients, step.micro_batch_size, count
 
 
 @pytest.mark.parametrize("kind", ["pairs", "dice"])

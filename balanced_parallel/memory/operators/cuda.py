@@ -82,30 +82,18 @@ def _(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> tuple[T
     return out, query.new_empty((*rows, heads, length), dtype=torch.float32)
 
 
-@torch.library.custom_op("balanced_parallel::fused_attention_backward", mutates_args=())
-def fused_attention_backward(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor) -> list[Tensor]:
-    """Backward of fused attention, which has no matrix of probabilities."""
-    raise NotImplementedError
-
-
-fused_attention_backward.register_fake(lambda grad, *tensors: [torch.empty_like(tensor) for tensor in tensors[:3]])
-
-
-def attention_buffers(func: Any, args: tuple[Any, ...]) -> list[int]:
+def _attention_buffers(query: Tensor, key: Tensor) -> list[int]:
     """Returns the bytes that the backward of fused attention takes for itself (``mha_bwd`` of flash_api.cpp).
 
     These are sums, in half precision the gradient of the query in float32, and gradients of expanded keys and values.
     """
-    if func is not torch.ops.balanced_parallel.fused_attention_backward.default:
-        return []
-    _, query, key, *_ = args
     *rows, heads, length, width = query.shape
     outer = torch.Size(rows).numel() * heads
     sums = 4 * outer * -(-length // 128) * 128
     if query.dtype == torch.float32:
         return [sums]
-    expanded = outer * key.shape[-2] * width * query.itemsize if key.shape[-3] != heads else 0
-    return [sums, sums * -(-width // 32) * 32, *[expanded] * 2]
+    expanded = outer * key.shape[-2] * width * query.itemsize
+    return [sums, sums * -(-width // 32) * 32, *([expanded] * 2 if key.shape[-3] != heads else [])]
 
 
 CONVOLUTIONS = (
@@ -134,9 +122,12 @@ def _save(ctx: Any, inputs: Any, output: Any) -> None:
 
 
 def _backward(ctx: Any, grad: Tensor, _: Tensor) -> Any:
-    query, key, value, mask, *results = ctx.saved_tensors
+    query, key, value, mask, *_results = ctx.saved_tensors
     of_mask = mask.new_empty(mask.shape) if ctx.needs_input_grad[3] else None
-    return *fused_attention_backward(grad, query, key, value, *results), of_mask
+    gradients = [torch.empty_like(tensor) for tensor in (query, key, value)]
+    buffers = [query.new_empty(size, dtype=torch.uint8) for size in _attention_buffers(query, key)]
+    del buffers
+    return *gradients, of_mask
 
 
 fused_attention.register_autograd(_backward, setup_context=_save)

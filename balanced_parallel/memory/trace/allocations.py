@@ -18,7 +18,7 @@ from torch.utils.flop_counter import flop_registry
 from ...runtime.streams import on_side_stream
 from ...runtime.torch_private import current_node, is_sharded, leaves_of_tree, number_of, shared_id, storage_id
 from ..devices import DeviceKind
-from ..operators.cuda import IN_PLACE, MATRIX_PRODUCTS, attention_buffers, convolution_workspace, is_in_place
+from ..operators.cuda import IN_PLACE, MATRIX_PRODUCTS, convolution_workspace, is_in_place
 from ..operators.values import answer, keep_elements, selected
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -108,15 +108,15 @@ class Count(TorchDispatchMode):
             self._handles.add(handle)
             self.blocks.append(Block(handle[0], self.workspace, "workspace", str(func), *_where(self.names)))
             self.events.append(len(self.blocks))
-        self._take([selected(func, args), *attention_buffers(func, args)], "temporaries", func, args)
-        self._take([convolution_workspace(func, args, result) if self.fuses else 0], MAYBE, func, args)
+        self._take(selected(func, args), "temporaries", func, args)
+        self._take(convolution_workspace(func, args, result) if self.fuses else 0, MAYBE, func, args)
         return result
 
-    def _take(self, sizes: list[int], kind: str, func: Any, args: Any) -> None:
+    def _take(self, size: int, kind: str, func: Any, args: Any) -> None:
         """Records memory that an operator allocates, and releases before it returns."""
-        numbers = range(len(self.blocks) + 1, len(self.blocks) + 1 + sum(map(bool, sizes)))
-        self.blocks += [Block(str(args[0].device), size, kind, str(func), *_where(self.names)) for size in sizes if size]
-        self.events += [*numbers, *(-number for number in numbers)]
+        if size:
+            self.blocks.append(Block(str(args[0].device), size, kind, str(func), *_where(self.names)))
+            self.events += [len(self.blocks), -len(self.blocks)]
 
     def see(self, tensor: Tensor, kind: str, operator: str = "") -> None:
         """Records the storage of a tensor once. A known storage only changes its kind, unless ``kind`` is ``"temporaries"``."""

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # torch ha
 
 from ...batch.containers import is_row_list, map_leaves
 from ...runtime.torch_private import leaves_of_tree, shared_id
+from ...savings import linear_cross_entropy
 from .allocations import Count
 
 
@@ -115,15 +116,16 @@ def host_of(count: int) -> torch.device:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Turns off warnings, the log of fake tensors, the garbage collector, and compilation, which refuses dispatch modes."""
+    """Turns off warnings, logs, the garbage collector, and compilation, which refuses dispatch modes."""
     eager = torch.compiler.set_stance("force_eager")
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # torch raises an error and logs it too, with a traceback
-    collects = gc.isenabled()
-    with warnings.catch_warnings(action="ignore"), _replaced(log, "disabled", True), eager:
+    collects, level = gc.isenabled(), logging.root.manager.disable
+    with warnings.catch_warnings(action="ignore"), eager:
         gc.disable()  # its runs depend on earlier objects, and equal traces must have equal events
+        logging.disable()  # torch raises errors and logs them too; a model logs in each process
         try:
             yield
         finally:
+            logging.disable(level)
             if collects:
                 gc.enable()
 
@@ -214,6 +216,11 @@ def rows_of_one_sequence() -> Context:
     if not hasattr(masks, "find_packed_sequence_indices"):
         return contextlib.nullcontext()
     return _replaced(masks, "find_packed_sequence_indices", lambda position_ids: None)
+
+
+def part_of_batch(share: float) -> Context:
+    """Tells the loss without logits that the traced batch is this part of the largest one, which may be less than a chunk."""
+    return _replaced(linear_cross_entropy, "traced_share", share)
 
 
 T = TypeVar("T")

@@ -24,9 +24,10 @@ from ...batch.containers import leaves, map_leaves
 from ...batch.outputs import PerReplica
 from ...batch.plan import split_sizes
 from ...batch.rows import Along, Arguments, count_rows
-from ...loss.coupled import AdditiveLoss, CoupledLoss, WholeLoss, couple
-from ...loss.criterion import DataParallelCriterion
+from ...loss.coupled import AdditiveLoss, CoupledLoss, WholeLoss
+from ...loss.criterion import DataParallelCriterion, couple
 from ...loss.sums import ShardLoss, add_up
+from ...optim.whole_parameters import assign_owners
 from ...replicas.model import DataParallelModel
 from ...replicas.replicas import Replicas, parameter_window, window
 from ...replicas.workers import run_in_turn
@@ -96,18 +97,22 @@ TracedBatch = tuple[Arguments, tuple[Any, ...]]
 
 def plain_criterion(criterion: Any) -> Any:
     """Returns the criterion in a :class:`DataParallelCriterion`, or the criterion itself, also if its rows are coupled."""
-    return criterion.module if isinstance(criterion, DataParallelCriterion) and not criterion.is_coupled else criterion
+    return criterion.module if isinstance(criterion, DataParallelCriterion) and not is_coupled(criterion) else criterion
 
 
 def is_coupled(criterion: Any) -> bool:
     """Returns True for a criterion with ``whole=True``, and for an :class:`AdditiveLoss`."""
-    return criterion.is_coupled if isinstance(criterion, DataParallelCriterion) else isinstance(criterion, AdditiveLoss)
+    if isinstance(criterion, DataParallelCriterion):
+        return criterion.is_coupled and not criterion.finds_means
+    return isinstance(criterion, AdditiveLoss)
 
 
 def traced_criterion(criterion: Any, replicas: Replicas, request: "Request") -> DataParallelCriterion:
     """Returns a criterion of a trace on fake devices. It is a fake copy, so a wrapped one is changed in place."""
     wrapped = criterion if isinstance(criterion, DataParallelCriterion) else DataParallelCriterion(criterion)
     wrapped.devices = wrapped.output_device = None
+    if wrapped.finds_means:
+        wrapped.weigh_by("rows")  # takes the same memory
     wrapped.dim, wrapped.replicas = request.dim, replicas
     wrapped.is_checked = True  # fake tensors have no values
     if wrapped.precision.name == "fp32":
@@ -319,7 +324,7 @@ class ReplicaLayout(SingleDevice):
 class DDP(SingleDevice):
     """One rank of ``DistributedDataParallel(gradient_as_bucket_view=True)``, as :func:`parallelize` makes it.
 
-    With a balanced optimizer (``ZeroRedundancyOptimizer``) it is the rank with the most state. A single rank has no reducer.
+    With a balanced optimizer it is the rank with the most state. A single rank has no reducer.
 
     The buckets are one flat tensor per dtype. Without accumulation, autograd makes a gradient, and the hook of the reducer copies
     it into the bucket. With accumulation, micro-batches add to the bucket itself, so gradients exist once (``DDPSync``).
@@ -358,7 +363,7 @@ class DDP(SingleDevice):
     def zero_grad(self) -> None:
         """Clears the gradients of all parameters."""
         super().zero_grad()
-        if self._is_sharded:  # ZeroRedundancyOptimizer.zero_grad() covers the parameters of all ranks
+        if self._is_sharded:  # zero_grad() of a balanced optimizer covers the parameters of all ranks
             self.module.zero_grad()
 
     @property
@@ -419,15 +424,7 @@ LAYOUTS: dict[str, type[SingleDevice]] = {layout.name: layout for layout in (Sin
 
 
 def largest_partition(parameters: Sequence[Tensor], ranks: int) -> list[Tensor]:
-    """Returns the parameters of the rank with the most state under ``ZeroRedundancyOptimizer``.
-
-    It assigns parameters by size, the largest first, each to the rank with the fewest elements so far.
-    """
-    partitions: list[list[Tensor]] = [[] for _ in range(ranks)]
-    for parameter in sorted(parameters, key=Tensor.numel, reverse=True):
-        min(partitions, key=_elements).append(parameter)
-    return max(partitions, key=_elements)
-
-
-def _elements(tensors: Sequence[Tensor]) -> int:
-    return sum(map(Tensor.numel, tensors))
+    """Returns the parameters of the rank with the most state under :class:`BalancedOptimizer`."""
+    owners = assign_owners(parameters, ranks)
+    partitions = [[parameter for parameter in parameters if owners[parameter] == rank] for rank in range(ranks)]
+    return max(partitions, key=lambda partition: sum(parameter.nbytes for parameter in partition))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...optim.balanced import BalancedOptimizer, refuse_closures
+from ...optim.whole_parameters import Recipe
 from ...replicas.model import DataParallelModel
 from ..errors import UnknownMemory
 
@@ -35,9 +36,21 @@ class OptimizerChoice:
     def plain(self, parameters: Iterable[Tensor]) -> list[torch.optim.Optimizer]:
         """Makes the optimizer."""
         optimizer = self.make(parameters)
-        refuse_closures(optimizer, "an estimate")
+        refuse_closures(type(optimizer), "an estimate")
         use_kernels([optimizer], self.foreach)
         return [optimizer]
+
+    def state_bytes(self, parameters: Sequence[Tensor]) -> int:
+        """Returns about the bytes of state for ``parameters``, from an update of a small one; 0 if this update fails."""
+        small = torch.nn.Parameter(torch.zeros(64, 64))
+        small.grad = torch.zeros_like(small)
+        try:
+            (optimizer,) = self.plain([small])
+            optimizer.step()
+        except Exception:  # noqa: BLE001 - an optimizer may raise anything, and a trace tells it
+            return 0
+        states = [state for state in optimizer.state[small].values() if isinstance(state, Tensor)]
+        return sum(map(_bytes, parameters)) * sum(map(_bytes, states)) // _bytes(small)
 
     def balanced(self, model: DataParallelModel, parameters: Iterable[Tensor]) -> list[torch.optim.Optimizer]:
         """Makes a :class:`BalancedOptimizer` for ``model``."""
@@ -50,6 +63,10 @@ class OptimizerChoice:
         optimizer = BalancedOptimizer(model, make, parameters, **settings)
         use_kernels([optimizer], self.foreach)
         return [optimizer]
+
+
+def _bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def inner_optimizers(optimizers: Iterable[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
@@ -90,13 +107,13 @@ class ExistingOptimizers:
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], foreach: bool) -> None:
         self.foreach = foreach
         self.others = [optimizer for optimizer in optimizers if not isinstance(optimizer, BalancedOptimizer)]
-        self.recipes = [optimizer.recipe for optimizer in optimizers if isinstance(optimizer, BalancedOptimizer)]
+        self.recipes = [(each.recipe, each.shard) for each in optimizers if isinstance(each, BalancedOptimizer)]
 
     def plain(self, parameters: Iterable[Tensor]) -> list[torch.optim.Optimizer]:
         """Returns all optimizers. Those in the place of balanced ones have the pieces among ``parameters``."""
         pieces_of_model = set(map(id, parameters))
         optimizers = [*self.others]
-        for kind, groups, defaults in self.recipes:
+        for (kind, groups, defaults), _ in self.recipes:
             pieces = [
                 {**group, "params": [piece for piece in group["params"] if id(piece) in pieces_of_model]} for group in groups
             ]
@@ -108,8 +125,9 @@ class ExistingOptimizers:
         others, recipes = self.others, self.recipes
         if not recipes:
             first, *others = others
-            recipes = [(type(first), first.param_groups, {})]
-        return self._suited([*others, *(BalancedOptimizer(model, kind, groups, **rest) for kind, groups, rest in recipes)])
+            recipes = [(Recipe(type(first), first.param_groups, {}), None)]
+        balanced = [BalancedOptimizer(model, kind, groups, shard, **rest) for (kind, groups, rest), shard in recipes]
+        return self._suited([*others, *balanced])
 
     def _suited(self, optimizers: list[torch.optim.Optimizer]) -> list[torch.optim.Optimizer]:
         inner = inner_optimizers(optimizers)

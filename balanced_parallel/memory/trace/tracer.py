@@ -139,6 +139,7 @@ def _trace_whole(request: Request, rows: int, cut: tuple[Stack, int] | None = No
         fakes.undisturbed(),
         fakes.devices_that_mix(),
         fakes.rows_of_one_sequence(),
+        fakes.part_of_batch(rows / (request.update_rows * request.row_step) if request.update_rows else 0.0),
         autograd_kernels(cuda.CUDA_KERNELS | values.VALUE_KERNELS),
         choices,
         mode,

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-SCRIPT = Path(__file__).with_name("gpu_check.py")
+SCRIPT = Path(__file__).parent  # Python runs its __main__.py
 GRACE = 15.0  # seconds for torchrun to end its processes
 
 

@@ -5,8 +5,8 @@ import functools
 from collections.abc import Callable, Iterator
 
 import torch
-from check_machine import Machine
-from check_table import Row, attempt, judge
+from machine import Machine
+from table import Row, attempt, judge
 from torch import Tensor, nn
 
 from balanced_parallel import Precision, memory

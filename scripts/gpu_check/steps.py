@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import torch
-from check_machine import Machine, names
-from check_table import Row, at_most, attempt
+from machine import Machine, names
+from table import Row, at_most, attempt
 from torch import Tensor, nn
 
 from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, Precision, TrainStep

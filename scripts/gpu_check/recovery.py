@@ -4,9 +4,9 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from check_machine import Machine, names
-from check_steps import LOSS_LIMIT, Devices, labels, make_step, relative_error
-from check_table import Row, attempt, judge
+from machine import Machine, names
+from steps import LOSS_LIMIT, Devices, labels, make_step, relative_error
+from table import Row, attempt, judge
 from torch import Tensor, nn
 
 UPDATES = 3

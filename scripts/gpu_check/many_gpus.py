@@ -8,11 +8,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from check_asynchrony import check_bits, check_races, check_waits
-from check_machine import Machine
-from check_ranks import check_ranks, language_model, rows_per_device
-from check_steps import Devices, compare_devices, make_step
-from check_table import Check, Row, at_most, attempt, judge
+from asynchrony import check_bits, check_races, check_waits
+from machine import Machine
+from ranks import check_ranks, language_model, rows_per_device
+from steps import Devices, compare_devices, make_step
+from table import Check, Row, at_most, attempt, judge
 from torch import Tensor, nn
 from torch.cuda import comm
 

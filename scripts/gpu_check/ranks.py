@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from check_children import run_child
-from check_machine import Machine, NotPossible
-from check_steps import Batch, relative_error
-from check_table import NOT_HERE, Row, at_most, attempt
+from children import run_child
+from machine import Machine, NotPossible
+from steps import Batch, relative_error
+from table import NOT_HERE, Row, at_most, attempt
 from tasks import CONTEXT, LanguageModel
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from check_asynchrony import check_bits, check_races, check_waits
-from check_machine import Machine, NotPossible, names
-from check_memory import check_memory
-from check_ranks import check_group_of_one
-from check_recovery import check_recovery
-from check_speed import check_plans, check_tokens
-from check_steps import LOSS_LIMIT, Devices, compare_devices, labels, make_step, networks, parameters_of, relative_error
-from check_table import Check, Row, at_most, attempt, judge
+from asynchrony import check_bits, check_races, check_waits
+from machine import Machine, NotPossible, names
+from memory import check_memory
+from ranks import check_group_of_one
+from recovery import check_recovery
+from speed import check_plans, check_tokens
+from steps import LOSS_LIMIT, Devices, compare_devices, labels, make_step, networks, parameters_of, relative_error
+from table import Check, Row, at_most, attempt, judge
 from torch import Tensor, nn
 
 from balanced_parallel import DataParallelModel, Precision, TrainStep

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from check_machine import Machine, names, resident_bytes
-from check_steps import Batch, Devices, make_step
-from check_table import Row, at_most, attempt, judge
+from machine import Machine, names, resident_bytes
+from steps import Batch, Devices, make_step
+from table import Row, at_most, attempt, judge
 from tasks import CONTEXT, LanguageModel
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from check_machine import Machine, NotPossible, describe
+from machine import Machine, NotPossible, describe
 from tabulate import tabulate
 
 OK, TOO_FAR, NOT_HERE = "ok", "TOO FAR", "not possible here"

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from check_children import run_child
-from check_machine import Machine, count_waits, forbidding_waits, names, sleep
-from check_steps import Batch, Devices, digest, labels, make_step, parameters_of, relative_error
-from check_table import NOT_HERE, Row, at_most, attempt, judge
+from children import run_child
+from machine import Machine, count_waits, forbidding_waits, names, sleep
+from steps import Batch, Devices, digest, labels, make_step, parameters_of, relative_error
+from table import NOT_HERE, Row, at_most, attempt, judge
 from torch import Tensor, nn
 
 RACE_LIMIT = 1e-5  # relative; the same kernels run in the same order, and a race reads zeros or old values

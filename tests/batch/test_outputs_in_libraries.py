@@ -1,0 +1,123 @@
+"""Outputs of replicas inside of accelerate, Fabric, transformers and torchmetrics, and their wrapped models in ``TrainStep``."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from accelerate.utils import send_to_device
+from helpers.ranks import run_ranks
+from lightning_fabric import Fabric
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import nn
+from torch.utils.data import default_collate
+from transformers.modeling_outputs import TokenClassifierOutput
+from transformers.trainer_pt_utils import nested_detach
+
+from balanced_parallel import DataParallelCriterion, DataParallelModel, PerReplica, TrainStep, gather, parallelize, shard_by_cost
+
+INPUTS, TARGETS = torch.arange(20.0).view(5, 4), torch.tensor([0, 1, 2, 0, -100])
+COPIES = {
+    "accelerate": lambda outputs: send_to_device(outputs, "cpu"),
+    "Fabric": lambda outputs: apply_to_collection(outputs, torch.Tensor, torch.Tensor.float),
+    "transformers": nested_detach,
+}
+
+
+def make(devices=3):
+    torch.manual_seed(0)
+    return DataParallelModel(nn.Linear(4, 3), ["cpu"] * devices)
+
+
+@pytest.fixture
+def accelerator():
+    yield lambda precision: Accelerator(cpu=True, mixed_precision=precision)
+    AcceleratorState._reset_state(True)
+
+
+@pytest.mark.parametrize("library", COPIES)
+def test_outputs_pass_through(library):
+    outputs = make()(INPUTS)
+    copied = COPIES[library](outputs)
+    assert isinstance(copied, PerReplica)
+    assert copied.sizes == outputs.sizes == (2, 2, 1)
+    torch.testing.assert_close(copied.gather(), outputs.gather())
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss())
+    torch.testing.assert_close(criterion(copied, TARGETS), criterion(outputs, TARGETS))
+
+
+def test_records_pass_through():
+    outputs = PerReplica([TokenClassifierOutput(logits=INPUTS[:3]), TokenClassifierOutput(logits=INPUTS[3:])], [3, 2])
+    copied = COPIES["transformers"](COPIES["accelerate"](outputs))
+    assert copied.sizes == (3, 2)
+    torch.testing.assert_close(copied.logits.gather(), INPUTS)
+
+
+@pytest.mark.parametrize("library", COPIES)
+def test_copies_that_would_lose_the_order_or_the_dimension_of_rows_are_refused(library):
+    samples = [*zip(INPUTS, TARGETS, strict=True)]
+    shards, _ = shard_by_cost(samples, 2, cost=lambda sample: 100 - sample[0].sum(), collate=default_collate)
+    by_cost = make(2)(shards)
+    assert by_cost.order is not None
+    for outputs in (by_cost, PerReplica([INPUTS.T], [5], dim=1)):
+        with pytest.raises(TypeError, match="in another dimension or order"):
+            COPIES[library](outputs)
+        outputs.map(torch.Tensor.float).gather()
+
+
+def test_rows_that_do_not_fit_are_refused():
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss())
+    with pytest.raises(ValueError, match="the rows of each replica are unknown"):
+        criterion(PerReplica([torch.zeros(4, 3), torch.zeros(2, 3)]), torch.zeros(3, dtype=torch.long))
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_accelerate(accelerator, precision):
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator(precision).prepare(model, optimizer)
+    plain = nn.Linear(4, 3)
+    plain.load_state_dict(model.module.state_dict())
+    step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), optimizer, micro_batch_size=1)
+    loss = step(INPUTS, TARGETS)
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+        expected = nn.functional.cross_entropy(plain(INPUTS), TARGETS)
+    expected.backward()
+    tolerance = {"rtol": 1e-5, "atol": 1e-6} if precision == "no" else {"rtol": 0.02, "atol": 0.02}
+    torch.testing.assert_close(loss, expected.detach(), **tolerance)
+    torch.testing.assert_close(model.module.weight.grad, plain.weight.grad, **tolerance)
+    assert not torch.equal(model.module.weight, plain.weight)
+
+
+def test_fabric():
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    wrapped, fabric_optimizer = Fabric(accelerator="cpu", devices=1).setup(model, optimizer)
+    criterion = DataParallelCriterion(nn.CrossEntropyLoss())
+    torch.testing.assert_close(criterion(wrapped(INPUTS), TARGETS), criterion(model(INPUTS), TARGETS))
+    with pytest.raises(TypeError, match="_FabricModule.*pass the DataParallelModel that is in its .module"):
+        TrainStep(wrapped, criterion, fabric_optimizer)
+    before = model.module.weight.clone()
+    TrainStep(wrapped.module, criterion, fabric_optimizer)(INPUTS, TARGETS)
+    assert not torch.equal(model.module.weight, before)
+
+
+def run_metric(rank):
+    torchmetrics = pytest.importorskip("torchmetrics")
+    targets = torch.tensor([0, 1, 2, 0, 1])
+    logits = nn.functional.one_hot(torch.tensor([0, 1, 2, 1, 1]), 3).float()
+    rows = slice(3) if rank == 0 else slice(3, 5)
+    model = parallelize(nn.Linear(3, 3, bias=False))
+    nn.init.eye_(model.module.weight)
+    outputs = model(logits[rows]).map(torch.Tensor.detach)
+    metric = torchmetrics.ConfusionMatrix(task="multiclass", num_classes=3)
+    metric.update(outputs.gather(ranks=False), targets[rows])
+    assert gather([targets[rows]], ranks=False).tolist() == targets[rows].tolist()
+    assert gather(outputs).tolist() == logits.tolist()
+    with pytest.raises(ValueError, match="no outputs"):
+        gather([], ranks=False)
+    return metric.compute().tolist()
+
+
+@pytest.mark.slow  # torchmetrics is imported in each rank, which takes seconds
+def test_metrics_that_sum_over_ranks_count_each_row_once():
+    assert run_ranks(2, run_metric) == [[[1, 1, 0], [0, 2, 0], [0, 0, 1]]] * 2

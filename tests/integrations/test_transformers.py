@@ -1,0 +1,248 @@
+"""``BalancedTrainer`` against a plain loop on one device: the heads and the options of transformers."""
+
+import numpy as np
+import pytest
+import torch
+from helpers.ranks import run_ranks
+from helpers.slow import slow, slow_but
+from helpers.trainers import MODELS, make_arguments, make_model, make_rows, pad, shifted_loss, train, train_plainly
+from torch import nn
+from torch.nn import functional as F
+from transformers import Trainer
+from transformers.trainer_pt_utils import LabelSmoother
+
+from balanced_parallel import simulate
+from balanced_parallel.integrations.transformers import BalancedTrainer
+
+TWO = ["cpu"] * 2
+HEADS = [head for head in MODELS if head != "routers"]
+
+
+def make_trainer(head, arguments, kind=BalancedTrainer, rows=19, devices=TWO, model=None, **settings):
+    if kind is not Trainer:
+        settings["device_ids"] = devices
+    rows = make_rows(head, rows)
+    model = make_model(head) if model is None else model
+    return kind(model, arguments, train_dataset=rows, eval_dataset=rows, data_collator=pad, **settings)
+
+
+def check(numbers, expected, tolerance=1e-4):
+    torch.testing.assert_close(torch.tensor(numbers), torch.tensor(expected), rtol=tolerance, atol=1e-5, equal_nan=True)
+
+
+@pytest.mark.parametrize("head", slow_but(HEADS, "classes", "masked words", "gpt2", "answers", "t5"))
+def test_heads(head):
+    expected = train_plainly(make_model(head), make_rows(head, 19), 8)
+    check(train(make_trainer(head, make_arguments(gradient_accumulation_steps=2))), expected)
+
+
+@pytest.mark.parametrize("head", slow_but(HEADS, "gpt2"))
+def test_heads_on_one_device(head):
+    expected = train_plainly(make_model(head), make_rows(head, 19), 6)
+    arguments = make_arguments(gradient_accumulation_steps=3, logging_nan_inf_filter=False)  # one row has no answer in its text
+    check(train(make_trainer(head, arguments, devices=None)), expected)
+
+
+def test_trainer_of_transformers_is_wrong():
+    expected = train_plainly(make_model("masked words"), make_rows("masked words", 16), 8)
+    numbers = train(make_trainer("masked words", make_arguments(gradient_accumulation_steps=4), Trainer, rows=16))
+    assert numbers[0][0] / expected[0][0] == pytest.approx(4, rel=1e-3)  # the sum of four means
+
+
+@pytest.mark.parametrize("head", ["gpt2", slow("tags"), slow("classes")])
+def test_label_smoothing(head):
+    smoother = LabelSmoother(0.1)
+
+    def loss_of(model, batch):
+        labels = batch.pop("labels")
+        return smoother(model(**batch), labels, shift_labels=head == "gpt2")
+
+    expected = train_plainly(make_model(head), make_rows(head, 19), 8, loss_of)
+    arguments = make_arguments(gradient_accumulation_steps=2, label_smoothing_factor=0.1)
+    check(train(make_trainer(head, arguments)), expected)
+
+
+def weighted_loss(outputs, labels, num_items_in_batch=None):
+    """Returns a mean over the weights of the classes, which only a forward can count."""
+    return F.cross_entropy(outputs.logits.flatten(0, -2), labels.flatten(), torch.arange(1.0, 6.0))
+
+
+def manual_loss(outputs, labels, num_items_in_batch):
+    """Returns a sum that torch's losses have no part in."""
+    logs = outputs.logits[:, :-1].log_softmax(-1).gather(-1, labels[:, 1:, None].clamp(min=0))[..., 0]
+    return -(logs * (labels[:, 1:] != -100)).sum() / num_items_in_batch
+
+
+@pytest.mark.parametrize(
+    ("head", "function"), [("gpt2", shifted_loss), ("tags", weighted_loss), slow("gpt2", manual_loss), slow("llama", manual_loss)]
+)
+def test_compute_loss_func(head, function):
+    def loss_of(model, batch):
+        labels = batch.pop("labels")
+        return function(model(**batch), labels, num_items_in_batch=(labels[:, 1:] != -100).sum())
+
+    expected = train_plainly(make_model(head), make_rows(head, 19), 8, loss_of)
+    trainer = make_trainer(head, make_arguments(gradient_accumulation_steps=2), compute_loss_func=function)
+    check(train(trainer), expected)
+
+
+class OwnLoss(BalancedTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        loss = outputs.loss + 0.3 * F.mse_loss(outputs.logits, torch.ones_like(outputs.logits))
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_compute_loss_of_a_subclass():
+    def loss_of(model, batch):
+        outputs = model(**batch)
+        return outputs.loss + 0.3 * outputs.logits.sub(1).square().mean()
+
+    expected = train_plainly(make_model("classes"), make_rows("classes", 19), 8, loss_of)
+    check(train(make_trainer("classes", make_arguments(gradient_accumulation_steps=2), OwnLoss)), expected)
+
+
+@pytest.mark.parametrize("head", ["masked words", slow("gpt2"), slow("classes")])
+def test_bf16(head):
+    def loss_of(model, batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(**batch).loss
+
+    expected = train_plainly(make_model(head), make_rows(head, 8), 8, loss_of)
+    numbers = train(make_trainer(head, make_arguments(gradient_accumulation_steps=2, bf16=True), rows=8))
+    check(numbers, expected, 5e-3)
+
+
+def test_gradient_checkpointing():
+    expected = train_plainly(make_model("gpt2"), make_rows("gpt2", 19), 8)
+    arguments = make_arguments(gradient_accumulation_steps=2, activation_checkpointing=True)
+    check(train(make_trainer("gpt2", arguments)), expected)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft 0.21 reads it
+def test_lora():
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(r=2, target_modules=["query", "value"], modules_to_save=["classifier"], lora_dropout=0.0)
+
+    def make():
+        model = make_model("classes")
+        torch.manual_seed(1)
+        return peft.get_peft_model(model, settings)
+
+    expected = train_plainly(make(), make_rows("classes", 19), 8)
+    check(train(make_trainer("classes", make_arguments(gradient_accumulation_steps=2), model=make())), expected)
+
+
+def test_resume(tmp_path):
+    settings = {"gradient_accumulation_steps": 2, "num_train_epochs": 2, "optim": "adamw_torch", "learning_rate": 1e-2}
+    settings |= {"save_strategy": "steps", "save_steps": 4, "train_sampling_strategy": "random"}
+    expected = train(make_trainer("gpt2", make_arguments(tmp_path / "whole", **settings)))
+    trainer = make_trainer("gpt2", make_arguments(tmp_path / "resumed", **settings))
+    numbers = train(trainer, resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
+    check(numbers, expected, 1e-6)
+    assert len(expected) == 6
+
+
+def count_right(prediction):
+    labels = prediction.label_ids
+    return {"right": float((prediction.predictions.argmax(-1) == labels)[labels != -100].mean()), "rows": len(labels)}
+
+
+@pytest.mark.parametrize("head", ["masked words", slow("gpt2"), slow("classes"), slow("llama"), slow("tags"), slow("numbers")])
+def test_evaluation(head):
+    rows = make_rows(head, 19)
+    model = make_model(head).eval()
+    outputs = model(**pad(rows))
+    settings = {} if head == "numbers" else {"compute_metrics": count_right}
+    metrics = make_trainer(head, make_arguments(), **settings).evaluate()
+    assert metrics["eval_loss"] == pytest.approx(outputs.loss.item(), rel=1e-5)
+    if settings:
+        labels = pad(rows)["labels"]
+        assert metrics["eval_right"] == pytest.approx(float((outputs.logits.argmax(-1) == labels)[labels != -100].float().mean()))
+        assert metrics["eval_rows"] == 19
+
+
+def test_evaluation_of_two_means():
+    rows = make_rows("answers", 19)
+    trainer = make_trainer("answers", make_arguments(eval_strategy="epoch"))
+    trainer.train()
+    with torch.no_grad():
+        outputs = trainer.model.eval()(**pad(rows))
+    losses = [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry]
+    assert losses == [pytest.approx(outputs.loss.item(), rel=1e-5)]
+    predictions = trainer.predict([{name: row[name] for name in ("input_ids", "attention_mask")} for row in rows]).predictions
+    logits = np.where(predictions[0] == -100, predictions[0], outputs.start_logits)  # batches are padded to different lengths
+    np.testing.assert_allclose(predictions[0], logits, rtol=1e-4, atol=1e-5)
+
+
+def test_simulated_devices():
+    expected = train_plainly(make_model("gpt2"), make_rows("gpt2", 19), 8)
+    with simulate(2):
+        check(train(make_trainer("gpt2", make_arguments(gradient_accumulation_steps=2), devices=[0, 1])), expected)
+
+
+class Contrastive(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(3, 4)
+
+    def forward(self, pixel_values, labels=None):
+        features = self.linear(pixel_values.mean((2, 3)))
+        return {"loss": F.cross_entropy(features @ features.T, torch.arange(len(features))), "logits": features}
+
+
+@pytest.mark.parametrize(
+    ("head", "model", "text"), [("routers", None, "not a mean over them"), ("images", Contrastive, "depend on each other")]
+)
+def test_losses_that_are_no_sums_are_refused(head, model, text):
+    trainer = make_trainer(head, make_arguments(), model=model and model())
+    with pytest.raises(ValueError, match=text):
+        trainer.train()
+
+
+@pytest.mark.parametrize("head", ["masked words", "gpt2"])
+def test_window_without_labels(head):
+    rows = make_rows(head, 8)
+    for row in rows[:4]:
+        row["labels"] = torch.full_like(row["labels"], -100)
+    trainer = BalancedTrainer(make_model(head), make_arguments(), train_dataset=rows, data_collator=pad, device_ids=TWO)
+    numbers = train(trainer)
+    assert numbers[0] == (0, 0)  # the log leaves out nan
+    check(numbers[1:], train_plainly(make_model(head), rows[4:], 4))
+
+
+def test_a_window_that_is_one_forward_has_any_loss():
+    rows = make_rows("images", 4)
+    expected = train_plainly(Contrastive(), rows, 2, lambda model, batch: model(**batch)["loss"])
+    numbers = train(make_trainer("images", make_arguments(), model=Contrastive(), rows=4, devices=None))
+    check(numbers, expected)
+
+
+def test_settings_that_are_refused():
+    with pytest.raises(ValueError, match="torch_compile=True with 2 devices"):
+        make_trainer("gpt2", make_arguments(torch_compile=True))
+
+
+def test_arguments_are_copied():
+    arguments = make_arguments()
+    trainer = make_trainer("gpt2", arguments)
+    assert (arguments.train_batch_size, trainer.args.train_batch_size) == (2, 4)
+
+
+def run_rank(rank, head, settings):
+    trainer = make_trainer(head, make_arguments(**settings), devices=None, rows=21)
+    numbers = train(trainer)
+    return numbers, trainer.evaluate()["eval_loss"]
+
+
+@pytest.mark.parametrize("head", [slow(head) for head in HEADS])
+def test_two_ranks(head):
+    rows = make_rows(head, 21)  # 8, 8 and 5, of which the second rank has two and none
+    model = make_model(head)
+    expected = train_plainly(model, rows, 8)
+    with torch.no_grad():
+        expected_loss = model.eval()(**pad(rows)).loss.item()
+    for numbers, loss in run_ranks(2, run_rank, head, {"gradient_accumulation_steps": 2}, fresh=True):
+        check(numbers, expected)
+        assert loss == pytest.approx(expected_loss, rel=1e-4)

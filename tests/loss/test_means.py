@@ -1,0 +1,394 @@
+"""Criteria that compute means of torch inside equal the plain program, in any layout. Others are refused."""
+
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.problems import CLASSES, assert_same_gradients, build_net, class_targets, gradients, plain_program
+from helpers.ranks import run_ranks
+from helpers.slow import slow, slow_but
+from torch import nn
+
+from balanced_parallel import (
+    DataParallelCriterion,
+    DataParallelModel,
+    PerReplica,
+    TrainStep,
+    memory,
+    parallelize,
+    savings,
+    verify,
+)
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+class RandomLoss(nn.Module):
+    """A random combination of one to three means, as people write them."""
+
+    def __init__(self, seed):
+        super().__init__()
+        draw = random.Random(seed)
+        self.register_buffer("class_weights", torch.linspace(0.5, 2.0, CLASSES))
+        self.log_variance = nn.Parameter(torch.tensor([0.3, -0.2, 0.1]))
+        self.smooth = nn.CrossEntropyLoss(self.class_weights, label_smoothing=0.1)
+        terms = [
+            lambda out, labels, values: F.cross_entropy(out, labels),
+            lambda out, labels, values: F.cross_entropy(out, labels.clamp(min=0), self.class_weights, ignore_index=1),
+            lambda out, labels, values: self.smooth(out, labels),
+            lambda out, labels, values: F.nll_loss(out.log_softmax(1), labels, reduction="mean"),
+            lambda out, labels, values: F.mse_loss(out, values),
+            lambda out, labels, values: nn.L1Loss()(out[:, 1:], values[:, 1:]),
+            lambda out, labels, values: F.binary_cross_entropy_with_logits(out, values, weight=values[:, :1]),
+            lambda out, labels, values: F.kl_div(out.log_softmax(1), values.softmax(1), reduction="batchmean"),
+            lambda out, labels, values: (out - values).pow(2).mean(dim=1).mean(),
+            lambda out, labels, values: torch.mean(F.cross_entropy(out, labels, reduction="none")[values[:, 0] > 0.4]),
+            lambda out, labels, values: (out.pow(2).sum(1) * values[:, 0]).sum() / values[:, 0].sum(),
+        ]
+        self.terms = draw.choices(terms, k=draw.randint(1, 3))
+        self.style = draw.choice([self.as_sum, self.in_a_loop, self.stacked, self.learned, self.with_constants])
+
+    def as_sum(self, losses):
+        return sum(losses) / 2
+
+    def in_a_loop(self, losses):
+        total = losses[0].new_zeros(())
+        for number, loss in enumerate(losses):
+            total += loss * (number + 1)
+        return -total
+
+    def stacked(self, losses):
+        return torch.stack(losses).mean() if len(losses) > 1 else losses[0].reshape(1).squeeze()
+
+    def learned(self, losses):
+        return sum(loss * torch.exp(-s) + s for loss, s in zip(losses, self.log_variance[: len(losses)], strict=True))
+
+    def with_constants(self, losses):
+        return 0.25 + 0.5 * sum(losses) + 0.01 * self.log_variance.pow(2).sum()
+
+    def forward(self, output, labels, values):
+        return self.style([term(output, labels, values) for term in self.terms])
+
+
+def make_problem(seed, rows, ignored):
+    torch.manual_seed(seed)
+    return build_net(), RandomLoss(seed), torch.randn(rows, 4), (class_targets(rows, ignored), torch.rand(rows, CLASSES))
+
+
+def forwards_twice(seed, updates, devices, micro_batch_size, sizes, ignored):
+    """Compares updates of a ``TrainStep`` with the plain program. ``sizes`` are the rows of each ``add``."""
+    module, criterion, inputs, targets = make_problem(seed, sum(sizes), ignored)
+    loss, expected = plain_program(module, criterion, inputs, targets)
+    model, split = DataParallelModel(module, ["cpu"] * devices), DataParallelCriterion(criterion)
+    parameters = [*module.parameters(), *criterion.parameters()]
+    step = TrainStep(model, split, torch.optim.SGD(parameters, lr=0.0), micro_batch_size=micro_batch_size)
+    for _ in range(updates):
+        if len(sizes) == 1:
+            result = step(inputs, targets)
+        else:
+            for part in zip(inputs.split(sizes), *(target.split(sizes) for target in targets), strict=True):
+                step.add(part[0], part[1:])
+            result = step.apply()
+        torch.testing.assert_close(result, loss.detach(), rtol=1e-10, atol=1e-10)
+        assert_same_gradients(gradients(module, criterion), expected)
+
+
+@pytest.mark.parametrize("seed", slow_but(range(60), *range(12)))
+def test_random_criteria_equal_the_plain_program(seed):
+    draw = random.Random(seed)
+    sizes = draw.choice([[7], [9], [12], [5, 1, 6], [4, 0, 3]])
+    layout = draw.choice([(1, 2), (1, 4), (2, None), (2, 2), (3, None), (3, 1), (1, None)])
+    forwards_twice(seed, 3, *layout, sizes, draw.choice([0, 0, 2, 3]))
+
+
+@pytest.mark.parametrize("rows", [2, 7])
+@pytest.mark.parametrize("seed", slow_but(range(40), *range(8)))
+def test_criteria_without_a_step_equal_the_plain_program(seed, rows):
+    module, criterion, inputs, targets = make_problem(seed, rows, ignored=rows // 3)
+    loss, expected = plain_program(module, criterion, inputs, targets)
+    model, split = DataParallelModel(module, ["cpu"] * 3), DataParallelCriterion(criterion)
+    for _ in range(2):
+        result = split(model(inputs), *targets)
+        result.backward()
+        torch.testing.assert_close(result.detach(), loss.detach(), rtol=1e-10, atol=1e-10)
+        assert_same_gradients(gradients(module, criterion), expected)
+        module.zero_grad(), criterion.zero_grad()
+
+
+def rank_update(rank, seed, sizes, micro_batch_size, strategy, by_hand):
+    """Returns the losses of some updates and the gradients of the last, with ``sizes[rank]`` rows on each rank."""
+    torch.set_default_dtype(torch.float64)
+    module, criterion, inputs, targets = make_problem(seed, sum(sizes), ignored=2)
+    if strategy == "fsdp":
+        criterion.requires_grad_(False)  # FSDP shards the model alone
+    inputs, *targets = (tensor.split(sizes)[rank] for tensor in (inputs, *targets))
+    model, split = parallelize(module, criterion, ["cpu"], strategy=strategy)
+    parameters = [*model.parameters(), *(one for one in criterion.parameters() if one.requires_grad)]
+    step = TrainStep(model, split, torch.optim.SGD(parameters, lr=0.0), micro_batch_size=micro_batch_size)
+    losses = []
+    for _ in range(3):
+        if by_hand:
+            module.zero_grad(), criterion.zero_grad()
+            loss = split(model(inputs), *targets)
+            loss.backward()
+            losses.append(loss.detach())
+        else:
+            losses.append(step(inputs, tuple(targets)))
+    whole = [None if one.grad is None else getattr(one.grad, "full_tensor", lambda one=one: one.grad)() for one in parameters]
+    torch.set_default_dtype(torch.float32)
+    return losses, [gradient if gradient is None else gradient.clone() for gradient in whole]
+
+
+@pytest.mark.parametrize(
+    ("seed", "sizes", "micro_batch_size", "strategy", "by_hand"),
+    [
+        (0, [4, 3], 2, "ddp", False),
+        (1, [5, 0], 2, "ddp", False),
+        (3, [1, 6], None, "ddp", False),
+        (5, [5, 2], None, "ddp", True),
+        (6, [3, 4], 2, "fsdp", False),
+        *[slow(seed, [5, 0], 2, strategy, False) for seed in range(7, 13) for strategy in ("ddp", "fsdp")],
+        *[slow(seed, [2, 5], None, "ddp", True) for seed in range(13, 19)],
+    ],
+)
+def test_ranks_equal_the_plain_program(seed, sizes, micro_batch_size, strategy, by_hand):
+    module, criterion, inputs, targets = make_problem(seed, sum(sizes), ignored=2)
+    if strategy == "fsdp":
+        criterion.requires_grad_(False)
+    loss, expected = plain_program(module, criterion, inputs, targets)
+    for losses, gradients_of_rank in run_ranks(2, rank_update, seed, sizes, micro_batch_size, strategy, by_hand):
+        for result in losses:
+            torch.testing.assert_close(result, loss.detach(), rtol=1e-10, atol=1e-10)
+        assert_same_gradients(gradients_of_rank, [one for one in expected if one is not None or strategy == "ddp"])
+
+
+def two_outputs(criterion, rows=8):
+    """Returns the loss of two replicas, and that of one."""
+    torch.manual_seed(0)
+    output, values = torch.randn(rows, CLASSES), torch.rand(rows, CLASSES)
+    halves = PerReplica(output.split([rows // 2, rows - rows // 2]), [rows // 2, rows - rows // 2])
+    return DataParallelCriterion(criterion)(halves, values), criterion(output, values)
+
+
+REFUSED = {
+    "a division by the rows": lambda out, values: F.mse_loss(out, values, reduction="sum") / len(out),
+    "a sum": lambda out, values: (out - values).pow(2).sum(),
+    "a root of a mean": lambda out, values: F.mse_loss(out, values).sqrt(),
+    "a product of means": lambda out, values: F.mse_loss(out, values) * F.l1_loss(out, values),
+    "a quotient of means": lambda out, values: F.mse_loss(out, values) / F.l1_loss(out, values).detach(),
+    "a mean plus a sum": lambda out, values: F.mse_loss(out, values) + out.pow(2).sum(),
+    "a median": lambda out, values: (out - values).abs().median(),
+    "a mean times a value of the rows": lambda out, values: F.mse_loss(out, values) * values.amax(),
+    "the output itself": lambda out, values: out[0, 0],
+    "a bounded count": lambda out, values: (out * values).sum() / values.sum().clamp(min=1),
+    "a mean through an autograd function": lambda out, values: MeanOfSquares.apply(out) + F.mse_loss(out, values),
+    "a mean that is written to": lambda out, values: F.mse_loss(out, values).exp_(),
+    "a zero that is written to": lambda out, values: fill_zeros(out),
+}
+
+
+class MeanOfSquares(torch.autograd.Function):
+    @staticmethod
+    def forward(context, output):
+        context.save_for_backward(output)
+        return output.pow(2).mean()
+
+    @staticmethod
+    def backward(context, gradient):
+        return gradient * 2 * context.saved_tensors[0] / context.saved_tensors[0].numel()
+
+
+def fill_zeros(output):
+    losses = torch.zeros(2)
+    losses[0] = output.exp().mean()
+    return losses.sum()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_losses_are_refused(name):
+    def criterion(output, values):
+        return REFUSED[name](output.requires_grad_(), values)
+
+    with pytest.raises(ValueError, match=r"is not a sum of known means.*weight=.*weight='rows'.*reduction='sum'.*whole=True"):
+        two_outputs(criterion)
+
+
+COUPLED = {
+    "contrastive": lambda out, values: F.cross_entropy(out @ out.T, torch.arange(len(out))),
+    "all pairs": lambda out, values: (out @ out.T).pow(2).mean(),
+    "centred": lambda out, values: F.mse_loss(out - out.mean(0), values),
+    "variances": lambda out, values: out.std(0).mean() + F.mse_loss(out, values),
+    "a mean of a mean": lambda out, values: F.mse_loss(out.mean(0), values.mean(0)),
+    "times the rows": lambda out, values: F.mse_loss(out, values) * len(out),
+    "over its value": lambda out, values: F.mse_loss(out, values) / F.mse_loss(out, values).item() + F.l1_loss(out, values),
+    "a constant of the rows": lambda out, values: F.mse_loss(out, values) + len(out),
+    "more than two rows": lambda out, values: F.mse_loss(out, values) if out[2].numel() else None,
+}
+
+
+@pytest.mark.parametrize("name", COUPLED)
+def test_losses_that_do_not_add_up_are_refused_in_the_first_batch(name):
+    with pytest.raises(ValueError, match=r"does not add up over the rows: .*whole=True.*AdditiveLoss.*weight="):
+        two_outputs(COUPLED[name], rows=6)
+
+
+def test_random_numbers_of_the_check_are_put_back():
+    torch.manual_seed(5)
+    expected = torch.rand(3)[2]
+    torch.manual_seed(5)
+    outputs = PerReplica([torch.ones(4), torch.ones(2)], [4, 2])
+    DataParallelCriterion(lambda out, values: F.mse_loss(out, values + 0 * torch.rand(())))(outputs, torch.ones(6))
+    assert torch.rand(()) == expected  # each replica drew one
+
+
+ACCEPTED = {
+    "zero times what is not used": lambda out, values: F.mse_loss(out, values) + 0.0 * out.exp().sum(),
+    "a sum over a sum": lambda out, values: (out * values).sum() / values.sum(),
+    "a mean of some elements": lambda out, values: out[values > 0.5].mean(),
+    "a mean over dimensions": lambda out, values: (out - values).pow(2).mean(dim=(0, 1)),
+    "losses on the way": lambda out, values: log(F.mse_loss(out, values)) + F.l1_loss(out, values, reduction="none").mean(),
+    "a numeral": lambda out, values: 3 - F.mse_loss(out, values) / 2,
+    "a stack times weights": lambda out, values: (torch.stack([F.mse_loss(out, values), out.mean()]) * 0.3).sum(),
+    "a zero to begin with": lambda out, values: torch.zeros(1) + torch.tensor(0.0) + F.mse_loss(out, values),
+    "a half that has none": lambda out, values: (
+        F.mse_loss(out, values) + (out[values > 0.93].mean() if (values > 0.93).any() else 0)
+    ),
+    "dictionaries": lambda out, values: {"a": F.mse_loss(out, values), "b": None},
+}
+
+
+def log(loss):
+    assert loss.item() > 0
+    assert loss.exp() > 1
+    assert f"{loss.detach():.2f}" != ""
+    return loss
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_other_ways_to_write_sums_of_means_are_exact(name):
+    result, expected = two_outputs(ACCEPTED[name], rows=9)
+    if isinstance(expected, dict):
+        assert result["b"] is None
+        result, expected = result["a"], expected["a"]
+    torch.testing.assert_close(result, expected.reshape(()))
+
+
+def count_forwards(criterion, micro_batch_size=2, devices=2, updates=3, targets=None):
+    """Returns the number of forwards of each update."""
+    torch.manual_seed(0)
+    net, inputs, numbers, counts = build_net(), torch.randn(8, 4), [], []
+    net.register_forward_hook(lambda *_: numbers.append(1))
+    step = TrainStep(
+        DataParallelModel(net, ["cpu"] * devices),
+        DataParallelCriterion(criterion),
+        torch.optim.SGD(net.parameters(), lr=0.1),
+        micro_batch_size=micro_batch_size,
+    )
+    for _ in range(updates):
+        step(inputs, class_targets(8) if targets is None else targets)
+        counts.append(len(numbers))
+        numbers.clear()
+    return counts
+
+
+def test_means_over_one_count_take_one_pass_after_the_first_update():
+    assert count_forwards(lambda out, target: F.cross_entropy(out, target)) == [8, 4, 4]
+    assert count_forwards(lambda out, target: F.cross_entropy(out, target) + 0.4 * F.cross_entropy(out**2, target)) == [8, 4, 4]
+    assert count_forwards(lambda out, target: F.cross_entropy(out, target) + 0.1 + 0.0 * out.sum()) == [8, 4, 4]
+    assert count_forwards(lambda out, target: F.cross_entropy(out, target) + out.abs().mean()) == [8, 8, 8]
+    assert count_forwards(lambda out, target: F.cross_entropy(out, target) + out.abs().mean(), None) == [2, 2, 2]
+
+
+def test_any_loss_is_computed_where_nothing_is_split():
+    def loss(output, target):
+        return F.cross_entropy(output, target).exp()
+
+    assert count_forwards(loss, None, 1) == [1, 1, 1]
+    for micro_batch_size, devices in ((8, 1), (None, 2)):
+        with pytest.raises(ValueError, match="the loss of an object of type function is not a sum of known means"):
+            count_forwards(loss, micro_batch_size, devices)
+
+
+def test_means_that_are_computed_for_some_rows_only():
+    def once(output, target):
+        loss = F.cross_entropy(output, target)
+        return loss + output[target == 3].abs().mean() if (target == 3).any() else loss
+
+    def in_a_loop(output, target):
+        losses = [F.cross_entropy(output, target)]
+        for label in range(CLASSES):
+            if (target == label).any():
+                losses.append(output[target == label].pow(2).mean())
+        return sum(losses)
+
+    torch.manual_seed(0)
+    target, output = torch.tensor([0, 0, 1, 1, 3, 1]), torch.randn(6, CLASSES)
+    outputs = PerReplica(output.split(3), [3, 3])
+    torch.testing.assert_close(DataParallelCriterion(once)(outputs, target), once(output, target))
+    with pytest.raises(ValueError, match=r"mean in test_means.py:\d+ .* times for some rows|does not add up over the rows"):
+        DataParallelCriterion(in_a_loop)(outputs, target)
+
+
+def test_means_with_one_count_that_get_several_are_refused():
+    def loss(output, target):
+        return F.cross_entropy(output, target) + (F.mse_loss(output, output + 1) if target.sum() > 8 else 0)
+
+    criterion, net = DataParallelCriterion(loss), build_net()
+    step = TrainStep(DataParallelModel(net, ["cpu"] * 2), criterion, torch.optim.SGD(net.parameters(), lr=0.1))
+    step(torch.randn(4, 4), torch.zeros(4, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"different counts, and had one in the first batch: cross_entropy in .*, mse_loss in "):
+        step(torch.randn(6, 4), torch.full((6,), 4))
+
+
+@pytest.mark.parametrize("micro_batch_size", [None, 2])
+def test_a_batch_without_a_counted_target_changes_nothing(micro_batch_size):
+    net = build_net()
+    before = [parameter.detach().clone() for parameter in net.parameters()]
+    criterion = DataParallelCriterion(lambda output, target: F.cross_entropy(output, target))
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1, weight_decay=0.1)
+    step = TrainStep(DataParallelModel(net, ["cpu"] * 2), criterion, optimizer, micro_batch_size=micro_batch_size)
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="no target of this batch was counted"):
+            assert step(torch.randn(6, 4), torch.full((6,), -100)).isnan()
+    for parameter, value in zip(net.parameters(), before, strict=True):
+        assert parameter.equal(value)
+
+
+def test_a_layer_with_its_loss_inside():
+    class Loss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = savings.LinearCrossEntropy(CLASSES, 7)
+
+        def forward(self, output, target):
+            return self.head(output, target) + 0.1 * output.pow(2).mean()
+
+    module, criterion, inputs, target = build_net(), Loss(), torch.randn(7, 4), class_targets(7, 2)
+    loss, expected = plain_program(module, criterion, inputs, (target,))
+    DataParallelCriterion(criterion)(DataParallelModel(module, ["cpu"] * 3)(inputs), target).backward()
+    assert_same_gradients(gradients(module, criterion), expected)
+    report = verify(module, criterion, inputs, target, device_ids=["cpu"] * 2, micro_batch_size=2)
+    assert report.equal, report
+    assert report.plain_loss == pytest.approx(float(loss))
+
+
+def test_verify_tells_of_a_loss_that_would_be_refused():
+    report = verify(build_net(), lambda out: (out.pow(2).sum(1)).sum() / len(out), torch.randn(8, 4), device_ids=["cpu"] * 2)
+    assert report.equal
+    assert "weight='rows' for a mean over rows" in report.warnings[0]
+
+
+def test_memory_of_any_loss_is_estimated():
+    inputs, target = torch.randn(8, 4), class_targets(8)
+    for criterion in (lambda *batch: F.cross_entropy(*batch), lambda *batch: F.cross_entropy(*batch).exp()):
+        for wrapped in (criterion, DataParallelCriterion(criterion)):
+            report = memory.estimate(build_net(), wrapped, inputs, target, devices=2, layout="replicas")
+            assert min(report.allocated) > 0
+
+
+def test_half_precision_does_not_overflow():
+    output, target = torch.full((64, 4), 50.0, dtype=torch.float16), torch.zeros(64, 4, dtype=torch.float16)
+    for criterion in (lambda out, target: F.mse_loss(out, target), lambda out, target: (out - target).pow(2).mean()):
+        result = DataParallelCriterion(criterion)(PerReplica([output[:40], output[40:]], [40, 24]), target)
+        assert result.item() == 2500

@@ -1,0 +1,211 @@
+"""Optimizers of today, whose parameters belong to one device or rank as a whole: equal to the plain optimizer."""
+
+import copy
+import importlib
+import itertools
+import pkgutil
+
+import pytest
+import torch
+from helpers.optimizers import assert_same, assert_same_state, batches
+from helpers.optimizers import train as small_train
+from helpers.problems import build_net
+from helpers.ranks import run_ranks
+from torch import nn
+
+from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, parallelize, simulate
+from balanced_parallel.optim.whole_parameters import assign_owners
+
+pytestmark = pytest.mark.usefixtures("double")
+
+
+ROWS = 11
+
+
+class Mixed(nn.Module):
+    """A layer that is used twice, a frozen parameter, and a parameter without a gradient.
+
+    Matrices are square: their gradients have full rank. SOAP and Shampoo amplify rounding where they do not.
+    """
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.middle, self.last = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)
+        self.unused = nn.Parameter(torch.ones(3, 5))
+        self.last.bias.requires_grad_(False)
+
+    def forward(self, x):
+        return self.last(self.middle(self.middle(self.first(x).tanh()).tanh()))
+
+
+def matrices(net):
+    return [parameter for parameter in net.parameters() if parameter.dim() == 2]
+
+
+def muon_groups(net):
+    others = [parameter for parameter in net.parameters() if parameter.dim() != 2]
+    return [{"params": matrices(net), "use_muon": True}, {"params": others, "use_muon": False, "lr": 0.003}]
+
+
+def layer_groups(net):
+    rest = [*net.middle.parameters(), *net.last.parameters(), net.unused]
+    return [{"params": [*net.first.parameters()], "lr": 0.02, "weight_decay": 0.1}, {"params": rest}]
+
+
+KINDS = {  # class, settings, function that makes the parameters of a net
+    "Muon": ("torch.optim.Muon", {"lr": 0.05}, matrices),
+    "Adafactor": ("torch.optim.Adafactor", {"lr": 0.05}, nn.Module.parameters),
+    "Lion": ("pytorch_optimizer.Lion", {"lr": 0.01}, layer_groups),
+    "LAMB": ("pytorch_optimizer.Lamb", {"lr": 0.05, "weight_decay": 0.1}, layer_groups),
+    "SOAP": ("pytorch_optimizer.SOAP", {"lr": 0.05, "precondition_frequency": 2}, layer_groups),
+    "Shampoo": ("pytorch_optimizer.Shampoo", {"lr": 0.05, "preconditioning_compute_steps": 2}, nn.Module.parameters),
+    "Muon with AdamW": ("pytorch_optimizer.Muon", {"lr": 0.05}, muon_groups),
+    "schedule-free": ("schedulefree.AdamWScheduleFree", {"lr": 0.05, "warmup_steps": 3}, layer_groups),
+}
+resolve = pkgutil.resolve_name  # imports pytorch_optimizer where it is used: this takes a second
+
+
+def train(step, part=slice(None)):
+    """Trains, with a scheduler and the modes of schedule-free optimizers."""
+    optimizer, generator = step.optimizer, torch.Generator().manual_seed(5)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    for number in range(5):
+        if number in (0, 2):
+            getattr(optimizer, "train", lambda: None)()
+        x, target = torch.randn(2, ROWS, 5, generator=generator)
+        step(x[part], target[part])
+        scheduler.step()
+        if number in (1, 4):
+            getattr(optimizer, "eval", lambda: None)()
+
+
+def plain(kind):
+    make, settings, choose = KINDS[kind]
+    net = Mixed()
+    optimizer = resolve(make)(choose(net), **settings)
+    train(TrainStep(DataParallelModel(net, ["cpu"]), DataParallelCriterion(nn.MSELoss()), optimizer, max_grad_norm=0.3))
+    return net, optimizer.state_dict()
+
+
+def balanced(model, criterion, kind, part=slice(None)):
+    make, settings, choose = KINDS[kind]
+    optimizer = BalancedOptimizer(model, resolve(make), choose(model.module), **settings)
+    train(TrainStep(model, criterion, optimizer, micro_batch_size=2, max_grad_norm=0.3), part)
+    return optimizer
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_devices_equal_the_plain_optimizer(kind):
+    expected, state = plain(kind)
+    with simulate(3):
+        net = Mixed()
+        model = DataParallelModel(net)
+        optimizer = balanced(model, DataParallelCriterion(nn.MSELoss()), kind)
+        assert_same(net, expected)
+        assert_same_state(optimizer.state_dict(), state)
+        devices = {tensor.device for group in optimizer.param_groups for tensor in group["params"] if tensor.requires_grad}
+        assert len(devices) == 3
+        optimizer.load_state_dict(state)
+        assert_same_state(optimizer.state_dict(), state)
+
+
+def check_ranks(rank, expected):
+    torch.set_default_dtype(torch.float64)
+    for strategy, (kind, (values, state)) in itertools.product(["ddp", "fsdp"], expected.items()):
+        model, criterion = parallelize(Mixed(), nn.MSELoss(), ["cpu"], strategy=strategy)
+        optimizer = balanced(model, criterion, kind, slice(0, 7) if rank == 0 else slice(7, ROWS))
+        for name, parameter in model.module.named_parameters():
+            whole = parameter.full_tensor() if strategy == "fsdp" else parameter
+            torch.testing.assert_close(whole.detach(), values[name], rtol=1e-10, atol=1e-10, msg=f"{strategy}, {kind}: {name}")
+        assert_same_state(optimizer.state_dict(), state)
+        optimizer.load_state_dict(state)
+        assert_same_state(optimizer.state_dict(), state)
+        assert 0 < len(optimizer.state) < len(state["state"])  # its part alone
+
+
+FEW, OTHERS = ["Muon", "SOAP", "schedule-free"], ["Adafactor", "Lion", "LAMB", "Shampoo", "Muon with AdamW"]
+
+
+@pytest.mark.parametrize("kinds", [FEW, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["few", "others"])
+def test_ranks_equal_the_plain_optimizer(kinds):
+    expected = {}
+    for kind in kinds:
+        net, state = plain(kind)
+        expected[kind] = dict(net.state_dict()), state
+    run_ranks(2, check_ranks, expected)
+
+
+INEXACT = {
+    "Prodigy": ("pytorch_optimizer.Prodigy", {}),
+    "DAdaptAdaGrad": ("pytorch_optimizer.DAdaptAdaGrad", {}),
+    "DAdaptSGD": ("pytorch_optimizer.DAdaptSGD", {}),
+    "LAMB with a global norm": ("pytorch_optimizer.Lamb", {"pre_norm": True}),
+    "random noise": ("pytorch_optimizer.Gravity", {}),
+    "SparseAdam": ("torch.optim.SparseAdam", {}),
+}
+
+
+@pytest.mark.parametrize("kind", INEXACT)
+def test_updates_that_depend_on_other_parameters_raise_an_error(kind):
+    name, settings = INEXACT[kind]
+    with simulate(2):
+        message = "differs from|does not support dense" if kind == "SparseAdam" else f"{name.split('.')[1]} with shard="
+        with pytest.raises(TypeError, match=message):
+            BalancedOptimizer(DataParallelModel(build_net()), resolve(name), **settings)
+
+
+def test_elements_of_other_libraries_are_exact_or_raise_an_error():
+    pytorch_optimizer = importlib.import_module("pytorch_optimizer")
+    net = build_net()
+    expected = copy.deepcopy(net)
+    with simulate(3):
+        model = DataParallelModel(net)
+        for kind in (pytorch_optimizer.SOAP, pytorch_optimizer.Lamb, torch.optim.Adafactor):
+            with pytest.raises(TypeError, match=f"{kind.__name__} with shard='elements' differs"):
+                BalancedOptimizer(model, kind, shard="elements", lr=0.1)
+        with pytest.raises(TypeError, match="Muon failed to update small tensors"):
+            BalancedOptimizer(model, torch.optim.Muon, matrices(net), shard="elements")
+        optimizer = BalancedOptimizer(model, pytorch_optimizer.Lion, shard="elements", lr=0.1)
+        small_train(model, optimizer)
+    reference = pytorch_optimizer.Lion(expected.parameters(), lr=0.1)
+    small_train(DataParallelModel(expected, ["cpu"]), reference)
+    assert_same(net, expected)
+
+
+@pytest.mark.usefixtures("buckets")
+@pytest.mark.parametrize("shard", ["elements", "parameters"])
+def test_two_optimizers_share_a_model(shard):
+    """Muon for the matrices, AdamW for the rest."""
+
+    def train(model, make):
+        net = model.module
+        others = [parameter for parameter in net.parameters() if parameter.dim() != 2]
+        optimizers = [make(torch.optim.Muon, matrices(net), lr=0.05), make(torch.optim.AdamW, others, lr=0.01)]
+        step = TrainStep(model, DataParallelCriterion(nn.CrossEntropyLoss()), optimizers, max_grad_norm=0.3)
+        for x, target in batches(3):
+            step(x, target)
+        return [optimizer.state_dict() for optimizer in optimizers]
+
+    net = build_net()
+    expected = copy.deepcopy(net)
+    states = train(DataParallelModel(expected, ["cpu"]), lambda kind, parameters, **settings: kind(parameters, **settings))
+    with simulate(3):
+        model = DataParallelModel(net)
+
+        def make(kind, parameters, **settings):
+            return BalancedOptimizer(model, kind, parameters, shard if kind is torch.optim.AdamW else None, **settings)
+
+        for state, other in zip(train(model, make), states, strict=True):
+            assert_same_state(state, other)
+        assert_same(net, expected)
+        assert not model.replicas.gradients.is_sharded  # both are deleted
+
+
+def test_owners_have_as_many_bytes():
+    sizes = [50, 40, 30, 20, 10, 10, 5, 5]
+    parameters = [nn.Parameter(torch.zeros(size)) for size in sizes]
+    frozen = nn.Parameter(torch.zeros(1000), requires_grad=False)
+    owners = assign_owners([frozen, *parameters], 3)
+    loads = [sum(size for size, each in zip(sizes, parameters, strict=True) if owners[each] == owner) for owner in range(3)]
+    assert sorted(loads) == [55, 55, 60]
