@@ -3,6 +3,7 @@
 The blocks of a page run in their order. Command lines are parsed, links lead to files and headings.
 """
 
+import ast
 import importlib
 import json
 import os
@@ -183,3 +184,21 @@ def test_the_map_of_the_folders_is_the_table_of_imports():
 
 def test_there_are_at_most_18_pages_and_three_that_lead_to_them():
     assert len(set(PAGES) - {"README.md", "docs/choose.md", "docs/troubleshooting.md", "docs/libraries.md"}) <= 18
+
+
+def texts_of_errors():
+    """Yields the constant strings of the package. What is filled in is an ellipsis."""
+    for path in (ROOT / "balanced_parallel").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_troubleshooting_has_errors_as_the_package_raises_them():
+    table = PAGES["docs/troubleshooting.md"].partition("## Errors and warnings")[2]
+    errors = re.findall(r"^\| `(.*?)` \|", table, re.MULTILINE)
+    assert len(errors) >= 25
+    texts = "\n".join(texts_of_errors())
+    assert not [error for error in errors if error not in texts]
