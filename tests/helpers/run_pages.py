@@ -1,7 +1,8 @@
 """Runs the Python blocks of pages as a reader would: ``python run_pages.py FOLDER PAGE...``.
 
 The blocks of a page, in their order, are one file, which runs as ``__main__`` in a process and a folder of its own. Processes are
-forked from this one, so torch is imported once. Prints one line of JSON: the pages that failed, with their last lines of output.
+forked from this one, so torch is imported once, and traces for ``memory`` run without a child of their own. Prints one line of
+JSON: the pages that failed, with their last lines of output.
 """
 
 import json
@@ -47,20 +48,19 @@ def run(page: str, folder: Path) -> str:
 
 def main() -> None:
     """Runs the pages, those that need transformers last."""
-    import balanced_parallel  # noqa: F401 - imported before the forks, with torch
+    import torch._dynamo  # imported before the forks; each page would, at its first optimizer
 
+    from balanced_parallel.memory.trace import tracer
+
+    tracer.start_in_child = lambda function: function
     folder, *pages = sys.argv[1:]
-    failures, loaded = {}, False
-    for page in sorted(pages, key=lambda page: "transformers import" in (ROOT / page).read_text(encoding="utf-8")):
-        if "transformers import" in (ROOT / page).read_text(encoding="utf-8") and not loaded:
+    failures, after = {}, [page for page in pages if "transformers import" in (ROOT / page).read_text(encoding="utf-8")]
+    for page in [*(page for page in pages if page not in after), *after]:
+        if page in after:
             import transformers  # noqa: F401
-
-            loaded = True
-        before = os.times()
+        before = sum(os.times()[:4])
         failure = run(page, Path(folder) / page)
-        after = os.times()
-        cost = sum(after[:4]) - sum(before[:4])
-        print(f"{page}: {cost:.1f} s of the processor", file=sys.stderr)
+        print(f"{page}: {sum(os.times()[:4]) - before:.1f} s of the processor", file=sys.stderr)
         if failure:
             failures[page] = failure
     print(json.dumps(failures))
