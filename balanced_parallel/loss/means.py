@@ -110,8 +110,8 @@ class MeanRecorder(TorchFunctionMode):
         if name == "setitem" or not isinstance(result, Tensor):
             for tensor in args[:1] if name == "setitem" else ():
                 self._forget(tensor)
-            for part in result if isinstance(result, tuple) else ():  # of an unbind
-                self._levels[part] = level
+            parts = result if isinstance(result, tuple) else ()  # of an unbind
+            self._levels.update({part: level for part in parts if isinstance(part, Tensor)})
             return result
         if name in _UNCHANGED and isinstance(args[0], Tensor):
             level = self._level(args[0])  # not that of the tensor whose type and device it takes
@@ -368,7 +368,8 @@ class LossOfMeans(LossOfSums):
             total, count = widen(term.total) * term.factor, add_up([term.weight], nothing.device)
             tensors |= {(place, name, "total"): total, (place, name, "count"): count}
             more[place, name, "coefficient"] = count * term.factor
-        return ShardStatistics(tensors, containers.map_leaves(lambda leaf: leaf and containers.Leaf(), result), nothing, more)
+        structure = containers.map_leaves(lambda leaf: None if leaf is None else containers.Leaf(), result)
+        return ShardStatistics(tensors, structure, nothing, more)
 
     def _parts(self, outputs: PerReplica, shards: Sequence[Shard]) -> list[ShardStatistics]:
         if self.is_split and not self.criterion.is_checked:

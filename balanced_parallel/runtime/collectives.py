@@ -226,19 +226,15 @@ def naming_ranks() -> Iterator[None]:
         raise
     except RuntimeError as error:
         with contextlib.suppress(Exception):  # the store may have ended as well
-            if missing := _missing():
+            store, missing = torch_private.default_store(), []
+            for other in dist.get_process_group_ranks(_batch_group):
+                key = _KEY.format(other)
+                reached = int(store.get(key)) if store.check([key]) else 0
+                if reached < _updates:
+                    missing.append(f"rank {other} has not come further than step {reached}")
+            if missing:
                 error.add_note(f"rank {dist.get_rank()} waits in the reduction of step {_updates}, and {', '.join(missing)}")
         raise
-
-
-def _missing() -> list[str]:
-    store, missing = torch_private.default_store(), []
-    for other in dist.get_process_group_ranks(_batch_group):
-        key = _KEY.format(other)
-        reached = int(store.get(key)) if store.check([key]) else 0
-        if reached < _updates:
-            missing.append(f"rank {other} has not come further than step {reached}")
-    return missing
 
 
 _TASKS = Path("/proc/self/task")  # Linux alone has it

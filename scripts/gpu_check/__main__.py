@@ -2,7 +2,7 @@
 
 python scripts/gpu_check.py                 the part for this machine: one for one GPU, many for several
 python scripts/gpu_check.py one             the first GPU listed twice, and beside the CPU
-python scripts/gpu_check.py many            all GPUs: transport, races, gradients, step times, ranks
+python scripts/gpu_check.py many            all GPUs: races, gradients, step times, ranks
 python scripts/gpu_check.py memory          predicted and used memory of seven models, also a check of the first part
 python scripts/gpu_check.py --simulate      both parts on simulated devices, as a test of the script
 

@@ -5,8 +5,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from children import run_child
-from machine import Machine, count_waits, forbidding_waits, names, sleep
+from machine import Machine, count_waits, forbidding_waits, names, run_child, sleep
 from steps import Batch, Devices, digest, labels, make_step, parameters_of, relative_error
 from table import NOT_HERE, Row, at_most, attempt, judge
 from torch import Tensor, nn

@@ -1,15 +1,19 @@
-"""The machine that is checked: GPUs, or simulated devices in their place."""
+"""The machine that is checked: GPUs, or simulated devices in their place. And Python processes that a check starts on it."""
 
 import contextlib
 import datetime
 import gc
+import json
 import os
 import platform
+import re
+import signal
 import statistics
 import subprocess
+import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +22,8 @@ import torch
 
 import balanced_parallel
 
+SCRIPT = Path(__file__).parent  # Python runs its __main__.py
+GRACE = 15.0  # seconds for torchrun to end its processes
 SYNCHRONIZES = "called a synchronizing CUDA operation"  # c10/cuda/CUDAFunctions.cpp
 
 
@@ -103,14 +109,8 @@ def describe(machine: Machine) -> str:
 
 @contextlib.contextmanager
 def forbidding_waits(machine: Machine) -> Iterator[None]:
-    """Raises an error where the host waits for a device.
-
-    Raises:
-        NotPossible: these simulated devices do not see waits.
-    """
+    """Raises an error where the host waits for a device."""
     if machine.simulated:
-        if not hasattr(machine.cluster, "forbidding_waits"):
-            raise NotPossible("these simulated devices do not see waits")
         with machine.cluster.forbidding_waits():
             yield
         return
@@ -122,14 +122,8 @@ def forbidding_waits(machine: Machine) -> Iterator[None]:
 
 
 def count_waits(machine: Machine, function: Callable[[], Any]) -> int:
-    """Returns how often the host waited for a device during a call.
-
-    Raises:
-        NotPossible: these simulated devices do not see waits.
-    """
+    """Returns how often the host waited for a device during a call."""
     if machine.simulated:
-        if not hasattr(machine.cluster, "wait_count"):
-            raise NotPossible("these simulated devices do not see waits")
         before = machine.cluster.wait_count
         function()
         waits: int = machine.cluster.wait_count - before
@@ -176,3 +170,42 @@ def _first_line(command: list[str]) -> str:
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return (done.stdout.splitlines() or ["unknown"])[0]
+
+
+def run_child(flags: Sequence[str], environment: Mapping[str, str] | None = None, ranks: int = 0, timeout: float = 100.0) -> Any:
+    """Runs gpu_check.py in a new process, and returns the last line of its output that is JSON.
+
+    Args:
+        flags: of the command line.
+        environment: variables beside those of this process.
+        ranks: processes that torchrun starts; 0 starts one without torchrun.
+        timeout: seconds.
+
+    Raises:
+        RuntimeError: the process failed, or did not end in time. The message has the end of its errors.
+    """
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
+    command = [sys.executable, *torchrun, str(SCRIPT), *flags]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **(environment or {})}
+    )
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGTERM)  # torchrun ends its processes; killed at once, it would leave them running
+        try:
+            process.communicate(timeout=GRACE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        raise RuntimeError(f"gpu_check.py {' '.join(flags)} did not end in {timeout:.0f} s") from None
+    answers = [line for line in output.splitlines() if line.startswith("{")]
+    if process.returncode != 0 or not answers:
+        raise RuntimeError(f"gpu_check.py {' '.join(flags)} ended with code {process.returncode}: {_cause(errors)[:250]}")
+    return json.loads(answers[-1])
+
+
+def _cause(errors: str) -> str:
+    """Returns the line of the first exception or signal, else the last line."""
+    lines = [line.strip() for line in errors.splitlines() if line.strip()] or ["no output"]
+    causes = [line for line in lines if re.match(r"(\[rank\d+\]: ?)?[\w.]+(Error|Exception): \S|.*Signal \d", line)]
+    return (causes or lines[-1:])[0]

@@ -5,6 +5,7 @@ neither broadcasts, nor copies between devices, nor several owners of optimizer 
 its reverse reaches them with the parameters on the host. Transport between two GPUs is for the other part.
 """
 
+import contextlib
 import copy
 import importlib.util
 from collections.abc import Iterator
@@ -15,27 +16,21 @@ from asynchrony import check_bits, check_races, check_waits
 from machine import Machine, NotPossible, names
 from memory import check_memory
 from ranks import check_group_of_one
-from recovery import check_recovery
 from speed import check_plans, check_tokens
-from steps import LOSS_LIMIT, Devices, compare_devices, labels, make_step, networks, parameters_of, relative_error
+from steps import LOSS_LIMIT, Devices, compare_devices, labels, make_step, networks, on_each, parameters_of, relative_error
 from table import Check, Row, at_most, attempt, judge
 from torch import Tensor, nn
 
 from balanced_parallel import DataParallelModel, Precision, TrainStep
 
 CPU = torch.device("cpu")
+UPDATES = 3  # of a run that is out of memory
 
 
 def layouts(machine: Machine) -> list[list[torch.device]]:
     """Returns the lists of devices that one GPU allows, besides itself."""
     first = machine.devices[0]
     return [[first, first], [first, CPU], [CPU, first]]
-
-
-def check_layouts(machine: Machine) -> Iterator[Row]:
-    """Compares losses and gradients of each layout with those of the GPU alone."""
-    for devices in layouts(machine):
-        yield from compare_devices(machine, devices)
 
 
 def check_reach(machine: Machine) -> Iterator[Row]:
@@ -94,6 +89,53 @@ def _parameters(step: TrainStep) -> Tensor:
     return torch.cat([parameter.flatten().cpu() for parameter in parameters_of(step)])
 
 
+def check_recovery(machine: Machine) -> Iterator[Row]:
+    """Compares the losses of a run that is out of memory with those of one that has enough."""
+    first = machine.devices[0]
+    width, rows = machine.size(4096, 64), machine.size(16384, 64)
+    torch.manual_seed(0)
+    blocks = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.Dropout(0.0), nn.GELU())]
+    net, inputs = nn.Sequential(nn.Linear(64, width), *blocks, nn.Linear(width, 10)), torch.randn(rows, 64)
+
+    def train(devices: Devices, bytes_of_activations: int | None) -> tuple[Tensor, int | None, int]:
+        step = make_step(net, devices, micro_batch_size="auto", optimizer=torch.optim.AdamW, lr=1e-3)
+        losses = [step(inputs[:2], labels(2)).cpu()]  # libraries take their workspaces, the optimizer makes its state
+        machine.release()
+        torch.accelerator.reset_peak_memory_stats(first)
+        before = torch.accelerator.memory_allocated(first)
+        with contextlib.nullcontext() if bytes_of_activations is None else _limited(machine, bytes_of_activations):
+            losses += [step(inputs, labels(rows)).cpu() for _ in range(UPDATES)]
+        return torch.stack(losses), step.micro_batch_size, torch.accelerator.max_memory_allocated(first) - before
+
+    for devices in ([first], [first, first]):
+        name = f"{names(devices)}: out of memory"
+
+        def run(devices: Devices = devices, name: str = name) -> Row:
+            expected, _, needed = train(devices, None)
+            found, size, _ = train(devices, needed * 2 // 3)
+            error = relative_error(found, expected)
+            text = f"settled on {size} of {rows // len(devices)} rows, relative error of the losses {error:.1e}"
+            return judge(name, text, size is not None and error <= LOSS_LIMIT["fp32"])
+
+        yield attempt(name, run)
+
+
+@contextlib.contextmanager
+def _limited(machine: Machine, more: int) -> Iterator[None]:
+    """Leaves ``more`` bytes above those in use to the allocator of the first device."""
+    if machine.cluster is not None:
+        machine.cluster.fail_allocation(20)
+        yield
+        return
+    device = machine.devices[0]
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved(device) + more) / total, device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+
+
 def check_compile(machine: Machine) -> Iterator[Row]:
     """Runs a compiled module on one replica, and expects an error for two."""
     net, inputs = networks(machine)["mlp"]
@@ -120,23 +162,13 @@ def check_compile(machine: Machine) -> Iterator[Row]:
     yield attempt(f"{names(first * 2)}: torch.compile", twice)
 
 
-def _waits(machine: Machine) -> Iterator[Row]:
-    for devices in ([machine.devices[0]], layouts(machine)[0]):
-        yield from check_waits(machine, devices)
-
-
-def _races(machine: Machine) -> Iterator[Row]:
-    for devices in layouts(machine):
-        yield from check_races(machine, devices)
-
-
 CHECKS: dict[str, Check] = {
     "memory": check_memory,  # first: memory that others leave behind would be counted
-    "layouts": check_layouts,
+    "layouts": lambda machine: on_each(compare_devices, machine, layouts(machine)),
     "reach": check_reach,
     "ranks": check_group_of_one,
-    "waits": _waits,
-    "races": _races,
+    "waits": lambda machine: on_each(check_waits, machine, [machine.devices[:1], layouts(machine)[0]]),
+    "races": lambda machine: on_each(check_races, machine, layouts(machine)),
     "bits": lambda machine: check_bits(machine, layouts(machine)[0]),
     "overflow": check_overflow,
     "out of memory": check_recovery,

@@ -10,11 +10,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from children import run_child
-from machine import Machine, NotPossible
-from steps import Batch, relative_error
+from machine import Machine, NotPossible, run_child
+from steps import language_model, relative_error
 from table import NOT_HERE, Row, at_most, attempt
-from tasks import CONTEXT, LanguageModel
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -22,26 +20,6 @@ from balanced_parallel import DataParallelCriterion, TrainStep, parallelize
 
 SLOWER_LIMIT = 1.1
 LOSS_LIMIT = 1e-4  # relative, of three updates in fp32
-
-
-def language_model(machine: Machine, rows: int, seed: int = 0) -> tuple[LanguageModel, Batch]:
-    """Returns a model of 20 million parameters, and a batch on the host.
-
-    Args:
-        machine: simulated devices get a small model.
-        rows: of the batch.
-        seed: of the batch.
-    """
-    torch.manual_seed(0)
-    words = machine.size(8192, 64)
-    model = LanguageModel(words, machine.size(512, 32), layers=machine.size(4, 1), heads=machine.size(8, 2))
-    tokens = torch.randint(words, (rows, CONTEXT + 1), generator=torch.Generator().manual_seed(seed))
-    return model, (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-
-
-def rows_per_device(machine: Machine) -> int:
-    """Returns the rows of each device in a comparison of speed."""
-    return machine.size(32, 2)
 
 
 def steps_of_rank(machine: Machine, device: torch.device, *, only_plain: bool = False) -> dict[str, Any]:
@@ -56,7 +34,7 @@ def steps_of_rank(machine: Machine, device: torch.device, *, only_plain: bool = 
         only_plain: runs plain DDP alone.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    net, batch = language_model(machine, rows_per_device(machine), seed=rank)
+    net, batch = language_model(machine, machine.size(32, 2), seed=rank)
     inputs, targets = batch[0].to(device), batch[1].to(device)
     ddp = DistributedDataParallel(copy.deepcopy(net).to(device), gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)

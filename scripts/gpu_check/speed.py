@@ -1,6 +1,5 @@
 """Times of training steps, host memory over many of them, and the language model of train.py scaled up."""
 
-import contextlib
 import copy
 import functools
 import statistics
@@ -10,9 +9,8 @@ from typing import Any
 
 import torch
 from machine import Machine, names, resident_bytes
-from steps import Batch, Devices, make_step
+from steps import Batch, Devices, language_model, make_step
 from table import Row, at_most, attempt, judge
-from tasks import CONTEXT, LanguageModel
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -41,16 +39,6 @@ class Attention(nn.Module):
         return inputs + outputs
 
 
-@contextlib.contextmanager
-def cudnn_benchmark() -> Iterator[None]:
-    """Makes cuDNN search for the fastest convolution of each shape."""
-    before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, True
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
-
-
 def _attention(machine: Machine) -> tuple[nn.Module, Batch]:
     rows, positions, width = machine.size(16, 2), machine.size(512, 16), machine.size(1024, 32)
     layers = [Attention(width, heads=machine.size(16, 2)) for _ in range(4)]
@@ -74,7 +62,7 @@ def check_plans(machine: Machine, devices: Devices) -> Iterator[Row]:
     """
     cases: dict[str, tuple[Callable[[Machine], tuple[nn.Module, Batch]], Callable[[], Any]]] = {
         "bf16 attention (cuDNN first)": (_attention, lambda: sdpa_kernel(KERNELS, set_priority=True)),
-        "cudnn.benchmark": (_convolutions, cudnn_benchmark),
+        "cudnn.benchmark": (_convolutions, lambda: torch.backends.cudnn.flags(enabled=True, benchmark=True, allow_tf32=False)),
     }
     for text, (build, setting) in cases.items():
         name = f"{names(devices)}: {text}, step"
@@ -122,28 +110,18 @@ def _many_steps(machine: Machine, step: Callable[[], Any]) -> tuple[float, float
     return statistics.median(times[2:]), grown + resident_bytes()
 
 
-def scaled_up(machine: Machine) -> tuple[LanguageModel, Batch]:
-    """Returns the model of train.py with 135 million parameters, and a batch for one GPU, on the host."""
-    torch.manual_seed(0)
-    words, width = machine.size(16384, 64), machine.size(1024, 32)
-    model = LanguageModel(words, width, layers=machine.size(8, 1), heads=machine.size(16, 2))
-    capacity = torch.accelerator.get_memory_info(machine.devices[0])[1]
-    rows = machine.size(256 if capacity > 30 * 2**30 else 64, 4)
-    tokens = torch.randint(words, (rows, CONTEXT + 1))
-    return model, (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
-
-
 def check_tokens(machine: Machine) -> Iterator[Row]:
     """Compares tokens per second and peak of the scaled-up model of train.py with those of the plain loop."""
-    model, batch = scaled_up(machine)
     first = machine.devices[0]
+    rows = machine.size(256 if torch.accelerator.get_memory_info(first)[1] > 30 * 2**30 else 64, 4)
+    model, batch = language_model(machine, rows, words=16384, width=1024, layers=8)  # 135 million parameters
     on_device = batch[0].to(first), batch[1].to(first)
     results: dict[str, tuple[float, int]] = {}
 
     def measure(name: str, devices: Devices | None) -> Row:
         machine.release()
         if devices is None:
-            step = plain_step(copy.deepcopy(model).to(first), on_device, first)
+            step = plain_step(copy.deepcopy(model).to(first), on_device, first, "bf16")
         else:
             trained = make_step(model, devices, "bf16", optimizer=torch.optim.AdamW, lr=1e-4)
             step = lambda: trained(*on_device)  # noqa: E731
@@ -165,10 +143,10 @@ def check_tokens(machine: Machine) -> Iterator[Row]:
     yield at_most(f"train.py's model: peak of {names([first])} / plain loop", "ratio", own_peak / peak, PEAK_LIMIT)
 
 
-def plain_step(net: nn.Module, batch: Batch, device: torch.device) -> Callable[[], Any]:
-    """Returns a step of the plain loop on one device, in bf16."""
+def plain_step(net: nn.Module, batch: Batch, device: torch.device, kind: str) -> Callable[[], Any]:
+    """Returns a step of the plain loop, with the loss on one device."""
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4)
-    precision = Precision("bf16")
+    precision = Precision(kind)
 
     def step() -> None:
         optimizer.zero_grad()

@@ -5,12 +5,13 @@ import ctypes
 import functools
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal
 
 import torch
 from machine import Machine, names
 from table import Row, at_most, attempt
+from tasks import CONTEXT, LanguageModel
 from torch import Tensor, nn
 
 from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, Precision, TrainStep
@@ -26,23 +27,27 @@ def networks(machine: Machine) -> dict[str, tuple[nn.Module, Tensor]]:
     torch.manual_seed(0)
     rows, width = machine.size(37, 13), 2600
     layer = nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True)
-    conv = [
-        nn.Conv2d(3, 32, 3, padding=1),
-        nn.GroupNorm(4, 32),
-        nn.ReLU(),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(32, 10),
-    ]
+    conv = nn.Conv2d(3, 32, 3, padding=1), nn.GroupNorm(4, 32), nn.ReLU(), nn.AdaptiveAvgPool2d(1)
     nets: dict[str, tuple[nn.Module, Tensor]] = {
         "mlp": (nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 10)), torch.randn(rows, 64)),
-        "conv": (nn.Sequential(*conv), torch.randn(rows, 3, 16, 16)),
+        "conv": (nn.Sequential(*conv, nn.Flatten(), nn.Linear(32, 10)), torch.randn(rows, 3, 16, 16)),
         "attention": (nn.Sequential(layer, nn.Flatten(), nn.Linear(64 * 8, 10)), torch.randn(rows, 8, 64)),
     }
     if not machine.simulated:
         wide = nn.Sequential(nn.Linear(64, width), nn.Linear(width, width), nn.Linear(width, 10))
         nets["several buckets"] = wide, torch.randn(rows, 64)
     return nets
+
+
+def language_model(
+    machine: Machine, rows: int, seed: int = 0, words: int = 8192, width: int = 512, layers: int = 4
+) -> tuple[LanguageModel, Batch]:
+    """Returns the model of train.py, by default with 20 million parameters, and a batch on the host. Simulated ones are small."""
+    torch.manual_seed(0)
+    words, width = machine.size(words, 64), machine.size(width, 32)
+    model = LanguageModel(words, width, layers=machine.size(layers, 1), heads=machine.size(width // 64, 2))
+    tokens = torch.randint(words, (rows, CONTEXT + 1), generator=torch.Generator().manual_seed(seed))
+    return model, (tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
 def labels(rows: int) -> Tensor:
@@ -85,6 +90,12 @@ def gradients(net: nn.Module, inputs: Tensor, devices: Devices, precision: str) 
     criterion = DataParallelCriterion(nn.CrossEntropyLoss(), precision=precision)
     criterion(model(inputs), labels(len(inputs))).backward()
     return torch.cat([parameter.grad.flatten().cpu() for parameter in model.parameters() if parameter.grad is not None])
+
+
+def on_each(check: Callable[[Machine, Devices], Iterator[Row]], machine: Machine, layouts: Sequence[Devices]) -> Iterator[Row]:
+    """Runs a check on each list of devices."""
+    for devices in layouts:
+        yield from check(machine, devices)
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

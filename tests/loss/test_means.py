@@ -18,6 +18,7 @@ from balanced_parallel import (
     memory,
     parallelize,
     savings,
+    simulate,
     verify,
 )
 
@@ -254,6 +255,9 @@ ACCEPTED = {
     "a half that has none": lambda out, values: (
         F.mse_loss(out, values) + (out[values > 0.93].mean() if (values > 0.93).any() else 0)
     ),
+    "a loss of zero": lambda out, values: F.mse_loss(out, out.detach()),
+    "an unbound parameter": lambda out, values: sum(weight * out.mean() for weight in nn.Parameter(torch.ones(3)).unbind()),
+    "a minimum with its place": lambda out, values: F.mse_loss(out, values.sort(1)[0]) + out.min(1)[0].mean(),
     "dictionaries": lambda out, values: {"a": F.mse_loss(out, values), "b": None},
 }
 
@@ -392,3 +396,17 @@ def test_half_precision_does_not_overflow():
     for criterion in (lambda out, target: F.mse_loss(out, target), lambda out, target: (out - target).pow(2).mean()):
         result = DataParallelCriterion(criterion)(PerReplica([output[:40], output[40:]], [40, 24]), target)
         assert result.item() == 2500
+
+
+def test_the_host_waits_for_no_device_after_the_first_update():
+    net = build_net().float()
+    with simulate(devices=2) as cluster:
+        inputs, target = torch.randn(8, 4, dtype=torch.float32).pin_memory(), class_targets(8).pin_memory()
+        net.to("sim:0")
+        criterion = DataParallelCriterion(lambda output, target: F.cross_entropy(output, target))
+        model = DataParallelModel(net, [0, 1])
+        step = TrainStep(model, criterion, torch.optim.SGD(net.parameters(), lr=0.1), micro_batch_size=2)
+        step(inputs, target)
+        before = len(cluster.waits)
+        step(inputs, target)
+        assert cluster.waits[before:] == []
