@@ -13,11 +13,19 @@ project = "balanced_parallel"
 author = "The balanced_parallel maintainers"
 copyright = f"2026 {author}"
 release = version = balanced_parallel.__version__
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "sphinx_copybutton"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
 
 # the root of the repository is the source, so that links between its files work here as they do on GitHub
 root_doc = "README"
-include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "benchmarks/*/README.md", "docs/images/**"]
+include_patterns = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "docs/images/**"]
+include_patterns += ["benchmarks/README.md", "benchmarks/*/README.md", "docs/reference/*.rst"]  # autosummary writes the last
 exclude_patterns = ["docs/README.md"]  # a list of the pages, for readers of the repository
 myst_heading_anchors = 3
 myst_enable_extensions = ["attrs_inline"]
@@ -25,12 +33,18 @@ highlight_language = "none"  # of a block without a language: a drawing or an ou
 copybutton_prompt_text = r">>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 
+templates_path = ["site/templates"]
 autodoc_typehints = "none"  # the descriptions of the arguments say it in words
 autodoc_member_order = "bysource"
 napoleon_google_docstring = True
 napoleon_use_rtype = False
 
 html_theme = "furo"
+html_theme_options = {
+    "source_repository": "https://github.com/balanced-parallel/balanced_parallel/",
+    "source_branch": "main",
+    "source_directory": "",
+}
 pygments_style, pygments_dark_style = "friendly", "monokai"
 html_title = "balanced_parallel"
 html_static_path = ["site/static"]
@@ -41,9 +55,11 @@ html_show_sourcelink = False
 
 
 def add_contents(app: object, page: str, source: list[str]) -> None:
-    """Adds the table of contents to the front page, where GitHub would show it as text."""
+    """Adds the tables of contents, which GitHub would show as text, to the front page and the list of benchmarks."""
     if page == root_doc:
         source[0] += "\n" + (Path(__file__).parent / "site" / "contents.md").read_text()
+    if page == "benchmarks/README":
+        source[0] += "\n```{toctree}\n:hidden:\n:glob:\n\n*/README\n```\n"
 
 
 def setup(app: Any) -> None:

@@ -18,7 +18,7 @@ NAMES = {"torch": torch, "nn": nn, **{name: getattr(balanced_parallel, name) for
 WITH_EXAMPLE = set(balanced_parallel.__all__) - {"memory", "savings"}  # packages
 REFERENCE = (Path(__file__).parents[1] / "docs" / "api.md").read_text()
 IN_PACKAGES = [f"savings.{name}" for name in balanced_parallel.savings.__all__]
-IN_PACKAGES += re.findall(r"auto(?:class|function):: balanced_parallel\.(memory\.(?!MemoryPlan)\w+)", REFERENCE)  # plan makes one
+IN_PACKAGES += re.findall(r"^   (memory\.(?!MemoryPlan)\w+)$", REFERENCE, re.MULTILINE)  # plan makes one
 
 
 def examples():

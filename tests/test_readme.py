@@ -1,9 +1,12 @@
 """Snippets, commands and links of the README and of docs/.
 
-The snippets of a page run in their order. Command lines are parsed, links lead to files and headings.
+The blocks of a page run in their order. Command lines are parsed, links lead to files and headings.
 """
 
+import ast
 import importlib
+import json
+import os
 import re
 import shlex
 import subprocess
@@ -13,66 +16,58 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.pages import PAGES, ROOT, ROWS, blocks, public_names
-from helpers.problems import CLASSES, assert_same_gradients, build_net, class_targets, gradients
+from helpers.problems import assert_same_gradients, build_net, class_targets, gradients
 from test_walls import MAY_IMPORT
-from torch import nn
 
 import balanced_parallel
 import balanced_parallel.__main__
 
-pytestmark = pytest.mark.usefixtures("trace_in_this_process")
-
 LINKING = PAGES | {name: (ROOT / name).read_text(encoding="utf-8") for name in ("CONTRIBUTING.md", "CHANGELOG.md")}
 
 
-class Recurrent(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.RNN(4, 3)
-
-    def forward(self, sequence, scale):
-        return self.layer(sequence * scale)[0]
+WITH_BLOCKS = [page for page in PAGES if blocks(page, "python")]
+SLOW = {"docs/huggingface.md", "docs/memory.md", "docs/savings.md"}
+IN_A_LINE = 88
 
 
-def page_names(rows):
-    """Names that pages use and do not define."""
-    net = build_net()
-    model = balanced_parallel.DataParallelModel(net, ["cpu"] * 3)
-    inputs, targets = torch.randn(rows, 4), class_targets(rows, ignored=2)
-    return public_names() | {
-        "net": net,
-        "model": model,
-        "criterion": balanced_parallel.DataParallelCriterion(nn.CrossEntropyLoss()),
-        "optimizer": torch.optim.SGD(net.parameters(), lr=0.1),
-        "inputs": inputs,
-        "targets": targets,
-        "values": torch.rand(ROWS, CLASSES),
-        "mask": torch.tensor([1.0, 1, 1, 0, 0, 1, 0]),
-        "loader": [(inputs, targets), (inputs[:4], targets[:4])],
-        "micro_batches": [(inputs, targets), (inputs[:4], targets[:4])],
-        "recurrent": Recurrent(),
-        "sequence": torch.randn(5, ROWS, 4),
-        "scale": torch.ones(4),
-        "net_of_teacher": build_net(),
-    }
+@pytest.mark.parametrize(
+    "pages",
+    [
+        pytest.param(sorted(set(WITH_BLOCKS) - SLOW), id="pages"),
+        pytest.param(sorted(SLOW), id="slow", marks=pytest.mark.slow),
+    ],
+)
+def test_blocks_of_a_page_run_as_pasted(pages, tmp_path):
+    """No name is given to a page: its blocks, in their order, are a program."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, ROOT / "tests" / "helpers" / "run_pages.py", tmp_path / "pages", *pages]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=220, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {}
 
 
-WITH_SNIPPETS = [page for page in PAGES if page != "docs/migrating.md" and blocks(page, "python")]
+def test_most_pages_have_blocks():
+    assert {"README.md", "docs/quickstart.md", "docs/exactness.md", "docs/balance.md", "docs/memory.md"} <= set(WITH_BLOCKS)
 
 
-@pytest.mark.parametrize("page", WITH_SNIPPETS)
-def test_snippets_of_a_page_run_in_order(page, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    torch.manual_seed(0)
-    names = page_names(rows=2048 if page == "docs/memory.md" else ROWS)  # fewer do not show in the peak
-    for snippet in blocks(page, "python"):
-        exec(compile(snippet, page, "exec"), names)
-    loss = names.get("loss", torch.zeros(()))
-    assert loss.device.type == "sim" or loss.isfinite()
+@pytest.mark.parametrize("page", WITH_BLOCKS)
+def test_lines_of_code_fit_beside_the_navigation(page):
+    lines = [line for block in blocks(page, "python") for line in block.splitlines()]
+    assert not [line for line in lines if len(line) > IN_A_LINE]
 
 
-def test_most_pages_have_snippets():
-    assert {"README.md", "docs/quickstart.md", "docs/exactness.md", "docs/balance.md", "docs/memory.md"} <= set(WITH_SNIPPETS)
+@pytest.mark.slow
+def test_the_program_of_the_tutorial_has_the_same_losses_on_one_device_and_on_two_ranks(tmp_path):
+    (program,) = [block for block in blocks("docs/quickstart.md", "python") if block.startswith("# train.py")]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    printed = []
+    for launcher, strategy in (([], "auto"), (torchrun, "auto"), (torchrun, "fsdp")):
+        (tmp_path / "train.py").write_text(program.replace('STRATEGY = "auto"', f'STRATEGY = "{strategy}"'))
+        command = [sys.executable, *launcher, "train.py"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=True)
+        printed.append({line for line in done.stdout.splitlines() if line.startswith("[")})
+    assert len(printed[0]) == 1
+    assert printed[1:] == printed[:1] * 2
 
 
 @pytest.mark.usefixtures("double")
@@ -172,9 +167,7 @@ def test_readme_numbers_equal_the_benchmark_tables():
     assert [round(errors[0], 2), float(f"{errors[1]:.0e}")] == [0.35, 6e-16]
 
 
-def test_api_lists_all_public_names_and_index_all_pages():
-    for name in balanced_parallel.__all__:
-        assert f"`{name}" in PAGES["docs/api.md"], name
+def test_index_lists_all_pages():
     for page in set(PAGES) - {"README.md", "docs/README.md"}:
         assert f"({Path(page).name})" in PAGES["docs/README.md"], page
 
@@ -189,5 +182,23 @@ def test_the_map_of_the_folders_is_the_table_of_imports():
     assert folders == set(MAY_IMPORT)
 
 
-def test_there_are_at_most_19_pages():
-    assert len(set(PAGES) - {"README.md"}) <= 19
+def test_there_are_at_most_18_pages_and_three_that_lead_to_them():
+    assert len(set(PAGES) - {"README.md", "docs/choose.md", "docs/troubleshooting.md", "docs/libraries.md"}) <= 18
+
+
+def texts_of_errors():
+    """Yields the constant strings of the package. What is filled in is an ellipsis."""
+    for path in (ROOT / "balanced_parallel").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
+
+
+def test_troubleshooting_has_errors_as_the_package_raises_them():
+    table = PAGES["docs/troubleshooting.md"].partition("## Errors and warnings")[2]
+    errors = re.findall(r"^\| `(.*?)` \|", table, re.MULTILINE)
+    assert len(errors) >= 25
+    texts = "\n".join(texts_of_errors())
+    assert not [error for error in errors if error not in texts]

@@ -1,7 +1,7 @@
 """Do the known tricks against running out of memory save memory, and do the claims about them hold?
 
 Each trick is traced for three models by ``memory.estimate``, as ``python -m balanced_parallel tricks`` does. Claims are measured
-on simulated devices, and times on this CPU. Run without arguments, it writes ``docs/tricks.md``.
+on simulated devices, and times on this CPU. Run without arguments, it writes the README beside it.
 """
 
 import platform
@@ -20,7 +20,7 @@ from trick_models import Problem, problems
 from balanced_parallel.memory.remedies import Trick, TrickTable, measure_tricks
 from balanced_parallel.runtime.values import format_bytes
 
-PAGE = Path(__file__).parents[2] / "docs" / "tricks.md"
+PAGE = Path(__file__).parent / "README.md"
 
 INTRODUCTION = """# Tricks
 
@@ -31,9 +31,9 @@ The savings that `memory.plan` knows, measured one by one for three models. For 
 ```
 
 The table shows what each saves at the peak of a training step on one device (float32, AdamW), and what it costs. Bytes
-come from traces, which agree with the bytes that [simulated devices](simulation.md) measure. A negative number is a loss. Tricks
-do not add up: each is measured alone. How to use the savings of this library: [savings](savings.md); which of them a batch
-needs: [memory](memory.md).
+come from traces, which agree with the bytes that [simulated devices](../../docs/simulation.md) measure. A negative number is a loss. Tricks
+do not add up: each is measured alone. How to use the savings of this library: [savings](../../docs/savings.md); which of them a batch
+needs: [memory](../../docs/memory.md).
 """
 
 

@@ -166,7 +166,5 @@ def test_ray_train(tmp_path):
 
 
 @pytest.mark.parametrize("path", sorted(CLUSTERS.iterdir()), ids=lambda path: path.name)
-def test_page_shows_every_file(path):
-    text = PAGES["docs/clusters.md"]
-    assert f"(../examples/clusters/{path.name})" in text
-    assert path.suffix == ".py" or path.read_text() in text  # a Python block of a page would be run by test_readme.py
+def test_page_links_to_every_file(path):
+    assert f"(../examples/clusters/{path.name})" in PAGES["docs/clusters.md"]

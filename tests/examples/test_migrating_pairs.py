@@ -31,9 +31,11 @@ def test_differences_of_the_page_are_those_of_the_programs():
     for block in blocks:
         before, after = re.findall(r"^(?:---|\+\+\+) (\S+)$", block, re.MULTILINE)
         texts = [(ROOT / name).read_text().splitlines() for name in (before, after)]
-        assert block.splitlines() == list(difflib.unified_diff(*texts, before, after, n=1, lineterm=""))
+        assert block.splitlines() == list(difflib.unified_diff(*texts, before, after, n=0, lineterm=""))
         shown |= {before, after}
-    assert shown == {path.relative_to(ROOT).as_posix() for path in FOLDER.glob("*/*.py")}
+    linked = {f"examples/migrating/{name}" for name in re.findall(r"\(\.\./examples/migrating/(\w+/\w+\.py)\)", PAGE)}
+    assert shown | linked == {path.relative_to(ROOT).as_posix() for path in FOLDER.glob("*/*.py")}
+    assert len(shown) == 8
 
 
 def test_programs_are_short():
