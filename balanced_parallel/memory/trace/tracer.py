@@ -130,8 +130,9 @@ def _trace_whole(request: Request, rows: int, cut: tuple[Stack, int] | None = No
             request, blocks=tuple(name for name in request.blocks if not cut[0].is_removed(name, cut[1]))
         )
     request = dataclasses.replace(request, optimizer=optimizer)
-    change_module(module, request.savings)
-    checkpoint_blocks(module, request.blocks)
+    with fakes.undisturbed():
+        change_module(module, request.savings)
+        checkpoint_blocks(module, request.blocks)
     whole = rows * (request.micro_batches // request.batches)
     place = host_of(request.devices) if request.layout.batch_on_host else HOME
     batch = fakes.fake_batch((request.inputs, request.targets), whole, request.rows, mode, place, request.dim)
