@@ -10,8 +10,7 @@ triplets), or statistics, which are summed (``LossOfSums``, of an :class:`Additi
 
 import abc
 import functools
-import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -131,13 +130,13 @@ class ShardStatistics(NamedTuple):
     tensors: dict[Any, Tensor] | None  # by key path; None without rows
     structure: Any  # whose leaves the tensors are
     nothing: Tensor  # a zero on the device of the output, connected to it
-    more: Mapping[Any, Tensor] = types.MappingProxyType({})  # adds up over the rows too, and is checked alone
+
+
+Layout = dict[Any, tuple[tuple[int, ...], torch.dtype]]  # shapes and types of statistics by key path
 
 
 class LossOfSums(CoupledLoss):
     """The loss of the statistics of an update, of an :class:`AdditiveLoss`. A shard without rows adds nothing."""
-
-    may_lack = False  # shards may lack some statistics
 
     def __init__(self, criterion: Any, home: torch.device) -> None:
         super().__init__(criterion, home)
@@ -196,11 +195,7 @@ class LossOfSums(CoupledLoss):
         for part in parts:
             if part.tensors is None:
                 continue
-            shapes, others = (
-                [tuple(tensor.shape) for tensor in row.values()] for row in (self._total or part.tensors, part.tensors)
-            )
-            if shapes != others and not self.may_lack:
-                raise ValueError(f"the statistics have shapes {shapes} and {others}, expected equal shapes for all rows")
+            self._check_shapes([_layout(self._total or part.tensors), _layout(part.tensors)])
             self._structure = part.structure
             for place, tensor in part.tensors.items():
                 total = self._total.get(place)
@@ -218,21 +213,14 @@ class LossOfSums(CoupledLoss):
     def _over_ranks(self, nothing: Tensor | None) -> tuple[dict[Any, Tensor], list[int]]:
         """Returns the total of all ranks, with the graph of ``nothing``, and the ranks that have rows. Every rank calls this."""
         local = self._total
-        layout = self._structure, {place: (tensor.shape, tensor.dtype) for place, tensor in local.items()}
-        by_rank = {
-            number: layout for number, layout in enumerate(gather_objects(layout if local else None)) if layout is not None
-        }
-        different = {str([tuple(shape) for shape, _ in shapes.values()]) for _, shapes in by_rank.values()}
-        if len(different) > 1 and not self.may_lack:
-            raise ValueError(f"the statistics of the ranks have shapes {' and '.join(sorted(different))}, expected equal shapes")
+        layouts = list(enumerate(gather_objects((self._structure, _layout(local)) if local else None)))
+        by_rank = {number: layout for number, layout in layouts if layout is not None}
+        self._check_shapes([shapes for _, shapes in by_rank.values()])
         if world_size() == 1 or not by_rank:
             return local, [*by_rank]
-        self._structure, device = next(iter(by_rank.values()))[0], nothing.device if nothing is not None else self.home
-        shapes = {place: shape for _, shapes in by_rank.values() for place, shape in shapes.items()}
-        local = {
-            place: local[place] if place in local else torch.zeros(shape, dtype=dtype, device=device)
-            for place, (shape, dtype) in shapes.items()
-        }
+        device = self.home if nothing is None else nothing.device
+        self._structure, shapes = next(iter(by_rank.values()))
+        local = local or {place: torch.zeros(shape, dtype=dtype, device=device) for place, (shape, dtype) in shapes.items()}
         whole = {place: sum_over_ranks(tensor) for place, tensor in local.items()}
         if nothing is None:
             return whole, [*by_rank]
@@ -241,6 +229,16 @@ class LossOfSums(CoupledLoss):
             ours = tensor * world_size() + nothing if is_differentiable(tensor) else tensor
             whole[place] = replace_value(ours, whole[place])
         return whole, [*by_rank]
+
+    def _check_shapes(self, layouts: Sequence[Layout]) -> None:
+        for layout in layouts[1:]:
+            pairs = [[(place, shape) for place, (shape, _) in each.items()] for each in (layouts[0], layout)]
+            if pairs[0] != pairs[1]:
+                self._refuse_shapes(layouts[0], layout)
+
+    def _refuse_shapes(self, first: Layout, other: Layout) -> NoReturn:
+        shapes, others = ([shape for shape, _ in layout.values()] for layout in (first, other))
+        raise ValueError(f"the statistics have shapes {shapes} and {others}, expected equal shapes for all rows")
 
     def _finish(self, total: dict[Any, Tensor]) -> Any:
         """Returns the loss of the statistics of all rows."""
@@ -269,7 +267,7 @@ class LossOfSums(CoupledLoss):
     @torch.no_grad()
     def _compare(self, whole: ShardStatistics, halves: Sequence[ShardStatistics], rows: int | None) -> None:
         """Raises ``ValueError`` if the statistics of the first shard are not the sum of those of its halves."""
-        columns = [{**(part.tensors or {}), **part.more} for part in (whole, *halves)]
+        columns = [part.tensors or {} for part in (whole, *halves)]
         for number, place in enumerate({place: None for column in columns for place in column}):
             total, first, last = (widen(column[place]) if place in column else torch.zeros(()) for column in columns)
             if total.shape == first.shape == last.shape:
@@ -290,6 +288,10 @@ class LossOfSums(CoupledLoss):
         raise ValueError(
             f"statistics do not add up: {reason}; expected sums over the rows, so return .sum() in place of .mean()"
         ) from cause
+
+
+def _layout(tensors: dict[Any, Tensor]) -> Layout:
+    return {place: (tuple(tensor.shape), tensor.dtype) for place, tensor in tensors.items()}
 
 
 def _as_tensor(leaf: Any, device: torch.device) -> Tensor:
