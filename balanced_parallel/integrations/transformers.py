@@ -29,8 +29,9 @@ from transformers.trainer_utils import unwrap_peft_model
 
 from ..batch.outputs import PerReplica, join
 from ..batch.rows import Whole, move_leaves
-from ..loss.rules import RULES, loss_weight, reduction_of
-from ..loss.sums import add_up, weighted_sum
+from ..loss.means import sum_of_loss
+from ..loss.rules import RULES, arguments_of, divisor, reduction_in
+from ..loss.sums import add_up
 from ..replicas.model import DataParallelModel
 from ..runtime.collectives import rank, sum_over_ranks, world_size
 from ..runtime.devices import DeviceLike, keep_random_state, resolve_devices
@@ -58,34 +59,27 @@ class Means(TorchFunctionMode):
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        reduction = reduction_of(functools.partial(function, **kwargs)) if function in RULES else "none"
+        arguments = arguments_of(function, *args, **kwargs) if function in RULES else {}
+        reduction = reduction_in(arguments) if arguments else "none"
         if reduction == "none":
             return function(*args, **kwargs)
         is_told, count = isinstance(self.divisors, Sequence), 0.0
         if not is_told or function is F.ctc_loss:  # to count waits for the device
-            mean = functools.partial(function, **kwargs | {"reduction": "mean" if reduction == "sum" else reduction})
-            count = float(loss_weight(mean, *args))
+            count = float(divisor(RULES[function], function, arguments))
         if reduction == "sum":
             self.summed.append(count)
-            return function(*args, **kwargs)
+            return function(**arguments)
         if self.divisors is None:
-            value = function(*args, **kwargs)
+            value = function(**arguments)
         else:
-            divisor = self.divisors[len(self.counts)] if isinstance(self.divisors, Sequence) else self.divisors
-            value = self._sum(function, args, kwargs, count) / divisor
+            whole = self.divisors[len(self.counts)] if isinstance(self.divisors, Sequence) else self.divisors
+            value = sum_of_loss(function, arguments, count) / whole
         self.counts.append(count)
-        has_labels = function in (F.cross_entropy, F.nll_loss) and not args[1].is_floating_point()
-        ignored = kwargs.get("ignore_index", IGNORED) if has_labels else None
-        self.ignored.append(ignored if kwargs.get("weight") is None else math.nan)
+        has_labels = RULES[function] is RULES[F.cross_entropy] and not arguments["target"].is_floating_point()
+        ignored = arguments.get("ignore_index", IGNORED) if has_labels else None
+        self.ignored.append(ignored if arguments.get("weight") is None else math.nan)
         self.values.append(value.detach())
         return value
-
-    def _sum(self, function: Callable[..., Tensor], args: Any, kwargs: Any, count: float) -> Tensor:
-        if function is F.ctc_loss:  # its sum does not divide by the lengths
-            return weighted_sum(function(*args, **kwargs), count)
-        if args[0].dtype in (torch.float16, torch.bfloat16):
-            return function(*args, **kwargs | {"reduction": "none"}).float().sum()
-        return function(*args, **kwargs | {"reduction": "sum"})
 
 
 class Head(NamedTuple):

@@ -29,7 +29,7 @@ from ..runtime.devices import move
 from ..runtime.torch_private import storage_id, versions
 from .coupled import Layout, LossOfSums, ShardStatistics
 from .rules import RULES, arguments_of, divisor, reduction_in, refuse_coupled, unwrap
-from .sums import LossSum, ShardLoss, add_up, divide, weighted_sum, widen
+from .sums import LossSum, ShardLoss, add_up, divide, weighted_sum, widen, zero_of
 
 Form = dict[int, Any]  # a linear combination: the coefficients of terms by their numbers; number 0 is the constant 1
 _OF_NOTHING, _OF_TARGETS, _OF_OUTPUTS = 0, 1, 2  # levels: what a tensor depends on
@@ -172,14 +172,7 @@ class MeanRecorder(TorchFunctionMode):
                 self._add(result, Term("sum", result, None, None))
             return result
         count = divisor(RULES[function], function, arguments)
-        if function is F.ctc_loss:  # its sum omits the division by the length of each sequence
-            total = widen(function(**arguments)) * count
-        else:
-            settings = {name: value for name, value in arguments.items() if name not in ("reduction", "size_average", "reduce")}
-            if any(isinstance(value, Tensor) and value.dtype == torch.float16 for value in settings.values()):
-                total = widen(function(**settings, reduction="none")).sum()  # a sum in float16 overflows
-            else:
-                total = function(**settings, reduction="sum")
+        total = sum_of_loss(function, arguments, count)
         result = total / count
         self._add(result, Term(function.__name__, total, count, self._key(function, arguments)))
         return result
@@ -217,6 +210,18 @@ def _plus(first: Form, second: Form) -> Form:
 
 def _times(form: Form, factor: Any) -> Form:
     return {number: coefficient * factor for number, coefficient in form.items()}
+
+
+def sum_of_loss(function: Any, arguments: dict[str, Any], count: Any) -> Tensor:
+    """Returns the sum that is divided by ``count`` in the mean of a loss of torch."""
+    settings = {name: value for name, value in arguments.items() if name not in ("reduction", "size_average", "reduce")}
+    if function is F.ctc_loss:  # its sum omits the division by the length of each sequence
+        mean = function(**settings)
+        return widen(mean) * count if count else zero_of(mean)
+    if any(isinstance(value, Tensor) and value.dtype in (torch.float16, torch.bfloat16) for value in settings.values()):
+        return widen(function(**settings, reduction="none")).sum()  # a sum in float16 overflows
+    total: Tensor = function(**settings, reduction="sum")
+    return total
 
 
 class MeanName(NamedTuple):

@@ -351,18 +351,9 @@ def sum_of_terms(shard: ShardLoss) -> Tensor:
         return widen(shard.nothing())
     if "reduction" in shard.kwargs:  # it would override the sum
         shard = shard._replace(kwargs={name: value for name, value in shard.kwargs.items() if name != "reduction"})
-    outputs = containers.spread(shard.output)
-    halves = []
-    for leaf in outputs:
-        if isinstance(leaf, Tensor) and leaf.dtype == torch.float16:
-            halves.append(leaf)
-    if halves and not torch.is_autocast_enabled(halves[0].device.type):  # a sum in float16 overflows
-        weight = shard.weigh()
-        if weight.is_cpu:
-            return weighted_sum(shard.call(), float(weight))
-        return widen(shard.call(_reducing(shard.criterion, "none"))).sum()  # a mean would need the weight on the host
-    if halves:  # autocast computes losses in float32, but not on the CPU
-        shard = shard._replace(output=tuple(widen(leaf) if isinstance(leaf, Tensor) else leaf for leaf in outputs))
+    leaves = containers.spread(shard.output)
+    if any(isinstance(leaf, Tensor) and leaf.dtype == torch.float16 for leaf in leaves):  # a sum in float16 overflows
+        return widen(shard.call(_reducing(shard.criterion, "none"))).sum()
     return check_loss(shard.call(_reducing(shard.criterion, "sum")))
 
 
