@@ -351,9 +351,9 @@ def sum_of_terms(shard: ShardLoss) -> Tensor:
         return widen(shard.nothing())
     if "reduction" in shard.kwargs:  # it would override the sum
         shard = shard._replace(kwargs={name: value for name, value in shard.kwargs.items() if name != "reduction"})
-    leaves = containers.spread(shard.output)
-    if any(isinstance(leaf, Tensor) and leaf.dtype == torch.float16 for leaf in leaves):  # a sum in float16 overflows
-        return widen(shard.call(_reducing(shard.criterion, "none"))).sum()
+    for leaf in containers.spread(shard.output):
+        if isinstance(leaf, Tensor) and leaf.dtype == torch.float16:  # whose sum overflows
+            return widen(shard.call(_reducing(shard.criterion, "none"))).sum()
     return check_loss(shard.call(_reducing(shard.criterion, "sum")))
 
 
