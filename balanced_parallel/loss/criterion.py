@@ -150,9 +150,10 @@ class DataParallelCriterion(ShardRunner):
             return total_of
         if self.finds_means:
             return single_mean
-        if self.weight is None and has_sum(self.module):
-            return sum_and_weight
-        return MeanAndWeight(self._weigh(), self.minimum)
+        if self.weight is None:
+            return sum_and_weight if has_sum(self.module) else MeanAndWeight(ShardLoss.weigh, self.minimum)
+        weigh = (lambda shard: shard.rows) if self.weight == "rows" else functools.partial(call_weight, self.weight)
+        return MeanAndWeight(weigh, self.minimum)
 
     def divided_sums(self, divisors: Sequence[float], outputs: PerReplica, shards: Sequence[Shard]) -> list[LossSum]:
         """Returns :meth:`loss_sums` of several means, each divided by its entry of ``divisors``, those of the whole batch."""
@@ -175,12 +176,6 @@ class DataParallelCriterion(ShardRunner):
             return kwargs
         others = {name: value for name, value in kwargs.items() if name not in ("size_average", "reduce")}
         return {**others, "reduction": reduction_in(kwargs)}
-
-    def _weigh(self) -> Callable[[ShardLoss], Any]:
-        """Returns the function that computes the weight of one replica's mean, for criteria without ``reduction="sum"``."""
-        if self.weight is not None and self.weight != "rows":
-            return functools.partial(call_weight, self.weight)
-        return ShardLoss.weigh if self.weight is None else lambda shard: shard.rows
 
 
 def couple(criterion: DataParallelCriterion, home: torch.device) -> CoupledLoss:

@@ -78,7 +78,7 @@ def _classes(*, target: Tensor, weight: Tensor | None = None, ignore_index: int 
     """Divisor of ``nn.CrossEntropyLoss`` and ``nn.NLLLoss``. Targets that are probabilities divide by their number."""
     if target.is_floating_point():
         return _count(target.numel() // max(target.size(1 if target.dim() > 1 else 0), 1))
-    counted = torch.ones_like(target, dtype=torch.bool) if ignore_index is None else target != ignore_index
+    counted = target != (-100 if ignore_index is None else ignore_index)  # as linear_cross_entropy does with None
     if weight is None:
         return counted.sum()
     return (weight[target.masked_fill(~counted, 0)] * counted).sum()

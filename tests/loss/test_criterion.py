@@ -10,7 +10,7 @@ from helpers.problems import assert_same_gradients, build_net, class_targets, gr
 from torch import nn
 from transformers.modeling_outputs import SequenceClassifierOutput
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, gather
+from balanced_parallel import DataParallelCriterion, DataParallelModel, PerReplica, gather
 from balanced_parallel.loss.shards import copy_criterion
 from balanced_parallel.replicas.replicas import Replicas
 
@@ -280,3 +280,10 @@ def test_the_loss_without_rows_is_zero():
         del held
         sums = criterion.loss_sums(*criterion.cut(outputs, (torch.empty(0, dtype=torch.long),), {}))
         assert sums[0].total.item() == 0
+
+
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="it is new in torch 2.13")
+def test_a_linear_cross_entropy_ignores_labels_by_default():
+    criterion, rows, target = nn.LinearCrossEntropyLoss(4, 5), torch.randn(6, 4), torch.tensor([0, 1, -100, 2, -100, 3])
+    outputs = PerReplica(rows.split(3), [3, 3])
+    torch.testing.assert_close(DataParallelCriterion(criterion)(outputs, target), criterion(rows, target))
