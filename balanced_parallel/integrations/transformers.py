@@ -40,6 +40,7 @@ Inputs = Mapping[str, Any]
 CountRule = functools.partial[Any]  # of a function of the inputs
 POSITIONS = ("start_positions", "end_positions")  # of answers: those outside of the text do not count
 IGNORED = -100  # a label
+OUTSIDE = "outside"  # of the text, for a position
 
 
 class Means(TorchFunctionMode):
@@ -211,8 +212,8 @@ class BalancedTrainer(Trainer):
         is_causal = self._loss_shifts_labels or type(unwrap_peft_model(self.model)).__name__ in CAUSAL.values()
         counts: list[CountRule] = []
         for name in ("shift_labels", *self.label_names):
-            counts += [functools.partial(count_labels, name, ignored, first) for first in ((1, 0) if is_causal else (0, 1))]
-            counts += [functools.partial(count_positions, name), functools.partial(count_elements, name)]
+            pairs = [(ignored, int(is_causal)), (ignored, int(not is_causal)), (OUTSIDE, 0), (None, 0)]
+            counts += [functools.partial(count_labels, name, *pair) for pair in pairs if name in POSITIONS or OUTSIDE not in pair]
         return [*counts, functools.partial(count_rows)]
 
     def _loss_of_rows(self, inputs: Inputs, items: float | None) -> float:
@@ -430,28 +431,17 @@ def take_rows(inputs: Inputs, places: slice | list[int]) -> dict[str, Any]:
     return {name: value[places] if name in tensors else value for name, value in inputs.items()}
 
 
-def count_labels(name: str, ignored: int, first: int, inputs: Inputs) -> float:
+def count_labels(name: str, ignored: int | str | None, first: int, inputs: Inputs) -> float:
     """Returns the number of labels that are not ignored, from position ``first`` of each row on."""
     labels = inputs.get(name)
-    if labels is None or labels.is_floating_point() or labels.dim() <= first:
+    if labels is None or (ignored is not None and (labels.is_floating_point() or labels.dim() <= first)):
         return math.nan
-    return float((labels[..., first:] != ignored).sum())
+    if ignored == OUTSIDE:
+        return float((labels < inputs["input_ids"].size(1)).sum()) if "input_ids" in inputs else math.nan
+    return float(labels.numel() if ignored is None else (labels[..., first:] != ignored).sum())
 
 
-def count_positions(name: str, inputs: Inputs) -> float:
-    """Returns the number of positions that are in the text."""
-    if name not in POSITIONS or "input_ids" not in inputs:
-        return math.nan
-    return float((inputs[name] < inputs["input_ids"].size(1)).sum())
-
-
-def count_elements(name: str, inputs: Inputs) -> float:
-    """Returns the number of labels."""
-    return math.nan if inputs.get(name) is None else float(inputs[name].numel())
-
-
-def ignored_by(rule: CountRule, inputs: Inputs) -> int | None:
+def ignored_by(rule: CountRule, inputs: Inputs) -> Any:
     """Returns the label that a count leaves out."""
-    if rule.func is count_positions:
-        return int(inputs["input_ids"].size(1)) if "input_ids" in inputs else None
-    return int(rule.args[1]) if rule.func is count_labels else None
+    ignored = rule.args[1] if rule.args else None
+    return inputs["input_ids"].size(1) if ignored == OUTSIDE and "input_ids" in inputs else ignored

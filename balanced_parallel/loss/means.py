@@ -198,7 +198,7 @@ class MeanRecorder(TorchFunctionMode):
 
     def terms_of(self, loss: Any) -> list[Term] | None:
         """Returns the terms of a loss with their coefficients, or None if it is not a sum of means."""
-        form = self._form(loss) if isinstance(loss, Tensor) and loss.numel() == 1 else None
+        form = None if isinstance(loss, Tensor) and loss.numel() != 1 else self._form(loss)
         if form is None or any(self.terms[number].weight is None for number in form):
             return None
         return [self.terms[number]._replace(factor=factor) for number, factor in form.items()]
@@ -251,8 +251,7 @@ def find_means(shard: ShardLoss, *, is_split: bool) -> tuple[Any, dict[MeanName,
         terms = [] if loss is None else recorder.terms_of(loss)
         if terms is None and is_split:
             _refuse_unknown(module)
-        if terms is None:
-            terms = [Term("the loss", weighted_sum(loss, 1), 1, _SEVERAL)]
+        terms = [Term("the loss", weighted_sum(loss, 1), 1, _SEVERAL)] if terms is None else terms
         pairs += [(place, term) for term in terms]
     keys = {term.key for _, term in pairs} - {None}
     has_several = len(keys) > 1 or _SEVERAL in keys
@@ -353,9 +352,8 @@ class LossOfMeans(LossOfSums):
             losses[name.place] = losses[name.place] + mean if name.place in losses else mean
 
         def fill(place: str, values: list[Any]) -> Any:
-            device = self.criterion.output_device
-            loss = None if values[0] is None else losses.get(place, torch.zeros(()))
-            return loss if loss is None or device is None else move(loss, device)
+            loss = losses.get(place, torch.zeros(()))
+            return None if values[0] is None else move(loss, self.criterion.output_device or loss.device)
 
         return containers.zip_leaves(fill, [self._structure])
 

@@ -258,7 +258,7 @@ ACCEPTED = {
     "a minimum with its place": lambda out, values: F.mse_loss(out, values.sort(1)[0]) + out.min(1)[0].mean(),
     "in place": lambda out, values: torch.ones(()).add_(F.mse_loss(out, values)).mul_(2),
     "rows of a stack": lambda out, values: torch.stack([out.mean(), F.mse_loss(out, values), -out.mean()]).mean(0) / 2 - 1,
-    "dictionaries": lambda out, values: {"a": F.mse_loss(out, values), "b": None},
+    "dictionaries": lambda out, values: {"a": F.mse_loss(out, values), "b": None, "c": 0.0, "d": 2.0},
 }
 
 
@@ -273,7 +273,7 @@ def log(loss):
 def test_other_ways_to_write_sums_of_means_are_exact(name):
     result, expected = two_outputs(ACCEPTED[name], rows=9)
     if isinstance(expected, dict):
-        assert result["b"] is None
+        assert (result["b"], result["c"], result["d"]) == (None, 0, 2)
         result, expected = result["a"], expected["a"]
     torch.testing.assert_close(result, expected.reshape(()))
 
