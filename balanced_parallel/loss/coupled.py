@@ -27,6 +27,8 @@ from ..runtime.values import scaled
 from .shards import ShardRunner, copy_criterion, devices_of
 from .sums import LossSum, ShardLoss, add_up, call_spread, hand_back, loss_of, replace_value, weighted_sum, widen
 
+Shapes = dict[Any, tuple[int, ...]]  # of statistics, by key path
+
 
 class CoupledLoss(abc.ABC):
     """The loss of one update, whose rows depend on each other. ``home`` is a device for a process without rows."""
@@ -132,9 +134,6 @@ class ShardStatistics(NamedTuple):
     nothing: Tensor  # a zero on the device of the output, connected to it
 
 
-Layout = dict[Any, tuple[tuple[int, ...], torch.dtype]]  # shapes and types of statistics by key path
-
-
 class LossOfSums(CoupledLoss):
     """The loss of the statistics of an update, of an :class:`AdditiveLoss`. A shard without rows adds nothing."""
 
@@ -195,7 +194,7 @@ class LossOfSums(CoupledLoss):
         for part in parts:
             if part.tensors is None:
                 continue
-            self._check_shapes([_layout(self._total or part.tensors), _layout(part.tensors)])
+            self._check_shapes([self._total or part.tensors, part.tensors])
             self._structure = part.structure
             for place, tensor in part.tensors.items():
                 total = self._total.get(place)
@@ -213,14 +212,15 @@ class LossOfSums(CoupledLoss):
     def _over_ranks(self, nothing: Tensor | None) -> tuple[dict[Any, Tensor], list[int]]:
         """Returns the total of all ranks, with the graph of ``nothing``, and the ranks that have rows. Every rank calls this."""
         local = self._total
-        layouts = list(enumerate(gather_objects((self._structure, _layout(local)) if local else None)))
+        layout = self._structure, {place: tensor.detach().to("meta") for place, tensor in local.items()}
+        layouts = enumerate(gather_objects(layout if local else None))
         by_rank = {number: layout for number, layout in layouts if layout is not None}
-        self._check_shapes([shapes for _, shapes in by_rank.values()])
+        self._check_shapes([tensors for _, tensors in by_rank.values()])
         if world_size() == 1 or not by_rank:
             return local, [*by_rank]
         device = self.home if nothing is None else nothing.device
-        self._structure, shapes = next(iter(by_rank.values()))
-        local = local or {place: torch.zeros(shape, dtype=dtype, device=device) for place, (shape, dtype) in shapes.items()}
+        self._structure, tensors = next(iter(by_rank.values()))
+        local = local or {place: torch.zeros_like(tensor, device=device) for place, tensor in tensors.items()}
         whole = {place: sum_over_ranks(tensor) for place, tensor in local.items()}
         if nothing is None:
             return whole, [*by_rank]
@@ -230,14 +230,14 @@ class LossOfSums(CoupledLoss):
             whole[place] = replace_value(ours, whole[place])
         return whole, [*by_rank]
 
-    def _check_shapes(self, layouts: Sequence[Layout]) -> None:
-        for layout in layouts[1:]:
-            pairs = [[(place, shape) for place, (shape, _) in each.items()] for each in (layouts[0], layout)]
-            if pairs[0] != pairs[1]:
-                self._refuse_shapes(layouts[0], layout)
+    def _check_shapes(self, parts: Sequence[dict[Any, Tensor]]) -> None:
+        shapes = [{place: tuple(tensor.shape) for place, tensor in part.items()} for part in parts]
+        for other in shapes:
+            if list(other.items()) != list(shapes[0].items()):
+                self._refuse_shapes(shapes[0], other)
 
-    def _refuse_shapes(self, first: Layout, other: Layout) -> NoReturn:
-        shapes, others = ([shape for shape, _ in layout.values()] for layout in (first, other))
+    def _refuse_shapes(self, first: Shapes, other: Shapes) -> NoReturn:
+        shapes, others = list(first.values()), list(other.values())
         raise ValueError(f"the statistics have shapes {shapes} and {others}, expected equal shapes for all rows")
 
     def _finish(self, total: dict[Any, Tensor]) -> Any:
@@ -288,10 +288,6 @@ class LossOfSums(CoupledLoss):
         raise ValueError(
             f"statistics do not add up: {reason}; expected sums over the rows, so return .sum() in place of .mean()"
         ) from cause
-
-
-def _layout(tensors: dict[Any, Tensor]) -> Layout:
-    return {place: (tuple(tensor.shape), tensor.dtype) for place, tensor in tensors.items()}
 
 
 def _as_tensor(leaf: Any, device: torch.device) -> Tensor:

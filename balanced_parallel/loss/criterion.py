@@ -107,31 +107,29 @@ class DataParallelCriterion(ShardRunner):
         self.precision = Precision("fp32" if precision is None else precision)
         self.replicas = Replicas()
         self.weight, self.minimum, self._reduction = weight, minimum, reduction
-        self.is_coupled = False  # it is computed once of all rows, in two passes over several micro-batches
-        is_coupled = whole or isinstance(criterion, AdditiveLoss)
-        is_mean = not is_coupled and weight is None and self.reduction == "mean"
+        self._is_joint = whole or isinstance(criterion, AdditiveLoss)  # it is computed once, of all rows
+        is_mean = weight is None and self.reduction == "mean"
         self.finds_means = is_mean and not is_known(criterion)  # its means are found while it runs
-        self.is_coupled = is_coupled or self.finds_means  # until all of its means are over one count
+        # In two passes over several micro-batches. Means are, until all of them are over one count.
+        self.is_coupled = self._is_joint or self.finds_means
 
     def weigh_by(self, weight: Divisor) -> None:
         """Sets the divisor of the criterion's mean."""
-        self.is_coupled = self.is_coupled and not self.finds_means
-        self.weight, self.finds_means = weight, False
+        self.weight, self.finds_means, self.is_coupled = weight, False, self._is_joint
 
     @property
     def reduction(self) -> str:
         """The reduction of the criterion: ``"mean"``, ``"batchmean"``, ``"sum"`` or ``"none"``."""
-        if self.is_coupled and not self.finds_means:
+        if self._is_joint:
             return "sum"  # its parts add up to it
         return self._reduction or reduction_of(self.module)
 
     def forward(self, outputs: Sequence[Any], *targets: Any, **kwargs: Any) -> Any:
         """Returns the loss of the batch. ``targets`` and ``kwargs`` have all rows of the batch."""
-        is_whole = self.is_coupled and not self.finds_means
-        kwargs = kwargs if is_whole else self._modern(kwargs)
+        kwargs = kwargs if self._is_joint else self._modern(kwargs)
         entries, shards = self.cut(outputs, targets, kwargs)
         reduction = kwargs.get("reduction", self.reduction)
-        if is_whole or (self.finds_means and reduction == "mean"):
+        if self._is_joint or (self.finds_means and reduction == "mean"):
             return couple(self, torch.device("cpu")).value(entries, shards)
         if reduction == "none":
             return PerReplica(self.run(ShardLoss.call, entries, shards), entries.sizes, entries.dim)

@@ -27,7 +27,7 @@ from ..batch.rows import Shard
 from ..runtime.collectives import world_size
 from ..runtime.devices import move
 from ..runtime.torch_private import storage_id, versions
-from .coupled import Layout, LossOfSums, ShardStatistics
+from .coupled import LossOfSums, Shapes, ShardStatistics
 from .rules import RULES, arguments_of, divisor, reduction_in, refuse_coupled, unwrap
 from .sums import LossSum, ShardLoss, add_up, divide, weighted_sum, widen, zero_of
 
@@ -364,7 +364,7 @@ class LossOfMeans(LossOfSums):
     def _name(self, number: int, place: Any) -> str:
         return f"the {place[1]} of {place[0].kind}"
 
-    def _refuse_shapes(self, first: Layout, other: Layout) -> NoReturn:
+    def _refuse_shapes(self, first: Shapes, other: Shapes) -> NoReturn:
         texts = [", ".join(name.kind for name, kind in shapes if kind == "total") for shapes in (first, other)]
         raise UnknownMeanError(f"the criterion computes {texts[0]} for some rows, and {texts[1]} for others; {_ALWAYS}")
 
