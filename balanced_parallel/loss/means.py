@@ -87,6 +87,7 @@ class MeanRecorder(TorchFunctionMode):
         name = _NAMES.get(name, name)
         form = self._combine(name, args, kwargs) if any(tensor in self._forms for tensor in tensors) else None
         result = func(*args, **kwargs)
+        args = args or tuple(kwargs.values())
         for tensor in args[:1] if name == "setitem" else result if isinstance(result, tuple) else (result,):
             if isinstance(tensor, Tensor):  # it may be written in place
                 self._forms.pop(tensor, None)

@@ -256,6 +256,7 @@ ACCEPTED = {
     "a loss of zero": lambda out, values: F.mse_loss(out, out.detach()),
     "an unbound parameter": lambda out, values: sum(weight * out.mean() for weight in nn.Parameter(torch.ones(3)).unbind()),
     "a minimum with its place": lambda out, values: F.mse_loss(out, values.sort(1)[0]) + out.min(1)[0].mean(),
+    "by keyword": lambda out, values: torch.mean(input=out) + torch.sum(input=out * values) / values.sum(),
     "in place": lambda out, values: torch.ones(()).add_(F.mse_loss(out, values)).mul_(2),
     "rows of a stack": lambda out, values: torch.stack([out.mean(), F.mse_loss(out, values), -out.mean()]).mean(0) / 2 - 1,
     "dictionaries": lambda out, values: {"a": F.mse_loss(out, values), "b": None, "c": 0.0, "d": 2.0},
