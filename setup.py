@@ -39,7 +39,6 @@ extras = {
         "safetensors",
         "schedulefree",
         "scikit-learn",
-        "tensorboard",
         "torchmetrics",
         "tqdm",
         "transformers",

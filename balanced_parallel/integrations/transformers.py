@@ -30,13 +30,13 @@ from transformers.trainer_utils import unwrap_peft_model
 from ..batch.outputs import PerReplica, join
 from ..batch.rows import Whole, move_leaves
 from ..loss.rules import RULES, loss_weight, reduction_of
-from ..loss.sums import add_up
+from ..loss.sums import add_up, weighted_sum
 from ..replicas.model import DataParallelModel
 from ..runtime.collectives import rank, sum_over_ranks, world_size
 from ..runtime.devices import DeviceLike, keep_random_state, resolve_devices
 
 Inputs = Mapping[str, Any]
-CountRule = Callable[[Inputs], Any]
+CountRule = functools.partial[Any]  # of a function of the inputs
 POSITIONS = ("start_positions", "end_positions")  # of answers: those outside of the text do not count
 IGNORED = -100  # a label
 
@@ -52,6 +52,7 @@ class Means(TorchFunctionMode):
         super().__init__()
         self.divisors = divisors
         self.counts: list[float] = []  # of each mean
+        self.ignored: list[float | None] = []  # the label that each leaves out; nan if it has weights
         self.values: list[Tensor] = []
         self.summed: list[float] = []  # the counts of losses that are sums already
 
@@ -60,20 +61,31 @@ class Means(TorchFunctionMode):
         reduction = reduction_of(functools.partial(function, **kwargs)) if function in RULES else "none"
         if reduction == "none":
             return function(*args, **kwargs)
-        is_told = isinstance(self.divisors, Sequence) and reduction != "sum" and function is not F.ctc_loss
-        means = kwargs | {"reduction": "mean"} if reduction == "sum" else kwargs
-        count = 0.0 if is_told else float(loss_weight(functools.partial(function, **means), *args))  # waits for the device
+        is_told, count = isinstance(self.divisors, Sequence), 0.0
+        if not is_told or function is F.ctc_loss:  # to count waits for the device
+            mean = functools.partial(function, **kwargs | {"reduction": "mean" if reduction == "sum" else reduction})
+            count = float(loss_weight(mean, *args))
         if reduction == "sum":
             self.summed.append(count)
             return function(*args, **kwargs)
-        divisor = self.divisors[len(self.counts)] if isinstance(self.divisors, Sequence) else self.divisors or count
-        if self.divisors is None or function is F.ctc_loss:  # whose sum is another
-            value = function(*args, **kwargs) * (count / divisor if count else 1.0)
+        if self.divisors is None:
+            value = function(*args, **kwargs)
         else:
-            value = function(*args, **kwargs | {"reduction": "none"}).float().sum() / divisor
+            divisor = self.divisors[len(self.counts)] if isinstance(self.divisors, Sequence) else self.divisors
+            value = self._sum(function, args, kwargs, count) / divisor
         self.counts.append(count)
+        has_labels = function in (F.cross_entropy, F.nll_loss) and not args[1].is_floating_point()
+        ignored = kwargs.get("ignore_index", IGNORED) if has_labels else None
+        self.ignored.append(ignored if kwargs.get("weight") is None else math.nan)
         self.values.append(value.detach())
         return value
+
+    def _sum(self, function: Callable[..., Tensor], args: Any, kwargs: Any, count: float) -> Tensor:
+        if function is F.ctc_loss:  # its sum does not divide by the lengths
+            return weighted_sum(function(*args, **kwargs), count)
+        if args[0].dtype in (torch.float16, torch.bfloat16):
+            return function(*args, **kwargs | {"reduction": "none"}).float().sum()
+        return function(*args, **kwargs | {"reduction": "sum"})
 
 
 class Head(NamedTuple):
@@ -82,6 +94,7 @@ class Head(NamedTuple):
     has_items: bool
     counts: tuple[CountRule | None, ...]  # of the inputs; None where only a forward tells
     factors: tuple[float, ...]  # of each mean
+    has_sums: bool = False  # that are not divided
 
     def items(self, divisors: Sequence[float]) -> Tensor | None:
         """Returns the ``num_items_in_batch`` of a loss with these divisors."""
@@ -204,10 +217,9 @@ class BalancedTrainer(Trainer):
         is_causal = self._loss_shifts_labels or type(unwrap_peft_model(self.model)).__name__ in CAUSAL.values()
         counts: list[CountRule] = []
         for name in ("shift_labels", *self.label_names):
-            counts.append(functools.partial(count_positions, name))
             counts += [functools.partial(count_labels, name, ignored, first) for first in ((1, 0) if is_causal else (0, 1))]
-            counts.append(functools.partial(count_elements, name))
-        return [*counts, count_rows]
+            counts += [functools.partial(count_positions, name), functools.partial(count_elements, name)]
+        return [*counts, functools.partial(count_rows)]
 
     def _loss_of_rows(self, inputs: Inputs, items: float | None) -> float:
         number = None if items is None else torch.tensor(items)
@@ -303,7 +315,7 @@ class BalancedTrainer(Trainer):
         with torch.no_grad():
             losses, logits, labels, values = zip(*self._run(model, inputs, predict), strict=True)
         loss = None if losses[0] is None else add_up(losses, device)
-        if is_evaluated and loss is not None:
+        if is_evaluated and loss is not None and head.counts and not head.has_sums:
             terms = [
                 add_up(column, device) * factor for column, factor in zip(zip(*values, strict=True), head.factors, strict=True)
             ]
@@ -323,7 +335,7 @@ class BalancedTrainer(Trainer):
         """Runs all batches, as Trainer does. Their loss is that of all rows, not the mean over batches."""
         self._evaluated = []
         output = super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
-        if f"{metric_key_prefix}_loss" in output.metrics and self._head is not None and self._head.counts:
+        if f"{metric_key_prefix}_loss" in output.metrics and self._evaluated:
             sums, counts = (sum_over_ranks(torch.stack(column).sum(0)) for column in zip(*self._evaluated, strict=True))
             output.metrics[f"{metric_key_prefix}_loss"] = (sums / counts).sum().item()
         return output
@@ -342,57 +354,66 @@ def read_head(loss_of: Callable[[Inputs, float | None], float], inputs: Inputs, 
         with Means(divisors) as means:
             return loss_of(rows, items), means
 
-    def find_count(number: float, tolerance: float) -> CountRule | None:
-        return next((count for count in candidates if abs(count(inputs) - number) <= tolerance * number), None)
+    def run_apart(items: float, divisors: Sequence[float] | float) -> float:
+        return sum(run(items, divisors, take_rows(inputs, slice(row, row + 1)))[0] for row in range(count_rows(inputs)))
+
+    def find_count(number: float, rules: Sequence[CountRule], tolerance: float = 0.0) -> CountRule | None:
+        numbers = [(abs(rule(inputs) - number), place) for place, rule in enumerate(rules) if not math.isnan(rule(inputs))]
+        distance, place = min(numbers, default=(math.inf, 0))
+        return rules[place] if distance <= tolerance * number else None
 
     (of_means, means), (with_items, _) = run(math.inf, None), run(1.0, None)
     has_items = of_means != with_items
-    of_constants, _ = run(math.inf, math.inf)
-    if of_constants != 0:
+    of_sums, _ = run(math.inf, math.inf)
+    if of_sums and abs(run_apart(math.inf, math.inf) - of_sums) > 0.02 * abs(of_sums):
         raise ValueError(
-            f"the loss of a few rows has a part of {of_constants:.3g} that is not a mean over them: expected means of torch's "
+            f"the loss of a few rows has a part of {of_sums:.3g} that is no sum or mean over them: expected means of torch's "
             "losses, or sums over num_items_in_batch, as compute_loss_func can have them. The loss of a router "
             "(output_router_logits=True) depends on all rows at once"
         )
-    counts = [find_count(count, 0.0) for count in means.counts]
+    counts = []
+    for number, ignored in zip(means.counts, means.ignored, strict=True):
+        counts.append(find_count(number, [rule for rule in candidates if ignored_by(rule, inputs) == ignored]))
     if has_items:
-        number = means.summed[0] if len(set(means.summed)) == 1 else 0.0
+        number, tolerance = (means.summed[0], 0.0) if len(set(means.summed)) == 1 else (0.0, 0.05)
         if not number:
             with contextlib.suppress(TypeError):  # a function that divides by None
                 number = (with_items - of_means) / (run(None, None)[0] - of_means)
-        guess = next(count for count in candidates if not math.isnan(count(inputs)))
-        counts.insert(0, find_count(number, 0.05) if number else guess)
+        guess = next(rule for rule in candidates if not math.isnan(rule(inputs)))
+        counts.insert(0, find_count(number, candidates, tolerance) if number else guess)
         if counts[0] is None:
             raise ValueError(
                 f"the loss divides by {number:.4g} for the labels of a few rows, expected the number of those that count"
             )
     divisors = [2.0 * count_rows(inputs)] * len(counts)
-    whole, _ = run(divisors[0], divisors[has_items:])
-    parts = [
-        run(divisors[0], divisors[has_items:], take_rows(inputs, slice(row, row + 1)))[0] for row in range(count_rows(inputs))
-    ]
-    if abs(sum(parts) - whole) > 0.02 * abs(whole):
+    items = divisors[0] if has_items else math.inf
+    (whole, _), apart = run(items, divisors[has_items:]), run_apart(items, divisors[has_items:])
+    if abs(apart - whole) > 0.02 * abs(whole):
         raise ValueError(
-            f"the loss of a few rows is {whole:.4g}, and those of each add up to {sum(parts):.4g}: its rows depend on each "
-            "other, expected a sum over rows. DataParallelCriterion(..., whole=True) and TrainStep compute such losses"
+            f"the loss of a few rows is {whole:.4g}, and those of each add up to {apart:.4g}: its rows depend on each other, "
+            "expected a sum over rows. DataParallelCriterion(..., whole=True) and TrainStep compute such losses"
         )
     factors = []
     for place in range(len(means.counts)):
         alone = [divisors[0] if place == other else math.inf for other in range(len(means.counts))]
         value, of_mean = run(math.inf, alone)
-        factors.append(value / float(of_mean.values[place]))
-    return Head(has_items, tuple(counts), tuple(factors))
+        factors.append((value - of_sums) / float(of_mean.values[place]))
+    return Head(has_items, tuple(counts), tuple(factors), of_sums != 0)
 
 
 def sample_rows(inputs: Inputs, names: Sequence[str]) -> Inputs:
-    """Returns the first row twice and the last, with other labels: as many that count as no other count of labels gives."""
+    """Returns the first row twice and the last, with another mask and other ignored labels: no two counts are the same."""
     is_packed = any(isinstance(value, Tensor) and value.dim() and len(value) != count_rows(inputs) for value in inputs.values())
     rows = take_rows(inputs, [0] if is_packed else [0, 0, -1])
+    mask = rows.get("attention_mask")
+    if isinstance(mask, Tensor) and mask.dim() == 2 and len(mask) > 1:
+        rows["attention_mask"] = mask.clone()
+        rows["attention_mask"][1, 2:] = 0  # some losses count the words of a text
     for name in ("shift_labels", *names):
         labels = rows.get(name)
         if not isinstance(labels, Tensor) or labels.is_floating_point():
             continue
-        if labels.dim() > 1:
+        if labels.dim() > 1 and (labels == IGNORED).any():
             places = torch.arange(labels.size(-1), device=labels.device)
             counted = torch.stack([places < 3, (places > 0) & (places < 6), places == 1])[: len(labels)]
             counted = counted.view(len(labels), *[1] * (labels.dim() - 2), -1)
@@ -423,13 +444,20 @@ def count_labels(name: str, ignored: int, first: int, inputs: Inputs) -> float:
     return float((labels[..., first:] != ignored).sum())
 
 
-def count_elements(name: str, inputs: Inputs) -> float:
-    """Returns the number of labels."""
-    return math.nan if inputs.get(name) is None else inputs[name].numel()
-
-
 def count_positions(name: str, inputs: Inputs) -> float:
     """Returns the number of positions that are in the text."""
     if name not in POSITIONS or "input_ids" not in inputs:
         return math.nan
     return float((inputs[name] < inputs["input_ids"].size(1)).sum())
+
+
+def count_elements(name: str, inputs: Inputs) -> float:
+    """Returns the number of labels."""
+    return math.nan if inputs.get(name) is None else float(inputs[name].numel())
+
+
+def ignored_by(rule: CountRule, inputs: Inputs) -> int | None:
+    """Returns the label that a count leaves out."""
+    if rule.func is count_positions:
+        return int(inputs["input_ids"].size(1)) if "input_ids" in inputs else None
+    return int(rule.args[1]) if rule.func is count_labels else None

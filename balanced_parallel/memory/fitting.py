@@ -126,11 +126,9 @@ def _smallest_of_ranks(step: TrainStep, number: int) -> int:
 
 def _check_unit(step: TrainStep, lengths: tuple[int, int] | None) -> None:
     """Raises an error if the step limits its micro-batches by the other unit."""
+    unit = "micro_batch_size" if lengths is None else "micro_batch_cost"
     try:
-        if lengths is None:
-            step.micro_batch_size = step.micro_batch_size
-        else:
-            step.micro_batch_cost = step.micro_batch_cost
+        setattr(step, unit, getattr(step, unit))
     except ValueError as error:
         what = "lengths=(shortest, longest)" if lengths is None else "TrainStep(cut=ByCost(...)), without micro_batch_size"
         raise ValueError(f"{error}: give {what}") from error
@@ -228,14 +226,11 @@ def kind_of(device: torch.device) -> DeviceKind:
 
 def bytes_in_use(step: TrainStep) -> Counter[torch.device]:
     """Returns the bytes of a step's tensors on each device: parameters, copies, buffers, gradients and optimizer state."""
-    sizes: dict[tuple[torch.device, int], int] = {}
-    for tensor in _tensors_of(step):
-        storage = tensor.untyped_storage()
-        unit = kind_of(tensor.device).rounds_to
-        sizes[tensor.device, storage_id(storage)] = -(-storage.nbytes() // unit) * unit
+    storages = {(tensor.device, storage_id(storage := tensor.untyped_storage())): storage for tensor in _tensors_of(step)}
     total: Counter[torch.device] = Counter()
-    for (device, _), size in sizes.items():
-        total[device] += size
+    for (device, _), storage in storages.items():
+        unit = kind_of(device).rounds_to
+        total[device] += -(-storage.nbytes() // unit) * unit
     return total
 
 

@@ -22,11 +22,9 @@ _ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "NAdam"
 class BalancedOptimizer(torch.optim.Optimizer):
     """An optimizer whose work and state are sharded over the devices of a model, or over the ranks.
 
-    With replicas in one process, each device owns an equal part of the parameters' elements, or whole parameters. Gradients are
-    reduced to their owner. The optimizer steps there, in memory that the replicas share, and the update is copied to the other
-    devices. This moves ``4 (n - 1) / n`` times the bytes of the parameters per step and device, in and out together. Under
-    torchrun each rank owns whole parameters and sends them after its update. With ``strategy="fsdp"`` an elementwise optimizer
-    updates the shards, and for others each parameter is gathered by its owner.
+    In one process each device owns an equal part of the parameters' elements, or whole parameters. Gradients are reduced to their
+    owner. The optimizer steps there, in memory that the replicas share, and the update is copied to the other devices. Under
+    torchrun each rank owns whole parameters. With ``strategy="fsdp"`` an elementwise optimizer updates the shards.
 
     ``state_dict()`` equals that of the plain optimizer over ``model.parameters()``, with tensors on the CPU, so a checkpoint
     moves between one device, many devices and many ranks. ``param_groups`` hold the owners' pieces and their gradients, for
@@ -39,14 +37,14 @@ class BalancedOptimizer(torch.optim.Optimizer):
         model: a :class:`DataParallelModel`, or the model that :func:`parallelize` returns under torchrun.
         optimizer_class: an optimizer of ``torch.optim`` or of another library.
         params: parameters or param groups; ``None`` is ``model.parameters()``. Those of other modules are updated in place.
-        shard: ``"elements"``: parts of parameters, of equal size. ``"parameters"``: whole parameters, the largest first, each
-            goes to the owner with the fewest bytes. ``None``: elements for SGD, Adam, AdamW, Adagrad, Adadelta, Adamax, NAdam,
-            RAdam, RMSprop, Rprop and ASGD of torch, and for their subclasses; otherwise, and for ranks of DDP, parameters.
+        shard: ``"elements"``, or whole ``"parameters"``, the largest first, each to the owner with the fewest bytes. ``None`` is
+            elements for SGD, Adam, AdamW, Adagrad, Adadelta, Adamax, NAdam, RAdam, RMSprop, Rprop and ASGD of torch and their
+            subclasses; otherwise, and for ranks of DDP, parameters.
         defaults: settings of the optimizer: ``lr`` and so on.
 
     Raises:
-        TypeError: another kind of model; or an optimizer that is not exact if it is sharded in this way, because an update of a
-            parameter depends on others, or which needs a closure. Small tensors show it when the optimizer is made.
+        TypeError: another kind of model; or an optimizer that is not exact with these shards, as updates of small tensors show,
+            or that needs a closure.
         ValueError: parameters have a ``BalancedOptimizer`` already, or ``"elements"`` for ranks of DDP.
 
     Example:

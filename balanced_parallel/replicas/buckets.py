@@ -327,6 +327,7 @@ class GradientBuckets:
     def __init__(self, side: SideStreams | None = None) -> None:
         self.buckets: list[Bucket] = []
         self.deferring = 0  # blocks that defer the reduction of the forwards that run now
+        self.is_sharded = False  # owners receive the gradients of at least one bucket
         self.side = side  # for sums that overlap with the backward; made on first use where devices have streams
 
     def reduce(self) -> None:
@@ -346,11 +347,6 @@ class GradientBuckets:
         if self.side is not None:  # a backward that failed did not join
             self.side.join()
 
-    @property
-    def is_sharded(self) -> bool:
-        """True while owners receive gradients."""
-        return any(bucket.owners is not None for bucket in self.buckets)
-
     def rebuild(self, *groups: Sequence[nn.Parameter]) -> None:
         """Makes new buckets of those parameters in each of ``groups`` that require a gradient and have no owners."""
         self.reduce()
@@ -363,6 +359,7 @@ class GradientBuckets:
         """Takes the owners away. Gradients go to the parameters again."""
         for bucket in buckets:
             bucket.owners = None
+        self.is_sharded = any(bucket.owners is not None for bucket in self.buckets)
 
     def schedule(self, bucket: Bucket, streams: Streams) -> Schedule:
         """Returns the schedule of a bucket's backward, for a forward on ``streams``."""

@@ -94,6 +94,7 @@ class Replicas:
         chosen = set(map(id, parameters))
         others = [parameter for parameter in tree.parameters if id(parameter) not in chosen]
         self.gradients.rebuild([parameter for parameter in tree.parameters if id(parameter) in chosen], others)
+        self.gradients.is_sharded = True
         return [
             (bucket, [self.copies.everywhere(parameter, tree.place[id(parameter)]) for parameter in bucket.parameters])
             for bucket in self.gradients.buckets

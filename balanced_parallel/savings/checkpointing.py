@@ -208,7 +208,8 @@ def run_checkpointed(
         return function(*positional, **named)
 
     if torch.compiler.is_compiling():  # the compiler runs operators again, with their random numbers, and no writes
-        return checkpoint(run, *leaves, use_reentrant=False, context_fn=_make_selective if selective else noop_context_fn)
+        settings: dict[str, Any] = {"context_fn": _make_selective} if selective else {}  # it refuses noop_context_fn
+        return checkpoint(run, *leaves, use_reentrant=False, **settings)
     # Tensors are passed by position: torch finds the devices, and thereby autocast, from positional arguments only.
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     before = versions(tensors)

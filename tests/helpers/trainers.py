@@ -36,6 +36,7 @@ MODELS = {  # of each head: class, configuration, its targets
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", {**GPT2, **DROPOUT}, "words"),
     "llama": ("LlamaForCausalLM", "LlamaConfig", {**LLAMA, "num_attention_heads": 2}, "words"),
     "t5": ("T5ForConditionalGeneration", "T5Config", {**T5, "dropout_rate": 0.0}, "words"),
+    "replaced words": ("ElectraForPreTraining", "ElectraConfig", {**SIZES, "embedding_size": 16}, "replaced"),
     "answers": ("BertForQuestionAnswering", "BertConfig", SIZES, "answer"),
     "images": ("ViTForImageClassification", "ViTConfig", {**VISION, "patch_size": 4, "num_labels": 3}, "image"),
     "routers": ("MixtralForCausalLM", "MixtralConfig", {**LLAMA, **ROUTERS}, "words"),
@@ -71,6 +72,8 @@ def make_rows(head, number):
             row["labels"] = draw(5, LENGTH).where(counted, -100)
         elif kind in ("words", "sentences"):
             row["labels"] = words.where(counted, -100)
+        elif kind == "replaced":
+            row["labels"] = words % 2  # the loss leaves out what the mask leaves out
         if kind == "sentences":
             row["next_sentence_label"] = draw(2, 1)[0]
         elif kind.startswith("class"):

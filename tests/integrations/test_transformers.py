@@ -43,6 +43,17 @@ def test_heads_on_one_device(head):
     check(train(make_trainer(head, arguments, devices=None)), expected)
 
 
+def test_counts_that_the_first_batch_does_not_tell():
+    """The first and the last row of the first batch have no padding, and others have."""
+    rows = sorted(make_rows("replaced words", 19), key=lambda row: -row["attention_mask"].sum())
+    expected = train_plainly(make_model("replaced words"), rows, 8)
+    arguments = make_arguments(gradient_accumulation_steps=2)
+    check(
+        train(BalancedTrainer(make_model("replaced words"), arguments, train_dataset=rows, data_collator=pad, device_ids=TWO)),
+        expected,
+    )
+
+
 def test_trainer_of_transformers_is_wrong():
     expected = train_plainly(make_model("masked words"), make_rows("masked words", 16), 8)
     numbers = train(make_trainer("masked words", make_arguments(gradient_accumulation_steps=4), Trainer, rows=16))
@@ -67,6 +78,17 @@ def weighted_loss(outputs, labels, num_items_in_batch=None):
     return F.cross_entropy(outputs.logits.flatten(0, -2), labels.flatten(), torch.arange(1.0, 6.0))
 
 
+def loss_with_another_ignored_label(outputs, labels, num_items_in_batch=None):
+    return F.cross_entropy(outputs.logits.flatten(0, -2), labels.clamp(min=0).flatten(), ignore_index=0)
+
+
+def sum_and_mean(outputs, labels, num_items_in_batch=None):
+    return (
+        F.cross_entropy(outputs.logits.flatten(0, -2), labels.flatten())
+        + 0.01 * (outputs.logits.square().sum(-1) * (labels != -100)).sum()
+    )
+
+
 def manual_loss(outputs, labels, num_items_in_batch):
     """Returns a sum that torch's losses have no part in."""
     logs = outputs.logits[:, :-1].log_softmax(-1).gather(-1, labels[:, 1:, None].clamp(min=0))[..., 0]
@@ -74,7 +96,15 @@ def manual_loss(outputs, labels, num_items_in_batch):
 
 
 @pytest.mark.parametrize(
-    ("head", "function"), [("gpt2", shifted_loss), ("tags", weighted_loss), slow("gpt2", manual_loss), slow("llama", manual_loss)]
+    ("head", "function"),
+    [
+        ("gpt2", shifted_loss),
+        ("tags", weighted_loss),
+        ("tags", loss_with_another_ignored_label),
+        slow("tags", sum_and_mean),
+        slow("gpt2", manual_loss),
+        slow("llama", manual_loss),
+    ],
 )
 def test_compute_loss_func(head, function):
     def loss_of(model, batch):
@@ -193,7 +223,7 @@ class Contrastive(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("head", "model", "text"), [("routers", None, "not a mean over them"), ("images", Contrastive, "depend on each other")]
+    ("head", "model", "text"), [("routers", None, "no sum or mean over them"), ("images", Contrastive, "depend on each other")]
 )
 def test_losses_that_are_no_sums_are_refused(head, model, text):
     trainer = make_trainer(head, make_arguments(), model=model and model())

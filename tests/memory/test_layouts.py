@@ -80,6 +80,26 @@ def test_replicas_equal_the_simulated_peak(balanced, precision):
 
 
 @pytest.mark.usefixtures("one_trace")
+def test_whole_parameters_equal_the_simulated_peak():
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(5)])
+
+    inputs, targets = torch.randn(2, 16, 64)
+    settings = {"layout": "replicas", "devices": 2, "device_kind": "sim", "balanced_optimizer": True}
+    report = memory.estimate(build(), nn.MSELoss(), inputs, targets, optimizer=torch.optim.Muon, **settings)
+    with simulate(2) as cluster:
+        model, criterion = DataParallelModel(build()), DataParallelCriterion(nn.MSELoss())
+        optimizer = BalancedOptimizer(model, torch.optim.Muon)
+        for _ in range(2):
+            cluster.reset_peak()
+            optimizer.zero_grad()
+            criterion(model(inputs), targets).backward()
+            optimizer.step()
+        assert report.allocated == pytest.approx(cluster.peak, rel=0.02)
+
+
+@pytest.mark.usefixtures("one_trace")
 def test_dropout_equals_the_simulated_peak():
     build, batch = functools.partial(LanguageModel, 0.1), PROBLEMS["language model"][1]
     settings = {"layout": "replicas", "devices": 2, "device_kind": "sim"}

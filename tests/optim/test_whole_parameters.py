@@ -124,7 +124,7 @@ def check_ranks(rank, expected):
         assert 0 < len(optimizer.state) < len(state["state"])  # its part alone
 
 
-FEW, OTHERS = ["Muon", "SOAP", "schedule-free"], ["Adafactor", "Lion", "LAMB", "Shampoo", "Muon with AdamW"]
+FEW, OTHERS = ["Muon", "schedule-free"], ["SOAP", "Adafactor", "Lion", "LAMB", "Shampoo", "Muon with AdamW"]
 
 
 @pytest.mark.parametrize("kinds", [FEW, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["few", "others"])

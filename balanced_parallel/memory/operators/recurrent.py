@@ -34,16 +34,14 @@ def _padded(name: str, input: Tensor, hx: Any, weights: list[Tensor], *settings:
     if torch.is_autocast_enabled("cpu"):
         half = torch.get_autocast_dtype("cpu")
         input, hidden, weights = input.to(half), [state.to(half) for state in hidden], [weight.to(half) for weight in weights]
-    with _workspace(weights):
-        out, hy, cy, _ = recurrence(input, hidden, list(weights), KEPT[name] if train else 0, 2 if bidirectional else 1)
+    workspace = _workspace(weights)
+    out, hy, cy, _ = recurrence(input, hidden, list(weights), KEPT[name] if train else 0, 2 if bidirectional else 1)
+    del workspace
     return (out, hy, cy) if len(hidden) == 2 else (out, hy)
 
 
-@contextlib.contextmanager
-def _workspace(weights: list[Tensor]) -> Iterator[None]:
-    taken = weights[0].new_empty(3 * sum(weight.nbytes for weight in weights) // 2, dtype=torch.uint8)
-    yield
-    del taken
+def _workspace(weights: list[Tensor]) -> Tensor:
+    return weights[0].new_empty(3 * sum(weight.nbytes for weight in weights) // 2, dtype=torch.uint8)
 
 
 @torch.library.custom_op("balanced_parallel::recurrence", mutates_args=())
@@ -76,10 +74,11 @@ def _backward(ctx: Any, grad: Tensor, *_: Any) -> Any:
     """Allocates the gradients: of the input, of the states, and of all weights in one tensor."""
     input, *tensors, _, _ = ctx.saved_tensors
     hidden, weights = tensors[: ctx.states], tensors[ctx.states :]
-    with _workspace(weights):
-        grad, contiguous = grad.contiguous(), input.contiguous()  # cuDNN takes contiguous tensors only
-        d_input, d_hidden = torch.empty_like(contiguous), [torch.empty_like(state) for state in (hidden[0], hidden[-1])]
-        flat = weights[0].new_empty(sum(weight.numel() for weight in weights))
+    workspace = _workspace(weights)
+    grad, contiguous = grad.contiguous(), input.contiguous()  # cuDNN takes contiguous tensors only
+    d_input, d_hidden = torch.empty_like(contiguous), [torch.empty_like(state) for state in (hidden[0], hidden[-1])]
+    flat = weights[0].new_empty(sum(weight.numel() for weight in weights))
+    del workspace
     pieces = flat.split([weight.numel() for weight in weights])
     d_weights = [piece.view(weight.shape) for piece, weight in zip(pieces, weights, strict=True)]
     return d_input, d_hidden[: ctx.states], d_weights, None, None

@@ -98,11 +98,13 @@ def _trace_repeated(request: Request, rows: int) -> Trace | None:
     stack = find_stack(request.module)
     if stack is None or isinstance(request.optimizer, ExistingOptimizers) or not divides_evenly(request, stack):
         return None
+    # a block of FSDP2 is released while the next but one is gathered; offloaded inputs of checkpoints wait for two more blocks
+    waits = {"checkpoint_activations", "offload_activations"}.issubset(request.savings)
+    fewest = FEWEST + request.layout.is_sharded + 4 * waits
     short, traced = None, 0
-    # a block of FSDP2 is released while the next but one is gathered
-    for count in itertools.count(FEWEST + request.layout.is_sharded):
+    for count in itertools.count(fewest):
         traced += count
-        if traced >= stack.length:
+        if traced + (count == fewest) * (count + 1) >= stack.length:
             break
         try:
             long = _trace_whole(request, rows, (stack, count))
@@ -128,8 +130,9 @@ def _trace_whole(request: Request, rows: int, cut: tuple[Stack, int] | None = No
             request, blocks=tuple(name for name in request.blocks if not cut[0].is_removed(name, cut[1]))
         )
     request = dataclasses.replace(request, optimizer=optimizer)
-    change_module(module, request.savings)
-    checkpoint_blocks(module, request.blocks)
+    with fakes.undisturbed():
+        change_module(module, request.savings)
+        checkpoint_blocks(module, request.blocks)
     whole = rows * (request.micro_batches // request.batches)
     place = host_of(request.devices) if request.layout.batch_on_host else HOME
     batch = fakes.fake_batch((request.inputs, request.targets), whole, request.rows, mode, place, request.dim)
