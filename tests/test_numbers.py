@@ -18,7 +18,12 @@ NOT_MEASURED = {
     "docs/coupled_losses.md": {"4 GiB": "32,768 x 32,768 numbers of four bytes"},
     "docs/exactness.md": {"1e-10": "tolerance of a test"},
     "docs/internals.md": {"25 MiB": "size of a bucket", "4 times": "calls of a layer"},
-    "docs/memory.md": {"2 %": "tolerance of a test", "3.5 MiB": "assumed", "1 GiB": "assumed", "1 MiB": "rule of the allocator"},
+    "docs/memory.md": {
+        "2 %": "tolerance of a test",
+        "3.5 MiB": "assumed",
+        "1 GiB": "assumed",
+        "1 MiB": "rule of the allocator",
+    },
     "docs/quickstart.md": {"1e-4": "tolerance of a test", "1e-10": "tolerance of a test"},
     "docs/savings.md": {"1 MiB": "default of an argument"},
 }
