@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.slow import slow_but
+from helpers.slow import slow, slow_but
 
 pytestmark = pytest.mark.usefixtures("trace_in_this_process")
 

@@ -5,7 +5,7 @@ import torch
 from helpers.memory_problems import PROBLEMS
 from helpers.problems import assert_same_gradients, build_net, class_targets, plain_program
 from helpers.ranks import run_ranks
-from helpers.slow import slow_but
+from helpers.slow import slow, slow_but
 from torch import nn
 
 from balanced_parallel import TrainStep, memory, parallelize, simulate
