@@ -183,7 +183,7 @@ def test_a_plan_that_does_not_fit_traces_few_options(monkeypatch):
     plan = memory.plan(Wide(), nn.MSELoss(), *batch(4), capacity="64KiB", devices=2, batch_size=64, device_kind="sim")
     assert not plan.fits
     assert len(jobs) <= 28
-    assert len({choice.name for choice in plan.choices}) < len(plan.untried)
+    assert {"FSDP2, selective checkpoints", "FSDP2, checkpointed blocks, bf16"} <= set(plan.untried)
 
 
 @pytest.mark.slow
