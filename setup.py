@@ -22,6 +22,7 @@ def long_description() -> str:
 extras = {
     "hf": ["accelerate>=1.10", "transformers>=5.23"],
     "train": ["safetensors", "scikit-learn", "tqdm"],
+    "checkpoints": ["safetensors"],
     "plot": ["matplotlib", "plotly"],
     "test": [
         "accelerate>=1.10",

@@ -23,7 +23,6 @@ NOT_MEASURED = {
         "3.5 MiB": "assumed",
         "1 GiB": "assumed",
         "1 MiB": "rule of the allocator",
-        "1.5 times": "rule of a plan",
     },
     "docs/quickstart.md": {"1e-4": "tolerance of a test", "1e-10": "tolerance of a test"},
     "docs/savings.md": {"1 MiB": "default of an argument"},

@@ -26,7 +26,7 @@ LINKING = PAGES | {name: (ROOT / name).read_text(encoding="utf-8") for name in (
 
 
 WITH_BLOCKS = [page for page in PAGES if blocks(page, "python")]
-SLOW = {"docs/huggingface.md", "docs/memory.md", "docs/savings.md"}
+SLOW = {"docs/memory.md"}
 IN_A_LINE = 88
 
 
@@ -65,7 +65,7 @@ def test_the_program_of_the_tutorial_has_the_same_losses_on_one_device_and_on_tw
         (tmp_path / "train.py").write_text(program.replace('STRATEGY = "auto"', f'STRATEGY = "{strategy}"'))
         command = [sys.executable, *launcher, "train.py"]
         done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=True)
-        printed.append({line for line in done.stdout.splitlines() if line.startswith("[")})
+        printed.append(set(re.findall(r"\[[\d., ]+\]", done.stdout)))  # lines of ranks may run together
     assert len(printed[0]) == 1
     assert printed[1:] == printed[:1] * 2
 
@@ -147,14 +147,16 @@ def test_readme_has_at_most_100_lines_and_the_numbers_in_the_first_25():
     assert len(lines) <= 100
     first = "\n".join(lines[:25])
     for part in (
-        "docs/images/memory.png",
         "```diff",
         "2.6 → 1.0",
         "0.35 → 6e-16",
+        "24 rows",
+        "not measured on a GPU",
         "pip install",
-        "scripts/train.py --simulate 4 --plot",
     ):
         assert part in first
+    for part in ("docs/images/memory.png", "scripts/train.py --simulate 4 --plot"):
+        assert part in PAGES["README.md"]
 
 
 def test_readme_numbers_equal_the_benchmark_tables():

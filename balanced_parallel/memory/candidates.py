@@ -229,12 +229,8 @@ class Option:
     def _holds(self, rows: list[int], unequal: bool) -> bool:
         return sum(rows) >= self.batch_size if unequal else min(rows) >= self.share
 
-    def choose(self, operations: float = 0) -> Choice:
-        """Returns the choice with the fewest micro-batches in which the batch fits.
-
-        Args:
-            operations: per row without recomputation, 0 if they are not known.
-        """
+    def choose(self, plain: "Option") -> Choice:
+        """Returns the choice with the fewest micro-batches in which the batch fits. ``plain`` recomputes nothing."""
         rows, unequal = self._rows()
         fits = all(rows)
         split = tuple(map(float, rows)) if unequal and fits else None
@@ -247,7 +243,7 @@ class Option:
         limits = self.limits if fits else [None] * len(read)
         reserved = [lines.reserved(device, at, limit) for (device, at), limit in zip(read, limits, strict=True)]
         context = self.request.kind.context
-        performed = self.flops(count or 2)
+        performed, operations = self.flops(count or 2), plain.flops(1)
         traffic, whole = self._traffic(count, context + max(size or 0 for size in reserved))
         if fits and self.request.savings:  # offloaded activations go to the host and come back
             traffic += 2 * count * lines.bytes_on_host(max(largest) * step)
@@ -363,8 +359,7 @@ class Search:
         if option not in self.choices and option.name not in self.skipped:
             _log.info("trying: %s", option.name)
             try:
-                first = next(iter(self.choices), None)  # without recomputation, if it can be traced
-                self.choices[option] = option.choose(0 if first is None else first.flops(1))
+                self.choices[option] = option.choose(next(iter(self.choices), option))
             except ValueError as error:
                 self.skipped[option.name] = str(error)
         return option in self.choices and self.choices[option].fits

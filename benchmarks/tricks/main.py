@@ -31,9 +31,9 @@ The savings that `memory.plan` knows, measured one by one for three models. For 
 ```
 
 The table shows what each saves at the peak of a training step on one device (float32, AdamW), and what it costs. Bytes
-come from traces, which agree with the bytes that [simulated devices](../../docs/simulation.md) measure. A negative number is a loss. Tricks
-do not add up: each is measured alone. How to use the savings of this library: [savings](../../docs/savings.md); which of them a batch
-needs: [memory](../../docs/memory.md).
+come from traces, which agree with the bytes that [simulated devices](../../docs/simulation.md) measure. A negative number is a
+loss. Tricks do not add up: each is measured alone. How to use the savings of this library: [savings](../../docs/savings.md);
+which of them a batch needs: [memory](../../docs/memory.md).
 """
 
 

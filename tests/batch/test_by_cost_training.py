@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.problems import assert_same_gradients, gradients
 from helpers.ranks import run_ranks
+from helpers.slow import slow
 from helpers.unequal import (
     LENGTHS,
     OwnLoss,
@@ -344,8 +345,8 @@ def train_on_ranks(rank, strategy, settings, parts):
     return loss, outputs, {name: tensor.full_tensor() if strategy == "fsdp" else tensor for name, tensor in state.items()}
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-@pytest.mark.parametrize(("settings", "parts"), [({"limit": 30}, False), ({"micro_batch_size": 2}, True)])
+@pytest.mark.parametrize("strategy", ["ddp", slow("fsdp")])
+@pytest.mark.parametrize(("settings", "parts"), [slow({"limit": 30}, False), ({"micro_batch_size": 2}, True)])
 def test_ranks_cut_their_own_samples(strategy, settings, parts):
     samples, net = make_samples(), build().double()
     optimizer = torch.optim.SGD(net.parameters(), lr=1.0)

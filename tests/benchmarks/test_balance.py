@@ -7,7 +7,7 @@ from helpers.slow import slow
 from balanced_parallel import simulate
 
 
-@pytest.mark.parametrize("problem", [slow("language_problem"), "segmentation_problem"])
+@pytest.mark.parametrize("problem", ["language_problem", slow("segmentation_problem")])
 def test_outputs_are_not_copied_to_the_first_device(problem, monkeypatch):
     benchmark = load("balance", monkeypatch)
     problem = getattr(benchmark, problem)()
@@ -21,7 +21,7 @@ def test_outputs_are_not_copied_to_the_first_device(problem, monkeypatch):
     assert max(ours.error, theirs.error) < 1e-10
 
 
-@pytest.mark.parametrize(("problem", "devices"), [slow("language_problem", 8), ("segmentation_problem", 4)])
+@pytest.mark.parametrize(("problem", "devices"), [("language_problem", 8), slow("segmentation_problem", 4)])
 def test_balanced_optimizer_balances_peak_memory(problem, devices, monkeypatch):
     benchmark = load("balance", monkeypatch)
     problem = getattr(benchmark, problem)()

@@ -48,7 +48,7 @@ def run(page: str, folder: Path) -> str:
 
 def main() -> None:
     """Runs the pages, those that need transformers last."""
-    import torch._dynamo  # imported before the forks; each page would, at its first optimizer
+    import torch._dynamo  # noqa: F401 - before the forks: each page would, at its first optimizer
 
     from balanced_parallel.memory.trace import tracer
 

@@ -151,7 +151,7 @@ def test_an_option_that_cannot_be_traced_is_skipped_and_named():
         memory.plan(nn.Linear(3, 3), nn.MSELoss(), *batch(4), capacity="1GiB", **settings)
 
 
-@pytest.mark.parametrize("capacity", ["1GiB", int(0.75 * STATE), slow("64KiB")])
+@pytest.mark.parametrize("capacity", ["1GiB", slow(int(0.75 * STATE)), slow("64KiB")])
 def test_the_text_has_at_most_100_columns_and_begins_with_the_verdict(capacity):
     plan = planned(capacity)
     for text in (str(plan), plan.describe(verbose=True)):
@@ -183,7 +183,7 @@ def test_a_plan_that_does_not_fit_traces_few_options(monkeypatch):
     plan = memory.plan(Wide(), nn.MSELoss(), *batch(4), capacity="64KiB", devices=2, batch_size=64, device_kind="sim")
     assert not plan.fits
     assert len(jobs) <= 28
-    assert len({choice.name for choice in plan.choices}) < len(plan.untried)
+    assert {"FSDP2, selective checkpoints", "FSDP2, checkpointed blocks, bf16"} <= set(plan.untried)
 
 
 @pytest.mark.slow

@@ -83,7 +83,7 @@ def fits(make, size, capacity, rows):
         return True
 
 
-@pytest.mark.parametrize("name", slow_but(list(OPTIMIZERS), "groups", "BalancedOptimizer"))
+@pytest.mark.parametrize("name", slow_but(list(OPTIMIZERS), "BalancedOptimizer"))
 def test_chosen_rows_fit_and_one_more_does_not(name):
     capacity = ("2MiB",) * 2
     make = functools.partial(make_step, OPTIMIZERS[name])
@@ -106,7 +106,7 @@ def other_loss(output, targets):
 @pytest.mark.parametrize(
     ("capacity", "settings"),
     [
-        (("2MiB", "1200KiB"), {"split": [2, 1]}),
+        slow(("2MiB", "1200KiB"), {"split": [2, 1]}),
         slow(("2MiB",), {"precision": "bf16"}),
         (("2MiB",), {"precision": "fp16", "max_grad_norm": 1.0}),
         slow(("2MiB",) * 2, {"criterion": other_loss, "weight": lambda output, targets: targets.numel()}),
@@ -159,6 +159,7 @@ def test_the_cpu_needs_a_capacity():
     assert sum(report.allocated) <= 4 * 2**20
 
 
+@pytest.mark.slow
 def test_replicas_on_one_device_share_it():
     make = functools.partial(make_step, adamw, ["sim:0", "sim:1", "sim:0"])
     with simulate(2, ["4MiB", "2MiB"]):

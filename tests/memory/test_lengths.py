@@ -63,6 +63,7 @@ def runs(step, budget, length):
     return True
 
 
+@pytest.mark.slow
 def test_shards_within_the_budget_run_and_larger_ones_do_not():
     """Two devices, two micro-batches, and shards of every kind: few long rows, many short ones."""
     with simulate(2, "3MiB"):

@@ -316,6 +316,7 @@ def check_ranks(rank):
             parallelize(with_max_norm(), nn.CrossEntropyLoss(), strategy=strategy)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("double")
 def test_embeddings_that_rescale_their_rows_are_refused_on_several_ranks():
     run_ranks(2, check_ranks)

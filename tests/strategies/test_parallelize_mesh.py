@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from helpers.fsdp import Language, language_batch
 from helpers.ranks import run_ranks
+from helpers.slow import slow
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -77,7 +78,7 @@ def train_without_a_mesh(rank, strategy):
     return train(rank, None, strategy)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", slow("fsdp")])
 def test_ranks_that_compute_with_the_same_rows_change_no_number(strategy):
     expected = run_ranks(2, train_without_a_mesh, strategy, fresh=True)
     found = run_ranks(4, train_on_a_mesh, strategy, fresh=True)
