@@ -327,9 +327,13 @@ def test_means_that_are_computed_for_some_rows_only():
                 losses.append(output[target == label].pow(2).mean())
         return sum(losses)
 
+    def always(output, target):
+        return F.cross_entropy(output, target) + output[target == 3].abs().mean()
+
     torch.manual_seed(0)
     target, output = torch.tensor([0, 0, 1, 1, 3, 1]), torch.randn(6, CLASSES)
     outputs = PerReplica(output.split(3), [3, 3])
+    torch.testing.assert_close(DataParallelCriterion(always)(outputs, target), always(output, target))
     with pytest.raises(ValueError, match="computes cross_entropy for some rows, and cross_entropy, mean for others.* weight="):
         DataParallelCriterion(once)(outputs, target)
     with pytest.raises(ValueError, match=r"for some rows, and .* for others|does not add up over the rows"):
