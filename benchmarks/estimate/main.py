@@ -71,10 +71,14 @@ MODELS = {
 }
 QUICK = ("MLP", "nn.TransformerEncoder", "BERT (transformers)", "MobileNet-like", "GRU")
 LINES = ("MLP", "nn.TransformerEncoder", "GPT-2 (transformers)", "MobileNet-like")
-CAUSES = """\
-What is beyond its limit is above it, and has one cause: to leave out a causal mask, transformers looks at the values of position
-ids (Llama, GPT-2, Whisper), which it does not do where tensors have none. There the mask is counted, and with it Llama's keys and
-values, repeated for its heads.
+ABOVE = """\
+What is above its limit has one cause: to leave out a causal mask, transformers looks at the values of position ids (Llama, GPT-2,
+Whisper), which it does not do where tensors have none. There the mask is counted, and with it Llama's keys and values, repeated
+for its heads.
+
+"""
+BELOW = """\
+What is below its limit runs in bf16: oneDNN copies the operands of some products on this processor.
 
 """
 BESIDE = ("MLP", "GPT-2 (transformers)", "BERT (transformers)", "ResNet-18")
@@ -264,7 +268,7 @@ def report() -> tuple[str, list[str]]:
         "title": title,
         "introduction": rest.split(" Run without")[0].strip(),
         "limits": limits_table(errors),
-        "causes": CAUSES if any("transformers" in failure for failure in failures) else "",
+        "causes": ABOVE * (max(errors[_DENSE]) > LIMITS[_DENSE]) + BELOW * (min(errors[_DENSE]) < -LIMITS[_DENSE]),
         "single": single,
         "rows": rows_table(LINES),
         "lengths": table(lengths.length_rows(build), *lengths.HEADERS),
