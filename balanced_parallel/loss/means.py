@@ -340,8 +340,9 @@ class LossOfMeans(LossOfSums):
         total, ranks = super()._over_ranks(nothing)
         if total and self.is_split and self.criterion.is_coupled:
             self.criterion.is_coupled = any(name.has_several for name, _ in total)
-        counts = [tensor for (_, kind), tensor in total.items() if kind == "count"]
-        self._is_empty = bool(counts) and not any(map(bool, counts))
+        if nothing is None:  # TrainStep asks; to read the counts waits for the device
+            counts = [tensor for (_, kind), tensor in total.items() if kind == "count"]
+            self._is_empty = bool(counts) and not any(map(bool, counts))
         return total, ranks
 
     def _finish(self, total: dict[Any, Tensor]) -> Any:

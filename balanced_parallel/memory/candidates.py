@@ -83,9 +83,9 @@ class Choice:
         return self.optimizer is not None, self.changes_result, self.work, self.micro_batches, self.name.count(",")
 
 
-# Operations in the time of a byte of traffic, of the peak and the link in the data sheets of NVIDIA: with bf16 and fp16 from 800
-# (V100 with NVLink) to 5,000 (RTX 4090 with PCIe 4.0 x16) and 11,000 (L40S); in fp32 a tenth. One number orders choices well
-# enough, since those of language models differ by a factor of ten and more.
+# Operations in the time of a byte of traffic, roughly. Peak over link, as NVIDIA states them, is 800 (V100 with NVLink) to 11,000
+# (L40S with PCIe 4.0) with bf16 and fp16, and 100 to 2,600 in fp32. One number orders choices of language models, which differ by
+# a factor of ten and more.
 OPERATIONS_PER_BYTE = {"fp32": 300, "bf16": 3000, "fp16": 3000}
 HEADERS = ("", "rows", "allocated", "reserved", "run twice", "traffic", "result", "fits")
 WIDTHS = (22, 9, 10, 10, None, 10, 12, None)  # of the columns at most, 100 in all

@@ -84,7 +84,7 @@ class ParameterRanks(ElementRanks):
         """Returns the state of the plain optimizer over whole parameters, its tensors on the CPU."""
         local = super().state_dict()
         shared: list[dict[str, Any]] = []
-        for number in range(world_size()):
+        for number in range(world_size()):  # one by one: a gather has a buffer per rank, of the largest state
             objects: list[Any] = [local if number == rank() else None]
             dist.broadcast_object_list(objects, group=batch_group(), group_src=number)
             shared.append(objects[0])

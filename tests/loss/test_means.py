@@ -416,3 +416,16 @@ def test_the_host_waits_for_no_device_after_the_first_update():
         before = len(cluster.waits)
         step(inputs, target)
         assert cluster.waits[before:] == []
+
+
+def test_a_loop_by_hand_waits_for_no_device_after_the_first_batch():
+    net, inputs, target = build_net(), torch.randn(8, 4), class_targets(8)
+    with simulate(2) as cluster:
+        model = DataParallelModel(net)
+        criterion = DataParallelCriterion(lambda out, target: F.cross_entropy(out, target) + out.abs().mean())
+        batch = inputs.to("sim:0"), target.to("sim:0")
+        criterion(model(batch[0]), batch[1]).backward()
+        before = len(cluster.waits)
+        assert before
+        criterion(model(batch[0]), batch[1]).backward()
+        assert cluster.waits[before:] == []
