@@ -12,7 +12,16 @@ from helpers.problems import build_net, class_targets
 from helpers.verification import CPUS, check, contrastive_loss, flat_loss, time_major
 from torch import nn
 
-from balanced_parallel import DataParallelCriterion, DataParallelModel, Rows, Whole, parallelize, simulate, verify
+from balanced_parallel import (
+    DataParallelCriterion,
+    DataParallelModel,
+    Rows,
+    Whole,
+    convert_sync_batchnorm,
+    parallelize,
+    simulate,
+    verify,
+)
 from balanced_parallel.diagnostics.verify import VerificationReport
 
 
@@ -124,6 +133,23 @@ def test_the_default_tolerance_follows_the_dtype():
     assert report.tolerance == 1e-4
     assert report.equal
     assert check(build_net(), tolerance=0.0).tolerance == 0.0
+
+
+def test_a_gradient_that_is_zero_but_for_rounding_is_equal():
+    torch.manual_seed(0)
+    layers = [
+        nn.Conv2d(3, 16, 3),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.Conv2d(16, 16, 3),
+        nn.BatchNorm2d(16),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+    ]
+    net = convert_sync_batchnorm(nn.Sequential(*layers, nn.Flatten(), nn.Linear(16 * 14 * 14, 10)))
+    batch = torch.randn(37, 3, 32, 32), torch.randint(10, (37,))
+    report = verify(net, nn.CrossEntropyLoss(), *batch, device_ids=CPUS)
+    assert report.equal, report  # the errors of 0.bias and 3.bias were 1e-3
 
 
 @pytest.mark.usefixtures("double")
@@ -257,7 +283,7 @@ def test_the_table_begins_with_devices_and_micro_batches():
 
 def test_a_difference_without_a_reason_names_the_next_steps():
     different = dataclasses.replace(EQUAL, loss_error=0.1)
-    following = "no known reason: `python -m balanced_parallel doctor`, and docs/troubleshooting.md"
+    following = "no known reason: compare in float64, then `python -m balanced_parallel doctor`, and docs/troubleshooting.md"
     assert following in str(different)
     assert following not in str(EQUAL)
     assert following not in str(dataclasses.replace(different, reasons=("dropout: 1",)))
