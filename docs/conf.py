@@ -46,7 +46,7 @@ html_theme_options = {
     "source_directory": "",
 }
 pygments_style, pygments_dark_style = "friendly", "monokai"
-html_title = "balanced_parallel"
+html_title = f"{project} {release}"
 html_static_path = ["site/static"]
 html_css_files = ["pages.css"]
 html_extra_path = ["site/index.html"]  # index.html, which leads to the first page
