@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..batch import containers
 from ..batch.containers import Leaf
 from ..runtime.collectives import sum_over_ranks, world_size
-from ..runtime.devices import DeviceLike, move, resolve_device
+from ..runtime.devices import DeviceLike, move, resolve_device, widest_float
 from ..runtime.torch_private import is_differentiable
 from ..runtime.values import check_number, check_type
 from ..savings.linear_cross_entropy import LinearCrossEntropy, linear_cross_entropy
@@ -130,7 +130,7 @@ def _as_scalar(value: Weight, device: torch.device) -> Tensor:
     if isinstance(value, Tensor) and value.is_cpu and device.type != "cpu" and not value.requires_grad:
         value = value.item()  # a fill of a new tensor does not wait for the device, as a copy from the host would
     if not isinstance(value, Tensor):
-        return torch.full((), value, dtype=torch.int64 if isinstance(value, int) else torch.float64, device=device)
+        return torch.full((), value, dtype=torch.int64 if isinstance(value, int) else widest_float(device), device=device)
     value = widen(value)
     value = value.reshape(()) if value.dim() else value
     return value if value.device == device else value.to(device)

@@ -80,17 +80,26 @@ KINDS = {name: _gpu(name, int(float(size) * GIB), *map(int, rest)) for name, siz
 
 
 def find_kind(name: str | None) -> DeviceKind:
-    """Returns the kind of a name, such as ``"a100"`` or ``"NVIDIA A100-SXM4-40GB"``. ``None`` is this machine's, else an H200.
+    """Returns the kind of a name, such as ``"a100"`` or ``"NVIDIA A100-SXM4-40GB"``.
+
+    ``None`` is this machine's GPU, of NVIDIA or AMD, or an H200 on a machine without an accelerator.
 
     The memory of a GPU of this machine is what torch reports, also of one that the table does not have.
 
     Raises:
-        ValueError: neither the table nor this machine has such a device.
+        ValueError: neither the table nor this machine has such a device, or the name is None and this machine's accelerator is
+            not known, such as ``xpu`` and ``mps``.
     """
     device = visible_devices()[0]
     if name is None and device.type == "sim":
         return KINDS["sim"]
     present = _present(device) if device.type == "cuda" else None
+    if name is None and present is None and device.type != "cpu":
+        raise ValueError(
+            f"the allocator of {device.type} devices is not known, expected a GPU of NVIDIA or AMD: name a similar one, and give "
+            "its memory: device_kind='a100', capacity='24GiB', or --device-kind a100 --memory 24GiB. In place of memory.fit use "
+            "TrainStep(micro_batch_size='auto')"
+        )
     if name is None:
         return present or KINDS["h200"]
     kind = _in_table(name)

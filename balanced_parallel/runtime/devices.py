@@ -12,11 +12,17 @@ from .values import check_type
 
 DeviceLike = int | str | torch.device
 HOSTS = ("cpu", "meta")  # types of devices without streams, a generator and memory of their own
+WITHOUT_FLOAT64 = ("mps",)  # types of devices that refuse tensors in float64
 
 
 def is_accelerator(device: torch.device) -> bool:
     """Returns True for a device with streams, a generator and memory of its own: neither the CPU nor ``meta``."""
     return device.type not in HOSTS
+
+
+def widest_float(device: torch.device) -> torch.dtype:
+    """Returns float64, or float32 on a device without it."""
+    return torch.float32 if device.type in WITHOUT_FLOAT64 else torch.float64
 
 
 def visible_devices() -> list[torch.device]:

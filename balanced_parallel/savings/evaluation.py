@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..replicas.replicas import parameter_window
 from ..runtime.collectives import rank, sum_over_ranks
+from ..runtime.devices import widest_float
 
 
 @contextlib.contextmanager
@@ -103,7 +104,7 @@ class RunningLoss:
 
 def _on(value: Tensor | float, device: torch.device) -> Tensor:
     """Returns a number on a device. A number of the host is filled in, and does not wait for the device."""
-    dtype = torch.float32 if device.type == "mps" else torch.float64
+    dtype = widest_float(device)
     if isinstance(value, Tensor) and not value.is_cpu:
         return value.detach().reshape(()).to(device, dtype, non_blocking=True)
     return torch.full((), float(value.detach() if isinstance(value, Tensor) else value), dtype=dtype, device=device)

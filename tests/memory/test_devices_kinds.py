@@ -76,6 +76,14 @@ def test_memory_of_a_gpu_of_this_machine_is_its_own(monkeypatch, name):
     assert devices.find_kind(None).name == "h200"
 
 
+@pytest.mark.parametrize("kind", ["xpu", "mps"])
+def test_unknown_accelerator_of_this_machine_is_not_planned_as_another(monkeypatch, kind):
+    monkeypatch.setattr(devices, "visible_devices", lambda: [torch.device(kind, 0)])
+    with pytest.raises(ValueError, match=rf"allocator of {kind} devices is not known, .*device_kind='a100', capacity='24GiB'"):
+        devices.find_kind(None)
+    assert devices.find_kind("rtx3090").name == "rtx3090"
+
+
 @pytest.mark.usefixtures("one_trace")
 def test_gpu_estimate_has_smaller_activations_and_assumed_workspace():
     build, batch = functools.partial(LanguageModel, 0.1), PROBLEMS["language model"][1]
