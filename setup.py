@@ -26,6 +26,7 @@ extras = {
     "plot": ["matplotlib", "plotly"],
     "test": [
         "accelerate>=1.10",
+        "bitsandbytes",
         "build",
         "hypothesis",
         "lightning-fabric>=2.5",

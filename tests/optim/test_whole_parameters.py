@@ -12,6 +12,7 @@ from helpers.optimizers import train as small_train
 from helpers.problems import build_net
 from helpers.ranks import run_ranks
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from balanced_parallel import BalancedOptimizer, DataParallelCriterion, DataParallelModel, TrainStep, parallelize, simulate
 from balanced_parallel.optim.whole_parameters import assign_owners
@@ -209,3 +210,51 @@ def test_owners_have_as_many_bytes():
     owners = assign_owners([frozen, *parameters], 3)
     loads = [sum(size for size, each in zip(sizes, parameters, strict=True) if owners[each] == owner) for owner in range(3)]
     assert sorted(loads) == [55, 55, 60]
+
+
+def test_float16_skips_an_overflow_as_the_plain_optimizer():
+    """One device and two, from the same scale: equal to rounding of float16, the skipped update too."""
+    torch.set_default_dtype(torch.float32)
+    results = []
+    for devices in (["cpu"], ["cpu"] * 2):
+        net = Mixed()
+        model = DataParallelModel(net, devices)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        if len(devices) > 1:
+            optimizer = BalancedOptimizer(model, torch.optim.SGD, shard="parameters", lr=0.05)
+        step = TrainStep(model, DataParallelCriterion(nn.MSELoss()), optimizer, precision="fp16")
+        generator = torch.Generator().manual_seed(5)
+        weights = []
+        for number in range(4):
+            x, target = torch.randn(2, ROWS, 5, generator=generator)
+            step(x, target * (1e6 if number == 1 else 1.0))
+            weights.append(net.first.weight.detach().clone())
+        assert not torch.equal(weights[0], weights[2])
+        results.append(weights)
+    skipped = [[torch.equal(before, after) for before, after in itertools.pairwise(weights)] for weights in results]
+    assert skipped[0] == skipped[1]
+    assert True in skipped[0]
+    torch.testing.assert_close(*results, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["AdamW8bit", "Lion8bit"])
+def test_8_bit_optimizers_equal_the_plain_optimizer(kind):
+    """Within their rounding. State of 4,096 elements and more is in 8 bits; ``shard=None`` owns whole parameters."""
+    torch.set_default_dtype(torch.float32)
+    make = getattr(importlib.import_module("bitsandbytes.optim"), kind)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(80, 96), nn.Tanh(), nn.Linear(96, 80))
+    expected = copy.deepcopy(net)
+    states = []
+    for each, devices in ((expected, ["cpu"]), (net, ["cpu"] * 3)):
+        model = DataParallelModel(each, devices)
+        optimizer = make(each.parameters(), lr=1e-2) if each is expected else BalancedOptimizer(model, make, lr=1e-2)
+        step = TrainStep(model, DataParallelCriterion(nn.MSELoss()), optimizer)
+        generator = torch.Generator().manual_seed(5)
+        for _ in range(4):
+            step(*torch.randn(2, ROWS, 80, generator=generator))
+        states.append(optimizer.state_dict()["state"])
+    assert_same(net, expected, 2e-3)
+    assert states[0].keys() == states[1].keys()
+    assert {leaf.dtype for leaf in tree_leaves(states[1]) if isinstance(leaf, torch.Tensor)} >= {torch.uint8}
