@@ -26,7 +26,6 @@ extras = {
     "plot": ["matplotlib", "plotly"],
     "test": [
         "accelerate>=1.10",
-        "bitsandbytes",
         "build",
         "hypothesis",
         "lightning-fabric>=2.5",
@@ -45,6 +44,7 @@ extras = {
         "tqdm",
         "transformers",
     ],
+    "libraries": ["bitsandbytes"],  # that slow down the import of others: tests of their own
     "docs": ["furo", "myst-parser", "sphinx", "sphinx-copybutton"],
     "dev": ["mypy", "ruff", "types-tabulate"],
 }

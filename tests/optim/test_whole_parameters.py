@@ -237,7 +237,7 @@ def test_float16_skips_an_overflow_as_the_plain_optimizer():
     torch.testing.assert_close(*results, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.libraries
 @pytest.mark.parametrize("kind", ["AdamW8bit", "Lion8bit"])
 def test_8_bit_optimizers_equal_the_plain_optimizer(kind):
     """Within their rounding. State of 4,096 elements and more is in 8 bits; ``shard=None`` owns whole parameters."""
