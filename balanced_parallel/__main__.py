@@ -6,10 +6,10 @@ What would save:       PROGRAM tricks --problem net.py:build --devices 4
 What will go wrong:    PROGRAM doctor --problem net.py:build
 
 ``build`` is a function that returns ``(module, criterion, inputs, targets)``. For a module alone, ``--input 4,3,224,224`` is the
-shape of its input, and the loss is the mean of its output. With inputs, the doctor also runs a step on two simulated devices.
+shape of its input, and the loss is the mean of its output.
 
-No accelerator is needed, and the model takes no memory, except for the doctor, which runs it. The exit code is 0 for
-success, 1 if nothing fits or the doctor finds a problem, and 2, with one line on stderr, if the model or a flag is wrong.
+No accelerator is needed, and the model takes no memory. The exit code is 0 for success, 1 if nothing fits or the doctor finds a
+problem, and 2, with one line on stderr, if the model or a flag is wrong.
 """
 
 import argparse
@@ -30,14 +30,13 @@ from typing import Any, NoReturn
 import torch
 
 from . import memory
-from .diagnostics.doctor import examine, find_waits, is_note
+from .diagnostics.reasons import examine, is_note
 from .memory.devices import find_kind
 from .memory.problem import Problem, build_problem
 from .memory.remedies import measure_tricks
 from .memory.report import load_plotly, write_page
 from .memory.trace.layouts import LAYOUTS, ReplicaLayout, SingleDevice
 from .runtime.values import parse_bytes
-from .simulation import simulate
 
 _log = logging.getLogger(__name__)
 _UNCHECKED = "; random numbers, and rows that forward mixes, are not checked: compare with balanced_parallel.verify"
@@ -169,12 +168,9 @@ def tricks(flags: argparse.Namespace) -> int:
 
 
 def doctor(flags: argparse.Namespace) -> int:
-    """Prints problems of the model with replicas, and its waits if there are inputs. Returns 1 if there are any problems."""
+    """Prints problems of the model with replicas. Returns 1 if there are any problems."""
     problem = build_problem(flags.problem, flags.input)
-    criterion = None if problem.assumed else problem.criterion
-    findings = examine(problem.module, criterion)
-    if problem.inputs is not None:
-        findings += find_waits(simulate, problem.module, problem.inputs, criterion, problem.targets, flags.dim)
+    findings = examine(problem.module, None if problem.assumed else problem.criterion)
     none = f"nothing found: {type(problem.module).__name__} runs as replicas{_UNCHECKED}"
     print("\n".join(f"- {finding}" for finding in findings) or none, file=flags.output)
     return 0 if all(map(is_note, findings)) else 1

@@ -218,7 +218,7 @@ def test_warnings_of_plan_print_one_line(nets, capsys, monkeypatch):
 
 
 def test_doctor_without_findings_exits_with_code_0(nets, capsys):
-    for name in ("net", "small"):  # without and with a step on simulated devices
+    for name in ("net", "small"):
         assert main(["doctor", "--problem", nets(name)]) == 0
         output = capsys.readouterr().out
         assert re.fullmatch("(a model that speaks\n)?nothing found: Linear runs as replicas; random numbers, .*verify\n", output)
@@ -229,17 +229,6 @@ def test_doctor_lists_findings_and_exits_with_code_1(nets, capsys):
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("- batch norm: 1: ")
     assert second.startswith("- note: the loss: distance is exact as it is if it is a sum of means")
-
-
-def test_doctor_finds_waits_by_a_step_on_simulated_devices(nets, capsys):
-    assert main(["doctor", "--problem", nets("waiting")]) == 0
-    (line,) = capsys.readouterr().out.splitlines()
-    assert re.match(r"- note: waits: item in .*nets\.py:\d+ makes the host wait for a GPU, 2 times in a step of two ", line)
-    assert main(["doctor", "--problem", nets("picky")]) == 0
-    (line,) = capsys.readouterr().out.splitlines()
-    assert line.startswith(
-        "- note: waits: a step on simulated devices failed, so they are not known: I do not like small numbers"
-    )
 
 
 def test_dim_is_passed_to_plan(nets, capsys, monkeypatch):

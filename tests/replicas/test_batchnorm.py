@@ -27,7 +27,7 @@ from balanced_parallel import (
     simulate,
     verify,
 )
-from balanced_parallel.diagnostics.doctor import examine
+from balanced_parallel.diagnostics.reasons import examine
 from balanced_parallel.replicas.batchnorm import use_torch_sync_batchnorm
 
 CPUS = ["cpu"] * 3

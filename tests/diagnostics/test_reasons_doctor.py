@@ -10,7 +10,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from balanced_parallel import convert_sync_batchnorm
-from balanced_parallel.diagnostics.doctor import examine
+from balanced_parallel.diagnostics.reasons import examine
 
 
 def only(findings):
