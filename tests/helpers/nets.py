@@ -29,19 +29,6 @@ class Loses(nn.Linear):
     def forward(self, x):
         return {}["nothing"]
 
-class Waiting(nn.Linear):
-    def __init__(self):
-        super().__init__(4, 3)
-
-    def forward(self, x):
-        return super().forward(x) * x.sum().item()
-
-class Picky(Waiting):
-    def forward(self, x):
-        if not x.is_meta and type(x) is torch.Tensor:
-            raise ArithmeticError("I do not like small numbers")
-        return nn.Linear.forward(self, x)
-
 def classes(rows):
     return torch.zeros(rows, dtype=torch.int64)
 
@@ -83,12 +70,6 @@ class Packs(nn.Module):
 
 def packs():
     return Packs(), nn.CrossEntropyLoss(), torch.zeros(8, 4), classes(8)
-
-def waiting():
-    return Waiting(), nn.CrossEntropyLoss(), torch.zeros(6, 4), classes(6)
-
-def picky():
-    return Picky(), nn.CrossEntropyLoss(), torch.zeros(6, 4), classes(6)
 
 def needs(width):
     return nn.Linear(width, 3)
