@@ -180,7 +180,8 @@ class LossOfSums(CoupledLoss):
                 failure = error
         parts: list[ShardStatistics] = self.criterion.run(self._statistics, outputs, shards)
         if failure is not None:
-            self._refuse(f"half of the first rows raises {type(failure).__name__}: {failure}", failure)
+            reason = f"half of the first rows, in dimension {outputs.dim}, raises {type(failure).__name__}: {failure}"
+            self._refuse(reason, failure)
         if halves and None not in (part.tensors for part in (parts[0], *halves)):
             self._compare(parts[0], halves, outputs.sizes[0])
         return parts

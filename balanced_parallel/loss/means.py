@@ -180,9 +180,10 @@ class MeanRecorder(TorchFunctionMode):
 
     def _key(self, function: Any, arguments: dict[str, Any]) -> Hashable:
         """Returns a key that is equal for losses of the same targets, which have the same count."""
-        target, rule = arguments.get("target"), RULES[function]
+        target, values, rule = arguments.get("target"), arguments.get("input"), RULES[function]
         is_class = rule is RULES[F.cross_entropy] and isinstance(target, Tensor) and not target.is_floating_point()
-        if not is_class and (not isinstance(target, Tensor) or target.shape != arguments["input"].shape):
+        is_elementwise = isinstance(target, Tensor) and isinstance(values, Tensor) and target.shape == values.shape
+        if not is_class and not is_elementwise:
             return object()
         tensors = [tensor for tensor in (target, arguments.get("weight")) if isinstance(tensor, Tensor)]
         self._held += tensors  # while they live, no other tensor is at their place

@@ -5,7 +5,17 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers.problems import CLASSES, assert_same_gradients, build_net, class_targets, gradients, plain_program
+from helpers.problems import (
+    CLASSES,
+    LOSSES,
+    OnTop,
+    assert_same_gradients,
+    build_net,
+    class_targets,
+    gradients,
+    make_targets,
+    plain_program,
+)
 from helpers.ranks import run_ranks
 from helpers.slow import slow, slow_but
 from torch import nn
@@ -115,6 +125,27 @@ def test_criteria_without_a_step_equal_the_plain_program(seed, rows):
         torch.testing.assert_close(result.detach(), loss.detach(), rtol=1e-10, atol=1e-10)
         assert_same_gradients(gradients(module, criterion), expected)
         module.zero_grad(), criterion.zero_grad()
+
+
+MEANS = [name for name in LOSSES if "sum" not in name and not name.startswith(("Adaptive", "savings", "Linear"))]
+
+
+@pytest.mark.parametrize("name", slow_but(MEANS, "CosineEmbeddingLoss", "MarginRankingLoss", "CTCLoss", "NLLLoss", "l1_loss"))
+def test_losses_of_torch_inside_of_a_function_equal_the_plain_program(name):
+    build, kind = LOSSES[name]
+    loss, module, inputs, targets = build(), OnTop(name), torch.randn(7, 4), make_targets(kind, 7, ignored=3)
+
+    def criterion(*values):
+        return 2 * loss(*values)
+
+    expected, expected_gradients = plain_program(module, criterion, inputs, targets)
+    out_dims = 1 if kind == "sequences" else 0  # the loss of sequences takes time first
+    split = DataParallelCriterion(criterion, dim=0)
+    result = split(DataParallelModel(module, ["cpu"] * 3, out_dims=out_dims)(inputs), *targets)
+    result.backward()
+    torch.testing.assert_close(result.detach(), expected.detach(), rtol=1e-10, atol=1e-10)
+    assert_same_gradients(gradients(module, nn.Identity()), expected_gradients)
+    assert split.weight is None
 
 
 def rank_update(rank, seed, sizes, micro_batch_size, strategy, by_hand):
