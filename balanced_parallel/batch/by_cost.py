@@ -13,7 +13,7 @@ A batch is a list of samples, of which ``collate`` makes shards, or padded tenso
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -32,6 +32,7 @@ from .rows import (
     Rows,
     RowShards,
     Shard,
+    Whole,
     count_rows,
     map_marked,
     move_leaves,
@@ -48,7 +49,8 @@ class ByCost(Cut):
 
     Args:
         cost: returns the cost of a sample, with ``collate``; otherwise the costs of all rows, ``cost(inputs)``.
-        collate: makes ``(inputs, targets)``, or inputs with ``"labels"``, of any list of samples, as in ``step(samples)``.
+        collate: makes ``(inputs, targets)``, or inputs with ``"labels"``, of any list of samples, as in ``step(samples)``. Inputs
+            in :class:`Whole` need not have a row for each sample: packed rows, batches of graphs, nested tensors.
         trim: dimension of padded inputs and targets that is cut to the largest cost in a shard, or a mapping to it from an
             argument of the model by name, and from ``"targets"``. ``None`` cuts nothing.
         combine: cost of a shard, from the costs of its rows. It must not decrease with another row. ``None`` is rows x longest,
@@ -175,14 +177,21 @@ class _Samples(CostBatch):
         chosen = [self._samples[row] for row in part] or self._example
         of_model, of_criterion = inputs_and_targets(self._collate(chosen))
         inputs, targets, dims = self._mark(of_model, containers.spread(of_criterion))
-        for name, node, dim in zip(("inputs", "targets"), (inputs, targets), dims, strict=True):
-            count = count_rows(node, dim, len(chosen))
-            if not count or count % len(chosen) or (name == "inputs" and count != len(chosen)):  # targets may be flattened
-                raise ValueError(
-                    f"collate was given {len(chosen)} samples and returned {name} with {count or 'no'} rows, expected one row "
-                    f"for each sample, {len(chosen)}"
-                )
-        return Shard(inputs, targets, part, count or 0, device) if part else _rows_of(inputs, targets, dims, part, device)
+        rows, target_rows = count_rows(inputs, dims[0], len(chosen)), count_rows(targets, dims[1], len(chosen))
+        self.joins = rows is None and any(isinstance(leaf, Whole) for _, leaf in containers.leaves(inputs))
+        if not self.joins and rows != len(chosen):
+            self._refuse(len(chosen), "inputs", rows, ". If it joins samples, as into one packed row, let it return Whole(...)")
+        if not target_rows or (not self.joins and target_rows % len(chosen)):  # targets may be flattened
+            self._refuse(len(chosen), "targets", target_rows, " or several")
+        if not part:
+            return _rows_of(inputs, targets, dims, part, device)
+        return Shard(inputs, targets, part, max(target_rows, len(part)), device)  # a packed row counts as its samples
+
+    def _refuse(self, samples: int, name: str, rows: int | None, advice: str) -> NoReturn:
+        raise ValueError(
+            f"collate was given {samples} samples and returned {name} with {rows or 'no'} rows, expected one row for each "
+            f"sample, {samples}{advice}"
+        )
 
 
 class _Padded(CostBatch):
@@ -318,7 +327,13 @@ def shard_by_cost(
 
 
 def inputs_and_targets(collated: Any) -> tuple[Any, Any]:
-    """Splits the result of a ``collate``: a pair, or a mapping with labels."""
+    """Splits the result of a ``collate``: a pair, or a mapping with labels. ``Whole`` around it marks the inputs."""
+    if isinstance(collated, Whole):
+        inputs, targets = inputs_and_targets(collated.value)
+        if isinstance(inputs, Mapping):
+            return {name: Whole(value) for name, value in inputs.items()}, targets
+        marked = tuple(map(Whole, containers.spread(inputs)))
+        return marked, targets
     if isinstance(collated, Mapping) and "labels" in collated:
         return collated, collated["labels"]
     if isinstance(collated, (tuple, list)) and len(collated) == 2:

@@ -13,6 +13,7 @@ each shard, and a :class:`Shard` has views of them. 14 rows of at most 3 per dev
 """
 
 import contextlib
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -336,7 +337,8 @@ def _rows_of_tensor(tensor: torch.Tensor, part: RowNumbers, dim: int) -> torch.T
         layout = "nested" if tensor.is_nested else str(tensor.layout)
         raise TypeError(
             f"a {layout} tensor cannot be split by rows, expected a dense one: pass .to_dense() of a sparse tensor, the "
-            "padded tensor and the lengths of a nested one, or wrap it in Whole(...) if every replica needs all of it"
+            "padded tensor and the lengths of a nested one, or wrap it in Whole(...) if every replica needs all of it. Nested "
+            "tensors of a list of samples are made on each device by TrainStep(cut=ByCost(..., collate=...))"
         )
     if isinstance(part, range):
         return tensor.narrow(dim, part.start, len(part))
@@ -351,7 +353,10 @@ def move_leaves(node: Any, device: torch.device | None) -> Any:
             return leaf if device is None else move(leaf, device)
         if isinstance(leaf, MARKS):
             return move_leaves(without_mark(leaf), device)
-        return leaf.on(device) if isinstance(leaf, PerReplica) and device is not None else leaf
+        if isinstance(leaf, PerReplica) and device is not None:
+            return leaf.on(device)
+        has_to = device is not None and hasattr(leaf, "to") and _holds_tensors(leaf, 3)
+        return copy.copy(leaf).to(device) if has_to else leaf  # a copy: torch_geometric's method changes the object
 
     return containers.map_leaves(move_leaf, node)
 
@@ -403,6 +408,7 @@ class Batch:
     unit = "rows"  # of a limit
     pads = False  # each shard to a length of its own
     has_example = True  # a shard without rows can be made
+    joins = False  # samples of a shard, which are not its rows
 
     def __init__(self, inputs: Arguments, targets: Arguments = NOTHING, dims: tuple[int, int] = (0, 0)) -> None:
         self.inputs, self.targets, self.dims = inputs, targets, dims
