@@ -185,7 +185,7 @@ class _Samples(CostBatch):
             self._refuse(len(chosen), "targets", target_rows, " or several")
         if not part:
             return _rows_of(inputs, targets, dims, part, device)
-        return Shard(inputs, targets, part, max(target_rows, len(part)), device)  # a packed row counts as its samples
+        return Shard(inputs, targets, part, target_rows, device)
 
     def _refuse(self, samples: int, name: str, rows: int | None, advice: str) -> NoReturn:
         raise ValueError(

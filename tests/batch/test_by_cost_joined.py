@@ -53,12 +53,14 @@ def make_step(net, cut, criterion=None, devices=("cpu",) * 3, lr=0.0, **settings
 # Language models of transformers
 
 
-def llama(attention="sdpa"):
+def gpt2(attention="sdpa"):
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    rates = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    # with a cache, the mask of a packed row would be that of one long sample
+    settings = {"use_cache": False, "attn_implementation": attention, "bos_token_id": 1, "eos_token_id": 1}
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(vocab_size=WORDS, num_key_value_heads=1, **sizes, attn_implementation=attention)
-    return transformers.LlamaForCausalLM(config).double()
+    config = transformers.GPT2Config(vocab_size=WORDS, n_positions=32, n_embd=8, n_layer=2, n_head=2, **rates, **settings)
+    return transformers.GPT2LMHeadModel(config).double()
 
 
 def flatten(samples):
@@ -80,11 +82,11 @@ def sample_by_sample(net, samples):
     return loss.detach(), gradients(net)
 
 
-@pytest.mark.parametrize("attention", ["sdpa", slow("eager"), slow("flex_attention")])
+@pytest.mark.parametrize("attention", ["sdpa", slow("eager")])
 @pytest.mark.parametrize("devices", [slow(1), 2, slow(4)])
-@pytest.mark.parametrize("limit", [None, 12])
+@pytest.mark.parametrize("limit", [slow(None), 12])
 def test_packed_rows_of_transformers(attention, devices, limit):
-    net, samples = llama(attention), make_samples()
+    net, samples = gpt2(attention), make_samples()
     expected = sample_by_sample(net, samples)
     cut = ByCost(tokens_of, collate=flatten, combine=sum, limit=limit)
     step = make_step(net, cut, DataParallelCriterion(loss_of_tokens), ["cpu"] * devices)
@@ -99,7 +101,7 @@ def test_packed_rows_of_transformers(attention, devices, limit):
 
 
 def test_packed_rows_of_a_model_that_computes_its_loss():
-    net, samples = llama(), make_samples()
+    net, samples = gpt2(), make_samples()
     expected = sample_by_sample(net, samples)
     savings.replace_lm_head(net)
     criterion = DataParallelCriterion(lambda output, labels: output.loss, weight=lambda output, labels: (labels != -100).sum())
@@ -175,14 +177,10 @@ def test_out_of_memory_halves_the_tokens():
         assert step.micro_batch_cost == 54
 
 
-def test_weights_by_rows_count_samples():
-    net, samples = Packed().double(), make_samples([4] * 6)
-    criterion = DataParallelCriterion(lambda output, tags: output.mean() * 3, weight="rows")
-    plain = Packed().double()
-    expected = plain(**join(samples)[0]).mean() * 3
-    expected.backward()
-    loss = make_step(net, ByCost(tokens_of, collate=whole, combine=sum), criterion, ["cpu"] * 4)(samples)
-    assert_equal(loss, net, (expected.detach(), gradients(plain)))
+def test_weights_by_rows_are_refused_for_a_packed_row():
+    criterion = DataParallelCriterion(lambda output, tags: output.mean(), weight="rows")
+    with pytest.raises(ValueError, match="weight='rows' with samples joined into fewer rows, expected a function that counts"):
+        make_step(Packed(), ByCost(tokens_of, collate=whole, combine=sum), criterion)(make_samples())
 
 
 def test_a_joined_batch_without_the_mark_is_refused_by_name():
@@ -243,7 +241,7 @@ def test_ranks_join_their_own_samples(strategy):
 
 
 class Flex(nn.Module):
-    """Flex attention over packed rows, with a mask for each."""
+    """Flex attention over packed rows, with a mask for each. It has no backward on the CPU: only the last layer is trained."""
 
     def __init__(self):
         super().__init__()
@@ -253,7 +251,7 @@ class Flex(nn.Module):
     def forward(self, words, mask):
         from torch.nn.attention.flex_attention import flex_attention
 
-        states = self.words(words)[:, None]  # 1 row x 1 head x words x 16
+        states = self.words(words).detach()[:, None]  # 1 row x 1 head x words x 16
         return self.tags(flex_attention(states, states, states, block_mask=mask)[:, 0]).transpose(1, 2)
 
 
@@ -399,18 +397,23 @@ def batch_graphs(graphs):
     return Whole((batch, batch.y))
 
 
-@pytest.mark.parametrize("pools", [True, slow(False)], ids=["graphs", "nodes"])
-@pytest.mark.parametrize(
-    "loss", [F.cross_entropy, nn.CrossEntropyLoss(ignore_index=1, weight=torch.rand(TAGS).double())], ids=str
-)
-def test_graphs_of_torch_geometric(double, pools, loss):
+LOSSES = {
+    "function": lambda output, targets: 2 * F.cross_entropy(output, targets),
+    "module": nn.CrossEntropyLoss(ignore_index=1, weight=torch.rand(TAGS, dtype=torch.float64)),
+}
+
+
+@pytest.mark.parametrize("pools", [True, False], ids=["graphs", "nodes"])
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("limit", [14, slow(None)])
+def test_graphs_of_torch_geometric(double, pools, name, limit):
     pytest.importorskip("torch_geometric")
-    net, graphs = GraphNet(pools), make_graphs(pools)
+    net, graphs, loss = GraphNet(pools), make_graphs(pools), LOSSES[name]
     batch = batch_graphs(graphs).value[0]
     plain = copy.deepcopy(net)
     expected = loss(plain(batch), batch.y)
     expected.backward()
-    cut = ByCost(lambda graph: graph.num_nodes, collate=batch_graphs, combine=sum, limit=14)
+    cut = ByCost(lambda graph: graph.num_nodes, collate=batch_graphs, combine=sum, limit=limit)
     step = make_step(net, cut, DataParallelCriterion(loss))
     found, outputs = step(batch.to_data_list(), return_outputs=True)
     assert_equal(found, net, (expected.detach(), gradients(plain)))
