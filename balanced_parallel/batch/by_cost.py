@@ -332,8 +332,7 @@ def inputs_and_targets(collated: Any) -> tuple[Any, Any]:
         inputs, targets = inputs_and_targets(collated.value)
         if isinstance(inputs, Mapping):
             return {name: Whole(value) for name, value in inputs.items()}, targets
-        marked = tuple(map(Whole, containers.spread(inputs)))
-        return marked, targets
+        return tuple(map(Whole, containers.spread(inputs))), targets
     if isinstance(collated, Mapping) and "labels" in collated:
         return collated, collated["labels"]
     if isinstance(collated, (tuple, list)) and len(collated) == 2:

@@ -265,6 +265,7 @@ def join_with_mask(samples):
     return Whole(({"words": inputs["words"], "mask": mask}, tags))
 
 
+@pytest.mark.slow  # imports the compiler of torch
 @pytest.mark.filterwarnings("ignore:.*flex_attention called without torch.compile", "ignore::DeprecationWarning")
 def test_block_masks_stay_with_their_row():
     net, samples = Flex(), make_samples()
@@ -272,10 +273,15 @@ def test_block_masks_stay_with_their_row():
     inputs, tags = join_with_mask(samples).value
     loss = F.cross_entropy(plain(**inputs), tags)
     loss.backward()
-    found = make_step(net, ByCost(tokens_of, collate=join_with_mask, combine=sum, limit=12))(samples)
-    torch.testing.assert_close(found, loss.detach())  # flex attention has no float64 on every platform
-    for gradient, other in zip(gradients(net), gradients(plain), strict=True):
-        torch.testing.assert_close(gradient, other)
+    rows = [join_with_mask(samples[start : start + 3]) for start in range(0, len(samples), 3)]  # packed before
+    tokens = [row.value[1].numel() for row in rows]
+    assert len({*tokens}) > 1
+    joined = make_step(net, ByCost(tokens_of, collate=join_with_mask, combine=sum, limit=12))
+    before = make_step(net, ByCost(lambda row: row.value[1].numel(), collate=lambda rows: rows[0]), micro_batch_size=1)
+    for step, batch in ((joined, samples), (before, rows)):
+        torch.testing.assert_close(step(batch), loss.detach())  # in float32: this attention has no float64 on every platform
+        for gradient, other in zip(gradients(net), gradients(plain), strict=True):
+            torch.testing.assert_close(gradient, other)
     with pytest.raises(TypeError, match=r"kwargs\['mask'\] is an object of type BlockMask that holds tensors.*Whole\(\.\.\.\)"):
         DataParallelModel(net, ["cpu"] * 2)(**inputs)
 
