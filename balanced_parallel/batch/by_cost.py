@@ -18,6 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ..runtime.collectives import world_size
 from ..runtime.devices import pin
 from ..runtime.values import check_number, check_type
 from . import containers
@@ -129,7 +130,8 @@ class CostBatch(Batch):
         ]
         shards_of_all = [shard for row in shards for shard in row] or [self.shard([], devices[0])]
         self.counted_targets = [move_leaves(shard.targets.inputs, None) for shard in shards_of_all]
-        return iter(shards)
+        is_example = not self.costs and shards_of_all[0].is_joined  # it has the rows of another batch: only ranks need it
+        return iter([] if is_example and world_size() == 1 else shards)
 
     def largest(self, shares: int | Sequence[float], limit: float | None) -> tuple[float, float]:
         """Returns the cost of the costliest shard, and half of it, but no less than that of a row alone."""
@@ -178,14 +180,14 @@ class _Samples(CostBatch):
         of_model, of_criterion = inputs_and_targets(self._collate(chosen))
         inputs, targets, dims = self._mark(of_model, containers.spread(of_criterion))
         rows, target_rows = count_rows(inputs, dims[0], len(chosen)), count_rows(targets, dims[1], len(chosen))
-        self.joins = rows is None and any(isinstance(leaf, Whole) for _, leaf in containers.leaves(inputs))
-        if not self.joins and rows != len(chosen):
+        is_joined = rows is None and any(isinstance(leaf, Whole) for _, leaf in containers.leaves(inputs))
+        if not is_joined and rows != len(chosen):
             self._refuse(len(chosen), "inputs", rows, ". If it joins samples, as into one packed row, let it return Whole(...)")
-        if not target_rows or (not self.joins and target_rows % len(chosen)):  # targets may be flattened
-            self._refuse(len(chosen), "targets", target_rows, " or several")
+        if not target_rows or (not is_joined and target_rows % len(chosen)):  # targets may be flattened
+            self._refuse(len(chosen), "targets", target_rows, ", or a multiple of that. Targets are not in Whole(...)")
         if not part:
-            return _rows_of(inputs, targets, dims, part, device)
-        return Shard(inputs, targets, part, target_rows, device)
+            return _rows_of(inputs, targets, dims, part, device)._replace(is_joined=is_joined)
+        return Shard(inputs, targets, part, target_rows, device, is_joined=is_joined)
 
     def _refuse(self, samples: int, name: str, rows: int | None, advice: str) -> NoReturn:
         raise ValueError(

@@ -384,6 +384,7 @@ class Shard(NamedTuple):
     target_rows: int  # a multiple of the rows if the targets are flattened
     device: torch.device
     random: BatchRandom | None = None  # numbers that follow the rows, and the place of the first row in the effective batch
+    is_joined: bool = False  # the inputs are one object, of the samples ``rows``
 
     def drawing(self, part: str) -> contextlib.AbstractContextManager[None]:
         """Surrounds a forward of ``"model"`` or ``"criterion"``, whose random numbers may follow the rows."""
@@ -408,7 +409,6 @@ class Batch:
     unit = "rows"  # of a limit
     pads = False  # each shard to a length of its own
     has_example = True  # a shard without rows can be made
-    joins = False  # samples of a shard, which are not its rows
 
     def __init__(self, inputs: Arguments, targets: Arguments = NOTHING, dims: tuple[int, int] = (0, 0)) -> None:
         self.inputs, self.targets, self.dims = inputs, targets, dims

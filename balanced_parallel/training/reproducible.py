@@ -79,7 +79,7 @@ class RandomByRow:
             for count in (2, 3) if batch.rows else (0, 0):
                 rows = [row % distinct for row in range(count)]
                 shard = batch.shard(rows, self._model.devices[0])
-                if batch.joins:
+                if shard.is_joined:
                     raise ValueError(
                         "reproducible=True with samples that collate= joins, whose random numbers do not belong to a row, "
                         "expected a collate= that makes a row of each sample"

@@ -21,6 +21,7 @@ from balanced_parallel import (
     DataParallelModel,
     TrainStep,
     Whole,
+    convert_sync_batchnorm,
     parallelize,
     savings,
     shard_by_cost,
@@ -154,6 +155,67 @@ def test_windows_and_ranges_of_costs():
     for part in (samples[:7], [], samples[7:8], samples[8:]):
         step.add(part)
     assert_equal(step.apply(), net, packed_program(samples))
+
+
+class Normed(Packed):
+    """Has the statistics of all tokens of a forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(TAGS)
+
+    def forward(self, words, places):
+        return self.norm(super().forward(words, places))
+
+
+def test_no_samples_in_one_process_change_nothing():
+    net, samples = Normed().double(), make_samples()
+    plain = copy.deepcopy(net)
+    expected = packed_program(samples, plain)
+    plain(**join(samples)[0])
+    step = make_step(net, ByCost(tokens_of, collate=whole, combine=sum), devices=["cpu"])
+    step.add(samples)
+    step.add([])
+    assert_equal(step.apply(), net, expected)
+    torch.testing.assert_close(net.norm.running_mean, plain.norm.running_mean, rtol=1e-10, atol=1e-10)
+    with pytest.warns(UserWarning, match="no target of this batch was counted"):
+        _, outputs = step([], return_outputs=True)
+    assert outputs == []
+    assert net.norm.num_batches_tracked == 1
+
+
+def train_with_batch_norm(rank, expected):
+    net = convert_sync_batchnorm(Normed().double())
+    model, criterion = parallelize(net, nn.CrossEntropyLoss(), device_ids=["cpu"])
+    cut = ByCost(tokens_of, collate=whole, combine=sum)
+    step = TrainStep(model, criterion, torch.optim.SGD(model.parameters(), lr=0.0), cut=cut)
+    samples = make_samples()
+    loss = step(samples[7:] if rank else samples[:7])
+    torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-10)
+    step(samples[7:] if rank else [])
+
+
+@pytest.mark.slow
+def test_a_rank_without_samples_is_refused_if_others_wait_for_its_batch_norm():
+    expected, _ = packed_program(make_samples(), Normed().double())
+    with pytest.raises(AssertionError, match="this rank has no samples, and collate= joins them, expected one sample"):
+        run_ranks(2, train_with_batch_norm, expected, fresh=True)
+
+
+def loss_of_flat_tags(output, tags):
+    return 2 * F.cross_entropy(output.transpose(1, 2).flatten(0, 1), tags)
+
+
+def test_tags_of_a_packed_row_may_be_flat():
+    net, samples = Packed().double(), make_samples()
+
+    def collate(samples):
+        inputs, tags = join(samples)
+        return Whole((inputs, tags.flatten()))
+
+    loss, expected = packed_program(samples)
+    step = make_step(net, ByCost(tokens_of, collate=collate, combine=sum), DataParallelCriterion(loss_of_flat_tags))
+    assert_equal(step(samples[::-1]) / 2, net, (loss, [2 * gradient for gradient in expected]))
 
 
 def test_only_the_inputs_may_be_marked():
